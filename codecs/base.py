@@ -1,0 +1,194 @@
+"""What a codec is to the library: a frozen value that plans, and modules that encode and decode.
+
+A codec module `codecs/x.py` defines one subclass of `CodecSpec` and its NumPy reference; fast
+backends live in `x_cpu.py` and `x_triton.py`. Everything here works on flat arrays of element bits
+and on byte arrays: array libraries, headers and checks of the whole buffer are the core's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from ..formats.header import CHECKSUM, RECORD, Header, Section, align
+
+Bits = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+ReduceOp = Literal["sum", "max", "or"]
+
+
+class Key(NamedTuple):
+    """Seed of counter-based randomness: the same key gives the same bytes on every backend."""
+
+    seed: int
+    step: int = 0
+    rank: int = 0
+    world: int = 1
+
+
+class Layout(NamedTuple):
+    """Sections of one chunk. `dynamic_bound` is the most dynamic bytes that its data can need."""
+
+    sections: tuple[Section, ...]
+    dynamic_bound: int = 0
+    scratch: int = 0
+
+
+class Chunk(NamedTuple):
+    """Where one chunk lies: its elements' type and number, its planned sections and its bytes.
+
+    `dynamic` is the whole slot when encoding and exactly the used bytes when decoding.
+    """
+
+    dtype: DType
+    nelem: int
+    sections: tuple[Section, ...]
+    static: Bytes
+    dynamic: Bytes
+
+
+class ChunkResult(NamedTuple):
+    """What encoding one chunk found out.
+
+    `dynamic_nbytes` may exceed the room given: then the dynamic part is incomplete. `words_sum` is
+    the keyed sum over static and dynamic part if the backend had it at hand, else None.
+    """
+
+    dynamic_nbytes: int
+    words_sum: int | None = None
+    info: int = 0
+
+
+class ChunkDecoded(NamedTuple):
+    """`problem` says what is wrong with the payload, None if nothing is; `words_sum` as above."""
+
+    problem: str | None = None
+    words_sum: int | None = None
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """Base of all codecs. Subclasses are frozen dataclasses whose fields are the parameters."""
+
+    name: ClassVar[str]
+    id: ClassVar[int]
+    version: ClassVar[int] = 1
+    lossless: ClassVar[bool] = True
+    homomorphic: ClassVar[bool] = False
+    reduce_op: ClassVar[ReduceOp | None] = None
+    dtypes: ClassVar[tuple[str, ...]]
+    #: Most elements in one chunk.
+    max_chunk_nelem: ClassVar[int] = (1 << 63) - 1
+    #: A chunk whose coded form is longer than its raw bytes is stored raw.
+    raw_fallback: ClassVar[bool] = False
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """Sections of a chunk of `nelem` elements; depends on nothing else."""
+        raise NotImplementedError
+
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """False where a chunk of `nelem` elements is better stored by the raw codec."""
+        return dtype.name in self.dtypes
+
+    def pack_params(self) -> bytes:
+        """Parameters for the header, a multiple of 8 bytes."""
+        return b""
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> CodecSpec:
+        """The codec that `pack_params` described; FormatError("bad_header") if it is none."""
+        raise NotImplementedError
+
+    def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[Any] | None:
+        """Statistics that encode() takes as `stats`, or None if the codec needs none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every size and offset of a buffer, known before any data is seen. Sizes are in bytes.
+
+    `dynamic_stride` is the room of one chunk's dynamic slot. A buffer is header, result records
+    (32 bytes per chunk), `chunks` static parts of `static_stride` bytes, `chunks` dynamic slots.
+    """
+
+    codec: CodecSpec
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: int
+    layout: Layout
+    dynamic_stride: int
+    checksum: bool = True
+
+    @cached_property
+    def nelem(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def chunk_nelem(self) -> int:
+        """Elements of a whole chunk; the last chunks may have fewer, or none."""
+        return -(-self.nelem // self.chunks)
+
+    def chunk_range(self, i: int) -> tuple[int, int]:
+        """First and past-the-last flat element of chunk `i`."""
+        start = min(i * self.chunk_nelem, self.nelem)
+        return start, min(start + self.chunk_nelem, self.nelem)
+
+    @cached_property
+    def header(self) -> Header:
+        """The planned header, for dynamic slots of `dynamic_stride` bytes."""
+        return Header(
+            codec=self.codec.name,
+            codec_id=self.codec.id,
+            codec_version=self.codec.version,
+            dtype=self.dtype,
+            shape=self.shape,
+            chunks=self.chunks,
+            sections=self.layout.sections,
+            params=self.codec.pack_params(),
+            dynamic_stride=self.dynamic_stride,
+            required=CHECKSUM if self.checksum else 0,
+        )
+
+    @cached_property
+    def header_bytes(self) -> Bytes:
+        """The packed header, uint8, read-only."""
+        return np.frombuffer(self.header.pack(), np.uint8)
+
+    @cached_property
+    def static_offset(self) -> int:
+        """Where the first chunk's static part starts."""
+        return align(self.header.nbytes + RECORD.itemsize * self.chunks)
+
+    @cached_property
+    def static_stride(self) -> int:
+        """Bytes of one chunk's static part: the same for all chunks."""
+        return sum(s.nbytes for s in self.layout.sections if not s.dynamic)
+
+    @cached_property
+    def dynamic_offset(self) -> int:
+        """Where the dynamic slots start."""
+        return self.static_offset + self.chunks * self.static_stride
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes to allocate; no encoded buffer of this plan is longer."""
+        return self.dynamic_offset + self.chunks * self.dynamic_stride
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Workspace for device backends."""
+        return self.layout.scratch
+
+    def identity_term(self, i: int) -> int:
+        """Checksum contribution of what is planned about chunk `i`."""
+        lo, hi = self.chunk_range(i)
+        return identity_term(self.codec.id, self.codec.version, self.dtype.id, hi - lo)

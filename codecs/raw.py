@@ -1,0 +1,67 @@
+"""raw: the tensor's bytes as they are. specs/raw.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.codec_ids import CODEC_IDS
+from ..formats.dtypes import DTYPES, DType
+from ..formats.errors import FormatError
+from ..formats.header import SECTION_KINDS, Section, align
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+
+
+@dataclass(frozen=True)
+class Raw(CodecSpec):
+    """Stores any dtype unchanged, with the checksum, shape and chunks of every other codec."""
+
+    name: ClassVar[str] = "raw"
+    id: ClassVar[int] = CODEC_IDS["raw"][0]
+    dtypes: ClassVar[tuple[str, ...]] = tuple(d.name for d in DTYPES)
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """One static section with the chunk's bytes."""
+        return Layout((Section(SECTION_KINDS["payload"], align(nelem * dtype.itemsize)),))
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> Raw:
+        """Raw has no parameters."""
+        if data:
+            raise FormatError("bad_header", f"raw takes no parameters, found {len(data)} bytes")
+        return cls()
+
+
+SPEC = Raw
+
+
+def encode_chunk(
+    spec: Raw,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """Copy the chunk's elements `bits` (1-D) to its static part and zero the padding."""
+    data = bits.view(np.uint8)
+    chunk.static[: data.size] = data
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Raw, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """Copy elements `start` to `start + out.size` of the chunk to `out` (1-D)."""
+    data = out.view(np.uint8)
+    data[:] = chunk.static[start * chunk.dtype.itemsize :][: data.size]
+    return ChunkDecoded()
+
+
+def static_used(chunk: Chunk) -> list[tuple[int, int]]:
+    """Byte ranges of the static part that carry data; the rest is zero padding."""
+    return [(0, chunk.nelem * chunk.dtype.itemsize)]

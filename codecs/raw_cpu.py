@@ -1,0 +1,62 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""raw on the CPU: one pass that copies and sums, block by block while the bytes are in cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.checksum import MASK64
+from ..formats.checksum_cpu import sum_bytes
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .raw import Raw
+from .threads import MIN_SPAN_NBYTES, run, spans
+
+_BLOCK = 1 << 17
+
+
+def _copy_and_sum(source: Bits, target: Bits, first: int, last: int) -> int:
+    total = 0
+    for at in range(first * _BLOCK, last * _BLOCK, _BLOCK):
+        block = source[at : at + _BLOCK]
+        block.flags.writeable = False
+        total += int(sum_bytes(block, at // 4))
+        target[at : at + _BLOCK] = block
+    return total
+
+
+def _spanned(source: Bits, target: Bits, threads: int) -> int:
+    cuts = spans(-(-source.size // _BLOCK), min(threads, max(source.size // MIN_SPAN_NBYTES, 1)))
+    return sum(run([lambda cut=cut: _copy_and_sum(source, target, *cut) for cut in cuts])) & MASK64
+
+
+def encode_chunk(
+    spec: Raw,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `raw.encode_chunk`."""
+    data = bits.view(np.uint8)
+    return ChunkResult(0, _spanned(data, chunk.static[: data.size], threads))
+
+
+def decode_chunk(
+    spec: Raw, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `raw.decode_chunk`."""
+    data = out.view(np.uint8)
+    source = chunk.static[start * chunk.dtype.itemsize :][: data.size]
+    words_sum = _spanned(source, data, threads)
+    if out.size != chunk.nelem:
+        return ChunkDecoded()
+    whole = data.size // 4 * 4
+    padding = chunk.static[whole:].copy()
+    padding[: data.size - whole] = 0
+    words_sum += int(sum_bytes(padding, whole // 4))
+    return ChunkDecoded(None, words_sum & MASK64)

@@ -1,0 +1,66 @@
+"""The library's own thread pool. Kernels release the GIL, so spans of tiles run side by side."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: Least input bytes that are worth a thread of their own.
+MIN_SPAN_NBYTES = 1 << 20
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def cpu_count() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(cpu_count(), 2), thread_name_prefix="tightwire")
+        return _pool
+
+
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def spans(n_units: int, threads: int) -> list[tuple[int, int]]:
+    """`n_units` cut into at most `threads` contiguous, nearly equal, non-empty ranges."""
+    threads = max(1, min(threads, n_units))
+    cuts = [n_units * i // threads for i in range(threads + 1)]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Results of the calls in order: the first runs here, the others on the pool.
+
+    The tasks must not call `run` themselves: a pool whose threads wait for it can stall.
+    """
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    futures = [_executor().submit(task) for task in tasks[1:]]
+    try:
+        first = tasks[0]()
+    finally:
+        # Spans write to the caller's buffers: none may still run when this returns or raises.
+        for future in futures:
+            future.exception()
+    return [first, *(future.result() for future in futures)]

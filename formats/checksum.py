@@ -1,0 +1,54 @@
+"""The payload checksum (specs/buffer.md, "Checksum"): a position-keyed sum modulo 2**64.
+
+Every 32-bit word is multiplied by an odd key that depends on its position alone, and the products
+are added. Sums commute, so any number of threads or GPU programs add their shares in any order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+#: Key of word i is (KEY_STEP * i + 1) mod 2**32: odd, and distinct over 2**31 positions.
+KEY_STEP = 0x3C6EF372
+MASK64 = (1 << 64) - 1
+
+# Odd 64-bit factors for the fields that are not payload words.
+_F_NELEM = 0x9E3779B97F4A7C15
+_F_DYNAMIC = 0xC2B2AE3D27D4EB4F
+_F_FLAGS = 0x165667B19E3779F9
+_F_IDENTITY = 0xD6E8FEB86659FD93
+_F_CONSTANT = 0xA0761D6478BD642F
+
+_BLOCK = 1 << 15
+
+
+def identity_term(codec_id: int, codec_version: int, dtype_id: int, nelem: int) -> int:
+    """Contribution of what the planned header says about a chunk of `nelem` elements."""
+    identity = codec_id | codec_version << 16 | dtype_id << 24
+    return (_F_CONSTANT + identity * _F_IDENTITY + nelem * _F_NELEM) & MASK64
+
+
+def record_term(dynamic_nbytes: int, flags: int, ordinal: int) -> int:
+    """Contribution of the chunk's result record."""
+    return (dynamic_nbytes * _F_DYNAMIC + (flags | ordinal << 32) * _F_FLAGS) & MASK64
+
+
+def words_sum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
+    """Keyed sum of `data` (uint8, 1-D) read as little-endian words from position `first_word`.
+
+    A last partial word is padded with zeros.
+    """
+    whole = data.size // 4
+    words = data[: 4 * whole].view("<u4")
+    keys = np.arange(min(whole, _BLOCK), dtype=np.uint32) * np.uint32(KEY_STEP)
+    total = 0
+    for start in range(0, whole, _BLOCK):
+        block = words[start : start + _BLOCK].astype(np.uint64)
+        shift = np.uint32((KEY_STEP * (first_word + start) + 1) & 0xFFFFFFFF)
+        block *= keys[: block.size] + shift
+        total += int(block.sum(dtype=np.uint64))
+    if data.size % 4:
+        last = int.from_bytes(data[4 * whole :].tobytes(), "little")
+        total += last * ((KEY_STEP * (first_word + whole) + 1) & 0xFFFFFFFF)
+    return total & MASK64

@@ -1,0 +1,10 @@
+"""Codec names, wire ids and the module stem that implements each. An id never changes meaning."""
+
+from __future__ import annotations
+
+#: name -> (wire id, module stem in codecs/). Adding a codec adds a line here.
+CODEC_IDS = {
+    "raw": (1, "raw"),
+    "zipccl": (2, "zipccl"),
+}
+NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

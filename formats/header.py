@@ -1,0 +1,204 @@
+"""The planned header and the per-chunk result records (specs/buffer.md)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import google_crc32c
+import numpy as np
+
+from .codec_ids import NAMES_BY_ID
+from .dtypes import BY_ID, DType
+from .errors import FormatError
+
+MAGIC = b"\x9eTWB"
+MAJOR, MINOR = 1, 0
+ALIGN = 128
+MAX_HEADER = 1 << 20
+MAX_RANK = 32
+MAX_NBYTES = (1 << 63) - 1
+
+#: Required feature bits. A reader refuses a buffer with a required bit that it does not know.
+CHECKSUM = 1
+ASSEMBLED = 2
+KNOWN_FEATURES = CHECKSUM | ASSEMBLED
+
+#: Record flags.
+RAW = 1
+OVERFLOW = 2
+
+_FIXED = struct.Struct("<4sBBHIBBBBHHIII")
+_SECTION = struct.Struct("<BBHI")
+_CRC_AT = 28
+
+#: One result record per chunk, written by whoever encodes the chunk.
+RECORD = np.dtype(
+    [
+        ("checksum", "<u8"),
+        ("dynamic_nbytes", "<u8"),
+        ("flags", "<u4"),
+        ("ordinal", "<u4"),
+        ("info", "<u8"),
+    ]
+)
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to the format's alignment of 128."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Section:
+    """One share of every chunk. `nbytes` is a multiple of 128: its size, or its bound if dynamic."""
+
+    kind: int
+    nbytes: int
+    dynamic: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that the spec pages use for this kind."""
+        return SECTION_NAMES[self.kind]
+
+
+#: Section kinds. A kind once published keeps its meaning.
+SECTION_NAMES = {1: "payload", 2: "tiles", 3: "index", 4: "scales", 64: "escapes", 65: "tail"}
+SECTION_KINDS = {name: kind for kind, name in SECTION_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything that is known before the data: specs/buffer.md, "Header"."""
+
+    codec: str
+    codec_id: int
+    codec_version: int
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: int
+    sections: tuple[Section, ...]
+    params: bytes
+    dynamic_stride: int = 0
+    required: int = CHECKSUM
+    optional: int = 0
+    minor: int = MINOR
+
+    @property
+    def nelem(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the header itself; the result records start there."""
+        return _FIXED.size + 8 * (len(self.shape) + len(self.sections)) + len(self.params)
+
+    def pack(self) -> bytes:
+        """The header's bytes with their CRC32C."""
+        fixed = _FIXED.pack(
+            MAGIC,
+            MAJOR,
+            self.minor,
+            self.codec_id,
+            self.nbytes,
+            self.codec_version,
+            self.dtype.id,
+            len(self.shape),
+            len(self.sections),
+            self.required,
+            self.optional,
+            self.chunks,
+            self.dynamic_stride // ALIGN,
+            0,
+        )
+        table = b"".join(
+            _SECTION.pack(s.kind, s.dynamic, 0, s.nbytes // ALIGN) for s in self.sections
+        )
+        data = fixed + struct.pack(f"<{len(self.shape)}Q", *self.shape) + table + self.params
+        return data[:_CRC_AT] + header_crc(data).to_bytes(4, "little") + data[_CRC_AT + 4 :]
+
+
+def header_crc(data: bytes) -> int:
+    """CRC32C of a header's bytes without its CRC field."""
+    return int(google_crc32c.extend(google_crc32c.value(data[:_CRC_AT]), data[_CRC_AT + 4 :]))
+
+
+def parse_header(src: memoryview) -> Header:
+    """Read and check the header at the start of `src` (uint8); codec parameters stay bytes.
+
+    The order of the checks is that of specs/buffer.md, "Reading". Raises FormatError.
+    """
+    if len(src) < 4:
+        raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
+    if bytes(src[:4]) != MAGIC:
+        raise FormatError("bad_magic", f"starts with {bytes(src[:4])!r}, not {MAGIC!r}")
+    if len(src) < _FIXED.size:
+        raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
+    (
+        _,
+        major,
+        minor,
+        codec_id,
+        header_nbytes,
+        codec_version,
+        dtype_id,
+        ndim,
+        n_sections,
+        required,
+        optional,
+        chunks,
+        stride_blocks,
+        crc,
+    ) = _FIXED.unpack(src[: _FIXED.size])
+    if major != MAJOR:
+        raise FormatError("unsupported_version", f"format {major}.{minor}, this reads {MAJOR}.x")
+    if header_nbytes > MAX_HEADER:
+        raise FormatError("header_too_large", f"{header_nbytes} bytes, at most {MAX_HEADER}")
+    if header_nbytes < _FIXED.size or header_nbytes % 8:
+        raise FormatError("bad_header", f"header of {header_nbytes} bytes")
+    if len(src) < header_nbytes:
+        raise FormatError("truncated", f"{len(src)} bytes, the header has {header_nbytes}")
+    data = bytes(src[:header_nbytes])
+    if header_crc(data) != crc:
+        raise FormatError("checksum_mismatch", "the header's CRC32C does not match")
+    if required & ~KNOWN_FEATURES:
+        raise FormatError("unknown_feature", f"required bits {required & ~KNOWN_FEATURES:#x}")
+    if codec_id not in NAMES_BY_ID:
+        raise FormatError("unknown_codec", f"codec id {codec_id}")
+    if dtype_id not in BY_ID:
+        raise FormatError("bad_header", f"dtype id {dtype_id}")
+    if ndim > MAX_RANK:
+        raise FormatError("bad_header", f"{ndim} dimensions, at most {MAX_RANK}")
+    if chunks == 0:
+        raise FormatError("bad_header", "no chunks")
+    table_at = _FIXED.size + 8 * ndim
+    params_at = table_at + 8 * n_sections
+    if params_at > header_nbytes:
+        raise FormatError("bad_header", f"{header_nbytes} bytes hold no {ndim} dimensions and table")
+    shape = struct.unpack(f"<{ndim}Q", data[_FIXED.size : table_at])
+    dtype = BY_ID[dtype_id]
+    if math.prod(d for d in shape if d) * dtype.itemsize > MAX_NBYTES:
+        raise FormatError("limit_exceeded", f"shape {shape} has more than 2**63 - 1 bytes")
+    sections = []
+    for at in range(table_at, params_at, 8):
+        kind, dynamic, reserved, blocks = _SECTION.unpack(data[at : at + 8])
+        if dynamic > 1 or reserved or kind not in SECTION_NAMES:
+            raise FormatError("bad_header", f"section entry {data[at : at + 8].hex()}")
+        sections.append(Section(kind, blocks * ALIGN, bool(dynamic)))
+    return Header(
+        codec=NAMES_BY_ID[codec_id],
+        codec_id=codec_id,
+        codec_version=codec_version,
+        dtype=dtype,
+        shape=shape,
+        chunks=chunks,
+        sections=tuple(sections),
+        params=data[params_at:],
+        dynamic_stride=stride_blocks * ALIGN,
+        required=required,
+        optional=optional,
+        minor=minor,
+    )

@@ -1,0 +1,180 @@
+"""Arrays of any library as flat element bits on the host, and back. No library is imported here
+unless an array of it was handed in or asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .codecs.base import Bits, Bytes
+from .formats.dtypes import BY_NAME, DType, dtype_named
+
+_LIBRARIES = ("numpy", "torch", "cupy", "jax")
+
+_by_numpy: dict[np.dtype[Any], DType] = {}
+
+
+class ArrayInfo(NamedTuple):
+    """What an array is: its library, its device (None on the host), element type and shape."""
+
+    library: str
+    device: Any
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """Where a result goes: library and device (None for the library's host memory)."""
+
+    library: str = "numpy"
+    device: Any = None
+
+
+def numpy_dtype(dtype: np.dtype[Any]) -> DType:
+    """The `DType` of a NumPy dtype in either byte order."""
+    found = _by_numpy.get(dtype)
+    if found is None:
+        if dtype.hasobject or dtype.names or dtype.subdtype:
+            raise TypeError(f"dtype {dtype} is not supported: it is no plain number")
+        found = _by_numpy[dtype] = dtype_named(dtype.name)
+    return found
+
+
+def library_of(x: Any) -> str:
+    """Name of the array library that `x` belongs to; TypeError if it is no array."""
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    for name, cls in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(x, getattr(module, cls, ())):
+            return name
+    if isinstance(x, np.generic) or hasattr(x, "__dlpack__"):
+        return "numpy"
+    raise TypeError(
+        f"{type(x).__name__} is no array; allowed: NumPy, PyTorch, CuPy, JAX arrays "
+        "and anything with __dlpack__ on the host"
+    )
+
+
+def describe(x: Any) -> ArrayInfo:
+    """Library, device, element type and shape of an array, without touching its data."""
+    library = library_of(x)
+    if library == "torch":
+        name = str(x.dtype).removeprefix("torch.")
+        if x.layout != sys.modules["torch"].strided or x.is_quantized:
+            raise TypeError(f"a {x.layout} tensor is not supported: call .to_dense() first")
+        if x.device.type == "meta":
+            raise TypeError("a meta tensor has no data to encode")
+        device = None if x.device.type == "cpu" else x.device
+        return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
+    if library == "cupy":
+        return ArrayInfo("cupy", x.device, numpy_dtype(x.dtype), tuple(x.shape))
+    if library == "jax":
+        devices = x.devices()
+        if len(devices) != 1:
+            raise TypeError(f"a JAX array over {len(devices)} devices; encode its shards one by one")
+        (device,) = devices
+        host = device.platform == "cpu"
+        return ArrayInfo("jax", None if host else device, numpy_dtype(x.dtype), tuple(x.shape))
+    if not isinstance(x, (np.ndarray, np.generic)):
+        x = np.from_dlpack(x)
+    return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+
+
+def host_array(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """`x` as a NumPy array on the host: a view where that is possible, else a copy.
+
+    Types that NumPy has no name for come as unsigned integers of the same size.
+    """
+    library = library_of(x)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        x = x.detach().resolve_conj().resolve_neg().cpu()
+        try:
+            return x.numpy()  # type: ignore[no-any-return]
+        except TypeError:
+            unsigned = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
+            return x.view(unsigned).numpy()  # type: ignore[no-any-return]
+    if library == "cupy":
+        return sys.modules["cupy"].asnumpy(x)  # type: ignore[no-any-return]
+    if library == "jax":
+        return np.asarray(x)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.asarray(x)
+    return np.from_dlpack(x)
+
+
+def host_bits(x: Any, dtype: DType) -> Bits:
+    """The elements of `x` in C order, as unsigned integers in native order, shape (n,)."""
+    host = host_array(x)
+    if not host.dtype.isnative:
+        host = host.astype(host.dtype.newbyteorder("="))
+    return np.ascontiguousarray(host).reshape(-1).view(dtype.bits)
+
+
+def from_bits(bits: Bits, dtype: DType, shape: tuple[int, ...], target: Target) -> Any:
+    """An array of `target`'s library that holds `bits` (host, 1-D); shares memory if it can."""
+    if target.library == "torch":
+        import torch
+
+        tensor = torch.from_numpy(bits.view(np.uint8)) if bits.size else torch.empty(0).byte()
+        tensor = tensor.view(getattr(torch, dtype.name)).reshape(shape)
+        return tensor if target.device is None else tensor.to(target.device)
+    array = bits.view(dtype.numpy).reshape(shape)
+    if target.library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(target.device):
+            return cupy.asarray(array)
+    if target.library == "jax":
+        import jax
+
+        return jax.device_put(array, target.device)
+    return array
+
+
+def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:
+    """The memory of the host array `x` as bits, shape (n,); it must have this dtype and shape."""
+    info = describe(x)
+    if info.library == "jax":
+        raise TypeError(f"{what} is a JAX array, which cannot be written to")
+    if info.device is not None:
+        raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")
+    if info.dtype != dtype or info.shape != shape:
+        raise ValueError(
+            f"{what} is {info.dtype.name}{list(info.shape)}; needed: {dtype.name}{list(shape)}"
+        )
+    host = host_array(x)
+    if not (host.flags.c_contiguous and host.flags.writeable and host.dtype.isnative):
+        raise ValueError(f"{what} must be contiguous, writable and in native byte order")
+    return host.reshape(-1).view(dtype.bits)
+
+
+def bytes_view(src: Any) -> Bytes:
+    """`src` (bytes-like, or a contiguous uint8 array of any library) as uint8, shape (n,)."""
+    if isinstance(src, (bytes, bytearray, memoryview)):
+        view = memoryview(src)
+        if not view.c_contiguous:
+            raise ValueError("a memoryview must be contiguous")
+        return np.frombuffer(view, np.uint8)
+    if library_of(src) == "numpy" and isinstance(src, np.ndarray) and src.dtype == np.uint8:
+        return np.ascontiguousarray(src).reshape(-1)
+    info = describe(src)
+    if info.dtype != BY_NAME["uint8"]:
+        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+    return host_bits(src, info.dtype)
+
+
+def target_of(like: Any) -> Target:
+    """Library and device of `like`: an array, or a library's name."""
+    if isinstance(like, str):
+        if like not in _LIBRARIES:
+            raise ValueError(f"like is {like!r}; allowed: an array or one of {_LIBRARIES}")
+        return Target(like)
+    library = library_of(like)
+    if library == "numpy":
+        return Target()
+    info = describe(like)
+    return Target(info.library, info.device)

@@ -1,0 +1,266 @@
+"""The public codec value: validated parameters, plans, and encode / decode for any array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import arrays, engine
+from .arrays import Target
+from .buffer import Buffer
+from .codecs.base import Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.threads import cpu_count
+from .engine import DEFAULT_MAX_NBYTES
+from .formats.codec_ids import CODEC_IDS
+from .formats.dtypes import BY_NAME, DType, dtype_named
+from .planning import make_plan, spec_class
+
+_UINT8 = BY_NAME["uint8"]
+Source = Any
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec with its parameters. Hashable, comparable, safe to share between threads."""
+
+    spec: CodecSpec
+
+    @property
+    def name(self) -> str:
+        """The codec's name on the wire."""
+        return self.spec.name
+
+    @property
+    def lossless(self) -> bool:
+        """True if decode returns the input bit for bit."""
+        return self.spec.lossless
+
+    @property
+    def homomorphic(self) -> bool:
+        """True if adding wire sections element by element encodes the sum."""
+        return self.spec.homomorphic
+
+    @property
+    def reduce_op(self) -> ReduceOp | None:
+        """How ranks combine `measure` before encoding, None if they need not."""
+        return self.spec.reduce_op
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types that this codec codes; others go through raw."""
+        return self.spec.dtypes
+
+    def plan(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        chunks: int | None = 1,
+        dynamic_capacity: int | None = None,
+        checksum: bool = True,
+    ) -> Plan:
+        """Every size and offset of a buffer for `shape` and `dtype`, before any data is seen.
+
+        `dtype` is a name, a NumPy dtype or a library's dtype. `dynamic_capacity` fixes the bytes
+        of each chunk's dynamic slot (fixed rate). Raises TypeError or ValueError for bad calls.
+        """
+        return make_plan(
+            self.spec, _dtype(dtype), tuple(map(int, shape)), chunks, dynamic_capacity, checksum
+        )
+
+    def measure(self, x: Any) -> npt.NDArray[Any] | None:
+        """Statistics that ranks may agree on and pass to encode() as `stats`; None if there are none."""
+        info = arrays.describe(x)
+        return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
+
+    def encode(
+        self,
+        x: Any,
+        *,
+        stats: npt.NDArray[Any] | None = None,
+        key: Key | None = None,
+        out: Any = None,
+        chunks: int | None = 1,
+        dynamic_capacity: int | None = None,
+        checksum: bool = True,
+        threads: int | None = None,
+        backend: str | None = None,
+    ) -> Buffer:
+        """Encode an array of any shape into a Buffer; `x` is never modified.
+
+        `out` is a Buffer to reuse or a writable uint8 host array of at least `plan.nbytes`.
+        `threads` None uses every processor where the size is worth it. `backend` is "ref" or
+        "cpu", None picks the fastest. Raises TypeError or ValueError for bad calls.
+        """
+        info = arrays.describe(x)
+        bits = arrays.host_bits(x, info.dtype)
+        plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
+        target = Target(info.library, info.device)
+        buffer = Buffer(plan, _room(plan, out), target)
+        if stats is not None and plan.codec != self.spec:
+            stats = None
+        engine.encode_into(
+            plan,
+            bits,
+            buffer._host,
+            stats=stats,
+            key=key,
+            threads=_threads(threads),
+            backend=backend,
+        )
+        return buffer
+
+    def decode(self, src: Source, *, out: Any = None) -> Any:
+        """See `tightwire.decode`; the codec that decodes is the one that the buffer names."""
+        return decode(src, out=out)
+
+    def decode_add(self, src: Source, acc: Any) -> Any:
+        """Decode `src` and add it to the host array `acc` (same shape, any float dtype) in place.
+
+        The decoded values are rounded to `acc`'s dtype, then added in it. Returns `acc`.
+        """
+        info = arrays.describe(acc)
+        acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
+        values = acc_bits.view(info.dtype.numpy)
+        decoded = decode(src, like="numpy")
+        if decoded.shape != info.shape:
+            raise ValueError(f"acc has shape {info.shape}, the buffer {decoded.shape}")
+        values += decoded.reshape(-1).astype(values.dtype)
+        return acc
+
+    def decode_add_encode(
+        self,
+        src: Source,
+        x: Any,
+        *,
+        stats: npt.NDArray[Any] | None = None,
+        key: Key | None = None,
+        out: Any = None,
+    ) -> Buffer:
+        """Decode `src`, add the local array `x` of the same shape, encode the sum with this codec.
+
+        The sum is taken in float32 (float64 for float64) and rounded to `x`'s dtype.
+        """
+        info = arrays.describe(x)
+        local = arrays.host_bits(x, info.dtype).view(info.dtype.numpy).reshape(info.shape)
+        decoded = decode(src, like="numpy")
+        if decoded.shape != info.shape:
+            raise ValueError(f"x has shape {info.shape}, the buffer {decoded.shape}")
+        wide = np.float64 if info.dtype.name == "float64" else np.float32
+        total = (decoded.astype(wide) + local.astype(wide)).astype(local.dtype)
+        target = Target(info.library, info.device)
+        bits = total.reshape(-1).view(info.dtype.bits)
+        return self.encode(
+            arrays.from_bits(bits, info.dtype, info.shape, target), stats=stats, key=key, out=out
+        )
+
+
+def codec(name: str, **params: Any) -> Codec:
+    """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
+    return Codec(spec_class(name)(**params))
+
+
+def codecs() -> tuple[str, ...]:
+    """Names of all codecs."""
+    return tuple(CODEC_IDS)
+
+
+def encode(x: Any, codec: str | Codec = "zipccl", **options: Any) -> Buffer:
+    """Encode an array: `tw.encode(x)`. Options are those of `Codec.encode`."""
+    return _codec(codec).encode(x, **options)
+
+
+def decode(
+    src: Source,
+    *,
+    out: Any = None,
+    like: Any = None,
+    start: int | None = None,
+    stop: int | None = None,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    verify: bool | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Decode a Buffer, bytes-like object or uint8 array into an array.
+
+    The result is in the library of the encoded tensor (a Buffer), of `src` (a uint8 array) or
+    NumPy (bytes); `like`, an array or a library's name, chooses another. `out`, a host array of
+    the right dtype and shape, is filled and returned; after an error its contents are undefined.
+
+    `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
+    the tiles that hold them are decoded. `verify` checks checksum, padding and payload of whole
+    chunks: by default it is on for whole tensors and off for a selection, where the header and
+    the tiles touched are checked all the same.
+
+    Raises FormatError if the bytes are not a valid buffer or need more than `max_nbytes`.
+    """
+    if isinstance(src, Buffer):
+        target = src.target
+        parsed = src.parsed()
+    else:
+        data = arrays.bytes_view(src)
+        target = Target() if isinstance(src, (bytes, bytearray, memoryview)) else arrays.target_of(src)
+        parsed = engine.parse(data, max_nbytes)
+    plan = parsed.plan
+    partial = start is not None or stop is not None
+    lo = 0 if start is None else start
+    hi = plan.nelem if stop is None else stop
+    if not 0 <= lo <= hi <= plan.nelem:
+        raise ValueError(f"start={start}, stop={stop}; allowed: 0 <= start <= stop <= {plan.nelem}")
+    shape = (hi - lo,) if partial else plan.shape
+    if out is None:
+        bits = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+    else:
+        bits = arrays.writable_bits(out, plan.dtype, shape, "out")
+    engine.decode_range(
+        parsed,
+        bits,
+        lo,
+        verify=not partial if verify is None else verify,
+        threads=_threads(threads),
+        backend=backend,
+    )
+    if out is not None:
+        return out
+    return arrays.from_bits(bits, plan.dtype, shape, target if like is None else arrays.target_of(like))
+
+
+def _codec(value: str | Codec) -> Codec:
+    if isinstance(value, Codec):
+        return value
+    if isinstance(value, str):
+        return codec(value)
+    raise TypeError(f"codec is {value!r}; allowed: a name or a tightwire.Codec")
+
+
+def _dtype(dtype: Any) -> DType:
+    if isinstance(dtype, DType):
+        return dtype
+    name = str(dtype)
+    if name.startswith("torch."):
+        return dtype_named(name.removeprefix("torch."))
+    return arrays.numpy_dtype(np.dtype(dtype)) if name not in BY_NAME else BY_NAME[name]
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return cpu_count()
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; allowed: at least 1")
+    return threads
+
+
+def _room(plan: Plan, out: Any) -> Bytes:
+    if out is None:
+        return np.empty(plan.nbytes, np.uint8)
+    if isinstance(out, Buffer):
+        out = out._host
+    info = arrays.describe(out)
+    room = arrays.writable_bits(out, _UINT8, info.shape, "out")
+    if room.size < plan.nbytes:
+        raise ValueError(f"out has {room.size} bytes; the plan needs {plan.nbytes}")
+    return room[: plan.nbytes]

@@ -1,0 +1,99 @@
+"""Looking at a buffer without decoding it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import arrays, engine
+from .buffer import Buffer
+from .codecs.threads import cpu_count
+from .engine import DEFAULT_MAX_NBYTES, Parsed
+from .formats.header import CHECKSUM, MAJOR, RAW, Header
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a buffer says about itself. Sizes are in bytes; `packed_nbytes` is without slack."""
+
+    header: Header
+    nbytes: int
+    packed_nbytes: int
+    raw_nbytes: int
+    static_nbytes: int
+    dynamic_nbytes: tuple[int, ...]
+    raw_chunks: tuple[int, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Packed size over raw size; 1.0 for an empty tensor."""
+        return self.packed_nbytes / self.raw_nbytes if self.raw_nbytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        header = self.header
+        return {
+            "format": f"{MAJOR}.{header.minor}",
+            "codec": header.codec,
+            "codec_version": header.codec_version,
+            "params": header.params.hex(),
+            "dtype": header.dtype.name,
+            "shape": list(header.shape),
+            "chunks": header.chunks,
+            "checksum": bool(header.required & CHECKSUM),
+            "dynamic_stride": header.dynamic_stride,
+            "sections": [
+                {"name": s.name, "nbytes": s.nbytes, "dynamic": s.dynamic} for s in header.sections
+            ],
+            "nbytes": self.nbytes,
+            "packed_nbytes": self.packed_nbytes,
+            "raw_nbytes": self.raw_nbytes,
+            "static_nbytes": self.static_nbytes,
+            "dynamic_nbytes": list(self.dynamic_nbytes),
+            "raw_chunks": list(self.raw_chunks),
+            "ratio": self.ratio,
+        }
+
+
+def _parse(src: Any, max_nbytes: int) -> Parsed:
+    if isinstance(src, Buffer):
+        return src.parsed()
+    return engine.parse(arrays.bytes_view(src), max_nbytes)
+
+
+def inspect(src: Any) -> Info:
+    """Read header, sizes and records of a Buffer, bytes or uint8 array; the payload is not read.
+
+    Raises FormatError if those parts are not valid.
+    """
+    parsed = _parse(src, 1 << 63)
+    plan = parsed.plan
+    return Info(
+        header=parsed.header,
+        nbytes=parsed.data.size,
+        packed_nbytes=parsed.packed_nbytes,
+        raw_nbytes=plan.nelem * plan.dtype.itemsize,
+        static_nbytes=plan.static_stride * plan.chunks,
+        dynamic_nbytes=tuple(parsed.records["dynamic_nbytes"].tolist()),
+        raw_chunks=tuple(np.flatnonzero(parsed.records["flags"] & RAW).tolist()),
+    )
+
+
+def verify(src: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> None:
+    """Check everything that decode() checks, one chunk in memory at a time; returns None.
+
+    Raises FormatError with the reason at the first thing that is wrong.
+    """
+    parsed = _parse(src, max_nbytes)
+    plan = parsed.plan
+    room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+    for i in range(plan.chunks):
+        lo, hi = plan.chunk_range(i)
+        if lo < hi:
+            engine.decode_range(
+                parsed, room[: hi - lo], lo, verify=True, threads=cpu_count()
+            )
+    if plan.nelem == 0 or plan.chunk_range(plan.chunks - 1)[0] == plan.nelem:
+        engine.verify_empty_chunks(parsed)
