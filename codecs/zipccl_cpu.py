@@ -33,6 +33,7 @@ from .zipccl import (
 )
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
+I8 = np.int64
 _SAMPLED = TILE // 8
 _WORDS = COLUMNS // 8
 _BASE_MASK = ZERO_MODE - 1
@@ -65,45 +66,96 @@ def _popcount(typingctx, x):
     return types.uint64(types.uint64), codegen
 
 
-def _split(x, e, top, block, mantissa, extra):
+def _split(x, e, top, block, mantissa):
     """Exponents of a tile to `e`, sign and mantissa to the streams in `block` and to `top`."""
 
 
-def _join(e, top, block, x, mantissa, extra):
+def _join(e, top, block, x, mantissa):
     """Inverse of `_split`."""
 
 
+# A shift by a variable amount is done in 64-bit lanes, so each width of mantissa gets its own loop.
+
+
+def _split1_by(m):
+    @njit(nogil=True)
+    def split1(x, e, top):
+        for i in range(TILE):
+            v = x[i]
+            e[i] = U1(U1(v & U1(127)) >> U1(m))
+            top[i] = U1(U1(U1(v >> U1(7)) << U1(m)) | U1(v & U1((1 << m) - 1)))
+
+    return split1
+
+
+def _join1_by(m):
+    @njit(nogil=True)
+    def join1(e, top, x):
+        for i in range(TILE):
+            s = top[i]
+            low = U1(U1(e[i] << U1(m)) | U1(s & U1((1 << m) - 1)))
+            x[i] = U1(U1(U1(s >> U1(m)) << U1(7)) | low)
+
+    return join1
+
+
+_split_e4m3, _split_e5m2 = _split1_by(3), _split1_by(2)
+_join_e4m3, _join_e5m2 = _join1_by(3), _join1_by(2)
+
+
+@njit(nogil=True)
+def _split_bf16(x, e, block):
+    for i in range(TILE):
+        v = x[i]
+        e[i] = U1(v >> U2(7))
+        block[i] = U1(U2(U2(v >> U2(15)) << U2(7)) | U2(v & U2(127)))
+
+
+@njit(nogil=True)
+def _join_bf16(e, block, x):
+    for i in range(TILE):
+        s = U2(block[i])
+        x[i] = U2(U2(U2(s >> U2(7)) << U2(15)) | U2(U2(U2(e[i]) << U2(7)) | U2(s & U2(127))))
+
+
+@njit(nogil=True)
+def _split_f16(x, e, top, block):
+    for i in range(TILE):
+        v = x[i]
+        e[i] = U1(U2(v >> U2(10)) & U2(31))
+        block[i] = U1(v)
+        top[i] = U1(U2(U2(v >> U2(15)) << U2(2)) | U2(U2(v >> U2(8)) & U2(3)))
+
+
+@njit(nogil=True)
+def _join_f16(e, top, block, x):
+    for i in range(TILE):
+        s = U2(top[i])
+        high = U2(U2(U2(s >> U2(2)) << U2(15)) | U2(U2(s & U2(3)) << U2(8)))
+        x[i] = U2(high | U2(U2(U2(e[i]) << U2(10)) | U2(block[i])))
+
+
 @overload(_split)
-def _split_of(x, e, top, block, mantissa, extra):
+def _split_of(x, e, top, block, mantissa):
     if x.dtype == types.uint8:
 
-        def split(x, e, top, block, mantissa, extra):
-            m, low = U1(mantissa), U1((1 << mantissa) - 1)
-            for i in range(TILE):
-                v = x[i]
-                e[i] = U1(U1(v & U1(127)) >> m)
-                top[i] = U1(U1(U1(v >> U1(7)) << m) | U1(v & low))
+        def split(x, e, top, block, mantissa):
+            if mantissa == 3:
+                _split_e4m3(x, e, top)
+            else:
+                _split_e5m2(x, e, top)
 
     elif x.dtype == types.uint16:
 
-        def split(x, e, top, block, mantissa, extra):
-            m, low = U2(mantissa), U2((1 << mantissa) - 1)
-            if extra == 0:
-                for i in range(TILE):
-                    v = x[i]
-                    e[i] = U1(U2(v & U2(0x7FFF)) >> m)
-                    block[i] = U1(U2(U2(v >> U2(15)) << m) | U2(v & low))
+        def split(x, e, top, block, mantissa):
+            if mantissa == 7:
+                _split_bf16(x, e, block)
             else:
-                for i in range(TILE):
-                    v = x[i]
-                    e[i] = U1(U2(v & U2(0x7FFF)) >> m)
-                    rest = U2(U2(U2(v >> U2(15)) << m) | U2(v & low))
-                    block[i] = U1(rest)
-                    top[i] = U1(rest >> U2(8))
+                _split_f16(x, e, top, block)
 
     elif x.dtype == types.uint32:
 
-        def split(x, e, top, block, mantissa, extra):
+        def split(x, e, top, block, mantissa):
             low16 = block[: 2 * TILE].view(np.uint16)
             high8 = block[2 * TILE : 3 * TILE]
             for i in range(TILE):
@@ -114,7 +166,7 @@ def _split_of(x, e, top, block, mantissa, extra):
 
     else:
 
-        def split(x, e, top, block, mantissa, extra):
+        def split(x, e, top, block, mantissa):
             low32 = block[: 4 * TILE].view(np.uint32)
             mid16 = block[4 * TILE : 6 * TILE].view(np.uint16)
             for i in range(TILE):
@@ -128,31 +180,26 @@ def _split_of(x, e, top, block, mantissa, extra):
 
 
 @overload(_join)
-def _join_of(e, top, block, x, mantissa, extra):
+def _join_of(e, top, block, x, mantissa):
     if x.dtype == types.uint8:
 
-        def join(e, top, block, x, mantissa, extra):
-            m, low = U1(mantissa), U1((1 << mantissa) - 1)
-            for i in range(TILE):
-                s = top[i]
-                x[i] = U1(U1(U1(s >> m) << U1(7)) | U1(U1(e[i] << m) | U1(s & low)))
+        def join(e, top, block, x, mantissa):
+            if mantissa == 3:
+                _join_e4m3(e, top, x)
+            else:
+                _join_e5m2(e, top, x)
 
     elif x.dtype == types.uint16:
 
-        def join(e, top, block, x, mantissa, extra):
-            m, low = U2(mantissa), U2((1 << mantissa) - 1)
-            if extra == 0:
-                for i in range(TILE):
-                    s = U2(block[i])
-                    x[i] = U2(U2(U2(s >> m) << U2(15)) | U2(U2(U2(e[i]) << m) | U2(s & low)))
+        def join(e, top, block, x, mantissa):
+            if mantissa == 7:
+                _join_bf16(e, block, x)
             else:
-                for i in range(TILE):
-                    s = U2(U2(U2(top[i]) << U2(8)) | U2(block[i]))
-                    x[i] = U2(U2(U2(s >> m) << U2(15)) | U2(U2(U2(e[i]) << m) | U2(s & low)))
+                _join_f16(e, top, block, x)
 
     elif x.dtype == types.uint32:
 
-        def join(e, top, block, x, mantissa, extra):
+        def join(e, top, block, x, mantissa):
             low16 = block[: 2 * TILE].view(np.uint16)
             high8 = block[2 * TILE : 3 * TILE]
             for i in range(TILE):
@@ -162,7 +209,7 @@ def _join_of(e, top, block, x, mantissa, extra):
 
     else:
 
-        def join(e, top, block, x, mantissa, extra):
+        def join(e, top, block, x, mantissa):
             low32 = block[: 4 * TILE].view(np.uint32)
             mid16 = block[4 * TILE : 6 * TILE].view(np.uint16)
             for i in range(TILE):
@@ -175,62 +222,82 @@ def _join_of(e, top, block, x, mantissa, extra):
 
 
 @njit(nogil=True)
-def _count_window(sample, n, base):
-    """How many of the sample's exponents lie in the seven from `base`, at `base`, and below its end."""
+def _count_window(sample, n, b, lanes):
+    """Exponents of the sample in the window at `b`, equal to it, and below the window's top.
+
+    Whole blocks of 512 go through 64 byte-wide lanes, eight elements each.
+    """
     one = sample.dtype.type
-    b = one(base)
-    inside = U4(0)
-    lowest = U4(0)
-    below = U4(0)
-    for start in range(0, n, 128):
-        # Sums over 128 elements stay in one byte per lane.
-        c0 = U1(0)
-        c1 = U1(0)
-        c2 = U1(0)
-        for i in range(start, min(start + 128, n)):
-            d = one(sample[i] - b)
-            c0 += U1(d < one(WINDOW))
-            c1 += U1(d == one(0))
-            c2 += U1(sample[i] < one(b + one(WINDOW - 1)))
-        inside += U4(c0)
-        lowest += U4(c1)
-        below += U4(c2)
+    inside = 0
+    lowest = 0
+    below = 0
+    blocks = n // _SAMPLED
+    for k in range(blocks):
+        block = sample[k * _SAMPLED : (k + 1) * _SAMPLED]
+        for w in range(64):
+            c0 = U1(0)
+            c1 = U1(0)
+            c2 = U1(0)
+            for r in range(8):
+                v = block[r * 64 + w]
+                d = one(v - b)
+                c0 += U1(d < one(WINDOW))
+                c1 += U1(d == one(0))
+                c2 += U1(v < one(b + one(WINDOW - 1)))
+            lanes[w] = c0
+            lanes[64 + w] = c1
+            lanes[128 + w] = c2
+        for w in range(64):
+            inside += I8(lanes[w])
+            lowest += I8(lanes[64 + w])
+            below += I8(lanes[128 + w])
+    for i in range(blocks * _SAMPLED, n):
+        d = one(sample[i] - b)
+        inside += I8(d < one(WINDOW))
+        lowest += I8(d == one(0))
+        below += I8(sample[i] < one(b + one(WINDOW - 1)))
     return inside, lowest, below
 
 
 @njit(nogil=True)
-def _tile_window(sample, n):
-    """Index entry of a tile; see zipccl.tile_window. Stops where no lower window can do better."""
+def _largest(sample, n):
     largest = sample[0]
-    zeros = 0
     for i in range(n):
         largest = max(largest, sample[i])
-        zeros += sample[i] == 0
-    high = max(int(largest) - (WINDOW - 1), 0)
+    return I8(largest)
+
+
+@njit(nogil=True)
+def _tile_window(sample, n, lanes):
+    """Index entry of a tile; see zipccl.tile_window. Stops where no lower window can do better."""
+    one = sample.dtype.type
+    high = max(_largest(sample, n) - (WINDOW - 1), 0)
+    zeros = _count_window(sample, n, one(0), lanes)[1]
     best = -1
     entry = 0
     for base in range(high, max(high - CANDIDATES, -1), -1):
-        inside, lowest, below = _count_window(sample, n, base)
-        coded = int(inside)
-        gain = zeros - int(lowest) if base > 0 else 0
+        coded, lowest, below = _count_window(sample, n, one(base), lanes)
+        gain = zeros - lowest if base > 0 else 0
         if gain > 0:
             coded += gain
         if coded > best:
             best = coded
             entry = base | (ZERO_MODE if gain > 0 else 0)
-        if int(below) <= best:
+        if below <= best:
             break
     return entry
 
 
 @njit(nogil=True)
-def _pack_codes(e, entry, planes, escaped):
-    """Three code planes of a tile and its escape flags, one byte per column each."""
+def _pack_codes(e, base, zero_mode, planes, escaped):
+    """Three code planes of a tile and its escape flags, one byte per column each.
+
+    `base` must come in the type of `e`: cast here, it would make LLVM work in 64-bit lanes.
+    """
     one = e.dtype.type
-    base = one(entry & _BASE_MASK)
     base1 = U1(base)
     seven = one(WINDOW)
-    if entry < ZERO_MODE:
+    if not zero_mode:
         for w in range(COLUMNS):
             p0 = U1(0)
             p1 = U1(0)
@@ -272,13 +339,10 @@ def _pack_codes(e, entry, planes, escaped):
 
 
 @njit(nogil=True)
-def _unpack_codes(planes, entry, e, escaped):
-    """Exponents of the coded elements of a tile, and its escape flags."""
+def _unpack_codes(planes, base, zero_mode, e, escaped):
+    """Exponents of the coded elements of a tile, and its escape flags; `base` as above."""
     one = e.dtype.type
-    base = one(entry & _BASE_MASK)
     base1 = U1(base)
-    in_zero_mode = entry >= ZERO_MODE
-    zero = one(0) if in_zero_mode else base
     for w in range(COLUMNS):
         p0 = planes[w]
         p1 = planes[COLUMNS + w]
@@ -289,9 +353,12 @@ def _unpack_codes(planes, entry, e, escaped):
             low = U1(U1(U1(p0 >> row) & U1(1)) | U1(U1(U1(p1 >> row) & U1(1)) << U1(1)))
             c = U1(low | U1(U1(U1(p2 >> row) & U1(1)) << U1(2)))
             m = U1(U1(c - base1) & U1(7))
-            e[r * COLUMNS + w] = zero if m == U1(0) else one(base + one(m))
+            e[r * COLUMNS + w] = one(base + one(m))
             f |= U1(U1(m == U1(7)) << row)
         escaped[w] = f
+    if zero_mode:
+        for i in range(TILE):
+            e[i] = one(0) if e[i] == base else e[i]
 
 
 @njit(nogil=True)
@@ -329,12 +396,12 @@ def _gather(e, flags, escapes, at):
             # Three steps without a branch cover almost every word of eight columns.
             for _ in range(3):
                 t = _ctz(bits)
-                escapes[at] = e[int(t & U8(7)) * COLUMNS + k * 8 + int(t >> U8(3))]
-                at += int(bits != U8(0))
+                escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
+                at += I8(bits != U8(0))
                 bits &= bits - U8(1)
             while bits != U8(0):
                 t = _ctz(bits)
-                escapes[at] = e[int(t & U8(7)) * COLUMNS + k * 8 + int(t >> U8(3))]
+                escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
                 at += 1
                 bits &= bits - U8(1)
     else:
@@ -343,7 +410,7 @@ def _gather(e, flags, escapes, at):
             while bits != U8(0):
                 t = _ctz(bits)
                 if at < escapes.size:
-                    escapes[at] = e[int(t & U8(7)) * COLUMNS + k * 8 + int(t >> U8(3))]
+                    escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
                 at += 1
                 bits &= bits - U8(1)
     return at
@@ -360,14 +427,14 @@ def _scatter(e, flags, escapes, begin, end):
         bits = flags[k]
         for _ in range(3):
             t = _ctz(bits)
-            i = int(t & U8(7)) * COLUMNS + k * 8 + int(t >> U8(3))
+            i = I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))
             v = escapes[min(at, last)]
             e[i] = v if bits != U8(0) else e[i]
-            at += int(bits != U8(0))
+            at += I8(bits != U8(0))
             bits &= bits - U8(1)
         while bits != U8(0):
             t = _ctz(bits)
-            e[int(t & U8(7)) * COLUMNS + k * 8 + int(t >> U8(3))] = escapes[at]
+            e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))] = escapes[at]
             at += 1
             bits &= bits - U8(1)
 
@@ -447,6 +514,9 @@ def _encode_span(
     codes_at = TILE * streams
     e = np.empty(TILE + 64, escapes.dtype)
     sample = np.empty(TILE, escapes.dtype)
+    e_words, sample_words = e.view(np.uint64), sample.view(np.uint64)
+    group = 2 * e.itemsize
+    lanes = np.empty(192, np.uint8)
     top = np.empty(TILE, np.uint8)
     escaped = np.empty(COLUMNS, np.uint8)
     flags = escaped.view(np.uint64)
@@ -456,16 +526,15 @@ def _encode_span(
     total = U8(0)
     for t in range(first, min(last, full)):
         block = tiles[t * nbytes : (t + 1) * nbytes]
-        _split(x[t * TILE : (t + 1) * TILE], e, top, block, mantissa, extra)
+        _split(x[t * TILE : (t + 1) * TILE], e, top, block, mantissa)
         if fixed >= 0:
             entry = fixed
         else:
             for k in range(TILE // 128):
-                at = k * 128 + (k % 8) * 16
-                for i in range(16):
-                    sample[k * 16 + i] = e[at + i]
-            entry = _tile_window(sample, _SAMPLED)
-        _pack_codes(e, entry, block[codes_at:], escaped)
+                for i in range(group):
+                    sample_words[k * group + i] = e_words[(8 * k + k % 8) * group + i]
+            entry = _tile_window(sample, _SAMPLED, lanes)
+        _pack_codes(e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped)
         if extra > 0:
             _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
         offsets[t] = U4(count)
@@ -480,19 +549,19 @@ def _encode_span(
         for i in range(n):
             xs[i // columns * COLUMNS + i % columns] = x[full * TILE + i]
         wide = np.empty(nbytes, np.uint8)
-        _split(xs, e, top, wide, mantissa, extra)
+        _split(xs, e, top, wide, mantissa)
         if fixed >= 0:
             entry = fixed
         else:
             for i in range(n):
                 sample[i] = e[i // columns * COLUMNS + i % columns]
-            entry = _tile_window(sample, n)
+            entry = _tile_window(sample, n, lanes)
         padding = e.dtype.type((entry & _BASE_MASK) + WINDOW - 1)
         for r in range(ROWS):
             for w in range(COLUMNS):
                 if w >= columns or r * columns + w >= n:
                     e[r * COLUMNS + w] = padding
-        _pack_codes(e, entry, wide[codes_at:], escaped)
+        _pack_codes(e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, wide[codes_at:], escaped)
         if extra > 0:
             _pack_top(top, extra, wide[codes_at + 3 * COLUMNS :])
         offsets[full] = U4(count)
@@ -535,10 +604,10 @@ def _decode_span(
         end = at + columns * (ROWS * streams + planes)
         if with_sum:
             total += sum_words(words[at // 4 : end // 4], at // 4)
-        entry = int(entries[t])
+        entry = I8(entries[t])
         base = entry & _BASE_MASK
-        begin_escapes = int(offsets[t])
-        end_escapes = int(offsets[t + 1]) if t + 1 < offsets.size else escapes.size
+        begin_escapes = I8(offsets[t])
+        end_escapes = I8(offsets[t + 1]) if t + 1 < offsets.size else escapes.size
         if (
             (t == 0 and begin_escapes != 0)
             or begin_escapes > end_escapes
@@ -549,15 +618,15 @@ def _decode_span(
             problem = 1
             continue
         if t < full:
-            _unpack_codes(tiles[at + codes_at : end], entry, e, escaped)
+            _unpack_codes(tiles[at + codes_at : end], e.dtype.type(base), entry >= ZERO_MODE, e, escaped)
         else:
             _widen(tiles[at:end], wide, columns, streams, planes)
-            _unpack_codes(wide[codes_at:], entry, e, escaped)
+            _unpack_codes(wide[codes_at:], e.dtype.type(base), entry >= ZERO_MODE, e, escaped)
             escaped[columns:] = U1(0)
         found = U8(0)
         for k in range(_WORDS):
             found += _popcount(flags[k])
-        if int(found) != end_escapes - begin_escapes:
+        if I8(found) != end_escapes - begin_escapes:
             problem = 2
             continue
         if not _escapes_are_outside(escapes, begin_escapes, end_escapes, entry, exponent):
@@ -568,11 +637,11 @@ def _decode_span(
             if extra > 0:
                 _unpack_top(tiles[at + codes_at + 3 * COLUMNS : end], extra, top)
             to = (t - first) * TILE
-            _join(e, top, tiles[at:end], x[to : to + TILE], mantissa, extra)
+            _join(e, top, tiles[at:end], x[to : to + TILE], mantissa)
         else:
             if extra > 0:
                 _unpack_top(wide[codes_at + 3 * COLUMNS :], extra, top)
-            _join(e, top, wide, xs, mantissa, extra)
+            _join(e, top, wide, xs, mantissa)
             n = nelem - full * TILE
             to = (full - first) * TILE
             for i in range(n):
