@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.checksum import identity_term
+from ..formats.checksum import identity_term as checksum_identity
 from ..formats.dtypes import DType
 from ..formats.header import CHECKSUM, RECORD, Header, Section, align
 
@@ -191,4 +191,4 @@ class Plan:
     def identity_term(self, i: int) -> int:
         """Checksum contribution of what is planned about chunk `i`."""
         lo, hi = self.chunk_range(i)
-        return identity_term(self.codec.id, self.codec.version, self.dtype.id, hi - lo)
+        return checksum_identity(self.codec.id, self.codec.version, self.dtype.id, hi - lo)

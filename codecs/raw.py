@@ -62,6 +62,8 @@ def decode_chunk(
     return ChunkDecoded()
 
 
-def static_used(chunk: Chunk) -> list[tuple[int, int]]:
-    """Byte ranges of the static part that carry data; the rest is zero padding."""
-    return [(0, chunk.nelem * chunk.dtype.itemsize)]
+def static_used(
+    dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    return ((0, nelem * dtype.itemsize),)

@@ -44,7 +44,9 @@ if hasattr(os, "register_at_fork"):
 
 def spans(n_units: int, threads: int) -> list[tuple[int, int]]:
     """`n_units` cut into at most `threads` contiguous, nearly equal, non-empty ranges."""
-    threads = max(1, min(threads, n_units))
+    threads = min(threads, n_units)
+    if threads <= 1:
+        return [(0, n_units)]
     cuts = [n_units * i // threads for i in range(threads + 1)]
     return list(zip(cuts[:-1], cuts[1:], strict=True))
 

@@ -434,11 +434,10 @@ def static_views(
     return chunk.static, index[: 4 * n_tiles].view("<u4"), index[4 * n_tiles :].view("<u2")
 
 
-def static_used(chunk: Chunk) -> list[tuple[int, int]]:
-    """Byte ranges of the static part that carry data; the rest is zero padding."""
-    f = fields_of(chunk.dtype)
-    index_at = chunk.sections[0].nbytes
-    return [
-        (0, tiles_nbytes(f, chunk.nelem)),
-        (index_at, index_at + tile_count(chunk.nelem) * INDEX_NBYTES),
-    ]
+def static_used(
+    dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    index_at = sections[0].nbytes
+    index_end = index_at + tile_count(nelem) * INDEX_NBYTES
+    return (0, tiles_nbytes(fields_of(dtype), nelem)), (index_at, index_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
-    """One element type. `exponent` and `mantissa` are field widths in bits, 0 for non-floats."""
+    """One element type. `exponent` and `mantissa` are field widths in bits, 0 for non-floats.
+
+    There is one instance per type, so identity is equality.
+    """
 
     id: int
     name: str
@@ -33,6 +37,9 @@ class DType:
 
             return np.dtype(getattr(ml_dtypes, self.name))
         return np.dtype(self.name)
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        return dtype_named, (self.name,)
 
     @property
     def is_float(self) -> bool:

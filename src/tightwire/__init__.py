@@ -3,6 +3,8 @@
 from .buffer import Buffer
 from .codec import Codec, codec, codecs, decode, encode
 from .codecs.base import Key, Plan
+from .files import File, load_file, save_file
+from .files import open_file as open
 from .formats.errors import FormatError
 from .formats.header import Header
 from .inspection import Info, inspect, verify
@@ -12,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Buffer",
     "Codec",
+    "File",
     "FormatError",
     "Header",
     "Info",
@@ -22,5 +25,8 @@ __all__ = [
     "decode",
     "encode",
     "inspect",
+    "load_file",
+    "open",
+    "save_file",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +159,7 @@ class Codec:
         )
 
 
+@functools.lru_cache(maxsize=256, typed=True)
 def codec(name: str, **params: Any) -> Codec:
     """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
     return Codec(spec_class(name)(**params))

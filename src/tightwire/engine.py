@@ -6,11 +6,12 @@ codec modules see one chunk at a time.
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,16 @@ import numpy.typing as npt
 from .codecs.base import Bits, Bytes, Chunk, Key, Plan
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
+from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import (
+    ALIGN,
     ASSEMBLED,
     OVERFLOW,
     RAW,
     RECORD,
     Header,
+    Section,
     align,
     parse_header,
 )
@@ -32,6 +36,7 @@ from .planning import backend_module, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
 DEFAULT_MAX_NBYTES = 64 << 30
+MAX_CACHED_HEADER = 4096
 
 
 def _summer(module: ModuleType) -> Callable[..., int]:
@@ -48,17 +53,19 @@ def _chunk_sum(module: ModuleType, chunk: Chunk) -> int:
     return words_sum(chunk.static) + words_sum(chunk.dynamic, chunk.static.size // 4)
 
 
-def _used_ranges(module: ModuleType, plan: Plan, chunk: Chunk, raw: bool) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=4096)
+def _static_gaps(
+    codec: str, dtype: DType, nelem: int, sections: tuple[Section, ...], raw: bool
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that must be zero."""
+    size = sum(s.nbytes for s in sections if not s.dynamic)
     if raw:
-        return [(0, min(chunk.nelem * plan.dtype.itemsize, chunk.static.size))]
-    used: list[tuple[int, int]] = backend_module(plan.codec.name, "ref").static_used(chunk)
-    return used
-
-
-def _gaps(used: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+        used = ((0, min(nelem * dtype.itemsize, size)),)
+    else:
+        used = backend_module(codec, "ref").static_used(dtype, nelem, sections)
     starts = [0, *(hi for _, hi in used)]
     stops = [*(lo for lo, _ in used), size]
-    return [(lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi]
+    return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
 
 
 def encode_into(
@@ -89,7 +96,8 @@ def encode_into(
             out[static_at : static_at + plan.static_stride],
             out[slot_at : slot_at + plan.dynamic_stride],
         )
-        for start, stop in _gaps(_used_ranges(module, plan, chunk, False), plan.static_stride):
+        gaps = _static_gaps(plan.codec.name, plan.dtype, hi - lo, plan.layout.sections, False)
+        for start, stop in gaps:
             chunk.static[start:stop] = 0
         result = module.encode_chunk(
             plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
@@ -125,6 +133,16 @@ def _store_raw(data: Bytes, chunk: Chunk) -> None:
     chunk.dynamic[: data.size - cut] = data[cut:]
 
 
+class Record(NamedTuple):
+    """One chunk's result record; specs/buffer.md, "Result records"."""
+
+    checksum: int
+    dynamic_nbytes: int
+    flags: int
+    ordinal: int
+    info: int
+
+
 @dataclass(frozen=True)
 class Parsed:
     """A buffer whose header, sizes and records have been checked; its payload has not."""
@@ -132,16 +150,16 @@ class Parsed:
     header: Header
     plan: Plan
     data: Bytes
-    records: npt.NDArray[Any]
-    dynamic_at: npt.NDArray[np.int64]
+    records: list[Record]
+    dynamic_at: list[int]
 
     def chunk(self, i: int) -> Chunk:
         """Bytes of chunk `i`."""
         plan = self.plan
         lo, hi = plan.chunk_range(i)
         static_at = plan.static_offset + i * plan.static_stride
-        dynamic_at = int(self.dynamic_at[i])
-        used = int(self.records["dynamic_nbytes"][i])
+        dynamic_at = self.dynamic_at[i]
+        used = self.records[i].dynamic_nbytes
         return Chunk(
             plan.dtype,
             hi - lo,
@@ -153,28 +171,21 @@ class Parsed:
     @property
     def packed_nbytes(self) -> int:
         """Size of the packed form."""
-        used = self.records["dynamic_nbytes"].astype(np.int64)
-        return self.plan.dynamic_offset + int((-(-used // 128) * 128).sum())
+        return self.plan.dynamic_offset + sum(align(r.dynamic_nbytes) for r in self.records)
+
+    def pieces(self) -> Iterator[Bytes]:
+        """The canonical bytes, piece by piece and mostly without copies."""
+        plan, size = self.plan, self.header.nbytes
+        yield np.frombuffer(replace(self.header, dynamic_stride=0).pack(), np.uint8)
+        yield self.data[size : plan.dynamic_offset]
+        for i in range(plan.chunks):
+            dynamic = self.chunk(i).dynamic
+            yield dynamic
+            yield np.zeros(-dynamic.size % ALIGN, np.uint8)
 
     def pack(self) -> Bytes:
         """The canonical bytes: dynamic parts close up, padding is zero."""
-        plan, size = self.plan, self.header.nbytes
-        out = np.zeros(self.packed_nbytes, np.uint8)
-        packed_header = _repacked(self.header)
-        out[:size] = np.frombuffer(packed_header, np.uint8)
-        out[size : plan.dynamic_offset] = self.data[size : plan.dynamic_offset]
-        at = plan.dynamic_offset
-        for i in range(plan.chunks):
-            dynamic = self.chunk(i).dynamic
-            out[at : at + dynamic.size] = dynamic
-            at += align(dynamic.size)
-        return out
-
-
-def _repacked(header: Header) -> bytes:
-    from dataclasses import replace
-
-    return replace(header, dynamic_stride=0).pack()
+        return np.concatenate(list(self.pieces()))
 
 
 def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
@@ -184,65 +195,70 @@ def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
     """
     if data.__array_interface__["data"][0] % 8:
         data = data.copy()
-    header = parse_header(memoryview(data))
-    plan = plan_of_header(header)
+    header, plan = _header_and_plan(data)
     tensor_nbytes = plan.nelem * plan.dtype.itemsize
     if tensor_nbytes > max_nbytes:
-        raise FormatError("limit_exceeded", f"tensor of {tensor_nbytes} bytes, max_nbytes={max_nbytes}")
+        raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
     if data.size < plan.dynamic_offset:
-        raise FormatError("truncated", f"{data.size} bytes, the static parts end at {plan.dynamic_offset}")
+        detail = f"{data.size} bytes, the static parts end at {plan.dynamic_offset}"
+        raise FormatError("truncated", detail)
     records_end = header.nbytes + RECORD.itemsize * plan.chunks
-    records = data[header.nbytes : records_end].view(RECORD)
+    records = [Record(*r) for r in data[header.nbytes : records_end].view(RECORD).tolist()]
     _check_records(header, plan, records)
-    used = records["dynamic_nbytes"].astype(np.int64)
-    if header.dynamic_stride:
-        at = plan.dynamic_offset + np.arange(plan.chunks, dtype=np.int64) * header.dynamic_stride
-        end = plan.dynamic_offset + plan.chunks * header.dynamic_stride
-    else:
-        ends = plan.dynamic_offset + (-(-used // 128) * 128).cumsum()
-        at = np.concatenate(([plan.dynamic_offset], ends[:-1]))
-        end = int(ends[-1])
+    dynamic_at = []
+    end = plan.dynamic_offset
+    for record in records:
+        dynamic_at.append(end)
+        end += header.dynamic_stride or align(record.dynamic_nbytes)
     if data.size < end:
         raise FormatError("truncated", f"{data.size} bytes, the buffer has {end}")
     if data.size > end:
         raise FormatError("trailing_bytes", f"{data.size} bytes, the buffer ends at {end}")
     if data[records_end : plan.static_offset].any():
         raise FormatError("reserved_not_zero", "padding after the records")
-    return Parsed(header, plan, data, records, at)
+    return Parsed(header, plan, data, records, dynamic_at)
 
 
-def _check_records(header: Header, plan: Plan, records: npt.NDArray[Any]) -> None:
-    flags = records["flags"]
-    if (flags & ~np.uint32(RAW | OVERFLOW)).any():
+def _header_and_plan(data: Bytes) -> tuple[Header, Plan]:
+    nbytes = int.from_bytes(data[8:12].tobytes(), "little")
+    if 32 <= nbytes <= min(data.size, MAX_CACHED_HEADER):
+        return _cached_header_and_plan(data[:nbytes].tobytes())
+    header = parse_header(memoryview(data))
+    return header, plan_of_header(header)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_header_and_plan(data: bytes) -> tuple[Header, Plan]:
+    header = parse_header(memoryview(data))
+    return header, plan_of_header(header)
+
+
+def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
+    if any(r.flags & ~(RAW | OVERFLOW) for r in records):
         raise FormatError("bad_record", "unknown flags")
-    if (flags & OVERFLOW).any():
-        first = int(np.flatnonzero(flags & OVERFLOW)[0])
-        need = int(records["dynamic_nbytes"][first])
-        have = header.dynamic_stride
-        raise FormatError("dynamic_overflow", f"chunk {first} needs {need} dynamic bytes, has {have}")
-    if not plan.checksum and records["checksum"].any():
-        raise FormatError("bad_record", "a checksum in a buffer without checksums")
-    if records["info"].any():
-        raise FormatError("bad_record", f"{plan.codec.name} leaves the info field zero")
-    ordinals = np.arange(plan.chunks, dtype=np.uint32)
-    if not header.required & ASSEMBLED and (records["ordinal"] != ordinals).any():
-        raise FormatError("bad_record", "chunks are not in their order")
-    lengths = np.full(plan.chunks, plan.chunk_nelem, np.int64)
-    whole = plan.nelem // plan.chunk_nelem if plan.chunk_nelem else plan.chunks
-    lengths[whole : whole + 1] = plan.nelem - whole * plan.chunk_nelem
-    lengths[whole + 1 :] = 0
-    raw_dynamic = np.maximum(lengths * plan.dtype.itemsize - plan.static_stride, 0)
-    used = records["dynamic_nbytes"]
-    raw = (flags & RAW) != 0
-    if raw.any() and not plan.codec.raw_fallback:
-        raise FormatError("bad_record", f"{plan.codec.name} has no raw fallback")
-    bound = raw_dynamic if plan.codec.raw_fallback else np.int64(plan.layout.dynamic_bound)
-    if (used > np.uint64(1 << 62)).any() or (used.astype(np.int64) > bound).any():
-        raise FormatError("bad_record", "more dynamic bytes than a chunk can need")
-    if (used.astype(np.int64)[raw] != raw_dynamic[raw]).any():
-        raise FormatError("bad_record", "dynamic bytes of a raw chunk")
-    if header.dynamic_stride and (used > np.uint64(header.dynamic_stride)).any():
-        raise FormatError("bad_record", "more dynamic bytes than the slot has")
+    for i, r in enumerate(records):
+        if r.flags & OVERFLOW:
+            detail = f"chunk {i} needs {r.dynamic_nbytes} dynamic bytes, has {header.dynamic_stride}"
+            raise FormatError("dynamic_overflow", detail)
+    assembled = header.required & ASSEMBLED
+    for i, r in enumerate(records):
+        if r.checksum and not plan.checksum:
+            raise FormatError("bad_record", f"chunk {i} has a checksum in a buffer without checksums")
+        if r.info:
+            raise FormatError("bad_record", f"info of chunk {i} is not zero")
+        if r.ordinal != i and not assembled:
+            raise FormatError("bad_record", f"chunk {i} was encoded as chunk {r.ordinal}")
+        lo, hi = plan.chunk_range(i)
+        raw_dynamic = max((hi - lo) * plan.dtype.itemsize - plan.static_stride, 0)
+        fallback = plan.codec.raw_fallback
+        if r.flags & RAW and (not fallback or r.dynamic_nbytes != raw_dynamic):
+            raise FormatError("bad_record", f"chunk {i} as raw with {r.dynamic_nbytes} dynamic bytes")
+        bound = raw_dynamic if fallback else plan.layout.dynamic_bound
+        if header.dynamic_stride:
+            bound = min(bound, header.dynamic_stride)
+        if r.dynamic_nbytes > bound:
+            detail = f"chunk {i} has {r.dynamic_nbytes} dynamic bytes, at most {bound}"
+            raise FormatError("bad_record", detail)
 
 
 def decode_range(
@@ -259,57 +275,82 @@ def decode_range(
     With `verify` every chunk touched is checked whole: checksum, then padding, then payload.
     """
     plan = parsed.plan
-    module = backend_module(plan.codec.name, backend)
     stop = start + out.size
-    if plan.chunk_nelem == 0:
-        touched = range(plan.chunks) if verify else range(0)
-    elif start == 0 and stop == plan.nelem:
+    size = plan.chunk_nelem
+    if size == 0 or out.size == plan.nelem:
         touched = range(plan.chunks)
     else:
-        touched = range(start // plan.chunk_nelem, -(-stop // plan.chunk_nelem))
+        touched = range(start // size, -(-stop // size))
     for i in touched:
         lo, hi = plan.chunk_range(i)
-        chunk = parsed.chunk(i)
-        first, last = max(start, lo), max(min(stop, hi), max(start, lo))
+        first = max(start, lo)
+        last = max(min(stop, hi), first)
         target = out[first - start : last - start]
-        _, _, flags, ordinal, _ = parsed.records[i].item()
-        whole = target.size == hi - lo
-        if verify and not whole:
-            _check_sum(parsed, i, _chunk_sum(module, chunk))
-        problem = None
-        words_sum = None
-        if flags & RAW:
-            _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
-        else:
-            problem, words_sum = module.decode_chunk(
-                plan.codec, chunk, target, first - lo, threads=threads
-            )
-        if verify:
-            if whole:
-                if words_sum is None and plan.checksum:
-                    words_sum = _chunk_sum(module, chunk)
-                _check_sum(parsed, i, words_sum or 0)
-            _check_padding(parsed, i, chunk, module, bool(flags & RAW))
-        if problem is not None:
-            raise FormatError("bad_payload", f"chunk {i}: {problem}")
+        _decode_chunk(
+            parsed, i, target, first, last, verify=verify, threads=threads, backend=backend
+        )
+
+
+def _decode_chunk(
+    parsed: Parsed,
+    i: int,
+    target: Bits,
+    first: int,
+    last: int,
+    *,
+    verify: bool,
+    threads: int,
+    backend: str | None = None,
+) -> None:
+    """Decode flat elements `first` to `last`, all of chunk `i`, into `target`."""
+    plan = parsed.plan
+    module = backend_module(plan.codec.name, backend)
+    lo, hi = plan.chunk_range(i)
+    chunk = parsed.chunk(i)
+    raw = bool(parsed.records[i].flags & RAW)
+    whole = (first, last) == (lo, hi)
+    problem = None
+    words_sum = None
+    if raw:
+        _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
+    else:
+        problem, words_sum = module.decode_chunk(
+            plan.codec, chunk, target, first - lo, threads=threads
+        )
+    if verify:
+        if plan.checksum:
+            if words_sum is None or not whole:
+                words_sum = _chunk_sum(module, chunk)
+            _check_sum(parsed, i, words_sum)
+        _check_padding(parsed, i, chunk, raw)
+    if problem is not None:
+        raise FormatError("bad_payload", f"chunk {i}: {problem}")
+
+
+def verify_chunks(parsed: Parsed, threads: int = 1) -> None:
+    """Check every chunk whole, with memory for one decoded chunk. Raises FormatError."""
+    plan = parsed.plan
+    room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+    for i in range(plan.chunks):
+        lo, hi = plan.chunk_range(i)
+        _decode_chunk(parsed, i, room[: hi - lo], lo, hi, verify=True, threads=threads)
 
 
 def _check_sum(parsed: Parsed, i: int, words_sum: int) -> None:
-    if not parsed.plan.checksum:
-        return
-    found, dynamic_nbytes, flags, ordinal, _ = parsed.records[i].item()
-    total = words_sum + parsed.plan.identity_term(i) + record_term(dynamic_nbytes, flags, ordinal)
-    if total & MASK64 != found:
+    r = parsed.records[i]
+    total = words_sum + parsed.plan.identity_term(i)
+    total += record_term(r.dynamic_nbytes, r.flags, r.ordinal)
+    if total & MASK64 != r.checksum:
         raise FormatError("checksum_mismatch", f"payload of chunk {i}")
 
 
-def _check_padding(parsed: Parsed, i: int, chunk: Chunk, module: ModuleType, raw: bool) -> None:
-    used = _used_ranges(module, parsed.plan, chunk, raw)
-    for start, stop in _gaps(used, chunk.static.size):
+def _check_padding(parsed: Parsed, i: int, chunk: Chunk, raw: bool) -> None:
+    name = parsed.plan.codec.name
+    for start, stop in _static_gaps(name, chunk.dtype, chunk.nelem, chunk.sections, raw):
         if chunk.static[start:stop].any():
             raise FormatError("reserved_not_zero", f"padding in the static part of chunk {i}")
     if not parsed.header.dynamic_stride:
-        end = int(parsed.dynamic_at[i]) + chunk.dynamic.size
+        end = parsed.dynamic_at[i] + chunk.dynamic.size
         if parsed.data[end : align(end)].any():
             raise FormatError("reserved_not_zero", f"padding in the dynamic part of chunk {i}")
 

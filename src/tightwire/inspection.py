@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from . import arrays, engine
 from .buffer import Buffer
 from .codecs.threads import cpu_count
@@ -76,8 +74,8 @@ def inspect(src: Any) -> Info:
         packed_nbytes=parsed.packed_nbytes,
         raw_nbytes=plan.nelem * plan.dtype.itemsize,
         static_nbytes=plan.static_stride * plan.chunks,
-        dynamic_nbytes=tuple(parsed.records["dynamic_nbytes"].tolist()),
-        raw_chunks=tuple(np.flatnonzero(parsed.records["flags"] & RAW).tolist()),
+        dynamic_nbytes=tuple(r.dynamic_nbytes for r in parsed.records),
+        raw_chunks=tuple(i for i, r in enumerate(parsed.records) if r.flags & RAW),
     )
 
 
@@ -86,14 +84,4 @@ def verify(src: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> None:
 
     Raises FormatError with the reason at the first thing that is wrong.
     """
-    parsed = _parse(src, max_nbytes)
-    plan = parsed.plan
-    room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-    for i in range(plan.chunks):
-        lo, hi = plan.chunk_range(i)
-        if lo < hi:
-            engine.decode_range(
-                parsed, room[: hi - lo], lo, verify=True, threads=cpu_count()
-            )
-    if plan.nelem == 0 or plan.chunk_range(plan.chunks - 1)[0] == plan.nelem:
-        engine.verify_empty_chunks(parsed)
+    engine.verify_chunks(_parse(src, max_nbytes), threads=cpu_count())

@@ -1,0 +1,514 @@
+"""
+A decoder of tightwire buffers, written from the pages in this folder alone.
+
+It shows what the pages mean, one section of code per section of a page, and is slow. Run it as
+`python specs/decoder.py IN OUT`.
+"""
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class FormatError(Exception):
+    """A buffer was refused, with one of the reasons of errors.md."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def check(passed: bool, reason: str, detail: str) -> None:
+    """Refuse the buffer for this reason unless the check passed."""
+    if not passed:
+        raise FormatError(reason, detail)
+
+
+# README.md, "Conventions"
+
+
+def align(n: int) -> int:
+    """Round up to a multiple of 128."""
+    return -(-n // 128) * 128
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Divide and round up."""
+    return -(-a // b)
+
+
+def u16(data: bytes, offset: int) -> int:
+    """Two bytes as a number."""
+    return int.from_bytes(data[offset : offset + 2], "little")
+
+
+def u32(data: bytes, offset: int) -> int:
+    """Four bytes as a number."""
+    return int.from_bytes(data[offset : offset + 4], "little")
+
+
+# buffer.md, "Header"
+
+CHECKSUM, ASSEMBLED = 1, 2
+KINDS = {1: "payload", 2: "tiles", 3: "index", 4: "scales", 64: "escapes", 65: "tail"}
+
+
+class Dtype(NamedTuple):
+    """A row of the table of dtypes; without exponent bits, exponent and mantissa are 0."""
+
+    name: str
+    nbytes: int
+    exponent: int = 0
+    mantissa: int = 0
+
+
+DTYPES = {
+    1: Dtype("bool", 1),
+    2: Dtype("uint8", 1),
+    3: Dtype("int8", 1),
+    4: Dtype("uint16", 2),
+    5: Dtype("int16", 2),
+    6: Dtype("uint32", 4),
+    7: Dtype("int32", 4),
+    8: Dtype("uint64", 8),
+    9: Dtype("int64", 8),
+    16: Dtype("float16", 2, 5, 10),
+    17: Dtype("bfloat16", 2, 8, 7),
+    18: Dtype("float32", 4, 8, 23),
+    19: Dtype("float64", 8, 11, 52),
+    20: Dtype("float8_e4m3fn", 1, 4, 3),
+    21: Dtype("float8_e5m2", 1, 5, 2),
+    22: Dtype("float8_e4m3fnuz", 1, 4, 3),
+    23: Dtype("float8_e5m2fnuz", 1, 5, 2),
+    24: Dtype("float8_e8m0fnu", 1),
+    32: Dtype("complex64", 8),
+    33: Dtype("complex128", 16),
+}
+
+
+class Section(NamedTuple):
+    """An entry of the section table; size is in units of 128 bytes."""
+
+    kind: int
+    dynamic: int
+    size: int
+
+
+class Header(NamedTuple):
+    """What a header says, and what follows from it."""
+
+    nbytes: int
+    codec: int
+    version: int
+    dtype_id: int
+    features: int
+    chunks: int
+    stride: int
+    shape: tuple[int, ...]
+    nelem: int
+    static_stride: int
+
+    @property
+    def dtype(self) -> Dtype:
+        """The element type."""
+        return DTYPES[self.dtype_id]
+
+    @property
+    def chunk_nelem(self) -> int:
+        """Elements of a whole chunk."""
+        return ceil_div(self.nelem, self.chunks)
+
+    @property
+    def records_end(self) -> int:
+        """S, where the static parts start."""
+        return align(self.nbytes + 32 * self.chunks)
+
+    @property
+    def static_end(self) -> int:
+        """D, where the dynamic parts start."""
+        return self.records_end + self.chunks * self.static_stride
+
+    def share(self, chunk: int) -> int:
+        """The number of elements in a chunk."""
+        return max(0, min(self.chunk_nelem, self.nelem - chunk * self.chunk_nelem))
+
+
+def crc_entry(n: int) -> int:
+    """What one byte does to a CRC32C."""
+    for _ in range(8):
+        n = n >> 1 ^ (0x82F63B78 if n & 1 else 0)
+    return n
+
+
+CRC_TABLE = [crc_entry(n) for n in range(256)]
+
+
+def crc32c(data: bytes) -> int:
+    """CRC32C (Castagnoli)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 255]
+    return crc ^ 0xFFFFFFFF
+
+
+# buffer.md, "Result records" and "Raw fallback"
+
+RAW, OVERFLOW = 1, 2
+
+
+class Record(NamedTuple):
+    """The result record of a chunk."""
+
+    checksum: int
+    dynamic: int
+    flags: int
+    ordinal: int
+    info: int
+
+
+def raw_dynamic(header: Header, nelem: int) -> int:
+    """Dynamic bytes of a chunk of this many elements stored raw."""
+    return max(0, nelem * header.dtype.nbytes - header.static_stride)
+
+
+# buffer.md, "Checksum"
+
+
+def weighted_sum(data: bytes, first: int) -> int:
+    """Sum of the words, the first of which has number `first`, each times its k."""
+    words = struct.unpack(f"<{ceil_div(len(data), 4)}I", data + bytes(-len(data) % 4))
+    return sum(
+        ((0x3C6EF372 * i + 1) & 0xFFFFFFFF) * word for i, word in enumerate(words, first) if word
+    )
+
+
+def chunk_checksum(h: Header, nelem: int, record: Record, static: bytes, dynamic: bytes) -> int:
+    """The checksum that the record of a chunk must give."""
+    identity = h.codec + (h.version << 16) + (h.dtype_id << 24)
+    total = weighted_sum(static, 0) + weighted_sum(dynamic, h.static_stride // 4)
+    total += 0xA0761D6478BD642F
+    total += 0xD6E8FEB86659FD93 * identity
+    total += 0x9E3779B97F4A7C15 * nelem
+    total += 0xC2B2AE3D27D4EB4F * record.dynamic
+    total += 0x165667B19E3779F9 * (record.flags + (record.ordinal << 32))
+    return total & 0xFFFFFFFFFFFFFFFF
+
+
+# raw.md
+
+
+def raw_sections(dtype: Dtype, chunk_nelem: int) -> list[Section]:
+    """raw.md, "Layout"."""
+    return [Section(1, 0, align(chunk_nelem * dtype.nbytes) // 128)]
+
+
+# zipccl.md, "Parameters"
+
+
+def zipccl_parameters(params: bytes, dtype: Dtype) -> None:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"zipccl has 8 bytes of parameters, not {len(params)}")
+    how, log_tile, base, zero = struct.unpack("<BBHI", params)
+    check(how <= 3, "bad_header", f"unknown way {how} to choose windows")
+    check(log_tile == 12, "bad_header", f"tile size 2^{log_tile}")
+    highest = 2**dtype.exponent - 7 if how == 3 else 0
+    check(base <= highest, "bad_header", f"explicit base {base} above {highest}")
+    check(zero == 0, "bad_header", "nonzero end of the parameters")
+
+
+# zipccl.md, "Tiles"
+
+TILE = 4096
+
+
+def streams_and_planes(dtype: Dtype) -> tuple[list[int], int]:
+    """Bytes per element of each stream, and X."""
+    rest_bits = dtype.mantissa + 1
+    stream_bytes = rest_bits // 8
+    return [n for n in (4, 2, 1) if stream_bytes & n], rest_bits % 8
+
+
+def columns(m: int) -> int:
+    """W of a tile of m elements."""
+    return 16 * ceil_div(m, 128)
+
+
+def blocks_nbytes(dtype: Dtype, nelem: int) -> int:
+    """Bytes of all tile blocks of a chunk."""
+    streams, extra = streams_and_planes(dtype)
+    width = nelem // TILE * 512 + columns(nelem % TILE)
+    return width * (8 * sum(streams) + 3 + extra)
+
+
+# zipccl.md, "Layout"
+
+
+def zipccl_sections(dtype: Dtype, chunk_nelem: int) -> list[Section]:
+    """The section table, where zipccl takes the dtype and number of elements."""
+    check(dtype.exponent > 0, "bad_header", f"zipccl does not take {dtype.name}")
+    check(chunk_nelem < 2**32, "bad_header", f"{chunk_nelem} elements in a zipccl chunk")
+    raw = chunk_nelem * dtype.nbytes
+    tiles = align(blocks_nbytes(dtype, chunk_nelem))
+    index = align(6 * ceil_div(chunk_nelem, TILE))
+    check(tiles + index < align(raw), "bad_header", "zipccl gains nothing for this size")
+    escapes = align(max(0, raw - tiles - index))
+    return [
+        Section(2, 0, tiles // 128),
+        Section(3, 0, index // 128),
+        Section(64, 1, escapes // 128),
+    ]
+
+
+# zipccl.md, "Decoding"
+
+
+class Window(NamedTuple):
+    """The window of a tile."""
+
+    base: int
+    zero_mode: bool
+
+    def codes(self, exponent: int) -> bool:
+        """Whether an encoder codes this exponent, so that it is no escape."""
+        if self.zero_mode:
+            return exponent == 0 or self.base < exponent <= self.base + 6
+        return self.base <= exponent <= self.base + 6
+
+
+def unpack_tile(block: bytes, dtype: Dtype, width: int) -> tuple[list[int], list[int]]:
+    """The codes and rests of a tile block, padding included, in element order."""
+    streams, extra = streams_and_planes(dtype)
+    count = 8 * width
+    codes, rests = [0] * count, [0] * count
+    offset = shift = 0
+    for nbytes in streams:
+        for i in range(count):
+            value = int.from_bytes(block[offset : offset + nbytes], "little")
+            rests[i] |= value << shift
+            offset += nbytes
+        shift += 8 * nbytes
+    planes = [(codes, bit) for bit in range(3)] + [(rests, shift + bit) for bit in range(extra)]
+    for values, bit in planes:
+        for row in range(8):
+            for column in range(width):
+                values[row * width + column] |= (block[offset + column] >> row & 1) << bit
+        offset += width
+    return codes, rests
+
+
+def decode_tile(
+    block: bytes, dtype: Dtype, nelem: int, window: Window, escapes: list[int]
+) -> Iterator[int]:
+    """The bits of a tile's elements."""
+    base, zero_mode = window
+    width = columns(nelem)
+    codes, rests = unpack_tile(block, dtype, width)
+    distances = [(code - base) % 8 for code in codes]
+    exponents = [0 if d == 0 and zero_mode else base + d for d in distances]
+
+    by_column = (row * width + column for column in range(width) for row in range(8))
+    escaped = [i for i in by_column if distances[i] == 7]
+    check(len(escaped) == len(escapes), "bad_payload", "codes and index disagree about escapes")
+    for i, exponent in zip(escaped, escapes, strict=True):
+        check(exponent < 2**dtype.exponent, "bad_payload", f"escaped exponent {exponent}")
+        check(not window.codes(exponent), "bad_payload", f"needless escape of {exponent}")
+        exponents[i] = exponent
+
+    for i in range(nelem, 8 * width):
+        check(distances[i] == 6 and rests[i] == 0, "bad_payload", "padding element")
+    for i in range(nelem):
+        sign, mantissa = divmod(rests[i], 2**dtype.mantissa)
+        yield ((sign << dtype.exponent) + exponents[i] << dtype.mantissa) + mantissa
+
+
+def zipccl_decode(h: Header, nelem: int, static: bytes, dynamic: bytes) -> bytes:
+    """Decode a chunk that is not stored raw; static padding has been checked."""
+    dtype = h.dtype
+    escape_nbytes = 2 if dtype.exponent > 8 else 1
+    check(len(dynamic) % escape_nbytes == 0, "bad_payload", "half an escape")
+    escapes = [
+        int.from_bytes(dynamic[i : i + escape_nbytes], "little")
+        for i in range(0, len(dynamic), escape_nbytes)
+    ]
+
+    tiles = ceil_div(nelem, TILE)
+    check(tiles > 0 or not escapes, "bad_payload", "escapes in an empty chunk")
+    index = align(blocks_nbytes(dtype, h.chunk_nelem))
+    offsets = [u32(static, index + 4 * t) for t in range(tiles)]
+    windows = [u16(static, index + 4 * tiles + 2 * t) for t in range(tiles)]
+    ends = [*offsets[1:], len(escapes)]
+    check(offsets[:1] in ([], [0]), "bad_payload", "first offset is not 0")
+    check(max(offsets, default=0) <= len(escapes), "bad_payload", "offset behind the escapes")
+    check(all(a <= b for a, b in zip(offsets, ends, strict=False)), "bad_payload", "offset falls")
+
+    out = bytearray()
+    for t in range(tiles):
+        window = Window(windows[t] % 32768, windows[t] >= 32768)
+        check(window.base <= 2**dtype.exponent - 7, "bad_payload", f"window base {window.base}")
+        check(not window.zero_mode or window.base > 0, "bad_payload", "zero mode with base 0")
+        m = min(TILE, nelem - t * TILE)
+        block = static[blocks_nbytes(dtype, t * TILE) : blocks_nbytes(dtype, t * TILE + m)]
+        for bits in decode_tile(block, dtype, m, window, escapes[offsets[t] : ends[t]]):
+            out += bits.to_bytes(dtype.nbytes, "little")
+    return bytes(out)
+
+
+# buffer.md, "Reading"
+
+
+def read_header(data: bytes, max_nbytes: int) -> Header:
+    """Steps 1 to 10."""
+    check(len(data) >= 4, "truncated", "no magic")  # 1
+    check(data[:4] == b"\x9eTWB", "bad_magic", f"the bytes start with {data[:4].hex(' ')}")
+    check(len(data) >= 32, "truncated", "no header")
+
+    check(data[4] == 1, "unsupported_version", f"format {data[4]}.{data[5]}")  # 2
+
+    nbytes = u32(data, 8)  # 3
+    check(nbytes <= 2**20, "header_too_large", f"{nbytes} bytes")
+    check(nbytes >= 32 and nbytes % 8 == 0, "bad_header", f"{nbytes} bytes of header")
+    check(len(data) >= nbytes, "truncated", "the header ends early")
+
+    crc = crc32c(data[:28] + data[32:nbytes])  # 4
+    check(crc == u32(data, 28), "checksum_mismatch", f"CRC32C of the header is {crc:08x}")
+
+    required = u16(data, 16)  # 5
+    check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
+    codec = u16(data, 6)
+    check(codec in (1, 2), "unknown_codec", f"codec {codec}")
+
+    version, dtype_id, ndim, nsections = data[12:16]  # 6
+    chunks, stride = u32(data, 20), 128 * u32(data, 24)
+    check(dtype_id in DTYPES, "bad_header", f"unknown dtype {dtype_id}")
+    check(ndim <= 32, "bad_header", f"{ndim} dimensions")
+    check(chunks >= 1, "bad_header", "no chunks")
+    params = 32 + 8 * ndim + 8 * nsections
+    check(params <= nbytes, "bad_header", "no room for shape and section table")
+
+    dtype = DTYPES[dtype_id]  # 7
+    shape = struct.unpack_from(f"<{ndim}Q", data, 32)
+    nonzero, nelem = dtype.nbytes, 1
+    for dim in shape:
+        nonzero *= dim or 1
+        nelem *= dim
+    check(nonzero < 2**63, "limit_exceeded", f"shape {shape}")
+
+    table = []  # 8
+    for i in range(nsections):
+        kind, dynamic, zero, size = struct.unpack_from("<BBHI", data, 32 + 8 * ndim + 8 * i)
+        check(kind in KINDS, "bad_header", f"unknown section kind {kind}")
+        check(dynamic <= 1, "bad_header", f"dynamic byte {dynamic}")
+        check(zero == 0, "bad_header", "nonzero reserved field in the section table")
+        table.append(Section(kind, dynamic, size))
+
+    check(version == 1, "unsupported_version", f"version {version} of codec {codec}")  # 9
+    chunk_nelem = ceil_div(nelem, chunks)
+    if codec == 1:
+        check(params == nbytes, "bad_header", "raw has no parameters")
+        expected = raw_sections(dtype, chunk_nelem)
+    else:
+        zipccl_parameters(data[params:nbytes], dtype)
+        expected = zipccl_sections(dtype, chunk_nelem)
+    check(table == expected, "bad_header", "section table")
+    slot = 128 * sum(s.size for s in table if s.dynamic)
+    check(stride <= slot, "bad_header", f"slots of {stride} bytes, at most {slot}")
+
+    static_stride = 128 * sum(s.size for s in table if not s.dynamic)  # 10
+    h = Header(
+        nbytes, codec, version, dtype_id, required, chunks, stride, shape, nelem, static_stride
+    )
+    check(nelem * dtype.nbytes <= max_nbytes, "limit_exceeded", f"{nelem * dtype.nbytes} bytes")
+    check(len(data) >= h.static_end, "truncated", "records or static parts end early")
+    return h
+
+
+def read_records(data: bytes, h: Header) -> list[Record]:
+    """Steps 11 to 14."""
+    places = range(h.nbytes, h.nbytes + 32 * h.chunks, 32)
+    records = [Record(*struct.unpack_from("<QQIIQ", data, place)) for place in places]
+
+    for r in records:  # 11
+        check(r.flags & ~(RAW | OVERFLOW) == 0, "bad_record", f"flags {r.flags:#x}")
+    for r in records:
+        check(not r.flags & OVERFLOW, "dynamic_overflow", f"{r.dynamic} bytes needed")
+    for i, r in enumerate(records):
+        check(bool(h.features & CHECKSUM) or r.checksum == 0, "bad_record", "a checksum")
+        check(r.info == 0, "bad_record", f"info {r.info}")
+        check(bool(h.features & ASSEMBLED) or r.ordinal == i, "bad_record", f"ordinal {r.ordinal}")
+
+    for i, r in enumerate(records):  # 12
+        stored_raw = r.flags & RAW
+        bound = raw_dynamic(h, h.share(i))
+        check(not stored_raw or h.codec == 2, "bad_record", "raw flag in a raw buffer")
+        check(r.dynamic <= bound, "bad_record", f"{r.dynamic} dynamic bytes, at most {bound}")
+        check(not stored_raw or r.dynamic == bound, "bad_record", "dynamic bytes of a raw chunk")
+        check(not h.stride or r.dynamic <= h.stride, "bad_record", "more than the slot")
+
+    slots = [h.stride or align(r.dynamic) for r in records]  # 13
+    end = h.static_end + sum(slots)
+    check(len(data) >= end, "truncated", "dynamic parts end early")
+    check(len(data) == end, "trailing_bytes", f"{len(data) - end} bytes")
+
+    padding = data[h.nbytes + 32 * h.chunks : h.records_end]  # 14
+    check(not any(padding), "reserved_not_zero", "behind the records")
+    return records
+
+
+def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> bytes:
+    """The padding of a static part."""
+    if h.codec == 1 or stored_raw:
+        return static[nelem * h.dtype.nbytes :]
+    index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
+    index_end = index + 6 * ceil_div(nelem, TILE)
+    return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
+
+
+def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...], bytes]:
+    """Decode a buffer to its dtype's name, its shape and the tensor's bytes in C order."""
+    h = read_header(data, max_nbytes)
+    records = read_records(data, h)
+    out = bytearray()
+    place = h.static_end
+    for i, r in enumerate(records):  # 15
+        nelem = h.share(i)
+        start = h.records_end + i * h.static_stride
+        static = data[start : start + h.static_stride]
+        dynamic = data[place : place + r.dynamic]
+        place += h.stride or align(r.dynamic)
+
+        if h.features & CHECKSUM:
+            expected = chunk_checksum(h, nelem, r, static, dynamic)
+            check(r.checksum == expected, "checksum_mismatch", f"chunk {i}")
+        stored_raw = bool(r.flags & RAW)
+        padding = static_padding(h, nelem, stored_raw, static)
+        check(not any(padding), "reserved_not_zero", f"static part of chunk {i}")
+        if not h.stride:
+            padding = data[place - align(r.dynamic) + r.dynamic : place]
+            check(not any(padding), "reserved_not_zero", f"behind dynamic part of chunk {i}")
+
+        if h.codec == 1 or stored_raw:
+            out += (static + dynamic)[: nelem * h.dtype.nbytes]
+        else:
+            out += zipccl_decode(h, nelem, static, dynamic)
+    return h.dtype.name, h.shape, bytes(out)
+
+
+def main() -> int:
+    """Decode the file IN to the file OUT."""
+    if len(sys.argv) != 3:
+        sys.stderr.write("usage: decoder.py IN OUT\n")
+        return 2
+    try:
+        out = decode(Path(sys.argv[1]).read_bytes())[2]
+    except FormatError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    Path(sys.argv[2]).write_bytes(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Whole safetensors files: compress, restore byte for byte, verify, compare. One tensor in memory
+at a time."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import engine
+from .buffer import Buffer
+from .codec import Codec, _codec
+from .codecs.base import Bytes, Plan
+from .codecs.threads import cpu_count
+from .arrays import Target
+from .engine import DEFAULT_MAX_NBYTES, Parsed
+from .files import File, PathLike, atomic_file, map_safetensors, write_compressed
+from .formats.container import (
+    SOURCE_KEY,
+    VERSION_KEY,
+    Directory,
+    Entry,
+    compressed_metadata,
+    directory_bytes,
+    source_directory,
+)
+from .formats.dtypes import BY_SAFETENSORS, DType
+from .formats.errors import FormatError
+from .planning import make_plan
+
+#: Called with (tensor name, its raw bytes) after each tensor.
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor of a file: what it is and how small it became. Sizes in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str
+    raw_nbytes: int
+    packed_nbytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Packed size over raw size; 1.0 for an empty tensor."""
+        return self.packed_nbytes / self.raw_nbytes if self.raw_nbytes else 1.0
+
+
+def _no_progress(name: str, nbytes: int) -> None:
+    """Report nothing."""
+
+
+def _dtype(entry: Entry) -> DType:
+    try:
+        return BY_SAFETENSORS[entry.dtype]
+    except KeyError:
+        allowed = ", ".join(BY_SAFETENSORS)
+        raise TypeError(f"{entry.name!r} is {entry.dtype}; supported: {allowed}") from None
+
+
+def _release(data: Bytes) -> None:
+    """Let the system drop the pages of a mapped file: they would count as this process's memory."""
+    base: Any = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def compress_file(
+    source: PathLike,
+    target: PathLike,
+    codec: str | Codec = "zipccl",
+    *,
+    cast: DType | None = None,
+    threads: int | None = None,
+    progress: Progress = _no_progress,
+) -> list[TensorReport]:
+    """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
+
+    `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
+    restored byte for byte. Raises FormatError, TypeError or OSError.
+    """
+    chosen = _codec(codec)
+    data, directory = map_safetensors(source)
+    if VERSION_KEY in directory.metadata:
+        raise FormatError("bad_container", f"{source} is compressed already")
+    dtypes = {e.name: _dtype(e) for e in directory.entries}
+    plans: dict[str, Plan] = {}
+    for e in directory.entries:
+        plans[e.name] = make_plan(chosen.spec, _cast_dtype(dtypes[e.name], cast), e.shape, None)
+    reports: list[TensorReport] = []
+
+    def buffers() -> Iterator[Parsed]:
+        for e in directory.entries:
+            plan = plans[e.name]
+            raw = data[directory.data_at + e.begin : directory.data_at + e.end]
+            bits = _cast_bits(raw, dtypes[e.name], plan.dtype)
+            room = np.empty(plan.nbytes, np.uint8)
+            engine.encode_into(plan, bits, room, threads=threads or cpu_count())
+            parsed = Buffer(plan, room, Target()).parsed()
+            yield parsed
+            nbytes = plan.nelem * plan.dtype.itemsize
+            codec_name, packed = plan.codec.name, parsed.packed_nbytes
+            reports.append(
+                TensorReport(e.name, plan.dtype.name, e.shape, codec_name, nbytes, packed)
+            )
+            del raw, bits, room, parsed
+            _release(data)
+            progress(e.name, e.end - e.begin)
+
+    source_json = None if cast else directory.json_bytes
+    write_compressed(target, plans, buffers(), compressed_metadata(directory.metadata, source_json))
+    return reports
+
+
+def _cast_dtype(dtype: DType, cast: DType | None) -> DType:
+    return cast if cast is not None and dtype.name in ("float32", "float64") else dtype
+
+
+def _cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
+    if raw.__array_interface__["data"][0] % dtype.bits.itemsize:
+        raw = raw.copy()
+    bits = raw.view(dtype.bits)
+    if target is dtype:
+        return bits
+    return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
+
+
+def decompress_file(
+    source: PathLike,
+    target: PathLike,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+    progress: Progress = _no_progress,
+) -> None:
+    """Restore the safetensors file that `source` was made from, byte for byte.
+
+    A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
+    tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
+    """
+    with File(source, max_nbytes=max_nbytes) as file:
+        parsed = {name: engine.parse(file.buffer(name), max_nbytes) for name in file}
+        head = _restored_head(file, parsed)
+        with atomic_file(target) as out:
+            out.write(head)
+            for name, item in parsed.items():
+                plan = item.plan
+                bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+                engine.decode_range(item, bits, 0, verify=True, threads=threads or cpu_count())
+                out.write(bits.view(np.uint8).data)
+                _release(file.data)
+                progress(name, bits.nbytes)
+
+
+def _restored_head(file: File, parsed: dict[str, Parsed]) -> bytes:
+    at = 0
+    entries = []
+    for name, item in parsed.items():
+        dtype = item.plan.dtype
+        if dtype.safetensors is None:
+            raise TypeError(f"{name!r} is {dtype.name}, which safetensors has no name for")
+        nbytes = item.plan.nelem * dtype.itemsize
+        entries.append(Entry(name, dtype.safetensors, item.plan.shape, at, at + nbytes))
+        at += nbytes
+    source = source_directory(file.directory)
+    if source is None:
+        return directory_bytes(entries, file.metadata)
+    if list(source.entries) != entries:
+        raise FormatError("bad_container", "the source header describes other tensors than the file")
+    return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
+
+
+def verify_file(
+    path: PathLike,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    progress: Progress = _no_progress,
+) -> None:
+    """Check every tensor of a compressed file as decode() would. Raises FormatError at the first."""
+    with File(path, max_nbytes=max_nbytes) as file:
+        _restored_head(file, {n: engine.parse(file.buffer(n), max_nbytes) for n in file})
+        for name in file:
+            try:
+                parsed = engine.parse(file.buffer(name), max_nbytes)
+                engine.verify_chunks(parsed, threads=cpu_count())
+            except FormatError as error:
+                raise FormatError(error.reason, f"tensor {name!r}: {error.detail}") from None
+            _release(file.data)
+            progress(name, parsed.plan.nelem * parsed.plan.dtype.itemsize)
+
+
+def file_reports(path: PathLike) -> list[TensorReport]:
+    """What each tensor of a compressed file is, from the headers alone."""
+    reports = []
+    with File(path, max_nbytes=1 << 63) as file:
+        for name in file:
+            parsed = engine.parse(file.buffer(name), 1 << 63)
+            plan = parsed.plan
+            nbytes = plan.nelem * plan.dtype.itemsize
+            codec, packed = plan.codec.name, parsed.packed_nbytes
+            reports.append(TensorReport(name, plan.dtype.name, plan.shape, codec, nbytes, packed))
+    return reports
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs between two files; `n_elements` is None where they cannot be compared."""
+
+    name: str
+    what: str
+    n_elements: int | None = None
+
+
+def diff_files(a: PathLike, b: PathLike, progress: Progress = _no_progress) -> list[Difference]:
+    """Differences between the tensors of two safetensors files, each compressed or not, bit by bit."""
+    left, right = _Tensors(a), _Tensors(b)
+    found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
+    found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
+    for name in left.names:
+        if name not in right.names:
+            continue
+        kind_a, kind_b = left.kind(name), right.kind(name)
+        if kind_a != kind_b:
+            found.append(Difference(name, f"{_text(*kind_a)} and {_text(*kind_b)}"))
+            continue
+        x, y = left.bits(name), right.bits(name)
+        differing = int(np.count_nonzero(x != y))
+        if differing:
+            n = x.size // max(kind_a[0].itemsize // x.itemsize, 1)
+            found.append(Difference(name, f"{differing} of {n} elements differ", differing))
+        progress(name, x.nbytes)
+    return found
+
+
+def _text(dtype: DType, shape: tuple[int, ...]) -> str:
+    return f"{dtype.name}{list(shape)}"
+
+
+class _Tensors:
+    """Element bits of the tensors of a plain or compressed safetensors file."""
+
+    def __init__(self, path: PathLike) -> None:
+        data, directory = map_safetensors(path)
+        self._data: Bytes = data
+        self._directory: Directory = directory
+        self._file = File(path) if VERSION_KEY in directory.metadata else None
+        self._entries = {e.name: e for e in directory.entries}
+
+    @property
+    def names(self) -> dict[str, Entry]:
+        return self._entries
+
+    def kind(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        if self._file is not None:
+            plan = engine.parse(self._file.buffer(name), 1 << 63).plan
+            return plan.dtype, plan.shape
+        entry = self._entries[name]
+        return _dtype(entry), entry.shape
+
+    def bits(self, name: str) -> Any:
+        dtype, _ = self.kind(name)
+        if self._file is not None:
+            return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
+        entry = self._entries[name]
+        at = self._directory.data_at
+        return _cast_bits(self._data[at + entry.begin : at + entry.end], dtype, dtype)
+
+
+__all__ = [
+    "SOURCE_KEY",
+    "Difference",
+    "TensorReport",
+    "compress_file",
+    "decompress_file",
+    "diff_files",
+    "file_reports",
+    "verify_file",
+]

@@ -1,0 +1,271 @@
+"""Compressed safetensors files (specs/container.md): written whole or not at all, read lazily."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from . import arrays, engine
+from .codec import Codec, _codec, decode
+from .codecs.base import Bytes, Plan
+from .codecs.threads import cpu_count
+from .engine import DEFAULT_MAX_NBYTES, Parsed
+from .formats.container import (
+    Directory,
+    Entry,
+    check_compressed,
+    compressed_metadata,
+    directory_bytes,
+    read_directory,
+)
+from .formats.header import Header
+from .planning import make_plan
+
+PathLike = str | os.PathLike[str]
+
+
+@contextmanager
+def atomic_file(path: PathLike) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends without an error.
+
+    Until then it has another name in the same folder; on an error it is removed. Data and folder
+    are synced, so that a crash leaves the old file or the new one.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_compressed(
+    path: PathLike,
+    plans: Mapping[str, Plan],
+    buffers: Iterable[Parsed],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write one buffer per name, in order, as each comes; the header goes in last.
+
+    `plans` bounds the sizes, so that room for the header can be left in front.
+    """
+    largest = sum(plan.nbytes for plan in plans.values())
+    widest = [Entry(name, "U8", (largest,), largest, largest) for name in plans]
+    room = len(directory_bytes(widest, metadata))
+    entries = []
+    at = 0
+    with atomic_file(path) as file:
+        file.seek(room)
+        for name, parsed in zip(plans, buffers, strict=True):
+            size = 0
+            for piece in parsed.pieces():
+                file.write(piece.data)
+                size += piece.size
+            entries.append(Entry(name, "U8", (size,), at, at + size))
+            at += size
+        file.seek(0)
+        file.write(directory_bytes(entries, metadata, room))
+
+
+def save_file(
+    tensors: Mapping[str, Any],
+    path: PathLike,
+    codec: str | Codec = "zipccl",
+    *,
+    metadata: Mapping[str, str] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Write named arrays of any library as a compressed safetensors file.
+
+    Tensors are encoded and written one by one: beside the caller's arrays, memory holds one
+    encoded tensor. The file appears whole or not at all. Raises TypeError or ValueError for a bad
+    call, OSError if the disk fails.
+    """
+    chosen = _codec(codec)
+    for name in tensors:
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ValueError(f"tensor name {name!r}; allowed: any text but '__metadata__'")
+    metadata = dict(metadata or {})
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata {key!r}: {value!r}; allowed: text to text")
+    plans = {}
+    for name, x in tensors.items():
+        info = arrays.describe(x)
+        plans[name] = make_plan(chosen.spec, info.dtype, info.shape, None)
+    buffers = (chosen.encode(x, chunks=None, threads=threads).parsed() for x in tensors.values())
+    write_compressed(path, plans, buffers, compressed_metadata(metadata))
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor in an open file. Indexing decodes only the rows (first dimension) that it needs."""
+
+    name: str
+    header: Header
+    data: Bytes
+    like: Any
+    max_nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded tensor."""
+        return self.header.shape
+
+    @property
+    def dtype(self) -> str:
+        """Name of its element type."""
+        return self.header.dtype.name
+
+    def numpy(self) -> Any:
+        """The whole tensor, checked, as a NumPy array."""
+        return decode(self.data, like="numpy", max_nbytes=self.max_nbytes)
+
+    def __getitem__(self, index: Any) -> Any:
+        rest = index if isinstance(index, tuple) else (index,)
+        if not self.shape or not rest or rest[0] is Ellipsis or rest[0] is None:
+            return self._whole()[index]
+        first = rest[0]
+        n_rows = self.shape[0]
+        if isinstance(first, slice):
+            rows = range(n_rows)[first]
+            lo, hi = (min(rows), max(rows) + 1) if rows else (0, 0)
+            inner: Any = slice(None, None, rows.step) if rows.step > 0 else slice(None, None, rows.step)
+        elif isinstance(first, (int, np.integer)) and not isinstance(first, bool):
+            lo = range(n_rows)[int(first)]
+            hi, inner = lo + 1, 0
+        else:
+            return self._whole()[index]
+        row = int(np.prod(self.shape[1:], dtype=np.int64))
+        flat = decode(
+            self.data, like=self.like, start=lo * row, stop=hi * row, max_nbytes=self.max_nbytes
+        )
+        return flat.reshape((hi - lo, *self.shape[1:]))[(inner, *rest[1:])]
+
+    def _whole(self) -> Any:
+        return decode(self.data, like=self.like, max_nbytes=self.max_nbytes)
+
+
+class File:
+    """A compressed safetensors file, mapped into memory: tensors decode when they are asked for.
+
+    A context manager and a mapping from names to `LazyTensor`. Selections of rows skip the payload
+    checksum; whole tensors are checked.
+    """
+
+    def __init__(
+        self, path: PathLike, *, like: Any = "numpy", max_nbytes: int = DEFAULT_MAX_NBYTES
+    ) -> None:
+        self.path = Path(path)
+        self.like = like
+        self.max_nbytes = max_nbytes
+        self.data, self.directory = map_safetensors(path)
+        check_compressed(self.directory)
+        self._entries = {e.name: e for e in self.directory.entries}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The file's metadata without tightwire's own entries."""
+        own = ("tightwire", "tightwire.source")
+        return {k: v for k, v in self.directory.metadata.items() if k not in own}
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, in the order of their data."""
+        return list(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def buffer(self, name: str) -> Bytes:
+        """The packed buffer of one tensor: uint8, a view of the file."""
+        try:
+            entry = self._entries[name]
+        except KeyError:
+            raise KeyError(f"{name!r} is not in {self.path}") from None
+        return self.data[self.directory.data_at + entry.begin : self.directory.data_at + entry.end]
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        data = self.buffer(name)
+        parsed = engine.parse(data, self.max_nbytes)
+        return LazyTensor(name, parsed.header, data, self.like, self.max_nbytes)
+
+    def get(self, name: str, *, like: Any = None, threads: int | None = None) -> Any:
+        """One whole tensor, checked, in the library and on the device of `like`."""
+        chosen = self.like if like is None else like
+        return decode(
+            self.buffer(name), like=chosen, max_nbytes=self.max_nbytes, threads=threads
+        )
+
+    def close(self) -> None:
+        """Let go of the file; buffers handed out stay valid."""
+        self.data = np.empty(0, np.uint8)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def map_safetensors(path: PathLike) -> tuple[Bytes, Directory]:
+    """Map a safetensors file and read its header. Raises FormatError("bad_container") or OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            data = np.empty(0, np.uint8)
+        else:
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    return data, read_directory(memoryview(data))
+
+
+def open_file(
+    path: PathLike, *, like: Any = "numpy", max_nbytes: int = DEFAULT_MAX_NBYTES
+) -> File:
+    """Open a compressed safetensors file lazily (`tightwire.open`).
+
+    `like`, an array or a library's name, says which library decoded tensors belong to.
+    Raises FormatError if it is none, OSError if it cannot be read.
+    """
+    return File(path, like=like, max_nbytes=max_nbytes)
+
+
+def load_file(
+    path: PathLike,
+    *,
+    like: Any = "numpy",
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Every tensor of a compressed safetensors file, checked, by name."""
+    with open_file(path, like=like, max_nbytes=max_nbytes) as file:
+        return {name: file.get(name, threads=threads or cpu_count()) for name in file}
