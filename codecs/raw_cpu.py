@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """raw on the CPU: one pass that copies and sums, block by block while the bytes are in cache."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _copy_and_sum(source: Bits, target: Bits, first: int, last: int) -> int:
 
 def _spanned(source: Bits, target: Bits, threads: int) -> int:
     cuts = spans(-(-source.size // _BLOCK), min(threads, max(source.size // MIN_SPAN_NBYTES, 1)))
-    return sum(run([lambda cut=cut: _copy_and_sum(source, target, *cut) for cut in cuts])) & MASK64
+    return sum(run(_copy_and_sum, [(source, target, *cut) for cut in cuts])) & MASK64
 
 
 def encode_chunk(

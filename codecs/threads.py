@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -48,19 +49,19 @@ def spans(n_units: int, threads: int) -> list[tuple[int, int]]:
     if threads <= 1:
         return [(0, n_units)]
     cuts = [n_units * i // threads for i in range(threads + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
-def run(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Results of the calls in order: the first runs here, the others on the pool.
+def run(task: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
+    """`task(*call)` for every call, in order: the first runs here, the others on the pool.
 
-    The tasks must not call `run` themselves: a pool whose threads wait for it can stall.
+    The task must not call `run` itself: a pool whose threads wait for it can stall.
     """
-    if len(tasks) == 1:
-        return [tasks[0]()]
-    futures = [_executor().submit(task) for task in tasks[1:]]
+    if len(calls) == 1:
+        return [task(*calls[0])]
+    futures = [_executor().submit(task, *call) for call in calls[1:]]
     try:
-        first = tasks[0]()
+        first = task(*calls[0])
     finally:
         # Spans write to the caller's buffers: none may still run when this returns or raises.
         for future in futures:

@@ -1,8 +1,8 @@
 """zipccl: lossless coding of floats by a window of seven exponents. specs/zipccl.md.
 
 After ZipCCL, sections 4 and 4.1: sign and mantissa are stored as they are, the exponent as a 3-bit
-code where it lies in the window, and in full, as an escape, where it does not. Beyond the paper, each
-tile has a window of its own. This module holds layout, constants and the NumPy reference.
+code where it lies in the window, and in full, as an escape, where it does not. Beyond the paper,
+each tile has a window of its own. This module holds layout, constants and the NumPy reference.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def join(exponents: Bits, rest: Bits, f: Fields, bits_dtype: np.dtype[Any]) -> B
     total = 8 * bits_dtype.itemsize
     sign = (rest >> one(f.mantissa)) << one(total - 1)
     mantissa = rest & one((1 << f.mantissa) - 1)
-    return sign | exponents.astype(bits_dtype) << one(f.mantissa) | mantissa
+    joined: Bits = sign | exponents.astype(bits_dtype) << one(f.mantissa) | mantissa
+    return joined
 
 
 def tile_window(sample: Bits) -> int:
@@ -419,7 +420,9 @@ def _runs(nelem: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         yield full, tail_columns(nelem), 1
 
 
-def window_of(entries: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool]]:
+def window_of(
+    entries: npt.NDArray[np.uint16],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool]]:
     """Bases and zero modes of index entries, shape (tiles, 1, 1) each."""
     column = entries.astype(np.int64)[:, None, None]
     return column & (ZERO_MODE - 1), column >= ZERO_MODE

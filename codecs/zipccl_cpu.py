@@ -1,8 +1,8 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """zipccl on the CPU with Numba: the bytes of codecs/zipccl.py at memory speed.
 
-Loops run over flat arrays with a constant tile width and L1-sized scratch, and every operand is cast
-to its unsigned type: that is the form LLVM vectorises.
+Loops run over flat arrays with a constant tile width and L1-sized scratch, and every operand is
+cast to its unsigned type: that is the form LLVM vectorises.
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ def _count_window(sample, n, b, lanes):
     Whole blocks of 512 go through 64 byte-wide lanes, eight elements each.
     """
     one = sample.dtype.type
-    inside = 0
-    lowest = 0
-    below = 0
+    inside = I8(0)
+    lowest = I8(0)
+    below = I8(0)
     blocks = n // _SAMPLED
     for k in range(blocks):
         block = sample[k * _SAMPLED : (k + 1) * _SAMPLED]
@@ -534,7 +534,9 @@ def _encode_span(
                 for i in range(group):
                     sample_words[k * group + i] = e_words[(8 * k + k % 8) * group + i]
             entry = _tile_window(sample, _SAMPLED, lanes)
-        _pack_codes(e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped)
+        _pack_codes(
+            e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped
+        )
         if extra > 0:
             _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
         offsets[t] = U4(count)
@@ -561,7 +563,9 @@ def _encode_span(
             for w in range(COLUMNS):
                 if w >= columns or r * columns + w >= n:
                     e[r * COLUMNS + w] = padding
-        _pack_codes(e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, wide[codes_at:], escaped)
+        _pack_codes(
+            e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, wide[codes_at:], escaped
+        )
         if extra > 0:
             _pack_top(top, extra, wide[codes_at + 3 * COLUMNS :])
         offsets[full] = U4(count)
@@ -618,7 +622,9 @@ def _decode_span(
             problem = 1
             continue
         if t < full:
-            _unpack_codes(tiles[at + codes_at : end], e.dtype.type(base), entry >= ZERO_MODE, e, escaped)
+            _unpack_codes(
+                tiles[at + codes_at : end], e.dtype.type(base), entry >= ZERO_MODE, e, escaped
+            )
         else:
             _widen(tiles[at:end], wide, columns, streams, planes)
             _unpack_codes(wide[codes_at:], e.dtype.type(base), entry >= ZERO_MODE, e, escaped)
@@ -685,12 +691,11 @@ def encode_chunk(
         for first, last in cuts[1:]
     ]
     args = (f.mantissa, f.exponent, f.extra, fixed, True)
-    results = run(
-        [
-            lambda cut=cut, room=room: _encode_span(x, *cut, tiles, offsets, entries, room, *args)
-            for cut, room in zip(cuts, rooms, strict=True)
-        ]
-    )
+
+    def task(first: int, last: int, room: Bits) -> Any:
+        return _encode_span(x, first, last, tiles, offsets, entries, room, *args)
+
+    results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     count = 0
     words_sum = 0
     for (first, last), room, (found, part) in zip(cuts, rooms, results, strict=True):
@@ -730,10 +735,18 @@ def decode_chunk(
 
     def task(lo: int, hi: int) -> Any:
         return _decode_span(
-            tiles, offsets, entries, escapes, x[lo * TILE :], chunk.nelem, first + lo, first + hi, *args
+            tiles,
+            offsets,
+            entries,
+            escapes,
+            x[lo * TILE :],
+            chunk.nelem,
+            first + lo,
+            first + hi,
+            *args,
         )
 
-    results = run([lambda cut=cut: task(*cut) for cut in cuts])
+    results = run(task, cuts)
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
     if x is not out:
         out[:] = x[start - first * TILE :][: out.size]

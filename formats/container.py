@@ -60,7 +60,7 @@ def _bad(detail: str) -> FormatError:
 
 
 def read_directory(data: memoryview) -> Directory:
-    """Read and check the header of a whole safetensors file. Raises FormatError("bad_container")."""
+    """Read and check a whole safetensors file's header. Raises FormatError("bad_container")."""
     if len(data) < 8:
         raise _bad(f"{len(data)} bytes are no safetensors file")
     length = int.from_bytes(data[:8], "little")
@@ -84,7 +84,9 @@ def parse_directory(json_bytes: bytes) -> Directory:
     metadata = fields.pop("__metadata__", {})
     if not _is_text_map(metadata):
         raise _bad("__metadata__ is no map from text to text")
-    entries = sorted((_entry(name, f) for name, f in fields.items()), key=lambda e: (e.begin, e.end))
+    entries = sorted(
+        (_entry(name, f) for name, f in fields.items()), key=lambda e: (e.begin, e.end)
+    )
     at = 0
     for entry in entries:
         if entry.begin != at:
@@ -125,7 +127,7 @@ def _entry(name: str, fields: Any) -> Entry:
 def directory_bytes(
     entries: Sequence[Entry], metadata: Mapping[str, str], room: int | None = None
 ) -> bytes:
-    """A file's first bytes: length and JSON padded with spaces, to a multiple of 128 or to `room`."""
+    """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `room`."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for e in entries:
         fields[e.name] = {
@@ -138,9 +140,7 @@ def directory_bytes(
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
-def compressed_metadata(
-    metadata: Mapping[str, str], source: bytes | None = None
-) -> dict[str, str]:
+def compressed_metadata(metadata: Mapping[str, str], source: bytes | None = None) -> dict[str, str]:
     """Metadata of a compressed file: the original's, the version, the source header if given."""
     fields = {k: v for k, v in metadata.items() if k not in (VERSION_KEY, SOURCE_KEY)}
     fields[VERSION_KEY] = VERSION

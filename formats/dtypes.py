@@ -26,8 +26,8 @@ class DType:
 
     @cached_property
     def bits(self) -> np.dtype[Any]:
-        """Unsigned integer dtype that holds one element's bits; complex numbers are bytes."""
-        return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else "u1")
+        """Dtype that holds one element's bits: an unsigned integer, or plain bytes beyond 64 bits."""
+        return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
 
     @cached_property
     def numpy(self) -> np.dtype[Any]:
@@ -35,7 +35,8 @@ class DType:
         if self.name in _ML_DTYPES:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, self.name))
+            dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+            return dtype
         return np.dtype(self.name)
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
@@ -47,9 +48,13 @@ class DType:
         return self.exponent > 0
 
 
-_ML_DTYPES = frozenset(
-    ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
-    + ["float8_e8m0fnu"]
+_ML_DTYPES = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
 )
 
 DTYPES = (
@@ -85,4 +90,6 @@ def dtype_named(name: str) -> DType:
     try:
         return BY_NAME[name]
     except KeyError:
-        raise TypeError(f"dtype {name!r} is not supported; supported: {', '.join(BY_NAME)}") from None
+        raise TypeError(
+            f"dtype {name!r} is not supported; supported: {', '.join(BY_NAME)}"
+        ) from None

@@ -52,7 +52,7 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """One share of every chunk. `nbytes` is a multiple of 128: its size, or its bound if dynamic."""
+    """One share of every chunk. `nbytes`, a multiple of 128, is its size; its bound if dynamic."""
 
     kind: int
     nbytes: int
@@ -177,7 +177,9 @@ def parse_header(src: memoryview) -> Header:
     table_at = _FIXED.size + 8 * ndim
     params_at = table_at + 8 * n_sections
     if params_at > header_nbytes:
-        raise FormatError("bad_header", f"{header_nbytes} bytes hold no {ndim} dimensions and table")
+        raise FormatError(
+            "bad_header", f"{header_nbytes} bytes hold no {ndim} dimensions and table"
+        )
     shape = struct.unpack(f"<{ndim}Q", data[_FIXED.size : table_at])
     dtype = BY_ID[dtype_id]
     if math.prod(d for d in shape if d) * dtype.itemsize > MAX_NBYTES:

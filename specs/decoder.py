@@ -1,5 +1,4 @@
-"""
-A decoder of tightwire buffers, written from the pages in this folder alone.
+"""A decoder of tightwire buffers, written from the pages in this folder alone.
 
 It shows what the pages mean, one section of code per section of a page, and is slow. Run it as
 `python specs/decoder.py IN OUT`.

@@ -1,5 +1,6 @@
 """Arrays of any library as flat element bits on the host, and back. No library is imported here
-unless an array of it was handed in or asked for."""
+unless an array of it was handed in or asked for.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def describe(x: Any) -> ArrayInfo:
     if library == "jax":
         devices = x.devices()
         if len(devices) != 1:
-            raise TypeError(f"a JAX array over {len(devices)} devices; encode its shards one by one")
+            raise TypeError(
+                f"a JAX array over {len(devices)} devices; encode its shards one by one"
+            )
         (device,) = devices
         host = device.platform == "cpu"
         return ArrayInfo("jax", None if host else device, numpy_dtype(x.dtype), tuple(x.shape))

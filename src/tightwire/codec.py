@@ -73,7 +73,7 @@ class Codec:
         )
 
     def measure(self, x: Any) -> npt.NDArray[Any] | None:
-        """Statistics that ranks may agree on and pass to encode() as `stats`; None if there are none."""
+        """Statistics that ranks may agree on and pass to encode() as `stats`, or None."""
         info = arrays.describe(x)
         return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
 
@@ -159,10 +159,14 @@ class Codec:
         )
 
 
-@functools.lru_cache(maxsize=256, typed=True)
 def codec(name: str, **params: Any) -> Codec:
     """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
-    return Codec(spec_class(name)(**params))
+    return Codec(spec_class(name)(**params)) if params else _plain_codec(name)
+
+
+@functools.cache
+def _plain_codec(name: str) -> Codec:
+    return Codec(spec_class(name)())
 
 
 def codecs() -> tuple[str, ...]:
@@ -205,7 +209,9 @@ def decode(
         parsed = src.parsed()
     else:
         data = arrays.bytes_view(src)
-        target = Target() if isinstance(src, (bytes, bytearray, memoryview)) else arrays.target_of(src)
+        target = (
+            Target() if isinstance(src, (bytes, bytearray, memoryview)) else arrays.target_of(src)
+        )
         parsed = engine.parse(data, max_nbytes)
     plan = parsed.plan
     partial = start is not None or stop is not None
@@ -228,7 +234,9 @@ def decode(
     )
     if out is not None:
         return out
-    return arrays.from_bits(bits, plan.dtype, shape, target if like is None else arrays.target_of(like))
+    return arrays.from_bits(
+        bits, plan.dtype, shape, target if like is None else arrays.target_of(like)
+    )
 
 
 def _codec(value: str | Codec) -> Codec:

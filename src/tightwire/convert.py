@@ -1,21 +1,23 @@
 """Whole safetensors files: compress, restore byte for byte, verify, compare. One tensor in memory
-at a time."""
+at a time.
+"""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import engine
+from .arrays import Target
 from .buffer import Buffer
 from .codec import Codec, _codec
 from .codecs.base import Bytes, Plan
 from .codecs.threads import cpu_count
-from .arrays import Target
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .files import File, PathLike, atomic_file, map_safetensors, write_compressed
 from .formats.container import (
@@ -62,6 +64,20 @@ def _dtype(entry: Entry) -> DType:
     except KeyError:
         allowed = ", ".join(BY_SAFETENSORS)
         raise TypeError(f"{entry.name!r} is {entry.dtype}; supported: {allowed}") from None
+
+
+@contextmanager
+def _about(what: str) -> Iterator[None]:
+    """Say in a FormatError what it is about."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(error.reason, f"{what}: {error.detail}") from None
+
+
+def _parse(file: File, name: str, max_nbytes: int) -> Parsed:
+    with _about(f"tensor {name!r}"):
+        return engine.parse(file.buffer(name), max_nbytes)
 
 
 def _release(data: Bytes) -> None:
@@ -149,14 +165,15 @@ def decompress_file(
     tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
     """
     with File(source, max_nbytes=max_nbytes) as file:
-        parsed = {name: engine.parse(file.buffer(name), max_nbytes) for name in file}
+        parsed = {name: _parse(file, name, max_nbytes) for name in file}
         head = _restored_head(file, parsed)
         with atomic_file(target) as out:
             out.write(head)
             for name, item in parsed.items():
                 plan = item.plan
                 bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-                engine.decode_range(item, bits, 0, verify=True, threads=threads or cpu_count())
+                with _about(f"tensor {name!r}"):
+                    engine.decode_range(item, bits, 0, verify=True, threads=threads or cpu_count())
                 out.write(bits.view(np.uint8).data)
                 _release(file.data)
                 progress(name, bits.nbytes)
@@ -176,7 +193,9 @@ def _restored_head(file: File, parsed: dict[str, Parsed]) -> bytes:
     if source is None:
         return directory_bytes(entries, file.metadata)
     if list(source.entries) != entries:
-        raise FormatError("bad_container", "the source header describes other tensors than the file")
+        raise FormatError(
+            "bad_container", "the source header describes other tensors than the file"
+        )
     return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
 
 
@@ -186,15 +205,13 @@ def verify_file(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress = _no_progress,
 ) -> None:
-    """Check every tensor of a compressed file as decode() would. Raises FormatError at the first."""
+    """Check every tensor of a compressed file as decode() would. Raises FormatError."""
     with File(path, max_nbytes=max_nbytes) as file:
-        _restored_head(file, {n: engine.parse(file.buffer(n), max_nbytes) for n in file})
+        _restored_head(file, {name: _parse(file, name, max_nbytes) for name in file})
         for name in file:
-            try:
-                parsed = engine.parse(file.buffer(name), max_nbytes)
+            parsed = _parse(file, name, max_nbytes)
+            with _about(f"tensor {name!r}"):
                 engine.verify_chunks(parsed, threads=cpu_count())
-            except FormatError as error:
-                raise FormatError(error.reason, f"tensor {name!r}: {error.detail}") from None
             _release(file.data)
             progress(name, parsed.plan.nelem * parsed.plan.dtype.itemsize)
 
@@ -204,7 +221,7 @@ def file_reports(path: PathLike) -> list[TensorReport]:
     reports = []
     with File(path, max_nbytes=1 << 63) as file:
         for name in file:
-            parsed = engine.parse(file.buffer(name), 1 << 63)
+            parsed = _parse(file, name, 1 << 63)
             plan = parsed.plan
             nbytes = plan.nelem * plan.dtype.itemsize
             codec, packed = plan.codec.name, parsed.packed_nbytes
@@ -214,7 +231,7 @@ def file_reports(path: PathLike) -> list[TensorReport]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two files; `n_elements` is None where they cannot be compared."""
+    """How one tensor differs between two files; `n_elements` counts where types agree."""
 
     name: str
     what: str
@@ -222,7 +239,7 @@ class Difference:
 
 
 def diff_files(a: PathLike, b: PathLike, progress: Progress = _no_progress) -> list[Difference]:
-    """Differences between the tensors of two safetensors files, each compressed or not, bit by bit."""
+    """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
     left, right = _Tensors(a), _Tensors(b)
     found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
     found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
@@ -236,8 +253,7 @@ def diff_files(a: PathLike, b: PathLike, progress: Progress = _no_progress) -> l
         x, y = left.bits(name), right.bits(name)
         differing = int(np.count_nonzero(x != y))
         if differing:
-            n = x.size // max(kind_a[0].itemsize // x.itemsize, 1)
-            found.append(Difference(name, f"{differing} of {n} elements differ", differing))
+            found.append(Difference(name, f"{differing} of {x.size} elements differ", differing))
         progress(name, x.nbytes)
     return found
 
@@ -250,10 +266,12 @@ class _Tensors:
     """Element bits of the tensors of a plain or compressed safetensors file."""
 
     def __init__(self, path: PathLike) -> None:
-        data, directory = map_safetensors(path)
+        self._path = path
+        with _about(str(path)):
+            data, directory = map_safetensors(path)
+            self._file = File(path) if VERSION_KEY in directory.metadata else None
         self._data: Bytes = data
         self._directory: Directory = directory
-        self._file = File(path) if VERSION_KEY in directory.metadata else None
         self._entries = {e.name: e for e in directory.entries}
 
     @property
@@ -262,7 +280,8 @@ class _Tensors:
 
     def kind(self, name: str) -> tuple[DType, tuple[int, ...]]:
         if self._file is not None:
-            plan = engine.parse(self._file.buffer(name), 1 << 63).plan
+            with _about(str(self._path)):
+                plan = _parse(self._file, name, 1 << 63).plan
             return plan.dtype, plan.shape
         entry = self._entries[name]
         return _dtype(entry), entry.shape
@@ -270,7 +289,8 @@ class _Tensors:
     def bits(self, name: str) -> Any:
         dtype, _ = self.kind(name)
         if self._file is not None:
-            return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
+            with _about(f"{self._path}: tensor {name!r}"):
+                return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
         entry = self._entries[name]
         at = self._directory.data_at
         return _cast_bits(self._data[at + entry.begin : at + entry.end], dtype, dtype)

@@ -44,7 +44,7 @@ def _summer(module: ModuleType) -> Callable[..., int]:
     if module.__name__.endswith("_cpu"):
         from .formats import checksum_cpu
 
-        return checksum_cpu.words_sum  # type: ignore[no-any-return]
+        return checksum_cpu.words_sum
     return checksum_ref.words_sum
 
 
@@ -122,7 +122,7 @@ def encode_into(
             total = words_sum + plan.identity_term(i) + record_term(dynamic_nbytes, flags, i)
         record_at = header.size + i * RECORD.itemsize
         _RECORD.pack_into(
-            out, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
+            out.data, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
         )
 
 
@@ -223,7 +223,7 @@ def _header_and_plan(data: Bytes) -> tuple[Header, Plan]:
     nbytes = int.from_bytes(data[8:12].tobytes(), "little")
     if 32 <= nbytes <= min(data.size, MAX_CACHED_HEADER):
         return _cached_header_and_plan(data[:nbytes].tobytes())
-    header = parse_header(memoryview(data))
+    header = parse_header(data.data)
     return header, plan_of_header(header)
 
 
@@ -238,12 +238,16 @@ def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
         raise FormatError("bad_record", "unknown flags")
     for i, r in enumerate(records):
         if r.flags & OVERFLOW:
-            detail = f"chunk {i} needs {r.dynamic_nbytes} dynamic bytes, has {header.dynamic_stride}"
+            detail = (
+                f"chunk {i} needs {r.dynamic_nbytes} dynamic bytes, has {header.dynamic_stride}"
+            )
             raise FormatError("dynamic_overflow", detail)
     assembled = header.required & ASSEMBLED
     for i, r in enumerate(records):
         if r.checksum and not plan.checksum:
-            raise FormatError("bad_record", f"chunk {i} has a checksum in a buffer without checksums")
+            raise FormatError(
+                "bad_record", f"chunk {i} has a checksum in a buffer without checksums"
+            )
         if r.info:
             raise FormatError("bad_record", f"info of chunk {i} is not zero")
         if r.ordinal != i and not assembled:
@@ -252,7 +256,9 @@ def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
         raw_dynamic = max((hi - lo) * plan.dtype.itemsize - plan.static_stride, 0)
         fallback = plan.codec.raw_fallback
         if r.flags & RAW and (not fallback or r.dynamic_nbytes != raw_dynamic):
-            raise FormatError("bad_record", f"chunk {i} as raw with {r.dynamic_nbytes} dynamic bytes")
+            raise FormatError(
+                "bad_record", f"chunk {i} as raw with {r.dynamic_nbytes} dynamic bytes"
+            )
         bound = raw_dynamic if fallback else plan.layout.dynamic_bound
         if header.dynamic_stride:
             bound = min(bound, header.dynamic_stride)

@@ -149,7 +149,7 @@ class LazyTensor:
         if isinstance(first, slice):
             rows = range(n_rows)[first]
             lo, hi = (min(rows), max(rows) + 1) if rows else (0, 0)
-            inner: Any = slice(None, None, rows.step) if rows.step > 0 else slice(None, None, rows.step)
+            inner: Any = slice(None, None, rows.step)
         elif isinstance(first, (int, np.integer)) and not isinstance(first, bool):
             lo = range(n_rows)[int(first)]
             hi, inner = lo + 1, 0
@@ -217,9 +217,7 @@ class File:
     def get(self, name: str, *, like: Any = None, threads: int | None = None) -> Any:
         """One whole tensor, checked, in the library and on the device of `like`."""
         chosen = self.like if like is None else like
-        return decode(
-            self.buffer(name), like=chosen, max_nbytes=self.max_nbytes, threads=threads
-        )
+        return decode(self.buffer(name), like=chosen, max_nbytes=self.max_nbytes, threads=threads)
 
     def close(self) -> None:
         """Let go of the file; buffers handed out stay valid."""
@@ -238,19 +236,17 @@ class File:
 
 
 def map_safetensors(path: PathLike) -> tuple[Bytes, Directory]:
-    """Map a safetensors file and read its header. Raises FormatError("bad_container") or OSError."""
+    """Map a safetensors file and read its header. Raises FormatError or OSError."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             data = np.empty(0, np.uint8)
         else:
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    return data, read_directory(memoryview(data))
+    return data, read_directory(data.data)
 
 
-def open_file(
-    path: PathLike, *, like: Any = "numpy", max_nbytes: int = DEFAULT_MAX_NBYTES
-) -> File:
+def open_file(path: PathLike, *, like: Any = "numpy", max_nbytes: int = DEFAULT_MAX_NBYTES) -> File:
     """Open a compressed safetensors file lazily (`tightwire.open`).
 
     `like`, an array or a library's name, says which library decoded tensors belong to.

@@ -20,9 +20,7 @@ def spec_class(name: str) -> type[CodecSpec]:
     """The class of the codec called `name`; ValueError lists the codecs there are."""
     if name not in CODEC_IDS:
         raise ValueError(f"codec {name!r} is not known; known: {', '.join(CODEC_IDS)}")
-    spec: type[CodecSpec] = importlib.import_module(
-        f"tightwire.codecs.{CODEC_IDS[name][1]}"
-    ).SPEC
+    spec: type[CodecSpec] = importlib.import_module(f"tightwire.codecs.{CODEC_IDS[name][1]}").SPEC
     return spec
 
 
@@ -40,7 +38,9 @@ def backend_module(name: str, backend: str | None) -> ModuleType:
         if error.name not in ("numba", f"{stem}_cpu"):
             raise
         if backend == "cpu":
-            raise ValueError(f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'") from None
+            raise ValueError(
+                f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'"
+            ) from None
         return importlib.import_module(stem)
 
 
@@ -69,7 +69,9 @@ def make_plan(
     chunk_nelem = -(-nelem // chunks)
     if chunk_nelem > spec.max_chunk_nelem:
         least = -(-nelem // spec.max_chunk_nelem)
-        raise ValueError(f"{nelem} elements in {chunks} chunks; {spec.name} needs chunks >= {least}")
+        raise ValueError(
+            f"{nelem} elements in {chunks} chunks; {spec.name} needs chunks >= {least}"
+        )
     if not spec.accepts(dtype, chunk_nelem):
         spec = spec_class("raw")()
     layout = spec.layout(dtype, chunk_nelem)
@@ -86,7 +88,9 @@ def plan_of_header(header: Header) -> Plan:
     cls = spec_class(header.codec)
     if header.codec_version != cls.version:
         found = header.codec_version
-        raise FormatError("unsupported_version", f"{header.codec} version {found}, not {cls.version}")
+        raise FormatError(
+            "unsupported_version", f"{header.codec} version {found}, not {cls.version}"
+        )
     spec = cls.unpack_params(header.params)
     nelem = header.nelem
     if header.dtype.name not in spec.dtypes:

@@ -1,0 +1,247 @@
+"""Plans, buffers, inspection, the companions of encode and decode, threads, imports."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tightwire as tw
+from support import make_bits
+from tightwire.formats.dtypes import BY_NAME, DTYPES
+
+
+def weights(n: int = 50000) -> Any:
+    return make_bits("normal", BY_NAME["bfloat16"], n).view(ml_dtypes.bfloat16)
+
+
+def test_a_plan_knows_every_size_before_the_data() -> None:
+    codec = tw.codec("zipccl")
+    for shape in ((0,), (5,), (4096,), (3, 7000), (2, 3, 5000)):
+        for chunks in (1, 4):
+            plan = codec.plan(shape, "bfloat16", chunks=chunks)
+            buf = codec.encode(weights(int(np.prod(shape))).reshape(shape), chunks=chunks)
+            assert buf.plan == plan
+            assert buf.array.size == plan.nbytes
+            assert plan.static_offset % 128 == plan.static_stride % 128 == 0
+            assert plan.dynamic_stride % 128 == plan.nbytes % 128 == 0
+            assert bytes(buf)[: plan.header.nbytes][32:] == bytes(plan.header_bytes)[32:]
+            assert buf.nbytes == len(bytes(buf)) <= plan.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", np.float32, np.dtype("f2"), ml_dtypes.bfloat16])
+def test_plans_take_any_spelling_of_a_dtype(dtype: Any) -> None:
+    assert tw.codec("zipccl").plan((9999,), dtype).nelem == 9999
+
+
+def test_plans_take_torch_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    assert tw.codec("zipccl").plan((9999,), torch.bfloat16).dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"chunks": 0}, ValueError),
+        ({"chunks": 1 << 32}, ValueError),
+        ({"dynamic_capacity": -1}, ValueError),
+        ({"dtype": "float128"}, TypeError),
+        ({"shape": (1,) * 33}, ValueError),
+        ({"shape": (1 << 31, 1 << 31, 8)}, ValueError),
+        ({"shape": (1 << 33,)}, ValueError),
+    ],
+)
+def test_bad_plans_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    arguments = {"shape": (5000,), "dtype": "bfloat16"} | options
+    with pytest.raises(error, match=r"allowed|supported|needs|more than"):
+        tw.codec("zipccl").plan(arguments.pop("shape"), arguments.pop("dtype"), **arguments)
+
+
+def test_a_tensor_beyond_one_chunk_gets_more_chunks() -> None:
+    plan = tw.codec("zipccl").plan((1 << 33,), "bfloat16", chunks=None)
+    assert plan.chunks == 3
+    assert plan.chunk_range(2)[1] == 1 << 33
+
+
+def test_buffer_views() -> None:
+    x = weights(30000)
+    buf = tw.encode(x, chunks=3)
+    packed = bytes(buf)
+    at = buf.plan.dynamic_offset
+    for i in range(3):
+        start = buf.plan.static_offset + i * buf.plan.static_stride
+        assert packed[start : start + buf.plan.static_stride] == bytes(buf.static(i))
+        assert packed[at : at + int(buf.sizes[i])] == bytes(buf.dynamic(i))
+        at += -(-int(buf.sizes[i]) // 128) * 128
+        assert np.shares_memory(buf.static(i), buf.array)
+    assert at == len(packed) == buf.nbytes == len(buf)
+    assert bytes(buf.packed()) == packed
+    assert np.from_dlpack(buf).tobytes() == buf.array.tobytes()
+    assert "zipccl bfloat16[30000]" in repr(buf)
+    with pytest.raises(IndexError, match="allowed"):
+        buf.static(3)
+
+
+def test_inspect() -> None:
+    x = weights(30000)
+    info = tw.inspect(bytes(tw.encode(x, chunks=2)))
+    assert (info.header.codec, info.header.dtype.name, info.header.shape) == (
+        "zipccl",
+        "bfloat16",
+        (30000,),
+    )
+    assert info.raw_nbytes == x.nbytes
+    assert info.nbytes == info.packed_nbytes
+    assert 0.6 < info.ratio < 0.75
+    assert [s["name"] for s in info.as_dict()["sections"]] == ["tiles", "index", "escapes"]
+
+
+def test_checksums_can_be_left_out() -> None:
+    x = weights()
+    data = bytearray(bytes(tw.encode(x, checksum=False)))
+    assert not tw.inspect(data).header.required & 1
+    assert tw.decode(data).tobytes() == x.tobytes()
+
+
+def test_a_limit_on_the_tensors_size() -> None:
+    data = bytes(tw.encode(weights()))
+    with pytest.raises(tw.FormatError, match="limit_exceeded"):
+        tw.decode(data, max_nbytes=99999)
+    assert tw.decode(data, max_nbytes=100000).size == 50000
+
+
+@pytest.mark.parametrize("acc_dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+def test_decode_add(acc_dtype: Any) -> None:
+    x = weights(9000).reshape(90, 100)
+    codec = tw.codec("zipccl")
+    acc = np.linspace(-1, 1, 9000).reshape(90, 100).astype(acc_dtype)
+    expected = acc + x.astype(acc_dtype)
+    assert codec.decode_add(codec.encode(x), acc) is acc
+    assert acc.tobytes() == expected.tobytes()
+    with pytest.raises(ValueError, match="shape"):
+        codec.decode_add(codec.encode(x), acc.T.copy())
+
+
+def test_decode_add_encode() -> None:
+    x, y = weights(9000), weights(9000)[::-1].copy()
+    codec = tw.codec("zipccl")
+    total = codec.decode_add_encode(codec.encode(x), y)
+    expected = (x.astype(np.float32) + y.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    assert tw.decode(total).tobytes() == expected.tobytes()
+
+
+def test_codecs_are_values() -> None:
+    a, b = tw.codec("zipccl", window="sigma"), tw.codec("zipccl", window="sigma")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != tw.codec("zipccl")
+    assert pickle.loads(pickle.dumps(a)) == a
+    plan = a.plan((5000,), "bfloat16")
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert a.lossless
+    assert not a.homomorphic
+    assert a.reduce_op is None
+    with pytest.raises(ValueError, match="known: raw, zipccl"):
+        tw.codec("gzip")
+    with pytest.raises(TypeError, match="codec"):
+        tw.encode(weights(), 7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="allowed"):
+        tw.encode(weights(), backend="cuda")
+    with pytest.raises(ValueError, match="allowed"):
+        tw.encode(weights(), threads=0)
+
+
+def test_types_that_a_codec_does_not_code_go_through_raw() -> None:
+    for dtype in DTYPES:
+        buf = tw.encode(np.zeros(9000, dtype.numpy))
+        assert buf.header.codec == ("zipccl" if dtype.is_float else "raw")
+
+
+def test_threads_may_encode_and_decode_at_once() -> None:
+    tensors = [weights(1 << 20) * np.float32(i) for i in range(6)]
+    expected = [bytes(tw.encode(x, threads=1)) for x in tensors]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda x: bytes(tw.encode(x)), tensors)) == expected
+            back = list(pool.map(tw.decode, expected))
+            assert all(y.tobytes() == x.tobytes() for x, y in zip(tensors, back, strict=True))
+
+
+def _forked(data: bytes) -> bytes:
+    return tw.decode(data, threads=4).tobytes()  # type: ignore[no-any-return]
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    x = weights(3 << 20)
+    data = bytes(tw.encode(x, threads=4))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def child() -> None:
+        queue.put(_forked(data) == x.tobytes())
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert queue.get()
+
+
+LIGHT = """
+import sys
+import tightwire
+heavy = {"torch", "jax", "numba", "triton", "cupy", "ml_dtypes", "matplotlib", "typer", "rich"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_import_loads_nothing_heavier_than_numpy() -> None:
+    run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_import_is_quick() -> None:
+    code = (
+        "import time, numpy; t = time.perf_counter(); import tightwire;"
+        "print(time.perf_counter() - t)"
+    )
+    best = 1.0
+    for _ in range(10):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        best = min(best, float(run.stdout))
+    assert best < 0.15
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import tightwire"], check=True)
+    assert time.perf_counter() - start < 10
+
+
+NO_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import numpy as np, tightwire as tw
+x = np.random.default_rng(0).standard_normal(20000).astype(np.float32)
+buf = tw.encode(x)
+assert tw.decode(bytes(buf)).tobytes() == x.tobytes()
+tw.verify(buf)
+try:
+    tw.encode(x, backend="cpu")
+except ValueError as error:
+    print("numba" in str(error) and "pip install" in str(error))
+"""
+
+
+def test_without_numba_the_library_works() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NO_NUMBA], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "True"

@@ -1,0 +1,324 @@
+"""Compressed files: lazily read, written whole or not at all, within their memory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tightwire as tw
+from support import make_bits
+from tightwire import convert
+from tightwire.formats.dtypes import BY_NAME, BY_SAFETENSORS
+
+torch = pytest.importorskip("torch")
+st = pytest.importorskip("safetensors.torch")
+
+
+def weights(*shape: int) -> Any:
+    bits = make_bits("normal", BY_NAME["bfloat16"], int(np.prod(shape)))
+    return bits.view(ml_dtypes.bfloat16).reshape(shape)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A plain safetensors file with every dtype that torch saves, empty and 0-d tensors."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = {"norm": torch.ones(384), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 7)}
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+    for kind in [*kinds, torch.float8_e5m2]:
+        tensors[str(kind)] = (torch.randn(190, 113, generator=rng) * 0.02).to(kind)
+    tensors["ids"] = torch.arange(3000)
+    tensors["mask"] = torch.arange(999) % 3 == 0
+    tensors["complex"] = torch.randn(50, dtype=torch.complex64, generator=rng)
+    path = tmp_path / "model.safetensors"
+    st.save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_file_comes_back_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    packed, restored = tmp_path / "packed.safetensors", tmp_path / "restored.safetensors"
+    seen: list[str] = []
+    reports = convert.compress_file(source, packed, progress=lambda name, n: seen.append(name))
+    assert packed.stat().st_size < source.stat().st_size
+    assert sorted(seen) == sorted(r.name for r in reports)
+    convert.verify_file(packed)
+    convert.decompress_file(packed, restored)
+    assert digest(restored) == digest(source)
+    assert convert.diff_files(source, packed) == []
+    assert [r.packed_nbytes for r in convert.file_reports(packed)] == [
+        r.packed_nbytes for r in reports
+    ]
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_odd_headers_come_back_too(tmp_path: Path) -> None:
+    text = json.dumps(
+        {
+            "b": {"data_offsets": [0, 8], "shape": [2], "dtype": "F32"},
+            "a": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]},
+        },
+        indent=3,
+    ).encode()
+    source = tmp_path / "odd.safetensors"
+    source.write_bytes((len(text) + 2).to_bytes(8, "little") + text + b"  " + bytes(range(11)))
+    convert.compress_file(source, tmp_path / "odd.tw")
+    convert.decompress_file(tmp_path / "odd.tw", tmp_path / "back")
+    assert digest(tmp_path / "back") == digest(source)
+
+
+def test_unaligned_tensors_in_the_source(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal(5000).astype(np.float64)
+    fields = {
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "x": {"dtype": "F64", "shape": [5000], "data_offsets": [3, 40003]},
+    }
+    text = json.dumps(fields).encode()
+    source = tmp_path / "unaligned.safetensors"
+    source.write_bytes(len(text).to_bytes(8, "little") + text + b"123" + x.tobytes())
+    convert.compress_file(source, tmp_path / "u.tw")
+    assert tw.load_file(tmp_path / "u.tw")["x"].tobytes() == x.tobytes()
+    assert convert.diff_files(source, tmp_path / "u.tw") == []
+
+
+def test_cast(source: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "cast.safetensors"
+    convert.compress_file(source, packed, cast=BY_NAME["bfloat16"])
+    loaded = tw.load_file(packed, like="torch")
+    for name, x in st.load_file(source).items():
+        expected = x.bfloat16() if x.dtype in (torch.float32, torch.float64) else x
+        assert loaded[name].dtype == expected.dtype
+        found, wanted = loaded[name].reshape(-1), expected.reshape(-1)
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
+    convert.decompress_file(packed, tmp_path / "plain.safetensors")
+    plain = st.load_file(tmp_path / "plain.safetensors")
+    assert all(torch.equal(plain[n], loaded[n]) for n in ("norm", "ids", "mask"))
+
+
+def test_save_and_load_any_library(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    x = weights(70, 90)
+    path = tmp_path / "mixed.safetensors"
+    tensors = {
+        "numpy": x,
+        "torch": torch.ones(300, 20, dtype=torch.bfloat16).T,
+        "jax": jax.numpy.arange(5000.0),
+    }
+    tw.save_file(tensors, path, metadata={"step": "7"})
+    loaded = tw.load_file(path, like="torch")
+    assert all(isinstance(t, torch.Tensor) for t in loaded.values())
+    assert torch.equal(loaded["torch"], tensors["torch"])
+    assert tw.load_file(path)["numpy"].tobytes() == x.tobytes()
+    with tw.open(path) as file:
+        assert file.metadata == {"step": "7"}
+        assert file.keys() == list(tensors) == list(file)
+        assert len(file) == 3
+        assert "jax" in file
+
+
+@pytest.mark.parametrize("like", ["numpy", "torch"])
+def test_lazy_tensors(like: str, tmp_path: Path) -> None:
+    x = weights(100, 40, 3).astype(np.float32)
+    path = tmp_path / "x.safetensors"
+    tw.save_file({"x": x, "scalar": np.float32(2), "empty": np.zeros((0, 3))}, path)
+    with tw.open(path, like=like) as file:
+        lazy = file["x"]
+        assert (lazy.shape, lazy.dtype) == ((100, 40, 3), "float32")
+        indices: list[Any] = [5, -1, slice(10, 20), slice(None), slice(90, 200), slice(3, 70, 9)]
+        indices += [slice(20, 10), (4, 5), (slice(2, 9), slice(None), 1), ..., (..., 0)]
+        indices += [(7, ...), (slice(5, 8), ..., slice(0, 2))]
+        for index in indices:
+            assert np.array_equal(np.asarray(lazy[index]), x[index]), index
+        with pytest.raises(IndexError):
+            lazy[100]
+        assert float(file["scalar"][()]) == 2
+        assert file["empty"][:].shape == (0, 3)
+        with pytest.raises(KeyError, match="nothing"):
+            file["nothing"]
+
+
+def test_rows_decode_without_the_rest(tmp_path: Path) -> None:
+    x = weights(400, 1024)
+    path = tmp_path / "x.safetensors"
+    tw.save_file({"x": x}, path)
+    data = bytearray(path.read_bytes())
+    at = len(data) - 200_000
+    data[at] ^= 0x10
+    path.write_bytes(data)
+    with tw.open(path) as file:
+        assert file["x"][:100].tobytes() == x[:100].tobytes()
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            file.get("x")
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.safetensors"
+    tw.save_file({"x": weights(5000)}, path)
+    before = digest(path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "write":
+        monkeypatch.setattr("tightwire.engine.Parsed.pieces", full)
+    else:
+        monkeypatch.setattr(os, where, full)
+    with pytest.raises(OSError, match="No space"):
+        tw.save_file({"x": weights(9000)}, path)
+    assert digest(path) == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_real_full_device_raises() -> None:
+    with open("/dev/full", "wb") as file, pytest.raises(OSError, match="No space"):
+        file.write(bytes(tw.encode(weights(500_000))))
+        file.flush()
+
+
+def test_a_failing_encode_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(TypeError, match="supported"):
+        tw.save_file({"x": weights(9000), "bad": np.array(["a"])}, path)
+    with pytest.raises(ValueError, match="allowed"):
+        tw.save_file({"__metadata__": weights(9000)}, path)
+    with pytest.raises(TypeError, match="allowed"):
+        tw.save_file({"x": weights(9000)}, path, metadata={"a": 1})  # type: ignore[dict-item]
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tw.save_file({"x": weights(10)}, path)
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"")
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_what_is_no_compressed_file(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(tw.FormatError, match="bad_container"):
+        tw.open(source)
+    packed = tmp_path / "p.safetensors"
+    convert.compress_file(source, packed)
+    with pytest.raises(tw.FormatError, match="already"):
+        convert.compress_file(packed, tmp_path / "q.safetensors")
+    data = packed.read_bytes()
+    for n in (0, 7, 100, len(data) // 2, len(data) - 1):
+        cut = tmp_path / "cut.safetensors"
+        cut.write_bytes(data[:n])
+        with pytest.raises(tw.FormatError, match="bad_container"):
+            tw.load_file(cut)
+    newer = tmp_path / "newer.safetensors"
+    newer.write_bytes(data.replace(b'"tightwire":"1"', b'"tightwire":"2"'))
+    with pytest.raises(tw.FormatError, match="container version"):
+        tw.load_file(newer)
+    with pytest.raises(FileNotFoundError):
+        tw.open(tmp_path / "none")
+
+
+def test_a_source_header_that_does_not_fit_is_refused(source: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "p.safetensors"
+    convert.compress_file(source, packed)
+    from tightwire.formats.container import SOURCE_KEY, read_directory
+
+    text = read_directory(memoryview(packed.read_bytes())).metadata[SOURCE_KEY]
+    for bad in ("A" * len(text), text[:-8] + "AAAAAAA=", "!" * len(text)):
+        broken = tmp_path / "b.safetensors"
+        broken.write_bytes(packed.read_bytes().replace(text.encode(), bad.encode()))
+        with pytest.raises(tw.FormatError, match="bad_container"):
+            convert.decompress_file(broken, tmp_path / "out")
+        with pytest.raises(tw.FormatError, match="bad_container"):
+            convert.verify_file(broken)
+    assert not (tmp_path / "out").exists()
+
+
+def test_dtypes_that_are_not_supported_are_named(tmp_path: Path) -> None:
+    text = json.dumps({"q": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    source = tmp_path / "f4.safetensors"
+    source.write_bytes(len(text).to_bytes(8, "little") + text + b"12")
+    with pytest.raises(TypeError, match="'q' is F4; supported"):
+        convert.compress_file(source, tmp_path / "out")
+    assert set(BY_SAFETENSORS) >= {"BF16", "F32", "F8_E4M3", "BOOL", "I64"}
+
+
+def test_diff_tells_what_differs(tmp_path: Path) -> None:
+    x = weights(5000)
+    y = x.copy()
+    y[7:10] = 1.0
+    a, b = tmp_path / "a", tmp_path / "b"
+    tw.save_file({"same": x, "x": x, "kind": x, "only_a": x}, a)
+    tw.save_file({"same": x, "x": y, "kind": x.reshape(50, 100), "only_b": x}, b)
+    found = {d.name: d for d in convert.diff_files(a, b)}
+    assert set(found) == {"x", "kind", "only_a", "only_b"}
+    assert found["x"].n_elements == 3
+
+
+def test_many_threads_may_read_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = {f"t{i}": weights(3000 + i) for i in range(20)}
+    tw.save_file(tensors, path)
+    failures: list[str] = []
+    with tw.open(path) as file:
+
+        def read() -> None:
+            for name, x in tensors.items():
+                if file.get(name).tobytes() != x.tobytes():
+                    failures.append(name)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+MEMORY = """
+import resource, sys
+from tightwire import convert
+import tightwire.files
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+convert.compress_file(sys.argv[1], sys.argv[2])
+convert.decompress_file(sys.argv[2], sys.argv[2] + ".back")
+before = peak()
+convert.compress_file(sys.argv[3], sys.argv[4])
+middle = peak()
+convert.verify_file(sys.argv[4])
+convert.decompress_file(sys.argv[4], sys.argv[4] + ".back")
+print(middle - before, peak() - before)
+"""
+
+
+def test_peak_memory_stays_under_twice_the_largest_tensor(tmp_path: Path) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    n = 24 << 20
+    st.save_file({f"t{i}": torch.randn(n // 2).bfloat16() * 0.02 for i in range(6)}, large)
+    st.save_file({"t": torch.randn(1 << 18).bfloat16() * 0.02}, small)
+    command = [sys.executable, "-c", MEMORY]
+    for path in (small, large):
+        command += [str(path), str(path) + ".tw"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    compressing, everything = map(int, run.stdout.split())
+    assert compressing < 2 * n
+    assert everything < 2 * n
