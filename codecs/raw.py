@@ -22,6 +22,8 @@ class Raw(CodecSpec):
     name: ClassVar[str] = "raw"
     id: ClassVar[int] = CODEC_IDS["raw"][0]
     dtypes: ClassVar[tuple[str, ...]] = tuple(d.name for d in DTYPES)
+    #: A section entry counts 128-byte blocks in 32 bits, and an element has at most 16 bytes.
+    max_chunk_nelem: ClassVar[int] = ((1 << 39) - 128) // 16
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
         """One static section with the chunk's bytes."""

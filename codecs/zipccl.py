@@ -211,14 +211,14 @@ def join(exponents: Bits, rest: Bits, f: Fields, bits_dtype: np.dtype[Any]) -> B
 def tile_window(sample: Bits) -> int:
     """Index entry (base, zero-mode bit) of a tile from the exponents of its sample.
 
-    The one of up to 16 windows below the largest exponent that codes most of the sample, the
-    highest such window at a tie; specs/zipccl.md, "Window of a tile".
+    Of the windows that end at one of the 16 largest exponents in the sample, the one that codes
+    most of it, the highest at a tie; specs/zipccl.md, "Window of a tile".
     """
     counts = np.bincount(sample.astype(np.int64))
-    largest = counts.size - 1
     zeros = int(counts[0])
     best, entry = -1, 0
-    for base in range(max(largest - WINDOW + 1, 0), max(largest - WINDOW - CANDIDATES + 1, -1), -1):
+    for top in np.flatnonzero(counts)[: -CANDIDATES - 1 : -1].tolist():
+        base = max(top - WINDOW + 1, 0)
         coded = int(counts[base : base + WINDOW].sum())
         gain = zeros - int(counts[base]) if base > 0 else 0
         if coded + max(gain, 0) > best:
@@ -364,6 +364,8 @@ def decode_chunk(
         or (entries == ZERO_MODE).any()
     ):
         return ChunkDecoded("escape offsets or windows out of range")
+    if not entries_fit(spec, entries):
+        return ChunkDecoded("windows that differ in a tensor with one window")
     escapes = dynamic.view(f.escape_dtype)
     stop = start + out.size
     for first, columns, batch in _runs(nelem, start // TILE, -(-stop // TILE)):
@@ -426,6 +428,14 @@ def window_of(
     """Bases and zero modes of index entries, shape (tiles, 1, 1) each."""
     column = entries.astype(np.int64)[:, None, None]
     return column & (ZERO_MODE - 1), column >= ZERO_MODE
+
+
+def entries_fit(spec: Zipccl, entries: npt.NDArray[np.uint16]) -> bool:
+    """False if the index entries are not those of the one window that the parameters promise."""
+    if spec.window == "tile":
+        return True
+    first = spec.window if isinstance(spec.window, int) else int(entries[0]) & (ZERO_MODE - 1)
+    return not (entries != first).any()
 
 
 def static_views(

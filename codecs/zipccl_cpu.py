@@ -27,6 +27,7 @@ from .zipccl import (
     WINDOW,
     ZERO_MODE,
     Zipccl,
+    entries_fit,
     fields_of,
     static_views,
     tiles_nbytes,
@@ -222,15 +223,16 @@ def _join_of(e, top, block, x, mantissa):
 
 
 @njit(nogil=True)
-def _count_window(sample, n, b, lanes):
-    """Exponents of the sample in the window at `b`, equal to it, and below the window's top.
+def _count_window(sample, n, b, top, lanes, highs):
+    """Of a sample: how many are in the window at `b`, are `b`, are below `top`; the largest of these.
 
-    Whole blocks of 512 go through 64 byte-wide lanes, eight elements each.
+    Whole blocks of 512 go through 64 lanes, eight elements each.
     """
     one = sample.dtype.type
     inside = I8(0)
     lowest = I8(0)
     below = I8(0)
+    highest = one(0)
     blocks = n // _SAMPLED
     for k in range(blocks):
         block = sample[k * _SAMPLED : (k + 1) * _SAMPLED]
@@ -238,46 +240,49 @@ def _count_window(sample, n, b, lanes):
             c0 = U1(0)
             c1 = U1(0)
             c2 = U1(0)
+            h = one(0)
             for r in range(8):
                 v = block[r * 64 + w]
                 d = one(v - b)
                 c0 += U1(d < one(WINDOW))
                 c1 += U1(d == one(0))
-                c2 += U1(v < one(b + one(WINDOW - 1)))
+                c2 += U1(v < top)
+                h = max(h, v if v < top else one(0))
             lanes[w] = c0
             lanes[64 + w] = c1
             lanes[128 + w] = c2
+            highs[w] = h
         for w in range(64):
             inside += I8(lanes[w])
             lowest += I8(lanes[64 + w])
             below += I8(lanes[128 + w])
+            highest = max(highest, highs[w])
     for i in range(blocks * _SAMPLED, n):
-        d = one(sample[i] - b)
+        v = sample[i]
+        d = one(v - b)
         inside += I8(d < one(WINDOW))
         lowest += I8(d == one(0))
-        below += I8(sample[i] < one(b + one(WINDOW - 1)))
-    return inside, lowest, below
+        below += I8(v < top)
+        highest = max(highest, v if v < top else one(0))
+    return inside, lowest, below, I8(highest)
 
 
 @njit(nogil=True)
-def _largest(sample, n):
-    largest = sample[0]
-    for i in range(n):
-        largest = max(largest, sample[i])
-    return I8(largest)
-
-
-@njit(nogil=True)
-def _tile_window(sample, n, lanes):
+def _tile_window(sample, n, lanes, highs):
     """Index entry of a tile; see zipccl.tile_window. Stops where no lower window can do better."""
     one = sample.dtype.type
-    high = max(_largest(sample, n) - (WINDOW - 1), 0)
-    zeros = _count_window(sample, n, one(0), lanes)[1]
-    best = -1
-    entry = 0
-    for base in range(high, max(high - CANDIDATES, -1), -1):
-        coded, lowest, below = _count_window(sample, n, one(base), lanes)
-        gain = zeros - lowest if base > 0 else 0
+    top = I8(0)
+    for i in range(n):
+        top = max(top, I8(sample[i]))
+    zeros = _count_window(sample, n, one(0), one(0), lanes, highs)[1]
+    best = I8(-1)
+    entry = I8(0)
+    for _ in range(CANDIDATES):
+        base = max(top - (WINDOW - 1), I8(0))
+        coded, lowest, below, following = _count_window(
+            sample, n, one(base), one(top), lanes, highs
+        )
+        gain = zeros - lowest if base > 0 else I8(0)
         if gain > 0:
             coded += gain
         if coded > best:
@@ -285,6 +290,7 @@ def _tile_window(sample, n, lanes):
             entry = base | (ZERO_MODE if gain > 0 else 0)
         if below <= best:
             break
+        top = following
     return entry
 
 
@@ -517,6 +523,7 @@ def _encode_span(
     e_words, sample_words = e.view(np.uint64), sample.view(np.uint64)
     group = 2 * e.itemsize
     lanes = np.empty(192, np.uint8)
+    highs = np.empty(64, escapes.dtype)
     top = np.empty(TILE, np.uint8)
     escaped = np.empty(COLUMNS, np.uint8)
     flags = escaped.view(np.uint64)
@@ -533,7 +540,7 @@ def _encode_span(
             for k in range(TILE // 128):
                 for i in range(group):
                     sample_words[k * group + i] = e_words[(8 * k + k % 8) * group + i]
-            entry = _tile_window(sample, _SAMPLED, lanes)
+            entry = _tile_window(sample, _SAMPLED, lanes, highs)
         _pack_codes(
             e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped
         )
@@ -557,7 +564,7 @@ def _encode_span(
         else:
             for i in range(n):
                 sample[i] = e[i // columns * COLUMNS + i % columns]
-            entry = _tile_window(sample, n, lanes)
+            entry = _tile_window(sample, n, lanes, highs)
         padding = e.dtype.type((entry & _BASE_MASK) + WINDOW - 1)
         for r in range(ROWS):
             for w in range(COLUMNS):
@@ -748,6 +755,8 @@ def decode_chunk(
 
     results = run(task, cuts)
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
+    if problem is None and not entries_fit(spec, entries):
+        problem = "windows that differ in a tensor with one window"
     if x is not out:
         out[:] = x[start - first * TILE :][: out.size]
     if not whole:

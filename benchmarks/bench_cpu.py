@@ -1,0 +1,149 @@
+"""Speed on the CPU: whole encode and decode calls, checksum on, results checked before timing.
+
+    pytest benchmarks/bench_cpu.py --benchmark-json=benchmarks/results/cpu.json
+    python benchmarks/report.py
+
+GB/s counts the tensor's bytes. Every figure of one run is to be read against `copyto` of that run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tightwire as tw
+
+MIB = 1 << 20
+
+
+def gaussian(nbytes: int, dtype: Any = ml_dtypes.bfloat16) -> Any:
+    """N(0, 0.02), as weights are."""
+    n = nbytes // np.dtype(dtype).itemsize
+    scale = 16.0 if np.dtype(dtype).itemsize == 1 else 0.02
+    values = np.random.default_rng(0).standard_normal(n, dtype=np.float32) * np.float32(scale)
+    return values.astype(dtype)
+
+
+def record(benchmark: Any, x: Any, ratio: float | None = None) -> None:
+    """GB/s of the median call."""
+    benchmark.extra_info["nbytes"] = x.nbytes
+    benchmark.extra_info["GB/s"] = x.nbytes / benchmark.stats.stats.median / 1e9
+    if ratio is not None:
+        benchmark.extra_info["ratio"] = ratio
+
+
+def check(x: Any, buf: tw.Buffer) -> None:
+    """No speed without a right result: the tensor comes back, and equals the reference's bytes."""
+    assert tw.decode(bytes(buf)).tobytes() == x.tobytes()
+    part = x.reshape(-1)[:200_001]
+    assert bytes(tw.encode(part)) == bytes(tw.encode(part, backend="ref"))
+
+
+@pytest.mark.parametrize("mib", [64])
+def test_copyto(benchmark: Any, mib: int) -> None:
+    x = gaussian(mib * MIB)
+    y = np.ones_like(x)
+    benchmark(np.copyto, y, x)
+    record(benchmark, x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_encode(benchmark: Any, dtype: str, threads: int) -> None:
+    kind = getattr(ml_dtypes, dtype, dtype)
+    x = gaussian(64 * MIB, kind)
+    codec = tw.codec("zipccl")
+    buf = codec.encode(x)
+    check(x, buf)
+    benchmark(codec.encode, x, out=buf, threads=threads)
+    assert tw.decode(buf).tobytes() == x.tobytes()
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decode(benchmark: Any, dtype: str, threads: int) -> None:
+    kind = getattr(ml_dtypes, dtype, dtype)
+    x = gaussian(64 * MIB, kind)
+    buf = tw.encode(x)
+    check(x, buf)
+    y = np.full(x.nbytes, 0xA5, np.uint8).view(x.dtype)
+    benchmark(tw.decode, buf, out=y, threads=threads)
+    assert y.tobytes() == x.tobytes()
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_raw_encode(benchmark: Any, threads: int) -> None:
+    x = gaussian(64 * MIB)
+    codec = tw.codec("raw")
+    buf = codec.encode(x)
+    benchmark(codec.encode, x, out=buf, threads=threads)
+    assert tw.decode(buf).tobytes() == x.tobytes()
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
+def test_verify(benchmark: Any) -> None:
+    x = gaussian(64 * MIB)
+    buf = tw.encode(x)
+    benchmark(tw.verify, buf)
+    record(benchmark, x)
+
+
+@pytest.mark.parametrize("pattern", ["random", "zeros", "half_zeros", "nan"])
+def test_encode_of_worst_cases(benchmark: Any, pattern: str) -> None:
+    rng = np.random.default_rng(0)
+    x = gaussian(64 * MIB)
+    if pattern == "random":
+        x = rng.integers(0, 1 << 16, x.size, dtype=np.uint16).view(x.dtype)
+    elif pattern == "half_zeros":
+        x[rng.random(x.size) < 0.5] = 0
+    else:
+        x[:] = 0 if pattern == "zeros" else np.nan
+    buf = tw.encode(x)
+    check(x, buf)
+    codec = tw.codec("zipccl")
+    benchmark(codec.encode, x, out=buf, threads=1)
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
+def test_encode_1_kib(benchmark: Any) -> None:
+    x = gaussian(1024)
+    codec = tw.codec("zipccl")
+    check(x, codec.encode(x))
+    benchmark(codec.encode, x)
+    record(benchmark, x)
+
+
+def test_decode_1_kib(benchmark: Any) -> None:
+    x = gaussian(1024)
+    buf = tw.encode(x)
+    benchmark(tw.decode, buf)
+    record(benchmark, x)
+
+
+def test_zipnn_compress(benchmark: Any) -> None:
+    zipnn = pytest.importorskip("zipnn")
+    x = gaussian(64 * MIB)
+    codec = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=1, input_format="byte")
+    data = x.tobytes()
+    packed = codec.compress(bytearray(data))
+    assert bytes(codec.decompress(packed)) == data
+    # ZipNN overwrites its input: each round gets a fresh copy, made outside the clock.
+    benchmark.pedantic(
+        codec.compress, setup=lambda: ((bytearray(data),), {}), rounds=7, warmup_rounds=1
+    )
+    record(benchmark, x, len(packed) / x.nbytes)
+
+
+def test_zipnn_decompress(benchmark: Any) -> None:
+    zipnn = pytest.importorskip("zipnn")
+    x = gaussian(64 * MIB)
+    codec = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=1, input_format="byte")
+    data = x.tobytes()
+    packed = codec.compress(bytearray(data))
+    assert bytes(codec.decompress(packed)) == data
+    benchmark(codec.decompress, packed)
+    record(benchmark, x, len(packed) / x.nbytes)

@@ -1,0 +1,760 @@
+"""Write the vectors: `python specs/make_vectors.py [FOLDER]`.
+
+FOLDER is `vectors` beside this file unless it is given.
+
+A published vector never changes: a file that is there already is kept, and if its bytes are not
+those that would be written the exit status is 1. Only reasons.json may grow.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import tightwire as tw
+from tightwire.codecs import zipccl
+from tightwire.codecs.base import Chunk
+from tightwire.engine import encode_into
+from tightwire.formats.checksum import MASK64, identity_term, record_term, words_sum
+from tightwire.formats.dtypes import BY_NAME, DTYPES
+from tightwire.formats.header import (
+    ALIGN,
+    ASSEMBLED,
+    CHECKSUM,
+    OVERFLOW,
+    RAW,
+    RECORD,
+    Header,
+    Section,
+    align,
+    header_crc,
+    parse_header,
+)
+
+Array = npt.NDArray[Any]
+Vector = tuple[str, bytes, bytes]
+
+ZIPCCL_DTYPES = tuple(d.name for d in DTYPES if d.is_float)
+
+
+# Data. Raw words of PCG64 and exact float64 arithmetic, which no NumPy release may change.
+
+
+def random_words(seed: int, n: int) -> npt.NDArray[np.uint64]:
+    """`n` random 64-bit words."""
+    return np.asarray(np.random.PCG64(seed).random_raw(n), np.uint64)
+
+
+def random_bits(seed: int, dtype: str, shape: tuple[int, ...]) -> Array:
+    """An array whose bits are random; bool is 0 or 1."""
+    d = BY_NAME[dtype]
+    nbytes = math.prod(shape) * d.itemsize
+    data = random_words(seed, -(-nbytes // 8)).view(np.uint8)[:nbytes]
+    x: Array = (data & 1 if dtype == "bool" else data).view(d.numpy)
+    return x.reshape(shape)
+
+
+def bell(seed: int, dtype: str, n: int) -> Array:
+    """`n` values that are spread nearly as a normal distribution, standard deviation about 1.8."""
+    words = random_words(seed, 2 * n).astype("<u8")
+    shape = words[:n].view("<u2").reshape(n, 4).sum(axis=1, dtype=np.int64) - 131070
+    values: Array = shape / 32768 * (1 + words[n:] / 2.0**64)
+    narrow: Array = values if dtype == "float64" else values.astype(np.float32)
+    return narrow.astype(BY_NAME[dtype].numpy)
+
+
+def bits_of(x: Array) -> Array:
+    """The elements as unsigned integers, a view."""
+    return x.view(f"<u{x.itemsize}")
+
+
+def specials(dtype: str, n: int) -> Array:
+    """Values with both zeros, subnormals, infinities, NaN payloads and extremes in between."""
+    d = BY_NAME[dtype]
+    one, top = 1 << d.mantissa, ((1 << d.exponent) - 1) << d.mantissa
+    magnitudes = [0, 1, one - 1, one, one | 1, top - 1, top, top | 1, top | one >> 1, top | one - 1]
+    sign = 1 << 8 * d.itemsize - 1
+    x = bell(7, dtype, n)
+    patterns = np.array([m | s for m in magnitudes for s in (0, sign)], bits_of(x).dtype)
+    bits_of(x)[::37] = np.resize(patterns, -(-n // 37))
+    return x
+
+
+def with_zeros(seed: int, dtype: str, n: int) -> Array:
+    """Values of which about five in eight are exact zeros, some of them negative."""
+    x = bell(seed, dtype, n)
+    words = random_words(seed + 1, n)
+    bits_of(x)[words % 8 < 5] = 0
+    bits_of(x)[words % 64 == 7] = 1 << 8 * x.itemsize - 1
+    return x
+
+
+def scaled_tiles(seed: int, dtype: str, n: int) -> Array:
+    """Values whose scale falls by 2^12 at every tile, as rows of a matrix may."""
+    x = np.ldexp(bell(seed, "float64", n), -12 * (np.arange(n) // 4096))
+    narrow: Array = x.astype(np.float32)
+    return narrow.astype(BY_NAME[dtype].numpy)
+
+
+def all_bfloat16() -> Array:
+    """All 65,536 patterns, exponents in order, so that every tile has 16 of them."""
+    i = np.arange(1 << 16)
+    exponent, sign, mantissa = i >> 8, i >> 7 & 1, i & 127
+    return (sign << 15 | exponent << 7 | mantissa).astype("<u2").view(BY_NAME["bfloat16"].numpy)
+
+
+# Valid vectors
+
+
+def encoded(x: Array, codec: str, window: str | int = "tile", **options: Any) -> tw.Buffer:
+    """A fresh buffer of the reference backend."""
+    params = {} if codec == "raw" else {"window": window}
+    return tw.codec(codec, **params).encode(x, backend="ref", **options)
+
+
+def vector(name: str, x: Array, codec: str, **options: Any) -> Vector:
+    """A packed vector under the codec's name, which must be what the encoder used."""
+    buffer = encoded(x, codec, **options)
+    if buffer.header.codec != codec:
+        raise AssertionError(f"{name} was stored by {buffer.header.codec}")
+    return f"{codec}/{name}", bytes(buffer), x.tobytes()
+
+
+def slotted(buffer: tw.Buffer) -> bytes:
+    """The bytes of a fresh buffer, the slack of its slots set to zero."""
+    data = buffer.array.copy()
+    plan = buffer.plan
+    for i, used in enumerate(buffer.sizes.tolist()):
+        slot = plan.dynamic_offset + i * plan.dynamic_stride
+        data[slot + used : slot + plan.dynamic_stride] = 0
+    return bytes(data)
+
+
+def raw_vectors() -> Iterator[Vector]:
+    """Vectors of codec raw."""
+    yield vector("uint8_3", np.array([1, 2, 3], np.uint8), "raw")
+    for d in DTYPES:
+        yield vector(f"{d.name}_3x5", random_bits(d.id, d.name, (3, 5)), "raw")
+        yield vector(f"{d.name}_empty", random_bits(0, d.name, (0,)), "raw")
+    yield vector("float32_scalar", random_bits(40, "float32", ()), "raw")
+    yield vector("complex128_scalar", random_bits(41, "complex128", ()), "raw")
+    yield vector("float16_3x0x2", random_bits(0, "float16", (3, 0, 2)), "raw")
+    yield vector("int64_empty_chunks", random_bits(0, "int64", (0,)), "raw", chunks=3)
+    for n in (127, 128, 129):
+        yield vector(f"uint8_{n}", random_bits(n, "uint8", (n,)), "raw")
+    yield vector("int8_32_dims", random_bits(42, "int8", (2, *(1,) * 31)), "raw")
+    yield vector("uint16_3_chunks", random_bits(43, "uint16", (10, 100)), "raw", chunks=3)
+    yield vector("complex64_4_chunks", random_bits(44, "complex64", (77,)), "raw", chunks=4)
+    yield vector("uint8_empty_last_chunks", random_bits(45, "uint8", (9,)), "raw", chunks=7)
+    yield vector("float32_no_checksum", random_bits(46, "float32", (50,)), "raw", checksum=False)
+
+    x = random_bits(47, "uint8", (300,))
+    parts = Parts.of(encoded(x, "raw", chunks=3))
+    parts.records["ordinal"] = [2, 0, 5]
+    parts.header = replace(parts.header, required=CHECKSUM | ASSEMBLED)
+    yield "raw/uint8_assembled", parts.join(), x.tobytes()
+    parts = Parts.of(encoded(x, "raw"))
+    parts.header = replace(parts.header, minor=7, optional=0x8001)
+    yield "raw/uint8_newer_minor", parts.join(), x.tobytes()
+
+
+FLOAT8 = tuple(name for name in ZIPCCL_DTYPES if name.startswith("float8"))
+SIZES = {
+    "bfloat16": (640, 2048, 2049, 4095, 4096, 4097, 10000),
+    "float16": (2048, 4095, 4097),
+    "float32": (2048, 4096, 4097),
+    "float64": (640, 4097),
+} | dict.fromkeys(FLOAT8, (2048, 4095, 4097))
+
+
+def zipccl_vectors() -> Iterator[Vector]:
+    """Vectors of codec zipccl."""
+    coded = functools.partial(vector, codec="zipccl")
+    ones = np.ones(2048, np.float32)
+    yield coded("bfloat16_2048_ones", ones.astype(BY_NAME["bfloat16"].numpy))
+    yield coded("float32_2048_ones", ones)
+    yield coded("bfloat16_2048_zeros", (0 * ones).astype(BY_NAME["bfloat16"].numpy))
+    yield coded("bfloat16_all", all_bfloat16())
+    for name in ZIPCCL_DTYPES:
+        for n in SIZES[name]:
+            yield coded(f"{name}_{n}", bell(n, name, n))
+        # A window per tile lies below the infinities and leaves no other value within its reach.
+        x = specials(name, 4200 if name in FLOAT8 else 2200)
+        yield coded(f"{name}_specials", x, window="histogram")
+        yield coded(f"{name}_random_bits", random_bits(50, name, (2, 1030)))
+    for name in ("bfloat16", "float32", "float8_e5m2"):
+        yield coded(f"{name}_zero_mode", with_zeros(51, name, 4500))
+
+    x = scaled_tiles(52, "bfloat16", 4800)
+    for window in ("tile", "sigma", "histogram"):
+        yield coded(f"bfloat16_window_{window}", x, window=window)
+    yield coded("bfloat16_window_explicit", x * x.dtype.type(2.0**-120), window=4)
+    for name in ("float32", "float64", "float8_e4m3fn"):
+        x = bell(63, name, 4800 if name in FLOAT8 else 1000)
+        yield coded(f"{name}_window_sigma", x, window="sigma")
+
+    x = bell(53, "bfloat16", 3 * 1500)
+    bits_of(x)[1500:3000] = random_bits(54, "uint16", (1500,))
+    yield coded("bfloat16_one_raw_chunk", x.reshape(3, 1500), chunks=3)
+    yield coded("bfloat16_8193_2_chunks", bell(55, "bfloat16", 8193), chunks=2)
+    yield coded("bfloat16_short_raw_chunk", random_bits(56, "bfloat16", (1921,)), chunks=3)
+    yield coded("bfloat16_no_checksum", bell(57, "bfloat16", 1000), checksum=False)
+    x = bell(58, "bfloat16", 3000)
+    fresh = encoded(x, "zipccl", chunks=2)
+    yield "zipccl/bfloat16_slotted", slotted(fresh), x.tobytes()
+    fixed = encoded(x, "zipccl", chunks=2, dynamic_capacity=256)
+    yield "zipccl/bfloat16_fixed_rate", slotted(fixed), x.tobytes()
+
+
+# Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
+
+
+@dataclass
+class Parts:
+    """A buffer taken apart. `join` puts the parts together, however wrong they are."""
+
+    header: Header
+    records: Array
+    static: list[bytearray]
+    dynamic: list[bytearray]
+
+    @classmethod
+    def of(cls, buffer: tw.Buffer) -> Parts:
+        """The parts of the packed form."""
+        data = bytes(buffer)
+        header = parse_header(memoryview(data))
+        records = np.frombuffer(data, RECORD, header.chunks, header.nbytes).copy()
+        chunks = range(header.chunks)
+        static = [bytearray(buffer.static(i)) for i in chunks]
+        return cls(header, records, static, [bytearray(buffer.dynamic(i)) for i in chunks])
+
+    def join(self) -> bytes:
+        """The buffer; record fields other than sizes and checksums are taken as they are."""
+        h = self.header
+        chunk_nelem = -(-h.nelem // h.chunks)
+        for i, record in enumerate(self.records):
+            nelem = max(0, min(chunk_nelem, h.nelem - i * chunk_nelem))
+            static, dynamic = (np.frombuffer(p[i], np.uint8) for p in (self.static, self.dynamic))
+            total = words_sum(static) + words_sum(dynamic, static.size // 4)
+            total += identity_term(h.codec_id, h.codec_version, h.dtype.id, nelem)
+            total += record_term(dynamic.size, int(record["flags"]), int(record["ordinal"]))
+            record["checksum"] = total & MASK64 if h.required & CHECKSUM else 0
+            record["dynamic_nbytes"] = dynamic.size
+        head = h.pack() + self.records.tobytes()
+        out = bytearray(head.ljust(align(len(head)), b"\0") + b"".join(self.static))
+        for part in self.dynamic:
+            slot = h.dynamic_stride or align(len(part))
+            out += part.ljust(slot, b"\0")[:slot]
+        return bytes(out)
+
+
+def poked(data: bytes, at: int, new: bytes) -> bytes:
+    """`data` with other bytes at offset `at`."""
+    return data[:at] + new + data[at + len(new) :]
+
+
+def repaired(data: bytes) -> bytes:
+    """`data` with the CRC32C of its header made right; H must be within it."""
+    header = data[: int.from_bytes(data[8:12], "little")]
+    return poked(data, 28, struct.pack("<I", header_crc(header)))
+
+
+def raw_parts() -> Parts:
+    """Two chunks of 100 bytes: 384 bytes, records at 48, static parts at 128 and 256."""
+    return Parts.of(encoded(random_bits(60, "uint8", (200,)), "raw", chunks=2))
+
+
+def zipccl_parts() -> Parts:
+    """Two chunks, each a tile of 1250 elements, W = 160: block of 1760 bytes, index at 1792.
+
+    The header has 72 bytes, the table at 40 and the parameters at 64.
+    """
+    return Parts.of(encoded(bell(61, "bfloat16", 2500), "zipccl", chunks=2))
+
+
+def three_tiles() -> Parts:
+    """A chunk of two whole tiles and one of 16 columns, with escapes in each; index at 6272."""
+    x = bell(62, "float8_e5m2", 8200)
+    bits_of(x)[-1] = 3 << 2
+    return Parts.of(encoded(x, "zipccl"))
+
+
+def random_chunks() -> Parts:
+    """Three raw chunks of 641, 641 and 639 elements; static parts have 1280 bytes."""
+    return Parts.of(encoded(random_bits(64, "bfloat16", (1921,)), "zipccl", chunks=3))
+
+
+def unsummed() -> Parts:
+    """As `zipccl_parts`, without checksums."""
+    return Parts.of(encoded(bell(61, "bfloat16", 2500), "zipccl", chunks=2, checksum=False))
+
+
+def zeros() -> Parts:
+    """A tile in zero mode with escapes."""
+    return Parts.of(encoded(with_zeros(67, "float8_e5m2", 2500), "zipccl"))
+
+
+def spare_chunks() -> Parts:
+    """Five elements in four chunks; the last one is empty."""
+    return Parts.of(encoded(random_bits(68, "uint8", (5,)), "raw", chunks=4))
+
+
+def assembled() -> bytes:
+    """As `raw_parts`, put together from chunks with other numbers."""
+    parts = raw_parts()
+    parts.records["ordinal"] = [1, 0]
+    return changed(parts, required=CHECKSUM | ASSEMBLED)
+
+
+def half_escape() -> Parts:
+    """A float64 chunk with a byte too many behind its escapes."""
+    parts = Parts.of(encoded(bell(66, "float64", 640), "zipccl"))
+    parts.dynamic[0].append(0)
+    return parts
+
+
+def changed(parts: Parts, **fields: Any) -> bytes:
+    """The buffer with other header fields."""
+    parts.header = replace(parts.header, **fields)
+    return parts.join()
+
+
+def sectioned(parts: Parts, *order: int, **fields: Any) -> bytes:
+    """The buffer with the sections of these numbers, with other fields."""
+    return changed(
+        parts, sections=tuple(replace(parts.header.sections[i], **fields) for i in order)
+    )
+
+
+def forced(x: Array) -> bytes:
+    """A zipccl buffer of values that an encoder stores by raw; it has no escapes."""
+    dtype, spec = BY_NAME[x.dtype.name], tw.codec("zipccl").spec
+    plan = tw.Plan(spec, dtype, x.shape, 1, spec.layout(dtype, x.size), 0)
+    out = np.zeros(plan.nbytes, np.uint8)
+    encode_into(plan, bits_of(x), out, backend="ref")
+    return bytes(out)
+
+
+def too_many_elements() -> bytes:
+    """A header that would be right for a chunk of 2^32 elements, with room for its record."""
+    parts = zipccl_parts()
+    layout = tw.codec("zipccl").spec.layout(parts.header.dtype, 1 << 32)
+    header = replace(parts.header, shape=(1 << 32,), chunks=1, sections=layout.sections)
+    return header.pack() + bytes(RECORD.itemsize)
+
+
+def edited(make: Callable[[], Parts], edit: Callable[[Parts], object]) -> bytes:
+    """The buffer after `edit` changed its parts."""
+    parts = make()
+    edit(parts)
+    return parts.join()
+
+
+def record(parts: Parts, chunk: int, field: str, value: int) -> None:
+    """Set a field of a chunk's record."""
+    parts.records[field][chunk] = value
+
+
+def grow(parts: Parts, chunk: int, nbytes: int) -> None:
+    """Give a chunk this many dynamic bytes."""
+    parts.dynamic[chunk] = parts.dynamic[chunk][:nbytes].ljust(nbytes, b"\0")
+
+
+def put(parts: Parts, chunk: int, at: int, new: bytes) -> None:
+    """Change bytes of a chunk's static part."""
+    parts.static[chunk][at : at + len(new)] = new
+
+
+def set_code(parts: Parts, element: int, code: int) -> None:
+    """Give an element of the last chunk of `zipccl_parts` another code."""
+    row, column = divmod(element, 160)
+    for plane in range(3):
+        at = 8 * 160 + plane * 160 + column
+        bit = 1 << row
+        parts.static[1][at] = parts.static[1][at] & ~bit | (bit if code >> plane & 1 else 0)
+
+
+def window(parts: Parts) -> int:
+    """The window of the last chunk of `zipccl_parts`."""
+    return int.from_bytes(parts.static[1][1796:1798], "little")
+
+
+def put_index(parts: Parts, tile: int, offset: int) -> None:
+    """Add to the escape offset of a tile of `three_tiles`."""
+    at = 6272 + 4 * tile
+    old = int.from_bytes(parts.static[0][at : at + 4], "little")
+    put(parts, 0, at, (old + offset).to_bytes(4, "little"))
+
+
+def put_window(parts: Parts, by: int) -> None:
+    """Add a multiple of 8, with which codes stay right, to the base of the first tile."""
+    old = int.from_bytes(parts.static[0][6284:6286], "little")
+    put(parts, 0, 6284, (old + by).to_bytes(2, "little"))
+
+
+def last_escape(parts: Parts, exponent: int) -> None:
+    """Change the last escape of the first chunk."""
+    parts.dynamic[0][-1] = exponent
+
+
+Invalid = dict[str, tuple[bytes, str]]
+
+
+def header_vectors() -> Invalid:
+    """Steps 1 to 9 of "Reading", as far as they are the same for all codecs."""
+    raw = raw_parts().join()
+    sections = raw_parts().header.sections
+    h = struct.Struct("<I").pack
+    return {
+        "empty": (b"", "truncated"),
+        "magic_cut": (raw[:3], "truncated"),
+        "magic": (poked(raw, 0, b"\x9eTWC"), "bad_magic"),
+        "magic_short": (b"\x9fTWB", "bad_magic"),
+        "fixed_header_cut": (raw[:31], "truncated"),
+        "major_0": (repaired(poked(raw, 4, b"\0")), "unsupported_version"),
+        "major_2": (repaired(poked(raw, 4, b"\2")), "unsupported_version"),
+        "header_nbytes_too_large": (poked(raw, 8, h((1 << 20) + 8)), "header_too_large"),
+        "header_nbytes_24": (repaired(poked(raw, 8, h(24))), "bad_header"),
+        "header_nbytes_52": (repaired(poked(raw, 8, h(52))), "bad_header"),
+        "header_cut": (raw[:40], "truncated"),
+        "header_crc": (poked(raw, 18, b"\1"), "checksum_mismatch"),
+        "header_crc_of_table": (poked(raw, 40, b"\2"), "checksum_mismatch"),
+        "required_bit_4": (changed(raw_parts(), required=CHECKSUM | 4), "unknown_feature"),
+        "required_bit_32768": (changed(raw_parts(), required=CHECKSUM | 32768), "unknown_feature"),
+        "codec_0": (changed(raw_parts(), codec_id=0), "unknown_codec"),
+        "codec_65535": (changed(raw_parts(), codec_id=65535), "unknown_codec"),
+        "dtype_0": (repaired(poked(raw, 13, b"\0")), "bad_header"),
+        "dtype_10": (repaired(poked(raw, 13, b"\x0a")), "bad_header"),
+        "ndim_33": (changed(raw_parts(), shape=(200, *(1,) * 32)), "bad_header"),
+        "chunks_0": (repaired(poked(raw, 20, h(0))), "bad_header"),
+        "no_room_for_shape": (repaired(poked(raw, 14, b"\x20")), "bad_header"),
+        "no_room_for_table": (repaired(poked(raw, 15, b"\2")), "bad_header"),
+        "size_2_63": (changed(raw_parts(), shape=(1 << 31, 1 << 32)), "limit_exceeded"),
+        "size_2_64": (changed(raw_parts(), shape=(1 << 32, 1 << 32)), "limit_exceeded"),
+        "size_2_63_beside_0": (
+            changed(raw_parts(), shape=(0, 1 << 62, 2), sections=(replace(sections[0], nbytes=0),)),
+            "limit_exceeded",
+        ),
+        "section_kind_7": (repaired(poked(raw, 40, b"\7")), "bad_header"),
+        "section_dynamic_2": (repaired(poked(raw, 41, b"\2")), "bad_header"),
+        "section_reserved": (repaired(poked(raw, 43, b"\1")), "bad_header"),
+        "raw_version_2": (changed(raw_parts(), codec_version=2), "unsupported_version"),
+        "raw_parameters": (changed(raw_parts(), params=bytes(8)), "bad_header"),
+        "raw_no_section": (changed(raw_parts(), sections=()), "bad_header"),
+        "raw_two_sections": (sectioned(raw_parts(), 0, 0), "bad_header"),
+        "raw_section_kind": (sectioned(raw_parts(), 0, kind=2), "bad_header"),
+        "raw_section_size": (sectioned(raw_parts(), 0, nbytes=256), "bad_header"),
+        "raw_section_dynamic": (sectioned(raw_parts(), 0, dynamic=True), "bad_header"),
+        "raw_dynamic_stride": (changed(raw_parts(), dynamic_stride=ALIGN), "bad_header"),
+    }
+
+
+def zipccl_header_vectors() -> Invalid:
+    """Step 9 of "Reading" for zipccl."""
+    params = zipccl_parts().header.params
+    sections = zipccl_parts().header.sections
+    dtypes = {f"zipccl_of_{name}": BY_NAME[name] for name in ("uint16", "float8_e8m0fnu")}
+    explicit = {
+        name: struct.pack("<BBHI", 3, 12, base, 0)
+        for name, base in (("zipccl_base_250", 250), ("zipccl_base_65535", 65535))
+    }
+    wrong_params = explicit | {
+        "zipccl_no_parameters": b"",
+        "zipccl_16_byte_parameters": params + bytes(8),
+        "zipccl_window_kind_4": poked(params, 0, b"\4"),
+        "zipccl_tile_size_13": poked(params, 1, b"\x0d"),
+        "zipccl_base_not_explicit": poked(params, 2, b"\1"),
+        "zipccl_parameters_reserved": poked(params, 7, b"\1"),
+    }
+    slots = zipccl_parts().header.sections[2].nbytes
+    vectors = {
+        "zipccl_version_2": (changed(zipccl_parts(), codec_version=2), "unsupported_version"),
+        "zipccl_sections_swapped": (sectioned(zipccl_parts(), 1, 0, 2), "bad_header"),
+        "zipccl_no_escapes_section": (sectioned(zipccl_parts(), 0, 1), "bad_header"),
+        "zipccl_four_sections": (sectioned(zipccl_parts(), 0, 1, 2, 2), "bad_header"),
+        "zipccl_tiles_too_large": (
+            changed(
+                zipccl_parts(),
+                sections=(replace(sections[0], nbytes=sections[0].nbytes + ALIGN), *sections[1:]),
+            ),
+            "bad_header",
+        ),
+        "zipccl_escapes_too_large": (
+            changed(
+                zipccl_parts(), sections=(*sections[:2], replace(sections[2], nbytes=slots + ALIGN))
+            ),
+            "bad_header",
+        ),
+        "zipccl_gains_nothing": (forced(np.ones(100, BY_NAME["bfloat16"].numpy)), "bad_header"),
+        "zipccl_no_elements": (forced(np.ones(0, BY_NAME["bfloat16"].numpy)), "bad_header"),
+        "zipccl_2_32_elements": (too_many_elements(), "bad_header"),
+        "zipccl_slots_too_large": (
+            changed(zipccl_parts(), dynamic_stride=slots + ALIGN),
+            "bad_header",
+        ),
+    }
+    for name, dtype in dtypes.items():
+        vectors[name] = (changed(zipccl_parts(), dtype=dtype), "bad_header")
+    for name, params in wrong_params.items():
+        vectors[name] = (changed(zipccl_parts(), params=params), "bad_header")
+    return vectors
+
+
+def own_bound(parts: Parts) -> None:
+    """Store the last chunk coded, with as many escapes as only a whole chunk may have."""
+    grow(parts, 2, 2)
+    record(parts, 2, "flags", 0)
+
+
+def too_many_escapes(parts: Parts) -> None:
+    """Code the last chunk although it has more escapes than its bound, which is 580."""
+    x = bell(69, "bfloat16", 1250)
+    bits_of(x)[:600] = 1 << 7
+    h = parts.header
+    static, dynamic = np.zeros(1920, np.uint8), np.zeros(1250, np.uint8)
+    chunk = Chunk(h.dtype, x.size, h.sections, static, dynamic)
+    used = zipccl.encode_chunk(zipccl.Zipccl(), chunk, bits_of(x)).dynamic_nbytes
+    parts.static[1], parts.dynamic[1] = bytearray(static), bytearray(dynamic[:used])
+
+
+def record_vectors() -> Invalid:
+    """Steps 10 to 14 of "Reading"."""
+    raw = raw_parts().join()
+    coded = zipccl_parts().join()
+    x = bell(61, "bfloat16", 2500)
+    fixed = slotted(encoded(x, "zipccl", chunks=2, dynamic_capacity=128))
+    bits_of(x)[1250:] = random_bits(65, "uint16", (1250,))
+    overflow = slotted(encoded(x, "zipccl", chunks=2, dynamic_capacity=128))
+
+    def fixed_rate(parts: Parts) -> None:
+        parts.header = replace(parts.header, dynamic_stride=128)
+        grow(parts, 1, 129)
+
+    return {
+        "records_cut": (raw[:100], "truncated"),
+        "static_cut": (raw[:-1], "truncated"),
+        "flags_4": (edited(zipccl_parts, lambda p: record(p, 1, "flags", 4)), "bad_record"),
+        "overflow": (overflow, "dynamic_overflow"),
+        "overflow_raw": (
+            edited(raw_parts, lambda p: record(p, 0, "flags", OVERFLOW)),
+            "dynamic_overflow",
+        ),
+        "checksum_where_none": (poked(unsummed().join(), 72 + 32, b"\1"), "bad_record"),
+        "info": (edited(zipccl_parts, lambda p: record(p, 1, "info", 1 << 63)), "bad_record"),
+        "ordinal": (edited(zipccl_parts, lambda p: record(p, 1, "ordinal", 0)), "bad_record"),
+        "raw_flag_of_raw": (edited(raw_parts, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_of_raw": (edited(raw_parts, lambda p: grow(p, 1, 1)), "bad_record"),
+        "dynamic_above_bound": (edited(zipccl_parts, too_many_escapes), "bad_record"),
+        "dynamic_2_64": (poked(coded, 72 + 8, b"\xff" * 8), "bad_record"),
+        "dynamic_above_own_bound": (edited(random_chunks, own_bound), "bad_record"),
+        "raw_chunk_too_short": (edited(random_chunks, lambda p: grow(p, 1, 1)), "bad_record"),
+        "raw_chunk_too_long": (edited(random_chunks, lambda p: grow(p, 2, 2)), "bad_record"),
+        "dynamic_above_slot": (edited(zipccl_parts, fixed_rate), "bad_record"),
+        "dynamic_cut": (coded[:-1], "truncated"),
+        "dynamic_missing": (coded[:-256], "truncated"),
+        "slots_cut": (fixed[:-1], "truncated"),
+        "trailing_byte": (coded + b"\0", "trailing_bytes"),
+        "trailing_block": (raw + bytes(128), "trailing_bytes"),
+        "trailing_slot": (fixed + bytes(128), "trailing_bytes"),
+        "behind_records": (poked(raw, 112, b"\1"), "reserved_not_zero"),
+        "before_static": (poked(coded, 255, b"\x80"), "reserved_not_zero"),
+    }
+
+
+def shifted(parts: Parts) -> None:
+    """Put an escape that belongs to no tile in front of the others."""
+    parts.dynamic[0].insert(0, 0)
+    for tile in range(3):
+        put_index(parts, tile, 1)
+
+
+def padding_escaped(parts: Parts) -> None:
+    """Escape the last padding element, which is the last element of the last column."""
+    set_code(parts, 1279, (window(parts) + 7) % 8)
+    parts.dynamic[1].append(0)
+
+
+def zero_base(parts: Parts) -> int:
+    """The base of the tile of `zeros`."""
+    index = parts.header.sections[0].nbytes
+    return int.from_bytes(parts.static[0][index + 4 : index + 6], "little") % 32768
+
+
+def zero_mode_base_0(parts: Parts) -> None:
+    """Code all elements of the first tile as zeros of a window at base 0, in zero mode."""
+    block = 512 * 6
+    put(parts, 0, 0, bytes(block))
+    gone = int.from_bytes(parts.static[0][6276:6280], "little")
+    del parts.dynamic[0][:gone]
+    put_index(parts, 1, -gone)
+    put_index(parts, 2, -gone)
+    put(parts, 0, 6272 + 12, b"\0\x80")
+
+
+def payload_vectors() -> Invalid:
+    """Step 15 of "Reading" and zipccl.md, "Checks"."""
+    raw, coded = raw_parts().join(), zipccl_parts().join()
+    dynamic_at = 256 + 2 * 1920
+    mismatched = {
+        "checksum_of_static": poked(raw, 256, bytes([raw[256] ^ 16])),
+        "checksum_of_dynamic": poked(coded, dynamic_at, bytes([coded[dynamic_at] ^ 1])),
+        "checksum_of_padding": poked(raw, 383, b"\1"),
+        "checksum_field": poked(raw, 48 + 32, bytes([raw[80] ^ 1])),
+        "checksum_of_swapped_words": raw[:128] + raw[132:136] + raw[128:132] + raw[136:],
+        "checksum_of_ordinal": poked(assembled(), 48 + 20, b"\7"),
+    }
+    nonzero = {
+        "padding_of_raw": edited(raw_parts, lambda p: put(p, 0, 100, b"\1")),
+        "padding_of_empty_chunk": edited(spare_chunks, lambda p: put(p, 3, 0, b"\1")),
+        "padding_behind_tiles": edited(zipccl_parts, lambda p: put(p, 1, 1760, b"\1")),
+        "padding_behind_index": edited(zipccl_parts, lambda p: put(p, 0, 1798, b"\1")),
+        "padding_of_static_end": edited(zipccl_parts, lambda p: put(p, 0, 1919, b"\1")),
+        "padding_of_raw_chunk": edited(random_chunks, lambda p: put(p, 2, 1278, b"\1")),
+        "padding_behind_escapes": poked(coded, len(coded) - 1, b"\1"),
+    }
+    bad = {
+        "half_escape": half_escape().join(),
+        "first_offset": edited(three_tiles, shifted),
+        "offset_falls": edited(three_tiles, lambda p: put(p, 0, 6272 + 8, b"\1\0\0\0")),
+        "offset_above_escapes": edited(three_tiles, lambda p: put_index(p, 2, 2)),
+        "escape_of_other_tile": edited(three_tiles, lambda p: put_index(p, 1, 1)),
+        "escape_missing": edited(three_tiles, lambda p: p.dynamic[0].pop()),
+        "escape_left_over": edited(three_tiles, lambda p: p.dynamic[0].append(0)),
+        "escape_too_large": edited(three_tiles, lambda p: last_escape(p, 32)),
+        "escape_255": edited(three_tiles, lambda p: last_escape(p, 255)),
+        "escape_in_window": edited(three_tiles, lambda p: last_escape(p, 15)),
+        "escape_of_zero": edited(zeros, lambda p: last_escape(p, 0)),
+        "escape_in_zero_window": edited(zeros, lambda p: last_escape(p, zero_base(p) + 6)),
+        "window_base_too_large": edited(three_tiles, lambda p: put_window(p, 24)),
+        "window_base_15_bits": edited(three_tiles, lambda p: put_window(p, 32736)),
+        "zero_mode_base_0": edited(three_tiles, zero_mode_base_0),
+        "padding_mantissa": edited(zipccl_parts, lambda p: put(p, 1, 1279, b"\1")),
+        "padding_sign": edited(zipccl_parts, lambda p: put(p, 1, 1250, b"\x80")),
+        "padding_code": edited(zipccl_parts, lambda p: set_code(p, 1250, window(p) % 8)),
+        "padding_escaped": edited(zipccl_parts, padding_escaped),
+    }
+    return (
+        {name: (data, "checksum_mismatch") for name, data in mismatched.items()}
+        | {name: (data, "reserved_not_zero") for name, data in nonzero.items()}
+        | {name: (data, "bad_payload") for name, data in bad.items()}
+    )
+
+
+def order_vectors() -> Invalid:
+    """Two things wrong at once: the earlier check gives the reason."""
+
+    def flags_and_overflow(parts: Parts) -> None:
+        parts.records["flags"] = [OVERFLOW, 4]
+
+    def info_and_overflow(parts: Parts) -> None:
+        parts.records["info"] = [1, 0]
+        parts.records["flags"] = [0, OVERFLOW]
+
+    def padding_and_payload(parts: Parts) -> None:
+        put(parts, 1, 1760, b"\1")
+        put(parts, 1, 1250, b"\x80")
+
+    coded = zipccl_parts().join()
+    behind_escapes = poked(coded, len(coded) - 1, b"\1")
+    first_static = zipccl_parts()
+    put(first_static, 0, 1250, b"\x80")
+    return {
+        "order_size_and_section": (
+            changed(raw_parts(), shape=(1 << 63,), sections=(Section(7, ALIGN),)),
+            "limit_exceeded",
+        ),
+        "order_section_and_version": (
+            changed(raw_parts(), codec_version=2, sections=(Section(7, ALIGN),)),
+            "bad_header",
+        ),
+        "order_version_and_parameters": (
+            changed(zipccl_parts(), codec_version=2, params=b""),
+            "unsupported_version",
+        ),
+        "order_flags_and_overflow": (edited(zipccl_parts, flags_and_overflow), "bad_record"),
+        "order_info_and_overflow": (edited(zipccl_parts, info_and_overflow), "dynamic_overflow"),
+        "order_trailing_and_reserved": (poked(coded, 255, b"\1") + b"\0", "trailing_bytes"),
+        "order_reserved_and_checksum": (
+            poked(poked(coded, 255, b"\1"), 256, bytes([coded[256] ^ 1])),
+            "reserved_not_zero",
+        ),
+        "order_checksum_and_padding": (
+            poked(behind_escapes, 256 + 1920, bytes([coded[256 + 1920] ^ 1])),
+            "checksum_mismatch",
+        ),
+        "order_padding_and_payload": (
+            edited(zipccl_parts, padding_and_payload),
+            "reserved_not_zero",
+        ),
+        "order_payload_and_next_checksum": (
+            poked(first_static.join(), 256 + 1920, bytes([coded[256 + 1920] ^ 1])),
+            "bad_payload",
+        ),
+    }
+
+
+def all_invalid() -> Invalid:
+    """Every invalid buffer with its reason."""
+    return (
+        header_vectors()
+        | zipccl_header_vectors()
+        | record_vectors()
+        | payload_vectors()
+        | order_vectors()
+    )
+
+
+def all_files() -> dict[str, bytes]:
+    """Every file but reasons.json, by its path in the folder."""
+    files = {}
+    for vectors in (raw_vectors, zipccl_vectors):
+        for name, buffer, tensor in vectors():
+            files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
+    return files | {f"invalid/{name}.tw": data for name, (data, _) in all_invalid().items()}
+
+
+def write(folder: Path) -> int:
+    """Write what is not there yet; the number of files that differ from what they should be."""
+    changed_files = 0
+    for name, data in all_files().items():
+        path = folder / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            print(f"wrote {name}")
+        elif path.read_bytes() == data:
+            print(f"kept {name}")
+        else:
+            print(f"DIFFERENT, kept {name}")
+            changed_files += 1
+
+    path = folder / "invalid" / "reasons.json"
+    reasons = {name: reason for name, (_, reason) in sorted(all_invalid().items())}
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old.items() <= reasons.items():
+        print("wrote invalid/reasons.json" if old != reasons else "kept invalid/reasons.json")
+        path.write_text(json.dumps(reasons, indent=1) + "\n")
+    else:
+        print("DIFFERENT, kept invalid/reasons.json")
+        changed_files += 1
+    return changed_files
+
+
+def main() -> int:
+    """Write the vectors."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "vectors"
+    return 1 if write(folder) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

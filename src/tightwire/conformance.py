@@ -1,0 +1,90 @@
+"""Runs another implementation's decoder over the vectors; specs/README.md, "Vectors"."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one vector; `detail` says why it did not pass, and is empty if it did."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def default_vectors() -> Path:
+    """The vectors of the source checkout that this package is in; else FileNotFoundError."""
+    folder = Path(__file__).resolve().parents[2] / "specs" / "vectors"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no vectors at {folder}; pass the folder that holds them")
+    return folder
+
+
+def run(command: str, vectors: Path, timeout: float = 60) -> list[Result]:
+    """Run `command` once for every vector in the folder, for at most `timeout` seconds each.
+
+    In each argument {in} stands for the buffer's path and {out} for the path to write to. Raises
+    ValueError for a command that lacks one of them, FileNotFoundError if there are no vectors or
+    no such program.
+    """
+    arguments = shlex.split(command)
+    for placeholder in ("{in}", "{out}"):
+        if not any(placeholder in argument for argument in arguments):
+            raise ValueError(f"command {command!r} has no {placeholder}")
+    paths = sorted(vectors.rglob("*.tw"))
+    if not paths:
+        raise FileNotFoundError(f"no vectors in {vectors}")
+    reasons_path = vectors / "invalid" / "reasons.json"
+    reasons = json.loads(reasons_path.read_text()) if reasons_path.exists() else {}
+    results = []
+    with tempfile.TemporaryDirectory(prefix="tightwire-") as scratch:
+        out = Path(scratch, "out")
+        for path in paths:
+            out.unlink(missing_ok=True)
+            replaced = [a.replace("{in}", str(path)).replace("{out}", str(out)) for a in arguments]
+            name = path.relative_to(vectors).with_suffix("").as_posix()
+            invalid = path.parent == reasons_path.parent
+            if invalid and path.stem not in reasons:
+                raise ValueError(f"{reasons_path} has no reason for {path.stem}")
+            reason = reasons[path.stem] if invalid else None
+            detail = _problem(replaced, path, out, reason, timeout)
+            results.append(Result(name, not detail, detail))
+    return results
+
+
+def _problem(
+    arguments: list[str], path: Path, out: Path, reason: str | None, timeout: float
+) -> str:
+    # A file, not a pipe: a grandchild that keeps a pipe open would be waited for.
+    with tempfile.TemporaryFile() as errors:
+        try:
+            done = subprocess.run(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            return f"took more than {timeout:g} s"
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    last = lines[-1].strip() if lines else ""
+    if reason is None:
+        if done.returncode:
+            return f"exit status {done.returncode}: {last}"
+        if not out.is_file():
+            return "wrote no output"
+        same = out.read_bytes() == path.with_suffix(".bin").read_bytes()
+        return "" if same else "wrote other bytes"
+    if not done.returncode:
+        return f"accepted, expected {reason}"
+    found = last.split()[0].rstrip(":") if last else ""
+    return "" if found == reason else f"gave {last or 'no reason'!r}, expected {reason}"

@@ -1,0 +1,251 @@
+"""The vectors: every backend and the decoder written from the pages alone agree about each."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from tightwire.formats.errors import REASONS
+from tightwire.formats.header import CHECKSUM
+
+SPECS = Path(__file__).resolve().parents[2] / "specs"
+VECTORS = SPECS / "vectors"
+INVALID = VECTORS / "invalid"
+VALID_NAMES = sorted(
+    f"{codec}/{p.stem}" for codec in tw.codecs() for p in (VECTORS / codec).glob("*.tw")
+)
+REASON_OF: dict[str, str] = json.loads((INVALID / "reasons.json").read_text())
+WINDOWS = ("tile", "sigma", "histogram")
+
+#: Valid buffers that no encode() with known parameters gives: slotted, or edited afterwards.
+NOT_PACKED_ENCODINGS = {
+    "raw/uint8_assembled",
+    "raw/uint8_newer_minor",
+    "zipccl/bfloat16_fixed_rate",
+    "zipccl/bfloat16_slotted",
+}
+RAW_CHUNKS = {
+    "zipccl/bfloat16_one_raw_chunk": (1,),
+    "zipccl/bfloat16_short_raw_chunk": (0, 1, 2),
+}
+
+
+@functools.cache
+def spec_module(name: str) -> ModuleType:
+    """A module of the specs folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"specs_{name}", SPECS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def vector(name: str) -> tuple[bytes, bytes]:
+    path = VECTORS / f"{name}.tw"
+    return path.read_bytes(), path.with_suffix(".bin").read_bytes()
+
+
+def page(name: str) -> str:
+    return (SPECS / name).read_text()
+
+
+@pytest.mark.parametrize("name", VALID_NAMES)
+def test_valid_decodes(name: str, backend: str) -> None:
+    data, tensor = vector(name)
+    decoded = tw.decode(data, backend=backend)
+    header = tw.inspect(data).header
+    assert (decoded.dtype, decoded.shape) == (header.dtype.numpy, header.shape)
+    assert decoded.tobytes() == tensor
+    tw.verify(data)
+
+
+@pytest.mark.parametrize("name", sorted(set(VALID_NAMES) - NOT_PACKED_ENCODINGS))
+def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
+    data, tensor = vector(name)
+    header = tw.inspect(data).header
+    x = np.frombuffer(tensor, header.dtype.numpy).reshape(header.shape)
+    params: dict[str, Any] = {}
+    if header.codec == "zipccl":
+        kind, base = header.params[0], int.from_bytes(header.params[2:4], "little")
+        params["window"] = base if kind == 3 else WINDOWS[kind]
+    codec = tw.codec(header.codec, **params)
+    checksum = bool(header.required & CHECKSUM)
+    buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, backend=backend)
+    assert bytes(buffer) == data
+
+
+@pytest.mark.parametrize("name", VALID_NAMES)
+def test_valid_decodes_from_the_pages(name: str) -> None:
+    data, tensor = vector(name)
+    header = tw.inspect(data).header
+    assert spec_module("decoder").decode(data) == (header.dtype.name, header.shape, tensor)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_PACKED_ENCODINGS & set(VALID_NAMES)))
+def test_other_encodings(name: str) -> None:
+    data, _ = vector(name)
+    info = tw.inspect(data)
+    assert (info.header.dynamic_stride > 0) == ("slotted" in name or "fixed_rate" in name)
+    assert (info.nbytes > info.packed_nbytes) == (info.header.dynamic_stride > 0)
+    assert (info.header.required > CHECKSUM) == ("assembled" in name)
+
+
+@pytest.mark.parametrize("name", [n for n in VALID_NAMES if n.startswith("zipccl/")])
+def test_raw_chunks_are_those_meant(name: str) -> None:
+    expected = (0,) if "random_bits" in name else RAW_CHUNKS.get(name, ())
+    assert tw.inspect(vector(name)[0]).raw_chunks == expected
+
+
+@pytest.mark.parametrize("name", [n for n in VALID_NAMES if "zero_mode" in n])
+def test_zero_mode_is_on(name: str) -> None:
+    data = vector(name)[0]
+    header = tw.inspect(data).header
+    index = 128 + header.sections[0].nbytes
+    windows = np.frombuffer(data, "<u2", 2, index + 2 * 4)
+    assert (windows >= 1 << 15).all()
+
+
+def test_vectors_and_reasons_are_complete() -> None:
+    assert {p.stem for p in INVALID.glob("*.tw")} == set(REASON_OF)
+    assert set(REASON_OF.values()) == set(REASONS) - {"bad_container"}
+    tensors = {f"{p.parent.name}/{p.stem}" for p in VECTORS.rglob("*.bin")}
+    assert tensors == set(VALID_NAMES)
+    assert set(VALID_NAMES) >= NOT_PACKED_ENCODINGS
+
+
+@pytest.mark.parametrize("name", REASON_OF)
+def test_invalid_is_refused(name: str, backend: str) -> None:
+    with pytest.raises(tw.FormatError) as caught:
+        tw.decode((INVALID / f"{name}.tw").read_bytes(), backend=backend)
+    assert caught.value.reason == REASON_OF[name]
+
+
+@pytest.mark.parametrize("name", REASON_OF)
+def test_invalid_fails_verify(name: str) -> None:
+    with pytest.raises(tw.FormatError) as caught:
+        tw.verify((INVALID / f"{name}.tw").read_bytes())
+    assert caught.value.reason == REASON_OF[name]
+
+
+@pytest.mark.parametrize("name", REASON_OF)
+def test_invalid_is_refused_from_the_pages(name: str) -> None:
+    decoder = spec_module("decoder")
+    with pytest.raises(decoder.FormatError) as caught:
+        decoder.decode((INVALID / f"{name}.tw").read_bytes())
+    assert caught.value.reason == REASON_OF[name]
+
+
+@pytest.mark.parametrize("name", ["raw/uint16_3_chunks", "zipccl/bfloat16_2048_ones"])
+def test_reader_limit(name: str) -> None:
+    data, tensor = vector(name)
+    decoder = spec_module("decoder")
+    assert decoder.decode(data, len(tensor))[2] == tensor
+    with pytest.raises(decoder.FormatError) as caught:
+        decoder.decode(data[:200], len(tensor) - 1)
+    assert caught.value.reason == "limit_exceeded"
+    with pytest.raises(tw.FormatError) as from_code:
+        tw.decode(data[:200], max_nbytes=len(tensor) - 1)
+    assert from_code.value.reason == "limit_exceeded"
+
+
+def test_every_truncation_of_a_vector_is_refused_alike() -> None:
+    decoder = spec_module("decoder")
+    for name in ("raw/uint8_3", "zipccl/float8_e5m2_2048", "zipccl/bfloat16_slotted"):
+        data, _ = vector(name)
+        for length in range(0, len(data), 41):
+            with pytest.raises(decoder.FormatError) as caught:
+                decoder.decode(data[:length])
+            with pytest.raises(tw.FormatError) as from_code:
+                tw.decode(data[:length])
+            assert caught.value.reason == from_code.value.reason == "truncated"
+
+
+def test_decoder_needs_the_standard_library_only() -> None:
+    tree = ast.parse(page("decoder.py"))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(str(node.module).split(".")[0])
+        else:
+            assert not (isinstance(node, ast.Name) and node.id == "__import__")
+    assert imported <= sys.stdlib_module_names - {"importlib"}
+
+
+def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_vectors = spec_module("make_vectors")
+    assert make_vectors.write(tmp_path) == 0
+    made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
+    assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
+    assert sum(map(len, made.values())) < 1_500_000
+
+    changed = tmp_path / "raw" / "uint8_3.bin"
+    changed.write_bytes(b"\1\2\4")
+    reasons = tmp_path / "invalid" / "reasons.json"
+    reasons.write_text('{"magic": "truncated"}')
+    capsys.readouterr()
+    assert make_vectors.write(tmp_path) == 2
+    assert changed.read_bytes() == b"\1\2\4"
+    assert reasons.read_text() == '{"magic": "truncated"}'
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("kept")]
+    assert lines == ["DIFFERENT, kept raw/uint8_3.bin", "DIFFERENT, kept invalid/reasons.json"]
+
+
+def test_worked_example_of_buffer_page() -> None:
+    data, tensor = vector("raw/uint8_3")
+    text = page("buffer.md")
+    example = text[text.index("## Worked example") :]
+    size = re.search(r"is (\d+) bytes", example)
+    assert size is not None
+    assert (len(data), list(tensor)) == (int(size[1]), [1, 2, 3])
+    checked = 0
+    for offset, fields in re.findall(r"^    ([0-9a-f]{3})  (.{48})", example, re.MULTILINE):
+        at = int(offset, 16)
+        for word in fields.replace("CRC32C", "?? ?? ?? ??").split():
+            if word == "checksum":
+                at += 8
+            elif word == "...":
+                break
+            else:
+                assert word == "??" or int(word, 16) == data[at]
+                checked += word != "??"
+                at += 1
+    assert checked == 72
+    assert not any(data[0x50:0x80])
+    assert not any(data[0x83:])
+
+
+def test_worked_example_of_zipccl_page() -> None:
+    data, tensor = vector("zipccl/bfloat16_2048_ones")
+    text = page("zipccl.md")
+    example = text[text.index("## Worked example") :]
+    numbers = re.search(
+        r"(\d+) elements 1\.0 \(0x(\w+)\).*W = (\d+).*window (\d+) = `79 00`.* is "
+        r"(\d+) bytes 00 and 3 \* (\d+) bytes ff,\s+(\d+) in all; "
+        r"index: offset `00 00 00 00`, window `79 00`; no escapes",
+        example,
+        re.DOTALL,
+    )
+    assert numbers is not None
+    n, columns, window, zeros, ones, block = (int(numbers[i]) for i in (1, 3, 4, 5, 6, 7))
+    assert tensor == int(numbers[2], 16).to_bytes(2, "little") * n
+    assert (columns, zeros, ones, block) == (n // 8, n, n // 8, zeros + 3 * ones)
+    static = data[128:] if len(data) == 128 + 2944 else b""
+    assert static[:block] == bytes(zeros) + b"\xff" * (3 * ones)
+    assert static[block:] == bytes(4) + window.to_bytes(2, "little") + bytes(122)
+    assert tw.inspect(data).dynamic_nbytes == (0,)
