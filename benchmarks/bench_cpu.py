@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
 import tightwire as tw
 
 MIB = 1 << 20

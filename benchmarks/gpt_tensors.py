@@ -5,7 +5,7 @@ on the sources of Python's standard library.  One further step gives the gradien
 embedding whose token is absent from that step's batch have exactly zero gradient, as they do in
 a step of a large model.
 
-    python benchmarks/gpt_tensors.py --out gpt.safetensors --steps 240
+    python benchmarks/gpt_tensors.py --out gpt.safetensors --steps 120
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 8192, 256, 4, 3, 128
+VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 8192, 384, 6, 4, 128
 BATCH, COLLECT_BATCH = 8, 320  # sequences per training step; in the step that is collected
 ACTIVATION_ROWS = 16  # sequences of the collected batch whose activations are kept
 WARMUP, LEARNING_RATE = 20, 1e-3
@@ -41,6 +41,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(up, nn.GELU(), down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Residual attention, then residual MLP."""
         split = self.qkv(self.ln1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS))
         q, k, v = split.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -100,7 +101,7 @@ def train(model: GPT, tokens: torch.Tensor, steps: int, rng: torch.Generator) ->
         optimizer.step()
 
 
-def collect(steps: int = 240, seed: int = 0) -> dict[str, torch.Tensor]:
+def collect(steps: int = 120, seed: int = 0) -> dict[str, torch.Tensor]:
     """Train for `steps` and return bfloat16 tensors named weight/..., grad/..., activation/..."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -136,7 +137,7 @@ def main() -> None:
     """Collect the tensors and save them as one safetensors file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE.safetensors")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -224,7 +224,7 @@ def _join_of(e, top, block, x, mantissa):
 
 @njit(nogil=True)
 def _count_window(sample, n, b, top, lanes, highs):
-    """Of a sample: how many are in the window at `b`, are `b`, are below `top`; the largest of these.
+    """How many of a sample are in the window at `b`, are `b`, are below `top`; the largest of these.
 
     Whole blocks of 512 go through 64 lanes, eight elements each.
     """

@@ -26,7 +26,7 @@ class DType:
 
     @cached_property
     def bits(self) -> np.dtype[Any]:
-        """Dtype that holds one element's bits: an unsigned integer, or plain bytes beyond 64 bits."""
+        """Dtype of one element's bits: an unsigned integer, or plain bytes beyond 64 bits."""
         return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
 
     @cached_property
