@@ -233,6 +233,11 @@ def histogram_base(bits: Bits, dtype: DType) -> int:
     for start in range(0, bits.size, 1 << 20):
         exponents, _ = split(bits[start : start + (1 << 20)], f)
         counts += np.bincount(exponents.astype(np.int64), minlength=counts.size)
+    return best_base(counts)
+
+
+def best_base(counts: npt.NDArray[np.int64]) -> int:
+    """The lowest base whose window holds the most of a histogram over all exponents."""
     held = np.convolve(counts, np.ones(WINDOW, np.int64), "valid")
     return int(held.argmax())
 

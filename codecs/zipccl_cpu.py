@@ -224,7 +224,7 @@ def _join_of(e, top, block, x, mantissa):
 
 @njit(nogil=True)
 def _count_window(sample, n, b, top, lanes, highs):
-    """How many of a sample are in the window at `b`, are `b`, are below `top`; the largest of these.
+    """How many of a sample are in the window at `b`, are `b`, are below `top`; the largest below.
 
     Whole blocks of 512 go through 64 lanes, eight elements each.
     """
@@ -367,30 +367,56 @@ def _unpack_codes(planes, base, zero_mode, e, escaped):
             e[i] = one(0) if e[i] == base else e[i]
 
 
+def _pack_top_by(extra):
+    @njit(nogil=True)
+    def pack_top(top, planes):
+        for k in range(extra):
+            for w in range(COLUMNS):
+                p = U1(0)
+                for r in range(ROWS):
+                    p |= U1(U1(U1(top[r * COLUMNS + w] >> U1(k)) & U1(1)) << U1(r))
+                planes[k * COLUMNS + w] = p
+
+    return pack_top
+
+
+def _unpack_top_by(extra):
+    @njit(nogil=True)
+    def unpack_top(planes, top):
+        for w in range(COLUMNS):
+            for r in range(ROWS):
+                v = U1(0)
+                for k in range(extra):
+                    v |= U1(U1(U1(planes[k * COLUMNS + w] >> U1(r)) & U1(1)) << U1(k))
+                top[r * COLUMNS + w] = v
+
+    return unpack_top
+
+
+_pack_top3, _pack_top4, _pack_top5 = _pack_top_by(3), _pack_top_by(4), _pack_top_by(5)
+_unpack_top3, _unpack_top4, _unpack_top5 = _unpack_top_by(3), _unpack_top_by(4), _unpack_top_by(5)
+
+
 @njit(nogil=True)
 def _pack_top(top, extra, planes):
     """Bits 0 to `extra - 1` of `top` as planes."""
-    for k in range(extra):
-        bit = U1(k)
-        for w in range(COLUMNS):
-            p = U1(0)
-            for r in range(ROWS):
-                p |= U1(U1(U1(top[r * COLUMNS + w] >> bit) & U1(1)) << U1(r))
-            planes[k * COLUMNS + w] = p
+    if extra == 3:
+        _pack_top3(top, planes)
+    elif extra == 4:
+        _pack_top4(top, planes)
+    elif extra == 5:
+        _pack_top5(top, planes)
 
 
 @njit(nogil=True)
 def _unpack_top(planes, extra, top):
     """Inverse of `_pack_top`."""
-    for r in range(ROWS):
-        row = U1(r)
-        for w in range(COLUMNS):
-            top[r * COLUMNS + w] = U1(U1(planes[w] >> row) & U1(1))
-        for k in range(1, extra):
-            bit = U1(k)
-            for w in range(COLUMNS):
-                p = U1(U1(U1(planes[k * COLUMNS + w] >> row) & U1(1)) << bit)
-                top[r * COLUMNS + w] |= p
+    if extra == 3:
+        _unpack_top3(planes, top)
+    elif extra == 4:
+        _unpack_top4(planes, top)
+    elif extra == 5:
+        _unpack_top5(planes, top)
 
 
 @njit(nogil=True)
@@ -410,6 +436,9 @@ def _gather(e, flags, escapes, at):
                 escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
                 at += 1
                 bits &= bits - U8(1)
+    elif at >= escapes.size:
+        for k in range(_WORDS):
+            at += I8(_popcount(flags[k]))
     else:
         for k in range(_WORDS):
             bits = flags[k]
@@ -544,8 +573,7 @@ def _encode_span(
         _pack_codes(
             e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped
         )
-        if extra > 0:
-            _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
+        _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
         offsets[t] = U4(count)
         entries[t] = U2(entry)
         count = _gather(e, flags, escapes, count)
@@ -573,8 +601,7 @@ def _encode_span(
         _pack_codes(
             e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, wide[codes_at:], escaped
         )
-        if extra > 0:
-            _pack_top(top, extra, wide[codes_at + 3 * COLUMNS :])
+        _pack_top(top, extra, wide[codes_at + 3 * COLUMNS :])
         offsets[full] = U4(count)
         entries[full] = U2(entry)
         count = _gather(e, flags, escapes, count)
@@ -647,13 +674,11 @@ def _decode_span(
             continue
         _scatter(e, flags, escapes, begin_escapes, end_escapes)
         if t < full:
-            if extra > 0:
-                _unpack_top(tiles[at + codes_at + 3 * COLUMNS : end], extra, top)
+            _unpack_top(tiles[at + codes_at + 3 * COLUMNS : end], extra, top)
             to = (t - first) * TILE
             _join(e, top, tiles[at:end], x[to : to + TILE], mantissa)
         else:
-            if extra > 0:
-                _unpack_top(wide[codes_at + 3 * COLUMNS :], extra, top)
+            _unpack_top(wide[codes_at + 3 * COLUMNS :], extra, top)
             _join(e, top, wide, xs, mantissa)
             n = nelem - full * TILE
             to = (full - first) * TILE

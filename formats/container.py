@@ -155,7 +155,7 @@ def check_compressed(directory: Directory) -> None:
     if version is None:
         raise _bad("a safetensors file, but not a compressed one: no 'tightwire' in its metadata")
     if version != VERSION:
-        raise _bad(f"container version {version!r}; this reads {VERSION!r}")
+        raise _bad(f"container version {version!r}; this reads {VERSION!r}: upgrade tightwire")
     for e in directory.entries:
         if e.dtype != "U8" or len(e.shape) != 1:
             raise _bad(f"{e.name!r} is {e.dtype}{list(e.shape)}, not one-dimensional U8")

@@ -67,7 +67,7 @@ def _dtype(entry: Entry) -> DType:
 
 
 @contextmanager
-def _about(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Say in a FormatError what it is about."""
     try:
         yield
@@ -76,7 +76,7 @@ def _about(what: str) -> Iterator[None]:
 
 
 def _parse(file: File, name: str, max_nbytes: int) -> Parsed:
-    with _about(f"tensor {name!r}"):
+    with naming(f"tensor {name!r}"):
         return engine.parse(file.buffer(name), max_nbytes)
 
 
@@ -148,7 +148,9 @@ def _cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
     bits = raw.view(dtype.bits)
     if target is dtype:
         return bits
-    return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
+    # NaNs and values out of range have a place in the target: nothing to warn about.
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
 
 
 def decompress_file(
@@ -172,7 +174,7 @@ def decompress_file(
             for name, item in parsed.items():
                 plan = item.plan
                 bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-                with _about(f"tensor {name!r}"):
+                with naming(f"tensor {name!r}"):
                     engine.decode_range(item, bits, 0, verify=True, threads=threads or cpu_count())
                 out.write(bits.view(np.uint8).data)
                 _release(file.data)
@@ -210,7 +212,7 @@ def verify_file(
         _restored_head(file, {name: _parse(file, name, max_nbytes) for name in file})
         for name in file:
             parsed = _parse(file, name, max_nbytes)
-            with _about(f"tensor {name!r}"):
+            with naming(f"tensor {name!r}"):
                 engine.verify_chunks(parsed, threads=cpu_count())
             _release(file.data)
             progress(name, parsed.plan.nelem * parsed.plan.dtype.itemsize)
@@ -267,7 +269,7 @@ class _Tensors:
 
     def __init__(self, path: PathLike) -> None:
         self._path = path
-        with _about(str(path)):
+        with naming(str(path)):
             data, directory = map_safetensors(path)
             self._file = File(path) if VERSION_KEY in directory.metadata else None
         self._data: Bytes = data
@@ -280,7 +282,7 @@ class _Tensors:
 
     def kind(self, name: str) -> tuple[DType, tuple[int, ...]]:
         if self._file is not None:
-            with _about(str(self._path)):
+            with naming(str(self._path)):
                 plan = _parse(self._file, name, 1 << 63).plan
             return plan.dtype, plan.shape
         entry = self._entries[name]
@@ -289,7 +291,7 @@ class _Tensors:
     def bits(self, name: str) -> Any:
         dtype, _ = self.kind(name)
         if self._file is not None:
-            with _about(f"{self._path}: tensor {name!r}"):
+            with naming(f"{self._path}: tensor {name!r}"):
                 return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
         entry = self._entries[name]
         at = self._directory.data_at

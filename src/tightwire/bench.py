@@ -1,0 +1,235 @@
+"""Ratio and speed of codecs on the tensors of a safetensors file, memcpy and zstd beside them.
+
+Nothing is timed before its result has been compared with the input bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .codec import Codec, codec, codecs, decode
+from .codecs.base import Bits, Bytes
+from .codecs.threads import cpu_count
+from .convert import _cast_bits, _cast_dtype, _dtype
+from .files import PathLike, atomic_file, map_safetensors
+from .formats.container import VERSION_KEY, Entry
+from .formats.dtypes import DType
+from .formats.errors import FormatError
+
+#: Fills outputs before they are written, so that a byte left out does not go unseen.
+POISON = 0xA5
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One codec on one file. Speeds in GB/s (1e9 bytes) of raw data, None if not `identical`.
+
+    `ratio` is packed size over raw size. `identical` is None for a lossy codec.
+    """
+
+    name: str
+    ratio: float
+    identical: bool | None
+    encode_gbps: float | None
+    decode_gbps: float | None
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What was measured on how much: `raw_nbytes` is the tensors' size after the cast."""
+
+    dtypes: tuple[str, ...]
+    n_tensors: int
+    raw_nbytes: int
+    threads: int
+    repeat: int
+    speeds: tuple[Speed, ...]
+
+
+class _Contestant(NamedTuple):
+    """Calls that encode and decode tensor `i`; decoding fills `outs[i]`."""
+
+    name: str
+    encode: Callable[[int], Any]
+    decode: Callable[[int], Any]
+    packed_nbytes: Callable[[], int]
+    outs: list[Array]
+    lossless: bool = True
+
+
+def bench_file(
+    path: PathLike,
+    names: Sequence[str] = (),
+    *,
+    cast: DType | None = None,
+    repeat: int = 3,
+    limit_nbytes: int | None = None,
+    threads: int | None = None,
+) -> BenchReport:
+    """Measure the codecs called `names` (all, if none is named) on a plain safetensors file.
+
+    Encoding and decoding are whole calls per tensor into buffers allocated before; the fastest of
+    `repeat` passes counts. `limit_nbytes` cuts off the tensors' data. zstd is left out where the
+    zstandard package is missing. Raises FormatError, OSError, TypeError or ValueError.
+    """
+    chosen = [codec(name) for name in names or codecs()]
+    n_threads = threads or cpu_count()
+    arrays = _load(path, cast, limit_nbytes)
+    raw_nbytes = sum(a.nbytes for a in arrays)
+    if not raw_nbytes:
+        raise ValueError("no tensor data to measure")
+    # One contestant at a time: each holds buffers for the whole file.
+    speeds = [_measure(_memcpy(arrays), arrays, repeat)]
+    for c in chosen:
+        speeds.append(_measure(_codec(c, arrays, n_threads), arrays, repeat))
+    if find_spec("zstandard"):
+        speeds.append(_measure(_zstd(arrays, n_threads), arrays, repeat))
+    return BenchReport(
+        dtypes=tuple(sorted({a.dtype.name for a in arrays})),
+        n_tensors=len(arrays),
+        raw_nbytes=raw_nbytes,
+        threads=n_threads,
+        repeat=repeat,
+        speeds=tuple(speeds),
+    )
+
+
+def plain_tensors(path: PathLike, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
+    """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,)."""
+    data, directory = map_safetensors(path)
+    if VERSION_KEY in directory.metadata:
+        raise FormatError("bad_container", "compressed already; a plain file is needed")
+    for e in directory.entries:
+        dtype = _dtype(e)
+        target = _cast_dtype(dtype, cast)
+        raw = data[directory.data_at + e.begin : directory.data_at + e.end]
+        yield e, target, _cast_bits(raw, dtype, target)
+
+
+def _load(path: PathLike, cast: DType | None, limit: int | None) -> list[Array]:
+    """The file's tensors as flat arrays in memory, as far as `limit` bytes reach."""
+    arrays: list[Array] = []
+    for _, dtype, bits in plain_tensors(path, cast):
+        values = bits.view(dtype.numpy)
+        whole = limit is None or values.nbytes <= limit
+        arrays.append(values.copy() if whole else values[: (limit or 0) // dtype.itemsize].copy())
+        if not whole:
+            break
+        if limit is not None:
+            limit -= values.nbytes
+    return arrays
+
+
+def _poisoned(nbytes: int) -> Bytes:
+    return np.full(nbytes, POISON, np.uint8)
+
+
+def _memcpy(arrays: list[Array]) -> _Contestant:
+    outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
+
+    def copy(i: int) -> None:
+        np.copyto(outs[i], arrays[i])
+
+    return _Contestant("memcpy", copy, copy, lambda: sum(a.nbytes for a in arrays), outs)
+
+
+def _codec(c: Codec, arrays: list[Array], threads: int) -> _Contestant:
+    rooms: list[Any] = [_poisoned(c.plan(a.shape, a.dtype, chunks=None).nbytes) for a in arrays]
+    outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
+
+    def encode_one(i: int) -> None:
+        rooms[i] = c.encode(arrays[i], out=rooms[i], chunks=None, threads=threads)
+
+    def decode_one(i: int) -> None:
+        decode(rooms[i], out=outs[i], threads=threads)
+
+    def packed_nbytes() -> int:
+        return sum(buffer.nbytes for buffer in rooms)
+
+    return _Contestant(c.name, encode_one, decode_one, packed_nbytes, outs, c.lossless)
+
+
+def _zstd(arrays: list[Array], threads: int) -> _Contestant:
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=1, threads=threads if threads > 1 else 0)
+    decompressor = zstandard.ZstdDecompressor()
+    raw = [a.view(np.uint8).data for a in arrays]
+    packed = [b""] * len(arrays)
+    outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
+
+    def encode_one(i: int) -> None:
+        packed[i] = compressor.compress(raw[i])
+
+    def decode_one(i: int) -> None:
+        room = outs[i].view(np.uint8).data
+        with decompressor.stream_reader(packed[i]) as reader:
+            at = 0
+            while at < len(room) and (n := reader.readinto(room[at:])):
+                at += n
+
+    return _Contestant("zstd -1", encode_one, decode_one, lambda: sum(map(len, packed)), outs)
+
+
+def _measure(contestant: _Contestant, arrays: list[Array], repeat: int) -> Speed:
+    """Check first, which also warms up, then time."""
+    for i in range(len(arrays)):
+        contestant.encode(i)
+        contestant.decode(i)
+    raw_nbytes = sum(a.nbytes for a in arrays)
+    ratio = contestant.packed_nbytes() / raw_nbytes
+    identical = None
+    if contestant.lossless:
+        pairs = zip(arrays, contestant.outs, strict=True)
+        identical = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+    if identical is False:
+        return Speed(contestant.name, ratio, identical, None, None)
+    gbps = [
+        raw_nbytes / 1e9 / _fastest(call, len(arrays), repeat)
+        for call in (contestant.encode, contestant.decode)
+    ]
+    return Speed(contestant.name, ratio, identical, *gbps)
+
+
+def _fastest(call: Callable[[int], Any], n: int, repeat: int) -> float:
+    """Seconds of the fastest of `repeat` passes over all tensors."""
+    best = float("inf")
+    for _ in range(repeat):
+        start = time.perf_counter()
+        for i in range(n):
+            call(i)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def plot_speeds(report: BenchReport, path: PathLike) -> None:
+    """Draw encode and decode speed per codec, with the ratio beside the name. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    shown = [s for s in report.speeds if s.encode_gbps is not None]
+    at = np.arange(len(shown))
+    figure = Figure(figsize=(7, 1.2 + 0.7 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for offset, what in ((-0.2, "encode"), (0.2, "decode")):
+        values = [getattr(s, f"{what}_gbps") for s in shown]
+        axes.bar_label(axes.barh(at + offset, values, 0.38, label=what), fmt="%.2f", padding=3)
+    axes.set_yticks(at, [f"{s.name}\nratio {s.ratio:.3f}" for s in shown])
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel(f"GB/s of raw data, {', '.join(report.dtypes)}, threads: {report.threads}")
+    axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: PathLike) -> None:
+    """Write a matplotlib figure as PNG, whole or not at all."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=150)

