@@ -25,10 +25,13 @@ ReduceOp = Literal["sum", "max", "or"]
 
 
 class Key(NamedTuple):
-    """Seed of counter-based randomness: the same key gives the same bytes on every backend."""
+    """Seed of counter-based randomness: the same key gives the same bytes on every backend.
 
-    seed: int
-    step: int = 0
+    Values are integers, or one-element device arrays so that a captured graph draws afresh.
+    """
+
+    seed: Any
+    step: Any = 0
     rank: int = 0
     world: int = 1
 
@@ -44,7 +47,9 @@ class Layout(NamedTuple):
 class Chunk(NamedTuple):
     """Where one chunk lies: its elements' type and number, its planned sections and its bytes.
 
-    `dynamic` is the whole slot when encoding and exactly the used bytes when decoding.
+    `dynamic` is the whole slot when encoding and exactly the used bytes when decoding. `number`
+    counts chunks, `first` is its first flat element in the tensor of `shape`: what randomness by
+    element, statistics per chunk and formats along a row go by. `info` is the record's field.
     """
 
     dtype: DType
@@ -52,6 +57,10 @@ class Chunk(NamedTuple):
     sections: tuple[Section, ...]
     static: Bytes
     dynamic: Bytes
+    number: int = 0
+    first: int = 0
+    shape: tuple[int, ...] = ()
+    info: int = 0
 
 
 class ChunkResult(NamedTuple):
@@ -84,14 +93,18 @@ class CodecSpec:
     homomorphic: ClassVar[bool] = False
     reduce_op: ClassVar[ReduceOp | None] = None
     dtypes: ClassVar[tuple[str, ...]]
-    #: Most elements in one chunk.
-    max_chunk_nelem: ClassVar[int] = (1 << 63) - 1
+    #: The codec writes the record's info field; elsewhere it is zero and checked.
+    uses_info: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
         """Sections of a chunk of `nelem` elements; depends on nothing else."""
         raise NotImplementedError
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """Most elements in one chunk."""
+        return (1 << 63) - 1
 
     def accepts(self, dtype: DType, nelem: int) -> bool:
         """False where a chunk of `nelem` elements is better stored by the raw codec."""
@@ -109,6 +122,10 @@ class CodecSpec:
     def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[Any] | None:
         """Statistics that encode() takes as `stats`, or None if the codec needs none."""
         return None
+
+    def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
+        """Raise ValueError for `stats` that encode() cannot use."""
+        raise ValueError(f"{self.name} takes no stats")
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ class Raw(CodecSpec):
     name: ClassVar[str] = "raw"
     id: ClassVar[int] = CODEC_IDS["raw"][0]
     dtypes: ClassVar[tuple[str, ...]] = tuple(d.name for d in DTYPES)
-    #: A section entry counts 128-byte blocks in 32 bits, and an element has at most 16 bytes.
-    max_chunk_nelem: ClassVar[int] = ((1 << 39) - 128) // 16
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
         """One static section with the chunk's bytes."""
         return Layout((Section(SECTION_KINDS["payload"], align(nelem * dtype.itemsize)),))
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """A section entry counts 128-byte blocks in 32 bits."""
+        return ((1 << 39) - 128) // dtype.itemsize
 
     @classmethod
     def unpack_params(cls, data: bytes) -> Raw:
@@ -49,7 +51,7 @@ def encode_chunk(
     key: Key | None = None,
     threads: int = 1,
 ) -> ChunkResult:
-    """Copy the chunk's elements `bits` (1-D) to its static part and zero the padding."""
+    """Copy the chunk's elements `bits` (1-D) to its static part."""
     data = bits.view(np.uint8)
     chunk.static[: data.size] = data
     return ChunkResult(0)
@@ -65,7 +67,7 @@ def decode_chunk(
 
 
 def static_used(
-    dtype: DType, nelem: int, sections: tuple[Section, ...]
+    spec: Raw, dtype: DType, nelem: int, sections: tuple[Section, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
     return ((0, nelem * dtype.itemsize),)

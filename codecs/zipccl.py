@@ -120,7 +120,6 @@ class Zipccl(CodecSpec):
     name: ClassVar[str] = "zipccl"
     id: ClassVar[int] = CODEC_IDS["zipccl"][0]
     dtypes: ClassVar[tuple[str, ...]] = tuple(d.name for d in DTYPES if d.is_float)
-    max_chunk_nelem: ClassVar[int] = (1 << 32) - 1
     raw_fallback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -146,6 +145,10 @@ class Zipccl(CodecSpec):
             ),
             dynamic_bound=bound,
         )
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """Escape offsets are uint32."""
+        return (1 << 32) - 1
 
     def accepts(self, dtype: DType, nelem: int) -> bool:
         """True for floats whose static part is smaller than their bytes."""
@@ -184,6 +187,16 @@ class Zipccl(CodecSpec):
             return np.array([self.window], np.int32)
         choose = sigma_base if self.window == "sigma" else histogram_base
         return np.array([choose(bits, dtype)], np.int32)
+
+    def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
+        """Stats are one integer base, that of an explicit window if there is one."""
+        largest = fields_of(dtype).max_base
+        if stats.shape != (1,) or stats.dtype.kind not in "iu" or not 0 <= stats[0] <= largest:
+            raise ValueError(f"stats are {stats!r}; allowed: one integer from 0 to {largest}")
+        if isinstance(self.window, int) and stats[0] != self.window:
+            raise ValueError(f"stats are {stats!r}; the window is {self.window}")
+        if self.window == "tile":
+            raise ValueError('window="tile" takes no stats')
 
 
 SPEC = Zipccl
@@ -309,7 +322,7 @@ def encode_chunk(
         if stats is not None:
             here[:] = stats[0]
         else:
-            whole = columns == COLUMNS
+            whole = first < bits.size // TILE
             for i, tile in enumerate(exponents.reshape(batch, -1)):
                 here[i] = tile_window(tile[SAMPLE] if whole else tile[:n_valid])
         base, zero_mode = window_of(here)
@@ -453,7 +466,7 @@ def static_views(
 
 
 def static_used(
-    dtype: DType, nelem: int, sections: tuple[Section, ...]
+    spec: Zipccl, dtype: DType, nelem: int, sections: tuple[Section, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
     index_at = sections[0].nbytes

@@ -535,9 +535,7 @@ def _columns_of(nelem):
 
 
 @njit(nogil=True, cache=True)
-def _encode_span(
-    x, first, last, tiles, offsets, entries, escapes, mantissa, exponent, extra, fixed, with_sum
-):
+def _encode_span(x, first, last, tiles, offsets, entries, escapes, mantissa, extra, fixed):
     """Encode tiles `first` to `last` of the chunk `x`; offsets count from the span's first escape.
 
     `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may exceed
@@ -577,8 +575,7 @@ def _encode_span(
         offsets[t] = U4(count)
         entries[t] = U2(entry)
         count = _gather(e, flags, escapes, count)
-        if with_sum:
-            total += sum_words(words[t * nbytes // 4 : (t + 1) * nbytes // 4], t * nbytes // 4)
+        total += sum_words(words[t * nbytes // 4 : (t + 1) * nbytes // 4], t * nbytes // 4)
     if last > full:
         n = x.size - full * TILE
         columns = _columns_of(n)
@@ -608,8 +605,7 @@ def _encode_span(
         at = full * nbytes
         end = at + columns * (ROWS * streams + planes)
         _narrow(tiles[at:end], wide, columns, streams, planes)
-        if with_sum:
-            total += sum_words(words[at // 4 : end // 4], at // 4)
+        total += sum_words(words[at // 4 : end // 4], at // 4)
     return count, total
 
 
@@ -722,7 +718,7 @@ def encode_chunk(
         np.empty(min(slot.size, (last - first) * TILE) + TILE, f.escape_dtype)
         for first, last in cuts[1:]
     ]
-    args = (f.mantissa, f.exponent, f.extra, fixed, True)
+    args = (f.mantissa, f.extra, fixed)
 
     def task(first: int, last: int, room: Bits) -> Any:
         return _encode_span(x, first, last, tiles, offsets, entries, room, *args)

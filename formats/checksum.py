@@ -19,6 +19,7 @@ _F_DYNAMIC = 0xC2B2AE3D27D4EB4F
 _F_FLAGS = 0x165667B19E3779F9
 _F_IDENTITY = 0xD6E8FEB86659FD93
 _F_CONSTANT = 0xA0761D6478BD642F
+_F_INFO = 0xE7037ED1A0B428DB
 
 _BLOCK = 1 << 15
 
@@ -29,9 +30,10 @@ def identity_term(codec_id: int, codec_version: int, dtype_id: int, nelem: int) 
     return (_F_CONSTANT + identity * _F_IDENTITY + nelem * _F_NELEM) & MASK64
 
 
-def record_term(dynamic_nbytes: int, flags: int, ordinal: int) -> int:
+def record_term(dynamic_nbytes: int, flags: int, ordinal: int, info: int) -> int:
     """Contribution of the chunk's result record."""
-    return (dynamic_nbytes * _F_DYNAMIC + (flags | ordinal << 32) * _F_FLAGS) & MASK64
+    fields = dynamic_nbytes * _F_DYNAMIC + (flags | ordinal << 32) * _F_FLAGS + info * _F_INFO
+    return fields & MASK64
 
 
 def words_sum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:

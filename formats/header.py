@@ -6,7 +6,6 @@ import math
 import struct
 from dataclasses import dataclass
 
-import google_crc32c
 import numpy as np
 
 from .codec_ids import NAMES_BY_ID
@@ -18,6 +17,7 @@ MAJOR, MINOR = 1, 0
 ALIGN = 128
 MAX_HEADER = 1 << 20
 MAX_RANK = 32
+MAX_CHUNKS = 1 << 16
 MAX_NBYTES = (1 << 63) - 1
 
 #: Required feature bits. A reader refuses a buffer with a required bit that it does not know.
@@ -123,6 +123,9 @@ class Header:
 
 def header_crc(data: bytes) -> int:
     """CRC32C of a header's bytes without its CRC field."""
+    # Imported at first use: importing the library needs NumPy alone.
+    import google_crc32c
+
     return int(google_crc32c.extend(google_crc32c.value(data[:_CRC_AT]), data[_CRC_AT + 4 :]))
 
 
@@ -172,8 +175,8 @@ def parse_header(src: memoryview) -> Header:
         raise FormatError("bad_header", f"dtype id {dtype_id}")
     if ndim > MAX_RANK:
         raise FormatError("bad_header", f"{ndim} dimensions, at most {MAX_RANK}")
-    if chunks == 0:
-        raise FormatError("bad_header", "no chunks")
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise FormatError("bad_header", f"{chunks} chunks, from 1 to {MAX_CHUNKS}")
     table_at = _FIXED.size + 8 * ndim
     params_at = table_at + 8 * n_sections
     if params_at > header_nbytes:

@@ -109,6 +109,7 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     nelem: int
     static_stride: int
+    params: bytes
 
     @property
     def dtype(self) -> Dtype:
@@ -193,6 +194,7 @@ def chunk_checksum(h: Header, nelem: int, record: Record, static: bytes, dynamic
     total += 0x9E3779B97F4A7C15 * nelem
     total += 0xC2B2AE3D27D4EB4F * record.dynamic
     total += 0x165667B19E3779F9 * (record.flags + (record.ordinal << 32))
+    total += 0xE7037ED1A0B428DB * record.info
     return total & 0xFFFFFFFFFFFFFFFF
 
 
@@ -343,6 +345,13 @@ def zipccl_decode(h: Header, nelem: int, static: bytes, dynamic: bytes) -> bytes
     check(max(offsets, default=0) <= len(escapes), "bad_payload", "offset behind the escapes")
     check(all(a <= b for a, b in zip(offsets, ends, strict=False)), "bad_payload", "offset falls")
 
+    how, _, explicit = struct.unpack_from("<BBH", h.params)
+    one = how == 0 or len(set(windows)) <= 1
+    check(one, "bad_payload", "windows differ in a tensor with one window")
+    if how != 0 and windows:
+        check(windows[0] < 32768, "bad_payload", "zero mode in a tensor with one window")
+        check(how != 3 or windows[0] == explicit, "bad_payload", "not the explicit window")
+
     out = bytearray()
     for t in range(tiles):
         window = Window(windows[t] % 32768, windows[t] >= 32768)
@@ -383,7 +392,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
     check(dtype_id in DTYPES, "bad_header", f"unknown dtype {dtype_id}")
     check(ndim <= 32, "bad_header", f"{ndim} dimensions")
-    check(chunks >= 1, "bad_header", "no chunks")
+    check(1 <= chunks <= 65536, "bad_header", f"{chunks} chunks")
     params = 32 + 8 * ndim + 8 * nsections
     check(params <= nbytes, "bad_header", "no room for shape and section table")
 
@@ -416,8 +425,19 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     check(stride <= slot, "bad_header", f"slots of {stride} bytes, at most {slot}")
 
     static_stride = 128 * sum(s.size for s in table if not s.dynamic)  # 10
+    codec_params = data[params:nbytes]
     h = Header(
-        nbytes, codec, version, dtype_id, required, chunks, stride, shape, nelem, static_stride
+        nbytes,
+        codec,
+        version,
+        dtype_id,
+        required,
+        chunks,
+        stride,
+        shape,
+        nelem,
+        static_stride,
+        codec_params,
     )
     check(nelem * dtype.nbytes <= max_nbytes, "limit_exceeded", f"{nelem * dtype.nbytes} bytes")
     check(len(data) >= h.static_end, "truncated", "records or static parts end early")

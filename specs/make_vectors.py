@@ -106,6 +106,13 @@ def scaled_tiles(seed: int, dtype: str, n: int) -> Array:
     return narrow.astype(BY_NAME[dtype].numpy)
 
 
+def spread(seed: int, n: int) -> Array:
+    """bfloat16 whose exponents lie higher in the groups that a whole tile's sample takes."""
+    shift = np.where(np.arange(n) // 16 % 8 == np.arange(n) // 128 % 8, 9, 0)
+    bits = (100 + shift + random_words(seed, n) % np.uint64(6)).astype(np.uint16) << 7
+    return bits.view(BY_NAME["bfloat16"].numpy)
+
+
 def all_bfloat16() -> Array:
     """All 65,536 patterns, exponents in order, so that every tile has 16 of them."""
     i = np.arange(1 << 16)
@@ -188,13 +195,13 @@ def zipccl_vectors() -> Iterator[Vector]:
     for name in ZIPCCL_DTYPES:
         for n in SIZES[name]:
             yield coded(f"{name}_{n}", bell(n, name, n))
-        # A window per tile lies below the infinities and leaves no other value within its reach.
-        x = specials(name, 4200 if name in FLOAT8 else 2200)
-        yield coded(f"{name}_specials", x, window="histogram")
+        yield coded(f"{name}_specials", specials(name, 4200 if name in FLOAT8 else 2200))
         yield coded(f"{name}_random_bits", random_bits(50, name, (2, 1030)))
     for name in ("bfloat16", "float32", "float8_e5m2"):
         yield coded(f"{name}_zero_mode", with_zeros(51, name, 4500))
 
+    # A partial tile as wide as a whole one: all its elements choose its window, not a sample.
+    yield coded("bfloat16_4000_spread", spread(65, 4000))
     x = scaled_tiles(52, "bfloat16", 4800)
     for window in ("tile", "sigma", "histogram"):
         yield coded(f"bfloat16_window_{window}", x, window=window)
@@ -247,7 +254,8 @@ class Parts:
             static, dynamic = (np.frombuffer(p[i], np.uint8) for p in (self.static, self.dynamic))
             total = words_sum(static) + words_sum(dynamic, static.size // 4)
             total += identity_term(h.codec_id, h.codec_version, h.dtype.id, nelem)
-            total += record_term(dynamic.size, int(record["flags"]), int(record["ordinal"]))
+            flags, ordinal, info = (int(record[k]) for k in ("flags", "ordinal", "info"))
+            total += record_term(dynamic.size, flags, ordinal, info)
             record["checksum"] = total & MASK64 if h.required & CHECKSUM else 0
             record["dynamic_nbytes"] = dynamic.size
         head = h.pack() + self.records.tobytes()
@@ -287,6 +295,22 @@ def three_tiles() -> Parts:
     x = bell(62, "float8_e5m2", 8200)
     bits_of(x)[-1] = 3 << 2
     return Parts.of(encoded(x, "zipccl"))
+
+
+def two_windows() -> Parts:
+    """Two tiles with different windows."""
+    return Parts.of(encoded(scaled_tiles(52, "bfloat16", 4800), "zipccl"))
+
+
+def one_zero_tile() -> Parts:
+    """One tile in zero mode."""
+    return Parts.of(encoded(with_zeros(51, "bfloat16", 2000), "zipccl"))
+
+
+def explicit() -> Parts:
+    """Windows at the explicit base 4."""
+    x = scaled_tiles(52, "bfloat16", 4800)
+    return Parts.of(encoded(x * x.dtype.type(2.0**-120), "zipccl", window=4))
 
 
 def random_chunks() -> Parts:
@@ -421,6 +445,7 @@ def header_vectors() -> Invalid:
         "magic": (poked(raw, 0, b"\x9eTWC"), "bad_magic"),
         "magic_short": (b"\x9fTWB", "bad_magic"),
         "fixed_header_cut": (raw[:31], "truncated"),
+        "chunks_65537": (repaired(poked(raw, 20, h(65537))), "bad_header"),
         "major_0": (repaired(poked(raw, 4, b"\0")), "unsupported_version"),
         "major_2": (repaired(poked(raw, 4, b"\2")), "unsupported_version"),
         "header_nbytes_too_large": (poked(raw, 8, h((1 << 20) + 8)), "header_too_large"),
@@ -637,6 +662,9 @@ def payload_vectors() -> Invalid:
         "escape_in_zero_window": edited(zeros, lambda p: last_escape(p, zero_base(p) + 6)),
         "window_base_too_large": edited(three_tiles, lambda p: put_window(p, 24)),
         "window_base_15_bits": edited(three_tiles, lambda p: put_window(p, 32736)),
+        "sigma_two_windows": changed(two_windows(), params=b"\1\14" + bytes(6)),
+        "histogram_zero_mode": changed(one_zero_tile(), params=b"\2\14" + bytes(6)),
+        "explicit_other_window": changed(explicit(), params=b"\3\14\5\0" + bytes(4)),
         "zero_mode_base_0": edited(three_tiles, zero_mode_base_0),
         "padding_mantissa": edited(zipccl_parts, lambda p: put(p, 1, 1279, b"\1")),
         "padding_sign": edited(zipccl_parts, lambda p: put(p, 1, 1250, b"\x80")),

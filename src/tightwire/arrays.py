@@ -14,6 +14,8 @@ from .formats.dtypes import BY_NAME, DType, dtype_named
 
 _LIBRARIES = ("numpy", "torch", "cupy", "jax")
 
+_DLPACK_CPU = 1
+
 _by_numpy: dict[np.dtype[Any], DType] = {}
 
 
@@ -45,6 +47,8 @@ def numpy_dtype(dtype: np.dtype[Any]) -> DType:
 
 def library_of(x: Any) -> str:
     """Name of the array library that `x` belongs to; TypeError if it is no array."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
         return "numpy"
     for name, cls in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
@@ -64,7 +68,11 @@ def describe(x: Any) -> ArrayInfo:
     library = library_of(x)
     if library == "torch":
         name = str(x.dtype).removeprefix("torch.")
-        if x.layout != sys.modules["torch"].strided or x.is_quantized:
+        if x.is_quantized:
+            raise TypeError(
+                "a quantized tensor is not supported: call .dequantize() or .int_repr()"
+            )
+        if x.layout != sys.modules["torch"].strided or x.is_nested:
             raise TypeError(f"a {x.layout} tensor is not supported: call .to_dense() first")
         if x.device.type == "meta":
             raise TypeError("a meta tensor has no data to encode")
@@ -82,8 +90,18 @@ def describe(x: Any) -> ArrayInfo:
         host = device.platform == "cpu"
         return ArrayInfo("jax", None if host else device, numpy_dtype(x.dtype), tuple(x.shape))
     if not isinstance(x, (np.ndarray, np.generic)):
-        x = np.from_dlpack(x)
+        x = _from_dlpack(x)
     return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+
+
+def _from_dlpack(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    kind = x.__dlpack_device__()[0]
+    if kind != _DLPACK_CPU:
+        raise TypeError(f"{type(x).__name__} is on DLPack device {kind}; allowed: host memory")
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, RuntimeError) as error:
+        raise TypeError(f"{type(x).__name__} is not supported: {error}") from None
 
 
 def host_array(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -106,7 +124,7 @@ def host_array(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
         return np.asarray(x)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.asarray(x)
-    return np.from_dlpack(x)
+    return _from_dlpack(x)
 
 
 def host_bits(x: Any, dtype: DType) -> Bits:
@@ -134,7 +152,13 @@ def from_bits(bits: Bits, dtype: DType, shape: tuple[int, ...], target: Target) 
     if target.library == "jax":
         import jax
 
-        return jax.device_put(array, target.device)
+        placed = jax.device_put(array, target.device)
+        if placed.dtype != dtype.numpy:
+            raise TypeError(
+                f"JAX would turn {dtype.name} into {placed.dtype}: enable jax_enable_x64, or use "
+                'like="numpy"'
+            )
+        return placed
     return array
 
 
@@ -145,6 +169,8 @@ def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bi
         raise TypeError(f"{what} is a JAX array, which cannot be written to")
     if info.device is not None:
         raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")
+    if isinstance(x, np.generic) or (info.library == "torch" and (x.is_conj() or x.is_neg())):
+        raise ValueError(f"{what} is a scalar or a lazy view; needed: memory to write to")
     if info.dtype != dtype or info.shape != shape:
         raise ValueError(
             f"{what} is {info.dtype.name}{list(info.shape)}; needed: {dtype.name}{list(shape)}"
@@ -155,9 +181,22 @@ def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bi
     return host.reshape(-1).view(dtype.bits)
 
 
+def is_bytes(src: Any) -> bool:
+    """True for bytes-like objects of the standard library: bytes, memoryview, mmap, array ..."""
+    if isinstance(src, (bytes, bytearray, memoryview)):
+        return True
+    if isinstance(src, (np.ndarray, np.generic)) or hasattr(src, "__dlpack__"):
+        return False
+    try:
+        memoryview(src)
+    except TypeError:
+        return False
+    return True
+
+
 def bytes_view(src: Any) -> Bytes:
     """`src` (bytes-like, or a contiguous uint8 array of any library) as uint8, shape (n,)."""
-    if isinstance(src, (bytes, bytearray, memoryview)):
+    if is_bytes(src):
         view = memoryview(src)
         if not view.c_contiguous:
             raise ValueError("a memoryview must be contiguous")

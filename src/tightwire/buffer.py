@@ -20,7 +20,8 @@ class Buffer:
     """One compressed tensor: header, result records, static parts, dynamic slots.
 
     A fresh buffer has slack in its dynamic slots; `packed()` and `bytes()` have none. Decoding
-    needs nothing but the bytes.
+    needs nothing but the bytes. A buffer given to encode() as `out` is overwritten: only the one
+    that encode() returns describes what it then holds.
     """
 
     __slots__ = ("_array", "_host", "_target", "plan")
@@ -58,7 +59,8 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Exact size of the packed form, in bytes."""
-        return self.plan.dynamic_offset + int((-(-self.sizes.astype(np.int64) // 128) * 128).sum())
+        used = np.minimum(self.sizes, self.plan.dynamic_stride).astype(np.int64)
+        return self.plan.dynamic_offset + int((-(-used // 128) * 128).sum())
 
     @property
     def overflowed(self) -> bool:

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer
-from .codecs.base import Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import BY_NAME, DType, dtype_named
-from .planning import make_plan, spec_class
+from .planning import integer, make_plan, spec_class
 
 _UINT8 = BY_NAME["uint8"]
 Source = Any
@@ -68,9 +68,8 @@ class Codec:
         `dtype` is a name, a NumPy dtype or a library's dtype. `dynamic_capacity` fixes the bytes
         of each chunk's dynamic slot (fixed rate). Raises TypeError or ValueError for bad calls.
         """
-        return make_plan(
-            self.spec, _dtype(dtype), tuple(map(int, shape)), chunks, dynamic_capacity, checksum
-        )
+        sizes = tuple(integer("a dimension of shape", d) for d in shape)
+        return make_plan(self.spec, _dtype(dtype), sizes, chunks, dynamic_capacity, checksum)
 
     def measure(self, x: Any) -> npt.NDArray[Any] | None:
         """Statistics that ranks may agree on and pass to encode() as `stats`, or None."""
@@ -100,9 +99,12 @@ class Codec:
         bits = arrays.host_bits(x, info.dtype)
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
         target = Target(info.library, info.device)
-        buffer = Buffer(plan, _room(plan, out), target)
-        if stats is not None and plan.codec != self.spec:
-            stats = None
+        buffer = Buffer(plan, _room(plan, out, bits), target)
+        if stats is not None:
+            stats = np.asarray(stats)
+            self.spec.check_stats(stats, info.dtype)
+            if plan.codec != self.spec:
+                stats = None
         engine.encode_into(
             plan,
             bits,
@@ -121,12 +123,15 @@ class Codec:
     def decode_add(self, src: Source, acc: Any) -> Any:
         """Decode `src` and add it to the host array `acc` (same shape, any float dtype) in place.
 
-        The decoded values are rounded to `acc`'s dtype, then added in it. Returns `acc`.
+        The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
+        `acc`.
         """
         info = arrays.describe(acc)
         acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
+        _need_float(info.dtype, "acc")
         values = acc_bits.view(info.dtype.numpy)
         decoded = decode(src, like="numpy")
+        _need_float(arrays.numpy_dtype(decoded.dtype), "the buffer")
         if decoded.shape != info.shape:
             raise ValueError(f"acc has shape {info.shape}, the buffer {decoded.shape}")
         values += decoded.reshape(-1).astype(values.dtype)
@@ -140,22 +145,32 @@ class Codec:
         stats: npt.NDArray[Any] | None = None,
         key: Key | None = None,
         out: Any = None,
+        chunks: int | None = 1,
+        backend: str | None = None,
     ) -> Buffer:
-        """Decode `src`, add the local array `x` of the same shape, encode the sum with this codec.
+        """Decode `src`, add the local array `x` like it, encode the sum with this codec.
 
-        The sum is taken in float32 (float64 for float64) and rounded to `x`'s dtype.
+        `x` has the shape and float dtype of the buffer. The sum is taken in float32 (float64 for
+        float64) and rounded to that dtype.
         """
         info = arrays.describe(x)
+        _need_float(info.dtype, "x")
         local = arrays.host_bits(x, info.dtype).view(info.dtype.numpy).reshape(info.shape)
-        decoded = decode(src, like="numpy")
-        if decoded.shape != info.shape:
-            raise ValueError(f"x has shape {info.shape}, the buffer {decoded.shape}")
+        decoded = decode(src, like="numpy", backend=backend)
+        if decoded.shape != info.shape or decoded.dtype != info.dtype.numpy:
+            wanted = f"{decoded.dtype.name}{list(decoded.shape)}"
+            raise ValueError(f"x is {info.dtype.name}{list(info.shape)}; the buffer {wanted}")
         wide = np.float64 if info.dtype.name == "float64" else np.float32
         total = (decoded.astype(wide) + local.astype(wide)).astype(local.dtype)
         target = Target(info.library, info.device)
         bits = total.reshape(-1).view(info.dtype.bits)
         return self.encode(
-            arrays.from_bits(bits, info.dtype, info.shape, target), stats=stats, key=key, out=out
+            arrays.from_bits(bits, info.dtype, info.shape, target),
+            stats=stats,
+            key=key,
+            out=out,
+            chunks=chunks,
+            backend=backend,
         )
 
 
@@ -174,9 +189,31 @@ def codecs() -> tuple[str, ...]:
     return tuple(CODEC_IDS)
 
 
-def encode(x: Any, codec: str | Codec = "zipccl", **options: Any) -> Buffer:
-    """Encode an array: `tw.encode(x)`. Options are those of `Codec.encode`."""
-    return _codec(codec).encode(x, **options)
+def encode(
+    x: Any,
+    codec: str | Codec = "zipccl",
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    out: Any = None,
+    chunks: int | None = 1,
+    dynamic_capacity: int | None = None,
+    checksum: bool = True,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Buffer:
+    """Encode an array with a codec or the one of that name; see `Codec.encode`."""
+    return as_codec(codec).encode(
+        x,
+        stats=stats,
+        key=key,
+        out=out,
+        chunks=chunks,
+        dynamic_capacity=dynamic_capacity,
+        checksum=checksum,
+        threads=threads,
+        backend=backend,
+    )
 
 
 def decode(
@@ -198,25 +235,25 @@ def decode(
     the right dtype and shape, is filled and returned; after an error its contents are undefined.
 
     `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
-    the tiles that hold them are decoded. `verify` checks checksum, padding and payload of whole
-    chunks: by default it is on for whole tensors and off for a selection, where the header and
-    the tiles touched are checked all the same.
+    the tiles that hold them are decoded. Chunks that are decoded whole are checked whole: checksum,
+    padding, payload. Of a chunk that is decoded in part, header, records and the tiles touched are
+    checked, and the rest only with `verify=True`. `verify=False` leaves checksums and padding out.
 
     Raises FormatError if the bytes are not a valid buffer or need more than `max_nbytes`.
     """
+    max_nbytes = integer("max_nbytes", max_nbytes)
+    chosen = None if like is None else arrays.target_of(like)
     if isinstance(src, Buffer):
         target = src.target
         parsed = src.parsed()
     else:
         data = arrays.bytes_view(src)
-        target = (
-            Target() if isinstance(src, (bytes, bytearray, memoryview)) else arrays.target_of(src)
-        )
+        target = Target() if arrays.is_bytes(src) else arrays.target_of(src)
         parsed = engine.parse(data, max_nbytes)
     plan = parsed.plan
     partial = start is not None or stop is not None
-    lo = 0 if start is None else start
-    hi = plan.nelem if stop is None else stop
+    lo = 0 if start is None else integer("start", start)
+    hi = plan.nelem if stop is None else integer("stop", stop)
     if not 0 <= lo <= hi <= plan.nelem:
         raise ValueError(f"start={start}, stop={stop}; allowed: 0 <= start <= stop <= {plan.nelem}")
     shape = (hi - lo,) if partial else plan.shape
@@ -224,22 +261,23 @@ def decode(
         bits = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
     else:
         bits = arrays.writable_bits(out, plan.dtype, shape, "out")
+        if np.may_share_memory(bits, parsed.data):
+            raise ValueError("out overlaps the buffer that is decoded")
     engine.decode_range(
         parsed,
         bits,
         lo,
-        verify=not partial if verify is None else verify,
+        verify=verify,
         threads=_threads(threads),
         backend=backend,
     )
     if out is not None:
         return out
-    return arrays.from_bits(
-        bits, plan.dtype, shape, target if like is None else arrays.target_of(like)
-    )
+    return arrays.from_bits(bits, plan.dtype, shape, chosen or target)
 
 
-def _codec(value: str | Codec) -> Codec:
+def as_codec(value: str | Codec) -> Codec:
+    """`value` itself, or the codec of that name."""
     if isinstance(value, Codec):
         return value
     if isinstance(value, str):
@@ -247,9 +285,16 @@ def _codec(value: str | Codec) -> Codec:
     raise TypeError(f"codec is {value!r}; allowed: a name or a tightwire.Codec")
 
 
+def _need_float(dtype: DType, what: str) -> None:
+    if not dtype.is_float:
+        raise TypeError(f"{what} is {dtype.name}; allowed: float dtypes")
+
+
 def _dtype(dtype: Any) -> DType:
     if isinstance(dtype, DType):
         return dtype
+    if dtype is None:
+        raise TypeError("dtype is None; allowed: a name, a NumPy dtype or a library's dtype")
     name = str(dtype)
     if name.startswith("torch."):
         return dtype_named(name.removeprefix("torch."))
@@ -259,18 +304,21 @@ def _dtype(dtype: Any) -> DType:
 def _threads(threads: int | None) -> int:
     if threads is None:
         return cpu_count()
-    if threads < 1:
+    if integer("threads", threads) < 1:
         raise ValueError(f"threads is {threads}; allowed: at least 1")
     return threads
 
 
-def _room(plan: Plan, out: Any) -> Bytes:
+def _room(plan: Plan, out: Any, bits: Bits) -> Bytes:
+    """Memory for a buffer; zeros where it is new, so that slack never holds foreign bytes."""
     if out is None:
-        return np.empty(plan.nbytes, np.uint8)
+        return np.zeros(plan.nbytes, np.uint8)
     if isinstance(out, Buffer):
         out = out._host
     info = arrays.describe(out)
     room = arrays.writable_bits(out, _UINT8, info.shape, "out")
     if room.size < plan.nbytes:
         raise ValueError(f"out has {room.size} bytes; the plan needs {plan.nbytes}")
+    if np.may_share_memory(room, bits):
+        raise ValueError("out overlaps the array that is encoded")
     return room[: plan.nbytes]

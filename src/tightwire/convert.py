@@ -15,7 +15,7 @@ import numpy as np
 from . import engine
 from .arrays import Target
 from .buffer import Buffer
-from .codec import Codec, _codec
+from .codec import Codec, as_codec
 from .codecs.base import Bytes, Plan
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
@@ -105,7 +105,7 @@ def compress_file(
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
     restored byte for byte. Raises FormatError, TypeError or OSError.
     """
-    chosen = _codec(codec)
+    chosen = as_codec(codec)
     data, directory = map_safetensors(source)
     if VERSION_KEY in directory.metadata:
         raise FormatError("bad_container", f"{source} is compressed already")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .codecs.base import Bits, Bytes, Chunk, Key, Plan
+from .codecs.base import Bits, Bytes, Chunk, CodecSpec, Key, Plan
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
 from .formats.dtypes import DType
@@ -55,14 +55,14 @@ def _chunk_sum(module: ModuleType, chunk: Chunk) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _static_gaps(
-    codec: str, dtype: DType, nelem: int, sections: tuple[Section, ...], raw: bool
+    spec: CodecSpec, dtype: DType, nelem: int, sections: tuple[Section, ...], raw: bool
 ) -> tuple[tuple[int, int], ...]:
     """Byte ranges of a chunk's static part that must be zero."""
     size = sum(s.nbytes for s in sections if not s.dynamic)
     if raw:
         used = ((0, min(nelem * dtype.itemsize, size)),)
     else:
-        used = backend_module(codec, "ref").static_used(dtype, nelem, sections)
+        used = backend_module(spec.name, "ref").static_used(spec, dtype, nelem, sections)
     starts = [0, *(hi for _, hi in used)]
     stops = [*(lo for lo, _ in used), size]
     return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
@@ -95,8 +95,11 @@ def encode_into(
             plan.layout.sections,
             out[static_at : static_at + plan.static_stride],
             out[slot_at : slot_at + plan.dynamic_stride],
+            i,
+            lo,
+            plan.shape,
         )
-        gaps = _static_gaps(plan.codec.name, plan.dtype, hi - lo, plan.layout.sections, False)
+        gaps = _static_gaps(plan.codec, plan.dtype, hi - lo, plan.layout.sections, False)
         for start, stop in gaps:
             chunk.static[start:stop] = 0
         result = module.encode_chunk(
@@ -110,7 +113,7 @@ def encode_into(
                 flags, dynamic_nbytes, words_sum = RAW, raw_dynamic, None
                 _store_raw(bits[lo:hi].view(np.uint8), chunk)
             else:
-                flags = OVERFLOW
+                flags, dynamic_nbytes = OVERFLOW, raw_dynamic
         elif dynamic_nbytes > plan.dynamic_stride:
             flags = OVERFLOW
         total = 0
@@ -119,7 +122,11 @@ def encode_into(
                 words_sum = _chunk_sum(
                     module, chunk._replace(dynamic=chunk.dynamic[:dynamic_nbytes])
                 )
-            total = words_sum + plan.identity_term(i) + record_term(dynamic_nbytes, flags, i)
+            total = (
+                words_sum
+                + plan.identity_term(i)
+                + record_term(dynamic_nbytes, flags, i, result.info)
+            )
         record_at = header.size + i * RECORD.itemsize
         _RECORD.pack_into(
             out.data, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
@@ -166,6 +173,10 @@ class Parsed:
             plan.layout.sections,
             self.data[static_at : static_at + plan.static_stride],
             self.data[dynamic_at : dynamic_at + used],
+            i,
+            lo,
+            plan.shape,
+            self.records[i].info,
         )
 
     @property
@@ -248,7 +259,7 @@ def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
             raise FormatError(
                 "bad_record", f"chunk {i} has a checksum in a buffer without checksums"
             )
-        if r.info:
+        if r.info and not plan.codec.uses_info:
             raise FormatError("bad_record", f"info of chunk {i} is not zero")
         if r.ordinal != i and not assembled:
             raise FormatError("bad_record", f"chunk {i} was encoded as chunk {r.ordinal}")
@@ -272,13 +283,14 @@ def decode_range(
     out: Bits,
     start: int,
     *,
-    verify: bool,
+    verify: bool | None = None,
     threads: int = 1,
     backend: str | None = None,
 ) -> None:
     """Decode flat elements `start` to `start + out.size` into `out` (bits, 1-D).
 
-    With `verify` every chunk touched is checked whole: checksum, then padding, then payload.
+    With `verify` every chunk touched is checked whole: checksum, then padding, then payload. None
+    does so for chunks that are decoded whole, and leaves out the others.
     """
     plan = parsed.plan
     stop = start + out.size
@@ -292,8 +304,9 @@ def decode_range(
         first = max(start, lo)
         last = max(min(stop, hi), first)
         target = out[first - start : last - start]
+        check = (first, last) == (lo, hi) if verify is None else verify
         _decode_chunk(
-            parsed, i, target, first, last, verify=verify, threads=threads, backend=backend
+            parsed, i, target, first, last, verify=check, threads=threads, backend=backend
         )
 
 
@@ -345,14 +358,14 @@ def verify_chunks(parsed: Parsed, threads: int = 1) -> None:
 def _check_sum(parsed: Parsed, i: int, words_sum: int) -> None:
     r = parsed.records[i]
     total = words_sum + parsed.plan.identity_term(i)
-    total += record_term(r.dynamic_nbytes, r.flags, r.ordinal)
+    total += record_term(r.dynamic_nbytes, r.flags, r.ordinal, r.info)
     if total & MASK64 != r.checksum:
         raise FormatError("checksum_mismatch", f"payload of chunk {i}")
 
 
 def _check_padding(parsed: Parsed, i: int, chunk: Chunk, raw: bool) -> None:
-    name = parsed.plan.codec.name
-    for start, stop in _static_gaps(name, chunk.dtype, chunk.nelem, chunk.sections, raw):
+    spec = parsed.plan.codec
+    for start, stop in _static_gaps(spec, chunk.dtype, chunk.nelem, chunk.sections, raw):
         if chunk.static[start:stop].any():
             raise FormatError("reserved_not_zero", f"padding in the static part of chunk {i}")
     if not parsed.header.dynamic_stride:

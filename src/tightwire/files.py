@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from . import arrays, engine
-from .codec import Codec, _codec, decode
+from .codec import Codec, as_codec, decode
 from .codecs.base import Bytes, Plan
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
@@ -100,7 +100,7 @@ def save_file(
     encoded tensor. The file appears whole or not at all. Raises TypeError or ValueError for a bad
     call, OSError if the disk fails.
     """
-    chosen = _codec(codec)
+    chosen = as_codec(codec)
     for name in tensors:
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(f"tensor name {name!r}; allowed: any text but '__metadata__'")

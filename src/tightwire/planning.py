@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from types import ModuleType
+from typing import Any
 
 from .codecs.base import CodecSpec, Plan
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .formats.errors import FormatError
-from .formats.header import CHECKSUM, MAX_NBYTES, MAX_RANK, Header, align
+from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, align
 
 BACKENDS = ("ref", "cpu")
 
@@ -24,11 +26,15 @@ def spec_class(name: str) -> type[CodecSpec]:
     return spec
 
 
-@functools.cache
 def backend_module(name: str, backend: str | None) -> ModuleType:
     """The module that encodes and decodes codec `name`; `backend` None picks the fastest here."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {BACKENDS} or None")
+    return _backend_module(name, backend)
+
+
+@functools.cache
+def _backend_module(name: str, backend: str | None) -> ModuleType:
     stem = f"tightwire.codecs.{CODEC_IDS[name][1]}"
     if backend == "ref":
         return importlib.import_module(stem)
@@ -44,7 +50,14 @@ def backend_module(name: str, backend: str | None) -> ModuleType:
         return importlib.import_module(stem)
 
 
-@functools.lru_cache(maxsize=1024)
+def integer(name: str, value: Any) -> int:
+    """`value` as an int; TypeError names what it was given for."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; allowed: an integer") from None
+
+
 def make_plan(
     spec: CodecSpec,
     dtype: DType,
@@ -55,20 +68,38 @@ def make_plan(
 ) -> Plan:
     """Plan a buffer. Falls to the raw codec where `spec` has nothing to gain.
 
-    `chunks` None takes as few as the codec allows. Raises ValueError for sizes out of range.
+    `chunks` None takes as few as the codec allows. Raises TypeError or ValueError for bad values.
     """
+    if chunks is not None:
+        chunks = integer("chunks", chunks)
+    if dynamic_capacity is not None:
+        dynamic_capacity = integer("dynamic_capacity", dynamic_capacity)
+    return _make_plan(spec, dtype, shape, chunks, dynamic_capacity, bool(checksum))
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_plan(
+    spec: CodecSpec,
+    dtype: DType,
+    shape: tuple[int, ...],
+    chunks: int | None,
+    dynamic_capacity: int | None,
+    checksum: bool,
+) -> Plan:
     if len(shape) > MAX_RANK:
         raise ValueError(f"{len(shape)} dimensions; allowed: at most {MAX_RANK}")
+    if any(d < 0 for d in shape):
+        raise ValueError(f"shape is {shape}; allowed: sizes >= 0")
     nelem = math.prod(shape)
     if math.prod(d for d in shape if d) * dtype.itemsize > MAX_NBYTES:
         raise ValueError(f"shape {shape} has more than 2**63 - 1 bytes")
     if chunks is None:
-        chunks = max(1, -(-nelem // spec.max_chunk_nelem))
-    if not 1 <= chunks < 1 << 32:
-        raise ValueError(f"chunks is {chunks}; allowed: 1 to 2**32 - 1")
+        chunks = max(1, -(-nelem // spec.max_chunk_nelem(dtype)))
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise ValueError(f"chunks is {chunks}; allowed: 1 to {MAX_CHUNKS}")
     chunk_nelem = -(-nelem // chunks)
-    if chunk_nelem > spec.max_chunk_nelem:
-        least = -(-nelem // spec.max_chunk_nelem)
+    if chunk_nelem > spec.max_chunk_nelem(dtype):
+        least = -(-nelem // spec.max_chunk_nelem(dtype))
         raise ValueError(
             f"{nelem} elements in {chunks} chunks; {spec.name} needs chunks >= {least}"
         )
@@ -95,7 +126,7 @@ def plan_of_header(header: Header) -> Plan:
     nelem = header.nelem
     if header.dtype.name not in spec.dtypes:
         raise FormatError("bad_header", f"{header.codec} does not code {header.dtype.name}")
-    if -(-nelem // header.chunks) > spec.max_chunk_nelem:
+    if -(-nelem // header.chunks) > spec.max_chunk_nelem(header.dtype):
         raise FormatError("bad_header", f"{nelem} elements in {header.chunks} chunks")
     try:
         plan = make_plan(

@@ -65,8 +65,8 @@ def test_keys_are_odd_and_differ() -> None:
 
 
 def test_every_field_of_a_record_and_of_the_identity_counts() -> None:
-    base = checksum.record_term(5, 0, 0), checksum.identity_term(2, 1, 17, 100)
-    assert len({base[0], checksum.record_term(6, 0, 0), checksum.record_term(5, 1, 0)}) == 3
-    assert checksum.record_term(5, 0, 1) != base[0]
+    base = checksum.record_term(5, 0, 0, 0), checksum.identity_term(2, 1, 17, 100)
+    changed = {(6, 0, 0, 0), (5, 1, 0, 0), (5, 0, 1, 0), (5, 0, 0, 1)}
+    assert len({base[0], *(checksum.record_term(*c) for c in changed)}) == 5
     others = {(1, 1, 17, 100), (2, 2, 17, 100), (2, 1, 16, 100), (2, 1, 17, 101)}
     assert len({base[1], *(checksum.identity_term(*o) for o in others)}) == 5

@@ -75,7 +75,8 @@ def repair(data: bytearray) -> None:
         dynamic = np.frombuffer(bytes(data[at : at + used]), np.uint8)
         total = checksum.words_sum(static) + checksum.words_sum(dynamic, static.size // 4)
         total += plan.identity_term(i)
-        total += checksum.record_term(used, int(record["flags"]), int(record["ordinal"]))
+        flags, ordinal, info = (int(record[k]) for k in ("flags", "ordinal", "info"))
+        total += checksum.record_term(used, flags, ordinal, info)
         data[record_at : record_at + 8] = (total & checksum.MASK64).to_bytes(8, "little")
         at += header.dynamic_stride or -(-used // 128) * 128
 

@@ -1,0 +1,122 @@
+"""Turn recorded results into a page: `python benchmarks/report.py` writes results/README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+COPY = "test_copyto[64]"
+
+
+def cpu_page(recorded: dict[str, Any]) -> list[str]:
+    """Table of speeds, each beside the copy and ZipNN of the same run."""
+    machine = recorded["machine_info"]
+    speeds = {b["name"]: b for b in recorded["benchmarks"]}
+    rate = {name: b["extra_info"]["GB/s"] for name, b in speeds.items()}
+    copy = rate[COPY]
+    versions = ", ".join(
+        f"{k} {machine[k]}" for k in ("python", "numpy", "numba", "zipnn") if machine[k]
+    )
+    lines = [
+        "## Speed on the CPU",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {versions}; {recorded['datetime'][:10]}. "
+        "64 MiB per tensor, N(0, 0.02) (fp8: times 800), median of whole calls into preallocated "
+        "buffers, checksum on. GB/s of tensor bytes; np.copyto in the same run: "
+        f"{copy:.1f} GB/s.",
+        "",
+        "| | GB/s | of copyto | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, b in speeds.items():
+        if name == COPY or "kib" in name:
+            continue
+        ratio = b["extra_info"].get("ratio")
+        shown = f"{ratio:.4f}" if ratio else ""
+        lines.append(f"| {label(name)} | {rate[name]:.2f} | {rate[name] / copy:.2f} | {shown} |")
+    encode, decode = rate["test_encode[1-bfloat16]"], rate["test_decode[1-bfloat16]"]
+    small = {n: b["stats"]["median"] * 1e6 for n, b in speeds.items() if "kib" in n}
+    lines += ["", ", ".join(f"{label(n)}: {us:.0f} us" for n, us in small.items()) + "."]
+    if "test_zipnn_compress" in rate:
+        pack = encode / rate["test_zipnn_compress"]
+        unpack = decode / rate["test_zipnn_decompress"]
+        lines.append(
+            f"bfloat16 on one thread: {pack:.1f} x ZipNN's compress, {unpack:.1f} x its decompress."
+        )
+    return lines
+
+
+def label(name: str) -> str:
+    """`test_encode[1-bfloat16]` as "encode, bfloat16, 1 thread"."""
+    stem, _, inside = name.removeprefix("test_").partition("[")
+    words = [stem.replace("_", " ")]
+    parts = inside.rstrip("]").split("-") if inside else []
+    threads = [p for p in parts if p in ("1", "2")]
+    words += [p for p in parts if p not in threads]
+    words += [f"{t} thread{'s' if t != '1' else ''}" for t in threads]
+    return ", ".join(words)
+
+
+def study_page(study: dict[str, Any]) -> list[str]:
+    """Ratios on real tensors and the command beside `cp`."""
+    gpt, compress = study["gpt"], study["compress"]
+    seconds = compress["seconds"]
+    gaussian = list(study["gaussian"].values())
+    rows = {
+        "N(0, 0.02) bfloat16, 64 MiB": gaussian[0],
+        "the same, worst of eight sigmas in an octave": max(gaussian),
+        "MiniLM, float32": study["minilm_float32"],
+        "MiniLM cast to bfloat16": study["minilm_bfloat16"],
+        "GPT: weights, gradients, activations": gpt["weights, gradients, activations"],
+        "GPT: gradients of parameters": gpt["by_kind"]["grad"],
+        "GPT: gradient of the embedding": gpt["embedding_gradient"],
+        "GPT: gradients of activations": gpt["by_kind"]["grad/activation"],
+        "worst over every dtype, incompressible, 64 KiB to 1 MiB": max(
+            study["worst_expansion"].values()
+        ),
+    }
+    worst = ", ".join(f"{name} {ratio:.3f}" for name, ratio in list(gpt["worst"].items())[:6])
+    return [
+        "## Ratios",
+        "",
+        "Packed bytes with headers over raw bytes; every tensor decoded and compared. The GPT has "
+        f"{gpt['layers']} layers of width {gpt['width']}, a vocabulary of {gpt['vocabulary']}, and "
+        "is trained on Python sources (gpt_tensors.py).",
+        "",
+        "| data | ratio |",
+        "|---|---|",
+        *(f"| {name} | {ratio:.4f} |" for name, ratio in rows.items()),
+        "",
+        f"GPT tensors over 64 KiB with the largest ratios: {worst}.",
+        "",
+        "## `tightwire compress` beside `cp` and `sync`",
+        "",
+        "MiniLM (91 MB), medians taken in turns on one disk: cp and sync "
+        f"{seconds['cp_sync']:.2f} s, compress {seconds['compress']:.2f} s "
+        f"({compress['compress_over_cp']:.2f} x). Of that, starting Python and the command line is "
+        f"{seconds['python_start']:.2f} s; in a process that runs already, compressing, writing "
+        f"and syncing takes {seconds['compress_in_process']:.2f} s, without the sync "
+        f"{seconds['without_sync']:.2f} s.",
+    ]
+
+
+def main() -> None:
+    """Write the page."""
+    lines = [
+        "# Recorded results",
+        "",
+        "Made by `benchmarks/report.py` from the JSON beside it.",
+        "",
+    ]
+    cpu = RESULTS / "cpu.json"
+    study = RESULTS / "study.json"
+    lines += cpu_page(json.loads(cpu.read_text()))
+    if study.exists():
+        lines += ["", *study_page(json.loads(study.read_text()))]
+    (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
