@@ -17,6 +17,7 @@ VERSION_KEY = "tightwire"
 SOURCE_KEY = "tightwire.source"
 VERSION = "1"
 MAX_JSON = 100_000_000
+MAX_RANK = 32
 
 #: Bits per element of every dtype name that safetensors knows.
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8}
@@ -81,6 +82,11 @@ def parse_directory(json_bytes: bytes) -> Directory:
         raise _bad(f"the safetensors header is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise _bad("the safetensors header is no JSON object")
+    try:
+        for name in fields:
+            name.encode()
+    except UnicodeEncodeError:
+        raise _bad("a tensor name is no valid Unicode") from None
     metadata = fields.pop("__metadata__", {})
     if not _is_text_map(metadata):
         raise _bad("__metadata__ is no map from text to text")
@@ -119,6 +125,8 @@ def _entry(name: str, fields: Any) -> Entry:
     for value in (shape, offsets):
         if not isinstance(value, list) or not all(map(_is_size, value)):
             raise _bad(f"shape or data_offsets of {name!r} are no list of sizes")
+    if len(shape) > MAX_RANK:
+        raise _bad(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * _BITS[dtype]:
         raise _bad(f"data_offsets of {name!r} do not fit its shape")
     return Entry(name, dtype, tuple(shape), *offsets)
@@ -140,13 +148,28 @@ def directory_bytes(
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
-def compressed_metadata(metadata: Mapping[str, str], source: bytes | None = None) -> dict[str, str]:
+def compressed_metadata(
+    metadata: Mapping[str, str], source: Directory | None = None
+) -> dict[str, str]:
     """Metadata of a compressed file: the original's, the version, the source header if given."""
     fields = {k: v for k, v in metadata.items() if k not in (VERSION_KEY, SOURCE_KEY)}
-    fields[VERSION_KEY] = VERSION
     if source is not None:
-        fields[SOURCE_KEY] = base64.b64encode(zlib.compress(source, 9)).decode()
+        limit = _source_limit(source.entries, fields)
+        if len(source.json_bytes) > limit:
+            found = len(source.json_bytes)
+            raise ValueError(
+                f"the source's header has {found} bytes, mostly padding; at most {limit}"
+            )
+        fields[SOURCE_KEY] = base64.b64encode(zlib.compress(source.json_bytes, 9)).decode()
+    fields[VERSION_KEY] = VERSION
     return fields
+
+
+def _source_limit(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
+    """Most bytes of source header: a small file must not make its reader unpack a large one."""
+    names = sum(len(e.name) + 64 for e in entries)
+    texts = sum(len(k) + len(v) for k, v in metadata.items() if k != SOURCE_KEY)
+    return (1 << 20) + 16 * (names + texts)
 
 
 def check_compressed(directory: Directory) -> None:
@@ -168,7 +191,10 @@ def source_directory(directory: Directory) -> Directory | None:
         return None
     decompressor = zlib.decompressobj()
     try:
-        data = decompressor.decompress(base64.b64decode(text, validate=True), MAX_JSON)
+        data = decompressor.decompress(
+            base64.b64decode(text, validate=True),
+            _source_limit(directory.entries, directory.metadata),
+        )
     except (ValueError, zlib.error) as error:
         raise _bad(f"the source header is damaged: {error}") from None
     if not decompressor.eof or decompressor.unused_data:

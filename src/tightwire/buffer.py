@@ -19,8 +19,9 @@ _UINT8 = BY_NAME["uint8"]
 class Buffer:
     """One compressed tensor: header, result records, static parts, dynamic slots.
 
-    A fresh buffer has slack in its dynamic slots; `packed()` and `bytes()` have none. Decoding
-    needs nothing but the bytes. A buffer given to encode() as `out` is overwritten: only the one
+    A fresh buffer has slack in its dynamic slots, which holds whatever that memory held before:
+    hand `packed()` or `bytes()`, which have none, to strangers, not `array`. Decoding needs nothing
+    but the bytes. A buffer given to encode() as `out` is overwritten: only the one
     that encode() returns describes what it then holds.
     """
 

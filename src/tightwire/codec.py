@@ -310,9 +310,9 @@ def _threads(threads: int | None) -> int:
 
 
 def _room(plan: Plan, out: Any, bits: Bits) -> Bytes:
-    """Memory for a buffer; zeros where it is new, so that slack never holds foreign bytes."""
+    """Memory for a buffer: `out` if it is fit for that, else new."""
     if out is None:
-        return np.zeros(plan.nbytes, np.uint8)
+        return np.empty(plan.nbytes, np.uint8)
     if isinstance(out, Buffer):
         out = out._host
     info = arrays.describe(out)

@@ -5,10 +5,12 @@ at a time.
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .files import File, PathLike, atomic_file, map_safetensors, write_compressed
 from .formats.container import (
-    SOURCE_KEY,
     VERSION_KEY,
     Directory,
     Entry,
@@ -103,7 +104,8 @@ def compress_file(
     """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
-    restored byte for byte. Raises FormatError, TypeError or OSError.
+    restored byte for byte. `target` gets the permissions of `source`. Raises FormatError,
+    TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
     data, directory = map_safetensors(source)
@@ -120,6 +122,8 @@ def compress_file(
             plan = plans[e.name]
             raw = data[directory.data_at + e.begin : directory.data_at + e.end]
             bits = _cast_bits(raw, dtypes[e.name], plan.dtype)
+            if not np.may_share_memory(bits, raw):
+                _release(data)
             room = np.empty(plan.nbytes, np.uint8)
             engine.encode_into(plan, bits, room, threads=threads or cpu_count())
             parsed = Buffer(plan, room, Target()).parsed()
@@ -133,9 +137,14 @@ def compress_file(
             _release(data)
             progress(e.name, e.end - e.begin)
 
-    source_json = None if cast else directory.json_bytes
-    write_compressed(target, plans, buffers(), compressed_metadata(directory.metadata, source_json))
+    metadata = compressed_metadata(directory.metadata, None if cast else directory)
+    write_compressed(target, plans, buffers(), metadata, _mode(source))
     return reports
+
+
+def _mode(path: PathLike) -> int:
+    """Permissions of a file: what is made from it is no more open than it."""
+    return stat.S_IMODE(os.stat(path).st_mode)
 
 
 def _cast_dtype(dtype: DType, cast: DType | None) -> DType:
@@ -169,36 +178,53 @@ def decompress_file(
     with File(source, max_nbytes=max_nbytes) as file:
         parsed = {name: _parse(file, name, max_nbytes) for name in file}
         head = _restored_head(file, parsed)
-        with atomic_file(target) as out:
+        with atomic_file(target, _mode(source)) as out:
             out.write(head)
             for name, item in parsed.items():
-                plan = item.plan
-                bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
                 with naming(f"tensor {name!r}"):
-                    engine.decode_range(item, bits, 0, verify=True, threads=threads or cpu_count())
-                out.write(bits.view(np.uint8).data)
+                    nbytes = _write_decoded(out, item, threads or cpu_count())
                 _release(file.data)
-                progress(name, bits.nbytes)
+                progress(name, nbytes)
+
+
+def _write_decoded(out: BinaryIO, parsed: Parsed, threads: int) -> int:
+    plan = parsed.plan
+    bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+    engine.decode_range(parsed, bits, 0, threads=threads)
+    return out.write(bits.view(np.uint8).data)
 
 
 def _restored_head(file: File, parsed: dict[str, Parsed]) -> bytes:
+    """First bytes of the file that `file` was made from, or of a plain one like it."""
+    source = _checked_source(file, parsed)
+    if source is not None:
+        return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
+    for name, item in parsed.items():
+        if item.plan.dtype.safetensors is None:
+            dtype = item.plan.dtype.name
+            raise TypeError(f"{name!r} is {dtype}, which safetensors has no name for")
+    return directory_bytes(_decoded_entries(parsed), file.metadata)
+
+
+def _decoded_entries(parsed: dict[str, Parsed]) -> list[Entry]:
     at = 0
     entries = []
     for name, item in parsed.items():
-        dtype = item.plan.dtype
-        if dtype.safetensors is None:
-            raise TypeError(f"{name!r} is {dtype.name}, which safetensors has no name for")
-        nbytes = item.plan.nelem * dtype.itemsize
-        entries.append(Entry(name, dtype.safetensors, item.plan.shape, at, at + nbytes))
-        at += nbytes
+        plan = item.plan
+        end = at + plan.nelem * plan.dtype.itemsize
+        entries.append(Entry(name, plan.dtype.safetensors or "", plan.shape, at, end))
+        at = end
+    return entries
+
+
+def _checked_source(file: File, parsed: dict[str, Parsed]) -> Directory | None:
+    """The source header if there is one; FormatError if it is not that of the file's tensors."""
     source = source_directory(file.directory)
-    if source is None:
-        return directory_bytes(entries, file.metadata)
-    if list(source.entries) != entries:
+    if source is not None and list(source.entries) != _decoded_entries(parsed):
         raise FormatError(
             "bad_container", "the source header describes other tensors than the file"
         )
-    return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
+    return source
 
 
 def verify_file(
@@ -209,7 +235,7 @@ def verify_file(
 ) -> None:
     """Check every tensor of a compressed file as decode() would. Raises FormatError."""
     with File(path, max_nbytes=max_nbytes) as file:
-        _restored_head(file, {name: _parse(file, name, max_nbytes) for name in file})
+        _checked_source(file, {name: _parse(file, name, max_nbytes) for name in file})
         for name in file:
             parsed = _parse(file, name, max_nbytes)
             with naming(f"tensor {name!r}"):
@@ -299,7 +325,6 @@ class _Tensors:
 
 
 __all__ = [
-    "SOURCE_KEY",
     "Difference",
     "TensorReport",
     "compress_file",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,10 @@ import numpy as np
 from . import arrays, engine
 from .codec import Codec, as_codec, decode
 from .codecs.base import Bytes, Plan
-from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .formats.container import (
+    SOURCE_KEY,
+    VERSION_KEY,
     Directory,
     Entry,
     check_compressed,
@@ -33,57 +36,79 @@ from .planning import make_plan
 PathLike = str | os.PathLike[str]
 
 
+#: Errors that say a folder cannot be synced here, as on some network file systems.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+
+
 @contextmanager
-def atomic_file(path: PathLike) -> Iterator[BinaryIO]:
+def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends without an error.
 
     Until then it has another name in the same folder; on an error it is removed. Data and folder
-    are synced, so that a crash leaves the old file or the new one.
+    are synced, so that a crash leaves the old file or the new one. A link is followed, an existing
+    file keeps its permissions, a new one gets `mode` or what the umask says. Raises OSError, also
+    for a `path` that is there and no regular file.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    target = Path(os.path.realpath(path))
+    if target.exists():
+        status = target.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
+        mode = stat.S_IMODE(status.st_mode)
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             yield file
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
 
 
 def write_compressed(
     path: PathLike,
     plans: Mapping[str, Plan],
-    buffers: Iterable[Parsed],
+    buffers: Iterator[Parsed],
     metadata: Mapping[str, str],
+    mode: int | None = None,
 ) -> None:
     """Write one buffer per name, in order, as each comes; the header goes in last.
 
-    `plans` bounds the sizes, so that room for the header can be left in front.
+    `plans` bounds the sizes, so that room for the header can be left in front. No buffer is held
+    while the next one is made.
     """
     largest = sum(plan.nbytes for plan in plans.values())
     widest = [Entry(name, "U8", (largest,), largest, largest) for name in plans]
     room = len(directory_bytes(widest, metadata))
     entries = []
     at = 0
-    with atomic_file(path) as file:
+    with atomic_file(path, mode) as file:
         file.seek(room)
-        for name, parsed in zip(plans, buffers, strict=True):
-            size = 0
-            for piece in parsed.pieces():
-                file.write(piece.data)
-                size += piece.size
+        for name in plans:
+            size = _write_pieces(file, next(buffers))
             entries.append(Entry(name, "U8", (size,), at, at + size))
             at += size
+        if next(buffers, None) is not None:
+            raise ValueError("more buffers than plans")
         file.seek(0)
         file.write(directory_bytes(entries, metadata, room))
+
+
+def _write_pieces(file: BinaryIO, parsed: Parsed) -> int:
+    return sum(file.write(piece.data) for piece in parsed.pieces())
 
 
 def save_file(
@@ -101,6 +126,8 @@ def save_file(
     call, OSError if the disk fails.
     """
     chosen = as_codec(codec)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; allowed: names to arrays")
     for name in tensors:
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(f"tensor name {name!r}; allowed: any text but '__metadata__'")
@@ -108,6 +135,8 @@ def save_file(
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata {key!r}: {value!r}; allowed: text to text")
+        if key in (VERSION_KEY, SOURCE_KEY):
+            raise ValueError(f"metadata {key!r} is tightwire's own; allowed: other keys")
     plans = {}
     for name, x in tensors.items():
         info = arrays.describe(x)
@@ -168,8 +197,10 @@ class LazyTensor:
 class File:
     """A compressed safetensors file, mapped into memory: tensors decode when they are asked for.
 
-    A context manager and a mapping from names to `LazyTensor`. Selections of rows skip the payload
-    checksum; whole tensors are checked.
+    A context manager and a mapping from names to `LazyTensor`. Whole tensors and chunks are
+    checked; a selection of rows skips the checksum of chunks that it decodes in part. As with any
+    mapped file, another process that cuts the file off while it is open ends this one (SIGBUS);
+    files that are replaced, as `save_file` does, are safe.
     """
 
     def __init__(
@@ -181,11 +212,12 @@ class File:
         self.data, self.directory = map_safetensors(path)
         check_compressed(self.directory)
         self._entries = {e.name: e for e in self.directory.entries}
+        self._closed = False
 
     @property
     def metadata(self) -> dict[str, str]:
         """The file's metadata without tightwire's own entries."""
-        own = ("tightwire", "tightwire.source")
+        own = (VERSION_KEY, SOURCE_KEY)
         return {k: v for k, v in self.directory.metadata.items() if k not in own}
 
     def keys(self) -> list[str]:
@@ -203,6 +235,8 @@ class File:
 
     def buffer(self, name: str) -> Bytes:
         """The packed buffer of one tensor: uint8, a view of the file."""
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
         try:
             entry = self._entries[name]
         except KeyError:
@@ -222,6 +256,7 @@ class File:
     def close(self) -> None:
         """Let go of the file; buffers handed out stay valid."""
         self.data = np.empty(0, np.uint8)
+        self._closed = True
 
     def __enter__(self) -> File:
         return self
@@ -264,4 +299,4 @@ def load_file(
 ) -> dict[str, Any]:
     """Every tensor of a compressed safetensors file, checked, by name."""
     with open_file(path, like=like, max_nbytes=max_nbytes) as file:
-        return {name: file.get(name, threads=threads or cpu_count()) for name in file}
+        return {name: file.get(name, threads=threads) for name in file}

@@ -62,6 +62,8 @@ def test_a_good_file() -> None:
         file_of({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, bytes(8)),
         file_of({"a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, bytes(8)),
         file_of({**GOOD, "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, bytes(12)),
+        file_of({"a": {"dtype": "U8", "shape": [1 << 62] * 100_000, "data_offsets": [0, 1]}}, b"1"),
+        file_of(b'{"\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"1"),
         file_of({"a": {"dtype": "U8", "shape": [1 << 63], "data_offsets": [0, 1 << 63]}}),
     ],
 )
@@ -91,3 +93,17 @@ def test_compressed_files_are_ordinary_safetensors(tmp_path: Path) -> None:
         assert file.metadata() == {"k": "v", "tightwire": "1"}
     data = path.read_bytes()
     assert (8 + int.from_bytes(data[:8], "little")) % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("U8", (128, 1)), ("I8", (128,)), ("F32", (32,)), ("U8", (0,))]
+)
+def test_compressed_tensors_are_flat_bytes(
+    dtype: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    n = 128 if 0 not in shape else 0
+    head = directory_bytes([Entry("x", dtype, shape, 0, n)], {"tightwire": "1"})
+    (tmp_path / "x").write_bytes(head + bytes(n))
+    expected = "truncated" if n == 0 else "bad_container"
+    with pytest.raises(tw.FormatError, match=expected):
+        tw.load_file(tmp_path / "x")
