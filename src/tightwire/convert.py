@@ -34,6 +34,8 @@ from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .planning import make_plan
 
+_COPY_NBYTES = 1 << 22
+
 #: Called with (tensor name, its raw bytes) after each tensor.
 Progress = Callable[[str, int], None]
 
@@ -122,8 +124,6 @@ def compress_file(
             plan = plans[e.name]
             raw = data[directory.data_at + e.begin : directory.data_at + e.end]
             bits = _cast_bits(raw, dtypes[e.name], plan.dtype)
-            if not np.may_share_memory(bits, raw):
-                _release(data)
             room = np.empty(plan.nbytes, np.uint8)
             engine.encode_into(plan, bits, room, threads=threads or cpu_count())
             parsed = Buffer(plan, room, Target()).parsed()
@@ -151,10 +151,19 @@ def _cast_dtype(dtype: DType, cast: DType | None) -> DType:
     return cast if cast is not None and dtype.name in ("float32", "float64") else dtype
 
 
+def _aligned(raw: Bytes, itemsize: int) -> Bytes:
+    """`raw`, or a copy of it where its address does not suit elements of `itemsize` bytes."""
+    if raw.__array_interface__["data"][0] % itemsize == 0:
+        return raw
+    copy = np.empty(raw.size, np.uint8)
+    for at in range(0, raw.size, _COPY_NBYTES):
+        copy[at : at + _COPY_NBYTES] = raw[at : at + _COPY_NBYTES]
+        _release(raw)
+    return copy
+
+
 def _cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
-    if raw.__array_interface__["data"][0] % dtype.bits.itemsize:
-        raw = raw.copy()
-    bits = raw.view(dtype.bits)
+    bits = _aligned(raw, dtype.bits.itemsize).view(dtype.bits)
     if target is dtype:
         return bits
     # NaNs and values out of range have a place in the target: nothing to warn about.
