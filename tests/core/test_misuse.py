@@ -1,0 +1,175 @@
+"""Calls that would lose data without a word: each is refused, and says what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tightwire as tw
+from support import make_bits
+from tightwire.formats.dtypes import BY_NAME
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+
+def weights(n: int = 9000) -> Any:
+    return make_bits("normal", BY_NAME["bfloat16"], n).view(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("x", [np.array([1 / 3]), np.array([2**40 + 1]), np.array([1 + 2j])])
+def test_jax_does_not_narrow(x: Any) -> None:
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        tw.decode(tw.encode(x), like="jax")
+
+
+def test_out_must_be_memory_that_the_caller_sees() -> None:
+    c = torch.zeros(4, dtype=torch.complex64)
+    for out in (c.conj(), torch.view_as_complex(torch.zeros(4, 2)).conj().imag):
+        source = tw.encode(torch.ones(4, dtype=out.dtype))
+        with pytest.raises(ValueError, match="lazy view"):
+            tw.decode(source, out=out)
+    with pytest.raises(ValueError, match="scalar"):
+        tw.decode(tw.encode(np.float32(3)), out=np.float32(0))
+    with pytest.raises(ValueError, match="scalar"):
+        tw.codec("raw").decode_add(tw.encode(np.float32(3)), np.float32(1))
+
+
+def test_overlapping_memory_is_refused() -> None:
+    codec = tw.codec("zipccl")
+    x = weights()
+    plan = codec.plan(x.shape, x.dtype)
+    room = np.zeros(plan.nbytes + x.nbytes, np.uint8)
+    inside = room[plan.nbytes - 500 :][: x.nbytes].view(x.dtype)
+    inside[:] = x
+    with pytest.raises(ValueError, match="overlaps"):
+        codec.encode(inside, out=room)
+    assert inside.tobytes() == x.tobytes()
+    buf = codec.encode(x, out=room[: plan.nbytes])
+    with pytest.raises(ValueError, match="overlaps"):
+        tw.decode(buf, out=room[500:][: x.nbytes].view(x.dtype))
+    assert tw.decode(buf).tobytes() == x.tobytes()
+
+
+def test_masked_arrays_would_lose_their_mask() -> None:
+    masked = np.ma.masked_array(np.ones(5), np.arange(5) % 4 == 0)
+    with pytest.raises(TypeError, match="filled"):
+        tw.encode(masked)
+    with pytest.raises(TypeError, match="filled"):
+        tw.decode(tw.encode(np.ones(5)), out=masked)
+
+
+def test_arrays_elsewhere_than_in_host_memory() -> None:
+    class OnDevice:
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            raise AssertionError("must not be asked")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    with pytest.raises(TypeError, match="DLPack device 2"):
+        tw.encode(OnDevice())
+
+
+@pytest.mark.parametrize("stats", [[251], [-3], [120.7], [117, 118], 5, []])
+def test_stats_are_checked(stats: Any) -> None:
+    x = weights().astype(np.float32)
+    with pytest.raises(ValueError, match="stats"):
+        tw.encode(x, tw.codec("zipccl", window="sigma"), stats=np.array(stats))
+
+
+def test_stats_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="takes no stats"):
+        tw.encode(weights(), stats=np.array([117]))
+    with pytest.raises(ValueError, match="takes no stats"):
+        tw.encode(weights(), "raw", stats=np.array([117]))
+    with pytest.raises(ValueError, match="window is 116"):
+        tw.encode(weights(), tw.codec("zipccl", window=116), stats=np.array([117]))
+
+
+def test_sums_are_of_floats() -> None:
+    codec = tw.codec("zipccl")
+    whole = np.array([2**40 + 1])
+    with pytest.raises(TypeError, match="float dtypes"):
+        codec.decode_add_encode(tw.encode(whole), whole)
+    with pytest.raises(TypeError, match="float dtypes"):
+        codec.decode_add(tw.encode(np.ones(3)), np.zeros(3, np.int64))
+    with pytest.raises(TypeError, match="float dtypes"):
+        codec.decode_add(tw.encode(np.ones(3, np.int64)), np.zeros(3))
+    with pytest.raises(ValueError, match="the buffer"):
+        codec.decode_add_encode(tw.encode(np.ones(3)), np.ones(3, np.float32))
+    two = codec.decode_add_encode(tw.encode(weights()), weights(), chunks=2, backend="ref")
+    assert tw.inspect(two).header.chunks == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 1.5},
+        {"threads": "2"},
+        {"start": 1.5},
+        {"max_nbytes": None},
+        {"stop": "9"},
+    ],
+)
+def test_numbers_that_are_none(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="allowed: an integer"):
+        tw.decode(bytes(tw.encode(weights())), **options)
+
+
+def test_a_bad_call_does_not_poison_later_ones() -> None:
+    codec = tw.codec("zipccl")
+    bad: Any
+    for bad in (2.0, "2", [2]):
+        with pytest.raises(TypeError, match="allowed"):
+            codec.plan((12345,), "float32", chunks=bad)
+    x = np.zeros(12345, np.float32)
+    assert codec.encode(x, chunks=2).plan == codec.plan((12345,), "float32", chunks=2)
+
+
+def test_like_is_looked_at_before_the_work() -> None:
+    data = bytearray(bytes(tw.encode(weights())))
+    data[0] = 0
+    with pytest.raises(ValueError, match="allowed"):
+        tw.decode(data, like="bogus")
+
+
+def test_other_bytes_like_objects() -> None:
+    import array
+    import mmap
+
+    data = bytes(tw.encode(weights()))
+    mapped = mmap.mmap(-1, len(data))
+    mapped.write(data)
+    for source in (array.array("B", data), mapped):
+        assert tw.decode(source).tobytes() == weights().tobytes()
+
+
+def test_partial_decoding_still_checks_whole_chunks() -> None:
+    x = weights(12000)
+    data = bytearray(bytes(tw.encode(x, chunks=3)))
+    plan = tw.codec("zipccl").plan(x.shape, x.dtype, chunks=3)
+    data[plan.static_offset + plan.static_stride + 100] ^= 4
+    assert tw.decode(data, start=0, stop=4000).tobytes() == x[:4000].tobytes()
+    for start, stop in ((4000, 8000), (100, 11000), (0, 12000)):
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            tw.decode(data, start=start, stop=stop)
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        tw.decode(data, start=4001, stop=4002, verify=True)
+
+
+def test_an_overflowed_buffer_says_what_would_be_enough() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 1 << 16, 40960, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    codec = tw.codec("zipccl")
+    over = codec.encode(x, dynamic_capacity=2000)
+    assert over.overflowed
+    enough = int(over.sizes[0])
+    again = codec.encode(x, dynamic_capacity=enough)
+    assert not again.overflowed
+    assert tw.decode(again).tobytes() == x.tobytes()
+    assert codec.encode(x, dynamic_capacity=enough - 128).overflowed
+    assert over.nbytes <= over.plan.nbytes
