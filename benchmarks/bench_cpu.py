@@ -81,6 +81,7 @@ def test_raw_encode(benchmark: Any, threads: int) -> None:
     x = gaussian(64 * MIB)
     codec = tw.codec("raw")
     buf = codec.encode(x)
+    assert tw.decode(bytes(buf)).tobytes() == x.tobytes()
     benchmark(codec.encode, x, out=buf, threads=threads)
     assert tw.decode(buf).tobytes() == x.tobytes()
     record(benchmark, x, buf.nbytes / x.nbytes)
@@ -89,6 +90,11 @@ def test_raw_encode(benchmark: Any, threads: int) -> None:
 def test_verify(benchmark: Any) -> None:
     x = gaussian(64 * MIB)
     buf = tw.encode(x)
+    check(x, buf)
+    damaged = bytearray(bytes(buf))
+    damaged[len(damaged) // 2] ^= 1
+    with pytest.raises(tw.FormatError):
+        tw.verify(damaged)
     benchmark(tw.verify, buf)
     record(benchmark, x)
 
@@ -121,7 +127,9 @@ def test_encode_1_kib(benchmark: Any) -> None:
 def test_decode_1_kib(benchmark: Any) -> None:
     x = gaussian(1024)
     buf = tw.encode(x)
-    benchmark(tw.decode, buf)
+    check(x, buf)
+    y = benchmark(tw.decode, buf)
+    assert y.tobytes() == x.tobytes()
     record(benchmark, x)
 
 

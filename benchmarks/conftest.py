@@ -1,4 +1,4 @@
-"""Machine facts for the recorded JSON, and the one place that decides sizes."""
+"""Which facts of the machine and the commit go into the recorded JSON."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ Ratios are packed bytes, headers included, over raw bytes. Every tensor is decod
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -99,7 +101,7 @@ def compress_beside_cp(source: Path, rounds: int = 7) -> dict[str, Any]:
     script = "import sys; from tightwire.cli import main; main()"
     program = shutil.which("tightwire")
     command = [program] if program else [sys.executable, "-c", script]
-    times: dict[str, list[float]] = {"cp_sync": [], "compress": [], "python_start": []}
+    times: dict[str, list[float]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         copy, packed = f"{folder}/copy", f"{folder}/packed.safetensors"
         for _ in range(rounds + 1):
@@ -111,6 +113,13 @@ def compress_beside_cp(source: Path, rounds: int = 7) -> dict[str, Any]:
                 start = time.perf_counter()
                 subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
                 times[name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            convert.compress_file(source, packed)
+            times["compress_in_process"].append(time.perf_counter() - start)
+            with mock.patch("os.fsync"):
+                start = time.perf_counter()
+                convert.compress_file(source, packed)
+                times["without_sync"].append(time.perf_counter() - start)
         assert convert.diff_files(source, packed) == []
     median = {name: statistics.median(values[1:]) for name, values in times.items()}
     return {"seconds": median, "compress_over_cp": median["compress"] / median["cp_sync"]}
@@ -131,6 +140,7 @@ def main() -> None:
         result = {
             "versions": {"tightwire": tw.__version__, "numpy": np.__version__},
             "cores": os.cpu_count(),
+            "date": time.strftime("%Y-%m-%d"),
             "gaussian": gaussian_ratios(),
             "worst_expansion": worst_expansion(),
             "minilm_float32": total(file_ratios(model)),

@@ -8,12 +8,12 @@ import sys
 def main() -> None:
     """Run `tightwire`; without the [cli] extra, say in one line how to get it."""
     try:
-        from .commands import app
+        from .commands import main as run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(_without(error.name))
-    app(prog_name="tightwire")
+    run()
 
 
 def _without(name: str) -> int:

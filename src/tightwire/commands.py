@@ -6,15 +6,18 @@ Whatever a command does not need stays unimported: numba, matplotlib, and rich u
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,15 +32,18 @@ from .formats.errors import FormatError
 from .formats.header import MAGIC
 
 DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
+INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 EXIT_CODES = {
     0: "done, and all is well",
     DIFFERENT: "the files differ, or a decoder failed a vector",
-    2: "wrong usage of the command line",
+    2: "wrong usage of the command line (told as text, with --json too)",
     BAD_BYTES: "the bytes are not a valid file or buffer",
     SYSTEM: "the operating system said no: no such file, disk full, DST exists, ...",
     UNSUPPORTED: "unsupported: an element type, codec or parameter, a package not installed",
+    INTERRUPTED: "interrupted by Ctrl-C; 128 + its number for another signal (143: terminated)",
+    BROKEN_PIPE: "the reader of the output has gone away (as in | head)",
 }
-EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code}  {text}" for code, text in EXIT_CODES.items())
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"{c:5}  {text}" for c, text in EXIT_CODES.items())
 
 PLAIN = "needed: a complete safetensors file, not compressed"
 COMPRESSED = "needed: a complete file made by tightwire, no newer than this version"
@@ -49,6 +55,9 @@ _EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "c
 _EXPECTED = (OSError, MemoryError, TypeError, ValueError)
 
 WIDTH = 100
+#: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
+FIRST_WIDTH = 12
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 app = typer.Typer(
     name="tightwire",
@@ -74,6 +83,17 @@ class Failure(Exception):
         super().__init__(message)
         self.code = code
         self.document = {"reason": reason, "message": _printable(message)}
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; no OSError, so that no file is blamed for it."""
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise OutputError from error
 
 
 def _printable(text: str) -> str:
@@ -107,8 +127,6 @@ def _about(path: object, needed: str = "") -> Iterator[None]:
     """Errors inside become a Failure that names `path` and says what was needed."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except _EXPECTED as error:
         raise _failure(error, path, needed) from error
 
@@ -123,8 +141,9 @@ def _command(function: Callable[..., int | None]) -> Callable[..., int | None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             code = function(*args, **kwargs)
-        except BrokenPipeError:
-            raise
+        except KeyboardInterrupt:
+            print("tightwire: interrupted", file=sys.stderr)
+            code = INTERRUPTED
         except (Failure, ModuleNotFoundError, *_EXPECTED) as error:
             failure = _failure(error)
             if kwargs["as_json"]:
@@ -140,42 +159,53 @@ def _command(function: Callable[..., int | None]) -> Callable[..., int | None]:
 
 def _say(*lines: str) -> None:
     for line in lines:
-        typer.echo(_printable(line))
+        _print(_printable(line))
 
 
 def _complain(failure: Failure) -> None:
-    typer.echo(f"tightwire: {failure.document['message']}", err=True)
+    print(f"tightwire: {failure.document['message']}", file=sys.stderr)
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    typer.echo(json.dumps(document, indent=2, default=str))
+    _print(json.dumps(document, indent=2, default=str))
 
 
-def _print_table(columns: Iterable[str], rows: Iterable[Iterable[str]], last: int = 0) -> None:
+def _print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int = 0) -> None:
     """A table with right-aligned columns; those whose name starts with "<" are left-aligned.
 
-    The `last` rows at the end stand under a line.
+    The first column folds where the terminal is narrow; where that is not enough, lines become
+    longer than the terminal rather than lose columns. The `last` rows stand under a line.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    for column in columns:
-        left = column.startswith("<")
-        table.add_column(
-            Text(column.removeprefix("<")),
-            justify="left" if left else "right",
-            overflow="fold",
-            no_wrap=not left,
-        )
+    titles = [Text(column.removeprefix("<")) for column in columns]
     cells = [[Text(_printable(cell)) for cell in row] for row in rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(titles, *cells, strict=True)]
+    widths[0] = min(widths[0], FIRST_WIDTH)
+    unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    lines = box.SIMPLE_HEAD if unicode else box.ASCII
+    table = Table(box=lines, show_edge=False, pad_edge=False, padding=0)
+    for i, (column, title) in enumerate(zip(columns, titles, strict=True)):
+        table.add_column(
+            title,
+            justify="left" if column.startswith("<") else "right",
+            overflow="fold",
+            no_wrap=i > 0,
+            min_width=widths[i],
+        )
     for i, row in enumerate(cells):
         table.add_row(*row, end_section=i == len(cells) - 1 - last)
-    console = Console(file=sys.stdout, highlight=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    # Printed by ourselves: rich ends the process, with 1, when nobody reads the output.
+    text = io.StringIO()
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=text, force_terminal=terminal, highlight=False)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.width = max(width, sum(widths) + len(widths) - 1)
     console.print(table)
+    _print(text.getvalue().rstrip("\n"))
 
 
 @contextmanager
@@ -256,15 +286,26 @@ def _cast(cast: Cast | None) -> DType | None:
     return None if cast is None else dtype_named(cast.value)
 
 
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
+
+
+def _check_source(source: Path) -> None:
+    """Refuse what no DST can be named after; Path makes "." of an empty SRC."""
+    if not source.name:
+        raise Failure(UNSUPPORTED, "unsupported", f"SRC is {source}; name a file")
+
+
 def _check_target(source: Path, target: Path, force: bool) -> None:
     """Refuse, before any work is done, a target that cannot or should not be written."""
     if not target.parent.is_dir():
         raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
     if target.is_dir():
         raise Failure(SYSTEM, "os_error", f"{target}: is a folder; name a file")
-    if not target.exists():
+    # A symbolic link to nothing is something too: it may be meant for a disk not mounted now.
+    if not os.path.lexists(target):
         return
-    if source.exists() and target.samefile(source):
+    if _same(source, target):
         raise Failure(UNSUPPORTED, "unsupported", f"{target}: is SRC itself; name another DST")
     if not force:
         raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
@@ -303,6 +344,7 @@ def compress(
     DST is a safetensors file too, by default SRC with .tw.safetensors for .safetensors. Without
     --cast, decompress gives SRC back byte for byte.
     """
+    _check_source(source)
     if target is None:
         target = source.with_name(source.name.removesuffix(".safetensors") + ".tw.safetensors")
     chosen = _codec(codec_name, window)
@@ -348,6 +390,7 @@ def decompress(
 
     DST is by default SRC with .safetensors for .tw.safetensors. Every tensor is checked.
     """
+    _check_source(source)
     if target is None:
         stem = source.name.removesuffix(".tw.safetensors")
         if stem == source.name:
@@ -431,32 +474,37 @@ def inspect(
 
     FILE may also be a bare buffer. Only headers are read, nothing is decoded.
     """
+    file = None
+    infos = {}
     with _about(path, COMPRESSED):
         data = _buffer_bytes(path)
         if data is not None:
             if tensor is not None:
                 raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
-            _show_buffer(path, None, inspection.inspect(data), as_json)
-            return
-        with File(path) as file:
-            if tensor is not None and tensor not in file:
-                raise ValueError(f"no tensor {tensor!r}; 'inspect FILE' lists the names")
-            infos = {}
-            for name in file if tensor is None else [tensor]:
-                with convert.naming(f"tensor {name!r}"):
-                    infos[name] = inspection.inspect(file.buffer(name))
-            if tensor is None:
-                _show_file(path, file, infos, as_json)
-            else:
-                _show_buffer(path, tensor, infos[tensor], as_json)
+            buffer = inspection.inspect(data)
+        else:
+            with File(path) as file:
+                if tensor is not None and tensor not in file:
+                    raise ValueError(f"no tensor {tensor!r}; 'inspect FILE' lists the names")
+                for name in file if tensor is None else [tensor]:
+                    with convert.naming(f"tensor {name!r}"):
+                        infos[name] = inspection.inspect(file.buffer(name))
+        nbytes = path.stat().st_size
+    if file is None:
+        _show_buffer(path, None, buffer, as_json)
+    elif tensor is not None:
+        _show_buffer(path, tensor, infos[tensor], as_json)
+    else:
+        _show_file(path, file, nbytes, infos, as_json)
 
 
-def _show_file(path: Path, file: File, infos: dict[str, inspection.Info], as_json: bool) -> None:
+def _show_file(
+    path: Path, file: File, nbytes: int, infos: dict[str, inspection.Info], as_json: bool
+) -> None:
     raw = sum(info.raw_nbytes for info in infos.values())
     packed = sum(info.packed_nbytes for info in infos.values())
     ratio = packed / raw if raw else 1.0
     exact = SOURCE_KEY in file.directory.metadata
-    nbytes = path.stat().st_size
     if as_json:
         _print_json(
             {
@@ -556,7 +604,8 @@ def bench(
     """
     from . import bench as benchmark
 
-    _check_plot(plot)
+    if plot is not None:
+        _check_plot(path, plot)
     with _about(path, PLAIN):
         report = benchmark.bench_file(
             path,
@@ -595,13 +644,24 @@ def bench(
     return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
 
 
-def _check_plot(plot: Path | None) -> None:
-    """Find out before the work that a plot cannot be drawn."""
-    if plot is None:
-        return
+def _check_plot(source: Path, plot: Path) -> None:
+    """Find out before the work that a plot cannot be drawn; nothing but a PNG is overwritten."""
     if not plot.parent.is_dir():
         raise Failure(SYSTEM, "os_error", f"{plot.parent}: no such folder; create it first")
+    if plot.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{plot}: is a folder; name a file")
+    if _same(source, plot):
+        raise Failure(UNSUPPORTED, "unsupported", f"{plot}: is FILE itself; name another plot")
+    if os.path.lexists(plot) and not _is_png(plot):
+        raise Failure(SYSTEM, "os_error", f"{plot}: exists and is no PNG; name another plot")
     import matplotlib.figure  # noqa: F401
+
+
+def _is_png(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(PNG_MAGIC)) == PNG_MAGIC
 
 
 @_command
@@ -657,8 +717,8 @@ def demo(
     """
     from . import demo as demonstration
 
-    _check_plot(plot)
     source = demonstration.find_model() if path is None else path
+    _check_plot(source, plot)
     with (
         tempfile.TemporaryDirectory(prefix="tightwire-") as folder,
         _about(source, PLAIN),
@@ -667,7 +727,9 @@ def demo(
     ):
         report = demonstration.demo_file(source, folder, threads=threads, progress=progress)
     with _writing(source, plot):
-        demonstration.plot_histogram(report.histogram, f"{source.name} in bfloat16", plot)
+        demonstration.plot_histogram(
+            report.histogram, f"{_printable(source.name)} in bfloat16", plot
+        )
     histogram = report.histogram
     identical = all(row.identical for row in report.rows)
     if as_json:
@@ -708,3 +770,46 @@ def _show_demo(source: Path, report: Any, plot: Path) -> None:
         f"{report.warmup_s:.2f} s.",
         f"plot: {plot}, {report.histogram.share:.2%} of the elements in the window of 7 exponents",
     )
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals that end a process clean up first, as Ctrl-C does, unless the caller ignores them."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    numbers = [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def main() -> None:
+    """Run the command line of this process; ends with SystemExit."""
+    # Names hold any character; one that the output's encoding lacks is escaped.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with _stoppable():
+        try:
+            app(prog_name="tightwire")
+        except OutputError as error:
+            sys.exit(_output_failed(error.__cause__))
+        except OSError as error:  # typer's own output: --help
+            sys.exit(_output_failed(error))
+
+
+def _output_failed(error: BaseException | None) -> int:
+    # What is still buffered would fail once more when the interpreter exits.
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    reason = getattr(error, "strerror", None) or error
+    print(f"tightwire: cannot write the output: {reason}", file=sys.stderr)
+    return SYSTEM

@@ -23,7 +23,7 @@ def default_vectors() -> Path:
     """The vectors of the source checkout that this package is in; else FileNotFoundError."""
     folder = Path(__file__).resolve().parents[2] / "specs" / "vectors"
     if not folder.is_dir():
-        raise FileNotFoundError(f"no vectors at {folder}; pass the folder that holds them")
+        raise FileNotFoundError(f"no vectors at {folder}: pass --vectors DIR")
     return folder
 
 

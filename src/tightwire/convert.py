@@ -253,19 +253,6 @@ def verify_file(
             progress(name, parsed.plan.nelem * parsed.plan.dtype.itemsize)
 
 
-def file_reports(path: PathLike) -> list[TensorReport]:
-    """What each tensor of a compressed file is, from the headers alone."""
-    reports = []
-    with File(path, max_nbytes=1 << 63) as file:
-        for name in file:
-            parsed = _parse(file, name, 1 << 63)
-            plan = parsed.plan
-            nbytes = plan.nelem * plan.dtype.itemsize
-            codec, packed = plan.codec.name, parsed.packed_nbytes
-            reports.append(TensorReport(name, plan.dtype.name, plan.shape, codec, nbytes, packed))
-    return reports
-
-
 @dataclass(frozen=True)
 class Difference:
     """How one tensor differs between two files; `n_elements` counts where types agree."""
@@ -339,6 +326,5 @@ __all__ = [
     "compress_file",
     "decompress_file",
     "diff_files",
-    "file_reports",
     "verify_file",
 ]

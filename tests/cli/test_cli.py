@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tightwire as tw
-from tightwire import bench, convert, demo
+from tightwire import bench, conformance, convert, demo
 from tightwire.codecs.zipccl import histogram_base
 from tightwire.commands import EXIT_CODES, app
 from tightwire.files import map_safetensors
@@ -571,6 +571,46 @@ def test_unwritable_plot(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tightwire[plot]" in message
 
 
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_plot_destroys_nothing(plain: Path, command: str) -> None:
+    words = [command, "P", "--plot"]
+    assert "FILE itself" in check_untouched(plain, [*words, str(plain)], 5, "unsupported")
+    link = plain.with_name("link")
+    os.link(plain, link)
+    check_untouched(plain, [*words, str(link)], 5, "unsupported")
+    other = plain.with_name("other")
+    other.write_bytes(b"mine")
+    assert "is no PNG" in check_untouched(plain, [*words, str(other)], 4, "os_error")
+    assert "folder" in check_untouched(plain, [*words, str(plain.parent)], 4, "os_error")
+    other.unlink()
+    other.symlink_to("nothing")
+    check_untouched(plain, [*words, str(other)], 4, "os_error")
+    other.unlink()
+    os.mkfifo(other)
+    check_untouched(plain, [*words, str(other)], 4, "os_error")
+    other.unlink()
+    other.write_bytes(PNG)
+    assert Outcome(command, plain, "--plot", other).code == 0
+    assert len(other.read_bytes()) > len(PNG)
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+def test_dangling_target(plain: Path, packed: Path, command: str) -> None:
+    source = plain if command == "compress" else packed
+    target = plain.with_name("target")
+    target.symlink_to("nothing")
+    assert "--force" in check_untouched(source, [command, "P", "T"], 4, "os_error")
+    assert target.is_symlink()
+    assert Outcome(command, source, target, "--force").code == 0
+    assert target.is_file()
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+@pytest.mark.parametrize("source", ["", ".", "/"])
+def test_source_without_a_name(command: str, source: str) -> None:
+    assert "name a file" in check_failure(5, "unsupported", command, source)
+
+
 # In processes of their own
 
 
@@ -672,6 +712,16 @@ def interrupt(words: list[str], folder: Path, nbytes: int, number: int) -> int:
         child.wait()
 
 
+# Of a child that inherits signals which are ignored, as in a shell's background job.
+AS_ON_A_TERMINAL = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from tightwire.cli import main
+main()
+"""
+
+
 @pytest.mark.parametrize("existing", [None, b"mine"])
 @pytest.mark.parametrize("nbytes", [0, 1 << 20, 10 << 20, 25 << 20, 38 << 20])
 def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None) -> None:
@@ -693,13 +743,146 @@ def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None
         assert target.read_bytes() == existing
 
 
-def test_interrupted(tmp_path: Path, large: Path) -> None:
-    """Ctrl-C cleans up."""
-    words = [*CLI, "compress", str(large), str(tmp_path / "target")]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted(tmp_path: Path, large: Path, number: int) -> None:
+    """Ctrl-C and its like clean up."""
+    words = [sys.executable, "-c", AS_ON_A_TERMINAL]
+    words += ["compress", str(large), str(tmp_path / "target")]
     for _ in range(10):
-        status = interrupt(words, tmp_path, 1 << 20, signal.SIGINT)
+        status = interrupt(words, tmp_path, 1 << 20, number)
         if status:
             break
         (tmp_path / "target").unlink()
-    assert status
+    assert status == 128 + number
     assert listing(tmp_path) == {}
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    code = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from tightwire import commands
+with commands._stoppable():
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGTERM) is commands._stop
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    assert run(code=code).returncode == 0
+
+
+def test_ctrl_c_is_one_line(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "map_safetensors", interrupted)
+    done = Outcome("diff", packed, packed)
+    assert (done.code, done.out, done.err) == (130, "", "tightwire: interrupted\n")
+
+
+PRINTING = [["inspect", "P"], ["inspect", "P", "--json"], ["verify", "P"], ["--version"]]
+
+
+@pytest.mark.parametrize("command", [*PRINTING, ["--help"]])
+def test_output_to_a_full_disk(packed: Path, command: list[str]) -> None:
+    words = [str(packed) if word == "P" else word for word in command]
+    with open("/dev/full", "w") as full:
+        child = subprocess.run([*CLI, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert child.returncode == 4
+    assert child.stderr == "tightwire: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_output_that_nobody_reads(packed: Path, command: list[str]) -> None:
+    words = [str(packed) if word == "P" else word for word in command]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    child = subprocess.run([*CLI, *words], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (child.returncode, child.stderr) == (141, "")
+
+
+def test_output_that_is_not_unicode(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "é", {"né": np.arange(3)}, {})
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = os.environ | plain | {"PYTHONIOENCODING": ""}
+    done = run("compress", path, tmp_path / "b", env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run("inspect", tmp_path / "b", env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "n\\xe9" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "bench"])
+def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
+    """Every name and number is shown; only the first column folds."""
+    ours, theirs = pty.openpty()
+    path = packed if command == "inspect" else plain
+    environment = os.environ | {"TERM": "dumb", "COLUMNS": "40"}
+    words = [*CLI, command, str(path)]
+    subprocess.run(words, stdout=theirs, env=environment, timeout=60, check=True)
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(ours, 1 << 16):
+            output += piece
+    os.close(ours)
+    names = NAMES if command == "inspect" else [*tw.codecs(), "memcpy", "zstd -1"]
+    text = output.decode()
+    assert all(any(line.startswith(f"{name} ") for line in text.splitlines()) for name in names)
+
+
+def test_long_names_fold(tmp_path: Path) -> None:
+    name = "x" * 150
+    path = write_safetensors(tmp_path / "a", {name: np.arange(3)}, {})
+    assert Outcome("compress", path, tmp_path / "b").code == 0
+    lines = Outcome("inspect", tmp_path / "b").out.splitlines()
+    assert max(map(len, lines)) == 100
+    assert sum(line.count("x") for line in lines) == 150
+
+
+def test_demo_loads_every_kernel_before_it_times(tmp_path: Path) -> None:
+    """A kernel variant that is first met on the clock would be compiled there."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for i, dtype in enumerate(BY_NAME.values()):
+        if dtype.safetensors:
+            tensors[f"large {dtype.name}"] = normal(9_000, np.float32, i).astype(dtype.numpy)
+            tensors[f"small {dtype.name}"] = normal(2, np.float32, i).astype(dtype.numpy)
+    path = write_safetensors(tmp_path / "a", tensors, {})
+    code = """
+import sys
+from numba.core.registry import CPUDispatcher
+from tightwire import demo
+from tightwire.codecs import raw_cpu, zipccl_cpu
+
+def variants():
+    found = [x for m in (raw_cpu, zipccl_cpu) for x in vars(m).values()]
+    return sum(len(x.signatures) for x in found if isinstance(x, CPUDispatcher))
+
+seen = []
+demo_round_trip = demo._round_trip
+def counted(title, source, *rest):
+    row = demo_round_trip(title, source, *rest)
+    seen.append((str(source) == sys.argv[1], variants()))
+    return row
+demo._round_trip = counted
+demo.demo_file(sys.argv[1], sys.argv[2])
+print(seen)
+assert [real for real, _ in seen] == [False, False, True, True]
+assert seen[1][1] == seen[3][1] > 0
+"""
+    done = run(path, tmp_path, code=code)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_demo_of_a_name_that_is_not_text(plain: Path) -> None:
+    source = plain.with_name(os.fsdecode(b"\xe9 $\\frac{$ \xe4\xb8\xad"))
+    plain.rename(source)
+    done = Outcome("demo", source, "--plot", plain.with_name("p.png"))
+    assert (done.code, done.err) == (0, "")
+    assert plain.with_name("p.png").read_bytes().startswith(PNG)
+
+
+def test_conformance_without_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(conformance, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    message = check_failure(4, "os_error", "conformance", "--decoder", "x {in} {out}")
+    assert "pass --vectors DIR" in message
