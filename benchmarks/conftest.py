@@ -34,3 +34,11 @@ def pytest_benchmark_update_commit_info(config: Any, commit_info: dict[str, Any]
     kept = {k: commit_info[k] for k in ("id", "time", "dirty") if k in commit_info}
     commit_info.clear()
     commit_info.update(kept)
+
+
+def pytest_benchmark_update_json(
+    config: Any, benchmarks: Any, output_json: dict[str, Any]
+) -> None:
+    """Keep the statistics, not every single round."""
+    for benchmark in output_json["benchmarks"]:
+        benchmark["stats"].pop("data", None)
