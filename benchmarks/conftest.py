@@ -36,9 +36,7 @@ def pytest_benchmark_update_commit_info(config: Any, commit_info: dict[str, Any]
     commit_info.update(kept)
 
 
-def pytest_benchmark_update_json(
-    config: Any, benchmarks: Any, output_json: dict[str, Any]
-) -> None:
+def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict[str, Any]) -> None:
     """Keep the statistics, not every single round."""
     for benchmark in output_json["benchmarks"]:
         benchmark["stats"].pop("data", None)
