@@ -100,5 +100,5 @@ def test_reason_missing(vectors: Path) -> None:
 def test_default_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert conformance.default_vectors() == SPECS / "vectors"
     monkeypatch.setattr(conformance, "__file__", str(tmp_path / "a" / "b" / "conformance.py"))
-    with pytest.raises(FileNotFoundError, match="pass the folder"):
+    with pytest.raises(FileNotFoundError, match="pass --vectors DIR"):
         conformance.default_vectors()
