@@ -6,8 +6,10 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 T = TypeVar("T")
 
@@ -29,6 +31,9 @@ def _executor() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
+            # Imported at first use: it brings logging, and importing the library is to be quick.
+            from concurrent.futures import ThreadPoolExecutor
+
             _pool = ThreadPoolExecutor(max(cpu_count(), 2), thread_name_prefix="tightwire")
         return _pool
 

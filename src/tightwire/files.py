@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
         mode = stat.S_IMODE(status.st_mode)
-    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
             yield file
