@@ -133,13 +133,19 @@ def test_decode_1_kib(benchmark: Any) -> None:
     record(benchmark, x)
 
 
-def test_zipnn_compress(benchmark: Any) -> None:
+def zipnn_case() -> tuple[Any, Any, bytes, Any]:
+    """Array, ZipNN codec, the array's bytes and their compressed form, checked."""
     zipnn = pytest.importorskip("zipnn")
     x = gaussian(64 * MIB)
     codec = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=1, input_format="byte")
     data = x.tobytes()
     packed = codec.compress(bytearray(data))
     assert bytes(codec.decompress(packed)) == data
+    return x, codec, data, packed
+
+
+def test_zipnn_compress(benchmark: Any) -> None:
+    x, codec, data, packed = zipnn_case()
     # ZipNN overwrites its input: each round gets a fresh copy, made outside the clock.
     benchmark.pedantic(
         codec.compress, setup=lambda: ((bytearray(data),), {}), rounds=7, warmup_rounds=1
@@ -148,11 +154,6 @@ def test_zipnn_compress(benchmark: Any) -> None:
 
 
 def test_zipnn_decompress(benchmark: Any) -> None:
-    zipnn = pytest.importorskip("zipnn")
-    x = gaussian(64 * MIB)
-    codec = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=1, input_format="byte")
-    data = x.tobytes()
-    packed = codec.compress(bytearray(data))
-    assert bytes(codec.decompress(packed)) == data
+    x, codec, _, packed = zipnn_case()
     benchmark(codec.decompress, packed)
     record(benchmark, x, len(packed) / x.nbytes)

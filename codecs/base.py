@@ -159,6 +159,24 @@ class Plan:
         start = min(i * self.chunk_nelem, self.nelem)
         return start, min(start + self.chunk_nelem, self.nelem)
 
+    def raw_dynamic(self, i: int) -> int:
+        """Dynamic bytes of chunk `i` if it is stored raw: what its static part cannot hold."""
+        lo, hi = self.chunk_range(i)
+        return max(0, (hi - lo) * self.dtype.itemsize - self.static_stride)
+
+    def static_range(self, i: int) -> slice:
+        """Where in the buffer the static part of chunk `i` lies."""
+        start = self.static_offset + i * self.static_stride
+        return slice(start, start + self.static_stride)
+
+    def chunk(self, i: int, data: Bytes, dynamic: Bytes, info: int = 0) -> Chunk:
+        """Chunk `i` of the buffer `data`, with the given dynamic part."""
+        lo, hi = self.chunk_range(i)
+        static = data[self.static_range(i)]
+        return Chunk(
+            self.dtype, hi - lo, self.layout.sections, static, dynamic, i, lo, self.shape, info
+        )
+
     @cached_property
     def header(self) -> Header:
         """The planned header, for dynamic slots of `dynamic_stride` bytes."""

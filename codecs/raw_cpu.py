@@ -12,7 +12,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .raw import Raw
-from .threads import MIN_SPAN_NBYTES, run, spans
+from .threads import run, spans
 
 _BLOCK = 1 << 17
 
@@ -28,7 +28,7 @@ def _copy_and_sum(source: Bits, target: Bits, first: int, last: int) -> int:
 
 
 def _spanned(source: Bits, target: Bits, threads: int) -> int:
-    cuts = spans(-(-source.size // _BLOCK), min(threads, max(source.size // MIN_SPAN_NBYTES, 1)))
+    cuts = spans(-(-source.size // _BLOCK), source.size, threads)
     return sum(run(_copy_and_sum, [(source, target, *cut) for cut in cuts])) & MASK64
 
 

@@ -48,9 +48,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def spans(n_units: int, threads: int) -> list[tuple[int, int]]:
-    """`n_units` cut into at most `threads` contiguous, nearly equal, non-empty ranges."""
-    threads = min(threads, n_units)
+def spans(n_units: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
+    """`n_units` of `nbytes` in all, cut into contiguous, nearly equal, non-empty ranges.
+
+    At most `threads` of them, and no more than the size is worth.
+    """
+    threads = min(threads, n_units, nbytes // MIN_SPAN_NBYTES)
     if threads <= 1:
         return [(0, n_units)]
     cuts = [n_units * i // threads for i in range(threads + 1)]

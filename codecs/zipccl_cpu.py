@@ -17,7 +17,7 @@ from numba.extending import intrinsic, overload
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes, sum_words
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
-from .threads import MIN_SPAN_NBYTES, run, spans
+from .threads import run, spans
 from .zipccl import (
     CANDIDATES,
     COLUMN_STEP,
@@ -694,10 +694,6 @@ def _read_only(array: Bits) -> Bits:
     return view
 
 
-def _thread_spans(n_tiles: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
-    return spans(n_tiles, min(threads, max(nbytes // MIN_SPAN_NBYTES, 1)))
-
-
 def encode_chunk(
     spec: Zipccl,
     chunk: Chunk,
@@ -713,7 +709,7 @@ def encode_chunk(
     slot = chunk.dynamic[: chunk.dynamic.size // f.width * f.width].view(f.escape_dtype)
     fixed = -1 if stats is None else int(stats[0])
     x = _read_only(bits)
-    cuts = _thread_spans(offsets.size, bits.nbytes, threads)
+    cuts = spans(offsets.size, bits.nbytes, threads)
     rooms = [slot] + [
         np.empty(min(slot.size, (last - first) * TILE) + TILE, f.escape_dtype)
         for first, last in cuts[1:]
@@ -758,7 +754,7 @@ def decode_chunk(
     first, last = start // TILE, -(-(start + out.size) // TILE)
     n_covered = min(last * TILE, chunk.nelem) - first * TILE
     x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
-    cuts = _thread_spans(last - first, x.nbytes, threads)
+    cuts = spans(last - first, x.nbytes, threads)
     args = (f.mantissa, f.exponent, f.extra, whole)
 
     def task(lo: int, hi: int) -> Any:

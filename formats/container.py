@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import FormatError
-from .header import ALIGN
+from .header import ALIGN, MAX_RANK
 
 VERSION_KEY = "tightwire"
 SOURCE_KEY = "tightwire.source"
 VERSION = "1"
 MAX_JSON = 100_000_000
-MAX_RANK = 32
 
 #: Bits per element of every dtype name that safetensors knows.
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8}
@@ -49,6 +48,10 @@ class Directory:
     def data_at(self) -> int:
         """Where the data starts in the file."""
         return 8 + len(self.json_bytes)
+
+    def span(self, entry: Entry) -> slice:
+        """Where in the file the data of `entry` lies."""
+        return slice(self.data_at + entry.begin, self.data_at + entry.end)
 
     @property
     def data_nbytes(self) -> int:

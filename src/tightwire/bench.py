@@ -6,7 +6,7 @@ Nothing is timed before its result has been compared with the input bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .codec import Codec, codec, codecs, decode
-from .codecs.base import Bits, Bytes
+from .codecs.base import Bytes
 from .codecs.threads import cpu_count
-from .convert import _cast_bits, _cast_dtype, _dtype
-from .files import PathLike, atomic_file, map_safetensors
-from .formats.container import VERSION_KEY, Entry
+from .convert import plain_tensors
+from .files import PathLike, atomic_file
 from .formats.dtypes import DType
-from .formats.errors import FormatError
 
 #: Fills outputs before they are written, so that a byte left out does not go unseen.
 POISON = 0xA5
@@ -100,18 +98,6 @@ def bench_file(
         repeat=repeat,
         speeds=tuple(speeds),
     )
-
-
-def plain_tensors(path: PathLike, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
-    """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,)."""
-    data, directory = map_safetensors(path)
-    if VERSION_KEY in directory.metadata:
-        raise FormatError("bad_container", "compressed already; a plain file is needed")
-    for e in directory.entries:
-        dtype = _dtype(e)
-        target = _cast_dtype(dtype, cast)
-        raw = data[directory.data_at + e.begin : directory.data_at + e.end]
-        yield e, target, _cast_bits(raw, dtype, target)
 
 
 def _load(path: PathLike, cast: DType | None, limit: int | None) -> list[Array]:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Target, from_bits
+from .arrays import Target, bytes_view, from_bits
 from .codecs.base import Bytes, Plan
 from .engine import Parsed, parse
 from .formats.dtypes import BY_NAME
-from .formats.header import RECORD, Header
+from .formats.header import OVERFLOW, RECORD, Header, align
 
 _UINT8 = BY_NAME["uint8"]
 
@@ -60,13 +60,13 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Exact size of the packed form, in bytes."""
-        used = np.minimum(self.sizes, self.plan.dynamic_stride).astype(np.int64)
-        return self.plan.dynamic_offset + int((-(-used // 128) * 128).sum())
+        stride = self.plan.dynamic_stride
+        return self.plan.dynamic_offset + sum(align(min(n, stride)) for n in self.sizes.tolist())
 
     @property
     def overflowed(self) -> bool:
         """True if a fixed-rate buffer (`dynamic_capacity=`) could not hold its data."""
-        return bool((self._records["flags"] & 2).any())
+        return bool((self._records["flags"] & OVERFLOW).any())
 
     @property
     def _records(self) -> npt.NDArray[Any]:
@@ -75,8 +75,7 @@ class Buffer:
 
     def static(self, i: int) -> Any:
         """Static part of chunk `i`: uint8, shape (plan.static_stride,), a view of `array`."""
-        start = self.plan.static_offset + self._chunk(i) * self.plan.static_stride
-        return self.array[start : start + self.plan.static_stride]
+        return self.array[self.plan.static_range(self._chunk(i))]
 
     def dynamic(self, i: int) -> Any:
         """Used dynamic bytes of chunk `i`: uint8, a view of `array`."""
@@ -118,3 +117,10 @@ class Buffer:
         plan = self.plan
         shape = list(plan.shape)
         return f"<tightwire.Buffer {plan.codec.name} {plan.dtype.name}{shape} {self.nbytes} bytes>"
+
+
+def parsed_source(src: Any, max_nbytes: int) -> Parsed:
+    """A Buffer, bytes-like object or uint8 array after the checks of `engine.parse`."""
+    if isinstance(src, Buffer):
+        return src.parsed()
+    return parse(bytes_view(src), max_nbytes)

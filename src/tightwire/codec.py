@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from . import arrays, engine
 from .arrays import Target
-from .buffer import Buffer
+from .buffer import Buffer, parsed_source
 from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES
@@ -111,7 +111,7 @@ class Codec:
             buffer._host,
             stats=stats,
             key=key,
-            threads=_threads(threads),
+            threads=thread_count(threads),
             backend=backend,
         )
         return buffer
@@ -243,13 +243,11 @@ def decode(
     """
     max_nbytes = integer("max_nbytes", max_nbytes)
     chosen = None if like is None else arrays.target_of(like)
+    parsed = parsed_source(src, max_nbytes)
     if isinstance(src, Buffer):
         target = src.target
-        parsed = src.parsed()
     else:
-        data = arrays.bytes_view(src)
         target = Target() if arrays.is_bytes(src) else arrays.target_of(src)
-        parsed = engine.parse(data, max_nbytes)
     plan = parsed.plan
     partial = start is not None or stop is not None
     lo = 0 if start is None else integer("start", start)
@@ -268,7 +266,7 @@ def decode(
         bits,
         lo,
         verify=verify,
-        threads=_threads(threads),
+        threads=thread_count(threads),
         backend=backend,
     )
     if out is not None:
@@ -301,7 +299,8 @@ def _dtype(dtype: Any) -> DType:
     return arrays.numpy_dtype(np.dtype(dtype)) if name not in BY_NAME else BY_NAME[name]
 
 
-def _threads(threads: int | None) -> int:
+def thread_count(threads: int | None) -> int:
+    """`threads` if it is a number of threads, every processor if it is None."""
     if threads is None:
         return cpu_count()
     if integer("threads", threads) < 1:

@@ -15,10 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from . import engine
-from .arrays import Target
-from .buffer import Buffer
-from .codec import Codec, as_codec
-from .codecs.base import Bytes, Plan
+from .codec import Codec, as_codec, thread_count
+from .codecs.base import Bits, Bytes, Plan
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .files import File, PathLike, atomic_file, map_safetensors, write_compressed
@@ -57,11 +55,12 @@ class TensorReport:
         return self.packed_nbytes / self.raw_nbytes if self.raw_nbytes else 1.0
 
 
-def _no_progress(name: str, nbytes: int) -> None:
+def no_progress(name: str, nbytes: int) -> None:
     """Report nothing."""
 
 
-def _dtype(entry: Entry) -> DType:
+def entry_dtype(entry: Entry) -> DType:
+    """Element type of a tensor in a plain file; TypeError if it is none of ours."""
     try:
         return BY_SAFETENSORS[entry.dtype]
     except KeyError:
@@ -101,7 +100,7 @@ def compress_file(
     *,
     cast: DType | None = None,
     threads: int | None = None,
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> list[TensorReport]:
     """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
 
@@ -113,20 +112,20 @@ def compress_file(
     data, directory = map_safetensors(source)
     if VERSION_KEY in directory.metadata:
         raise FormatError("bad_container", f"{source} is compressed already")
-    dtypes = {e.name: _dtype(e) for e in directory.entries}
+    dtypes = {e.name: entry_dtype(e) for e in directory.entries}
     plans: dict[str, Plan] = {}
     for e in directory.entries:
-        plans[e.name] = make_plan(chosen.spec, _cast_dtype(dtypes[e.name], cast), e.shape, None)
+        plans[e.name] = make_plan(chosen.spec, cast_dtype(dtypes[e.name], cast), e.shape, None)
     reports: list[TensorReport] = []
 
     def buffers() -> Iterator[Parsed]:
         for e in directory.entries:
             plan = plans[e.name]
-            raw = data[directory.data_at + e.begin : directory.data_at + e.end]
-            bits = _cast_bits(raw, dtypes[e.name], plan.dtype)
+            raw = data[directory.span(e)]
+            bits = cast_bits(raw, dtypes[e.name], plan.dtype)
             room = np.empty(plan.nbytes, np.uint8)
-            engine.encode_into(plan, bits, room, threads=threads or cpu_count())
-            parsed = Buffer(plan, room, Target()).parsed()
+            engine.encode_into(plan, bits, room, threads=thread_count(threads))
+            parsed = engine.parse(room, 1 << 63)
             yield parsed
             nbytes = plan.nelem * plan.dtype.itemsize
             codec_name, packed = plan.codec.name, parsed.packed_nbytes
@@ -147,7 +146,8 @@ def _mode(path: PathLike) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
 
 
-def _cast_dtype(dtype: DType, cast: DType | None) -> DType:
+def cast_dtype(dtype: DType, cast: DType | None) -> DType:
+    """What `cast` makes of a type: it takes float32 and float64 and leaves the others."""
     return cast if cast is not None and dtype.name in ("float32", "float64") else dtype
 
 
@@ -162,7 +162,8 @@ def _aligned(raw: Bytes, itemsize: int) -> Bytes:
     return copy
 
 
-def _cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
+def cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
+    """Bits of a tensor's bytes, shape (n,), rounded to `target` if that is another type."""
     bits = _aligned(raw, dtype.bits.itemsize).view(dtype.bits)
     if target is dtype:
         return bits
@@ -171,13 +172,24 @@ def _cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
         return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
 
 
+def plain_tensors(path: PathLike, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
+    """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,)."""
+    data, directory = map_safetensors(path)
+    if VERSION_KEY in directory.metadata:
+        raise FormatError("bad_container", "compressed already; a plain file is needed")
+    for e in directory.entries:
+        dtype = entry_dtype(e)
+        target = cast_dtype(dtype, cast)
+        yield e, target, cast_bits(data[directory.span(e)], dtype, target)
+
+
 def decompress_file(
     source: PathLike,
     target: PathLike,
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> None:
     """Restore the safetensors file that `source` was made from, byte for byte.
 
@@ -191,7 +203,7 @@ def decompress_file(
             out.write(head)
             for name, item in parsed.items():
                 with naming(f"tensor {name!r}"):
-                    nbytes = _write_decoded(out, item, threads or cpu_count())
+                    nbytes = _write_decoded(out, item, thread_count(threads))
                 _release(file.data)
                 progress(name, nbytes)
 
@@ -240,17 +252,17 @@ def verify_file(
     path: PathLike,
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> None:
     """Check every tensor of a compressed file as decode() would. Raises FormatError."""
     with File(path, max_nbytes=max_nbytes) as file:
-        _checked_source(file, {name: _parse(file, name, max_nbytes) for name in file})
-        for name in file:
-            parsed = _parse(file, name, max_nbytes)
+        parsed = {name: _parse(file, name, max_nbytes) for name in file}
+        _checked_source(file, parsed)
+        for name, item in parsed.items():
             with naming(f"tensor {name!r}"):
-                engine.verify_chunks(parsed, threads=cpu_count())
+                engine.verify_chunks(item, threads=cpu_count())
             _release(file.data)
-            progress(name, parsed.plan.nelem * parsed.plan.dtype.itemsize)
+            progress(name, item.plan.nelem * item.plan.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -262,7 +274,7 @@ class Difference:
     n_elements: int | None = None
 
 
-def diff_files(a: PathLike, b: PathLike, progress: Progress = _no_progress) -> list[Difference]:
+def diff_files(a: PathLike, b: PathLike, progress: Progress = no_progress) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
     left, right = _Tensors(a), _Tensors(b)
     found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
@@ -308,7 +320,7 @@ class _Tensors:
                 plan = _parse(self._file, name, 1 << 63).plan
             return plan.dtype, plan.shape
         entry = self._entries[name]
-        return _dtype(entry), entry.shape
+        return entry_dtype(entry), entry.shape
 
     def bits(self, name: str) -> Any:
         dtype, _ = self.kind(name)
@@ -316,8 +328,7 @@ class _Tensors:
             with naming(f"{self._path}: tensor {name!r}"):
                 return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
         entry = self._entries[name]
-        at = self._directory.data_at
-        return _cast_bits(self._data[at + entry.begin : at + entry.end], dtype, dtype)
+        return cast_bits(self._data[self._directory.span(entry)], dtype, dtype)
 
 
 __all__ = [

@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .bench import plain_tensors, save_figure
+from .bench import save_figure
 from .codecs.zipccl import WINDOW, best_base, fields_of, split
 from .convert import (
     Progress,
-    _cast_dtype,
-    _no_progress,
+    cast_dtype,
     compress_file,
     decompress_file,
+    no_progress,
+    plain_tensors,
     verify_file,
 )
 from .files import PathLike
@@ -101,7 +102,7 @@ def demo_file(
     folder: PathLike,
     *,
     threads: int | None = None,
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
 ) -> DemoReport:
     """Compress, verify, restore and compare the plain safetensors file `path`, in `folder`.
 
@@ -113,7 +114,7 @@ def demo_file(
     start = time.perf_counter()
     sample = Path(folder, "sample.safetensors")
     sample.write_bytes(_sample(dtypes))
-    _round_trips(sample, folder, dtypes, threads, _no_progress)
+    _round_trips(sample, folder, dtypes, threads, no_progress)
     sample.unlink()
     warmup_s = time.perf_counter() - start
     rows = _round_trips(path, folder, dtypes, threads, progress)
@@ -146,7 +147,7 @@ def _round_trips(
     progress: Progress,
 ) -> list[Row]:
     rows = [_round_trip("as stored", path, Path(folder), None, threads, progress)]
-    if any(_cast_dtype(d, BFLOAT16) is not d for d in dtypes):
+    if any(cast_dtype(d, BFLOAT16) is not d for d in dtypes):
         rows.append(_round_trip("bfloat16", path, Path(folder), BFLOAT16, threads, progress))
     return rows
 

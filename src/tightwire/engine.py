@@ -87,18 +87,8 @@ def encode_into(
         stats = plan.codec.measure(bits, plan.dtype)
     for i in range(plan.chunks):
         lo, hi = plan.chunk_range(i)
-        static_at = plan.static_offset + i * plan.static_stride
         slot_at = plan.dynamic_offset + i * plan.dynamic_stride
-        chunk = Chunk(
-            plan.dtype,
-            hi - lo,
-            plan.layout.sections,
-            out[static_at : static_at + plan.static_stride],
-            out[slot_at : slot_at + plan.dynamic_stride],
-            i,
-            lo,
-            plan.shape,
-        )
+        chunk = plan.chunk(i, out, out[slot_at : slot_at + plan.dynamic_stride])
         gaps = _static_gaps(plan.codec, plan.dtype, hi - lo, plan.layout.sections, False)
         for start, stop in gaps:
             chunk.static[start:stop] = 0
@@ -106,8 +96,7 @@ def encode_into(
             plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
         )
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
-        raw_nbytes = (hi - lo) * plan.dtype.itemsize
-        raw_dynamic = max(0, raw_nbytes - plan.static_stride)
+        raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
             if raw_dynamic <= plan.dynamic_stride:
                 flags, dynamic_nbytes, words_sum = RAW, raw_dynamic, None
@@ -162,22 +151,9 @@ class Parsed:
 
     def chunk(self, i: int) -> Chunk:
         """Bytes of chunk `i`."""
-        plan = self.plan
-        lo, hi = plan.chunk_range(i)
-        static_at = plan.static_offset + i * plan.static_stride
-        dynamic_at = self.dynamic_at[i]
-        used = self.records[i].dynamic_nbytes
-        return Chunk(
-            plan.dtype,
-            hi - lo,
-            plan.layout.sections,
-            self.data[static_at : static_at + plan.static_stride],
-            self.data[dynamic_at : dynamic_at + used],
-            i,
-            lo,
-            plan.shape,
-            self.records[i].info,
-        )
+        record, at = self.records[i], self.dynamic_at[i]
+        dynamic = self.data[at : at + record.dynamic_nbytes]
+        return self.plan.chunk(i, self.data, dynamic, record.info)
 
     @property
     def packed_nbytes(self) -> int:
@@ -263,8 +239,7 @@ def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
             raise FormatError("bad_record", f"info of chunk {i} is not zero")
         if r.ordinal != i and not assembled:
             raise FormatError("bad_record", f"chunk {i} was encoded as chunk {r.ordinal}")
-        lo, hi = plan.chunk_range(i)
-        raw_dynamic = max((hi - lo) * plan.dtype.itemsize - plan.static_stride, 0)
+        raw_dynamic = plan.raw_dynamic(i)
         fallback = plan.codec.raw_fallback
         if r.flags & RAW and (not fallback or r.dynamic_nbytes != raw_dynamic):
             raise FormatError(

@@ -240,7 +240,7 @@ class File:
             entry = self._entries[name]
         except KeyError:
             raise KeyError(f"{name!r} is not in {self.path}") from None
-        return self.data[self.directory.data_at + entry.begin : self.directory.data_at + entry.end]
+        return self.data[self.directory.span(entry)]
 
     def __getitem__(self, name: str) -> LazyTensor:
         data = self.buffer(name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import arrays, engine
-from .buffer import Buffer
+from . import engine
+from .buffer import parsed_source
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES, Parsed
+from .engine import DEFAULT_MAX_NBYTES
 from .formats.header import CHECKSUM, MAJOR, RAW, Header
 
 
@@ -55,18 +55,12 @@ class Info:
         }
 
 
-def _parse(src: Any, max_nbytes: int) -> Parsed:
-    if isinstance(src, Buffer):
-        return src.parsed()
-    return engine.parse(arrays.bytes_view(src), max_nbytes)
-
-
 def inspect(src: Any) -> Info:
     """Read header, sizes and records of a Buffer, bytes or uint8 array; the payload is not read.
 
     Raises FormatError if those parts are not valid.
     """
-    parsed = _parse(src, 1 << 63)
+    parsed = parsed_source(src, 1 << 63)
     plan = parsed.plan
     return Info(
         header=parsed.header,
@@ -84,4 +78,4 @@ def verify(src: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> None:
 
     Raises FormatError with the reason at the first thing that is wrong.
     """
-    engine.verify_chunks(_parse(src, max_nbytes), threads=cpu_count())
+    engine.verify_chunks(parsed_source(src, max_nbytes), threads=cpu_count())

@@ -15,7 +15,7 @@ import pytest
 import tightwire as tw
 from support import make_bits
 from tightwire import engine
-from tightwire.codecs import zipccl_cpu
+from tightwire.codecs import threads as threads_module
 from tightwire.formats import checksum
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.errors import REASONS
@@ -313,7 +313,7 @@ def test_slack_has_no_meaning() -> None:
 
 
 def test_threads_refuse_what_one_thread_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zipccl_cpu, "MIN_SPAN_NBYTES", 1)
+    monkeypatch.setattr(threads_module, "MIN_SPAN_NBYTES", 1)
     kind = BY_NAME["bfloat16"]
     x = make_bits("scales", kind, 5 * 4096 + 9).view(kind.numpy)
     original = bytes(tw.encode(x, threads=5))
