@@ -41,7 +41,6 @@ class Layout(NamedTuple):
 
     sections: tuple[Section, ...]
     dynamic_bound: int = 0
-    scratch: int = 0
 
 
 class Chunk(NamedTuple):
@@ -122,6 +121,10 @@ class CodecSpec:
     def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[Any] | None:
         """Statistics that encode() takes as `stats`, or None if the codec needs none."""
         return None
+
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Workspace of a device backend for `chunks` chunks of `nelem` elements."""
+        return 0
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Raise ValueError for `stats` that encode() cannot use."""
@@ -218,10 +221,10 @@ class Plan:
         """Bytes to allocate; no encoded buffer of this plan is longer."""
         return self.dynamic_offset + self.chunks * self.dynamic_stride
 
-    @property
+    @cached_property
     def scratch_nbytes(self) -> int:
-        """Workspace for device backends."""
-        return self.layout.scratch
+        """Workspace of a device backend for one call of encode or decode."""
+        return self.codec.scratch_nbytes(self.dtype, self.chunk_nelem, self.chunks)
 
     def identity_term(self, i: int) -> int:
         """Checksum contribution of what is planned about chunk `i`."""

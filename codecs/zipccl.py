@@ -107,6 +107,36 @@ def tiles_nbytes(f: Fields, nelem: int) -> int:
     return nelem // TILE * f.block_nbytes(COLUMNS) + f.block_nbytes(tail_columns(nelem))
 
 
+class ScratchLayout(NamedTuple):
+    """Workspace of the GPU backend: checksum terms, then these offsets, in bytes.
+
+    `shift` is log2 of the tiles in a group, `groups` counts them per chunk. Escapes of a tile that
+    do not fit `slot` bytes are listed a second time. What lies below `counts` starts as zeros.
+    """
+
+    shift: int
+    groups: int
+    slot: int
+    totals: int
+    counts: int
+    slots: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def scratch_layout(dtype: DType, nelem: int, chunks: int) -> ScratchLayout:
+    """The workspace for `chunks` chunks of `nelem` elements: about 1/40 of the tensor."""
+    tiles = tile_count(nelem)
+    shift = max(6, (tiles >> 11).bit_length())
+    groups = -(-tiles // (1 << shift))
+    slot = 112 if dtype.itemsize == 1 else 192
+    totals = align(8 * groups * chunks)
+    counts = totals + align(4 * groups * chunks)
+    slots = counts + align(2 * tiles * chunks)
+    nbytes = slots + align(slot * tiles * chunks)
+    return ScratchLayout(shift, groups, slot, totals, counts, slots, nbytes)
+
+
 @dataclass(frozen=True)
 class Zipccl(CodecSpec):
     """`window`: "tile" (a base per tile), "sigma", "histogram", or an explicit base exponent.
@@ -145,6 +175,10 @@ class Zipccl(CodecSpec):
             ),
             dynamic_bound=bound,
         )
+
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: per group of tiles a sum and a count, per tile a count and a slot."""
+        return scratch_layout(dtype, nelem, chunks).nbytes
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """Escape offsets are uint32."""

@@ -14,12 +14,12 @@ KEY_STEP = 0x3C6EF372
 MASK64 = (1 << 64) - 1
 
 # Odd 64-bit factors for the fields that are not payload words.
-_F_NELEM = 0x9E3779B97F4A7C15
-_F_DYNAMIC = 0xC2B2AE3D27D4EB4F
-_F_FLAGS = 0x165667B19E3779F9
-_F_IDENTITY = 0xD6E8FEB86659FD93
-_F_CONSTANT = 0xA0761D6478BD642F
-_F_INFO = 0xE7037ED1A0B428DB
+F_NELEM = 0x9E3779B97F4A7C15
+F_DYNAMIC = 0xC2B2AE3D27D4EB4F
+F_FLAGS = 0x165667B19E3779F9
+F_IDENTITY = 0xD6E8FEB86659FD93
+F_CONSTANT = 0xA0761D6478BD642F
+F_INFO = 0xE7037ED1A0B428DB
 
 _BLOCK = 1 << 15
 
@@ -27,12 +27,12 @@ _BLOCK = 1 << 15
 def identity_term(codec_id: int, codec_version: int, dtype_id: int, nelem: int) -> int:
     """Contribution of what the planned header says about a chunk of `nelem` elements."""
     identity = codec_id | codec_version << 16 | dtype_id << 24
-    return (_F_CONSTANT + identity * _F_IDENTITY + nelem * _F_NELEM) & MASK64
+    return (F_CONSTANT + identity * F_IDENTITY + nelem * F_NELEM) & MASK64
 
 
 def record_term(dynamic_nbytes: int, flags: int, ordinal: int, info: int) -> int:
     """Contribution of the chunk's result record."""
-    fields = dynamic_nbytes * _F_DYNAMIC + (flags | ordinal << 32) * _F_FLAGS + info * _F_INFO
+    fields = dynamic_nbytes * F_DYNAMIC + (flags | ordinal << 32) * F_FLAGS + info * F_INFO
     return fields & MASK64
 
 

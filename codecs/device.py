@@ -1,0 +1,128 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What Triton backends share: the checksum, byte moves, and error codes that kernels leave behind.
+
+Kernels never wait for the host. They put what they find wrong into a status word by an atomic
+maximum; the host reads it when it reads the device anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from ..formats import checksum
+from ..formats.errors import FormatError
+from .base import Plan
+
+INTERPRETED = knobs.runtime.interpret
+
+#: Header words (8 bytes) that travel as arguments of a kernel: enough for 4 dimensions.
+HEADER_WORDS = 12
+
+KEY_STEP = tl.constexpr(checksum.KEY_STEP)
+F_NELEM = tl.constexpr(checksum.F_NELEM)
+F_DYNAMIC = tl.constexpr(checksum.F_DYNAMIC)
+F_FLAGS = tl.constexpr(checksum.F_FLAGS)
+
+# A status word is STATUS_TOP minus (stage, chunk, kind): what comes first in the order of
+# specs/buffer.md, "Reading", is the largest. Zero says that nothing was found.
+STATUS_TOP = tl.constexpr(1 << 48)
+HEADER = tl.constexpr(0 << 40)
+PADDING = tl.constexpr(4 << 40)
+FLAGS = tl.constexpr(1 << 40)
+OVERFLOWED = tl.constexpr(2 << 40)
+RECORD = tl.constexpr(3 << 40)
+CHUNK = tl.constexpr(5 << 40)
+CHUNK_SUM = tl.constexpr(0)
+CHUNK_PADDING = tl.constexpr(1)
+CHUNK_PAYLOAD = tl.constexpr(2)
+
+_STAGES = ("bad_header", "bad_record", "dynamic_overflow", "bad_record", "reserved_not_zero")
+_KINDS = ("checksum_mismatch", "reserved_not_zero", "bad_payload")
+
+
+def problem(status: int) -> FormatError | None:
+    """The error that a status word stands for, None for 0."""
+    if status == 0:
+        return None
+    code = STATUS_TOP.value - status
+    stage, chunk, kind = code >> 40, code >> 8 & 0xFFFFFFFF, code & 0xFF
+    if stage < len(_STAGES):
+        where = "the header or the padding behind the records" if stage in (0, 4) else "the record"
+        return FormatError(_STAGES[stage], f"{where} of chunk {chunk}, found on the device")
+    return FormatError(_KINDS[kind], f"payload of chunk {chunk}, found on the device")
+
+
+def header_words(plan: Plan) -> tuple[int, ...]:
+    """The header as 64-bit words, padded to a multiple of HEADER_WORDS."""
+    words = plan.header_bytes.view("<u8").tolist()
+    return tuple(words + [0] * (-len(words) % HEADER_WORDS))
+
+
+def view(tensor: torch.Tensor, dtype: tl.dtype):
+    """`tensor` as a kernel argument of another element type, without a new tensor."""
+    return triton.reinterpret(tensor, dtype)
+
+
+@triton.jit
+def weigh(word, index):
+    """Terms of the payload checksum: words (32 bits) at word positions `index`."""
+    key = index.to(tl.uint32) * KEY_STEP + 1
+    return word.to(tl.uint64) * key.to(tl.uint64)
+
+
+@triton.jit
+def weigh_bytes(value, at):
+    """Terms of values of at most 16 bits that lie at byte position `at` and in one word."""
+    shift = (at & 3).to(tl.uint32) * 8
+    return weigh(value.to(tl.uint32) << shift, at >> 2)
+
+
+@triton.jit
+def record_term(nelem, dynamic_nbytes, flags, ordinal):
+    """Terms of a record's fields and of a chunk's number of elements."""
+    both = flags.to(tl.uint64) | (ordinal.to(tl.uint64) << 32)
+    total = nelem.to(tl.uint64) * F_NELEM + dynamic_nbytes.to(tl.uint64) * F_DYNAMIC
+    return total + both * F_FLAGS
+
+
+@triton.jit
+def report(status_ptr, code):
+    """Leave an error code; the first in the order of checks wins."""
+    tl.atomic_max(status_ptr, STATUS_TOP - code, sem="relaxed")
+
+
+@triton.jit
+def header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11):
+    """Words `h0` to `h11` as a vector over `i` = 0 .. 15."""
+    zero = tl.zeros([16], tl.uint64)
+    v = tl.where(i == 0, h0, zero)
+    v = tl.where(i == 1, h1, v)
+    v = tl.where(i == 2, h2, v)
+    v = tl.where(i == 3, h3, v)
+    v = tl.where(i == 4, h4, v)
+    v = tl.where(i == 5, h5, v)
+    v = tl.where(i == 6, h6, v)
+    v = tl.where(i == 7, h7, v)
+    v = tl.where(i == 8, h8, v)
+    v = tl.where(i == 9, h9, v)
+    v = tl.where(i == 10, h10, v)
+    return tl.where(i == 11, h11, v)
+
+
+@triton.jit
+def _more_header_kernel(
+    out_ptr, at: tl.int32, head: tl.int32,
+    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
+    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
+):
+    i = tl.arange(0, 16)
+    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+    tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at + i, v, mask=(i < 12) & (at + i < head))
+
+
+def more_header(out: torch.Tensor, at: int, head: int, words: tuple[int, ...]) -> None:
+    """Write header words from number `at` on; only tensors of five or more dimensions have them."""
+    _more_header_kernel[(1,)](view(out, tl.uint8), at, head, *words, num_warps=1)

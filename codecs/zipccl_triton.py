@@ -1,0 +1,1340 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""zipccl on a GPU: one program per tile, one pass over the tensor each way. specs/zipccl.md.
+
+Encoding is two kernels. The first reads every tile once, chooses its window, writes its block and
+lists its escapes in a scratch slot; the second, small, knows all counts, so it closes the escapes
+up, writes the index and the records, and stores raw the chunks that did not shrink. Decoding is one
+kernel, and a small one behind it where checksums are verified.
+
+A lane holds four neighbouring columns: exponents, codes and plane bits of four elements share one
+32-bit word, a byte each, and arithmetic works on all four at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from .base import Plan
+from .device import (
+    CHUNK,
+    CHUNK_PADDING,
+    CHUNK_PAYLOAD,
+    CHUNK_SUM,
+    FLAGS,
+    HEADER,
+    HEADER_WORDS,
+    INTERPRETED,
+    OVERFLOWED,
+    PADDING,
+    RECORD,
+    header_word,
+    header_words,
+    more_header,
+    record_term,
+    report,
+    view,
+    weigh,
+    weigh_bytes,
+)
+from .zipccl import COLUMNS, TILE, Zipccl, fields_of, scratch_layout, tile_count
+
+_ONES = tl.constexpr(0x01010101)
+_LOW7 = tl.constexpr(0x7F7F7F7F)
+_HIGH = tl.constexpr(0x80808080)
+_LANES = tl.constexpr(COLUMNS // 4)
+_COLUMNS = tl.constexpr(COLUMNS)
+_TILE = tl.constexpr(TILE)
+
+
+@triton.jit
+def _popc(x, PTX: tl.constexpr):
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return (x * _ONES) >> 24
+
+
+@triton.jit
+def _even(a, b, PTX: tl.constexpr):
+    """Bytes 0 and 2 of a, then of b."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        low = (a & 0xFF) | ((a >> 8) & 0xFF00)
+        return low | ((b & 0xFF) << 16) | ((b << 8) & 0xFF000000)
+
+
+@triton.jit
+def _odd(a, b, PTX: tl.constexpr):
+    """Bytes 1 and 3 of a, then of b."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return _even(a >> 8, b >> 8, PTX)
+
+
+@triton.jit
+def _zip_low(a, b, PTX: tl.constexpr):
+    """Bytes a0 b0 a1 b1."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return (a & 0xFF) | ((b & 0xFF) << 8) | ((a & 0xFF00) << 8) | ((b & 0xFF00) << 16)
+
+
+@triton.jit
+def _zip_high(a, b, PTX: tl.constexpr):
+    """Bytes a2 b2 a3 b3."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return _zip_low(a >> 16, b >> 16, PTX)
+
+
+@triton.jit
+def _lanes():
+    """Lane numbers, one after the other over the threads, so that rows of a lane share a thread.
+
+    The hint keeps every access to one lane per thread: all tensors then have one layout, and no
+    value changes hands between threads.
+    """
+    return tl.max_contiguous(tl.arange(0, _LANES), 1)
+
+
+@triton.jit
+def _or_rows(x):
+    """OR of [8, L] over rows, where the rows have no bit in common."""
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def _load4(x_ptr, at, ok, ITEM: tl.constexpr):
+    """Four elements from element `at`, one by one: (head words a, b, low halves as u64).
+
+    Head words hold the top 16 bits of each element, two to a word; 8-bit elements are all in a.
+    """
+    if ITEM == 1:
+        x = x_ptr.to(tl.pointer_type(tl.uint8))
+    elif ITEM == 2:
+        x = x_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        x = x_ptr.to(tl.pointer_type(tl.uint32))
+    v0 = tl.load(x + at, mask=ok > 0, other=0).to(tl.uint32)
+    v1 = tl.load(x + at + 1, mask=ok > 1, other=0).to(tl.uint32)
+    v2 = tl.load(x + at + 2, mask=ok > 2, other=0).to(tl.uint32)
+    v3 = tl.load(x + at + 3, mask=ok > 3, other=0).to(tl.uint32)
+    return _heads(v0, v1, v2, v3, ITEM)
+
+
+@triton.jit
+def _heads(v0, v1, v2, v3, ITEM: tl.constexpr):
+    if ITEM == 1:
+        a = v0 | (v1 << 8) | (v2 << 16) | (v3 << 24)
+        return a, a, a.to(tl.uint64)
+    elif ITEM == 2:
+        a = v0 | (v1 << 16)
+        return a, v2 | (v3 << 16), a.to(tl.uint64)
+    else:
+        low = ((v0 & 0xFFFF) | (v1 << 16)).to(tl.uint64)
+        low |= ((v2 & 0xFFFF) | (v3 << 16)).to(tl.uint64) << 32
+        return (v0 >> 16) | (v1 & 0xFFFF0000), (v2 >> 16) | (v3 & 0xFFFF0000), low
+
+
+@triton.jit
+def _load4_aligned(x_ptr, start, ITEM: tl.constexpr, ROWS: tl.constexpr):
+    """As `_load4`, for rows of 512 contiguous elements from element `start`."""
+    r = tl.arange(0, ROWS)[:, None]
+    if ITEM == 1:
+        j = _lanes()[None, :]
+        a = tl.load(x_ptr.to(tl.pointer_type(tl.uint32)) + start // 4 + (r * _LANES + j))
+        return a, a, a.to(tl.uint64)
+    elif ITEM == 2:
+        j = _lanes()[None, :]
+        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + start // 4 + (r * _LANES + j))
+        a = v.to(tl.uint32)
+        return a, (v >> 32).to(tl.uint32), v
+    else:
+        j = tl.arange(0, 2 * _LANES)[None, :]
+        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + start // 2 + (r * 2 * _LANES + j))
+        p, q = tl.split(tl.reshape(v, [ROWS, _LANES, 2]))
+        return _heads(
+            p.to(tl.uint32), (p >> 32).to(tl.uint32), q.to(tl.uint32), (q >> 32).to(tl.uint32), ITEM
+        )
+
+
+@triton.jit
+def _exponents(a, b, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """Exponent fields of four elements, a byte each."""
+    if ITEM == 1:
+        return (a >> MAN) & (((1 << EXP) - 1) * _ONES)
+    else:
+        high = _odd(a, b, PTX)
+        if EXP == 8:
+            return ((high & _LOW7) << 1) | ((_even(a, b, PTX) >> 7) & _ONES)
+        else:
+            return (high >> 2) & 0x1F1F1F1F
+
+
+@triton.jit
+def _rest(a, b, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """(byte stream, extra bits) of sign and mantissa of four elements, a byte each."""
+    if ITEM == 1:
+        man: tl.constexpr = ((1 << MAN) - 1) * _ONES
+        sign: tl.constexpr = (1 << MAN) * _ONES
+        return a, (a & man) | ((a >> EXP) & sign)
+    else:
+        low = _even(a, b, PTX)
+        high = _odd(a, b, PTX)
+        if EXP == 8:
+            return (low & _LOW7) | (high & _HIGH), low
+        else:
+            return low, (high & 0x03030303) | ((high >> 5) & 0x04040404)
+
+
+@triton.jit
+def _elements(
+    e, s, x, low, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr
+):
+    """Inverse of `_exponents` and `_rest`: words v0, v1 with two 16-bit elements each.
+
+    Of 32-bit elements v0 to v3; of 8-bit elements all in v0.
+    """
+    if ITEM == 1:
+        man: tl.constexpr = ((1 << MAN) - 1) * _ONES
+        sign: tl.constexpr = (1 << MAN) * _ONES
+        v = (e << MAN) | (x & man) | ((x & sign) << EXP)
+        return v, v, v, v
+    else:
+        if EXP == 8:
+            byte0 = (s & _LOW7) | ((e << 7) & _HIGH)
+            byte1 = (s & _HIGH) | ((e >> 1) & _LOW7)
+        else:
+            byte0 = s
+            byte1 = (e << 2) | (x & 0x03030303) | ((x << 5) & _HIGH)
+        a = _zip_low(byte0, byte1, PTX)
+        b = _zip_high(byte0, byte1, PTX)
+        if ITEM == 2:
+            return a, b, a, b
+        else:
+            l0 = low.to(tl.uint32)
+            l1 = (low >> 32).to(tl.uint32)
+            v0 = (l0 & 0xFFFF) | (a << 16)
+            v1 = (l0 >> 16) | (a & 0xFFFF0000)
+            v2 = (l1 & 0xFFFF) | (b << 16)
+            return v0, v1, v2, (l1 >> 16) | (b & 0xFFFF0000)
+
+
+@triton.jit
+def _sample_window(x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """Index entry of a whole tile that starts at element `start`, aligned to four elements."""
+    k = _lanes()
+    span = k // 4
+    at = span * 32 + (span % 8) * 4 + k % 4
+    if ITEM == 1:
+        a = tl.load(x_ptr.to(tl.pointer_type(tl.uint32)) + start // 4 + at)
+        b = a
+    elif ITEM == 2:
+        words = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + start // 4 + at)
+        a = words.to(tl.uint32)
+        b = (words >> 32).to(tl.uint32)
+    else:
+        x64 = x_ptr.to(tl.pointer_type(tl.uint64)) + start // 2 + 2 * at
+        left = tl.load(x64)
+        right = tl.load(x64 + 1)
+        a, b, _ = _heads(
+            left.to(tl.uint32), (left >> 32).to(tl.uint32),
+            right.to(tl.uint32), (right >> 32).to(tl.uint32), ITEM
+        )
+    e = _exponents(a, b, EXP, MAN, ITEM, PTX)
+    s0 = (e & 255).to(tl.int32)
+    s1 = ((e >> 8) & 255).to(tl.int32)
+    s2 = ((e >> 16) & 255).to(tl.int32)
+    s3 = (e >> 24).to(tl.int32)
+    top = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), 0)
+    zeros = tl.sum(
+        (s0 == 0).to(tl.int32) + (s1 == 0).to(tl.int32) + (s2 == 0).to(tl.int32) + (s3 == 0).to(tl.int32), 0
+    )
+    best = top * 0 - 1
+    entry = top * 0
+    steps = top * 0
+    while steps < 16:
+        base = tl.maximum(top - 6, 0)
+        # Three counts of at most 512 in one word: coded, equal to the base, below the top.
+        c = tl.zeros([_LANES], tl.int32)
+        h = tl.zeros([_LANES], tl.int32)
+        for q in tl.static_range(4):
+            if q == 0:
+                v = s0
+            elif q == 1:
+                v = s1
+            elif q == 2:
+                v = s2
+            else:
+                v = s3
+            d = v - base
+            under = v < top
+            c += ((d >= 0) & (d < 7)).to(tl.int32) + ((d == 0).to(tl.int32) << 10)
+            c += under.to(tl.int32) << 20
+            h = tl.maximum(h, tl.where(under, v, 0))
+        total = tl.sum(c, 0)
+        gain = tl.where(base > 0, zeros - ((total >> 10) & 1023), 0)
+        coded = (total & 1023) + tl.maximum(gain, 0)
+        entry = tl.where(coded > best, base | tl.where(gain > 0, 32768, 0), entry)
+        best = tl.maximum(best, coded)
+        steps = tl.where((total >> 20) <= best, 16, steps + 1)
+        top = tl.max(h, 0)
+    return entry
+
+
+@triton.jit
+def _histogram_window(x_ptr, start, valid, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr):
+    """Index entry of any tile of `valid` elements, at any address."""
+    if ITEM == 1:
+        x = x_ptr.to(tl.pointer_type(tl.uint8)) + start
+    elif ITEM == 2:
+        x = x_ptr.to(tl.pointer_type(tl.uint16)) + start
+    else:
+        x = x_ptr.to(tl.pointer_type(tl.uint32)) + start
+    BINS: tl.constexpr = 1 << EXP
+    bins = tl.arange(0, BINS)
+    h = tl.zeros([BINS], tl.int32)
+    left_out = valid * 0
+    for row in range(0, 8):
+        i = row * _COLUMNS + tl.arange(0, _COLUMNS)
+        use = (i < valid) & (tl.where(valid < _TILE, 0, ((i >> 4) ^ (i >> 7)) & 7) == 0)
+        v = tl.load(x + i, mask=use, other=0).to(tl.int32)
+        h += tl.histogram((v >> MAN) & (BINS - 1), BINS)
+        left_out += tl.sum((use == 0).to(tl.int32), 0)
+    h -= tl.where(bins == 0, left_out, 0)
+    zeros = tl.sum(tl.where(bins == 0, h, 0), 0)
+    top = tl.max(tl.where(h > 0, bins, 0), 0)
+    best = top * 0 - 1
+    entry = top * 0
+    steps = top * 0
+    while steps < 16:
+        base = tl.maximum(top - 6, 0)
+        coded = tl.sum(tl.where((bins >= base) & (bins < base + 7), h, 0), 0)
+        at_base = tl.sum(tl.where(bins == base, h, 0), 0)
+        gain = tl.where(base > 0, zeros - at_base, 0)
+        coded += tl.maximum(gain, 0)
+        entry = tl.where(coded > best, base | tl.where(gain > 0, 32768, 0), entry)
+        best = tl.maximum(best, coded)
+        below = tl.sum(tl.where(bins < top, h, 0), 0)
+        steps = tl.where(below <= best, 16, steps + 1)
+        top = tl.max(tl.where((bins < top) & (h > 0), bins, 0), 0)
+    return entry
+
+
+@triton.jit
+def _encode_tile(
+    x_ptr, start, valid, cols, block_ptr, slot_ptr, entry, word,
+    FULL: tl.constexpr, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr,
+    SLOT: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+):
+    """Write one tile's block, and its escapes to its slot: (escapes, checksum terms).
+
+    `word` is the block's position in the static part in words. FULL: 4096 elements, aligned.
+    """
+    r = tl.arange(0, 8)[:, None]
+    j = _lanes()[None, :]
+    lane = _lanes()
+    zero_mode = entry >= 32768
+    base = (entry & 32767).to(tl.uint32)
+    b4 = base * _ONES
+    b7 = b4 & _LOW7
+    nb = ~b4
+    STREAMS: tl.constexpr = 3 if ITEM == 4 else ITEM // 2
+    EXTRA: tl.constexpr = (1 + MAN) % 8
+    if FULL:
+        W: tl.constexpr = _COLUMNS
+        a, b, low = _load4_aligned(x_ptr, start, ITEM, 8)
+        e = _exponents(a, b, EXP, MAN, ITEM, PTX)
+        s, x = _rest(a, b, EXP, MAN, ITEM, PTX)
+    else:
+        W = cols
+        i = r * W + 4 * j
+        inside = 4 * j < W
+        ok = tl.where(inside, tl.minimum(tl.maximum(valid - i, 0), 4), 0)
+        a, b, low = _load4(x_ptr, start + i, ok, ITEM)
+        e = _exponents(a, b, EXP, MAN, ITEM, PTX)
+        s, x = _rest(a, b, EXP, MAN, ITEM, PTX)
+        # Padding elements have exponent base + 6; their other bits were loaded as zeros.
+        real = tl.where(ok > 0, 0xFF, 0) | tl.where(ok > 1, 0xFF00, 0)
+        real |= tl.where(ok > 2, 0xFF0000, 0)
+        real = real.to(tl.uint32) | (tl.where(ok > 3, 0xFF, 0).to(tl.uint32) << 24)
+        e = (e & real) | (((base + 6) * _ONES) & ~real)
+    d = ((e | _HIGH) - b7) ^ ((e ^ nb) & _HIGH)
+    escaped = ((((d & _LOW7) + 0x79797979) | d) >> 7) & _ONES
+    code = e
+    if zero_mode:
+        nonzero = ((((e & _LOW7) + _LOW7) | e) >> 7) & _ONES
+        above = ((((d & _LOW7) + _LOW7) | d) >> 7) & _ONES
+        escaped = (escaped | (above ^ _ONES)) & nonzero
+        keep = nonzero * 255
+        code = (e & keep) | (b4 & ~keep)
+    f = _or_rows(escaped << r)
+    if not FULL:
+        f = tl.where(4 * lane < W, f, 0)
+    n = _popc(f, PTX).to(tl.int32)
+    count = tl.sum(n, 0)
+    free = (base + 7) & 7
+    total = tl.zeros([_LANES], tl.uint64)
+    block32 = block_ptr.to(tl.pointer_type(tl.uint32))
+    at = W * 0
+    row = (W // 4) * r + j
+    if ITEM == 4:
+        block64 = block_ptr.to(tl.pointer_type(tl.uint64))
+        if FULL:
+            tl.store(block64 + row, low)
+        else:
+            tl.store(block64 + row, low, mask=inside)
+        if SUMS:
+            t = weigh(low.to(tl.uint32), word + 2 * row) + weigh((low >> 32).to(tl.uint32), word + 2 * row + 1)
+            if not FULL:
+                t = tl.where(inside, t, 0)
+            total += tl.sum(t, 0)
+        at += 4 * W
+    if ITEM >= 2:
+        if FULL:
+            tl.store(block32 + at + row, s)
+        else:
+            tl.store(block32 + at + row, s, mask=inside)
+        if SUMS:
+            t = weigh(s, word + at + row)
+            if not FULL:
+                t = tl.where(inside, t, 0)
+            total += tl.sum(t, 0)
+        at += 2 * W
+    for k in tl.static_range(3 + EXTRA):
+        if k < 3:
+            plane = _or_rows(((code >> k) & _ONES) << r)
+            plane = (plane & ~f) | (f & (0 - ((free >> k) & 1)))
+        else:
+            plane = _or_rows(((x >> (k - 3)) & _ONES) << r)
+        if FULL:
+            tl.store(block32 + at + k * (W // 4) + lane, plane)
+        else:
+            tl.store(block32 + at + k * (W // 4) + lane, plane, mask=4 * lane < W)
+        if SUMS:
+            t = weigh(plane, word + at + k * (W // 4) + lane)
+            if not FULL:
+                t = tl.where(4 * lane < W, t, 0)
+            total += t
+    if count <= SLOT:
+        pos = tl.cumsum(n, 0) - n
+        left = tl.max(n, 0)
+        while left > 0:
+            bit = _popc((f & (0 - f)) - 1, PTX)
+            on = f != 0
+            value = tl.sum(tl.where(r == (bit & 7).to(tl.int32)[None, :], e, 0), 0) >> (bit & 24)
+            tl.store(slot_ptr + pos, value.to(tl.uint8), mask=on)
+            pos += on.to(tl.int32)
+            f = f & (f - 1)
+            left -= 1
+    return count, tl.sum(total, 0)
+
+
+@triton.jit
+def _encode_kernel(
+    x_ptr, out_ptr, scratch_ptr, stats_ptr,
+    nelem: tl.int64, chunk_nelem: tl.int64, tiles: tl.int32, groups: tl.int32, shift: tl.int32,
+    head: tl.int32, static_at: tl.int64, static_stride: tl.int64, index_at: tl.int64,
+    totals_at: tl.int64, counts_at: tl.int64, slots_at: tl.int64, fixed: tl.int32,
+    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr,
+    BLOCK: tl.constexpr, STATS: tl.constexpr, SUMS: tl.constexpr, MODE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One tile: its block, window, escape count and escapes. Offsets `*_at` are in 128 bytes.
+
+    MODE 0: whole tiles at aligned addresses; 1: each chunk's partial tile; 2: any tile.
+    """
+    pid = tl.program_id(0)
+    if MODE == 1:
+        chunk = pid
+    else:
+        chunk = pid // tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    if MODE == 1:
+        tile = (n // _TILE).to(tl.int32)
+        limit = (n + _TILE - 1) // _TILE
+    else:
+        tile = pid % tiles
+        if MODE == 0:
+            limit = n // _TILE
+        else:
+            limit = (n + _TILE - 1) // _TILE
+        if tile == 0:
+            # The programs of the second kernel add up the checksum here.
+            record = out_ptr.to(tl.pointer_type(tl.uint64)) + head + chunk.to(tl.int64) * 4
+            tl.store(record, tl.zeros([], tl.uint64))
+    if tile < limit:
+        tiles_here = (n + _TILE - 1) // _TILE
+        lin = chunk.to(tl.int64) * tiles + tile
+        static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+        start = first + tile.to(tl.int64) * _TILE
+        slot_ptr = scratch_ptr + slots_at * 128 + lin * SLOT
+        block_ptr = static_ptr + tile.to(tl.int64) * BLOCK
+        word = tile * (BLOCK // 4)
+        valid = tl.minimum(n - tile.to(tl.int64) * _TILE, _TILE).to(tl.int32)
+        if STATS == 1:
+            entry = tl.load(stats_ptr).to(tl.int32)
+        elif STATS == 2:
+            entry = fixed
+        elif MODE == 0:
+            entry = _sample_window(x_ptr, start, EXP, MAN, ITEM, PTX)
+        else:
+            entry = _histogram_window(x_ptr, start, valid, EXP, MAN, ITEM)
+        count, total = _encode_tile(
+            x_ptr, start, valid, (valid + 127) // 128 * 16, block_ptr, slot_ptr, entry, word,
+            MODE == 0, EXP, MAN, ITEM, SLOT, SUMS, PTX,
+        )
+        entry_at = (index_at * 128 + 4 * tiles_here) // 2 + tile
+        tl.store(static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at, entry.to(tl.uint16))
+        group = chunk * groups + (tile >> shift)
+        totals = (scratch_ptr + totals_at * 128).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(totals + group, count, sem="relaxed")
+        counts = (scratch_ptr + counts_at * 128).to(tl.pointer_type(tl.uint16))
+        tl.store(counts + lin, count.to(tl.uint16))
+        if SUMS:
+            total += weigh_bytes(entry, entry_at * 2)
+            tl.atomic_add(
+                scratch_ptr.to(tl.pointer_type(tl.int64)) + group,
+                total.to(tl.int64, bitcast=True), sem="relaxed",
+            )
+
+
+@triton.jit
+def _list_escapes(
+    x_ptr, start, valid, cols, planes_ptr, entry, dynamic_ptr, at, room, word,
+    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SUMS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """List the escapes of a tile that has too many for a slot; returns their checksum terms."""
+    lane = _lanes()
+    if ITEM == 1:
+        x = x_ptr.to(tl.pointer_type(tl.uint8)) + start
+    elif ITEM == 2:
+        x = x_ptr.to(tl.pointer_type(tl.uint16)) + start
+    else:
+        x = x_ptr.to(tl.pointer_type(tl.uint32)) + start
+    f = _escape_flags(planes_ptr, cols, entry & 32767, PTX)
+    n = _popc(f, PTX).to(tl.int32)
+    pos = at + tl.cumsum(n, 0) - n
+    total = tl.zeros([_LANES], tl.uint64)
+    for column in range(0, 4):
+        for row in tl.static_range(8):
+            on = ((f >> row) & 1) != 0
+            v = tl.load(x + (row * cols + 4 * lane + column), mask=on, other=0).to(tl.uint32)
+            e = (v >> MAN) & ((1 << EXP) - 1)
+            tl.store(dynamic_ptr + pos, e.to(tl.uint8), mask=on & (pos < room))
+            if SUMS:
+                total += tl.where(on, weigh_bytes(e, word * 4 + pos), 0)
+            pos += on.to(tl.int64)
+        f = f >> 8
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _escape_flags(planes_ptr, cols, base, PTX: tl.constexpr):
+    """Bit 8 c + r of a lane: the element in row r of the lane's column c is escaped."""
+    lane = _lanes()
+    planes = planes_ptr.to(tl.pointer_type(tl.uint32)) + lane
+    inside = 4 * lane < cols
+    p0 = tl.load(planes, mask=inside, other=0)
+    p1 = tl.load(planes + cols // 4, mask=inside, other=0)
+    p2 = tl.load(planes + cols // 2, mask=inside, other=0)
+    return tl.where(inside, _free_code(p0, p1, p2, base), 0)
+
+
+@triton.jit
+def _free_code(p0, p1, p2, base):
+    """Where the planes hold the code that the window leaves free."""
+    free = (base.to(tl.uint32) + 7) & 7
+    return (p0 ^ ((free & 1) - 1)) & (p1 ^ (((free >> 1) & 1) - 1)) & (p2 ^ ((free >> 2) - 1))
+
+
+@triton.jit
+def _zero(ptr, start, stop, part, parts):
+    """This program's share of clearing bytes `start` to `stop`."""
+    at = start + part.to(tl.int64) * 1024
+    while at < stop:
+        i = at + tl.arange(0, 1024)
+        tl.store(ptr + i, tl.zeros([1024], tl.uint8), mask=i < stop)
+        at += parts.to(tl.int64) * 1024
+
+
+@triton.jit
+def _finish_kernel(
+    x_ptr, out_ptr, scratch_ptr,
+    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
+    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
+    identity: tl.uint64,
+    nelem: tl.int64, chunk_nelem: tl.int64, chunks: tl.int32, tiles: tl.int32, groups: tl.int32,
+    shift: tl.int32, head: tl.int32, static_at: tl.int64, static_stride: tl.int64,
+    index_at: tl.int64, dynamic_at: tl.int64, dynamic_stride: tl.int64,
+    totals_at: tl.int64, counts_at: tl.int64, slots_at: tl.int64,
+    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr,
+    BLOCK: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+):
+    """One group of tiles: escapes to their place, offsets, record; or the chunk's raw bytes."""
+    pid = tl.program_id(0)
+    chunk = pid // groups
+    group = pid % groups
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    tiles_here = ((n + _TILE - 1) // _TILE).to(tl.int32)
+    stride = static_stride * 128
+    static_ptr = out_ptr + static_at * 128 + chunk.to(tl.int64) * stride
+    room = dynamic_stride * 128
+    dynamic_ptr = out_ptr + dynamic_at * 128 + chunk.to(tl.int64) * room
+    dynamic_word = static_stride * 32
+
+    totals = (scratch_ptr + totals_at * 128).to(tl.pointer_type(tl.int32)) + chunk * groups
+    escapes = n * 0
+    before = n * 0
+    for g in range(0, groups, 1024):
+        i = g + tl.arange(0, 1024)
+        t = tl.load(totals + i, mask=i < groups, other=0).to(tl.int64)
+        escapes += tl.sum(t, 0)
+        before += tl.sum(tl.where(i < group, t, 0), 0)
+    raw_nbytes = n * ITEM
+    raw_dynamic = tl.maximum(raw_nbytes - stride, 0)
+    shrinks = escapes <= raw_dynamic
+    dynamic_nbytes = tl.minimum(escapes, raw_dynamic)
+    fits = dynamic_nbytes <= room
+    total = tl.zeros([], tl.uint64)
+    if SUMS:
+        total += tl.load(
+            scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * groups + group
+        ).to(tl.uint64, bitcast=True)
+
+    lo = group << shift
+    hi = tl.minimum(lo + (1 << shift), tiles_here)
+    if shrinks:
+        counts = (scratch_ptr + counts_at * 128).to(tl.pointer_type(tl.uint16)) + chunk.to(tl.int64) * tiles
+        slots = scratch_ptr + slots_at * 128 + chunk.to(tl.int64) * tiles * SLOT
+        offsets = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32))
+        entries = (static_ptr + index_at * 128 + 4 * tiles_here.to(tl.int64)).to(tl.pointer_type(tl.uint16))
+        for t0 in range(lo, hi, 32):
+            t = t0 + tl.arange(0, 32)
+            n_escapes = tl.load(counts + t, mask=t < hi, other=0).to(tl.int32)
+            offset = before + tl.cumsum(n_escapes, 0) - n_escapes
+            before += tl.sum(n_escapes, 0)
+            tl.store(offsets + t, offset.to(tl.uint32), mask=t < hi)
+            if SUMS:
+                of_offsets = weigh(offset.to(tl.uint32), index_at * 32 + t)
+                total += tl.sum(tl.where(t < hi, of_offsets, 0), 0)
+            most = tl.max(n_escapes, 0)
+            for k in tl.static_range((SLOT + 63) // 64):
+                if most > 64 * k:
+                    b = 64 * k + tl.arange(0, 64)[None, :]
+                    on = (b < n_escapes[:, None]) & (n_escapes[:, None] <= SLOT)
+                    e = tl.load(slots + t[:, None].to(tl.int64) * SLOT + b, mask=on, other=0)
+                    at = offset[:, None] + b
+                    tl.store(dynamic_ptr + at, e, mask=on & (at < room))
+                    if SUMS:
+                        of_escapes = tl.where(on, weigh_bytes(e, dynamic_word * 4 + at), 0)
+                        total += tl.sum(tl.sum(of_escapes, 0), 0)
+            if most > SLOT:
+                for q in range(0, 32):
+                    here = tl.arange(0, 32) == q
+                    if tl.sum(tl.where(here, n_escapes, 0), 0) > SLOT:
+                        tile = n * 0 + (t0 + q)
+                        valid = tl.minimum(n - tile * _TILE, _TILE).to(tl.int32)
+                        cols = (valid + 127) // 128 * 16
+                        STREAMS: tl.constexpr = 3 if ITEM == 4 else ITEM // 2
+                        total += _list_escapes(
+                            x_ptr, first + tile * _TILE, valid, cols,
+                            static_ptr + tile * BLOCK + 8 * STREAMS * cols,
+                            tl.load(entries + tile).to(tl.int32), dynamic_ptr,
+                            tl.sum(tl.where(here, offset, 0), 0), room, dynamic_word,
+                            EXP, MAN, ITEM, SUMS, PTX,
+                        )
+        whole = n // _TILE
+        cols = (n % _TILE + 127) // 128 * 16
+        _zero(static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128, group, groups)
+        _zero(static_ptr, index_at * 128 + 6 * tiles_here, stride, group, groups)
+    else:
+        total = total * 0
+        if fits:
+            if ITEM == 1:
+                x = x_ptr.to(tl.pointer_type(tl.uint8)) + first
+                s = static_ptr
+                y = dynamic_ptr
+            elif ITEM == 2:
+                x = x_ptr.to(tl.pointer_type(tl.uint16)) + first
+                s = static_ptr.to(tl.pointer_type(tl.uint16))
+                y = dynamic_ptr.to(tl.pointer_type(tl.uint16))
+            else:
+                x = x_ptr.to(tl.pointer_type(tl.uint32)) + first
+                s = static_ptr.to(tl.pointer_type(tl.uint32))
+                y = dynamic_ptr.to(tl.pointer_type(tl.uint32))
+            at = lo.to(tl.int64) * _TILE
+            stop = tl.minimum(hi.to(tl.int64) * _TILE, n)
+            cut = stride // ITEM
+            while at < stop:
+                i = at + tl.arange(0, 1024)
+                v = tl.load(x + i, mask=i < stop, other=0)
+                tl.store(s + i, v, mask=(i < stop) & (i < cut))
+                tl.store(y + (i - cut), v, mask=(i < stop) & (i >= cut))
+                if SUMS:
+                    if ITEM == 4:
+                        terms = weigh(v, i)
+                    else:
+                        terms = weigh_bytes(v, i * ITEM)
+                    total += tl.sum(tl.where(i < stop, terms, 0), 0)
+                at += 1024
+            _zero(static_ptr, raw_nbytes, stride, group, groups)
+    flags = tl.where(fits, tl.where(shrinks, 0, 1), 2)
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    if group == 0:
+        both = flags.to(tl.int64) | (chunk.to(tl.int64) << 32)
+        tl.store(record + 1, dynamic_nbytes)
+        tl.store(record + 2, both)
+        tl.store(record + 3, n * 0)
+        total += identity + record_term(n, dynamic_nbytes, flags, chunk)
+        if chunk == 0:
+            i = tl.arange(0, 16)
+            v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + i, v, mask=i < tl.minimum(head, 12))
+            end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
+            _zero(out_ptr, end, static_at * 128, group, groups)
+    if SUMS:
+        if fits:
+            tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _decode_tile(
+    block_ptr, cols, entry, escapes_ptr, begin, end, room, out_ptr, out_at, lo, hi, valid, word,
+    FULL: tl.constexpr, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr,
+    STORE: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+):
+    """Decode one tile: (1 if its payload is wrong, checksum terms of its block).
+
+    Elements `lo` to `hi` of the tile go to `out_ptr` from element `out_at` on. FULL: all of a whole
+    tile, to an aligned place. Escapes are read at `begin` + i while that is below `room`.
+    """
+    r = tl.arange(0, 8)[:, None]
+    j = _lanes()[None, :]
+    lane = _lanes()
+    zero_mode = entry >= 32768
+    base = (entry & 32767).to(tl.uint32)
+    b4 = base * _ONES
+    EXTRA: tl.constexpr = (1 + MAN) % 8
+    if FULL:
+        W: tl.constexpr = _COLUMNS
+    else:
+        W = cols
+    row = (W // 4) * r + j
+    block32 = block_ptr.to(tl.pointer_type(tl.uint32))
+    total = tl.zeros([_LANES], tl.uint64)
+    inside = 4 * lane < W
+    at = W * 0
+    if ITEM == 4:
+        block64 = block_ptr.to(tl.pointer_type(tl.uint64))
+        if FULL:
+            low = tl.load(block64 + row)
+        else:
+            low = tl.load(block64 + row, mask=inside[None, :], other=0)
+        if SUMS:
+            total += tl.sum(
+                weigh(low.to(tl.uint32), word + 2 * row)
+                + weigh((low >> 32).to(tl.uint32), word + 2 * row + 1), 0
+            )
+        at += 4 * W
+    else:
+        low = tl.zeros([8, _LANES], tl.uint64)
+    if ITEM >= 2:
+        if FULL:
+            s = tl.load(block32 + at + row)
+        else:
+            s = tl.load(block32 + at + row, mask=inside[None, :], other=0)
+        if SUMS:
+            total += tl.sum(weigh(s, word + at + row), 0)
+        at += 2 * W
+    else:
+        s = tl.zeros([8, _LANES], tl.uint32)
+    x = tl.zeros([8, _LANES], tl.uint32)
+    code = tl.zeros([8, _LANES], tl.uint32)
+    f = tl.zeros([_LANES], tl.uint32) - 1
+    free = (base + 7) & 7
+    for k in tl.static_range(3 + EXTRA):
+        if FULL:
+            plane = tl.load(block32 + at + k * (W // 4) + lane)
+        else:
+            plane = tl.load(block32 + at + k * (W // 4) + lane, mask=inside, other=0)
+        if SUMS:
+            total += weigh(plane, word + at + k * (W // 4) + lane)
+        bits = (plane[None, :] >> r) & _ONES
+        if k < 3:
+            f = f & (plane ^ (((free >> k) & 1) - 1))
+            code |= bits << k
+        else:
+            x |= bits << (k - 3)
+    if not FULL:
+        f = tl.where(inside, f, 0)
+    distance = (code + ((8 - (base & 7)) & 7) * _ONES) & 0x07070707
+    e = ((b4 & _LOW7) + distance) ^ (b4 & _HIGH)
+    lowest = base
+    as_zero = tl.where(zero_mode, 0, 0xFFFFFFFF).to(tl.uint32)
+    if zero_mode:
+        nonzero = ((distance + 0x07070707) >> 3) & _ONES
+        e = e & (nonzero * 255)
+        lowest = base + 1
+    n = _popc(f, PTX).to(tl.int32)
+    count = tl.sum(n, 0)
+    pos = begin + tl.cumsum(n, 0) - n
+    wrong = tl.zeros([_LANES], tl.int32)
+    left = tl.max(n, 0)
+    while left > 0:
+        bit = _popc((f & (0 - f)) - 1, PTX)
+        on = (f != 0) & (pos < room)
+        found = tl.load(escapes_ptr + pos, mask=on, other=0).to(tl.uint32)
+        coded = ((found >= lowest) & (found < base + 7)) | (found == as_zero)
+        wrong |= (on & (coded | (found >= (1 << EXP)))).to(tl.int32)
+        patch = tl.where(on, (found ^ ((base + 7) & 255)) << (bit & 24), 0)
+        e = e ^ tl.where(r == (bit & 7).to(tl.int32)[None, :], patch[None, :], 0)
+        pos += 1
+        f = f & (f - 1)
+        left -= 1
+    bad = (count != end - begin) | (tl.max(wrong, 0) > 0)
+    v0, v1, v2, v3 = _elements(e, s, x, low, EXP, MAN, ITEM, PTX)
+    if FULL:
+        if STORE:
+            _store_rows(out_ptr, out_at, v0, v1, v2, v3, EXP, ITEM, ADD)
+    else:
+        i = r * W + 4 * j
+        if ITEM == 1:
+            v1 = v0 >> 8
+            v2 = v0 >> 16
+            v3 = v0 >> 24
+        elif ITEM == 2:
+            v2 = v1
+            v3 = v1 >> 16
+            v1 = v0 >> 16
+        mask: tl.constexpr = (1 << (8 * ITEM)) - 1 if ITEM < 4 else 0xFFFFFFFF
+        padding = (base + 6) << MAN
+        for c in tl.static_range(4):
+            if c == 0:
+                v = v0 & mask
+            elif c == 1:
+                v = v1 & mask
+            elif c == 2:
+                v = v2 & mask
+            else:
+                v = v3 & mask
+            k = i + c
+            pad = inside[None, :] & (k >= valid)
+            bad = bad | (tl.max(tl.max((pad & (v != padding)).to(tl.int32), 0), 0) > 0)
+            if STORE:
+                use = inside[None, :] & (k >= lo) & (k < hi)
+                _store_one(out_ptr, out_at + (k - lo), v, use, EXP, ITEM, ADD)
+    return bad, tl.sum(total, 0)
+
+
+@triton.jit
+def _value(v, EXP: tl.constexpr, ITEM: tl.constexpr):
+    """float32 values of element bits."""
+    if ITEM == 4:
+        return v.to(tl.float32, bitcast=True)
+    elif EXP == 8:
+        return (v << 16).to(tl.float32, bitcast=True)
+    else:
+        return v.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _store_one(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr):
+    if ADD == 0:
+        if ITEM == 1:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint8)) + at, v.to(tl.uint8), mask=use)
+        elif ITEM == 2:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint16)) + at, v.to(tl.uint16), mask=use)
+        else:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + at, v, mask=use)
+    else:
+        _add(_acc(out_ptr, EXP, ADD) + at, _value(v, EXP, ITEM), use, EXP, ADD)
+
+
+@triton.jit
+def _acc(out_ptr, EXP: tl.constexpr, ADD: tl.constexpr):
+    if ADD == 4:
+        return out_ptr.to(tl.pointer_type(tl.float32))
+    elif EXP == 8:
+        return out_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        return out_ptr.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def _add(acc, value, use, EXP: tl.constexpr, ADD: tl.constexpr):
+    """Add `value` in float32 at `acc`, and round to the type there."""
+    old = tl.load(acc, mask=use, other=0)
+    if ADD == 4:
+        tl.store(acc, old + value, mask=use)
+    elif EXP == 8:
+        total = (old.to(tl.uint32) << 16).to(tl.float32, bitcast=True) + value
+        tl.store(acc, _round_bfloat16(total), mask=use)
+    else:
+        tl.store(acc, (old.to(tl.float32) + value).to(tl.float16), mask=use)
+
+
+@triton.jit
+def _round_bfloat16(value):
+    """Bits of the nearest bfloat16, ties to even; every NaN is quiet."""
+    v = value.to(tl.uint32, bitcast=True)
+    rounded = (v + 0x7FFF + ((v >> 16) & 1)) >> 16
+    quiet = (v >> 16) | 0x40
+    return tl.where((v & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, out_at, v0, v1, v2, v3, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr
+):
+    """Store or add a whole tile, [8, 128] words of four, two or one elements."""
+    r = tl.arange(0, 8)[:, None]
+    j = _lanes()[None, :]
+    if ADD == 0:
+        if ITEM == 1:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + out_at // 4 + (r * _LANES + j), v0)
+        elif ITEM == 2:
+            v = v0.to(tl.uint64) | (v1.to(tl.uint64) << 32)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + out_at // 4 + (r * _LANES + j), v)
+        else:
+            v = tl.join(v0.to(tl.uint64) | (v1.to(tl.uint64) << 32), v2.to(tl.uint64) | (v3.to(tl.uint64) << 32))
+            k = tl.arange(0, 2 * _LANES)[None, :]
+            tl.store(
+                out_ptr.to(tl.pointer_type(tl.uint64)) + out_at // 2 + (r * 2 * _LANES + k),
+                tl.reshape(v, [8, 2 * _LANES]),
+            )
+    else:
+        if ITEM == 2:
+            v2 = v1 & 0xFFFF
+            v3 = v1 >> 16
+            v1 = v0 >> 16
+            v0 = v0 & 0xFFFF
+        value = tl.join(
+            tl.join(_value(v0, EXP, ITEM), _value(v2, EXP, ITEM)),
+            tl.join(_value(v1, EXP, ITEM), _value(v3, EXP, ITEM)),
+        )
+        k = tl.arange(0, _COLUMNS)[None, :]
+        acc = _acc(out_ptr, EXP, ADD) + out_at + (r * _COLUMNS + k)
+        _add(acc, tl.reshape(value, [8, _COLUMNS]), None, EXP, ADD)
+
+
+@triton.jit
+def _decode_kernel(
+    src_ptr, out_ptr, sums_ptr, status_ptr, starts_ptr,
+    start: tl.int64, stop: tl.int64, first_tile: tl.int64,
+    nelem: tl.int64, chunk_nelem: tl.int64, tiles: tl.int32, groups: tl.int32, shift: tl.int32,
+    head: tl.int32, static_at: tl.int64, static_stride: tl.int64, index_at: tl.int64,
+    dynamic_at: tl.int64, dynamic_stride: tl.int64, fixed: tl.int32, ordinals: tl.int32,
+    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, STORE: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    MODE: tl.constexpr, PTX: tl.constexpr,
+):
+    """One tile of elements `start` to `stop`. `fixed`: the base, -1 if any, -2 if all are alike.
+
+    MODE 0: tiles that are whole and wanted whole, to aligned addresses; 1: the others, that is
+    each chunk's partial tile, the first and the last; 2: any tile.
+    """
+    pid = tl.program_id(0)
+    if MODE == 1:
+        first_chunk = (first_tile // tiles).to(tl.int32)
+        ends = tl.num_programs(0) - 2
+        edge = tl.where(pid == ends, start, stop - 1)
+        chunk = tl.where(pid < ends, first_chunk + pid, (edge // chunk_nelem).to(tl.int32))
+        first = chunk.to(tl.int64) * chunk_nelem
+        n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+        tile = tl.where(pid < ends, n // _TILE, (edge - first) // _TILE).to(tl.int32)
+        # The ends may be partial tiles, which have their program, or one and the same tile.
+        twice = (pid >= ends) & (tile.to(tl.int64) == n // _TILE)
+        same = (start // chunk_nelem == chunk) & ((start - first) // _TILE == tile)
+        twice = twice | ((pid > ends) & same)
+    else:
+        lin = first_tile + pid
+        chunk = (lin // tiles).to(tl.int32)
+        tile = (lin % tiles).to(tl.int32)
+        first = chunk.to(tl.int64) * chunk_nelem
+        n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+        twice = pid < 0
+    tiles_here = ((n + _TILE - 1) // _TILE).to(tl.int32)
+    stride = static_stride * 128
+    static_ptr = src_ptr + static_at * 128 + chunk.to(tl.int64) * stride
+    if PACKED:
+        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
+    else:
+        dynamic_ptr = src_ptr + dynamic_at * 128 + chunk.to(tl.int64) * dynamic_stride * 128
+
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    claimed = tl.load(record + 1)
+    both = tl.load(record + 2)
+    flags = (both & 0xFFFFFFFF).to(tl.int32)
+    raw_dynamic = tl.maximum(n * ITEM - stride, 0)
+    # A number beyond 2^63 is negative here, and out of bounds as well.
+    most = raw_dynamic
+    if not PACKED:
+        most = tl.minimum(most, dynamic_stride * 128)
+    out_of_bounds = (claimed > most) | (claimed < 0)
+    dynamic_nbytes = tl.where(out_of_bounds, 0, claimed)
+    is_raw = (flags & 1) != 0
+    if (tile == 0) & (not twice):
+        where = chunk.to(tl.int64) << 8
+        if (flags & ~3) != 0:
+            report(status_ptr, FLAGS + where)
+        if (flags & 2) != 0:
+            report(status_ptr, OVERFLOWED + where)
+        odd = out_of_bounds | (tl.load(record + 3) != 0) | (is_raw & (claimed != raw_dynamic))
+        odd = odd | ((ordinals != 0) & (((both >> 32) & 0xFFFFFFFF) != chunk))
+        if odd:
+            report(status_ptr, RECORD + where)
+        if (n == 0) & (claimed != 0):
+            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    begin_tile = tile.to(tl.int64) * _TILE
+    lo = tl.maximum(start - first - begin_tile, 0)
+    hi = tl.minimum(stop - first - begin_tile, tl.minimum(n - begin_tile, _TILE))
+    mine = (tile < tiles_here) & (not twice)
+    if MODE == 0:
+        mine = mine & (hi - lo == _TILE)
+    if MODE == 1:
+        mine = mine & (hi - lo < _TILE) & (hi > lo)
+    if mine:
+        valid = tl.minimum(n - begin_tile, _TILE).to(tl.int32)
+        out_at = first + begin_tile + lo - start
+        total = tl.zeros([], tl.uint64)
+        if is_raw:
+            total = _decode_raw(
+                static_ptr, dynamic_ptr, stride, begin_tile, valid, lo, hi, out_ptr, out_at,
+                raw_dynamic - dynamic_nbytes, EXP, ITEM, STORE, ADD, SUMS,
+            )
+        else:
+            offsets = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + tile
+            entry_at = (index_at * 128 + 4 * tiles_here) // 2 + tile
+            entry_ptr = static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at
+            entry = tl.load(entry_ptr).to(tl.int32)
+            offset = tl.load(offsets)
+            begin = offset.to(tl.int64)
+            last = tile + 1 == tiles_here
+            end = tl.load(offsets + 1, mask=(tile + 1) < tiles_here, other=0).to(tl.int64)
+            end = tl.where(last, dynamic_nbytes, end)
+            base = entry & 32767
+            bad = (begin > end) | (end > dynamic_nbytes) | ((tile == 0) & (begin != 0))
+            bad = bad | (base > (1 << EXP) - 7) | (entry == 32768)
+            if fixed != -1:
+                alike = tl.load(entry_ptr - tile).to(tl.int32)
+                alike = tl.where(fixed >= 0, fixed, alike & 32767)
+                bad = bad | (entry != alike)
+            wrong, total = _decode_tile(
+                static_ptr + tile.to(tl.int64) * BLOCK, (valid + 127) // 128 * 16, entry,
+                dynamic_ptr, begin, end, dynamic_nbytes, out_ptr, out_at, lo, hi, valid,
+                tile * (BLOCK // 4), MODE == 0, EXP, MAN, ITEM, STORE, ADD, SUMS, PTX,
+            )
+            if bad | wrong:
+                report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
+            if SUMS:
+                total += weigh(offset, index_at * 32 + tile) + weigh_bytes(entry, entry_at * 2)
+                total += _dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles_here)
+        if SUMS:
+            tl.atomic_add(
+                sums_ptr + chunk * groups + (tile >> shift),
+                total.to(tl.int64, bitcast=True), sem="relaxed",
+            )
+
+
+@triton.jit
+def _dynamic_share(dynamic_ptr, nbytes, static_stride, part, parts):
+    """Checksum terms of this tile's equal share of the dynamic words."""
+    words = (nbytes + 3) // 4
+    share = (words + parts - 1) // parts
+    at = part.to(tl.int64) * share
+    stop = tl.minimum(at + share, words)
+    total = tl.zeros([_LANES], tl.uint64)
+    w = dynamic_ptr.to(tl.pointer_type(tl.uint32))
+    while at < stop:
+        i = at + tl.arange(0, _LANES)
+        v = tl.load(w + i, mask=i < stop, other=0)
+        # Bytes of the last word behind the used ones count as zeros.
+        cut = tl.maximum(32 - 8 * (nbytes - 4 * i), 0)
+        cut = tl.minimum(cut, 31).to(tl.uint32)
+        v = (v << cut) >> cut
+        total += tl.where(i < stop, weigh(v, static_stride // 4 + i), 0)
+        at += _LANES
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _decode_raw(
+    static_ptr, dynamic_ptr, stride, begin, valid, lo, hi, out_ptr, out_at, missing,
+    EXP: tl.constexpr, ITEM: tl.constexpr, STORE: tl.constexpr, ADD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A tile of a chunk that is stored raw; `missing` dynamic bytes at its end are not there."""
+    if ITEM == 1:
+        s = static_ptr
+        y = dynamic_ptr
+    elif ITEM == 2:
+        s = static_ptr.to(tl.pointer_type(tl.uint16))
+        y = dynamic_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        s = static_ptr.to(tl.pointer_type(tl.uint32))
+        y = dynamic_ptr.to(tl.pointer_type(tl.uint32))
+    cut = stride // ITEM
+    readable = tl.where(missing == 0, valid, 0)
+    total = tl.zeros([512], tl.uint64)
+    for at in range(0, valid, 512):
+        k = at + tl.arange(0, 512)
+        i = begin + k
+        v = tl.load(s + i, mask=(k < valid) & (i < cut), other=0)
+        v |= tl.load(y + (i - cut), mask=(k < readable) & (i >= cut), other=0)
+        if STORE:
+            _store_one(out_ptr, out_at + (k - lo), v.to(tl.uint32), (k >= lo) & (k < hi), EXP, ITEM, ADD)
+        if SUMS:
+            if ITEM == 4:
+                terms = weigh(v, i)
+            else:
+                terms = weigh_bytes(v, i * ITEM)
+            total += tl.where(k < valid, terms, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _gap(ptr, start, stop):
+    """(checksum terms, OR of the bytes) of padding bytes `start` to `stop` of a static part."""
+    total = tl.zeros([128], tl.uint64)
+    any_set = tl.zeros([128], tl.int32)
+    at = start
+    while at < stop:
+        i = at + tl.arange(0, 128)
+        v = tl.load(ptr + i, mask=i < stop, other=0)
+        total += weigh_bytes(v, i)
+        any_set |= v.to(tl.int32)
+        at += 128
+    return tl.sum(total, 0), tl.max(any_set, 0)
+
+
+@triton.jit
+def _check_kernel(
+    src_ptr, sums_ptr, status_ptr, starts_ptr,
+    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
+    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
+    first_chunk: tl.int32, identity: tl.uint64, nelem: tl.int64, chunk_nelem: tl.int64,
+    chunks: tl.int32, groups: tl.int32, head: tl.int32, static_at: tl.int64,
+    static_stride: tl.int64, index_at: tl.int64, header: tl.int32,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, SUMS: tl.constexpr,
+):
+    """One chunk that was decoded whole: its checksum and its padding; and, once, the header."""
+    chunk = first_chunk + tl.program_id(0)
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    tiles_here = (n + _TILE - 1) // _TILE
+    stride = static_stride * 128
+    static_ptr = src_ptr + static_at * 128 + chunk.to(tl.int64) * stride
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    claimed = tl.load(record + 1)
+    both = tl.load(record + 2)
+    where = CHUNK + (chunk.to(tl.int64) << 8)
+    if (header != 0) & (chunk == first_chunk):
+        i = tl.arange(0, 16)
+        v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+        use = i < tl.minimum(head, 12)
+        w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + i, mask=use, other=0)
+        if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
+            report(status_ptr, HEADER)
+        _, padding = _gap(src_ptr, head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32, static_at * 128)
+        if padding != 0:
+            report(status_ptr, PADDING)
+    if (both & 1) != 0:
+        total, padding = _gap(static_ptr, tl.minimum(n * ITEM, stride), stride)
+    else:
+        whole = n // _TILE
+        cols = (n % _TILE + 127) // 128 * 16
+        total, padding = _gap(
+            static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128
+        )
+        more, padding2 = _gap(static_ptr, index_at * 128 + 6 * tiles_here, stride)
+        total += more
+        padding |= padding2
+    if PACKED:
+        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
+        end = (claimed + 127) // 128 * 128
+        _, padding2 = _gap(dynamic_ptr, claimed, end)
+        padding |= padding2
+    if padding != 0:
+        report(status_ptr, where + CHUNK_PADDING)
+    if SUMS:
+        sums = tl.zeros([256], tl.uint64)
+        for g in range(0, groups, 256):
+            i = g + tl.arange(0, 256)
+            t = tl.load(sums_ptr + chunk * groups + i, mask=i < groups, other=0)
+            sums += t.to(tl.uint64, bitcast=True)
+        total += tl.sum(sums, 0) + identity
+        total += record_term(n, claimed, both & 0xFFFFFFFF, (both >> 32) & 0xFFFFFFFF)
+        if total != tl.load(record).to(tl.uint64, bitcast=True):
+            report(status_ptr, where + CHUNK_SUM)
+
+
+def supports(dtype: DType) -> bool:
+    """True for the floats that have kernels: all but float64."""
+    return dtype.is_float and dtype.itemsize <= 4
+
+
+class _Geometry:
+    """Everything about a plan that kernels are told, in the units they take."""
+
+    def __init__(self, plan: Plan) -> None:
+        f = fields_of(plan.dtype)
+        spec = plan.codec
+        assert isinstance(spec, Zipccl)
+        self.tiles = tile_count(plan.chunk_nelem)
+        scratch = scratch_layout(plan.dtype, plan.chunk_nelem, plan.chunks)
+        self.shift, self.groups, self.slot = scratch[:3]
+        self.zeroed = scratch.counts
+        self.scratch_at = (scratch.totals // 128, scratch.counts // 128, scratch.slots // 128)
+        self.head = plan.header.nbytes // 8
+        self.static_at = plan.static_offset // 128
+        self.static_stride = plan.static_stride // 128
+        self.index_at = plan.layout.sections[0].nbytes // 128
+        self.dynamic_at = plan.dynamic_offset // 128
+        self.dynamic_stride = plan.dynamic_stride // 128
+        self.header = header_words(plan)
+        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
+        if spec.window == "tile":
+            self.fixed = -1
+        else:
+            self.fixed = spec.window if isinstance(spec.window, int) else -2
+        self.meta = {
+            "EXP": f.exponent,
+            "MAN": f.mantissa,
+            "ITEM": plan.dtype.itemsize,
+            "BLOCK": f.block_nbytes(COLUMNS),
+            "PTX": PTX,
+        }
+        partial = any(hi % TILE for hi in _chunk_sizes(plan))
+        self.encode_launches = {
+            True: [(0, self.tiles * plan.chunks)] + [(1, plan.chunks)] * partial,
+            False: [(2, self.tiles * plan.chunks)],
+        }
+        self.whole_launches = [(0, self.tiles * plan.chunks)] + [(1, plan.chunks + 2)] * partial
+        self.plan = plan
+        self.rows_aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
+
+
+    def decode_launches(self, start: int, stop: int, aligned: bool):
+        """First tile of a decode launch, and its (mode, programs)."""
+        size = self.plan.chunk_nelem
+        if (start, stop) == (0, self.plan.nelem):
+            if aligned:
+                return 0, self.whole_launches
+            return 0, [(2, self.tiles * self.plan.chunks)]
+        lo = start // size * self.tiles + start % size // TILE
+        last = stop - 1
+        hi = last // size * self.tiles + last % size // TILE + 1
+        if not aligned:
+            return lo, [(2, hi - lo)]
+        return lo, [(0, hi - lo), (1, last // size - start // size + 3)]
+
+
+def _chunk_sizes(plan: Plan) -> set[int]:
+    """The different numbers of elements that chunks have."""
+    last = (plan.nelem - 1) // plan.chunk_nelem
+    return {hi - lo for lo, hi in (plan.chunk_range(0), plan.chunk_range(last))}
+
+
+PTX = not INTERPRETED and torch.version.hip is None
+ENCODE_OPTIONS = {"num_warps": 4}
+DECODE_OPTIONS = {"num_warps": 4}
+FINISH_OPTIONS = {"num_warps": 4}
+
+
+def _geometry(plan: Plan) -> _Geometry:
+    found = plan.__dict__.get("_zipccl_geometry")
+    if found is None:
+        found = plan.__dict__["_zipccl_geometry"] = _Geometry(plan)
+    return found
+
+
+def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    g = _geometry(plan)
+    scratch[: g.zeroed].zero_()
+    source = view(x, tl.uint8)
+    target = view(out, tl.uint8)
+    aligned = g.rows_aligned and x.data_ptr() % 16 == 0
+    for mode, programs in g.encode_launches[aligned]:
+        _encode_kernel[(programs,)](
+            source, target, scratch, scratch if stats is None else stats,
+            plan.nelem, plan.chunk_nelem, g.tiles, g.groups, g.shift, g.head, g.static_at,
+            g.static_stride, g.index_at, *g.scratch_at, g.fixed, SLOT=g.slot,
+            STATS=2 if g.fixed >= 0 else 0 if stats is None else 1, SUMS=plan.checksum,
+            MODE=mode, **ENCODE_OPTIONS, **g.meta,
+        )
+    _finish_kernel[(g.groups * plan.chunks,)](
+        source, target, scratch, *g.header[:HEADER_WORDS], g.identity,
+        plan.nelem, plan.chunk_nelem, plan.chunks, g.tiles, g.groups, g.shift, g.head, g.static_at,
+        g.static_stride, g.index_at, g.dynamic_at, g.dynamic_stride, *g.scratch_at,
+        SLOT=g.slot, SUMS=plan.checksum, **FINISH_OPTIONS, **g.meta,
+    )
+    for k in range(HEADER_WORDS, len(g.header), HEADER_WORDS):
+        more_header(out, k, g.head, g.header[k : k + HEADER_WORDS])
+
+
+def decode(
+    plan: Plan, src, out, scratch, status, *, start: int = 0, stop: int | None = None,
+    check: bool = True, dynamic_starts=None, store: bool = True, add: bool = False,
+) -> None:
+    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    g = _geometry(plan)
+    stop = plan.nelem if stop is None else stop
+    if start == stop and plan.nelem:
+        return
+    packed = dynamic_starts is not None
+    sums = check and plan.checksum
+    if sums:
+        scratch[: 8 * g.groups * plan.chunks].zero_()
+    source = view(src, tl.uint8)
+    target = source if out is None else view(out, tl.uint8)
+    sums_ptr = view(scratch, tl.int64)
+    starts = status if dynamic_starts is None else dynamic_starts
+    aligned = g.rows_aligned and start * plan.dtype.itemsize % 16 == 0
+    aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
+    lo, launches = g.decode_launches(start, stop, aligned)
+    adding = out.element_size() if add else 0
+    for mode, programs in launches:
+        _decode_kernel[(programs,)](
+            source, target, sums_ptr, status, starts, start, stop, lo,
+            plan.nelem, plan.chunk_nelem, g.tiles, g.groups, g.shift, g.head, g.static_at,
+            g.static_stride, g.index_at, g.dynamic_at, g.dynamic_stride, g.fixed, int(not packed),
+            PACKED=packed, STORE=store, ADD=adding, SUMS=sums, MODE=mode,
+            **DECODE_OPTIONS, **g.meta,
+        )
+    if check:
+        first_chunk = -(-start // plan.chunk_nelem)
+        end_chunk = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
+        if first_chunk < end_chunk:
+            _check_kernel[(end_chunk - first_chunk,)](
+                source, sums_ptr, status, starts, *g.header[:HEADER_WORDS], first_chunk,
+                g.identity, plan.nelem, plan.chunk_nelem, plan.chunks, g.groups, g.head,
+                g.static_at, g.static_stride, g.index_at, int(not packed),
+                ITEM=plan.dtype.itemsize, BLOCK=g.meta["BLOCK"], PACKED=packed, SUMS=sums,
+                num_warps=1,
+            )
