@@ -1,10 +1,15 @@
-"""Turn recorded results into a page: `python benchmarks/report.py` writes results/README.md."""
+"""Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
+
+If there is a gpu.json, results/gpu.md as well.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+import gpu_report
 
 RESULTS = Path(__file__).parent / "results"
 COPY = "test_copyto[64]"
@@ -103,7 +108,7 @@ def study_page(study: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     lines = [
         "# Recorded results",
         "",
@@ -115,6 +120,9 @@ def main() -> None:
     lines += cpu_page(json.loads(cpu.read_text()))
     if study.exists():
         lines += ["", *study_page(json.loads(study.read_text()))]
+    if (RESULTS / "gpu.json").exists():
+        gpu_report.write_page(RESULTS)
+        lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 
 

@@ -17,6 +17,9 @@ from ..formats.errors import FormatError
 from .base import Plan
 
 INTERPRETED = knobs.runtime.interpret
+CUDA = torch.version.hip is None
+#: Kernels may use PTX; else its portable twin.
+PTX = CUDA and not INTERPRETED
 
 #: Header words (8 bytes) that travel as arguments of a kernel: enough for 4 dimensions.
 HEADER_WORDS = 12
@@ -66,11 +69,30 @@ def view(tensor: torch.Tensor, dtype: tl.dtype):
     return triton.reinterpret(tensor, dtype)
 
 
+def options(num_warps: int, maxnreg: int | None = None) -> dict[str, int | bool]:
+    """Launch options. Products are never fused into sums: float bytes are part of the format."""
+    chosen: dict[str, int | bool] = {"num_warps": num_warps, "enable_fp_fusion": False}
+    if maxnreg is not None and CUDA:
+        chosen["maxnreg"] = maxnreg
+    return chosen
+
+
+@triton.jit
+def key_of(index):
+    """Checksum keys of word positions."""
+    return index.to(tl.uint32) * KEY_STEP + 1
+
+
+@triton.jit
+def key_ahead(key, n):
+    """Keys of the positions `n` words behind those of `key`."""
+    return key + (key * 0 + n) * KEY_STEP
+
+
 @triton.jit
 def weigh(word, index):
     """Terms of the payload checksum: words (32 bits) at word positions `index`."""
-    key = index.to(tl.uint32) * KEY_STEP + 1
-    return word.to(tl.uint64) * key.to(tl.uint64)
+    return word.to(tl.uint64) * key_of(index).to(tl.uint64)
 
 
 @triton.jit
@@ -91,7 +113,7 @@ def record_term(nelem, dynamic_nbytes, flags, ordinal):
 @triton.jit
 def report(status_ptr, code):
     """Leave an error code; the first in the order of checks wins."""
-    tl.atomic_max(status_ptr, STATUS_TOP - code, sem="relaxed")
+    tl.atomic_max(status_ptr, tl.full([], STATUS_TOP, tl.int64) - code, sem="relaxed")
 
 
 @triton.jit
@@ -113,16 +135,116 @@ def header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11):
 
 
 @triton.jit
+def clear(ptr, start, stop, part, parts):
+    """This program's share of clearing bytes `start` to `stop`."""
+    at = start + part.to(tl.int64) * 1024
+    while at < stop:
+        i = at + tl.arange(0, 1024)
+        tl.store(ptr + i, tl.zeros([1024], tl.uint8), mask=i < stop)
+        at += parts.to(tl.int64) * 1024
+
+
+@triton.jit
+def padding_of(ptr, start, stop):
+    """(checksum terms, OR of the bytes) of padding bytes `start` to `stop` of a static part."""
+    total = tl.zeros([128], tl.uint64)
+    any_set = tl.zeros([128], tl.int32)
+    at = start
+    while at < stop:
+        i = at + tl.arange(0, 128)
+        v = tl.load(ptr + i, mask=i < stop, other=0)
+        total += weigh_bytes(v, i)
+        any_set |= v.to(tl.int32)
+        at += 128
+    return tl.sum(total, 0), tl.max(any_set, 0)
+
+
+@triton.jit
+def float_of(v, EXP: tl.constexpr, ITEM: tl.constexpr):
+    """float32 values of element bits."""
+    if ITEM == 4:
+        return v.to(tl.float32, bitcast=True)
+    elif EXP == 8:
+        return (v << 16).to(tl.float32, bitcast=True)
+    else:
+        return v.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_element(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr):
+    if ADD == 0:
+        if ITEM == 1:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint8)) + at, v.to(tl.uint8), mask=use)
+        elif ITEM == 2:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint16)) + at, v.to(tl.uint16), mask=use)
+        else:
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + at, v, mask=use)
+    else:
+        add_to(accumulator(out_ptr, EXP, ADD) + at, float_of(v, EXP, ITEM), use, EXP, ADD)
+
+
+@triton.jit
+def accumulator(out_ptr, EXP: tl.constexpr, ADD: tl.constexpr):
+    if ADD == 4:
+        return out_ptr.to(tl.pointer_type(tl.float32))
+    elif EXP == 8:
+        return out_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        return out_ptr.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def add_to(acc, value, use, EXP: tl.constexpr, ADD: tl.constexpr):
+    """Add `value` in float32 at `acc`, and round to the type there."""
+    if use is None:
+        old = tl.load(acc)
+    else:
+        old = tl.load(acc, mask=use, other=0)
+    if ADD == 4:
+        tl.store(acc, old + value, mask=use)
+    elif EXP == 8:
+        total = (old.to(tl.uint32) << 16).to(tl.float32, bitcast=True) + value
+        tl.store(acc, _round_bfloat16(total), mask=use)
+    else:
+        tl.store(acc, (old.to(tl.float32) + value).to(tl.float16), mask=use)
+
+
+@triton.jit
+def _round_bfloat16(value):
+    """Bits of the nearest bfloat16, ties to even; every NaN is quiet."""
+    v = value.to(tl.uint32, bitcast=True)
+    rounded = (v + 0x7FFF + ((v >> 16) & 1)) >> 16
+    quiet = (v >> 16) | 0x40
+    return tl.where((v & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
+
+
+@triton.jit
 def _more_header_kernel(
-    out_ptr, at: tl.int32, head: tl.int32,
-    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
-    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
+    out_ptr,
+    at: tl.int32,
+    head: tl.int32,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
 ):
     i = tl.arange(0, 16)
     v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
     tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at + i, v, mask=(i < 12) & (at + i < head))
 
 
-def more_header(out: torch.Tensor, at: int, head: int, words: tuple[int, ...]) -> None:
-    """Write header words from number `at` on; only tensors of five or more dimensions have them."""
-    _more_header_kernel[(1,)](view(out, tl.uint8), at, head, *words, num_warps=1)
+def add_header(plan: Plan, out: torch.Tensor, words: tuple[int, ...]) -> None:
+    """Write what a header has beyond HEADER_WORDS words: that of five or more dimensions."""
+    for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
+        part = words[at : at + HEADER_WORDS]
+        _more_header_kernel[(1,)](
+            view(out, tl.uint8), at, plan.header.nbytes // 8, *part, **options(1)
+        )

@@ -127,9 +127,9 @@ class ScratchLayout(NamedTuple):
 def scratch_layout(dtype: DType, nelem: int, chunks: int) -> ScratchLayout:
     """The workspace for `chunks` chunks of `nelem` elements: about 1/40 of the tensor."""
     tiles = tile_count(nelem)
-    shift = max(6, (tiles >> 11).bit_length())
+    shift = max(5, (tiles >> 13).bit_length())
     groups = -(-tiles // (1 << shift))
-    slot = 112 if dtype.itemsize == 1 else 192
+    slot = 152 if dtype.itemsize == 1 else 192
     totals = align(8 * groups * chunks)
     counts = totals + align(4 * groups * chunks)
     slots = counts + align(2 * tiles * chunks)

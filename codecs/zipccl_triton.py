@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
 """zipccl on a GPU: one program per tile, one pass over the tensor each way. specs/zipccl.md.
 
 Encoding is two kernels. The first reads every tile once, chooses its window, writes its block and
@@ -27,20 +28,37 @@ from .device import (
     FLAGS,
     HEADER,
     HEADER_WORDS,
-    INTERPRETED,
     OVERFLOWED,
     PADDING,
+    PTX,
     RECORD,
+    accumulator,
+    add_header,
+    add_to,
+    clear,
+    float_of,
     header_word,
     header_words,
-    more_header,
+    key_ahead,
+    key_of,
+    options,
+    padding_of,
     record_term,
     report,
+    store_element,
     view,
     weigh,
     weigh_bytes,
 )
-from .zipccl import COLUMNS, TILE, Zipccl, fields_of, scratch_layout, tile_count
+from .zipccl import (
+    COLUMNS,
+    SIGMA_FACTOR,
+    TILE,
+    Zipccl,
+    fields_of,
+    scratch_layout,
+    tile_count,
+)
 
 _ONES = tl.constexpr(0x01010101)
 _LOW7 = tl.constexpr(0x7F7F7F7F)
@@ -48,6 +66,7 @@ _HIGH = tl.constexpr(0x80808080)
 _LANES = tl.constexpr(COLUMNS // 4)
 _COLUMNS = tl.constexpr(COLUMNS)
 _TILE = tl.constexpr(TILE)
+SIGMA_F = tl.constexpr(SIGMA_FACTOR)
 
 
 @triton.jit
@@ -110,18 +129,10 @@ def _zip_high(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def _lanes():
-    """Lane numbers, one after the other over the threads, so that rows of a lane share a thread.
-
-    The hint keeps every access to one lane per thread: all tensors then have one layout, and no
-    value changes hands between threads.
+    """Lane numbers. The hint keeps every access to one lane per thread, so that all tensors have
+    one layout and no value changes hands between threads.
     """
     return tl.max_contiguous(tl.arange(0, _LANES), 1)
-
-
-@triton.jit
-def _or_rows(x):
-    """OR of [8, L] over rows, where the rows have no bit in common."""
-    return tl.sum(x, 0)
 
 
 @triton.jit
@@ -158,22 +169,17 @@ def _heads(v0, v1, v2, v3, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _load4_aligned(x_ptr, start, ITEM: tl.constexpr, ROWS: tl.constexpr):
-    """As `_load4`, for rows of 512 contiguous elements from element `start`."""
-    r = tl.arange(0, ROWS)[:, None]
+def _load4_aligned(x_ptr, at, ITEM: tl.constexpr):
+    """As `_load4`, for all 512 elements of a row that starts at element `at`, a multiple of 4."""
     if ITEM == 1:
-        j = _lanes()[None, :]
-        a = tl.load(x_ptr.to(tl.pointer_type(tl.uint32)) + start // 4 + (r * _LANES + j))
+        a = tl.load(x_ptr.to(tl.pointer_type(tl.uint32)) + at // 4 + _lanes())
         return a, a, a.to(tl.uint64)
     elif ITEM == 2:
-        j = _lanes()[None, :]
-        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + start // 4 + (r * _LANES + j))
-        a = v.to(tl.uint32)
-        return a, (v >> 32).to(tl.uint32), v
+        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + at // 4 + _lanes())
+        return v.to(tl.uint32), (v >> 32).to(tl.uint32), v
     else:
-        j = tl.arange(0, 2 * _LANES)[None, :]
-        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + start // 2 + (r * 2 * _LANES + j))
-        p, q = tl.split(tl.reshape(v, [ROWS, _LANES, 2]))
+        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + at // 2 + tl.arange(0, 2 * _LANES))
+        p, q = tl.split(tl.reshape(v, [_LANES, 2]))
         return _heads(
             p.to(tl.uint32), (p >> 32).to(tl.uint32), q.to(tl.uint32), (q >> 32).to(tl.uint32), ITEM
         )
@@ -242,7 +248,9 @@ def _elements(
 
 
 @triton.jit
-def _sample_window(x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+def _sample_window(
+    x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr
+):
     """Index entry of a whole tile that starts at element `start`, aligned to four elements."""
     k = _lanes()
     span = k // 4
@@ -259,8 +267,11 @@ def _sample_window(x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.
         left = tl.load(x64)
         right = tl.load(x64 + 1)
         a, b, _ = _heads(
-            left.to(tl.uint32), (left >> 32).to(tl.uint32),
-            right.to(tl.uint32), (right >> 32).to(tl.uint32), ITEM
+            left.to(tl.uint32),
+            (left >> 32).to(tl.uint32),
+            right.to(tl.uint32),
+            (right >> 32).to(tl.uint32),
+            ITEM,
         )
     e = _exponents(a, b, EXP, MAN, ITEM, PTX)
     s0 = (e & 255).to(tl.int32)
@@ -269,7 +280,11 @@ def _sample_window(x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.
     s3 = (e >> 24).to(tl.int32)
     top = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), 0)
     zeros = tl.sum(
-        (s0 == 0).to(tl.int32) + (s1 == 0).to(tl.int32) + (s2 == 0).to(tl.int32) + (s3 == 0).to(tl.int32), 0
+        (s0 == 0).to(tl.int32)
+        + (s1 == 0).to(tl.int32)
+        + (s2 == 0).to(tl.int32)
+        + (s3 == 0).to(tl.int32),
+        0,
     )
     best = top * 0 - 1
     entry = top * 0
@@ -304,7 +319,9 @@ def _sample_window(x_ptr, start, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.
 
 
 @triton.jit
-def _histogram_window(x_ptr, start, valid, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr):
+def _histogram_window(
+    x_ptr, start, valid, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr
+):
     """Index entry of any tile of `valid` elements, at any address."""
     if ITEM == 1:
         x = x_ptr.to(tl.pointer_type(tl.uint8)) + start
@@ -343,122 +360,205 @@ def _histogram_window(x_ptr, start, valid, EXP: tl.constexpr, MAN: tl.constexpr,
 
 
 @triton.jit
+def _load(ptr, inside):
+    if inside is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=inside, other=0)
+
+
+@triton.jit
+def _terms(v, key, ahead, inside):
+    """Checksum terms of words that lie `ahead` words behind those that `key` belongs to."""
+    term = v.to(tl.uint64) * key_ahead(key, ahead).to(tl.uint64)
+    if inside is not None:
+        term = tl.where(inside, term, 0)
+    return term
+
+
+@triton.jit
+def _terms64(v, key2, ahead, inside):
+    """Checksum terms of pairs of words."""
+    low = v.to(tl.uint32).to(tl.uint64) * key_ahead(key2, ahead).to(tl.uint64)
+    term = low + (v >> 32) * key_ahead(key2, ahead + 1).to(tl.uint64)
+    if inside is not None:
+        term = tl.where(inside, term, 0)
+    return term
+
+
+@triton.jit
+def _load_rows(x_ptr, start, valid, cols, FULL: tl.constexpr, ITEM: tl.constexpr):
+    """The rows of a tile as `_load4` gives them, and how many elements of each lane are real."""
+    lane = _lanes()
+    rows = ()
+    for r in tl.static_range(8):
+        if FULL:
+            a, b, low = _load4_aligned(x_ptr, start + r * _COLUMNS, ITEM)
+            ok = lane
+        else:
+            i = r * cols + 4 * lane
+            ok = tl.where(4 * lane < cols, tl.minimum(tl.maximum(valid - i, 0), 4), 0)
+            a, b, low = _load4(x_ptr, start + i, ok, ITEM)
+        rows = rows + ((a, b, low, ok),)
+    return rows
+
+
+@triton.jit
 def _encode_tile(
-    x_ptr, start, valid, cols, block_ptr, slot_ptr, entry, word,
-    FULL: tl.constexpr, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr,
-    SLOT: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+    rows,
+    cols,
+    block_ptr,
+    slot_ptr,
+    entry,
+    word,
+    FULL: tl.constexpr,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOT: tl.constexpr,
+    SUMS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Write one tile's block, and its escapes to its slot: (escapes, checksum terms).
 
     `word` is the block's position in the static part in words. FULL: 4096 elements, aligned.
     """
-    r = tl.arange(0, 8)[:, None]
-    j = _lanes()[None, :]
     lane = _lanes()
     zero_mode = entry >= 32768
     base = (entry & 32767).to(tl.uint32)
     b4 = base * _ONES
     b7 = b4 & _LOW7
     nb = ~b4
-    STREAMS: tl.constexpr = 3 if ITEM == 4 else ITEM // 2
     EXTRA: tl.constexpr = (1 + MAN) % 8
     if FULL:
         W: tl.constexpr = _COLUMNS
-        a, b, low = _load4_aligned(x_ptr, start, ITEM, 8)
-        e = _exponents(a, b, EXP, MAN, ITEM, PTX)
-        s, x = _rest(a, b, EXP, MAN, ITEM, PTX)
+        inside = None
     else:
         W = cols
-        i = r * W + 4 * j
-        inside = 4 * j < W
-        ok = tl.where(inside, tl.minimum(tl.maximum(valid - i, 0), 4), 0)
-        a, b, low = _load4(x_ptr, start + i, ok, ITEM)
+        inside = 4 * lane < W
+    row_words = W // 4
+    block32 = block_ptr.to(tl.pointer_type(tl.uint32))
+    block64 = block_ptr.to(tl.pointer_type(tl.uint64))
+    BYTES: tl.constexpr = 4 if ITEM == 4 else 0
+    at = BYTES * W
+    total = tl.zeros([_LANES], tl.uint64)
+    key = key_of(word + lane)
+    key2 = key_of(word + 2 * lane)
+    es = ()
+    xs = ()
+    for r in tl.static_range(8):
+        a, b, low, ok = rows[r]
         e = _exponents(a, b, EXP, MAN, ITEM, PTX)
         s, x = _rest(a, b, EXP, MAN, ITEM, PTX)
-        # Padding elements have exponent base + 6; their other bits were loaded as zeros.
-        real = tl.where(ok > 0, 0xFF, 0) | tl.where(ok > 1, 0xFF00, 0)
-        real |= tl.where(ok > 2, 0xFF0000, 0)
-        real = real.to(tl.uint32) | (tl.where(ok > 3, 0xFF, 0).to(tl.uint32) << 24)
-        e = (e & real) | (((base + 6) * _ONES) & ~real)
-    d = ((e | _HIGH) - b7) ^ ((e ^ nb) & _HIGH)
-    escaped = ((((d & _LOW7) + 0x79797979) | d) >> 7) & _ONES
-    code = e
+        if not FULL:
+            # Padding elements have exponent base + 6; their other bits were loaded as zeros.
+            real = tl.where(ok > 0, 0xFF, 0) | tl.where(ok > 1, 0xFF00, 0)
+            real = (real | tl.where(ok > 2, 0xFF0000, 0)).to(tl.uint32)
+            real |= tl.where(ok > 3, 0xFF, 0).to(tl.uint32) << 24
+            e = (e & real) | (((base + 6) * _ONES) & ~real)
+        k = r * row_words + lane
+        if ITEM == 4:
+            tl.store(block64 + k, low, mask=inside)
+            if SUMS:
+                total += _terms64(low, key2, 2 * r * row_words, inside)
+        if ITEM >= 2:
+            tl.store(block32 + at + k, s, mask=inside)
+            if SUMS:
+                total += _terms(s, key, at + r * row_words, inside)
+        es = es + (e,)
+        xs = xs + (x,)
+    if ITEM >= 2:
+        at += 2 * W
+    f = tl.zeros([_LANES], tl.uint32)
+    p0 = f
+    p1 = f
+    p2 = f
     if zero_mode:
-        nonzero = ((((e & _LOW7) + _LOW7) | e) >> 7) & _ONES
-        above = ((((d & _LOW7) + _LOW7) | d) >> 7) & _ONES
-        escaped = (escaped | (above ^ _ONES)) & nonzero
-        keep = nonzero * 255
-        code = (e & keep) | (b4 & ~keep)
-    f = _or_rows(escaped << r)
+        for r in tl.static_range(8):
+            e = es[r]
+            d = ((e | _HIGH) - b7) ^ ((e ^ nb) & _HIGH)
+            escaped = ((((d & _LOW7) + 0x79797979) | d) >> 7) & _ONES
+            nonzero = ((((e & _LOW7) + _LOW7) | e) >> 7) & _ONES
+            above = ((((d & _LOW7) + _LOW7) | d) >> 7) & _ONES
+            f |= ((escaped | (above ^ _ONES)) & nonzero) << r
+            code = (e & (nonzero * 255)) | (b4 & ~(nonzero * 255))
+            p0 |= (code & _ONES) << r
+            p1 |= ((code >> 1) & _ONES) << r
+            p2 |= ((code >> 2) & _ONES) << r
+    else:
+        for r in tl.static_range(8):
+            e = es[r]
+            d = ((e | _HIGH) - b7) ^ ((e ^ nb) & _HIGH)
+            f |= (((((d & _LOW7) + 0x79797979) | d) >> 7) & _ONES) << r
+            p0 |= (e & _ONES) << r
+            p1 |= ((e >> 1) & _ONES) << r
+            p2 |= ((e >> 2) & _ONES) << r
     if not FULL:
-        f = tl.where(4 * lane < W, f, 0)
+        f = tl.where(inside, f, 0)
     n = _popc(f, PTX).to(tl.int32)
     count = tl.sum(n, 0)
     free = (base + 7) & 7
-    total = tl.zeros([_LANES], tl.uint64)
-    block32 = block_ptr.to(tl.pointer_type(tl.uint32))
-    at = W * 0
-    row = (W // 4) * r + j
-    if ITEM == 4:
-        block64 = block_ptr.to(tl.pointer_type(tl.uint64))
-        if FULL:
-            tl.store(block64 + row, low)
-        else:
-            tl.store(block64 + row, low, mask=inside)
-        if SUMS:
-            t = weigh(low.to(tl.uint32), word + 2 * row) + weigh((low >> 32).to(tl.uint32), word + 2 * row + 1)
-            if not FULL:
-                t = tl.where(inside, t, 0)
-            total += tl.sum(t, 0)
-        at += 4 * W
-    if ITEM >= 2:
-        if FULL:
-            tl.store(block32 + at + row, s)
-        else:
-            tl.store(block32 + at + row, s, mask=inside)
-        if SUMS:
-            t = weigh(s, word + at + row)
-            if not FULL:
-                t = tl.where(inside, t, 0)
-            total += tl.sum(t, 0)
-        at += 2 * W
     for k in tl.static_range(3 + EXTRA):
         if k < 3:
-            plane = _or_rows(((code >> k) & _ONES) << r)
+            if k == 0:
+                plane = p0
+            elif k == 1:
+                plane = p1
+            else:
+                plane = p2
             plane = (plane & ~f) | (f & (0 - ((free >> k) & 1)))
         else:
-            plane = _or_rows(((x >> (k - 3)) & _ONES) << r)
-        if FULL:
-            tl.store(block32 + at + k * (W // 4) + lane, plane)
-        else:
-            tl.store(block32 + at + k * (W // 4) + lane, plane, mask=4 * lane < W)
+            plane = tl.zeros([_LANES], tl.uint32)
+            for r in tl.static_range(8):
+                plane |= ((xs[r] >> (k - 3)) & _ONES) << r
+        i = at + k * row_words + lane
+        tl.store(block32 + i, plane, mask=inside)
         if SUMS:
-            t = weigh(plane, word + at + k * (W // 4) + lane)
-            if not FULL:
-                t = tl.where(4 * lane < W, t, 0)
-            total += t
+            total += _terms(plane, key, at + k * row_words, inside)
+    block_terms = tl.sum(total, 0)
     if count <= SLOT:
         pos = tl.cumsum(n, 0) - n
         left = tl.max(n, 0)
         while left > 0:
             bit = _popc((f & (0 - f)) - 1, PTX)
-            on = f != 0
-            value = tl.sum(tl.where(r == (bit & 7).to(tl.int32)[None, :], e, 0), 0) >> (bit & 24)
-            tl.store(slot_ptr + pos, value.to(tl.uint8), mask=on)
-            pos += on.to(tl.int32)
+            row = bit & 7
+            value = tl.where(row == 0, es[0], 0)
+            for r in tl.static_range(1, 8):
+                value |= tl.where(row == r, es[r], 0)
+            tl.store(slot_ptr + pos, (value >> (bit & 24)).to(tl.uint8), mask=f != 0)
+            pos += 1
             f = f & (f - 1)
             left -= 1
-    return count, tl.sum(total, 0)
+    return count, block_terms
 
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, out_ptr, scratch_ptr, stats_ptr,
-    nelem: tl.int64, chunk_nelem: tl.int64, tiles: tl.int32, groups: tl.int32, shift: tl.int32,
-    head: tl.int32, static_at: tl.int64, static_stride: tl.int64, index_at: tl.int64,
-    totals_at: tl.int64, counts_at: tl.int64, slots_at: tl.int64, fixed: tl.int32,
-    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr,
-    BLOCK: tl.constexpr, STATS: tl.constexpr, SUMS: tl.constexpr, MODE: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    scratch_ptr,
+    stats_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    groups: tl.int32,
+    shift: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    totals_at: tl.int64,
+    counts_at: tl.int64,
+    slots_at: tl.int64,
+    fixed: tl.int32,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATS: tl.constexpr,
+    SUMS: tl.constexpr,
+    MODE: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """One tile: its block, window, escape count and escapes. Offsets `*_at` are in 128 bytes.
@@ -494,8 +594,12 @@ def _encode_kernel(
         block_ptr = static_ptr + tile.to(tl.int64) * BLOCK
         word = tile * (BLOCK // 4)
         valid = tl.minimum(n - tile.to(tl.int64) * _TILE, _TILE).to(tl.int32)
+        cols = (valid + 127) // 128 * 16
+        # Loads first: no later load may pass a store, and the window is found while they travel.
+        rows = _load_rows(x_ptr, start, valid, cols, MODE == 0, ITEM)
         if STATS == 1:
             entry = tl.load(stats_ptr).to(tl.int32)
+            entry = tl.minimum(tl.maximum(entry, 0), (1 << EXP) - 7)
         elif STATS == 2:
             entry = fixed
         elif MODE == 0:
@@ -503,8 +607,19 @@ def _encode_kernel(
         else:
             entry = _histogram_window(x_ptr, start, valid, EXP, MAN, ITEM)
         count, total = _encode_tile(
-            x_ptr, start, valid, (valid + 127) // 128 * 16, block_ptr, slot_ptr, entry, word,
-            MODE == 0, EXP, MAN, ITEM, SLOT, SUMS, PTX,
+            rows,
+            cols,
+            block_ptr,
+            slot_ptr,
+            entry,
+            word,
+            MODE == 0,
+            EXP,
+            MAN,
+            ITEM,
+            SLOT,
+            SUMS,
+            PTX,
         )
         entry_at = (index_at * 128 + 4 * tiles_here) // 2 + tile
         tl.store(static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at, entry.to(tl.uint16))
@@ -517,14 +632,27 @@ def _encode_kernel(
             total += weigh_bytes(entry, entry_at * 2)
             tl.atomic_add(
                 scratch_ptr.to(tl.pointer_type(tl.int64)) + group,
-                total.to(tl.int64, bitcast=True), sem="relaxed",
+                total.to(tl.int64, bitcast=True),
+                sem="relaxed",
             )
 
 
 @triton.jit
 def _list_escapes(
-    x_ptr, start, valid, cols, planes_ptr, entry, dynamic_ptr, at, room, word,
-    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SUMS: tl.constexpr,
+    x_ptr,
+    start,
+    valid,
+    cols,
+    planes_ptr,
+    entry,
+    dynamic_ptr,
+    at,
+    room,
+    word,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    SUMS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """List the escapes of a tile that has too many for a slot; returns their checksum terms."""
@@ -572,27 +700,45 @@ def _free_code(p0, p1, p2, base):
 
 
 @triton.jit
-def _zero(ptr, start, stop, part, parts):
-    """This program's share of clearing bytes `start` to `stop`."""
-    at = start + part.to(tl.int64) * 1024
-    while at < stop:
-        i = at + tl.arange(0, 1024)
-        tl.store(ptr + i, tl.zeros([1024], tl.uint8), mask=i < stop)
-        at += parts.to(tl.int64) * 1024
-
-
-@triton.jit
 def _finish_kernel(
-    x_ptr, out_ptr, scratch_ptr,
-    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
-    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
+    x_ptr,
+    out_ptr,
+    scratch_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
     identity: tl.uint64,
-    nelem: tl.int64, chunk_nelem: tl.int64, chunks: tl.int32, tiles: tl.int32, groups: tl.int32,
-    shift: tl.int32, head: tl.int32, static_at: tl.int64, static_stride: tl.int64,
-    index_at: tl.int64, dynamic_at: tl.int64, dynamic_stride: tl.int64,
-    totals_at: tl.int64, counts_at: tl.int64, slots_at: tl.int64,
-    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, SLOT: tl.constexpr,
-    BLOCK: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    tiles: tl.int32,
+    groups: tl.int32,
+    shift: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    totals_at: tl.int64,
+    counts_at: tl.int64,
+    slots_at: tl.int64,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One group of tiles: escapes to their place, offsets, record; or the chunk's raw bytes."""
     pid = tl.program_id(0)
@@ -608,13 +754,15 @@ def _finish_kernel(
     dynamic_word = static_stride * 32
 
     totals = (scratch_ptr + totals_at * 128).to(tl.pointer_type(tl.int32)) + chunk * groups
-    escapes = n * 0
-    before = n * 0
-    for g in range(0, groups, 1024):
-        i = g + tl.arange(0, 1024)
-        t = tl.load(totals + i, mask=i < groups, other=0).to(tl.int64)
-        escapes += tl.sum(t, 0)
-        before += tl.sum(tl.where(i < group, t, 0), 0)
+    of_all = tl.zeros([512], tl.int32)
+    of_earlier = tl.zeros([512], tl.int32)
+    for g in range(0, groups, 512):
+        i = g + tl.arange(0, 512)
+        t = tl.load(totals + i, mask=i < groups, other=0)
+        of_all += t
+        of_earlier += tl.where(i < group, t, 0)
+    escapes = tl.sum(of_all.to(tl.int64), 0)
+    before = tl.sum(of_earlier.to(tl.int64), 0)
     raw_nbytes = n * ITEM
     raw_dynamic = tl.maximum(raw_nbytes - stride, 0)
     shrinks = escapes <= raw_dynamic
@@ -622,37 +770,45 @@ def _finish_kernel(
     fits = dynamic_nbytes <= room
     total = tl.zeros([], tl.uint64)
     if SUMS:
-        total += tl.load(
-            scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * groups + group
-        ).to(tl.uint64, bitcast=True)
+        total += tl.load(scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * groups + group).to(
+            tl.uint64, bitcast=True
+        )
 
     lo = group << shift
     hi = tl.minimum(lo + (1 << shift), tiles_here)
     if shrinks:
-        counts = (scratch_ptr + counts_at * 128).to(tl.pointer_type(tl.uint16)) + chunk.to(tl.int64) * tiles
+        counts = (scratch_ptr + counts_at * 128).to(tl.pointer_type(tl.uint16)) + chunk.to(
+            tl.int64
+        ) * tiles
         slots = scratch_ptr + slots_at * 128 + chunk.to(tl.int64) * tiles * SLOT
         offsets = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32))
-        entries = (static_ptr + index_at * 128 + 4 * tiles_here.to(tl.int64)).to(tl.pointer_type(tl.uint16))
+        entries = (static_ptr + index_at * 128 + 4 * tiles_here.to(tl.int64)).to(
+            tl.pointer_type(tl.uint16)
+        )
         for t0 in range(lo, hi, 32):
             t = t0 + tl.arange(0, 32)
             n_escapes = tl.load(counts + t, mask=t < hi, other=0).to(tl.int32)
-            offset = before + tl.cumsum(n_escapes, 0) - n_escapes
-            before += tl.sum(n_escapes, 0)
-            tl.store(offsets + t, offset.to(tl.uint32), mask=t < hi)
+            ahead = tl.cumsum(n_escapes, 0) - n_escapes
+            offset = (before + ahead).to(tl.uint32)
+            tl.store(offsets + t, offset, mask=t < hi)
             if SUMS:
-                of_offsets = weigh(offset.to(tl.uint32), index_at * 32 + t)
-                total += tl.sum(tl.where(t < hi, of_offsets, 0), 0)
+                terms = weigh(offset, index_at * 32 + t)
+                total += tl.sum(tl.where(t < hi, terms, 0), 0)
             most = tl.max(n_escapes, 0)
-            for k in tl.static_range((SLOT + 63) // 64):
-                if most > 64 * k:
-                    b = 64 * k + tl.arange(0, 64)[None, :]
-                    on = (b < n_escapes[:, None]) & (n_escapes[:, None] <= SLOT)
-                    e = tl.load(slots + t[:, None].to(tl.int64) * SLOT + b, mask=on, other=0)
-                    at = offset[:, None] + b
-                    tl.store(dynamic_ptr + at, e, mask=on & (at < room))
-                    if SUMS:
-                        of_escapes = tl.where(on, weigh_bytes(e, dynamic_word * 4 + at), 0)
-                        total += tl.sum(tl.sum(of_escapes, 0), 0)
+            slot_ptr = slots + (before * 0 + t0) * SLOT
+            target_ptr = dynamic_ptr + before
+            # At most 32 tiles of escapes lie ahead: what matters of the room fits 32 bits.
+            left = tl.minimum(room - before, 1 << 30).to(tl.int32)
+            row = tl.arange(0, 32)[:, None] * SLOT
+            in_slot = tl.where(n_escapes <= SLOT, n_escapes, 0)[:, None]
+            for k in range(0, tl.minimum(most, SLOT), 64):
+                b = k + tl.arange(0, 64)[None, :]
+                e = tl.load(slot_ptr + (row + b), mask=b < in_slot, other=0)
+                at = ahead[:, None] + b
+                tl.store(target_ptr + at, e, mask=(b < in_slot) & (at < left))
+                if SUMS:
+                    of_escapes = weigh_bytes(e, dynamic_word * 4 + before + at)
+                    total += tl.sum(tl.where(b < in_slot, of_escapes, 0))
             if most > SLOT:
                 for q in range(0, 32):
                     here = tl.arange(0, 32) == q
@@ -660,18 +816,29 @@ def _finish_kernel(
                         tile = n * 0 + (t0 + q)
                         valid = tl.minimum(n - tile * _TILE, _TILE).to(tl.int32)
                         cols = (valid + 127) // 128 * 16
-                        STREAMS: tl.constexpr = 3 if ITEM == 4 else ITEM // 2
+                        STREAM_ROWS: tl.constexpr = 24 if ITEM == 4 else 8 * (ITEM // 2)
                         total += _list_escapes(
-                            x_ptr, first + tile * _TILE, valid, cols,
-                            static_ptr + tile * BLOCK + 8 * STREAMS * cols,
-                            tl.load(entries + tile).to(tl.int32), dynamic_ptr,
-                            tl.sum(tl.where(here, offset, 0), 0), room, dynamic_word,
-                            EXP, MAN, ITEM, SUMS, PTX,
+                            x_ptr,
+                            first + tile * _TILE,
+                            valid,
+                            cols,
+                            static_ptr + tile * BLOCK + STREAM_ROWS * cols,
+                            tl.load(entries + tile).to(tl.int32),
+                            dynamic_ptr,
+                            before + tl.sum(tl.where(here, ahead, 0), 0),
+                            room,
+                            dynamic_word,
+                            EXP,
+                            MAN,
+                            ITEM,
+                            SUMS,
+                            PTX,
                         )
+            before += tl.sum(n_escapes, 0)
         whole = n // _TILE
         cols = (n % _TILE + 127) // 128 * 16
-        _zero(static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128, group, groups)
-        _zero(static_ptr, index_at * 128 + 6 * tiles_here, stride, group, groups)
+        clear(static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128, group, groups)
+        clear(static_ptr, index_at * 128 + 6 * tiles_here, stride, group, groups)
     else:
         total = total * 0
         if fits:
@@ -691,7 +858,7 @@ def _finish_kernel(
             stop = tl.minimum(hi.to(tl.int64) * _TILE, n)
             cut = stride // ITEM
             while at < stop:
-                i = at + tl.arange(0, 1024)
+                i = at + tl.arange(0, 512)
                 v = tl.load(x + i, mask=i < stop, other=0)
                 tl.store(s + i, v, mask=(i < stop) & (i < cut))
                 tl.store(y + (i - cut), v, mask=(i < stop) & (i >= cut))
@@ -701,8 +868,8 @@ def _finish_kernel(
                     else:
                         terms = weigh_bytes(v, i * ITEM)
                     total += tl.sum(tl.where(i < stop, terms, 0), 0)
-                at += 1024
-            _zero(static_ptr, raw_nbytes, stride, group, groups)
+                at += 512
+            clear(static_ptr, raw_nbytes, stride, group, groups)
     flags = tl.where(fits, tl.where(shrinks, 0, 1), 2)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     if group == 0:
@@ -716,7 +883,7 @@ def _finish_kernel(
             v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
             tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + i, v, mask=i < tl.minimum(head, 12))
             end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
-            _zero(out_ptr, end, static_at * 128, group, groups)
+            clear(out_ptr, end, static_at * 128, group, groups)
     if SUMS:
         if fits:
             tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
@@ -724,17 +891,33 @@ def _finish_kernel(
 
 @triton.jit
 def _decode_tile(
-    block_ptr, cols, entry, escapes_ptr, begin, end, room, out_ptr, out_at, lo, hi, valid, word,
-    FULL: tl.constexpr, EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr,
-    STORE: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, PTX: tl.constexpr,
+    block_ptr,
+    cols,
+    entry,
+    escapes_ptr,
+    begin,
+    end,
+    room,
+    out_ptr,
+    out_at,
+    lo,
+    hi,
+    valid,
+    word,
+    FULL: tl.constexpr,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    STORE: tl.constexpr,
+    ADD: tl.constexpr,
+    SUMS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Decode one tile: (1 if its payload is wrong, checksum terms of its block).
+    """Decode one tile: (whether its payload is wrong, checksum terms of its block).
 
     Elements `lo` to `hi` of the tile go to `out_ptr` from element `out_at` on. FULL: all of a whole
     tile, to an aligned place. Escapes are read at `begin` + i while that is below `room`.
     """
-    r = tl.arange(0, 8)[:, None]
-    j = _lanes()[None, :]
     lane = _lanes()
     zero_mode = entry >= 32768
     base = (entry & 32767).to(tl.uint32)
@@ -742,190 +925,170 @@ def _decode_tile(
     EXTRA: tl.constexpr = (1 + MAN) % 8
     if FULL:
         W: tl.constexpr = _COLUMNS
+        inside = None
     else:
         W = cols
-    row = (W // 4) * r + j
+        inside = 4 * lane < W
+    row_words = W // 4
     block32 = block_ptr.to(tl.pointer_type(tl.uint32))
+    block64 = block_ptr.to(tl.pointer_type(tl.uint64))
+    BYTES: tl.constexpr = 4 if ITEM == 4 else 0
+    at = BYTES * W
     total = tl.zeros([_LANES], tl.uint64)
-    inside = 4 * lane < W
-    at = W * 0
-    if ITEM == 4:
-        block64 = block_ptr.to(tl.pointer_type(tl.uint64))
-        if FULL:
-            low = tl.load(block64 + row)
-        else:
-            low = tl.load(block64 + row, mask=inside[None, :], other=0)
-        if SUMS:
-            total += tl.sum(
-                weigh(low.to(tl.uint32), word + 2 * row)
-                + weigh((low >> 32).to(tl.uint32), word + 2 * row + 1), 0
-            )
-        at += 4 * W
-    else:
-        low = tl.zeros([8, _LANES], tl.uint64)
+    ss = ()
+    lows = ()
+    for r in tl.static_range(8):
+        k = r * row_words + lane
+        low = tl.zeros([_LANES], tl.uint64)
+        s = tl.zeros([_LANES], tl.uint32)
+        if ITEM == 4:
+            low = _load(block64 + k, inside)
+        if ITEM >= 2:
+            s = _load(block32 + at + k, inside)
+        ss = ss + (s,)
+        lows = lows + (low,)
     if ITEM >= 2:
-        if FULL:
-            s = tl.load(block32 + at + row)
-        else:
-            s = tl.load(block32 + at + row, mask=inside[None, :], other=0)
-        if SUMS:
-            total += tl.sum(weigh(s, word + at + row), 0)
         at += 2 * W
-    else:
-        s = tl.zeros([8, _LANES], tl.uint32)
-    x = tl.zeros([8, _LANES], tl.uint32)
-    code = tl.zeros([8, _LANES], tl.uint32)
+    planes = ()
     f = tl.zeros([_LANES], tl.uint32) - 1
     free = (base + 7) & 7
     for k in tl.static_range(3 + EXTRA):
-        if FULL:
-            plane = tl.load(block32 + at + k * (W // 4) + lane)
-        else:
-            plane = tl.load(block32 + at + k * (W // 4) + lane, mask=inside, other=0)
-        if SUMS:
-            total += weigh(plane, word + at + k * (W // 4) + lane)
-        bits = (plane[None, :] >> r) & _ONES
+        plane = _load(block32 + at + k * row_words + lane, inside)
         if k < 3:
             f = f & (plane ^ (((free >> k) & 1) - 1))
-            code |= bits << k
-        else:
-            x |= bits << (k - 3)
+        planes = planes + (plane,)
     if not FULL:
         f = tl.where(inside, f, 0)
-    distance = (code + ((8 - (base & 7)) & 7) * _ONES) & 0x07070707
-    e = ((b4 & _LOW7) + distance) ^ (b4 & _HIGH)
+    if SUMS:
+        key = key_of(word + lane)
+        key2 = key_of(word + 2 * lane)
+        for r in tl.static_range(8):
+            if ITEM == 4:
+                total += _terms64(lows[r], key2, 2 * r * row_words, None)
+            if ITEM >= 2:
+                total += _terms(ss[r], key, BYTES * W + r * row_words, None)
+        for k in tl.static_range(3 + EXTRA):
+            total += _terms(planes[k], key, at + k * row_words, None)
+    block_terms = tl.sum(total, 0)
+    turn = ((8 - (base & 7)) & 7) * _ONES
+    b7 = b4 & _LOW7
+    b8 = b4 & _HIGH
+    e0 = _exponents_of_row(planes, 0, turn, b7, b8)
+    e1 = _exponents_of_row(planes, 1, turn, b7, b8)
+    e2 = _exponents_of_row(planes, 2, turn, b7, b8)
+    e3 = _exponents_of_row(planes, 3, turn, b7, b8)
+    e4 = _exponents_of_row(planes, 4, turn, b7, b8)
+    e5 = _exponents_of_row(planes, 5, turn, b7, b8)
+    e6 = _exponents_of_row(planes, 6, turn, b7, b8)
+    e7 = _exponents_of_row(planes, 7, turn, b7, b8)
     lowest = base
     as_zero = tl.where(zero_mode, 0, 0xFFFFFFFF).to(tl.uint32)
     if zero_mode:
-        nonzero = ((distance + 0x07070707) >> 3) & _ONES
-        e = e & (nonzero * 255)
+        # Code base stands for 0; nothing is coded as the base itself.
         lowest = base + 1
+        e0 = _clear_base(e0, b4)
+        e1 = _clear_base(e1, b4)
+        e2 = _clear_base(e2, b4)
+        e3 = _clear_base(e3, b4)
+        e4 = _clear_base(e4, b4)
+        e5 = _clear_base(e5, b4)
+        e6 = _clear_base(e6, b4)
+        e7 = _clear_base(e7, b4)
     n = _popc(f, PTX).to(tl.int32)
     count = tl.sum(n, 0)
-    pos = begin + tl.cumsum(n, 0) - n
+    pos = tl.cumsum(n, 0) - n
+    found_ptr = escapes_ptr + begin
+    readable = tl.minimum(tl.maximum(room - begin, 0), 4096).to(tl.int32)
+    coded = base + 7 - lowest
     wrong = tl.zeros([_LANES], tl.int32)
     left = tl.max(n, 0)
     while left > 0:
         bit = _popc((f & (0 - f)) - 1, PTX)
-        on = (f != 0) & (pos < room)
-        found = tl.load(escapes_ptr + pos, mask=on, other=0).to(tl.uint32)
-        coded = ((found >= lowest) & (found < base + 7)) | (found == as_zero)
-        wrong |= (on & (coded | (found >= (1 << EXP)))).to(tl.int32)
+        on = (f != 0) & (pos < readable)
+        found = tl.load(found_ptr + pos, mask=on, other=0).to(tl.uint32)
+        odd = ((found - lowest) < coded) | (found == as_zero)
+        if EXP < 8:
+            odd = odd | (found >= (1 << EXP))
+        wrong |= (on & odd).to(tl.int32)
         patch = tl.where(on, (found ^ ((base + 7) & 255)) << (bit & 24), 0)
-        e = e ^ tl.where(r == (bit & 7).to(tl.int32)[None, :], patch[None, :], 0)
+        row = bit & 7
+        e0 ^= tl.where(row == 0, patch, 0)
+        e1 ^= tl.where(row == 1, patch, 0)
+        e2 ^= tl.where(row == 2, patch, 0)
+        e3 ^= tl.where(row == 3, patch, 0)
+        e4 ^= tl.where(row == 4, patch, 0)
+        e5 ^= tl.where(row == 5, patch, 0)
+        e6 ^= tl.where(row == 6, patch, 0)
+        e7 ^= tl.where(row == 7, patch, 0)
         pos += 1
         f = f & (f - 1)
         left -= 1
     bad = (count != end - begin) | (tl.max(wrong, 0) > 0)
-    v0, v1, v2, v3 = _elements(e, s, x, low, EXP, MAN, ITEM, PTX)
-    if FULL:
-        if STORE:
-            _store_rows(out_ptr, out_at, v0, v1, v2, v3, EXP, ITEM, ADD)
-    else:
-        i = r * W + 4 * j
-        if ITEM == 1:
-            v1 = v0 >> 8
-            v2 = v0 >> 16
-            v3 = v0 >> 24
-        elif ITEM == 2:
-            v2 = v1
-            v3 = v1 >> 16
-            v1 = v0 >> 16
-        mask: tl.constexpr = (1 << (8 * ITEM)) - 1 if ITEM < 4 else 0xFFFFFFFF
-        padding = (base + 6) << MAN
-        for c in tl.static_range(4):
-            if c == 0:
-                v = v0 & mask
-            elif c == 1:
-                v = v1 & mask
-            elif c == 2:
-                v = v2 & mask
-            else:
-                v = v3 & mask
-            k = i + c
-            pad = inside[None, :] & (k >= valid)
-            bad = bad | (tl.max(tl.max((pad & (v != padding)).to(tl.int32), 0), 0) > 0)
+    es = (e0, e1, e2, e3, e4, e5, e6, e7)
+    for r in tl.static_range(8):
+        x = tl.zeros([_LANES], tl.uint32)
+        for k in tl.static_range(EXTRA):
+            x |= ((planes[3 + k] >> r) & _ONES) << k
+        v0, v1, v2, v3 = _elements(es[r], ss[r], x, lows[r], EXP, MAN, ITEM, PTX)
+        if FULL:
             if STORE:
-                use = inside[None, :] & (k >= lo) & (k < hi)
-                _store_one(out_ptr, out_at + (k - lo), v, use, EXP, ITEM, ADD)
-    return bad, tl.sum(total, 0)
-
-
-@triton.jit
-def _value(v, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """float32 values of element bits."""
-    if ITEM == 4:
-        return v.to(tl.float32, bitcast=True)
-    elif EXP == 8:
-        return (v << 16).to(tl.float32, bitcast=True)
-    else:
-        return v.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _store_one(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr):
-    if ADD == 0:
-        if ITEM == 1:
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint8)) + at, v.to(tl.uint8), mask=use)
-        elif ITEM == 2:
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint16)) + at, v.to(tl.uint16), mask=use)
+                _store_row(out_ptr, out_at + r * W, v0, v1, v2, v3, EXP, ITEM, ADD)
         else:
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + at, v, mask=use)
-    else:
-        _add(_acc(out_ptr, EXP, ADD) + at, _value(v, EXP, ITEM), use, EXP, ADD)
+            if ITEM == 1:
+                v1 = v0 >> 8
+                v2 = v0 >> 16
+                v3 = v0 >> 24
+            elif ITEM == 2:
+                v2 = v1
+                v3 = v1 >> 16
+                v1 = v0 >> 16
+            vs = (v0, v1, v2, v3)
+            for c in tl.static_range(4):
+                v = vs[c] & ((1 << (8 * ITEM)) - 1)
+                i = r * W + 4 * lane + c
+                pad = inside & (i >= valid)
+                padding = (pad & (v != ((base + 6) << MAN))).to(tl.int32)
+                bad = bad | (tl.max(padding, 0) > 0)
+                if STORE:
+                    use = inside & (i >= lo) & (i < hi)
+                    store_element(out_ptr, out_at + (i - lo), v, use, EXP, ITEM, ADD)
+    return bad, block_terms
 
 
 @triton.jit
-def _acc(out_ptr, EXP: tl.constexpr, ADD: tl.constexpr):
-    if ADD == 4:
-        return out_ptr.to(tl.pointer_type(tl.float32))
-    elif EXP == 8:
-        return out_ptr.to(tl.pointer_type(tl.uint16))
-    else:
-        return out_ptr.to(tl.pointer_type(tl.float16))
+def _exponents_of_row(planes, r: tl.constexpr, turn, b7, b8):
+    """Exponents of row `r` by the code alone: base + (code - base) mod 8, a byte each."""
+    code = (planes[0] >> r) & _ONES
+    code |= ((planes[1] >> r) & _ONES) << 1
+    code |= ((planes[2] >> r) & _ONES) << 2
+    return (b7 + ((code + turn) & 0x07070707)) ^ b8
 
 
 @triton.jit
-def _add(acc, value, use, EXP: tl.constexpr, ADD: tl.constexpr):
-    """Add `value` in float32 at `acc`, and round to the type there."""
-    old = tl.load(acc, mask=use, other=0)
-    if ADD == 4:
-        tl.store(acc, old + value, mask=use)
-    elif EXP == 8:
-        total = (old.to(tl.uint32) << 16).to(tl.float32, bitcast=True) + value
-        tl.store(acc, _round_bfloat16(total), mask=use)
-    else:
-        tl.store(acc, (old.to(tl.float32) + value).to(tl.float16), mask=use)
+def _clear_base(e, b4):
+    """Zero where a byte is the base's."""
+    d = e ^ b4
+    other = ((((d & _LOW7) + _LOW7) | d) >> 7) & _ONES
+    return e & (other * 255)
 
 
 @triton.jit
-def _round_bfloat16(value):
-    """Bits of the nearest bfloat16, ties to even; every NaN is quiet."""
-    v = value.to(tl.uint32, bitcast=True)
-    rounded = (v + 0x7FFF + ((v >> 16) & 1)) >> 16
-    quiet = (v >> 16) | 0x40
-    return tl.where((v & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
-
-
-@triton.jit
-def _store_rows(
-    out_ptr, out_at, v0, v1, v2, v3, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr
+def _store_row(
+    out_ptr, at, v0, v1, v2, v3, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr
 ):
-    """Store or add a whole tile, [8, 128] words of four, two or one elements."""
-    r = tl.arange(0, 8)[:, None]
-    j = _lanes()[None, :]
+    """Store or add 512 elements from element `at` on, as `_elements` gives them."""
     if ADD == 0:
         if ITEM == 1:
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + out_at // 4 + (r * _LANES + j), v0)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + at // 4 + _lanes(), v0)
         elif ITEM == 2:
             v = v0.to(tl.uint64) | (v1.to(tl.uint64) << 32)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + out_at // 4 + (r * _LANES + j), v)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at // 4 + _lanes(), v)
         else:
-            v = tl.join(v0.to(tl.uint64) | (v1.to(tl.uint64) << 32), v2.to(tl.uint64) | (v3.to(tl.uint64) << 32))
-            k = tl.arange(0, 2 * _LANES)[None, :]
+            v01 = v0.to(tl.uint64) | (v1.to(tl.uint64) << 32)
+            v23 = v2.to(tl.uint64) | (v3.to(tl.uint64) << 32)
             tl.store(
-                out_ptr.to(tl.pointer_type(tl.uint64)) + out_at // 2 + (r * 2 * _LANES + k),
-                tl.reshape(v, [8, 2 * _LANES]),
+                out_ptr.to(tl.pointer_type(tl.uint64)) + at // 2 + tl.arange(0, 2 * _LANES),
+                tl.reshape(tl.join(v01, v23), [2 * _LANES]),
             )
     else:
         if ITEM == 2:
@@ -934,24 +1097,46 @@ def _store_rows(
             v1 = v0 >> 16
             v0 = v0 & 0xFFFF
         value = tl.join(
-            tl.join(_value(v0, EXP, ITEM), _value(v2, EXP, ITEM)),
-            tl.join(_value(v1, EXP, ITEM), _value(v3, EXP, ITEM)),
+            tl.join(float_of(v0, EXP, ITEM), float_of(v2, EXP, ITEM)),
+            tl.join(float_of(v1, EXP, ITEM), float_of(v3, EXP, ITEM)),
         )
-        k = tl.arange(0, _COLUMNS)[None, :]
-        acc = _acc(out_ptr, EXP, ADD) + out_at + (r * _COLUMNS + k)
-        _add(acc, tl.reshape(value, [8, _COLUMNS]), None, EXP, ADD)
+        acc = accumulator(out_ptr, EXP, ADD) + at + tl.arange(0, _COLUMNS)
+        add_to(acc, tl.reshape(value, [_COLUMNS]), None, EXP, ADD)
 
 
 @triton.jit
 def _decode_kernel(
-    src_ptr, out_ptr, sums_ptr, status_ptr, starts_ptr,
-    start: tl.int64, stop: tl.int64, first_tile: tl.int64,
-    nelem: tl.int64, chunk_nelem: tl.int64, tiles: tl.int32, groups: tl.int32, shift: tl.int32,
-    head: tl.int32, static_at: tl.int64, static_stride: tl.int64, index_at: tl.int64,
-    dynamic_at: tl.int64, dynamic_stride: tl.int64, fixed: tl.int32, ordinals: tl.int32,
-    EXP: tl.constexpr, MAN: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr, STORE: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
-    MODE: tl.constexpr, PTX: tl.constexpr,
+    src_ptr,
+    out_ptr,
+    sums_ptr,
+    status_ptr,
+    starts_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_tile: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    groups: tl.int32,
+    shift: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    fixed: tl.int32,
+    ordinals: tl.int32,
+    EXP: tl.constexpr,
+    MAN: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    STORE: tl.constexpr,
+    ADD: tl.constexpr,
+    SUMS: tl.constexpr,
+    MODE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One tile of elements `start` to `stop`. `fixed`: the base, -1 if any, -2 if all are alike.
 
@@ -1024,8 +1209,21 @@ def _decode_kernel(
         total = tl.zeros([], tl.uint64)
         if is_raw:
             total = _decode_raw(
-                static_ptr, dynamic_ptr, stride, begin_tile, valid, lo, hi, out_ptr, out_at,
-                raw_dynamic - dynamic_nbytes, EXP, ITEM, STORE, ADD, SUMS,
+                static_ptr,
+                dynamic_ptr,
+                stride,
+                begin_tile,
+                valid,
+                lo,
+                hi,
+                out_ptr,
+                out_at,
+                raw_dynamic - dynamic_nbytes,
+                EXP,
+                ITEM,
+                STORE,
+                ADD,
+                SUMS,
             )
         else:
             offsets = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + tile
@@ -1045,9 +1243,27 @@ def _decode_kernel(
                 alike = tl.where(fixed >= 0, fixed, alike & 32767)
                 bad = bad | (entry != alike)
             wrong, total = _decode_tile(
-                static_ptr + tile.to(tl.int64) * BLOCK, (valid + 127) // 128 * 16, entry,
-                dynamic_ptr, begin, end, dynamic_nbytes, out_ptr, out_at, lo, hi, valid,
-                tile * (BLOCK // 4), MODE == 0, EXP, MAN, ITEM, STORE, ADD, SUMS, PTX,
+                static_ptr + tile.to(tl.int64) * BLOCK,
+                (valid + 127) // 128 * 16,
+                entry,
+                dynamic_ptr,
+                begin,
+                end,
+                dynamic_nbytes,
+                out_ptr,
+                out_at,
+                lo,
+                hi,
+                valid,
+                tile * (BLOCK // 4),
+                MODE == 0,
+                EXP,
+                MAN,
+                ITEM,
+                STORE,
+                ADD,
+                SUMS,
+                PTX,
             )
             if bad | wrong:
                 report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
@@ -1057,7 +1273,8 @@ def _decode_kernel(
         if SUMS:
             tl.atomic_add(
                 sums_ptr + chunk * groups + (tile >> shift),
-                total.to(tl.int64, bitcast=True), sem="relaxed",
+                total.to(tl.int64, bitcast=True),
+                sem="relaxed",
             )
 
 
@@ -1067,25 +1284,39 @@ def _dynamic_share(dynamic_ptr, nbytes, static_stride, part, parts):
     words = (nbytes + 3) // 4
     share = (words + parts - 1) // parts
     at = part.to(tl.int64) * share
-    stop = tl.minimum(at + share, words)
-    total = tl.zeros([_LANES], tl.uint64)
-    w = dynamic_ptr.to(tl.pointer_type(tl.uint32))
-    while at < stop:
-        i = at + tl.arange(0, _LANES)
-        v = tl.load(w + i, mask=i < stop, other=0)
-        # Bytes of the last word behind the used ones count as zeros.
-        cut = tl.maximum(32 - 8 * (nbytes - 4 * i), 0)
-        cut = tl.minimum(cut, 31).to(tl.uint32)
-        v = (v << cut) >> cut
-        total += tl.where(i < stop, weigh(v, static_stride // 4 + i), 0)
-        at += _LANES
+    n = tl.minimum(share, words - at).to(tl.int32)
+    last = tl.minimum(words - 1 - at, 1 << 30).to(tl.int32)
+    # Bytes of the last word behind the used ones count as zeros.
+    unused = (8 * (4 * words - nbytes)).to(tl.uint32)
+    w = dynamic_ptr.to(tl.pointer_type(tl.uint32)) + at
+    key = key_of(static_stride // 4 + at + tl.arange(0, 32))
+    total = tl.zeros([32], tl.uint64)
+    done = 0
+    while done < n:
+        i = done + tl.arange(0, 32)
+        v = tl.load(w + i, mask=i < n, other=0)
+        v = tl.where(i == last, (v << unused) >> unused, v)
+        total += _terms(v, key, done, None)
+        done += 32
     return tl.sum(total, 0)
 
 
 @triton.jit
 def _decode_raw(
-    static_ptr, dynamic_ptr, stride, begin, valid, lo, hi, out_ptr, out_at, missing,
-    EXP: tl.constexpr, ITEM: tl.constexpr, STORE: tl.constexpr, ADD: tl.constexpr,
+    static_ptr,
+    dynamic_ptr,
+    stride,
+    begin,
+    valid,
+    lo,
+    hi,
+    out_ptr,
+    out_at,
+    missing,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    STORE: tl.constexpr,
+    ADD: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """A tile of a chunk that is stored raw; `missing` dynamic bytes at its end are not there."""
@@ -1100,14 +1331,16 @@ def _decode_raw(
         y = dynamic_ptr.to(tl.pointer_type(tl.uint32))
     cut = stride // ITEM
     readable = tl.where(missing == 0, valid, 0)
-    total = tl.zeros([512], tl.uint64)
-    for at in range(0, valid, 512):
-        k = at + tl.arange(0, 512)
+    total = tl.zeros([256], tl.uint64)
+    for at in range(0, valid, 256):
+        k = at + tl.arange(0, 256)
         i = begin + k
         v = tl.load(s + i, mask=(k < valid) & (i < cut), other=0)
         v |= tl.load(y + (i - cut), mask=(k < readable) & (i >= cut), other=0)
         if STORE:
-            _store_one(out_ptr, out_at + (k - lo), v.to(tl.uint32), (k >= lo) & (k < hi), EXP, ITEM, ADD)
+            store_element(
+                out_ptr, out_at + (k - lo), v.to(tl.uint32), (k >= lo) & (k < hi), EXP, ITEM, ADD
+            )
         if SUMS:
             if ITEM == 4:
                 terms = weigh(v, i)
@@ -1118,29 +1351,38 @@ def _decode_raw(
 
 
 @triton.jit
-def _gap(ptr, start, stop):
-    """(checksum terms, OR of the bytes) of padding bytes `start` to `stop` of a static part."""
-    total = tl.zeros([128], tl.uint64)
-    any_set = tl.zeros([128], tl.int32)
-    at = start
-    while at < stop:
-        i = at + tl.arange(0, 128)
-        v = tl.load(ptr + i, mask=i < stop, other=0)
-        total += weigh_bytes(v, i)
-        any_set |= v.to(tl.int32)
-        at += 128
-    return tl.sum(total, 0), tl.max(any_set, 0)
-
-
-@triton.jit
 def _check_kernel(
-    src_ptr, sums_ptr, status_ptr, starts_ptr,
-    h0: tl.uint64, h1: tl.uint64, h2: tl.uint64, h3: tl.uint64, h4: tl.uint64, h5: tl.uint64,
-    h6: tl.uint64, h7: tl.uint64, h8: tl.uint64, h9: tl.uint64, h10: tl.uint64, h11: tl.uint64,
-    first_chunk: tl.int32, identity: tl.uint64, nelem: tl.int64, chunk_nelem: tl.int64,
-    chunks: tl.int32, groups: tl.int32, head: tl.int32, static_at: tl.int64,
-    static_stride: tl.int64, index_at: tl.int64, header: tl.int32,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, SUMS: tl.constexpr,
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    starts_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    first_chunk: tl.int32,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    groups: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    header: tl.int32,
+    ITEM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """One chunk that was decoded whole: its checksum and its padding; and, once, the header."""
     chunk = first_chunk + tl.program_id(0)
@@ -1160,24 +1402,26 @@ def _check_kernel(
         w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + i, mask=use, other=0)
         if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
             report(status_ptr, HEADER)
-        _, padding = _gap(src_ptr, head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32, static_at * 128)
+        _, padding = padding_of(
+            src_ptr, head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32, static_at * 128
+        )
         if padding != 0:
             report(status_ptr, PADDING)
     if (both & 1) != 0:
-        total, padding = _gap(static_ptr, tl.minimum(n * ITEM, stride), stride)
+        total, padding = padding_of(static_ptr, tl.minimum(n * ITEM, stride), stride)
     else:
         whole = n // _TILE
         cols = (n % _TILE + 127) // 128 * 16
-        total, padding = _gap(
+        total, padding = padding_of(
             static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128
         )
-        more, padding2 = _gap(static_ptr, index_at * 128 + 6 * tiles_here, stride)
+        more, padding2 = padding_of(static_ptr, index_at * 128 + 6 * tiles_here, stride)
         total += more
         padding |= padding2
     if PACKED:
         dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
         end = (claimed + 127) // 128 * 128
-        _, padding2 = _gap(dynamic_ptr, claimed, end)
+        _, padding2 = padding_of(dynamic_ptr, claimed, end)
         padding |= padding2
     if padding != 0:
         report(status_ptr, where + CHUNK_PADDING)
@@ -1238,7 +1482,6 @@ class _Geometry:
         self.plan = plan
         self.rows_aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
 
-
     def decode_launches(self, start: int, stop: int, aligned: bool):
         """First tile of a decode launch, and its (mode, programs)."""
         size = self.plan.chunk_nelem
@@ -1260,10 +1503,13 @@ def _chunk_sizes(plan: Plan) -> set[int]:
     return {hi - lo for lo, hi in (plan.chunk_range(0), plan.chunk_range(last))}
 
 
-PTX = not INTERPRETED and torch.version.hip is None
-ENCODE_OPTIONS = {"num_warps": 4}
-DECODE_OPTIONS = {"num_warps": 4}
-FINISH_OPTIONS = {"num_warps": 4}
+# One warp per tile: no barriers, and 12 to 16 tiles in flight on each multiprocessor, for which
+# registers are limited; benchmarks/results/gpu.md has the measurements.
+ENCODE_OPTIONS = options(num_warps=1)
+ENCODE_SUMS_OPTIONS = options(num_warps=1, maxnreg=168)
+DECODE_OPTIONS = options(num_warps=1, maxnreg=120)
+FINISH_OPTIONS = options(num_warps=4, maxnreg=64)
+CHECK_OPTIONS = options(num_warps=1)
 
 
 def _geometry(plan: Plan) -> _Geometry:
@@ -1280,27 +1526,71 @@ def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     source = view(x, tl.uint8)
     target = view(out, tl.uint8)
     aligned = g.rows_aligned and x.data_ptr() % 16 == 0
+    encode_options = ENCODE_SUMS_OPTIONS if plan.checksum else ENCODE_OPTIONS
     for mode, programs in g.encode_launches[aligned]:
         _encode_kernel[(programs,)](
-            source, target, scratch, scratch if stats is None else stats,
-            plan.nelem, plan.chunk_nelem, g.tiles, g.groups, g.shift, g.head, g.static_at,
-            g.static_stride, g.index_at, *g.scratch_at, g.fixed, SLOT=g.slot,
-            STATS=2 if g.fixed >= 0 else 0 if stats is None else 1, SUMS=plan.checksum,
-            MODE=mode, **ENCODE_OPTIONS, **g.meta,
+            source,
+            target,
+            scratch,
+            scratch if stats is None else stats,
+            plan.nelem,
+            plan.chunk_nelem,
+            g.tiles,
+            g.groups,
+            g.shift,
+            g.head,
+            g.static_at,
+            g.static_stride,
+            g.index_at,
+            *g.scratch_at,
+            g.fixed,
+            SLOT=g.slot,
+            STATS=2 if g.fixed >= 0 else 0 if stats is None else 1,
+            SUMS=plan.checksum,
+            MODE=mode,
+            **encode_options,
+            **g.meta,
         )
     _finish_kernel[(g.groups * plan.chunks,)](
-        source, target, scratch, *g.header[:HEADER_WORDS], g.identity,
-        plan.nelem, plan.chunk_nelem, plan.chunks, g.tiles, g.groups, g.shift, g.head, g.static_at,
-        g.static_stride, g.index_at, g.dynamic_at, g.dynamic_stride, *g.scratch_at,
-        SLOT=g.slot, SUMS=plan.checksum, **FINISH_OPTIONS, **g.meta,
+        source,
+        target,
+        scratch,
+        *g.header[:HEADER_WORDS],
+        g.identity,
+        plan.nelem,
+        plan.chunk_nelem,
+        plan.chunks,
+        g.tiles,
+        g.groups,
+        g.shift,
+        g.head,
+        g.static_at,
+        g.static_stride,
+        g.index_at,
+        g.dynamic_at,
+        g.dynamic_stride,
+        *g.scratch_at,
+        SLOT=g.slot,
+        SUMS=plan.checksum,
+        **FINISH_OPTIONS,
+        **g.meta,
     )
-    for k in range(HEADER_WORDS, len(g.header), HEADER_WORDS):
-        more_header(out, k, g.head, g.header[k : k + HEADER_WORDS])
+    add_header(plan, out, g.header)
 
 
 def decode(
-    plan: Plan, src, out, scratch, status, *, start: int = 0, stop: int | None = None,
-    check: bool = True, dynamic_starts=None, store: bool = True, add: bool = False,
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    check: bool = True,
+    dynamic_starts=None,
+    store: bool = True,
+    add: bool = False,
 ) -> None:
     """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
     g = _geometry(plan)
@@ -1321,20 +1611,156 @@ def decode(
     adding = out.element_size() if add else 0
     for mode, programs in launches:
         _decode_kernel[(programs,)](
-            source, target, sums_ptr, status, starts, start, stop, lo,
-            plan.nelem, plan.chunk_nelem, g.tiles, g.groups, g.shift, g.head, g.static_at,
-            g.static_stride, g.index_at, g.dynamic_at, g.dynamic_stride, g.fixed, int(not packed),
-            PACKED=packed, STORE=store, ADD=adding, SUMS=sums, MODE=mode,
-            **DECODE_OPTIONS, **g.meta,
+            source,
+            target,
+            sums_ptr,
+            status,
+            starts,
+            start,
+            stop,
+            lo,
+            plan.nelem,
+            plan.chunk_nelem,
+            g.tiles,
+            g.groups,
+            g.shift,
+            g.head,
+            g.static_at,
+            g.static_stride,
+            g.index_at,
+            g.dynamic_at,
+            g.dynamic_stride,
+            g.fixed,
+            int(not packed),
+            PACKED=packed,
+            STORE=store,
+            ADD=adding,
+            SUMS=sums,
+            MODE=mode,
+            **DECODE_OPTIONS,
+            **g.meta,
         )
     if check:
         first_chunk = -(-start // plan.chunk_nelem)
         end_chunk = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
         if first_chunk < end_chunk:
             _check_kernel[(end_chunk - first_chunk,)](
-                source, sums_ptr, status, starts, *g.header[:HEADER_WORDS], first_chunk,
-                g.identity, plan.nelem, plan.chunk_nelem, plan.chunks, g.groups, g.head,
-                g.static_at, g.static_stride, g.index_at, int(not packed),
-                ITEM=plan.dtype.itemsize, BLOCK=g.meta["BLOCK"], PACKED=packed, SUMS=sums,
-                num_warps=1,
+                source,
+                sums_ptr,
+                status,
+                starts,
+                *g.header[:HEADER_WORDS],
+                first_chunk,
+                g.identity,
+                plan.nelem,
+                plan.chunk_nelem,
+                plan.chunks,
+                g.groups,
+                g.head,
+                g.static_at,
+                g.static_stride,
+                g.index_at,
+                int(not packed),
+                ITEM=plan.dtype.itemsize,
+                BLOCK=g.meta["BLOCK"],
+                PACKED=packed,
+                SUMS=sums,
+                **CHECK_OPTIONS,
             )
+
+
+def measure(spec: Zipccl, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
+    """The window's base, int64, shape (1,), on the device of `x`; None where encode needs none.
+
+    Counts elements by their top bits (sign, exponent and up to 7 of the mantissa), which is all
+    that "histogram" and "sigma" look at.
+    """
+    if spec.window not in ("histogram", "sigma"):
+        return None
+    f = fields_of(dtype)
+    shift = max(f.mantissa - 7, 0)
+    counts = torch.zeros(1 << (8 * dtype.itemsize - shift), dtype=torch.int64, device=x.device)
+    sums = torch.empty((3, 1 << f.exponent), dtype=torch.int64, device=x.device)
+    base = torch.empty(1, dtype=torch.int64, device=x.device)
+    n = x.numel() * x.element_size() // dtype.itemsize
+    meta = {"EXP": f.exponent, "MAN": f.mantissa}
+    _count_kernel[(-(-n // 4096),)](
+        view(x, tl.uint8), counts, n, ITEM=dtype.itemsize, SHIFT=shift, **options(4)
+    )
+    _sum_kernel[(1 << f.exponent,)](counts, sums, **meta, **options(1))
+    _base_kernel[(1,)](sums, base, SIGMA=spec.window == "sigma", **meta, **options(1))
+    return base
+
+
+@triton.jit
+def _count_kernel(x_ptr, counts_ptr, n: tl.int64, ITEM: tl.constexpr, SHIFT: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096)
+    if ITEM == 1:
+        x = x_ptr
+    elif ITEM == 2:
+        x = x_ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        x = x_ptr.to(tl.pointer_type(tl.uint32))
+    v = tl.load(x + i, mask=i < n, other=0).to(tl.uint32) >> SHIFT
+    one = tl.full([4096], 1, tl.int64)
+    tl.atomic_add(counts_ptr + v.to(tl.int32), one, mask=i < n, sem="relaxed")
+
+
+@triton.jit
+def _sum_kernel(counts_ptr, sums_ptr, EXP: tl.constexpr, MAN: tl.constexpr):
+    """Of one exponent field: elements, sum of signed significands, sum of their squares."""
+    e = tl.program_id(0)
+    KEPT: tl.constexpr = MAN if MAN < 7 else 7
+    k = tl.arange(0, 1 << KEPT)
+    at = (e << KEPT) + k
+    above = tl.load(counts_ptr + at)
+    below = tl.load(counts_ptr + (1 << (EXP + KEPT)) + at)
+    hidden = tl.where(e > 0, 1 << KEPT, 0)
+    q = ((hidden | k) << (7 - KEPT)).to(tl.int64)
+    tl.store(sums_ptr + e, tl.sum(above + below, 0))
+    tl.store(sums_ptr + (1 << EXP) + e, tl.sum((above - below) * q, 0))
+    tl.store(sums_ptr + (2 << EXP) + e, tl.sum((above + below) * q * q, 0))
+
+
+@triton.jit
+def _base_kernel(sums_ptr, base_ptr, EXP: tl.constexpr, MAN: tl.constexpr, SIGMA: tl.constexpr):
+    """The base of a window for the tensor; specs/zipccl.md, "One window for the tensor"."""
+    BINS: tl.constexpr = 1 << EXP
+    e = tl.arange(0, BINS)
+    if SIGMA:
+        # Exponent 0 counts with exponent 1; the last one is left out.
+        squares = tl.load(sums_ptr + 2 * BINS + e, mask=e < BINS - 1, other=0)
+        used = tl.where(squares > 0, tl.maximum(e, 1), 0)
+        largest = tl.max(used, 0)
+        n = tl.sum(tl.load(sums_ptr + e, mask=e < BINS - 1, other=0), 0)
+        s1 = tl.full([], 0.0, tl.float64)
+        s2 = tl.full([], 0.0, tl.float64)
+        k = largest
+        while k > 0:
+            a = tl.load(sums_ptr + BINS + k)
+            b = tl.load(sums_ptr + 2 * BINS + k)
+            if k == 1:
+                a += tl.load(sums_ptr + BINS)
+                b += tl.load(sums_ptr + 2 * BINS)
+            s1 += a.to(tl.float64) * _power_of_two(k - largest)
+            s2 += b.to(tl.float64) * _power_of_two(2 * (k - largest))
+            k -= 1
+        mean = s1 / n.to(tl.float64)
+        variance = s2 / n.to(tl.float64) - mean * mean
+        # sqrt(variance) * F as 2^power times a number in [1/2, 1).
+        root = tl.sqrt(tl.maximum(variance, 0.0)) * SIGMA_F
+        power = ((root.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32) - 1022
+        base = tl.where(variance > 0.0, largest - 8 + power, largest - 6)
+        base = tl.where(largest > 0, tl.minimum(tl.maximum(base, 0), BINS - 7), 0)
+    else:
+        held = tl.zeros([BINS], tl.int64)
+        for k in tl.static_range(7):
+            held += tl.load(sums_ptr + e + k, mask=e + k < BINS, other=0)
+        held = tl.where(e <= BINS - 7, held, -1)
+        base = tl.min(tl.where(held == tl.max(held, 0), e, BINS), 0)
+    tl.store(base_ptr, base.to(tl.int64))
+
+
+@triton.jit
+def _power_of_two(k):
+    return ((k + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)

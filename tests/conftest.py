@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import pytest
 
 from support import FLOATS
 from tightwire.formats.dtypes import BY_NAME, DType
-from tightwire.planning import BACKENDS
+from tightwire.planning import HOST_BACKENDS
 
 
-@pytest.fixture(params=BACKENDS)
+def pytest_configure() -> None:
+    """Without a GPU, Triton kernels are interpreted; Triton asks when it is imported."""
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=HOST_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend of the host."""
     return str(request.param)

@@ -13,6 +13,7 @@ from .codecs.base import Bits, Bytes
 from .formats.dtypes import BY_NAME, DType, dtype_named
 
 _LIBRARIES = ("numpy", "torch", "cupy", "jax")
+_CLASSES = {"torch": "Tensor", "cupy": "ndarray", "jax": "Array"}
 
 _DLPACK_CPU = 1
 
@@ -45,15 +46,20 @@ def numpy_dtype(dtype: np.dtype[Any]) -> DType:
     return found
 
 
+def _is_a(library: str, x: Any) -> bool:
+    """True if `x` is an array of `library`, which is not imported for that."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(x, getattr(module, _CLASSES[library], ()))
+
+
 def library_of(x: Any) -> str:
     """Name of the array library that `x` belongs to; TypeError if it is no array."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
         return "numpy"
-    for name, cls in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
-        module = sys.modules.get(name)
-        if module is not None and isinstance(x, getattr(module, cls, ())):
+    for name in _CLASSES:
+        if _is_a(name, x):
             return name
     if isinstance(x, np.generic) or hasattr(x, "__dlpack__"):
         return "numpy"
@@ -61,6 +67,15 @@ def library_of(x: Any) -> str:
         f"{type(x).__name__} is no array; allowed: NumPy, PyTorch, CuPy, JAX arrays "
         "and anything with __dlpack__ on the host"
     )
+
+
+def on_gpu(x: Any) -> bool:
+    """True for PyTorch (CUDA or ROCm), CuPy and JAX arrays in GPU memory; any object is taken."""
+    if _is_a("torch", x):
+        return bool(x.is_cuda)
+    if _is_a("jax", x):
+        return all(device.platform == "gpu" for device in x.devices())
+    return _is_a("cupy", x)
 
 
 def describe(x: Any) -> ArrayInfo:
@@ -152,29 +167,40 @@ def from_bits(bits: Bits, dtype: DType, shape: tuple[int, ...], target: Target) 
     if target.library == "jax":
         import jax
 
-        placed = jax.device_put(array, target.device)
-        if placed.dtype != dtype.numpy:
-            raise TypeError(
-                f"JAX would turn {dtype.name} into {placed.dtype}: enable jax_enable_x64, or use "
-                'like="numpy"'
-            )
-        return placed
+        return check_jax(jax.device_put(array, target.device), dtype)
     return array
 
 
-def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:
-    """The memory of the host array `x` as bits, shape (n,); it must have this dtype and shape."""
-    info = describe(x)
+def check_jax(x: Any, dtype: DType) -> Any:
+    """The JAX array `x`; TypeError if JAX has narrowed it from `dtype`."""
+    if x.dtype != dtype.numpy:
+        raise TypeError(
+            f"JAX would turn {dtype.name} into {x.dtype}: enable jax_enable_x64, or use "
+            'like="numpy"'
+        )
+    return x
+
+
+def check_writable(
+    x: Any, info: ArrayInfo, dtype: DType, shape: tuple[int, ...], what: str
+) -> None:
+    """Raise TypeError or ValueError if `x` is not memory of this dtype and shape to write to."""
     if info.library == "jax":
         raise TypeError(f"{what} is a JAX array, which cannot be written to")
-    if info.device is not None:
-        raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")
     if isinstance(x, np.generic) or (info.library == "torch" and (x.is_conj() or x.is_neg())):
         raise ValueError(f"{what} is a scalar or a lazy view; needed: memory to write to")
     if info.dtype != dtype or info.shape != shape:
         raise ValueError(
             f"{what} is {info.dtype.name}{list(info.shape)}; needed: {dtype.name}{list(shape)}"
         )
+
+
+def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:
+    """The memory of the host array `x` as bits, shape (n,); it must have this dtype and shape."""
+    info = describe(x)
+    if info.device is not None and info.library != "jax":
+        raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")
+    check_writable(x, info, dtype, shape, what)
     host = host_array(x)
     if not (host.flags.c_contiguous and host.flags.writeable and host.dtype.isnative):
         raise ValueError(f"{what} must be contiguous, writable and in native byte order")

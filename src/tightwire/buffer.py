@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Target, bytes_view, from_bits
+from .arrays import Target, bytes_view, describe, from_bits, is_bytes, on_gpu
 from .codecs.base import Bytes, Plan
-from .engine import Parsed, parse
+from .engine import Parsed, check_plan, parse
 from .formats.dtypes import BY_NAME
 from .formats.header import OVERFLOW, RECORD, Header, align
+from .planning import device_engine
+
+if TYPE_CHECKING:
+    from .device import Memory
 
 _UINT8 = BY_NAME["uint8"]
 
@@ -23,15 +27,45 @@ class Buffer:
     hand `packed()` or `bytes()`, which have none, to strangers, not `array`. Decoding needs nothing
     but the bytes. A buffer given to encode() as `out` is overwritten: only the one
     that encode() returns describes what it then holds.
+
+    Of a tensor on a GPU the buffer stays there, and encode() and decode() wait for nothing. Damage
+    that decode() meets is remembered, and raised as FormatError by `check()` and by what else
+    brings something to the host: `nbytes`, `overflowed`, `dynamic()`, `packed()`, `bytes()`,
+    `len()`. Read the buffer on the stream that encoded and decoded it, or order the streams before.
     """
 
-    __slots__ = ("_array", "_host", "_target", "plan")
+    __slots__ = ("_host", "_memory", "_shown", "_target", "plan")
 
-    def __init__(self, plan: Plan, host: Bytes, target: Target) -> None:
+    def __init__(
+        self, plan: Plan, host: Bytes | None, target: Target, memory: Memory | None = None
+    ) -> None:
         self.plan = plan
         self._host = host
         self._target = target
-        self._array: Any = None
+        self._memory = memory
+        self._shown: Any = None
+
+    @classmethod
+    def wrap(cls, plan: Plan, array: Any) -> Buffer:
+        """A buffer of `plan` in bytes that are already there, or will be when it is decoded.
+
+        Nothing is read and nothing is copied: a collective can decode what it received without
+        waiting for it. `array` is bytes-like or a contiguous uint8 array of any library, on the
+        host or a GPU (there 16-byte aligned), of `plan.nbytes` bytes or more; of those the buffer
+        has the first. Decoding raises FormatError, on a GPU by `check()`, if they are no buffer of
+        this plan. Raises TypeError or ValueError if `array` is none of this.
+        """
+        if on_gpu(array):
+            engine = device_engine()
+            if isinstance(engine, str):
+                raise ValueError(f"a buffer in GPU memory needs {engine}: pip install {engine}")
+            wrapped: Buffer = engine.wrap(plan, array)
+            return wrapped
+        host = bytes_view(array)
+        if host.size < plan.nbytes:
+            raise ValueError(f"array has {host.size} bytes; the plan needs {plan.nbytes}")
+        target = Target() if is_bytes(array) else Target(describe(array).library)
+        return cls(plan, host[: plan.nbytes], target)
 
     @property
     def header(self) -> Header:
@@ -45,23 +79,37 @@ class Buffer:
 
     @property
     def array(self) -> Any:
-        """The whole buffer with its slack: uint8, shape (plan.nbytes,), in the input's library."""
+        """The whole buffer with its slack: uint8, shape (plan.nbytes,), in the input's library.
+
+        The buffer's own memory, where that is in reach of the library. A JAX array has to be
+        dropped before the buffer is encoded into anew: JAX takes it for immutable.
+        """
+        if self._memory is not None:
+            return self._memory.array(self._target, 0, self.plan.nbytes)
         if self._target == Target():
             return self._host
-        if self._array is None:
-            self._array = from_bits(self._host, _UINT8, self._host.shape, self._target)
-        return self._array
+        if self._shown is None:
+            host = self._bytes
+            self._shown = from_bits(host, _UINT8, host.shape, self._target)
+        return self._shown
 
     @property
-    def sizes(self) -> npt.NDArray[np.uint64]:
-        """Dynamic bytes of every chunk, shape (chunks,)."""
+    def sizes(self) -> Any:
+        """Dynamic bytes of every chunk, shape (chunks,).
+
+        On the host uint64 in NumPy. Of a buffer in GPU memory int64 in the input's library, a view
+        (JAX: a copy) that stays on the device and waits for nothing.
+        """
+        if self._memory is not None:
+            return self._memory.sizes(self._target, self.plan)
         return self._records["dynamic_nbytes"]
 
     @property
     def nbytes(self) -> int:
         """Exact size of the packed form, in bytes."""
         stride = self.plan.dynamic_stride
-        return self.plan.dynamic_offset + sum(align(min(n, stride)) for n in self.sizes.tolist())
+        sizes: npt.NDArray[np.uint64] = self._records["dynamic_nbytes"]
+        return self.plan.dynamic_offset + sum(align(min(n, stride)) for n in sizes.tolist())
 
     @property
     def overflowed(self) -> bool:
@@ -69,39 +117,76 @@ class Buffer:
         return bool((self._records["flags"] & OVERFLOW).any())
 
     @property
+    def _bytes(self) -> Bytes:
+        if self._host is None:
+            raise AssertionError("a buffer is in host memory or in device memory")
+        return self._host
+
+    @property
     def _records(self) -> npt.NDArray[Any]:
         start = self.plan.header.nbytes
-        return self._host[start : start + RECORD.itemsize * self.plan.chunks].view(RECORD)
+        stop = start + RECORD.itemsize * self.plan.chunks
+        if self._memory is None:
+            return self._bytes[start:stop].view(RECORD)
+        return self._memory.read(self._target, start, stop).view(RECORD)
 
     def static(self, i: int) -> Any:
         """Static part of chunk `i`: uint8, shape (plan.static_stride,), a view of `array`."""
-        return self.array[self.plan.static_range(self._chunk(i))]
+        return self._part(self.plan.static_range(self._chunk(i)))
 
     def dynamic(self, i: int) -> Any:
         """Used dynamic bytes of chunk `i`: uint8, a view of `array`."""
         start = self.plan.dynamic_offset + self._chunk(i) * self.plan.dynamic_stride
-        return self.array[start : start + min(int(self.sizes[i]), self.plan.dynamic_stride)]
+        used = int(self._records["dynamic_nbytes"][i])
+        return self._part(slice(start, start + min(used, self.plan.dynamic_stride)))
+
+    def _part(self, where: slice) -> Any:
+        if self._memory is not None:
+            return self._memory.array(self._target, where.start, where.stop)
+        return self.array[where]
 
     def _chunk(self, i: int) -> int:
         if not 0 <= i < self.plan.chunks:
             raise IndexError(f"chunk {i}; allowed: 0 to {self.plan.chunks - 1}")
         return i
 
+    def check(self) -> None:
+        """Raise FormatError if a decode() of this buffer on a GPU found damage.
+
+        Buffers that share memory by `out` share what was found. Waits for the device. What is
+        raised is forgotten: the next call is silent. A captured graph
+        in which the buffer was first decoded remembers its last replay only; decode once
+        before the capture to have them all remembered. A buffer on the host never has anything.
+        """
+        if self._memory is not None:
+            self._memory.check(self._target)
+
     def parsed(self) -> Parsed:
-        """The buffer after the checks that any foreign buffer gets."""
-        return parse(self._host, max_nbytes=1 << 63)
+        """The buffer on the host, after the checks that any foreign buffer gets.
+
+        From a GPU it comes packed.
+        """
+        if self._memory is not None:
+            return parse(self._memory.packed_on_host(self._target, self.plan), max_nbytes=1 << 63)
+        parsed = parse(self._bytes, max_nbytes=1 << 63)
+        check_plan(parsed, self.plan)
+        return parsed
 
     def packed(self) -> Any:
         """The canonical bytes without slack: uint8, shape (nbytes,), in the input's library.
 
         Raises FormatError("dynamic_overflow") if the buffer overflowed.
         """
+        if self._memory is not None:
+            return self._memory.packed(self._target, self.plan)
         packed = self.parsed().pack()
         if self._target == Target():
             return packed
         return from_bits(packed, _UINT8, packed.shape, self._target)
 
     def __bytes__(self) -> bytes:
+        if self._memory is not None:
+            return self._memory.packed_on_host(self._target, self.plan).tobytes()
         return self.parsed().pack().tobytes()
 
     def __len__(self) -> int:
@@ -115,8 +200,11 @@ class Buffer:
 
     def __repr__(self) -> str:
         plan = self.plan
-        shape = list(plan.shape)
-        return f"<tightwire.Buffer {plan.codec.name} {plan.dtype.name}{shape} {self.nbytes} bytes>"
+        what = f"tightwire.Buffer {plan.codec.name} {plan.dtype.name}{list(plan.shape)}"
+        if self._memory is not None:
+            # A look at it must neither wait for the device nor raise.
+            return f"<{what} in {plan.nbytes} bytes on {self._memory.data.device}>"
+        return f"<{what} {self.nbytes} bytes>"
 
 
 def parsed_source(src: Any, max_nbytes: int) -> Parsed:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES
+from .engine import DEFAULT_MAX_NBYTES, selection
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import BY_NAME, DType, dtype_named
-from .planning import integer, make_plan, spec_class
+from .planning import DEVICE_BACKEND, device_engine, integer, make_plan, spec_class
 
 _UINT8 = BY_NAME["uint8"]
 Source = Any
@@ -71,8 +71,17 @@ class Codec:
         sizes = tuple(integer("a dimension of shape", d) for d in shape)
         return make_plan(self.spec, _dtype(dtype), sizes, chunks, dynamic_capacity, checksum)
 
-    def measure(self, x: Any) -> npt.NDArray[Any] | None:
-        """Statistics that ranks may agree on and pass to encode() as `stats`, or None."""
+    def measure(self, x: Any, *, backend: str | None = None) -> Any:
+        """Statistics that ranks may agree on and pass to encode() as `stats`, or None.
+
+        A NumPy array; of a GPU array an int64 array (JAX: int32) of its library on its device,
+        without waiting for it (JAX: it waits).
+        """
+        gpu = device_for(backend, x)
+        if gpu is not None:
+            found = gpu.measure(self.spec, x, required=backend is not None)
+            if found is not NotImplemented:
+                return found
         info = arrays.describe(x)
         return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
 
@@ -80,9 +89,10 @@ class Codec:
         self,
         x: Any,
         *,
-        stats: npt.NDArray[Any] | None = None,
+        stats: Any = None,
         key: Key | None = None,
         out: Any = None,
+        scratch: Any = None,
         chunks: int | None = 1,
         dynamic_capacity: int | None = None,
         checksum: bool = True,
@@ -91,49 +101,84 @@ class Codec:
     ) -> Buffer:
         """Encode an array of any shape into a Buffer; `x` is never modified.
 
-        `out` is a Buffer to reuse or a writable uint8 host array of at least `plan.nbytes`.
-        `threads` None uses every processor where the size is worth it. `backend` is "ref" or
-        "cpu", None picks the fastest. Raises TypeError or ValueError for bad calls.
+        `out` is a Buffer to reuse or a writable uint8 array of at least `plan.nbytes`, on the host
+        or, 16-byte aligned, on the GPU of `x`. `threads` None uses every processor where the size
+        is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest.
+
+        GPU arrays are encoded where they are, on the current stream (PyTorch's, CuPy's; a JAX array
+        on PyTorch's), without waiting for the device; so that nothing is allocated give `out` and
+        `scratch`, uint8 on that GPU, 16-byte aligned, of at least `plan.scratch_nbytes`. Where
+        Triton or a kernel for the dtype is missing they are encoded on the host.
+
+        Raises TypeError or ValueError for bad calls.
         """
+        gpu = device_for(backend, x)
+        if gpu is not None:
+            encoded = gpu.encode(
+                self.spec,
+                x,
+                stats=stats,
+                out=out,
+                scratch=scratch,
+                chunks=chunks,
+                dynamic_capacity=dynamic_capacity,
+                checksum=checksum,
+                required=backend is not None,
+            )
+            if encoded is not NotImplemented:
+                return encoded  # type: ignore[no-any-return]
         info = arrays.describe(x)
         bits = arrays.host_bits(x, info.dtype)
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
         target = Target(info.library, info.device)
-        buffer = Buffer(plan, _room(plan, out, bits), target)
+        to_gpu = gpu is not None and _on_gpu(out)
+        buffer = Buffer(plan, _room(plan, None if to_gpu else out, bits), target)
         if stats is not None:
-            stats = np.asarray(stats)
+            stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
             self.spec.check_stats(stats, info.dtype)
             if plan.codec != self.spec:
                 stats = None
         engine.encode_into(
             plan,
             bits,
-            buffer._host,
+            buffer._bytes,
             stats=stats,
             key=key,
             threads=thread_count(threads),
             backend=backend,
         )
+        if gpu is not None and to_gpu:
+            buffer = gpu.moved(buffer, out)
         return buffer
 
-    def decode(self, src: Source, *, out: Any = None) -> Any:
+    def decode(self, src: Source, *, out: Any = None, scratch: Any = None) -> Any:
         """See `tightwire.decode`; the codec that decodes is the one that the buffer names."""
-        return decode(src, out=out)
+        return decode(src, out=out, scratch=scratch)
 
-    def decode_add(self, src: Source, acc: Any) -> Any:
-        """Decode `src` and add it to the host array `acc` (same shape, any float dtype) in place.
+    def decode_add(self, src: Source, acc: Any, *, scratch: Any = None) -> Any:
+        """Decode `src` and add it to `acc` (same shape, any float dtype) in place.
 
         The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
-        `acc`.
+        `acc`. On a GPU nothing waits; bfloat16, float16 and float32 are added in the same pass that
+        decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that of `encode`.
+        After an error, `acc` on a GPU is undefined.
         """
         info = arrays.describe(acc)
+        gpu = device_for(None, src, acc)
+        if gpu is not None:
+            _need_float(info.dtype, "acc")
+            if gpu.decode_add(src, acc, scratch) is not NotImplemented:
+                return acc
+            if _on_gpu(acc):
+                values = decode(src, like=acc, scratch=scratch)
+                _check_like(arrays.describe(values), info)
+                gpu.add(acc, values)
+                return acc
         acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
         _need_float(info.dtype, "acc")
         values = acc_bits.view(info.dtype.numpy)
         decoded = decode(src, like="numpy")
-        _need_float(arrays.numpy_dtype(decoded.dtype), "the buffer")
-        if decoded.shape != info.shape:
-            raise ValueError(f"acc has shape {info.shape}, the buffer {decoded.shape}")
+        _check_like(arrays.describe(decoded), info)
         values += decoded.reshape(-1).astype(values.dtype)
         return acc
 
@@ -142,19 +187,37 @@ class Codec:
         src: Source,
         x: Any,
         *,
-        stats: npt.NDArray[Any] | None = None,
+        stats: Any = None,
         key: Key | None = None,
         out: Any = None,
+        scratch: Any = None,
         chunks: int | None = 1,
         backend: str | None = None,
     ) -> Buffer:
         """Decode `src`, add the local array `x` like it, encode the sum with this codec.
 
         `x` has the shape and float dtype of the buffer. The sum is taken in float32 (float64 for
-        float64) and rounded to that dtype.
+        float64) and rounded to that dtype. On a GPU nothing waits; damage of `src` is raised by
+        `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
+        gpu = device_for(backend, x)
+        if gpu is not None:
+            values = decode(src, like=x, scratch=scratch, backend=backend)
+            found = arrays.describe(values)
+            if (found.shape, found.dtype) != (info.shape, info.dtype):
+                wanted = f"{found.dtype.name}{list(found.shape)}"
+                raise ValueError(f"x is {info.dtype.name}{list(info.shape)}; the buffer {wanted}")
+            return self.encode(
+                gpu.added(values, x),
+                stats=stats,
+                key=key,
+                out=out,
+                scratch=scratch,
+                chunks=chunks,
+                backend=backend,
+            )
         local = arrays.host_bits(x, info.dtype).view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         if decoded.shape != info.shape or decoded.dtype != info.dtype.numpy:
@@ -193,9 +256,10 @@ def encode(
     x: Any,
     codec: str | Codec = "zipccl",
     *,
-    stats: npt.NDArray[Any] | None = None,
+    stats: Any = None,
     key: Key | None = None,
     out: Any = None,
+    scratch: Any = None,
     chunks: int | None = 1,
     dynamic_capacity: int | None = None,
     checksum: bool = True,
@@ -208,6 +272,7 @@ def encode(
         stats=stats,
         key=key,
         out=out,
+        scratch=scratch,
         chunks=chunks,
         dynamic_capacity=dynamic_capacity,
         checksum=checksum,
@@ -225,37 +290,54 @@ def decode(
     stop: int | None = None,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     verify: bool | None = None,
+    scratch: Any = None,
     threads: int | None = None,
     backend: str | None = None,
 ) -> Any:
     """Decode a Buffer, bytes-like object or uint8 array into an array.
 
     The result is in the library of the encoded tensor (a Buffer), of `src` (a uint8 array) or
-    NumPy (bytes); `like`, an array or a library's name, chooses another. `out`, a host array of
-    the right dtype and shape, is filled and returned; after an error its contents are undefined.
+    NumPy (bytes); `like`, an array or a library's name, chooses another. `out`, an array of the
+    right dtype and shape, is filled and returned; after an error its contents are undefined.
 
     `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
     the tiles that hold them are decoded. Chunks that are decoded whole are checked whole: checksum,
     padding, payload. Of a chunk that is decoded in part, header, records and the tiles touched are
     checked, and the rest only with `verify=True`. `verify=False` leaves checksums and padding out.
 
+    A result on a GPU is decoded there, from bytes of the host after an upload, as `Codec.encode`
+    says of streams and `scratch`. A Buffer on that GPU is decoded without waiting for the device:
+    its damage is raised by `Buffer.check()`, or at once with `verify=True`. Of anything else the
+    host checks header and records first, and damage is raised at once.
+
     Raises FormatError if the bytes are not a valid buffer or need more than `max_nbytes`.
     """
     max_nbytes = integer("max_nbytes", max_nbytes)
     chosen = None if like is None else arrays.target_of(like)
+    gpu = device_for(backend, src, out, like)
+    if gpu is not None:
+        decoded = gpu.decode(
+            src,
+            out=out,
+            chosen=chosen,
+            start=start,
+            stop=stop,
+            max_nbytes=max_nbytes,
+            verify=verify,
+            scratch=scratch,
+            required=backend is not None,
+        )
+        if decoded is not NotImplemented:
+            return decoded
     parsed = parsed_source(src, max_nbytes)
     if isinstance(src, Buffer):
         target = src.target
     else:
         target = Target() if arrays.is_bytes(src) else arrays.target_of(src)
     plan = parsed.plan
-    partial = start is not None or stop is not None
-    lo = 0 if start is None else integer("start", start)
-    hi = plan.nelem if stop is None else integer("stop", stop)
-    if not 0 <= lo <= hi <= plan.nelem:
-        raise ValueError(f"start={start}, stop={stop}; allowed: 0 <= start <= stop <= {plan.nelem}")
-    shape = (hi - lo,) if partial else plan.shape
-    if out is None:
+    lo, hi, shape = selection(plan, start, stop)
+    to_gpu = gpu is not None and _on_gpu(out)
+    if out is None or to_gpu:
         bits = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
     else:
         bits = arrays.writable_bits(out, plan.dtype, shape, "out")
@@ -269,6 +351,9 @@ def decode(
         threads=thread_count(threads),
         backend=backend,
     )
+    if gpu is not None and to_gpu:
+        values = arrays.from_bits(bits, plan.dtype, shape, arrays.target_of(out))
+        gpu.copy_into(out, values)
     if out is not None:
         return out
     return arrays.from_bits(bits, plan.dtype, shape, chosen or target)
@@ -281,6 +366,34 @@ def as_codec(value: str | Codec) -> Codec:
     if isinstance(value, str):
         return codec(value)
     raise TypeError(f"codec is {value!r}; allowed: a name or a tightwire.Codec")
+
+
+def device_for(backend: str | None, *values: Any) -> ModuleType | None:
+    """`tightwire.device` if one of `values` is in GPU memory or Triton is asked for, else None.
+
+    Raises ValueError if Triton is asked for and PyTorch is missing.
+    """
+    if backend is None:
+        if not any(map(_on_gpu, values)):
+            return None
+    elif backend != DEVICE_BACKEND:
+        return None
+    found = device_engine()
+    if isinstance(found, ModuleType):
+        return found
+    if backend is None:
+        return None
+    raise ValueError(f"backend {backend!r} needs {found}: pip install 'tightwire[triton]'")
+
+
+def _on_gpu(x: Any) -> bool:
+    return x._memory is not None if isinstance(x, Buffer) else arrays.on_gpu(x)
+
+
+def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
+    _need_float(found.dtype, "the buffer")
+    if found.shape != acc.shape:
+        raise ValueError(f"acc has shape {acc.shape}, the buffer {found.shape}")
 
 
 def _need_float(dtype: DType, what: str) -> None:
@@ -313,6 +426,8 @@ def _room(plan: Plan, out: Any, bits: Bits) -> Bytes:
     if out is None:
         return np.empty(plan.nbytes, np.uint8)
     if isinstance(out, Buffer):
+        if out._host is None:
+            raise ValueError("out is a Buffer in GPU memory; allowed: one on the host")
         out = out._host
     info = arrays.describe(out)
     room = arrays.writable_bits(out, _UINT8, info.shape, "out")

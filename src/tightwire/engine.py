@@ -24,6 +24,7 @@ from .formats.errors import FormatError
 from .formats.header import (
     ALIGN,
     ASSEMBLED,
+    MAX_HEADER,
     OVERFLOW,
     RAW,
     RECORD,
@@ -32,7 +33,7 @@ from .formats.header import (
     align,
     parse_header,
 )
-from .planning import backend_module, plan_of_header
+from .planning import backend_module, integer, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
 DEFAULT_MAX_NBYTES = 64 << 30
@@ -140,14 +141,31 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A buffer whose header, sizes and records have been checked; its payload has not."""
+class Head:
+    """Header and records of a buffer of `nbytes` bytes, checked; its payload need not be here."""
 
     header: Header
     plan: Plan
-    data: Bytes
     records: list[Record]
     dynamic_at: list[int]
+    nbytes: int
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Size of the packed form."""
+        return self.plan.dynamic_offset + sum(align(r.dynamic_nbytes) for r in self.records)
+
+    @property
+    def packed_header(self) -> Bytes:
+        """The header of the packed form."""
+        return np.frombuffer(replace(self.header, dynamic_stride=0).pack(), np.uint8)
+
+
+@dataclass(frozen=True)
+class Parsed(Head):
+    """A whole buffer whose header, sizes and records have been checked; its payload has not."""
+
+    data: Bytes
 
     def chunk(self, i: int) -> Chunk:
         """Bytes of chunk `i`."""
@@ -155,15 +173,10 @@ class Parsed:
         dynamic = self.data[at : at + record.dynamic_nbytes]
         return self.plan.chunk(i, self.data, dynamic, record.info)
 
-    @property
-    def packed_nbytes(self) -> int:
-        """Size of the packed form."""
-        return self.plan.dynamic_offset + sum(align(r.dynamic_nbytes) for r in self.records)
-
     def pieces(self) -> Iterator[Bytes]:
         """The canonical bytes, piece by piece and mostly without copies."""
         plan, size = self.plan, self.header.nbytes
-        yield np.frombuffer(replace(self.header, dynamic_stride=0).pack(), np.uint8)
+        yield self.packed_header
         yield self.data[size : plan.dynamic_offset]
         for i in range(plan.chunks):
             dynamic = self.chunk(i).dynamic
@@ -182,35 +195,55 @@ def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
     """
     if data.__array_interface__["data"][0] % 8:
         data = data.copy()
-    header, plan = _header_and_plan(data)
+    head = parse_head(lambda nbytes: data, data.size, max_nbytes)
+    return Parsed(head.header, head.plan, head.records, head.dynamic_at, head.nbytes, data)
+
+
+def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> Head:
+    """As `parse`, of a buffer of `nbytes` bytes whose payload is not read.
+
+    `read(n)` gives its first n bytes or more (all, if there are fewer), aligned to 8.
+    """
+    head = read(MAX_CACHED_HEADER)
+    header_nbytes = int.from_bytes(head[8:12].tobytes(), "little")
+    if head.size < min(header_nbytes, nbytes) and header_nbytes <= MAX_HEADER:
+        head = read(header_nbytes)
+    header, plan = _header_and_plan(head, header_nbytes)
     tensor_nbytes = plan.nelem * plan.dtype.itemsize
     if tensor_nbytes > max_nbytes:
         raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
-    if data.size < plan.dynamic_offset:
-        detail = f"{data.size} bytes, the static parts end at {plan.dynamic_offset}"
+    if nbytes < plan.dynamic_offset:
+        detail = f"{nbytes} bytes, the static parts end at {plan.dynamic_offset}"
         raise FormatError("truncated", detail)
+    if head.size < plan.static_offset:
+        head = read(plan.static_offset)
     records_end = header.nbytes + RECORD.itemsize * plan.chunks
-    records = [Record(*r) for r in data[header.nbytes : records_end].view(RECORD).tolist()]
+    records = [Record(*r) for r in head[header.nbytes : records_end].view(RECORD).tolist()]
     _check_records(header, plan, records)
     dynamic_at = []
     end = plan.dynamic_offset
     for record in records:
         dynamic_at.append(end)
         end += header.dynamic_stride or align(record.dynamic_nbytes)
-    if data.size < end:
-        raise FormatError("truncated", f"{data.size} bytes, the buffer has {end}")
-    if data.size > end:
-        raise FormatError("trailing_bytes", f"{data.size} bytes, the buffer ends at {end}")
-    if data[records_end : plan.static_offset].any():
+    if nbytes < end:
+        raise FormatError("truncated", f"{nbytes} bytes, the buffer has {end}")
+    if nbytes > end:
+        raise FormatError("trailing_bytes", f"{nbytes} bytes, the buffer ends at {end}")
+    if head[records_end : plan.static_offset].any():
         raise FormatError("reserved_not_zero", "padding after the records")
-    return Parsed(header, plan, data, records, dynamic_at)
+    return Head(header, plan, records, dynamic_at, nbytes)
 
 
-def _header_and_plan(data: Bytes) -> tuple[Header, Plan]:
-    nbytes = int.from_bytes(data[8:12].tobytes(), "little")
-    if 32 <= nbytes <= min(data.size, MAX_CACHED_HEADER):
-        return _cached_header_and_plan(data[:nbytes].tobytes())
-    header = parse_header(data.data)
+def check_plan(head: Head, plan: Plan) -> None:
+    """FormatError if `head` is not that of a buffer of `plan`."""
+    if head.plan != plan:
+        raise FormatError("bad_header", "the bytes are no buffer of this plan")
+
+
+def _header_and_plan(head: Bytes, nbytes: int) -> tuple[Header, Plan]:
+    if 32 <= nbytes <= min(head.size, MAX_CACHED_HEADER):
+        return _cached_header_and_plan(head[:nbytes].tobytes())
+    header = parse_header(head.data)
     return header, plan_of_header(header)
 
 
@@ -253,6 +286,23 @@ def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
             raise FormatError("bad_record", detail)
 
 
+def selection(plan: Plan, start: int | None, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
+    """First and past-the-last flat element of a selection, and the shape of its result."""
+    lo = 0 if start is None else integer("start", start)
+    hi = plan.nelem if stop is None else integer("stop", stop)
+    if not 0 <= lo <= hi <= plan.nelem:
+        raise ValueError(f"start={start}, stop={stop}; allowed: 0 <= start <= stop <= {plan.nelem}")
+    return lo, hi, plan.shape if start is None and stop is None else (hi - lo,)
+
+
+def touched_chunks(plan: Plan, start: int, stop: int) -> range:
+    """Chunks that hold flat elements `start` to `stop`; of a whole tensor all, the empty too."""
+    size = plan.chunk_nelem
+    if size == 0 or stop - start == plan.nelem:
+        return range(plan.chunks)
+    return range(start // size, -(-stop // size))
+
+
 def decode_range(
     parsed: Parsed,
     out: Bits,
@@ -269,12 +319,7 @@ def decode_range(
     """
     plan = parsed.plan
     stop = start + out.size
-    size = plan.chunk_nelem
-    if size == 0 or out.size == plan.nelem:
-        touched = range(plan.chunks)
-    else:
-        touched = range(start // size, -(-stop // size))
-    for i in touched:
+    for i in touched_chunks(plan, start, stop):
         lo, hi = plan.chunk_range(i)
         first = max(start, lo)
         last = max(min(stop, hi), first)

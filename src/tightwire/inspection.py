@@ -7,6 +7,7 @@ from typing import Any
 
 from . import engine
 from .buffer import parsed_source
+from .codec import device_for
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.header import CHECKSUM, MAJOR, RAW, Header
@@ -60,16 +61,17 @@ def inspect(src: Any) -> Info:
 
     Raises FormatError if those parts are not valid.
     """
-    parsed = parsed_source(src, 1 << 63)
-    plan = parsed.plan
+    gpu = device_for(None, src)
+    head = parsed_source(src, 1 << 63) if gpu is None else gpu.head(src)
+    plan = head.plan
     return Info(
-        header=parsed.header,
-        nbytes=parsed.data.size,
-        packed_nbytes=parsed.packed_nbytes,
+        header=head.header,
+        nbytes=head.nbytes,
+        packed_nbytes=head.packed_nbytes,
         raw_nbytes=plan.nelem * plan.dtype.itemsize,
         static_nbytes=plan.static_stride * plan.chunks,
-        dynamic_nbytes=tuple(r.dynamic_nbytes for r in parsed.records),
-        raw_chunks=tuple(i for i, r in enumerate(parsed.records) if r.flags & RAW),
+        dynamic_nbytes=tuple(r.dynamic_nbytes for r in head.records),
+        raw_chunks=tuple(i for i, r in enumerate(head.records) if r.flags & RAW),
     )
 
 
@@ -78,4 +80,7 @@ def verify(src: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> None:
 
     Raises FormatError with the reason at the first thing that is wrong.
     """
+    gpu = device_for(None, src)
+    if gpu is not None and gpu.verify(src, max_nbytes) is not NotImplemented:
+        return
     engine.verify_chunks(parsed_source(src, max_nbytes), threads=cpu_count())

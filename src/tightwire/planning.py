@@ -15,7 +15,9 @@ from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, align
 
-BACKENDS = ("ref", "cpu")
+HOST_BACKENDS = ("ref", "cpu")
+DEVICE_BACKEND = "triton"
+BACKENDS = (*HOST_BACKENDS, DEVICE_BACKEND)
 
 
 def spec_class(name: str) -> type[CodecSpec]:
@@ -27,8 +29,8 @@ def spec_class(name: str) -> type[CodecSpec]:
 
 
 def backend_module(name: str, backend: str | None) -> ModuleType:
-    """The module that encodes and decodes codec `name`; `backend` None picks the fastest here."""
-    if backend is not None and backend not in BACKENDS:
+    """The host module that codes codec `name`; `backend` None picks the fastest here."""
+    if backend is not None and backend not in HOST_BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {BACKENDS} or None")
     return _backend_module(name, backend)
 
@@ -48,6 +50,28 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
                 f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'"
             ) from None
         return importlib.import_module(stem)
+
+
+@functools.cache
+def device_module(name: str) -> ModuleType | str:
+    """The module that codes codec `name` on a GPU, or the name of the package that it lacks."""
+    stem = f"tightwire.codecs.{CODEC_IDS[name][1]}_{DEVICE_BACKEND}"
+    return _module_or_missing(stem, "torch", "triton", stem)
+
+
+@functools.cache
+def device_engine() -> ModuleType | str:
+    """The module `tightwire.device`, or the name of the package that it lacks."""
+    return _module_or_missing("tightwire.device", "torch")
+
+
+def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in packages:
+            raise
+        return error.name
 
 
 def integer(name: str, value: Any) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from support import PATTERNS, make_bits
 from tightwire.formats.dtypes import BY_NAME, DType
-from tightwire.planning import BACKENDS
+from tightwire.planning import HOST_BACKENDS
 
 SIZES = (0, 1, 127, 129, 2048, 4095, 4096, 4097, 12289, 70001)
 PARAMS: dict[str, list[dict[str, Any]]] = {
@@ -38,11 +38,11 @@ def check_all_backends(
     bits: npt.NDArray[Any], dtype: DType, codec: tw.Codec, chunks: int = 1
 ) -> bytes:
     before = bits.tobytes()
-    packed = [encoded_bytes(bits, dtype, codec, chunks=chunks, backend=b) for b in BACKENDS]
+    packed = [encoded_bytes(bits, dtype, codec, chunks=chunks, backend=b) for b in HOST_BACKENDS]
     assert bits.tobytes() == before
     for other in packed[1:]:
         assert other == packed[0]
-    for backend in BACKENDS:
+    for backend in HOST_BACKENDS:
         out = np.full(bits.nbytes, 0xA5, np.uint8).view(dtype.numpy)
         result = tw.decode(packed[0], out=out, backend=backend)
         assert result is out
@@ -140,7 +140,7 @@ def test_property_selections(
     bits = make_bits(pattern, dtype, n)
     packed = bytes(tw.encode(bits.view(dtype.numpy), chunks=chunks))
     start, stop = sorted(int(c * n) for c in cut)
-    for backend in BACKENDS:
+    for backend in HOST_BACKENDS:
         for verify in (False, True):
             part = tw.decode(packed, start=start, stop=stop, backend=backend, verify=verify)
             assert part.shape == (stop - start,)

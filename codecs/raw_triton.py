@@ -1,0 +1,347 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""raw on a GPU: one pass that copies and sums, a block of 16 KiB per program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from .base import CodecSpec, Plan
+from .device import (
+    CHUNK,
+    CHUNK_PADDING,
+    CHUNK_SUM,
+    FLAGS,
+    HEADER,
+    HEADER_WORDS,
+    OVERFLOWED,
+    PADDING,
+    RECORD,
+    add_header,
+    clear,
+    header_word,
+    header_words,
+    options,
+    padding_of,
+    record_term,
+    report,
+    store_element,
+    view,
+    weigh,
+    weigh_bytes,
+)
+
+_BLOCK = tl.constexpr(1 << 14)
+_OPTIONS = options(num_warps=8)
+
+
+@triton.jit
+def _units(ptr, UNIT: tl.constexpr):
+    if UNIT == 1:
+        return ptr
+    elif UNIT == 2:
+        return ptr.to(tl.pointer_type(tl.uint16))
+    elif UNIT == 4:
+        return ptr.to(tl.pointer_type(tl.uint32))
+    else:
+        return ptr.to(tl.pointer_type(tl.uint64))
+
+
+@triton.jit
+def _unit_terms(v, i, UNIT: tl.constexpr):
+    """Checksum terms of units number `i` of a static part."""
+    if UNIT < 4:
+        return weigh_bytes(v, i * UNIT)
+    elif UNIT == 4:
+        return weigh(v, i)
+    else:
+        return weigh(v.to(tl.uint32), 2 * i) + weigh((v >> 32).to(tl.uint32), 2 * i + 1)
+
+
+@triton.jit
+def _encode_kernel(
+    x_ptr,
+    out_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    identity: tl.uint64,
+    nbytes: tl.int64,
+    chunk_nbytes: tl.int64,
+    blocks: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    itemsize: tl.int32,
+    UNIT: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Copy one block of one chunk. Header and records were cleared before."""
+    pid = tl.program_id(0)
+    chunk = pid // blocks
+    block = pid % blocks
+    first = chunk.to(tl.int64) * chunk_nbytes
+    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
+    static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    x = _units(x_ptr + first, UNIT)
+    y = _units(static_ptr, UNIT)
+    i = block.to(tl.int64) * (_BLOCK // UNIT) + tl.arange(0, _BLOCK // UNIT)
+    v = tl.load(x + i, mask=i < n // UNIT, other=0)
+    tl.store(y + i, v, mask=i < n // UNIT)
+    total = tl.zeros([], tl.uint64)
+    if SUMS:
+        total += tl.sum(_unit_terms(v, i, UNIT), 0)
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    if block == 0:
+        clear(static_ptr, n, static_stride * 128, block, blocks)
+        tl.store(record + 2, chunk.to(tl.int64) << 32)
+        total += identity + record_term(n // itemsize, n * 0, chunk * 0, chunk)
+        if chunk == 0:
+            k = tl.arange(0, 16)
+            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+    elif static_stride * 128 > n:
+        clear(static_ptr, n, static_stride * 128, block, blocks)
+    if SUMS:
+        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _decode_kernel(
+    src_ptr,
+    out_ptr,
+    sums_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    nbytes: tl.int64,
+    chunk_nbytes: tl.int64,
+    blocks: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    UNIT: tl.constexpr,
+    EXP: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Bytes `start` to `stop` of the tensor as far as they lie in one block of one chunk.
+
+    With ADD a unit is an element: ADD is the size of the accumulator's elements.
+    """
+    pid = tl.program_id(0)
+    chunk = first_chunk + pid // blocks
+    block = pid % blocks
+    first = chunk.to(tl.int64) * chunk_nbytes
+    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
+    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    i = block.to(tl.int64) * (_BLOCK // UNIT) + tl.arange(0, _BLOCK // UNIT)
+    v = tl.load(_units(static_ptr, UNIT) + i, mask=i < n // UNIT, other=0)
+    if STORE:
+        at = i + (first - start) // UNIT
+        use = (i < n // UNIT) & (at >= 0) & (at < (stop - start) // UNIT)
+        if ADD == 0:
+            tl.store(_units(out_ptr, UNIT) + at, v, mask=use)
+        else:
+            store_element(out_ptr, at, v.to(tl.uint32), use, EXP, UNIT, ADD)
+    if SUMS:
+        total = tl.sum(_unit_terms(v, i, UNIT), 0)
+        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _check_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    first_chunk: tl.int32,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    identity: tl.uint64,
+    nbytes: tl.int64,
+    chunk_nbytes: tl.int64,
+    chunks: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    itemsize: tl.int32,
+    header: tl.int32,
+    SUMS: tl.constexpr,
+):
+    """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
+    chunk = first_chunk + tl.program_id(0)
+    first = chunk.to(tl.int64) * chunk_nbytes
+    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    both = tl.load(record + 2)
+    where = chunk.to(tl.int64) << 8
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if header != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    if (header != 0) & (chunk == first_chunk):
+        k = tl.arange(0, 16)
+        w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+        use = k < tl.minimum(head, 12)
+        v = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + k, mask=use, other=0)
+        if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
+            report(status_ptr, HEADER)
+        end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
+        _, behind = padding_of(src_ptr, end, static_at * 128)
+        if behind != 0:
+            report(status_ptr, PADDING)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+        total, padding = padding_of(static_ptr, n, static_stride * 128)
+        if padding != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
+            total += record_term(n // itemsize, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+def supports(dtype: DType) -> bool:
+    """True: raw takes every dtype."""
+    return True
+
+
+def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
+    """None: raw needs no statistics."""
+    return None
+
+
+def _unit(*numbers: int) -> int:
+    """The largest of 8, 4, 2 and 1 that divides all of `numbers`."""
+    return next(u for u in (8, 4, 2, 1) if all(k % u == 0 for k in numbers))
+
+
+def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+    """See `zipccl_triton.encode`."""
+    size = plan.dtype.itemsize
+    chunk_nbytes = plan.chunk_nelem * size
+    blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
+    out[: plan.static_offset].zero_()
+    header = header_words(plan)
+    _encode_kernel[(blocks * plan.chunks,)](
+        view(x, tl.uint8),
+        view(out, tl.uint8),
+        *header[:HEADER_WORDS],
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem * size,
+        chunk_nbytes,
+        blocks,
+        plan.header.nbytes // 8,
+        plan.static_offset // 128,
+        plan.static_stride // 128,
+        size,
+        UNIT=_unit(size * plan.nelem, chunk_nbytes, x.data_ptr()),
+        SUMS=plan.checksum,
+        **_OPTIONS,
+    )
+    add_header(plan, out, header)
+
+
+def decode(
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    check: bool = True,
+    dynamic_starts=None,
+    store: bool = True,
+    add: bool = False,
+) -> None:
+    """See `zipccl_triton.decode`."""
+    size = plan.dtype.itemsize
+    stop = plan.nelem if stop is None else stop
+    chunk_nbytes = plan.chunk_nelem * size
+    blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
+    sums = check and plan.checksum
+    sums_ptr = view(scratch, tl.int64)
+    if sums:
+        scratch[: 8 * plan.chunks].zero_()
+    if (start, stop) == (0, plan.nelem):
+        first_chunk = first_whole = 0
+        end_chunk = end_whole = plan.chunks
+    else:
+        first_chunk, first_whole = start // plan.chunk_nelem, -(-start // plan.chunk_nelem)
+        end_whole = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
+        end_chunk = (stop - 1) // plan.chunk_nelem + 1
+    source = view(src, tl.uint8)
+    geometry = (plan.static_offset // 128, plan.static_stride // 128)
+    if store or sums:
+        places = (size * plan.nelem, chunk_nbytes, start * size, stop * size)
+        _decode_kernel[(blocks * (end_chunk - first_chunk),)](
+            source,
+            source if out is None else view(out, tl.uint8),
+            sums_ptr,
+            start * size,
+            stop * size,
+            first_chunk,
+            plan.nelem * size,
+            chunk_nbytes,
+            blocks,
+            *geometry,
+            UNIT=size if add else _unit(*places, 0 if out is None else out.data_ptr()),
+            EXP=plan.dtype.exponent,
+            ADD=out.element_size() if add else 0,
+            STORE=store,
+            SUMS=sums,
+            **_OPTIONS,
+        )
+    if not check:
+        first_whole, end_whole = 0, 0
+    _check_kernel[(end_chunk - first_chunk,)](
+        source,
+        sums_ptr,
+        status,
+        *header_words(plan)[:HEADER_WORDS],
+        first_chunk,
+        first_whole,
+        end_whole,
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem * size,
+        chunk_nbytes,
+        plan.chunks,
+        plan.header.nbytes // 8,
+        *geometry,
+        size,
+        int(check and dynamic_starts is None),
+        SUMS=sums,
+        **options(1),
+    )

@@ -1,0 +1,792 @@
+"""Buffers in GPU memory: what runs there, on which stream, in whose memory.
+
+PyTorch provides streams and memory; the kernels are those of codecs/*_triton.py. CuPy and JAX
+arrays cross by DLPack, without copies. Imported when the first GPU array comes along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import arrays
+from .arrays import ArrayInfo, Target
+from .buffer import Buffer, parsed_source
+from .codecs.base import Bytes, CodecSpec, Plan
+from .engine import DEFAULT_MAX_NBYTES, Head, check_plan, parse_head, selection, touched_chunks
+from .formats.dtypes import BY_NAME, DTYPES, DType
+from .formats.header import ALIGN, ASSEMBLED, RECORD
+from .planning import device_module, make_plan
+
+#: Alignment of buffers and workspaces in device memory, in bytes.
+DEVICE_ALIGN = 16
+
+_UINT8, _INT64 = BY_NAME["uint8"], BY_NAME["int64"]
+_FUSED_ADD = tuple(BY_NAME[name] for name in ("bfloat16", "float16", "float32"))
+_TORCH = {d: getattr(torch, d.name) for d in DTYPES if hasattr(torch, d.name)}
+_DTYPES = {t: d for d, t in _TORCH.items()}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_NEEDS = "backend 'triton' needs {}: pip install 'tightwire[triton]'"
+_HERE = contextlib.nullcontext()
+_status_lock = threading.Lock()
+
+
+class Memory:
+    """A buffer's bytes in device memory, and what decoding them found wrong.
+
+    `data` is uint8, shape (n,), n >= plan.nbytes. Buffers that share the one share the other.
+    """
+
+    __slots__ = ("_leases", "_status", "data", "foreign")
+
+    def __init__(self, data: torch.Tensor, *, foreign: bool = False) -> None:
+        self.data = data
+        #: The memory is JAX's, which does not know what reads it.
+        self.foreign = foreign
+        self._status: torch.Tensor | None = None
+        self._leases: list[_Lease] = []
+
+    @property
+    def status(self) -> torch.Tensor:
+        """The status word of decoding, int64, shape (1,); 0 while nothing is wrong."""
+        if self._status is None:
+            with _status_lock:
+                if self._status is None:
+                    # It outlives this call, and is cleared outside of inference mode.
+                    with torch.inference_mode(False):
+                        self._status = _new_status(self.data.device)
+        return self._status
+
+    def check(self, target: Target) -> None:
+        """Raise FormatError for damage found so far."""
+        if self._status is not None:
+            with _scope(self.data.device, target.library):
+                _settle(self._status)
+
+    def lease(self, tensor: torch.Tensor) -> None:
+        """Keep `tensor`, which is in JAX's memory, until what is queued now has read it."""
+        self._leases = [lease for lease in self._leases if not lease.event.query()]
+        self._leases.append(_Lease(tensor))
+
+    def array(self, target: Target, start: int, stop: int) -> Any:
+        """Bytes `start` to `stop` in `target`'s library, in the same memory."""
+        with _scope(self.data.device, target.library):
+            return _export(self.data[start:stop], _UINT8, target)
+
+    def sizes(self, target: Target, plan: Plan) -> Any:
+        """Dynamic bytes of every chunk, int64, shape (chunks,), in `target`'s library."""
+        start = plan.header.nbytes
+        records = self.data[start : start + RECORD.itemsize * plan.chunks].view(torch.int64)
+        sizes = records.view(plan.chunks, -1)[:, 1]
+        with _scope(self.data.device, target.library):
+            if target.library == "jax":
+                import jax
+
+                return jax.dlpack.from_dlpack(sizes.contiguous())
+            return _export(sizes, _INT64, target)
+
+    def head(self, target: Target, plan: Plan) -> Head:
+        """Header and records. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _checked_head(self.data[: plan.nbytes], plan)
+
+    def read(self, target: Target, start: int, stop: int) -> Bytes:
+        """Bytes `start` to `stop` on the host. Raises FormatError for damage found so far."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _download(self.data[start:stop])
+
+    def packed(self, target: Target, plan: Plan) -> Any:
+        """The canonical bytes in `target`'s library. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _export(_packed(self.data[: plan.nbytes], plan), _UINT8, target)
+
+    def packed_on_host(self, target: Target, plan: Plan) -> Bytes:
+        """The canonical bytes in host memory. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _download(_packed(self.data[: plan.nbytes], plan))
+
+
+class _Lease:
+    """Keeps memory that its owner would reuse without a look at the stream that reads it."""
+
+    __slots__ = ("event", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def __del__(self) -> None:
+        self.event.synchronize()
+
+
+class _Source(NamedTuple):
+    """What to decode. `starts` are int64 offsets of the dynamic parts, None if they are in slots.
+
+    `memory` is None for bytes that no Buffer keeps: damage is raised at once.
+    """
+
+    kernels: ModuleType
+    plan: Plan
+    data: torch.Tensor
+    starts: torch.Tensor | None = None
+    memory: Memory | None = None
+
+
+def wrap(plan: Plan, array: Any) -> Buffer:
+    """See `Buffer.wrap`; `array` is in device memory."""
+    info = _describe(array)
+    place = _place(info.library, info.device, "array")
+    if info.dtype != _UINT8:
+        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+    with _scope(place, info.library):
+        data = _bytes(_as_torch(array, info), plan.nbytes, "array", place)
+    memory = Memory(data, foreign=info.library == "jax")
+    return Buffer(plan, None, Target(info.library, info.device), memory)
+
+
+def encode(
+    spec: CodecSpec,
+    x: Any,
+    *,
+    stats: Any,
+    out: Any,
+    scratch: Any,
+    chunks: int | None,
+    dynamic_capacity: int | None,
+    checksum: bool,
+    required: bool,
+) -> Any:
+    """As `Codec.encode`, on the device of `x`; NotImplemented where that is the host's to do.
+
+    If it is `required` here, ValueError says what is missing instead.
+    """
+    info = _describe(x)
+    library = info.library
+    place = _place(library, info.device, "x" if required else None)
+    if place is None or (out is not None and _is_host(out, required)):
+        return NotImplemented
+    plan = make_plan(spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
+    kernels = _kernels(plan, required)
+    if kernels is None:
+        return NotImplemented
+    with _scope(place, library, library if out is None else _library_of(out)):
+        tensor = _as_torch(x, info)
+        memory = _room(out, plan, place)
+        work = _workspace(plan, scratch, place)
+        elements = tensor if tensor.is_contiguous() else tensor.contiguous()
+        if out is not None or scratch is not None:
+            given = None if scratch is None else work
+            _apart("the array that is encoded", tensor, "out", memory.data, given)
+        if stats is not None:
+            stats = _stats(spec, stats, info.dtype, place)
+        if stats is None or plan.codec != spec:
+            stats = kernels.measure(plan.codec, info.dtype, elements)
+        kernels.encode(plan, elements, memory.data, work, stats)
+        if library == "jax":
+            memory.lease(tensor)
+    target = Target(library, info.device)
+    if isinstance(out, Buffer) and out.plan is plan and out.target == target:
+        return out
+    return Buffer(plan, None, target, memory)
+
+
+def moved(buffer: Buffer, out: Any) -> Buffer:
+    """`buffer`, encoded on the host, in `out`: a uint8 array or a Buffer in GPU memory."""
+    plan, target = buffer.plan, buffer.target
+    place = _place(target.library, target.device, "the array that is encoded")
+    with _scope(place, target.library, _library_of(out)):
+        memory = _room(out, plan, place)
+        memory.data[: plan.nbytes].copy_(_upload(buffer._bytes, place))
+    return Buffer(plan, None, target, memory)
+
+
+def measure(spec: CodecSpec, x: Any, *, required: bool) -> Any:
+    """As `Codec.measure`, on the device of `x`; NotImplemented where that is the host's to do."""
+    info = _describe(x)
+    place = _place(info.library, info.device, "x" if required else None)
+    if place is None:
+        return NotImplemented
+    if not _takes_stats(spec, info.dtype):
+        return None
+    kernels = _kernels_for(spec.name, info.dtype, required)
+    if kernels is None:
+        return NotImplemented
+    with _scope(place, info.library):
+        tensor = _as_torch(x, info)
+        found = kernels.measure(spec, info.dtype, tensor.contiguous())
+        if found is None or info.library == "torch":
+            return found
+        target = Target(info.library, info.device)
+        if info.library == "cupy":
+            return _export(found, _INT64, target)
+        # JAX may reuse the memory of `x` as soon as this returns.
+        torch.cuda.current_stream(place).synchronize()
+        return _export(found.to(torch.int32), BY_NAME["int32"], target)
+
+
+def decode(
+    src: Any,
+    *,
+    out: Any,
+    chosen: Target | None,
+    start: int | None,
+    stop: int | None,
+    max_nbytes: int,
+    verify: bool | None,
+    scratch: Any,
+    required: bool,
+) -> Any:
+    """As `tightwire.decode`, on the device of the result; NotImplemented where that is the host's.
+
+    `chosen` is what `like` says.
+    """
+    info = None if out is None else _describe(out)
+    if info is not None:
+        target = Target(info.library, info.device)
+    else:
+        target = chosen or target_of_source(src)
+    place = _place(target.library, target.device, "the result" if required else None)
+    if place is None:
+        return NotImplemented
+    with _scope(place, target.library, _library_of_buffer(src)):
+        source = _open(src, place, max_nbytes, required)
+        if source is None:
+            return NotImplemented
+        plan = source.plan
+        lo, hi, shape = selection(plan, start, stop)
+        if info is None:
+            result = torch.empty(shape, dtype=_TORCH[plan.dtype], device=place)
+        else:
+            result = _output(out, info, plan.dtype, shape, "out", place)
+        _launch(source, result, lo, hi, verify, scratch)
+        if out is not None:
+            return out
+        return _export(result, plan.dtype, target)
+
+
+def verify(src: Any, max_nbytes: int) -> Any:
+    """As `tightwire.verify`, on the device of `src`; NotImplemented where that is the host's."""
+    target = target_of_source(src)
+    place = _place(target.library, target.device, None)
+    if place is None:
+        return NotImplemented
+    with _scope(place, target.library):
+        source = _open(src, place, max_nbytes, False)
+        if source is None:
+            return NotImplemented
+        _launch(source, None, 0, source.plan.nelem, True, None)
+    return None
+
+
+def head(src: Any) -> Head:
+    """Header and records of a Buffer or uint8 array in device memory. Raises FormatError."""
+    if isinstance(src, Buffer) and src._memory is not None:
+        return src._memory.head(src.target, src.plan)
+    target = target_of_source(src)
+    place = _place(target.library, target.device, None)
+    if place is None:
+        return parsed_source(src, 1 << 63)
+    with _scope(place, target.library):
+        return _foreign(src, 1 << 63)[0]
+
+
+def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
+    """As `Codec.decode_add` in one pass; NotImplemented where there is no kernel for that."""
+    info = _describe(acc)
+    place = _place(info.library, info.device, None)
+    if place is None:
+        return NotImplemented
+    with _scope(place, info.library, _library_of_buffer(src)):
+        source = _open(src, place, DEFAULT_MAX_NBYTES, False)
+        if source is None:
+            return NotImplemented
+        plan = source.plan
+        if plan.dtype not in _FUSED_ADD or info.dtype not in (plan.dtype, BY_NAME["float32"]):
+            return NotImplemented
+        if plan.shape != info.shape:
+            raise ValueError(f"acc has shape {info.shape}, the buffer {plan.shape}")
+        result = _output(acc, info, info.dtype, info.shape, "acc", place)
+        _launch(source, result, 0, plan.nelem, None, scratch, what="acc", add=True)
+    return acc
+
+
+def add(acc: Any, values: Any) -> None:
+    """Round `values`, in `acc`'s library and of its shape, to `acc`'s dtype and add them there."""
+    info = _describe(acc)
+    place = _place(info.library, info.device, "acc")
+    with _scope(place, info.library):
+        result = _output(acc, info, info.dtype, info.shape, "acc", place).view(_TORCH[info.dtype])
+        rounded = _values(values, _describe(values)).to(result.dtype)
+        result.copy_(_wide(result) + _wide(rounded))
+
+
+def added(values: Any, x: Any) -> Any:
+    """`values` plus `x`, both alike: summed in float32 (or float64), rounded to their dtype."""
+    info = _describe(x)
+    place = _place(info.library, info.device, "x")
+    with _scope(place, info.library):
+        total = _wide(_values(values, info)) + _wide(_values(x, info))
+        return _export(total.to(_TORCH[info.dtype]), info.dtype, Target(info.library, info.device))
+
+
+def copy_into(out: Any, values: Any) -> None:
+    """Copy `values` to the GPU array `out` of the same library, dtype and shape."""
+    info = _describe(values)
+    out_info = _describe(out)
+    place = _place(out_info.library, out_info.device, "out")
+    with _scope(place, out_info.library):
+        result = _output(out, out_info, info.dtype, info.shape, "out", place)
+        result.copy_(_as_torch(values, info).view(result.dtype))
+
+
+def target_of_source(src: Any) -> Target:
+    """Library and device of what decode() makes of `src` if not told otherwise."""
+    if isinstance(src, Buffer):
+        return src.target
+    return Target() if arrays.is_bytes(src) else arrays.target_of(src)
+
+
+def _library_of_buffer(x: Any) -> str | None:
+    """Library in whose order the bytes of a Buffer in device memory are written, else None.
+
+    Arrays that are no Buffer are ordered when they cross by DLPack.
+    """
+    return x.target.library if isinstance(x, Buffer) and x._memory is not None else None
+
+
+def _library_of(out: Any) -> str | None:
+    return _library_of_buffer(out) if isinstance(out, Buffer) else _describe(out).library
+
+
+def _describe(x: Any) -> ArrayInfo:
+    """`arrays.describe`, in less time for the common case."""
+    if isinstance(x, torch.Tensor) and x.is_cuda and x.layout is torch.strided and not x.is_nested:
+        dtype = _DTYPES.get(x.dtype)
+        if dtype is not None:
+            return ArrayInfo("torch", x.device, dtype, tuple(x.shape))
+    return arrays.describe(x)
+
+
+def _place(library: str, device: Any, required: str | None) -> Any:
+    """Where kernels for an array run, None for the host; ValueError if `required` names it."""
+    if library == "torch":
+        if device is not None and device.type == "cuda":
+            return device
+        if device is None and _interpreting():
+            return torch.device("cpu")
+    elif device is not None and torch.cuda.is_available():
+        return torch.device("cuda", device.id if library == "cupy" else device.local_hardware_id)
+    if required is not None:
+        if _interpreting() is None:
+            raise ValueError(_NEEDS.format("triton"))
+        raise ValueError(
+            f"{required} is a {library} array on {device or 'the host'}, which Triton does not "
+            "reach; allowed: GPU arrays (and PyTorch arrays on the host with TRITON_INTERPRET=1)"
+        )
+    return None
+
+
+@functools.cache
+def _interpreting() -> bool | None:
+    """True if kernels run under the Triton interpreter, on host memory; None without Triton."""
+    try:
+        from .codecs.device import INTERPRETED
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return bool(INTERPRETED)
+
+
+def _kernels(plan: Plan, required: bool) -> ModuleType | None:
+    return _kernels_for(plan.codec.name, plan.dtype, required)
+
+
+def _kernels_for(codec: str, dtype: DType, required: bool) -> ModuleType | None:
+    """The kernels for a codec and dtype, None if there are none; ValueError if `required`."""
+    module = device_module(codec)
+    if isinstance(module, ModuleType):
+        if dtype in _TORCH and module.supports(dtype):
+            return module
+        problem = f"backend 'triton' does not code {dtype.name} with {codec}; allowed: None"
+    else:
+        problem = _NEEDS.format(module)
+    if required:
+        raise ValueError(problem)
+    return None
+
+
+def _scope(device: Any, library: str, other: str | None = None) -> AbstractContextManager[Any]:
+    """Makes `device` current and works in the order of `library`'s stream there.
+
+    `other` is the library of an array that takes part: what it queued before is waited for on the
+    device, and what it queues later waits.
+    """
+    if "cupy" in (library, other):
+        return _streams(device, library, other or library)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)  # type: ignore[no-any-return]
+    return _HERE
+
+
+@contextlib.contextmanager
+def _streams(device: torch.device, library: str, other: str) -> Iterator[None]:
+    here, there = _stream(device, library), _stream(device, other)
+    with torch.cuda.stream(here):
+        if there != here:
+            here.wait_stream(there)
+        try:
+            yield
+        finally:
+            if there != here:
+                there.wait_stream(here)
+
+
+def _stream(device: torch.device, library: str) -> Any:
+    if library != "cupy":
+        return torch.cuda.current_stream(device)
+    import cupy
+
+    stream = cupy.cuda.get_current_stream(device.index)
+    return torch.cuda.ExternalStream(stream.ptr, device=device)
+
+
+def _as_torch(x: Any, info: ArrayInfo) -> torch.Tensor:
+    """`x` over its own memory, as a tensor with elements of the same size, strides kept.
+
+    A copy only of lazy views, of CuPy arrays with negative strides, and of JAX arrays of a type
+    that this PyTorch does not take by DLPack.
+    """
+    if info.library == "torch":
+        if x.requires_grad:
+            x = x.detach()
+        return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    unsigned = _UNSIGNED.get(info.dtype.itemsize)
+    if 0 in info.shape:
+        place = _place(info.library, info.device, "x")
+        return torch.empty(info.shape, dtype=_TORCH[info.dtype], device=place)
+    if info.library == "cupy":
+        import cupy
+
+        if min(x.strides, default=0) < 0:
+            x = cupy.ascontiguousarray(x)
+        # CuPy gives no bfloat16 and 8-bit floats away; every library has their bits.
+        return torch.from_dlpack(x if unsigned is None else x.view(f"u{info.dtype.itemsize}"))
+    try:
+        return torch.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        if unsigned is None:
+            raise
+    import jax
+
+    return torch.from_dlpack(jax.lax.bitcast_convert_type(x, f"uint{8 * info.dtype.itemsize}"))
+
+
+def _export(tensor: torch.Tensor, dtype: DType, target: Target) -> Any:
+    """`tensor` as an array of `target`'s library, in the same memory where that can be.
+
+    JAX gets a copy of types that it does not take by DLPack.
+    """
+    if target.library == "torch":
+        return tensor
+    unsigned = _UNSIGNED.get(dtype.itemsize)
+    if target.library == "cupy":
+        import cupy
+
+        if not tensor.numel():
+            return cupy.empty(tuple(tensor.shape), dtype.numpy)
+        if unsigned is None:
+            return cupy.from_dlpack(tensor)
+        return cupy.from_dlpack(tensor.view(unsigned)).view(dtype.numpy)
+    import jax
+
+    if not tensor.numel():
+        empty = np.empty(tuple(tensor.shape), dtype.numpy)
+        return arrays.check_jax(jax.device_put(empty, target.device), dtype)
+    try:
+        return arrays.check_jax(jax.dlpack.from_dlpack(tensor), dtype)
+    except (BufferError, RuntimeError, ValueError):
+        if unsigned is None:
+            raise
+    bits = jax.dlpack.from_dlpack(tensor.view(unsigned))
+    return jax.lax.bitcast_convert_type(bits, dtype.numpy)
+
+
+def _values(x: Any, info: ArrayInfo) -> torch.Tensor:
+    return _as_torch(x, info).view(_TORCH[info.dtype])
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def _writable_bytes(x: Any, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
+    """The memory of the uint8 array `x`, shape (n,), which must be fit for kernels."""
+    if not (type(x) is torch.Tensor and x.dtype == torch.uint8 and x.layout is torch.strided):
+        info = _describe(x)
+        arrays.check_writable(x, info, _UINT8, info.shape, what)
+        x = _as_torch(x, info)
+    return _bytes(x, nbytes, what, place)
+
+
+def _bytes(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
+    """uint8 `tensor` as shape (n,), n >= `nbytes`; ValueError if it is not fit for kernels."""
+    _fits(tensor, nbytes, what, place)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous")
+    if tensor.data_ptr() % DEVICE_ALIGN:
+        raise ValueError(f"{what} must start at a multiple of {DEVICE_ALIGN} bytes")
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def _fits(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> None:
+    if tensor.device != place:
+        raise ValueError(f"{what} is on {tensor.device}; needed: memory on {place}")
+    if tensor.numel() < nbytes:
+        raise ValueError(f"{what} has {tensor.numel()} bytes; the plan needs {nbytes}")
+
+
+def _output(
+    x: Any, info: ArrayInfo, dtype: DType, shape: tuple[int, ...], what: str, place: torch.device
+) -> torch.Tensor:
+    """The memory of the array `x`, which must be fit to hold this dtype and shape."""
+    arrays.check_writable(x, info, dtype, shape, what)
+    tensor = _as_torch(x, info)
+    if tensor.device != place:
+        raise ValueError(f"{what} is on {tensor.device}; needed: memory on {place}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous")
+    return tensor
+
+
+def _is_host(out: Any, required: bool) -> bool:
+    """True if `out` is in host memory; ValueError if it is `required` in device memory."""
+    if isinstance(out, Buffer):
+        if out._memory is None and required:
+            raise ValueError("out is a Buffer in host memory; needed: one in device memory")
+        return out._memory is None
+    info = _describe(out)
+    return _place(info.library, info.device, "out" if required else None) is None
+
+
+def _room(out: Any, plan: Plan, place: torch.device) -> Memory:
+    """Memory for a buffer of `plan`: `out`, a Buffer or a uint8 array there, or new."""
+    if out is None:
+        return Memory(torch.empty(plan.nbytes, dtype=torch.uint8, device=place))
+    if isinstance(out, Buffer):
+        memory = out._memory
+        if memory is None or memory.foreign:
+            raise TypeError("out is a Buffer in memory that cannot be written to")
+        _fits(memory.data, plan.nbytes, "out", place)
+        return memory
+    return Memory(_writable_bytes(out, plan.nbytes, "out", place))
+
+
+def _workspace(plan: Plan, scratch: Any, place: torch.device) -> torch.Tensor:
+    if scratch is None:
+        return torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=place)
+    return _writable_bytes(scratch, plan.scratch_nbytes, "scratch", place)
+
+
+def _apart(
+    source_what: str,
+    source: torch.Tensor,
+    out_what: str,
+    out: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+) -> None:
+    """Raise ValueError if any two of these may share memory."""
+    spans = [(source_what, *_span(source))]
+    if out is not None:
+        spans.append((out_what, *_span(out)))
+    if scratch is not None:
+        spans.append(("scratch", *_span(scratch)))
+    for i in range(1, len(spans)):
+        what, start, stop = spans[i]
+        for other, other_start, other_stop in spans[:i]:
+            if start < other_stop and other_start < stop:
+                raise ValueError(f"{what} overlaps {other}")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_stats(spec: CodecSpec, dtype: DType) -> bool:
+    return spec.measure(np.zeros(1, dtype.bits), dtype) is not None
+
+
+def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> torch.Tensor:
+    """Statistics on the device. Those that come from there are not read: kernels clamp them."""
+    if not (arrays.on_gpu(stats) or (place.type == "cpu" and isinstance(stats, torch.Tensor))):
+        stats = np.asarray(stats)
+        spec.check_stats(stats, dtype)
+        # A fill takes the value along: nothing waits, and a captured graph keeps it.
+        return torch.full((1,), int(stats[0]), dtype=torch.int64, device=place)
+    if not _takes_stats(spec, dtype):
+        raise ValueError(f"{spec.name} takes no stats for {dtype.name} with these parameters")
+    info = _describe(stats)
+    if info.shape != (1,) or info.dtype.name not in ("int32", "int64"):
+        found = f"{info.dtype.name}{list(info.shape)}"
+        raise ValueError(f"stats are {found}; allowed: one int32 or int64")
+    tensor = _as_torch(stats, info)
+    if tensor.device != place:
+        raise ValueError(f"stats are on {tensor.device}; needed: {place}")
+    return tensor.view(_TORCH[info.dtype])
+
+
+def _open(src: Any, place: torch.device, max_nbytes: int, required: bool) -> _Source | None:
+    """`src` in memory at `place`, after the host's checks if it is no Buffer there."""
+    memory = src._memory if isinstance(src, Buffer) else None
+    if memory is not None and memory.data.device == place:
+        kernels = _kernels(src.plan, required)
+        return None if kernels is None else _Source(kernels, src.plan, memory.data, None, memory)
+    head, bring = _foreign(src, max_nbytes)
+    kernels = _kernels(head.plan, required)
+    if kernels is None:
+        return None
+    if head.header.required & ASSEMBLED:
+        if required:
+            raise ValueError("an assembled buffer is decoded on the host; allowed: backend=None")
+        return None
+    data = bring(place)
+    if data.data_ptr() % DEVICE_ALIGN:
+        data = data.clone()
+    starts = None
+    if not head.header.dynamic_stride and head.plan.layout.dynamic_bound:
+        starts = _upload(np.array(head.dynamic_at, np.int64), place)
+    return _Source(kernels, head.plan, data, starts)
+
+
+def _foreign(src: Any, max_nbytes: int) -> tuple[Head, Callable[[torch.device], torch.Tensor]]:
+    """What the host has checked of bytes that are elsewhere, and how they come to a device."""
+    if isinstance(src, Buffer) and src._memory is not None:
+        data = src._memory.data[: src.plan.nbytes]
+        return _checked_head(data, src.plan), data.to
+    if not (isinstance(src, Buffer) or arrays.is_bytes(src)):
+        info = _describe(src)
+        if _place(info.library, info.device, None) is not None:
+            if info.dtype != _UINT8:
+                raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+            data = _as_torch(src, info).reshape(-1)
+            return _read_head(data, max_nbytes), data.to
+    parsed = parsed_source(src, max_nbytes)
+    return parsed, functools.partial(_upload, parsed.data)
+
+
+def _launch(
+    source: _Source,
+    out: torch.Tensor | None,
+    lo: int,
+    hi: int,
+    verify: bool | None,
+    scratch: Any,
+    *,
+    what: str = "out",
+    add: bool = False,
+) -> None:
+    """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them."""
+    kernels, plan, data, starts, memory = source
+    work = _workspace(plan, scratch, data.device)
+    _apart("the buffer that is decoded", data, what, out, None if scratch is None else work)
+    status = _new_status(data.device) if memory is None else memory.status
+    check = verify is not False
+    if verify:
+        touched = touched_chunks(plan, lo, hi)
+        first, last = plan.chunk_range(touched.start)[0], plan.chunk_range(touched.stop)[0]
+        if (first, last) != (lo, hi):
+            kernels.decode(
+                plan,
+                data,
+                None,
+                work,
+                status,
+                start=first,
+                stop=last,
+                dynamic_starts=starts,
+                store=False,
+            )
+            check = False
+    if lo < hi or not plan.nelem:
+        kernels.decode(
+            plan,
+            data,
+            out,
+            work,
+            status,
+            start=lo,
+            stop=hi,
+            check=check,
+            dynamic_starts=starts,
+            store=out is not None,
+            add=add,
+        )
+    if memory is not None and memory.foreign:
+        memory.lease(data)
+    if memory is None or verify:
+        _settle(status)
+
+
+def _new_status(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _settle(status: torch.Tensor) -> None:
+    """Raise FormatError for what `status` says, and clear it. Waits for the device."""
+    found = int(status.item())
+    if found:
+        from .codecs.device import problem
+
+        status.zero_()
+        error = problem(found)
+        if error is not None:
+            raise error
+
+
+def _read_head(data: torch.Tensor, max_nbytes: int) -> Head:
+    return parse_head(lambda nbytes: _download(data[:nbytes]), data.numel(), max_nbytes)
+
+
+def _checked_head(data: torch.Tensor, plan: Plan) -> Head:
+    head = _read_head(data, 1 << 63)
+    check_plan(head, plan)
+    return head
+
+
+def _packed(data: torch.Tensor, plan: Plan) -> torch.Tensor:
+    head = _checked_head(data, plan)
+    zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=data.device)
+    header = _upload(head.packed_header, data.device)
+    pieces = [header, data[header.numel() : plan.dynamic_offset]]
+    for record, at in zip(head.records, head.dynamic_at, strict=True):
+        pieces.append(data[at : at + record.dynamic_nbytes])
+        pieces.append(zeros[: -record.dynamic_nbytes % ALIGN])
+    return torch.cat(pieces)
+
+
+def _download(data: torch.Tensor) -> Bytes:
+    host: Bytes = data.cpu().numpy()
+    return host
+
+
+def _upload(host: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> torch.Tensor:
+    # PyTorch warns about memory that may not be written to.
+    return torch.from_numpy(host if host.flags.writeable else host.copy()).to(device)
