@@ -7,6 +7,8 @@ maximum; the host reads it when it reads the device anyway.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -64,9 +66,46 @@ def header_words(plan: Plan) -> tuple[int, ...]:
     return tuple(words + [0] * (-len(words) % HEADER_WORDS))
 
 
-def view(tensor: torch.Tensor, dtype: tl.dtype):
-    """`tensor` as a kernel argument of another element type, without a new tensor."""
-    return triton.reinterpret(tensor, dtype)
+_WIDE = ("sums_ptr", "status_ptr", "starts_ptr", "stats_ptr", "counts_ptr", "base_ptr")
+
+
+def kernel(fn):
+    """`triton.jit` with one compiled form for all numbers: none is specialised on."""
+    numbers = [name for name, kind in fn.__annotations__.items() if kind in _NUMBERS]
+    return triton.jit(fn, do_not_specialize=numbers)
+
+
+_NUMBERS = ("tl.int32", "tl.int64", "tl.uint64")
+
+
+class Variant:
+    """A kernel with its constexpr values and launch options.
+
+    Parameters of a kernel are pointers (to int64 where the name is in `_WIDE`, else to bytes), then
+    numbers, then constexprs. From the second launch on the compiled form is called directly: what
+    Triton does anew at every launch, binding and hashing of arguments, would cost more host time
+    than all else in a call.
+    """
+
+    def __init__(self, kernel, options: dict[str, int | bool], **values: int | bool) -> None:
+        names = list(kernel.arg_names)
+        self._kernel = kernel
+        self._keywords = values | options
+        self._types = [tl.int64 if n in _WIDE else tl.uint8 for n in names if n.endswith("_ptr")]
+        self._values = tuple(values[n] for n in names[len(names) - len(values) :])
+        self._forms: dict[tuple[int | bool, ...], Any] = {}
+
+    def launch(self, programs: int, tensors: tuple[torch.Tensor, ...], *numbers: int) -> None:
+        """Run `programs` programs on torch's current stream and device."""
+        pointers = [t.data_ptr() for t in tensors]
+        # What a compiled form depends on: the device, and which pointers are multiples of 16.
+        key = (tensors[0].get_device(), *[p & 15 == 0 for p in pointers])
+        form = None if INTERPRETED else self._forms.get(key)
+        if form is not None:
+            form[(programs, 1, 1)](*pointers, *numbers, *self._values)
+            return
+        views = [triton.reinterpret(t, k) for t, k in zip(tensors, self._types, strict=True)]
+        self._forms[key] = self._kernel[(programs,)](*views, *numbers, **self._keywords)
 
 
 def options(num_warps: int, maxnreg: int | None = None) -> dict[str, int | bool]:
@@ -172,6 +211,7 @@ def float_of(v, EXP: tl.constexpr, ITEM: tl.constexpr):
 
 @triton.jit
 def store_element(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr):
+    """Store, or add, elements one by one."""
     if ADD == 0:
         if ITEM == 1:
             tl.store(out_ptr.to(tl.pointer_type(tl.uint8)) + at, v.to(tl.uint8), mask=use)
@@ -185,6 +225,7 @@ def store_element(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, AD
 
 @triton.jit
 def accumulator(out_ptr, EXP: tl.constexpr, ADD: tl.constexpr):
+    """`out_ptr` to what is added to: float32, float16, or the bits of bfloat16."""
     if ADD == 4:
         return out_ptr.to(tl.pointer_type(tl.float32))
     elif EXP == 8:
@@ -218,7 +259,7 @@ def _round_bfloat16(value):
     return tl.where((v & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
 
 
-@triton.jit
+@kernel
 def _more_header_kernel(
     out_ptr,
     at: tl.int32,
@@ -241,10 +282,11 @@ def _more_header_kernel(
     tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at + i, v, mask=(i < 12) & (at + i < head))
 
 
+_MORE_HEADER = Variant(_more_header_kernel, options(1))
+
+
 def add_header(plan: Plan, out: torch.Tensor, words: tuple[int, ...]) -> None:
     """Write what a header has beyond HEADER_WORDS words: that of five or more dimensions."""
     for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
         part = words[at : at + HEADER_WORDS]
-        _more_header_kernel[(1,)](
-            view(out, tl.uint8), at, plan.header.nbytes // 8, *part, **options(1)
-        )
+        _MORE_HEADER.launch(1, (out,), at, plan.header.nbytes // 8, *part)

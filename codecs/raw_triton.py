@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -20,16 +22,17 @@ from .device import (
     OVERFLOWED,
     PADDING,
     RECORD,
+    Variant,
     add_header,
     clear,
     header_word,
     header_words,
+    kernel,
     options,
     padding_of,
     record_term,
     report,
     store_element,
-    view,
     weigh,
     weigh_bytes,
 )
@@ -61,7 +64,7 @@ def _unit_terms(v, i, UNIT: tl.constexpr):
         return weigh(v.to(tl.uint32), 2 * i) + weigh((v >> 32).to(tl.uint32), 2 * i + 1)
 
 
-@triton.jit
+@kernel
 def _encode_kernel(
     x_ptr,
     out_ptr,
@@ -118,7 +121,7 @@ def _encode_kernel(
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
     src_ptr,
     out_ptr,
@@ -161,7 +164,7 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@triton.jit
+@kernel
 def _check_kernel(
     src_ptr,
     sums_ptr,
@@ -246,6 +249,23 @@ def _unit(*numbers: int) -> int:
     return next(u for u in (8, 4, 2, 1) if all(k % u == 0 for k in numbers))
 
 
+@functools.cache
+def _encode_variant(unit: int, sums: bool) -> Variant:
+    return Variant(_encode_kernel, _OPTIONS, UNIT=unit, SUMS=sums)
+
+
+@functools.cache
+def _decode_variant(unit: int, exponent: int, add: int, store: bool, sums: bool) -> Variant:
+    return Variant(
+        _decode_kernel, _OPTIONS, UNIT=unit, EXP=exponent, ADD=add, STORE=store, SUMS=sums
+    )
+
+
+@functools.cache
+def _check_variant(sums: bool) -> Variant:
+    return Variant(_check_kernel, options(1), SUMS=sums)
+
+
 def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     """See `zipccl_triton.encode`."""
     size = plan.dtype.itemsize
@@ -253,9 +273,10 @@ def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
     out[: plan.static_offset].zero_()
     header = header_words(plan)
-    _encode_kernel[(blocks * plan.chunks,)](
-        view(x, tl.uint8),
-        view(out, tl.uint8),
+    unit = _unit(size * plan.nelem, chunk_nbytes, x.data_ptr())
+    _encode_variant(unit, plan.checksum).launch(
+        blocks * plan.chunks,
+        (x, out),
         *header[:HEADER_WORDS],
         identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
         plan.nelem * size,
@@ -265,9 +286,6 @@ def encode(plan: Plan, x, out, scratch, stats=None) -> None:
         plan.static_offset // 128,
         plan.static_stride // 128,
         size,
-        UNIT=_unit(size * plan.nelem, chunk_nbytes, x.data_ptr()),
-        SUMS=plan.checksum,
-        **_OPTIONS,
     )
     add_header(plan, out, header)
 
@@ -292,46 +310,43 @@ def decode(
     chunk_nbytes = plan.chunk_nelem * size
     blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
     sums = check and plan.checksum
-    sums_ptr = view(scratch, tl.int64)
     if sums:
         scratch[: 8 * plan.chunks].zero_()
+    if out is None:
+        out = src
     if (start, stop) == (0, plan.nelem):
-        first_chunk = first_whole = 0
-        end_chunk = end_whole = plan.chunks
+        first, first_whole = 0, 0
+        end = end_whole = plan.chunks
     else:
-        first_chunk, first_whole = start // plan.chunk_nelem, -(-start // plan.chunk_nelem)
+        first, first_whole = start // plan.chunk_nelem, -(-start // plan.chunk_nelem)
         end_whole = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
-        end_chunk = (stop - 1) // plan.chunk_nelem + 1
-    source = view(src, tl.uint8)
+        end = (stop - 1) // plan.chunk_nelem + 1
     geometry = (plan.static_offset // 128, plan.static_stride // 128)
     if store or sums:
-        places = (size * plan.nelem, chunk_nbytes, start * size, stop * size)
-        _decode_kernel[(blocks * (end_chunk - first_chunk),)](
-            source,
-            source if out is None else view(out, tl.uint8),
-            sums_ptr,
+        unit = (
+            size
+            if add
+            else _unit(size * plan.nelem, chunk_nbytes, start * size, stop * size, out.data_ptr())
+        )
+        adding = out.element_size() if add else 0
+        _decode_variant(unit, plan.dtype.exponent, adding, store, sums).launch(
+            blocks * (end - first),
+            (src, out, scratch),
             start * size,
             stop * size,
-            first_chunk,
+            first,
             plan.nelem * size,
             chunk_nbytes,
             blocks,
             *geometry,
-            UNIT=size if add else _unit(*places, 0 if out is None else out.data_ptr()),
-            EXP=plan.dtype.exponent,
-            ADD=out.element_size() if add else 0,
-            STORE=store,
-            SUMS=sums,
-            **_OPTIONS,
         )
     if not check:
-        first_whole, end_whole = 0, 0
-    _check_kernel[(end_chunk - first_chunk,)](
-        source,
-        sums_ptr,
-        status,
+        first_whole = end_whole = 0
+    _check_variant(sums).launch(
+        end - first,
+        (src, scratch, status),
         *header_words(plan)[:HEADER_WORDS],
-        first_chunk,
+        first,
         first_whole,
         end_whole,
         identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
@@ -342,6 +357,4 @@ def decode(
         *geometry,
         size,
         int(check and dynamic_starts is None),
-        SUMS=sums,
-        **options(1),
     )

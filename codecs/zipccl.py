@@ -129,7 +129,7 @@ def scratch_layout(dtype: DType, nelem: int, chunks: int) -> ScratchLayout:
     tiles = tile_count(nelem)
     shift = max(5, (tiles >> 13).bit_length())
     groups = -(-tiles // (1 << shift))
-    slot = 152 if dtype.itemsize == 1 else 192
+    slot = 120 if dtype.itemsize == 1 else 192
     totals = align(8 * groups * chunks)
     counts = totals + align(4 * groups * chunks)
     slots = counts + align(2 * tiles * chunks)

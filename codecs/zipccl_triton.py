@@ -13,6 +13,8 @@ A lane holds four neighbouring columns: exponents, codes and plane bits of four 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from .device import (
     PADDING,
     PTX,
     RECORD,
+    Variant,
     accumulator,
     add_header,
     add_to,
@@ -39,6 +42,7 @@ from .device import (
     float_of,
     header_word,
     header_words,
+    kernel,
     key_ahead,
     key_of,
     options,
@@ -46,7 +50,6 @@ from .device import (
     record_term,
     report,
     store_element,
-    view,
     weigh,
     weigh_bytes,
 )
@@ -178,7 +181,8 @@ def _load4_aligned(x_ptr, at, ITEM: tl.constexpr):
         v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + at // 4 + _lanes())
         return v.to(tl.uint32), (v >> 32).to(tl.uint32), v
     else:
-        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + at // 2 + tl.arange(0, 2 * _LANES))
+        pair = tl.multiple_of(at // 2, 2)
+        v = tl.load(x_ptr.to(tl.pointer_type(tl.uint64)) + pair + tl.arange(0, 2 * _LANES))
         p, q = tl.split(tl.reshape(v, [_LANES, 2]))
         return _heads(
             p.to(tl.uint32), (p >> 32).to(tl.uint32), q.to(tl.uint32), (q >> 32).to(tl.uint32), ITEM
@@ -515,7 +519,6 @@ def _encode_tile(
         tl.store(block32 + i, plane, mask=inside)
         if SUMS:
             total += _terms(plane, key, at + k * row_words, inside)
-    block_terms = tl.sum(total, 0)
     if count <= SLOT:
         pos = tl.cumsum(n, 0) - n
         left = tl.max(n, 0)
@@ -529,10 +532,10 @@ def _encode_tile(
             pos += 1
             f = f & (f - 1)
             left -= 1
-    return count, block_terms
+    return count, tl.sum(total, 0)
 
 
-@triton.jit
+@kernel
 def _encode_kernel(
     x_ptr,
     out_ptr,
@@ -668,13 +671,17 @@ def _list_escapes(
     pos = at + tl.cumsum(n, 0) - n
     total = tl.zeros([_LANES], tl.uint64)
     for column in range(0, 4):
+        # All loads before the stores, which they could not pass.
+        es = ()
         for row in tl.static_range(8):
             on = ((f >> row) & 1) != 0
             v = tl.load(x + (row * cols + 4 * lane + column), mask=on, other=0).to(tl.uint32)
-            e = (v >> MAN) & ((1 << EXP) - 1)
-            tl.store(dynamic_ptr + pos, e.to(tl.uint8), mask=on & (pos < room))
+            es = es + ((v >> MAN) & ((1 << EXP) - 1),)
+        for row in tl.static_range(8):
+            on = ((f >> row) & 1) != 0
+            tl.store(dynamic_ptr + pos, es[row].to(tl.uint8), mask=on & (pos < room))
             if SUMS:
-                total += tl.where(on, weigh_bytes(e, word * 4 + pos), 0)
+                total += tl.where(on, weigh_bytes(es[row], word * 4 + pos), 0)
             pos += on.to(tl.int64)
         f = f >> 8
     return tl.sum(total, 0)
@@ -699,7 +706,7 @@ def _free_code(p0, p1, p2, base):
     return (p0 ^ ((free & 1) - 1)) & (p1 ^ (((free >> 1) & 1) - 1)) & (p2 ^ ((free >> 2) - 1))
 
 
-@triton.jit
+@kernel
 def _finish_kernel(
     x_ptr,
     out_ptr,
@@ -1087,7 +1094,9 @@ def _store_row(
             v01 = v0.to(tl.uint64) | (v1.to(tl.uint64) << 32)
             v23 = v2.to(tl.uint64) | (v3.to(tl.uint64) << 32)
             tl.store(
-                out_ptr.to(tl.pointer_type(tl.uint64)) + at // 2 + tl.arange(0, 2 * _LANES),
+                out_ptr.to(tl.pointer_type(tl.uint64))
+                + tl.multiple_of(at // 2, 2)
+                + tl.arange(0, 2 * _LANES),
                 tl.reshape(tl.join(v01, v23), [2 * _LANES]),
             )
     else:
@@ -1104,7 +1113,7 @@ def _store_row(
         add_to(acc, tl.reshape(value, [_COLUMNS]), None, EXP, ADD)
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
     src_ptr,
     out_ptr,
@@ -1350,7 +1359,7 @@ def _decode_raw(
     return tl.sum(total, 0)
 
 
-@triton.jit
+@kernel
 def _check_kernel(
     src_ptr,
     sums_ptr,
@@ -1442,140 +1451,170 @@ def supports(dtype: DType) -> bool:
     return dtype.is_float and dtype.itemsize <= 4
 
 
-class _Geometry:
-    """Everything about a plan that kernels are told, in the units they take."""
+# Whole tiles of up to 16-bit elements: one warp per tile, so no barriers, and 12 to 16 tiles in
+# flight on each multiprocessor, for which registers are limited. Wider elements need more warps to
+# stay in registers. benchmarks/results/gpu.md has the measurements.
+_FINISH = options(4, maxnreg=64)
+_ANY_TILE = options(4)
+
+
+def encode_options(itemsize: int, mode: int, sums: bool) -> dict[str, int | bool]:
+    """Launch options of the first encode kernel."""
+    if mode:
+        return _ANY_TILE
+    if itemsize == 4:
+        return options(4 if sums else 2)
+    return options(1, maxnreg=168) if sums else options(1)
+
+
+def decode_options(itemsize: int, mode: int) -> dict[str, int | bool]:
+    """Launch options of the decode kernel."""
+    if mode:
+        return _ANY_TILE
+    return options(4) if itemsize == 4 else options(1, maxnreg=120)
+
+
+@functools.cache
+def _encode_variant(dtype: DType, mode: int, stats: int, sums: bool) -> Variant:
+    chosen = encode_options(dtype.itemsize, mode, sums)
+    slot = scratch_layout(dtype, TILE, 1).slot
+    return Variant(
+        _encode_kernel, chosen, **_meta(dtype), SLOT=slot, STATS=stats, SUMS=sums, MODE=mode
+    )
+
+
+@functools.cache
+def _finish_variant(dtype: DType, sums: bool) -> Variant:
+    slot = scratch_layout(dtype, TILE, 1).slot
+    return Variant(_finish_kernel, _FINISH, **_meta(dtype), SLOT=slot, SUMS=sums)
+
+
+@functools.cache
+def _decode_variant(
+    dtype: DType, mode: int, packed: bool, store: bool, add: int, sums: bool
+) -> Variant:
+    chosen = decode_options(dtype.itemsize, mode)
+    return Variant(
+        _decode_kernel,
+        chosen,
+        **_meta(dtype),
+        PACKED=packed,
+        STORE=store,
+        ADD=add,
+        SUMS=sums,
+        MODE=mode,
+    )
+
+
+@functools.cache
+def _check_variant(dtype: DType, packed: bool, sums: bool) -> Variant:
+    block = fields_of(dtype).block_nbytes(COLUMNS)
+    return Variant(
+        _check_kernel, options(1), ITEM=dtype.itemsize, BLOCK=block, PACKED=packed, SUMS=sums
+    )
+
+
+def _meta(dtype: DType) -> dict[str, int | bool]:
+    f = fields_of(dtype)
+    return {
+        "EXP": f.exponent,
+        "MAN": f.mantissa,
+        "ITEM": dtype.itemsize,
+        "BLOCK": f.block_nbytes(COLUMNS),
+        "PTX": PTX,
+    }
+
+
+class _Launches:
+    """What kernels are told about a plan, and which are launched for it."""
 
     def __init__(self, plan: Plan) -> None:
-        f = fields_of(plan.dtype)
         spec = plan.codec
         assert isinstance(spec, Zipccl)
+        self.plan = plan
         self.tiles = tile_count(plan.chunk_nelem)
         scratch = scratch_layout(plan.dtype, plan.chunk_nelem, plan.chunks)
-        self.shift, self.groups, self.slot = scratch[:3]
-        self.zeroed = scratch.counts
-        self.scratch_at = (scratch.totals // 128, scratch.counts // 128, scratch.slots // 128)
-        self.head = plan.header.nbytes // 8
-        self.static_at = plan.static_offset // 128
-        self.static_stride = plan.static_stride // 128
-        self.index_at = plan.layout.sections[0].nbytes // 128
-        self.dynamic_at = plan.dynamic_offset // 128
-        self.dynamic_stride = plan.dynamic_stride // 128
-        self.header = header_words(plan)
-        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
-        if spec.window == "tile":
-            self.fixed = -1
-        else:
+        self.groups = scratch.groups
+        self.cleared = scratch.counts
+        self.fixed = -1
+        if spec.window != "tile":
             self.fixed = spec.window if isinstance(spec.window, int) else -2
-        self.meta = {
-            "EXP": f.exponent,
-            "MAN": f.mantissa,
-            "ITEM": plan.dtype.itemsize,
-            "BLOCK": f.block_nbytes(COLUMNS),
-            "PTX": PTX,
-        }
-        partial = any(hi % TILE for hi in _chunk_sizes(plan))
-        self.encode_launches = {
-            True: [(0, self.tiles * plan.chunks)] + [(1, plan.chunks)] * partial,
-            False: [(2, self.tiles * plan.chunks)],
-        }
-        self.whole_launches = [(0, self.tiles * plan.chunks)] + [(1, plan.chunks + 2)] * partial
-        self.plan = plan
+        self.header = header_words(plan)
+        head = plan.header.nbytes // 8
+        identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
+        sizes = (plan.nelem, plan.chunk_nelem)
+        groups = (self.tiles, scratch.groups, scratch.shift)
+        # In units of 128 bytes, so that kernels know the alignment.
+        index_at = plan.layout.sections[0].nbytes // 128
+        static = (head, plan.static_offset // 128, plan.static_stride // 128, index_at)
+        dynamic = (plan.dynamic_offset // 128, plan.dynamic_stride // 128)
+        places = (scratch.totals // 128, scratch.counts // 128, scratch.slots // 128)
+        self.encode = (*sizes, *groups, *static, *places, self.fixed)
+        first_words = self.header[:HEADER_WORDS]
+        self.finish = (
+            *first_words,
+            identity,
+            *sizes,
+            plan.chunks,
+            *groups,
+            *static,
+            *dynamic,
+            *places,
+        )
+        self.decode = (*sizes, *groups, *static, *dynamic, self.fixed)
+        self.check_words = first_words
+        self.check = (identity, *sizes, plan.chunks, scratch.groups, *static)
+        last = (plan.nelem - 1) // plan.chunk_nelem
+        partial = any(hi % TILE for hi in (plan.chunk_nelem, plan.nelem - last * plan.chunk_nelem))
         self.rows_aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
+        all_tiles = self.tiles * plan.chunks
+        #: (mode, programs) of the first encode kernel, by whether rows are aligned.
+        self.encode_programs = (
+            ((2, all_tiles),),
+            ((0, all_tiles), (1, plan.chunks)) if partial else ((0, all_tiles),),
+        )
+        self.decode_programs = (
+            ((2, all_tiles),),
+            ((0, all_tiles), (1, plan.chunks + 2)) if partial else ((0, all_tiles),),
+        )
 
-    def decode_launches(self, start: int, stop: int, aligned: bool):
-        """First tile of a decode launch, and its (mode, programs)."""
+    def decode_range(self, start: int, stop: int, aligned: bool):
+        """First tile of elements `start` to `stop`, and (mode, programs) of its kernels."""
         size = self.plan.chunk_nelem
         if (start, stop) == (0, self.plan.nelem):
-            if aligned:
-                return 0, self.whole_launches
-            return 0, [(2, self.tiles * self.plan.chunks)]
+            return 0, self.decode_programs[aligned]
         lo = start // size * self.tiles + start % size // TILE
         last = stop - 1
         hi = last // size * self.tiles + last % size // TILE + 1
         if not aligned:
-            return lo, [(2, hi - lo)]
-        return lo, [(0, hi - lo), (1, last // size - start // size + 3)]
+            return lo, ((2, hi - lo),)
+        return lo, ((0, hi - lo), (1, last // size - start // size + 3))
 
 
-def _chunk_sizes(plan: Plan) -> set[int]:
-    """The different numbers of elements that chunks have."""
-    last = (plan.nelem - 1) // plan.chunk_nelem
-    return {hi - lo for lo, hi in (plan.chunk_range(0), plan.chunk_range(last))}
-
-
-# One warp per tile: no barriers, and 12 to 16 tiles in flight on each multiprocessor, for which
-# registers are limited; benchmarks/results/gpu.md has the measurements.
-ENCODE_OPTIONS = options(num_warps=1)
-ENCODE_SUMS_OPTIONS = options(num_warps=1, maxnreg=168)
-DECODE_OPTIONS = options(num_warps=1, maxnreg=120)
-FINISH_OPTIONS = options(num_warps=4, maxnreg=64)
-CHECK_OPTIONS = options(num_warps=1)
-
-
-def _geometry(plan: Plan) -> _Geometry:
-    found = plan.__dict__.get("_zipccl_geometry")
+def _launches(plan: Plan) -> _Launches:
+    found = plan.__dict__.get("_zipccl_launches")
     if found is None:
-        found = plan.__dict__["_zipccl_geometry"] = _Geometry(plan)
+        found = plan.__dict__["_zipccl_launches"] = _Launches(plan)
     return found
 
 
 def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
-    g = _geometry(plan)
-    scratch[: g.zeroed].zero_()
-    source = view(x, tl.uint8)
-    target = view(out, tl.uint8)
+    g = _launches(plan)
+    scratch[: g.cleared].zero_()
     aligned = g.rows_aligned and x.data_ptr() % 16 == 0
-    encode_options = ENCODE_SUMS_OPTIONS if plan.checksum else ENCODE_OPTIONS
-    for mode, programs in g.encode_launches[aligned]:
-        _encode_kernel[(programs,)](
-            source,
-            target,
-            scratch,
-            scratch if stats is None else stats,
-            plan.nelem,
-            plan.chunk_nelem,
-            g.tiles,
-            g.groups,
-            g.shift,
-            g.head,
-            g.static_at,
-            g.static_stride,
-            g.index_at,
-            *g.scratch_at,
-            g.fixed,
-            SLOT=g.slot,
-            STATS=2 if g.fixed >= 0 else 0 if stats is None else 1,
-            SUMS=plan.checksum,
-            MODE=mode,
-            **encode_options,
-            **g.meta,
-        )
-    _finish_kernel[(g.groups * plan.chunks,)](
-        source,
-        target,
-        scratch,
-        *g.header[:HEADER_WORDS],
-        g.identity,
-        plan.nelem,
-        plan.chunk_nelem,
-        plan.chunks,
-        g.tiles,
-        g.groups,
-        g.shift,
-        g.head,
-        g.static_at,
-        g.static_stride,
-        g.index_at,
-        g.dynamic_at,
-        g.dynamic_stride,
-        *g.scratch_at,
-        SLOT=g.slot,
-        SUMS=plan.checksum,
-        **FINISH_OPTIONS,
-        **g.meta,
-    )
-    add_header(plan, out, g.header)
+    chosen = 2 if g.fixed >= 0 else 0 if stats is None else 1
+    if stats is None:
+        stats = scratch
+    elif stats.dtype != torch.int64:
+        stats = stats.to(torch.int64)
+    for mode, programs in g.encode_programs[aligned]:
+        variant = _encode_variant(plan.dtype, mode, chosen, plan.checksum)
+        variant.launch(programs, (x, out, scratch, stats), *g.encode)
+    finish = _finish_variant(plan.dtype, plan.checksum)
+    finish.launch(g.groups * plan.chunks, (x, out, scratch), *g.finish)
+    if len(g.header) > HEADER_WORDS:
+        add_header(plan, out, g.header)
 
 
 def decode(
@@ -1593,7 +1632,7 @@ def decode(
     add: bool = False,
 ) -> None:
     """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
-    g = _geometry(plan)
+    g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     if start == stop and plan.nelem:
         return
@@ -1601,71 +1640,36 @@ def decode(
     sums = check and plan.checksum
     if sums:
         scratch[: 8 * g.groups * plan.chunks].zero_()
-    source = view(src, tl.uint8)
-    target = source if out is None else view(out, tl.uint8)
-    sums_ptr = view(scratch, tl.int64)
-    starts = status if dynamic_starts is None else dynamic_starts
+    if out is None:
+        out = src
+    if dynamic_starts is None:
+        dynamic_starts = status
     aligned = g.rows_aligned and start * plan.dtype.itemsize % 16 == 0
-    aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
-    lo, launches = g.decode_launches(start, stop, aligned)
+    aligned = aligned and out.data_ptr() % 16 == 0
+    lo, kernels = g.decode_range(start, stop, aligned)
     adding = out.element_size() if add else 0
-    for mode, programs in launches:
-        _decode_kernel[(programs,)](
-            source,
-            target,
-            sums_ptr,
-            status,
-            starts,
+    for mode, programs in kernels:
+        variant = _decode_variant(plan.dtype, mode, packed, store, adding, sums)
+        variant.launch(
+            programs,
+            (src, out, scratch, status, dynamic_starts),
             start,
             stop,
             lo,
-            plan.nelem,
-            plan.chunk_nelem,
-            g.tiles,
-            g.groups,
-            g.shift,
-            g.head,
-            g.static_at,
-            g.static_stride,
-            g.index_at,
-            g.dynamic_at,
-            g.dynamic_stride,
-            g.fixed,
+            *g.decode,
             int(not packed),
-            PACKED=packed,
-            STORE=store,
-            ADD=adding,
-            SUMS=sums,
-            MODE=mode,
-            **DECODE_OPTIONS,
-            **g.meta,
         )
     if check:
-        first_chunk = -(-start // plan.chunk_nelem)
-        end_chunk = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
-        if first_chunk < end_chunk:
-            _check_kernel[(end_chunk - first_chunk,)](
-                source,
-                sums_ptr,
-                status,
-                starts,
-                *g.header[:HEADER_WORDS],
-                first_chunk,
-                g.identity,
-                plan.nelem,
-                plan.chunk_nelem,
-                plan.chunks,
-                g.groups,
-                g.head,
-                g.static_at,
-                g.static_stride,
-                g.index_at,
+        first = -(-start // plan.chunk_nelem)
+        end = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
+        if first < end:
+            _check_variant(plan.dtype, packed, sums).launch(
+                end - first,
+                (src, scratch, status, dynamic_starts),
+                *g.check_words,
+                first,
+                *g.check,
                 int(not packed),
-                ITEM=plan.dtype.itemsize,
-                BLOCK=g.meta["BLOCK"],
-                PACKED=packed,
-                SUMS=sums,
-                **CHECK_OPTIONS,
             )
 
 
@@ -1683,16 +1687,26 @@ def measure(spec: Zipccl, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
     sums = torch.empty((3, 1 << f.exponent), dtype=torch.int64, device=x.device)
     base = torch.empty(1, dtype=torch.int64, device=x.device)
     n = x.numel() * x.element_size() // dtype.itemsize
-    meta = {"EXP": f.exponent, "MAN": f.mantissa}
-    _count_kernel[(-(-n // 4096),)](
-        view(x, tl.uint8), counts, n, ITEM=dtype.itemsize, SHIFT=shift, **options(4)
-    )
-    _sum_kernel[(1 << f.exponent,)](counts, sums, **meta, **options(1))
-    _base_kernel[(1,)](sums, base, SIGMA=spec.window == "sigma", **meta, **options(1))
+    count, add_up, choose = _measure_variants(dtype, spec.window == "sigma")
+    count.launch(-(-n // 4096), (x, counts), n)
+    add_up.launch(1 << f.exponent, (counts, sums))
+    choose.launch(1, (sums, base))
     return base
 
 
-@triton.jit
+@functools.cache
+def _measure_variants(dtype: DType, sigma: bool) -> tuple[Variant, Variant, Variant]:
+    f = fields_of(dtype)
+    meta = {"EXP": f.exponent, "MAN": f.mantissa}
+    shift = max(f.mantissa - 7, 0)
+    return (
+        Variant(_count_kernel, options(4), ITEM=dtype.itemsize, SHIFT=shift),
+        Variant(_sum_kernel, options(1), **meta),
+        Variant(_base_kernel, options(1), **meta, SIGMA=sigma),
+    )
+
+
+@kernel
 def _count_kernel(x_ptr, counts_ptr, n: tl.int64, ITEM: tl.constexpr, SHIFT: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096)
     if ITEM == 1:
@@ -1706,7 +1720,7 @@ def _count_kernel(x_ptr, counts_ptr, n: tl.int64, ITEM: tl.constexpr, SHIFT: tl.
     tl.atomic_add(counts_ptr + v.to(tl.int32), one, mask=i < n, sem="relaxed")
 
 
-@triton.jit
+@kernel
 def _sum_kernel(counts_ptr, sums_ptr, EXP: tl.constexpr, MAN: tl.constexpr):
     """Of one exponent field: elements, sum of signed significands, sum of their squares."""
     e = tl.program_id(0)
@@ -1722,7 +1736,7 @@ def _sum_kernel(counts_ptr, sums_ptr, EXP: tl.constexpr, MAN: tl.constexpr):
     tl.store(sums_ptr + (2 << EXP) + e, tl.sum((above + below) * q * q, 0))
 
 
-@triton.jit
+@kernel
 def _base_kernel(sums_ptr, base_ptr, EXP: tl.constexpr, MAN: tl.constexpr, SIGMA: tl.constexpr):
     """The base of a window for the tensor; specs/zipccl.md, "One window for the tensor"."""
     BINS: tl.constexpr = 1 << EXP
