@@ -142,6 +142,14 @@ def weigh_bytes(value, at):
 
 
 @triton.jit
+def weigh_from(value, key, ahead):
+    """As `weigh_bytes`, for positions `ahead` (32 bits) behind the word that `key` belongs to."""
+    shift = (ahead & 3).to(tl.uint32) * 8
+    term = (value.to(tl.uint32) << shift).to(tl.uint64)
+    return term * (key + (ahead >> 2).to(tl.uint32) * KEY_STEP).to(tl.uint64)
+
+
+@triton.jit
 def record_term(nelem, dynamic_nbytes, flags, ordinal):
     """Terms of a record's fields and of a chunk's number of elements."""
     both = flags.to(tl.uint64) | (ordinal.to(tl.uint64) << 32)

@@ -52,6 +52,7 @@ from .device import (
     store_element,
     weigh,
     weigh_bytes,
+    weigh_from,
 )
 from .zipccl import (
     COLUMNS,
@@ -644,7 +645,6 @@ def _encode_kernel(
 def _list_escapes(
     x_ptr,
     start,
-    valid,
     cols,
     planes_ptr,
     entry,
@@ -658,45 +658,43 @@ def _list_escapes(
     SUMS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """List the escapes of a tile that has too many for a slot; returns their checksum terms."""
-    lane = _lanes()
+    """List the escapes of a tile that has too many for a slot; returns their checksum terms.
+
+    A lane is one column here: neighbouring lanes then write to neighbouring places.
+    """
+    column = tl.arange(0, _COLUMNS)
     if ITEM == 1:
         x = x_ptr.to(tl.pointer_type(tl.uint8)) + start
     elif ITEM == 2:
         x = x_ptr.to(tl.pointer_type(tl.uint16)) + start
     else:
         x = x_ptr.to(tl.pointer_type(tl.uint32)) + start
-    f = _escape_flags(planes_ptr, cols, entry & 32767, PTX)
+    inside = column < cols
+    p0 = tl.load(planes_ptr + column, mask=inside, other=0).to(tl.uint32)
+    p1 = tl.load(planes_ptr + cols + column, mask=inside, other=0).to(tl.uint32)
+    p2 = tl.load(planes_ptr + 2 * cols + column, mask=inside, other=0).to(tl.uint32)
+    f = tl.where(inside, _free_code(p0, p1, p2, entry & 32767) & 255, 0)
     n = _popc(f, PTX).to(tl.int32)
-    pos = at + tl.cumsum(n, 0) - n
-    total = tl.zeros([_LANES], tl.uint64)
-    for column in range(0, 4):
-        # All loads before the stores, which they could not pass.
-        es = ()
-        for row in tl.static_range(8):
-            on = ((f >> row) & 1) != 0
-            v = tl.load(x + (row * cols + 4 * lane + column), mask=on, other=0).to(tl.uint32)
-            es = es + ((v >> MAN) & ((1 << EXP) - 1),)
-        for row in tl.static_range(8):
-            on = ((f >> row) & 1) != 0
-            tl.store(dynamic_ptr + pos, es[row].to(tl.uint8), mask=on & (pos < room))
-            if SUMS:
-                total += tl.where(on, weigh_bytes(es[row], word * 4 + pos), 0)
-            pos += on.to(tl.int64)
-        f = f >> 8
+    pos = tl.cumsum(n, 0) - n
+    left = tl.minimum(room - at, 1 << 30).to(tl.int32)
+    # All loads before the stores, which they could not pass.
+    es = ()
+    for row in tl.static_range(8):
+        on = ((f >> row) & 1) != 0
+        v = tl.load(x + (row * cols + column), mask=on, other=0).to(tl.uint32)
+        es = es + ((v >> MAN) & ((1 << EXP) - 1),)
+    total = tl.zeros([_COLUMNS], tl.uint64)
+    key = key_of(word + (at >> 2))
+    low = (at & 3).to(tl.int32)
+    for row in tl.static_range(8):
+        on = ((f >> row) & 1) != 0
+        tl.store(dynamic_ptr + at + pos, es[row].to(tl.uint8), mask=on & (pos < left))
+        if SUMS:
+            # Positions count from a word's start, so that they fit 32 bits.
+            term = weigh_from(es[row], key, low + pos)
+            total += tl.where(on, term, 0)
+        pos += on.to(tl.int32)
     return tl.sum(total, 0)
-
-
-@triton.jit
-def _escape_flags(planes_ptr, cols, base, PTX: tl.constexpr):
-    """Bit 8 c + r of a lane: the element in row r of the lane's column c is escaped."""
-    lane = _lanes()
-    planes = planes_ptr.to(tl.pointer_type(tl.uint32)) + lane
-    inside = 4 * lane < cols
-    p0 = tl.load(planes, mask=inside, other=0)
-    p1 = tl.load(planes + cols // 4, mask=inside, other=0)
-    p2 = tl.load(planes + cols // 2, mask=inside, other=0)
-    return tl.where(inside, _free_code(p0, p1, p2, base), 0)
 
 
 @triton.jit
@@ -808,13 +806,15 @@ def _finish_kernel(
             left = tl.minimum(room - before, 1 << 30).to(tl.int32)
             row = tl.arange(0, 32)[:, None] * SLOT
             in_slot = tl.where(n_escapes <= SLOT, n_escapes, 0)[:, None]
+            key = key_of(dynamic_word + (before >> 2))
+            low = (before & 3).to(tl.int32)
             for k in range(0, tl.minimum(most, SLOT), 64):
                 b = k + tl.arange(0, 64)[None, :]
                 e = tl.load(slot_ptr + (row + b), mask=b < in_slot, other=0)
                 at = ahead[:, None] + b
                 tl.store(target_ptr + at, e, mask=(b < in_slot) & (at < left))
                 if SUMS:
-                    of_escapes = weigh_bytes(e, dynamic_word * 4 + before + at)
+                    of_escapes = weigh_from(e, key, low + at)
                     total += tl.sum(tl.where(b < in_slot, of_escapes, 0))
             if most > SLOT:
                 for q in range(0, 32):
@@ -827,7 +827,6 @@ def _finish_kernel(
                         total += _list_escapes(
                             x_ptr,
                             first + tile * _TILE,
-                            valid,
                             cols,
                             static_ptr + tile * BLOCK + STREAM_ROWS * cols,
                             tl.load(entries + tile).to(tl.int32),
@@ -1454,7 +1453,7 @@ def supports(dtype: DType) -> bool:
 # Whole tiles of up to 16-bit elements: one warp per tile, so no barriers, and 12 to 16 tiles in
 # flight on each multiprocessor, for which registers are limited. Wider elements need more warps to
 # stay in registers. benchmarks/results/gpu.md has the measurements.
-_FINISH = options(4, maxnreg=64)
+_FINISH = options(4, maxnreg=96)
 _ANY_TILE = options(4)
 
 
