@@ -757,6 +757,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     bars.set_xticks(at, [r["data"] for r in shown], rotation=40, ha="right")
     bars.set_ylabel("GB/s of tensor")
     bars.set_title("bfloat16, 256 MiB (dotted: a quarter of the usual)")
+    bars.margins(y=0.25)
     bars.legend()
     figure.suptitle(f"{result['machine']['gpu']}, zipccl, checksum off, {result['date']}")
     save_figure(figure, path)
