@@ -303,6 +303,7 @@ def decode(
     dynamic_starts=None,
     store: bool = True,
     add: bool = False,
+    planned: bool = True,
 ) -> None:
     """See `zipccl_triton.decode`."""
     size = plan.dtype.itemsize
@@ -356,5 +357,5 @@ def decode(
         plan.header.nbytes // 8,
         *geometry,
         size,
-        int(check and dynamic_starts is None),
+        int(check and planned),
     )

@@ -1629,6 +1629,7 @@ def decode(
     dynamic_starts=None,
     store: bool = True,
     add: bool = False,
+    planned: bool = True,
 ) -> None:
     """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
     g = _launches(plan)
@@ -1656,7 +1657,7 @@ def decode(
             stop,
             lo,
             *g.decode,
-            int(not packed),
+            int(planned),
         )
     if check:
         first = -(-start // plan.chunk_nelem)
@@ -1668,7 +1669,7 @@ def decode(
                 *g.check_words,
                 first,
                 *g.check,
-                int(not packed),
+                int(planned),
             )
 
 

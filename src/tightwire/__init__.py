@@ -1,5 +1,7 @@
 """tightwire: any array becomes one self-describing compressed buffer, and comes back."""
 
+from typing import TYPE_CHECKING, Any
+
 from .buffer import Buffer
 from .codec import Codec, codec, codecs, decode, encode
 from .codecs.base import Key, Plan
@@ -9,11 +11,16 @@ from .formats.errors import FormatError
 from .formats.header import Header
 from .inspection import Info, inspect, verify
 
+if TYPE_CHECKING:
+    from .adapters.collectives import CollectiveError, Communicator
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Buffer",
     "Codec",
+    "CollectiveError",
+    "Communicator",
     "File",
     "FormatError",
     "Header",
@@ -30,3 +37,12 @@ __all__ = [
     "save_file",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What belongs to the collectives is imported when it is first asked for."""
+    if name in ("CollectiveError", "Communicator"):
+        from .adapters import collectives
+
+        return getattr(collectives, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

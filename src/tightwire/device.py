@@ -703,7 +703,10 @@ def _launch(
     what: str = "out",
     add: bool = False,
 ) -> None:
-    """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them."""
+    """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
+
+    The device compares the header with the plan's where the host has not read it.
+    """
     kernels, plan, data, starts, memory = source
     work = _workspace(plan, scratch, data.device)
     _apart("the buffer that is decoded", data, what, out, None if scratch is None else work)
@@ -723,6 +726,7 @@ def _launch(
                 stop=last,
                 dynamic_starts=starts,
                 store=False,
+                planned=memory is not None,
             )
             check = False
     if lo < hi or not plan.nelem:
@@ -738,6 +742,7 @@ def _launch(
             dynamic_starts=starts,
             store=out is not None,
             add=add,
+            planned=memory is not None,
         )
     if memory is not None and memory.foreign:
         memory.lease(data)
