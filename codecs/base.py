@@ -8,7 +8,7 @@ and on byte arrays: array libraries, headers and checks of the whole buffer are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -146,6 +146,10 @@ class Plan:
     layout: Layout
     dynamic_stride: int
     checksum: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was derived may not exist where the plan is sent.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def nelem(self) -> int:

@@ -207,6 +207,23 @@ def padding_of(ptr, start, stop):
 
 
 @triton.jit
+def check_header(
+    src_ptr, status_ptr, head, chunks, static_at, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11
+):
+    """Compare the header's first words with those given; what follows the records must be zero."""
+    i = tl.arange(0, 16)
+    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+    use = i < tl.minimum(head, 12)
+    w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + i, mask=use, other=0)
+    if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
+        report(status_ptr, HEADER)
+    end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
+    _, padding = padding_of(src_ptr, end, static_at * 128)
+    if padding != 0:
+        report(status_ptr, PADDING)
+
+
+@triton.jit
 def float_of(v, EXP: tl.constexpr, ITEM: tl.constexpr):
     """float32 values of element bits."""
     if ITEM == 4:
@@ -290,6 +307,34 @@ def _more_header_kernel(
     tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at + i, v, mask=(i < 12) & (at + i < head))
 
 
+@kernel
+def _match_header_kernel(
+    src_ptr,
+    status_ptr,
+    at: tl.int32,
+    head: tl.int32,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+):
+    i = tl.arange(0, 16)
+    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+    use = (i < 12) & (at + i < head)
+    w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + at + i, mask=use, other=0)
+    if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
+        report(status_ptr, HEADER)
+
+
+_MATCH_HEADER = Variant(_match_header_kernel, options(1))
 _MORE_HEADER = Variant(_more_header_kernel, options(1))
 
 
@@ -298,3 +343,25 @@ def add_header(plan: Plan, out: torch.Tensor, words: tuple[int, ...]) -> None:
     for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
         part = words[at : at + HEADER_WORDS]
         _MORE_HEADER.launch(1, (out,), at, plan.header.nbytes // 8, *part)
+
+
+def match_header(
+    plan: Plan, src: torch.Tensor, status: torch.Tensor, words: tuple[int, ...]
+) -> None:
+    """Compare what a header has beyond HEADER_WORDS words with the plan's."""
+    for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
+        part = words[at : at + HEADER_WORDS]
+        _MATCH_HEADER.launch(1, (src, status), at, plan.header.nbytes // 8, *part)
+
+
+def touched(plan: Plan, start: int, stop: int) -> tuple[int, int, int, int]:
+    """First and past-the-last chunk of a range, and of those that lie whole in it.
+
+    An empty range touches the chunk where it lies, and a whole tensor its empty chunks.
+    """
+    if (start, stop) == (0, plan.nelem):
+        return 0, plan.chunks, 0, plan.chunks
+    size = plan.chunk_nelem
+    first = min(start // size, plan.chunks - 1)
+    end = max(first + 1, -(-stop // size))
+    return first, end, -(-start // size), plan.chunks if stop == plan.nelem else stop // size

@@ -17,22 +17,23 @@ from .device import (
     CHUNK_PADDING,
     CHUNK_SUM,
     FLAGS,
-    HEADER,
     HEADER_WORDS,
     OVERFLOWED,
-    PADDING,
     RECORD,
     Variant,
     add_header,
+    check_header,
     clear,
     header_word,
     header_words,
     kernel,
+    match_header,
     options,
     padding_of,
     record_term,
     report,
     store_element,
+    touched,
     weigh,
     weigh_bytes,
 )
@@ -192,7 +193,8 @@ def _check_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     itemsize: tl.int32,
-    header: tl.int32,
+    planned: tl.int32,
+    summed: tl.int32,
     SUMS: tl.constexpr,
 ):
     """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
@@ -202,26 +204,37 @@ def _check_kernel(
     record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     both = tl.load(record + 2)
     where = chunk.to(tl.int64) << 8
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr,
+            status_ptr,
+            head,
+            chunks,
+            static_at,
+            h0,
+            h1,
+            h2,
+            h3,
+            h4,
+            h5,
+            h6,
+            h7,
+            h8,
+            h9,
+            h10,
+            h11,
+        )
     if (both & 0xFFFFFFFC) != 0:
         report(status_ptr, FLAGS + where)
     if (both & 2) != 0:
         report(status_ptr, OVERFLOWED + where)
     odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if header != 0:
+    if planned != 0:
         odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if summed == 0:
+        odd |= tl.load(record)
     if odd != 0:
         report(status_ptr, RECORD + where)
-    if (header != 0) & (chunk == first_chunk):
-        k = tl.arange(0, 16)
-        w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-        use = k < tl.minimum(head, 12)
-        v = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + k, mask=use, other=0)
-        if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
-            report(status_ptr, HEADER)
-        end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
-        _, behind = padding_of(src_ptr, end, static_at * 128)
-        if behind != 0:
-            report(status_ptr, PADDING)
     if (chunk >= first_whole) & (chunk < end_whole):
         static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
         total, padding = padding_of(static_ptr, n, static_stride * 128)
@@ -310,20 +323,14 @@ def decode(
     stop = plan.nelem if stop is None else stop
     chunk_nbytes = plan.chunk_nelem * size
     blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
-    sums = check and plan.checksum
+    sums = check and plan.checksum and (start < stop or not plan.nelem)
     if sums:
         scratch[: 8 * plan.chunks].zero_()
     if out is None:
         out = src
-    if (start, stop) == (0, plan.nelem):
-        first, first_whole = 0, 0
-        end = end_whole = plan.chunks
-    else:
-        first, first_whole = start // plan.chunk_nelem, -(-start // plan.chunk_nelem)
-        end_whole = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
-        end = (stop - 1) // plan.chunk_nelem + 1
+    first, end, first_whole, end_whole = touched(plan, start, stop)
     geometry = (plan.static_offset // 128, plan.static_stride // 128)
-    if store or sums:
+    if start < stop and (store or sums):
         unit = (
             size
             if add
@@ -342,11 +349,12 @@ def decode(
             *geometry,
         )
     if not check:
-        first_whole = end_whole = 0
+        end_whole = first_whole
+    header = header_words(plan)
     _check_variant(sums).launch(
         end - first,
         (src, scratch, status),
-        *header_words(plan)[:HEADER_WORDS],
+        *header[:HEADER_WORDS],
         first,
         first_whole,
         end_whole,
@@ -357,5 +365,8 @@ def decode(
         plan.header.nbytes // 8,
         *geometry,
         size,
-        int(check and planned),
+        int(planned),
+        int(plan.checksum),
     )
+    if planned:
+        match_header(plan, src, status, header)

@@ -28,16 +28,15 @@ from .device import (
     CHUNK_PAYLOAD,
     CHUNK_SUM,
     FLAGS,
-    HEADER,
     HEADER_WORDS,
     OVERFLOWED,
-    PADDING,
     PTX,
     RECORD,
     Variant,
     accumulator,
     add_header,
     add_to,
+    check_header,
     clear,
     float_of,
     header_word,
@@ -45,11 +44,13 @@ from .device import (
     kernel,
     key_ahead,
     key_of,
+    match_header,
     options,
     padding_of,
     record_term,
     report,
     store_element,
+    touched,
     weigh,
     weigh_bytes,
     weigh_from,
@@ -676,7 +677,7 @@ def _list_escapes(
     f = tl.where(inside, _free_code(p0, p1, p2, entry & 32767) & 255, 0)
     n = _popc(f, PTX).to(tl.int32)
     pos = tl.cumsum(n, 0) - n
-    left = tl.minimum(room - at, 1 << 30).to(tl.int32)
+    left = tl.minimum(tl.maximum(room - at, 0), 1 << 30).to(tl.int32)
     # All loads before the stores, which they could not pass.
     es = ()
     for row in tl.static_range(8):
@@ -803,7 +804,7 @@ def _finish_kernel(
             slot_ptr = slots + (before * 0 + t0) * SLOT
             target_ptr = dynamic_ptr + before
             # At most 32 tiles of escapes lie ahead: what matters of the room fits 32 bits.
-            left = tl.minimum(room - before, 1 << 30).to(tl.int32)
+            left = tl.minimum(tl.maximum(room - before, 0), 1 << 30).to(tl.int32)
             row = tl.arange(0, 32)[:, None] * SLOT
             in_slot = tl.where(n_escapes <= SLOT, n_escapes, 0)[:, None]
             key = key_of(dynamic_word + (before >> 2))
@@ -1134,7 +1135,6 @@ def _decode_kernel(
     dynamic_at: tl.int64,
     dynamic_stride: tl.int64,
     fixed: tl.int32,
-    ordinals: tl.int32,
     EXP: tl.constexpr,
     MAN: tl.constexpr,
     ITEM: tl.constexpr,
@@ -1191,18 +1191,6 @@ def _decode_kernel(
     out_of_bounds = (claimed > most) | (claimed < 0)
     dynamic_nbytes = tl.where(out_of_bounds, 0, claimed)
     is_raw = (flags & 1) != 0
-    if (tile == 0) & (not twice):
-        where = chunk.to(tl.int64) << 8
-        if (flags & ~3) != 0:
-            report(status_ptr, FLAGS + where)
-        if (flags & 2) != 0:
-            report(status_ptr, OVERFLOWED + where)
-        odd = out_of_bounds | (tl.load(record + 3) != 0) | (is_raw & (claimed != raw_dynamic))
-        odd = odd | ((ordinals != 0) & (((both >> 32) & 0xFFFFFFFF) != chunk))
-        if odd:
-            report(status_ptr, RECORD + where)
-        if (n == 0) & (claimed != 0):
-            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
     begin_tile = tile.to(tl.int64) * _TILE
     lo = tl.maximum(start - first - begin_tile, 0)
     hi = tl.minimum(stop - first - begin_tile, tl.minimum(n - begin_tile, _TILE))
@@ -1377,6 +1365,9 @@ def _check_kernel(
     h10: tl.uint64,
     h11: tl.uint64,
     first_chunk: tl.int32,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    planned: tl.int32,
     identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
@@ -1386,13 +1377,17 @@ def _check_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     index_at: tl.int64,
-    header: tl.int32,
+    dynamic_stride: tl.int64,
+    summed: tl.int32,
     ITEM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """One chunk that was decoded whole: its checksum and its padding; and, once, the header."""
+    """A chunk's record; of chunks `first_whole` to `end_whole` padding and checksum; the header.
+
+    The header and the ordinals are compared if they are `planned`, not read by the host before.
+    """
     chunk = first_chunk + tl.program_id(0)
     first = chunk.to(tl.int64) * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
@@ -1400,49 +1395,75 @@ def _check_kernel(
     stride = static_stride * 128
     static_ptr = src_ptr + static_at * 128 + chunk.to(tl.int64) * stride
     record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    checksum = tl.load(record)
     claimed = tl.load(record + 1)
     both = tl.load(record + 2)
-    where = CHUNK + (chunk.to(tl.int64) << 8)
-    if (header != 0) & (chunk == first_chunk):
-        i = tl.arange(0, 16)
-        v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-        use = i < tl.minimum(head, 12)
-        w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + i, mask=use, other=0)
-        if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
-            report(status_ptr, HEADER)
-        _, padding = padding_of(
-            src_ptr, head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32, static_at * 128
+    flags = both & 0xFFFFFFFF
+    ordinal = (both >> 32) & 0xFFFFFFFF
+    where = chunk.to(tl.int64) << 8
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr,
+            status_ptr,
+            head,
+            chunks,
+            static_at,
+            h0,
+            h1,
+            h2,
+            h3,
+            h4,
+            h5,
+            h6,
+            h7,
+            h8,
+            h9,
+            h10,
+            h11,
         )
+    if (flags & ~3) != 0:
+        report(status_ptr, FLAGS + where)
+    if (flags & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    raw_dynamic = tl.maximum(n * ITEM - stride, 0)
+    most = raw_dynamic
+    if not PACKED:
+        most = tl.minimum(most, dynamic_stride * 128)
+    odd = (claimed > most) | (claimed < 0) | (tl.load(record + 3) != 0)
+    odd = odd | (((flags & 1) != 0) & (claimed != raw_dynamic))
+    odd = odd | ((planned != 0) & (ordinal != chunk)) | ((summed == 0) & (checksum != 0))
+    if odd:
+        report(status_ptr, RECORD + where)
+    if (n == 0) & (claimed != 0):
+        report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        if (flags & 1) != 0:
+            total, padding = padding_of(static_ptr, tl.minimum(n * ITEM, stride), stride)
+        else:
+            whole = n // _TILE
+            cols = (n % _TILE + 127) // 128 * 16
+            total, padding = padding_of(
+                static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128
+            )
+            more, padding2 = padding_of(static_ptr, index_at * 128 + 6 * tiles_here, stride)
+            total += more
+            padding |= padding2
+        if PACKED:
+            dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
+            used = tl.where(odd, 0, claimed)
+            _, padding2 = padding_of(dynamic_ptr, used, (used + 127) // 128 * 128)
+            padding |= padding2
         if padding != 0:
-            report(status_ptr, PADDING)
-    if (both & 1) != 0:
-        total, padding = padding_of(static_ptr, tl.minimum(n * ITEM, stride), stride)
-    else:
-        whole = n // _TILE
-        cols = (n % _TILE + 127) // 128 * 16
-        total, padding = padding_of(
-            static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128
-        )
-        more, padding2 = padding_of(static_ptr, index_at * 128 + 6 * tiles_here, stride)
-        total += more
-        padding |= padding2
-    if PACKED:
-        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-        end = (claimed + 127) // 128 * 128
-        _, padding2 = padding_of(dynamic_ptr, claimed, end)
-        padding |= padding2
-    if padding != 0:
-        report(status_ptr, where + CHUNK_PADDING)
-    if SUMS:
-        sums = tl.zeros([256], tl.uint64)
-        for g in range(0, groups, 256):
-            i = g + tl.arange(0, 256)
-            t = tl.load(sums_ptr + chunk * groups + i, mask=i < groups, other=0)
-            sums += t.to(tl.uint64, bitcast=True)
-        total += tl.sum(sums, 0) + identity
-        total += record_term(n, claimed, both & 0xFFFFFFFF, (both >> 32) & 0xFFFFFFFF)
-        if total != tl.load(record).to(tl.uint64, bitcast=True):
-            report(status_ptr, where + CHUNK_SUM)
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            sums = tl.zeros([256], tl.uint64)
+            for g in range(0, groups, 256):
+                i = g + tl.arange(0, 256)
+                t = tl.load(sums_ptr + chunk * groups + i, mask=i < groups, other=0)
+                sums += t.to(tl.uint64, bitcast=True)
+            total += tl.sum(sums, 0) + identity + record_term(n, claimed, flags, ordinal)
+            if total != checksum.to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
 
 
 def supports(dtype: DType) -> bool:
@@ -1562,7 +1583,15 @@ class _Launches:
         )
         self.decode = (*sizes, *groups, *static, *dynamic, self.fixed)
         self.check_words = first_words
-        self.check = (identity, *sizes, plan.chunks, scratch.groups, *static)
+        self.check = (
+            identity,
+            *sizes,
+            plan.chunks,
+            scratch.groups,
+            *static,
+            dynamic[1],
+            int(plan.checksum),
+        )
         last = (plan.nelem - 1) // plan.chunk_nelem
         partial = any(hi % TILE for hi in (plan.chunk_nelem, plan.nelem - last * plan.chunk_nelem))
         self.rows_aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
@@ -1634,43 +1663,38 @@ def decode(
     """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
-    if start == stop and plan.nelem:
-        return
     packed = dynamic_starts is not None
-    sums = check and plan.checksum
+    sums = check and plan.checksum and start < stop
     if sums:
         scratch[: 8 * g.groups * plan.chunks].zero_()
     if out is None:
         out = src
     if dynamic_starts is None:
         dynamic_starts = status
-    aligned = g.rows_aligned and start * plan.dtype.itemsize % 16 == 0
-    aligned = aligned and out.data_ptr() % 16 == 0
-    lo, kernels = g.decode_range(start, stop, aligned)
-    adding = out.element_size() if add else 0
-    for mode, programs in kernels:
-        variant = _decode_variant(plan.dtype, mode, packed, store, adding, sums)
-        variant.launch(
-            programs,
-            (src, out, scratch, status, dynamic_starts),
-            start,
-            stop,
-            lo,
-            *g.decode,
-            int(planned),
-        )
-    if check:
-        first = -(-start // plan.chunk_nelem)
-        end = plan.chunks if stop == plan.nelem else stop // plan.chunk_nelem
-        if first < end:
-            _check_variant(plan.dtype, packed, sums).launch(
-                end - first,
-                (src, scratch, status, dynamic_starts),
-                *g.check_words,
-                first,
-                *g.check,
-                int(planned),
-            )
+    if start < stop:
+        aligned = g.rows_aligned and start * plan.dtype.itemsize % 16 == 0
+        aligned = aligned and out.data_ptr() % 16 == 0
+        lo, kernels = g.decode_range(start, stop, aligned)
+        adding = out.element_size() if add else 0
+        for mode, programs in kernels:
+            variant = _decode_variant(plan.dtype, mode, packed, store, adding, sums)
+            tensors = (src, out, scratch, status, dynamic_starts)
+            variant.launch(programs, tensors, start, stop, lo, *g.decode)
+    first, end, first_whole, end_whole = touched(plan, start, stop)
+    if not check:
+        end_whole = first_whole
+    _check_variant(plan.dtype, packed, sums).launch(
+        end - first,
+        (src, scratch, status, dynamic_starts),
+        *g.check_words,
+        first,
+        first_whole,
+        end_whole,
+        int(planned),
+        *g.check,
+    )
+    if planned and len(g.header) > HEADER_WORDS:
+        match_header(plan, src, status, g.header)
 
 
 def measure(spec: Zipccl, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Target, bytes_view, describe, from_bits, is_bytes, on_gpu
+from .arrays import Target, bytes_view, describe, from_bits, host_array, is_bytes, on_gpu
 from .codecs.base import Bytes, Plan
 from .engine import Parsed, check_plan, parse
 from .formats.dtypes import BY_NAME
@@ -62,6 +62,8 @@ class Buffer:
             wrapped: Buffer = engine.wrap(plan, array)
             return wrapped
         host = bytes_view(array)
+        if not is_bytes(array) and not np.may_share_memory(host, host_array(array)):
+            raise ValueError("array must be contiguous: its bytes are not copied")
         if host.size < plan.nbytes:
             raise ValueError(f"array has {host.size} bytes; the plan needs {plan.nbytes}")
         target = Target() if is_bytes(array) else Target(describe(array).library)

@@ -189,7 +189,7 @@ def encode(
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
         if out is not None or scratch is not None:
             given = None if scratch is None else work
-            _apart("the array that is encoded", tensor, "out", memory.data, given)
+            _apart("the array that is encoded", tensor, "out", memory.data[: plan.nbytes], given)
         if stats is not None:
             stats = _stats(spec, stats, info.dtype, place)
         if stats is None or plan.codec != spec:
@@ -709,8 +709,18 @@ def _launch(
     """
     kernels, plan, data, starts, memory = source
     work = _workspace(plan, scratch, data.device)
-    _apart("the buffer that is decoded", data, what, out, None if scratch is None else work)
-    status = _new_status(data.device) if memory is None else memory.status
+    _apart(
+        "the buffer that is decoded",
+        data[: plan.nbytes],
+        what,
+        out,
+        None if scratch is None else work,
+    )
+    # A verdict at once is on this call alone; the Buffer's word waits for `check`.
+    if memory is None or verify:
+        status = fresh = _new_status(data.device)
+    else:
+        status, fresh = memory.status, None
     check = verify is not False
     if verify:
         touched = touched_chunks(plan, lo, hi)
@@ -729,25 +739,24 @@ def _launch(
                 planned=memory is not None,
             )
             check = False
-    if lo < hi or not plan.nelem:
-        kernels.decode(
-            plan,
-            data,
-            out,
-            work,
-            status,
-            start=lo,
-            stop=hi,
-            check=check,
-            dynamic_starts=starts,
-            store=out is not None,
-            add=add,
-            planned=memory is not None,
-        )
+    kernels.decode(
+        plan,
+        data,
+        out,
+        work,
+        status,
+        start=lo,
+        stop=hi,
+        check=check,
+        dynamic_starts=starts,
+        store=out is not None,
+        add=add,
+        planned=memory is not None,
+    )
     if memory is not None and memory.foreign:
         memory.lease(data)
-    if memory is None or verify:
-        _settle(status)
+    if fresh is not None:
+        _settle(fresh)
 
 
 def _new_status(device: torch.device) -> torch.Tensor:

@@ -68,10 +68,12 @@ def device_engine() -> ModuleType | str:
 def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name not in packages:
+    except ImportError as error:
+        # Triton before 3.4 has not all that is imported from it.
+        name = (error.name or "").split(".")[0]
+        if name not in packages:
             raise
-        return error.name
+        return name
 
 
 def integer(name: str, value: Any) -> int:

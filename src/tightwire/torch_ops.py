@@ -70,7 +70,8 @@ def decode_into(
     `src` is uint8 on the device of `out` with what `encode_into` writes for a tensor of `out`'s
     shape and dtype and the same arguments. On the host damage is raised as FormatError and the
     status is 0. On a GPU nothing is raised and nothing waits: a status other than 0 says that `src`
-    is damaged and `out` undefined, and `tightwire.codecs.device.problem` gives the FormatError.
+    is damaged and `out` undefined, and `problem` of the module tightwire.codecs.device gives the
+    FormatError.
     """
     info = describe(out)
     plan = codec_named(codec).plan(

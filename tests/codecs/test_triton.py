@@ -1,0 +1,779 @@
+"""The kernels against the reference: the same bytes, the same tensors, the same refusals.
+
+Without a GPU the Triton interpreter runs the kernels on host memory, and every access is checked
+to be aligned and inside the tensors that the launch was given. With `-m gpu` the same tests run
+compiled, on more cases, and with them random cases and a tensor of more than 2**31 elements. What
+is written is poisoned before, and has guard bytes around it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import tightwire as tw
+from support import PATTERNS, make_bits
+from tightwire import engine
+from tightwire.codecs.base import Plan
+from tightwire.codecs.zipccl import COLUMNS, TILE, Zipccl, fields_of, tail_columns, tile_count
+from tightwire.formats.dtypes import BY_NAME, DType
+from tightwire.formats.header import ASSEMBLED, CHECKSUM, OVERFLOW, RECORD
+from tightwire.planning import device_module
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+VECTORS = Path(__file__).resolve().parents[2] / "specs" / "vectors"
+#: One dtype of each kind that kernels tell apart.
+CODED = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+WINDOWS = ("tile", "sigma", "histogram")
+SIZES = (641, 1301, 2048, 4095, 4096, 4097, 12289, 70001)
+GUARD = 512
+POISON = 0xA5
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    """Where kernels run."""
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    return str(request.param)
+
+
+class Watched:
+    """The interpreter's memory accesses, each checked against the tensors of the launch."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.spans: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def check(self, pointers: Any, mask: Any, size: int) -> None:
+        at = np.asarray(pointers)[np.asarray(mask, bool)].astype(np.int64)
+        if at.size:
+            assert not (at % size).any(), f"an address is no multiple of {size}"
+            inside = np.zeros(at.shape, bool)
+            for start, stop in self.spans:
+                inside |= (at >= start) & (at <= stop - size)
+            assert inside.all(), f"{np.count_nonzero(~inside)} accesses out of bounds"
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.check(pointers, mask, np.dtype(dtype).itemsize)
+        return self.real.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        self.check(pointers, mask, value.dtype.itemsize)
+        return self.real.store(pointers, value, mask)
+
+    def atomic_rmw(self, op: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+        self.check(pointers, mask, value.dtype.itemsize)
+        return self.real.atomic_rmw(op, pointers, value, mask, order)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched | None:
+    """Watch the interpreter; on a GPU guard bytes and compute-sanitizer (sanitize.py) do that."""
+    if torch.cuda.is_available():
+        return None
+    from triton.runtime import interpreter
+
+    found = Watched(interpreter._interpreter)
+    run, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: dict[str, Any] = {}
+
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        tensors = [getattr(a, "base", a) for a in args if hasattr(a, "data_ptr")]
+        found.spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+        patched.clear()
+        try:
+            return run(self, *args, **options)
+        finally:
+            patched.clear()
+
+    def patch_once(fn: Any) -> Any:
+        # Else done again for every call of one kernel function in another: a quarter of the time.
+        if fn.__module__ not in patched:
+            patched[fn.__module__] = patch(fn)
+        return patched[fn.__module__]
+
+    monkeypatch.setattr(interpreter, "_interpreter", found)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    return found
+
+
+class Memory:
+    """Tensors at one place, with guard bytes on both sides."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.taken: list[tuple[Any, int, int]] = []
+
+    def take(self, nbytes: int, offset: int = 0) -> Any:
+        """Poisoned memory, uint8, shape (nbytes,), `offset` bytes behind a multiple of 512."""
+        start = GUARD + offset
+        block = torch.full((start + nbytes + GUARD,), POISON, dtype=torch.uint8, device=self.place)
+        self.taken.append((block, start, start + nbytes))
+        return block[start : start + nbytes]
+
+    def elements(self, dtype: DType, n: int, first: int = 0) -> Any:
+        """Poisoned memory for n elements, `first` elements behind a multiple of 512 bytes."""
+        taken = self.take(n * dtype.itemsize, first * dtype.itemsize)
+        return taken.view(getattr(torch, dtype.name))
+
+    def put(self, bits: npt.NDArray[Any], dtype: DType, first: int = 0) -> Any:
+        """A tensor of `bits`."""
+        x = self.elements(dtype, bits.size, first)
+        x.view(torch.uint8).copy_(torch.from_numpy(bits.view(np.uint8).copy()))
+        return x
+
+    def check(self) -> None:
+        for block, start, stop in self.taken:
+            assert (block[:start] == POISON).all()
+            assert (block[stop:] == POISON).all()
+
+
+def raw(x: Any) -> npt.NDArray[np.uint8]:
+    host: npt.NDArray[np.uint8] = x.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return host
+
+
+def assert_same(found: npt.NDArray[Any], expected: npt.NDArray[Any], what: str) -> None:
+    assert found.size == expected.size, what
+    wrong = np.flatnonzero(found != expected)
+    assert not wrong.size, f"{what}: {wrong.size} bytes differ, the first at {wrong[0]}"
+
+
+def assert_same_buffer(plan: Plan, found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
+    """The same bytes, but for slack; of chunks that overflowed their slots only the records."""
+    cut = plan.header.nbytes + RECORD.itemsize * plan.chunks
+    records = expected[plan.header.nbytes : cut].view(RECORD)
+    assert found[plan.header.nbytes : cut].view(RECORD).tolist() == records.tolist()
+    assert_same(found[:cut], expected[:cut], "header")
+    assert_same(found[cut : plan.static_offset], expected[cut : plan.static_offset], "padding")
+    for i, record in enumerate(records):
+        if record["flags"] & OVERFLOW:
+            continue
+        part = plan.static_range(i)
+        assert_same(found[part], expected[part], f"static part of chunk {i}")
+        at = plan.dynamic_offset + i * plan.dynamic_stride
+        part = slice(at, at + int(record["dynamic_nbytes"]))
+        assert_same(found[part], expected[part], f"dynamic part of chunk {i}")
+
+
+def check_encode(
+    memory: Memory,
+    bits: npt.NDArray[Any],
+    dtype: DType,
+    codec: tw.Codec,
+    *,
+    shape: tuple[int, ...] | None = None,
+    first: int = 0,
+    **options: Any,
+) -> tw.Buffer:
+    """Encode where `memory` is; every byte must be the reference's. Returns that buffer."""
+    host = bits.view(dtype.numpy).reshape(bits.shape if shape is None else shape)
+    plan = codec.plan(host.shape, dtype.name, **options)
+    room = np.full(plan.nbytes, 0x5A, np.uint8)
+    expected = codec.encode(host, out=room, backend="ref", **options)
+    x = memory.put(bits, dtype, first)
+    out, scratch = memory.take(plan.nbytes), memory.take(plan.scratch_nbytes)
+    buf = codec.encode(x.reshape(host.shape), out=out, scratch=scratch, backend="triton", **options)
+    assert buf.array.data_ptr() == out.data_ptr()
+    assert_same_buffer(plan, raw(out), room)
+    assert buf.overflowed == expected.overflowed
+    if not expected.overflowed:
+        assert_same(np.frombuffer(bytes(buf), np.uint8), np.asarray(expected.packed()), "packed")
+    assert raw(x).tobytes() == bits.tobytes()
+    memory.check()
+    return buf
+
+
+def check_decode(
+    memory: Memory,
+    src: Any,
+    bits: npt.NDArray[Any],
+    dtype: DType,
+    *,
+    first: int = 0,
+    start: int = 0,
+    stop: int | None = None,
+    **options: Any,
+) -> None:
+    """Decode elements `start` to `stop` into poisoned memory: `bits` must come back."""
+    expected = bits[start:stop]
+    out = memory.elements(dtype, expected.size, first)
+    whole = (start, stop) == (0, None)
+    if whole and isinstance(src, tw.Buffer):
+        out = out.reshape(src.plan.shape)
+    if not whole:
+        options |= {"start": start, "stop": stop}
+    if isinstance(src, tw.Buffer):
+        options["scratch"] = memory.take(src.plan.scratch_nbytes)
+        before = raw(src.array).copy()
+    assert tw.decode(src, out=out, backend="triton", **options) is out
+    assert_same(raw(out), expected.view(np.uint8), f"elements {start} to {stop}")
+    if isinstance(src, tw.Buffer):
+        src.check()
+        assert_same(raw(src.array), before, "the buffer that was decoded")
+    memory.check()
+
+
+def there_and_back(
+    place: str, bits: npt.NDArray[Any], dtype: DType, codec: tw.Codec | None = None, **options: Any
+) -> tw.Buffer:
+    memory = Memory(place)
+    buf = check_encode(memory, bits, dtype, codec or tw.codec("zipccl"), **options)
+    check_decode(memory, buf, bits, dtype)
+    return buf
+
+
+def patterns(names: tuple[str, ...], dtype: DType, n: int) -> npt.NDArray[Any]:
+    """`n` elements of each pattern, one after the other."""
+    return np.concatenate([make_bits(name, dtype, n, seed=i) for i, name in enumerate(names)])
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_every_pattern(place: str, name: str) -> None:
+    dtype = BY_NAME[name]
+    for n in SIZES if place == "cuda" else (TILE,):
+        there_and_back(place, patterns(PATTERNS, dtype, n), dtype, chunks=len(PATTERNS))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_partial_tiles(place: str, name: str) -> None:
+    dtype = BY_NAME[name]
+    k = CODED.index(name)
+    for n in SIZES if place == "cuda" else (SIZES[k],):
+        for pattern in PATTERNS if place == "cuda" else (PATTERNS[k],):
+            there_and_back(place, make_bits(pattern, dtype, n), dtype)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_one_window(place: str, name: str) -> None:
+    dtype = BY_NAME[name]
+    windows: list[Any] = ["sigma", "histogram", fields_of(dtype).max_base * 2 // 5]
+    if place == "cpu":
+        if dtype.exponent < 8:
+            codec = tw.codec("zipccl", window=windows[CODED.index(name) % 2])
+            there_and_back(place, make_bits("mixed_zeros", dtype, TILE), dtype, codec)
+        codec = tw.codec("zipccl", window=windows[2])
+        there_and_back(place, make_bits("scales", dtype, 2051), dtype, codec)
+        return
+    for codec in (tw.codec("zipccl", window=window) for window in windows):
+        for pattern in PATTERNS:
+            for n in SIZES:
+                there_and_back(place, make_bits(pattern, dtype, n), dtype, codec)
+            bits = make_bits(pattern, dtype, 9001)
+            there_and_back(place, bits, dtype, codec, first=1, chunks=2)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_measured_windows(place: str, name: str) -> None:
+    dtype = BY_NAME[name]
+    # The interpreter runs a program for every exponent.
+    few = ("special",) if dtype.exponent < 8 else ()
+    for pattern in PATTERNS if place == "cuda" else few:
+        for window in ("sigma", "histogram"):
+            codec = tw.codec("zipccl", window=window)
+            bits = make_bits(pattern, dtype, 5001)
+            found = codec.measure(Memory(place).put(bits, dtype, 1), backend="triton")
+            expected = codec.measure(bits.view(dtype.numpy))
+            assert found.tolist() == expected.tolist(), (pattern, window)
+
+
+@pytest.mark.parametrize(("name", "n", "chunks"), [("bfloat16", 1301, 2), ("bfloat16", 2001, 3)])
+def test_chunks(place: str, name: str, n: int, chunks: int) -> None:
+    """The last chunk is shorter, and there are more chunks than one would fill tiles."""
+    dtype = BY_NAME[name]
+    bits = make_bits("normal", dtype, n)
+    bits[n // 3 : n // 2] = make_bits("mixed_zeros", dtype, n // 2 - n // 3)
+    buf = there_and_back(place, bits, dtype, chunks=chunks)
+    assert buf.plan.codec.name == "zipccl"
+    assert buf.plan.chunks == chunks
+
+
+@pytest.mark.gpu
+def test_hundreds_of_chunks(place: str) -> None:
+    for name in CODED:
+        dtype = BY_NAME[name]
+        n = 1300 * 1299 - 5
+        buf = there_and_back(place, make_bits("normal", dtype, n), dtype, chunks=1301)
+        assert buf.plan.codec.name == "zipccl"
+        assert buf.plan.chunk_range(1300) == (n, n)
+
+
+@pytest.mark.parametrize(("n", "chunks"), [(5, 4), (1, 1)])
+def test_chunks_of_hardly_any_elements(place: str, n: int, chunks: int) -> None:
+    """Plans that the planner would leave to raw, with chunks of 2, 1 and 0 elements."""
+    dtype, spec = BY_NAME["bfloat16"], Zipccl()
+    shape = (n,) if n > 1 else ()
+    plan = Plan(spec, dtype, shape, chunks, spec.layout(dtype, -(-n // chunks)), 0)
+    kernels: Any = device_module("zipccl")
+    bits = make_bits("normal", dtype, n)
+    expected = np.full(plan.nbytes, 0x5A, np.uint8)
+    engine.encode_into(plan, bits, expected, backend="ref")
+    memory = Memory(place)
+    out, scratch = memory.take(plan.nbytes), memory.take(plan.scratch_nbytes)
+    kernels.encode(plan, memory.put(bits, dtype), out, scratch)
+    assert_same_buffer(plan, raw(out), expected)
+    y, status = memory.elements(dtype, n), torch.zeros(1, dtype=torch.int64, device=place)
+    kernels.decode(plan, out, y, memory.take(plan.scratch_nbytes), status)
+    assert status.tolist() == [0]
+    assert raw(y).tobytes() == bits.tobytes()
+    memory.check()
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_addresses_that_are_not_aligned(place: str, name: str) -> None:
+    """An input, and an output, that start at element 1; chunks that do as well."""
+    dtype = BY_NAME[name]
+    for n, chunks in ((5001, 1), (13002, 3)) if place == "cuda" else ((TILE, 1),):
+        for pattern in PATTERNS if place == "cuda" else ("special",):
+            bits = make_bits(pattern, dtype, n)
+            memory = Memory(place)
+            buf = check_encode(memory, bits, dtype, tw.codec("zipccl"), first=1, chunks=chunks)
+            check_decode(memory, buf, bits, dtype, first=1, verify=False)
+    if name in ("float32", "float8_e4m3fn"):
+        bits = make_bits("normal", dtype, 2 * 2051)
+        assert there_and_back(place, bits, dtype, chunks=2).plan.codec.name == "zipccl"
+
+
+def test_without_checksums(place: str) -> None:
+    for name in CODED if place == "cuda" else ("bfloat16",):
+        dtype = BY_NAME[name]
+        for pattern in PATTERNS if place == "cuda" else ("mixed_zeros",):
+            bits = make_bits(pattern, dtype, 4096 + 641)
+            buf = there_and_back(place, bits, dtype, checksum=False)
+            assert not buf.plan.checksum
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5, 7, 41), (2, 3, 2, 5, 4, 6), (1,) * 32])
+def test_shapes(place: str, shape: tuple[int, ...]) -> None:
+    dtype = BY_NAME["bfloat16"]
+    bits = make_bits("normal", dtype, math.prod(shape))
+    memory = Memory(place)
+    buf = check_encode(memory, bits, dtype, tw.codec("zipccl"), shape=shape)
+    assert buf.plan.shape == shape
+    assert buf.plan.codec.name == ("zipccl" if bits.size > 1000 else "raw")
+    check_decode(memory, buf, bits, dtype)
+
+
+def test_raw(place: str, any_dtype: DType) -> None:
+    both = ((1, 0), (3, 1))
+    sizes = (0, 1, 129, 5000, 16385, 70001) if place == "cuda" else (0, 129, 2051)
+    for k, n in enumerate(sizes):
+        bits = make_bits("random", any_dtype, n)
+        for chunks, first in both if place == "cuda" else both[k % 2 :][:1]:
+            memory = Memory(place)
+            codec = tw.codec("raw")
+            buf = check_encode(memory, bits, any_dtype, codec, first=first, chunks=chunks)
+            check_decode(memory, buf, bits, any_dtype, first=first)
+            if n > 129:
+                check_decode(memory, buf, bits, any_dtype, start=n // 3, stop=n - 1, verify=True)
+
+
+@pytest.mark.parametrize("capacity", [0, 640])
+def test_fixed_rate(place: str, capacity: int) -> None:
+    """Slots that hold what their chunks need, or do not; as raw chunks or as coded ones."""
+    for name in ("bfloat16", "float32") if place == "cuda" else ("bfloat16",):
+        dtype = BY_NAME[name]
+        bits = patterns(("scales", "random"), dtype, 1301)
+        memory = Memory(place)
+        codec = tw.codec("zipccl")
+        buf = check_encode(memory, bits, dtype, codec, chunks=2, dynamic_capacity=capacity)
+        assert buf.plan.dynamic_stride <= capacity
+        overflows = buf.plan.raw_dynamic(1) > capacity
+        assert overflows == (capacity < 640)
+        assert buf.overflowed == overflows
+        if overflows:
+            tw.decode(buf)
+            with pytest.raises(tw.FormatError, match="dynamic_overflow"):
+                buf.check()
+        else:
+            check_decode(memory, buf, bits, dtype)
+
+
+def with_escapes(dtype: DType, n: int, k: int) -> npt.NDArray[Any]:
+    """`n` elements, `k` of them with exponents far below the others', in no order."""
+    rng = np.random.default_rng([n, k])
+    top = (1 << dtype.exponent) - 2
+    exponents = np.full(n, top)
+    cold = np.arange(1, top - 6, 8)
+    at = rng.permutation(n)[:k]
+    exponents[at] = cold[np.arange(k) % cold.size]
+    rest = rng.integers(0, 2 << dtype.mantissa, n)
+    sign, mantissa = rest >> dtype.mantissa, rest & ((1 << dtype.mantissa) - 1)
+    bits = sign << 8 * dtype.itemsize - 1 | exponents << dtype.mantissa | mantissa
+    return bits.astype(dtype.bits)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_tiles_with_many_escapes(place: str, name: str) -> None:
+    """More than a slot of the workspace holds, as many as a chunk may have, and one more."""
+    dtype = BY_NAME[name]
+    plan = tw.codec("zipccl").plan((TILE,), name)
+    most = plan.raw_dynamic(0)
+    counts: tuple[int, ...] = (most, most + 1) if name == "bfloat16" else (most,)
+    if place == "cuda":
+        counts = (*range(100, 200), most - 1, most, most + 1, TILE // 2)
+    for k in counts:
+        buf = there_and_back(place, with_escapes(dtype, TILE, k), dtype)
+        assert buf.sizes.tolist() == [min(k, most)]
+        assert tw.inspect(buf).raw_chunks == ((0,) if k > most else ())
+
+
+def test_a_tile_with_many_escapes_among_others(place: str) -> None:
+    dtype = BY_NAME["bfloat16"]
+    for tiles, heavy in ((2, 0), (70, 33), (70, 69)) if place == "cuda" else ((2, 0),):
+        bits = make_bits("normal", dtype, tiles * TILE + 300)
+        bits[heavy * TILE :][:TILE] = with_escapes(dtype, TILE, TILE // 2)
+        buf = there_and_back(place, bits, dtype)
+        assert tw.inspect(buf).raw_chunks == ()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_chunks_fall_back_one_by_one(place: str, name: str) -> None:
+    dtype = BY_NAME[name]
+    n = 13001 if place == "cuda" else 1301 if dtype.exponent == 8 else 2501
+    bits = patterns(("normal", "random", "zero"), dtype, n)
+    memory = Memory(place)
+    buf = check_encode(memory, bits, dtype, tw.codec("zipccl"), chunks=3)
+    assert tw.inspect(buf).raw_chunks == (1,)
+    check_decode(memory, buf, bits, dtype, verify=True)
+    if place == "cuda" or name == "bfloat16":
+        check_decode(memory, buf, bits, dtype, start=n + 5, stop=2 * n - 7, first=1)
+
+
+def test_selections(place: str) -> None:
+    dtype = BY_NAME["bfloat16"]
+    n = 2 * (2 * TILE + 1000)
+    cuts = [(4, 4), (100, 4000), (4096, 8192), (9000, 9300)]
+    bits = patterns(("normal", "scales"), dtype, n // 2)
+    memory = Memory(place)
+    buf = check_encode(memory, bits, dtype, tw.codec("zipccl"), chunks=2)
+    if place == "cuda":
+        rng = np.random.default_rng(1)
+        cuts += [tuple(sorted(rng.integers(0, n + 1, 2).tolist())) for _ in range(200)]
+    for k, (start, stop) in enumerate(cuts):
+        check_decode(memory, buf, bits, dtype, start=start, stop=stop, first=k % 2)
+    for start, stop in cuts if place == "cuda" else [(100, 4000)]:
+        check_decode(memory, buf, bits, dtype, start=start, stop=stop, verify=True)
+    check_decode(memory, buf, bits, dtype, start=n // 2, stop=n, verify=True)
+
+
+def sums_agree(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
+    """Bit by bit the same, but for what is in a NaN."""
+    both = np.isnan(found) & np.isnan(expected)
+    width = f"u{found.itemsize}"
+    return bool((both | (found.view(width) == expected.view(width))).all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float32"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+    ],
+)
+def test_decode_add(place: str, name: str, target: str) -> None:
+    dtype, kind = BY_NAME[name], BY_NAME[target]
+    codec = tw.codec("zipccl")
+    cases = [("special", 1301 if name == "float32" else 2501, 1, 0)]
+    if place == "cuda":
+        cases = [(p, n, c, f) for p in PATTERNS for n in SIZES for c in (1, 3) for f in (0, 1)]
+    elif name == "bfloat16":
+        cases = [("special", TILE + 700, 1, 0), ("random", 1301, 1, 1)]
+    for pattern, n, chunks, first in cases:
+        bits = make_bits(pattern, dtype, n)
+        memory = Memory(place)
+        expected = make_bits("special", kind, n, seed=1).view(kind.numpy)
+        acc = memory.put(expected.view(kind.bits), kind, first)
+        buf = codec.encode(memory.put(bits, dtype), chunks=chunks, backend="triton")
+        scratch = memory.take(buf.plan.scratch_nbytes)
+        assert codec.decode_add(buf, acc, scratch=scratch) is acc
+        buf.check()
+        codec.decode_add(tw.encode(bits.view(dtype.numpy)), expected)
+        found = raw(acc).view(kind.numpy)
+        if target == "bfloat16":
+            assert sums_agree(found.astype(np.float32), expected.astype(np.float32))
+        else:
+            assert sums_agree(found, expected)
+        memory.check()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
+def test_packed_buffers(place: str, name: str) -> None:
+    """Bytes from elsewhere: dynamic parts lie close together, at any multiple of 128."""
+    dtype = BY_NAME[name]
+    n = 30001 if place == "cuda" else 1301
+    bits = patterns(("normal", "scales", "random"), dtype, n)
+    packed = np.frombuffer(bytes(tw.encode(bits.view(dtype.numpy), chunks=3)), np.uint8)
+    memory = Memory(place)
+    device_bytes = memory.take(packed.size)
+    device_bytes.copy_(torch.from_numpy(packed.copy()))
+    check_decode(memory, device_bytes, bits, dtype)
+    check_decode(memory, device_bytes, bits, dtype, start=n + 3, stop=2 * n + 9, first=1)
+    if place == "cuda":
+        check_decode(memory, packed.tobytes(), bits, dtype, verify=True)
+
+
+def vectors(codec: str) -> list[str]:
+    return sorted(f"{codec}/{path.stem}" for path in (VECTORS / codec).glob("*.tw"))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in vectors("raw") + vectors("zipccl") if "/float64_" not in n or "raw/" in n]
+)
+def test_vectors(place: str, name: str) -> None:
+    if place == "cpu" and ("fnuz" in name or name.endswith("_all")):
+        pytest.skip("the interpreter is slow, and the other 8-bit floats have the same kernels")
+    data = (VECTORS / f"{name}.tw").read_bytes()
+    tensor = (VECTORS / f"{name}.bin").read_bytes()
+    header = tw.inspect(data).header
+    bits = np.frombuffer(tensor, header.dtype.bits)
+    memory = Memory(place)
+    src = memory.put(np.frombuffer(data, np.uint8), BY_NAME["uint8"])
+    out = memory.elements(header.dtype, bits.size).reshape(header.shape)
+    if header.required & ASSEMBLED:
+        with pytest.raises(ValueError, match="assembled"):
+            tw.decode(src, out=out, backend="triton")
+        return
+    tw.decode(src, out=out, backend="triton")
+    assert raw(out).tobytes() == tensor
+    params: dict[str, Any] = {}
+    if header.codec == "zipccl":
+        kind, base = header.params[0], int.from_bytes(header.params[2:4], "little")
+        params["window"] = base if kind == 3 else WINDOWS[kind]
+    buf = tw.codec(header.codec, **params).encode(
+        out,
+        out=memory.take(len(data) + 2 * bits.nbytes + 4096 * header.chunks),
+        chunks=header.chunks,
+        checksum=bool(header.required & CHECKSUM),
+        dynamic_capacity=header.dynamic_stride or None,
+        backend="triton",
+    )
+    if header.dynamic_stride:
+        assert_same_buffer(buf.plan, raw(buf.array), np.frombuffer(data, np.uint8))
+    elif name != "raw/uint8_newer_minor":
+        assert bytes(buf) == data
+    memory.check()
+
+
+REASONS: dict[str, str] = json.loads((VECTORS / "invalid" / "reasons.json").read_text())
+#: Of an assembled buffer, of float64: the host decodes these.
+ON_HOST = {"checksum_of_ordinal", "half_escape"}
+
+
+@pytest.mark.parametrize("name", sorted(set(REASONS) - ON_HOST))
+def test_invalid_vectors(place: str, name: str) -> None:
+    data = (VECTORS / "invalid" / f"{name}.tw").read_bytes()
+    memory = Memory(place)
+    src = memory.put(np.frombuffer(data, np.uint8), BY_NAME["uint8"])
+    with pytest.raises(tw.FormatError) as caught:
+        tw.decode(src, backend="triton")
+    assert caught.value.reason == REASONS[name]
+
+
+def sanitize() -> ModuleType:
+    """The module beside this one, which is also a script."""
+    if "sanitize" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "sanitize", Path(__file__).with_name("sanitize.py")
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sanitize"] = module
+        spec.loader.exec_module(module)
+    return sys.modules["sanitize"]
+
+
+def on_host(data: bytes, **options: Any) -> Any:
+    """The tensor's bytes, or the reason of the refusal."""
+    try:
+        return tw.decode(data, backend="cpu", max_nbytes=1 << 28, **options).tobytes()
+    except tw.FormatError as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_damage(place: str, part: int) -> None:
+    """With verification the host's reason, or its tensor; without, no access out of bounds."""
+    cases = list(sanitize().cases(400))
+    for k, case in enumerate(cases[part::6] if place == "cuda" else cases[part:120:30]):
+        memory = Memory(place)
+        array = memory.put(case.data, BY_NAME["uint8"])
+        expected = on_host(case.data.tobytes())
+        plan = case.plan
+        if case.data[: plan.header.nbytes].tobytes() != plan.header_bytes.tobytes():
+            expected = "bad_header"
+        found = sanitize().decodes(case, array)
+        verified = next(found)
+        assert as_bytes(verified) == expected, case.name
+        if place == "cuda" or k % 2 == part % 2:
+            unverified = as_bytes(next(found))
+            if isinstance(expected, bytes):
+                assert unverified == expected, case.name
+        for _ in found if place == "cuda" else ():
+            pass
+        assert raw(array).tobytes() == case.data.tobytes()
+        memory.check()
+
+
+def as_bytes(result: Any) -> Any:
+    return result if isinstance(result, str) else raw(result).tobytes()
+
+
+def random_case(rng: np.random.Generator, generator: Any) -> tuple[DType, tw.Codec, Any, Any]:
+    """Dtype, codec, options of encode, and elements on the device, with 32 bytes before them."""
+    name = CODED[rng.integers(0, len(CODED))]
+    dtype = BY_NAME[name]
+    n = int(rng.choice([rng.integers(0, 200_001), rng.integers(0, 9000), 4096 * rng.integers(40)]))
+    offset = int(rng.choice([0, 0, 1, 7]))
+    kind = rng.integers(0, 6)
+    room = torch.empty(n + offset, dtype=getattr(torch, name), device="cuda")
+    bits = room.view(getattr(torch, f"uint{8 * dtype.itemsize}"))[offset:]
+    x = room[offset:]
+    if kind == 0:
+        bytes_ = room.view(torch.uint8)
+        bytes_.random_(0, 256, generator=generator)
+    else:
+        spread = float(2.0 ** rng.integers(-12, 3)) * (1 if dtype.itemsize > 1 else 64)
+        values = torch.empty(n, device="cuda").normal_(0, spread, generator=generator)
+        if kind >= 3:
+            chance = torch.empty(n, device="cuda").uniform_(generator=generator)
+            values[chance < float(rng.random())] = 0.0
+        if kind == 4:
+            values[n // 3 : n // 2] *= float(2.0 ** rng.integers(-20, 20))
+        x.copy_(values)
+        if kind == 5 and n:
+            at = torch.randint(0, n, (n // int(rng.integers(2, 2000)) + 1,), device="cuda",
+                               generator=generator)  # fmt: skip
+            x[at] = float(rng.choice([0.0, -0.0, 1e-4, float("nan"), float("-inf")]))
+    window: Any = "tile"
+    if name in ("bfloat16", "float16") and rng.random() < 0.3:
+        base = int(rng.integers(0, fields_of(dtype).max_base + 1))
+        window = ("sigma", "histogram", base)[rng.integers(0, 3)]
+    options = {
+        "chunks": int(rng.choice([1, 1, 2, 3, 7, 40])),
+        "checksum": bool(rng.random() < 0.7) or name not in ("bfloat16", "float16"),
+    }
+    assert bits.numel() == n
+    return dtype, tw.codec("zipccl", window=window), options, x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", range(20))
+def test_ten_thousand_random_cases(place: str, batch: int) -> None:
+    """Packed bytes are the cpu backend's, and the tensor comes back; 500 cases in each batch."""
+    for seed in range(500 * batch, 500 * batch + 500):
+        check_random_case(seed)
+
+
+def check_random_case(seed: int) -> None:
+    """Nothing here waits for the device before all of a case is queued."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    dtype, codec, options, x = random_case(rng, generator)
+    plan = codec.plan(tuple(x.shape), dtype.name, **options)
+    out = torch.full((plan.nbytes + GUARD,), POISON, dtype=torch.uint8, device="cuda")
+    scratch = torch.full((plan.scratch_nbytes,), POISON, dtype=torch.uint8, device="cuda")
+    buf = codec.encode(x, out=out, scratch=scratch, **options)
+    offset = int(rng.choice([0, 0, 1]))
+    room = torch.full((x.nbytes + 8 + GUARD,), POISON, dtype=torch.uint8, device="cuda")
+    target = room[offset * dtype.itemsize :][: x.nbytes].view(x.dtype)
+    tw.decode(buf, out=target, scratch=scratch.fill_(POISON))
+    back = torch.equal(target.view(torch.uint8), x.view(torch.uint8))
+    intact = torch.all(out[plan.nbytes :] == POISON)
+    intact &= torch.all(room[offset * dtype.itemsize + x.nbytes :] == POISON)
+    bits = x.view(torch.uint8).cpu().numpy().view(dtype.numpy)
+    expected = bytes(codec.encode(bits, threads=1, backend="cpu", **options))
+    what = f"seed {seed}: {plan.dtype.name}, {plan.nelem} elements, {codec}, {options}"
+    buf.check()
+    assert back, what
+    assert bytes(buf) == expected, what
+    assert intact.item(), what
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(place: str) -> None:
+    n = (1 << 31) + 4099
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    x = torch.empty(n, dtype=torch.bfloat16, device="cuda")
+    for at in range(0, n, 1 << 28):
+        x[at : at + (1 << 28)].normal_(0, 0.02, generator=generator)
+    buf = tw.encode(x)
+    y = torch.full_like(x, 3.0)
+    tw.decode(buf, out=y, verify=True)
+    for at in range(0, n, 1 << 28):
+        assert torch.equal(x[at : at + (1 << 28)], y[at : at + (1 << 28)])
+    check_tiles(buf, x, 0, 3)
+    check_tiles(buf, x, (1 << 31) // TILE - 2, 3)
+    check_tiles(buf, x, tile_count(n) - 2, 2)
+    part = tw.decode(buf, start=(1 << 31) - 5000, stop=(1 << 31) + 4000)
+    assert torch.equal(part, x[(1 << 31) - 5000 : (1 << 31) + 4000])
+    y.fill_(3.0)
+    bytes_ = tw.encode(x.view(torch.uint8), tw.codec("raw"), chunks=3)
+    tw.decode(bytes_, out=y.view(torch.uint8), verify=True)
+    for at in range(0, n, 1 << 28):
+        assert torch.equal(x[at : at + (1 << 28)], y[at : at + (1 << 28)])
+
+
+def check_tiles(buf: tw.Buffer, x: Any, first: int, count: int) -> None:
+    """Tiles of a buffer of one chunk are those that the reference makes of their elements."""
+    plan = buf.plan
+    f = fields_of(plan.dtype)
+    part = x[first * TILE : (first + count) * TILE]
+    host = raw(part).view(plan.dtype.numpy)
+    expected = tw.encode(host, backend="ref")
+    block = f.block_nbytes(COLUMNS)
+    size = part.numel() // TILE * block + f.block_nbytes(tail_columns(part.numel()))
+    at = plan.static_offset + first * block
+    small = np.asarray(expected.array)[expected.plan.static_offset :]
+    assert_same(raw(buf.array[at : at + size]), small[:size], f"tile {first}")
+    index = plan.static_offset + plan.layout.sections[0].nbytes
+    small_index = expected.plan.layout.sections[0].nbytes
+    entries = index + 4 * tile_count(plan.nelem) + 2 * first
+    assert_same(
+        raw(buf.array[entries : entries + 2 * count]),
+        small[small_index + 4 * count :][: 2 * count],
+        f"windows from tile {first}",
+    )
+    offsets = raw(buf.array[index + 4 * first : index + 4 * (first + count)]).view("<u4")
+    small_offsets = small[small_index : small_index + 4 * count].view("<u4")
+    assert (offsets - offsets[0]).tolist() == small_offsets.tolist()
+    escapes = np.asarray(expected.dynamic(0))
+    start = plan.dynamic_offset + int(offsets[0])
+    assert_same(raw(buf.array[start : start + escapes.size]), escapes, f"escapes of tile {first}")
+
+
+def test_the_watch_sees_what_it_should(watched: Iterator[Any] | None) -> None:
+    if not isinstance(watched, Watched):
+        pytest.skip("the interpreter does not run here")
+    watched.spans = [(1024, 1032), (4096, 8192)]
+    on = np.ones(2, bool)
+    watched.check(np.array([1024, 8188], np.uint64), on, 4)
+    watched.check(np.array([0, 4096], np.uint64), np.array([False, True]), 4)
+    for bad in ([1024, 8192], [1020, 4096], [1028, 1032]):
+        with pytest.raises(AssertionError, match="out of bounds"):
+            watched.check(np.array(bad, np.uint64), on, 4)
+    with pytest.raises(AssertionError, match="no multiple"):
+        watched.check(np.array([1026, 4096], np.uint64), on, 4)
