@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,56 @@ def test_a_buffer_keeps_what_decoding_found_while_its_memory_is_reused(place: st
     with pytest.raises(tw.FormatError, match="checksum_mismatch"):
         again.check()
     buf.check()
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "raw"])
+@pytest.mark.parametrize("at", [4, 100])
+def test_headers_and_records_are_checked_whatever_is_decoded(
+    place: str, codec: str, at: int
+) -> None:
+    x = tensor(place).reshape(5, 1, 1, 1, 1, 10, 10, 10)
+    buf = encode(x, codec, chunks=2)
+    assert buf.plan.header.nbytes > 100
+    for byte, reason in ((at, "bad_header"), (buf.plan.header.nbytes + 16, "bad_record")):
+        buf.array[byte] ^= 0x40
+        for options in ({"verify": False}, {"start": 10, "stop": 20}, {"start": 7, "stop": 7}):
+            tw.decode(buf, backend="triton", **options)  # type: ignore[arg-type]
+            with pytest.raises(tw.FormatError) as caught:
+                buf.check()
+            assert caught.value.reason == reason
+        buf.array[byte] ^= 0x40
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "raw"])
+def test_a_checksum_that_no_plan_promised_is_refused(place: str, codec: str) -> None:
+    buf = encode(tensor(place), codec, checksum=False)
+    buf.array[buf.plan.header.nbytes] = 1
+    with pytest.raises(tw.FormatError) as caught:
+        tw.decode(buf, backend="triton", verify=True)
+    assert caught.value.reason == "bad_record"
+
+
+def test_a_verdict_at_once_is_on_its_call_alone(place: str) -> None:
+    x = tensor(place)
+    buf = encode(x, chunks=2)
+    second = buf.plan.static_range(1).start
+    buf.array[second] ^= 1
+    tw.decode(buf, backend="triton")
+    first = tw.decode(buf, backend="triton", stop=N // 2, verify=True)
+    assert same(first, x[: N // 2])
+    for _ in range(2):
+        with pytest.raises(tw.FormatError, match="chunk 1"):
+            tw.decode(buf, backend="triton", verify=True)
+    with pytest.raises(tw.FormatError, match="chunk 1"):
+        buf.check()
+    buf.check()
+
+
+def test_a_plan_that_was_used_is_sent_without_its_launches(place: str) -> None:
+    buf = encode(tensor(place))
+    sent = pickle.dumps(buf.plan)
+    assert b"triton" not in sent
+    assert pickle.loads(sent) == buf.plan
 
 
 def test_foreign_bytes_are_checked_at_once(place: str) -> None:
