@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -274,7 +273,7 @@ def test_one_window(place: str, name: str) -> None:
         return
     for codec in (tw.codec("zipccl", window=window) for window in windows):
         for pattern in PATTERNS:
-            for n in SIZES:
+            for n in (1301, 4096, 12289):
                 there_and_back(place, make_bits(pattern, dtype, n), dtype, codec)
             bits = make_bits(pattern, dtype, 9001)
             there_and_back(place, bits, dtype, codec, first=1, chunks=2)
@@ -306,13 +305,12 @@ def test_chunks(place: str, name: str, n: int, chunks: int) -> None:
 
 
 @pytest.mark.gpu
-def test_hundreds_of_chunks(place: str) -> None:
-    for name in CODED:
-        dtype = BY_NAME[name]
-        n = 1300 * 1299 - 5
-        buf = there_and_back(place, make_bits("normal", dtype, n), dtype, chunks=1301)
-        assert buf.plan.codec.name == "zipccl"
-        assert buf.plan.chunk_range(1300) == (n, n)
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_thousands_of_chunks_the_last_of_them_empty(name: str) -> None:
+    dtype, n = BY_NAME[name], 7_017_350
+    buf = there_and_back("cuda", make_bits("normal", dtype, n), dtype, chunks=2700)
+    assert buf.plan.codec.name == "zipccl"
+    assert buf.plan.chunk_range(2699) == (n, n)
 
 
 @pytest.mark.parametrize(("n", "chunks"), [(5, 4), (1, 1)])
@@ -468,9 +466,9 @@ def test_selections(place: str) -> None:
         rng = np.random.default_rng(1)
         cuts += [tuple(sorted(rng.integers(0, n + 1, 2).tolist())) for _ in range(200)]
     for k, (start, stop) in enumerate(cuts):
-        check_decode(memory, buf, bits, dtype, start=start, stop=stop, first=k % 2)
+        check_decode(Memory(place), buf, bits, dtype, start=start, stop=stop, first=k % 2)
     for start, stop in cuts if place == "cuda" else [(100, 4000)]:
-        check_decode(memory, buf, bits, dtype, start=start, stop=stop, verify=True)
+        check_decode(Memory(place), buf, bits, dtype, start=start, stop=stop, verify=True)
     check_decode(memory, buf, bits, dtype, start=n // 2, stop=n, verify=True)
 
 
@@ -642,79 +640,88 @@ def as_bytes(result: Any) -> Any:
     return result if isinstance(result, str) else raw(result).tobytes()
 
 
-def random_case(rng: np.random.Generator, generator: Any) -> tuple[DType, tw.Codec, Any, Any]:
-    """Dtype, codec, options of encode, and elements on the device, with 32 bytes before them."""
+def random_case(
+    rng: np.random.Generator, place: str, most: int
+) -> tuple[tw.Codec, dict[str, Any], Any]:
+    """Codec, options of encode, and at most `most` elements made at `place`."""
     name = CODED[rng.integers(0, len(CODED))]
     dtype = BY_NAME[name]
-    n = int(rng.choice([rng.integers(0, 200_001), rng.integers(0, 9000), 4096 * rng.integers(40)]))
+    sizes = (rng.integers(0, most + 1), rng.integers(0, 9000), TILE * rng.integers(0, 40))
+    n = min(int(rng.choice(sizes)), most)
     offset = int(rng.choice([0, 0, 1, 7]))
+    x = torch.empty(n + offset, dtype=getattr(torch, name), device=place)[offset:]
+    generator = torch.Generator(device=place).manual_seed(int(rng.integers(0, 1 << 62)))
     kind = rng.integers(0, 6)
-    room = torch.empty(n + offset, dtype=getattr(torch, name), device="cuda")
-    bits = room.view(getattr(torch, f"uint{8 * dtype.itemsize}"))[offset:]
-    x = room[offset:]
     if kind == 0:
-        bytes_ = room.view(torch.uint8)
-        bytes_.random_(0, 256, generator=generator)
+        x.view(torch.uint8).random_(0, 256, generator=generator)
     else:
         spread = float(2.0 ** rng.integers(-12, 3)) * (1 if dtype.itemsize > 1 else 64)
-        values = torch.empty(n, device="cuda").normal_(0, spread, generator=generator)
+        values = torch.empty(n, device=place).normal_(0, spread, generator=generator)
+        chance = torch.empty(n, device=place).uniform_(generator=generator)
         if kind >= 3:
-            chance = torch.empty(n, device="cuda").uniform_(generator=generator)
-            values[chance < float(rng.random())] = 0.0
+            values.masked_fill_(chance < float(rng.random()), 0.0)
         if kind == 4:
             values[n // 3 : n // 2] *= float(2.0 ** rng.integers(-20, 20))
+        if kind == 5:
+            rare = float(10.0 ** -rng.integers(1, 5))
+            value = float(rng.choice([-0.0, 1e-4, float("nan"), float("-inf")]))
+            values.masked_fill_(chance > 1 - rare, value)
         x.copy_(values)
-        if kind == 5 and n:
-            at = torch.randint(0, n, (n // int(rng.integers(2, 2000)) + 1,), device="cuda",
-                               generator=generator)  # fmt: skip
-            x[at] = float(rng.choice([0.0, -0.0, 1e-4, float("nan"), float("-inf")]))
+    few = name in ("bfloat16", "float16")
     window: Any = "tile"
-    if name in ("bfloat16", "float16") and rng.random() < 0.3:
+    if few and rng.random() < 0.3:
         base = int(rng.integers(0, fields_of(dtype).max_base + 1))
         window = ("sigma", "histogram", base)[rng.integers(0, 3)]
     options = {
         "chunks": int(rng.choice([1, 1, 2, 3, 7, 40])),
-        "checksum": bool(rng.random() < 0.7) or name not in ("bfloat16", "float16"),
+        "checksum": not few or bool(rng.random() < 0.7),
     }
-    assert bits.numel() == n
-    return dtype, tw.codec("zipccl", window=window), options, x
+    return tw.codec("zipccl", window=window), options, x
+
+
+def check_random_case(seed: int, place: str, most: int = 200_000) -> None:
+    rng = np.random.default_rng(seed)
+    codec, options, x = random_case(rng, place, most)
+    dtype = BY_NAME[str(x.dtype).removeprefix("torch.")]
+    plan = codec.plan(tuple(x.shape), dtype, **options)
+    out = torch.full((plan.nbytes + GUARD,), POISON, dtype=torch.uint8, device=place)
+    scratch = torch.full((plan.scratch_nbytes,), POISON, dtype=torch.uint8, device=place)
+    buf = codec.encode(x, out=out, scratch=scratch, backend="triton", **options)
+    first = int(rng.choice([0, 0, 1])) * dtype.itemsize
+    room = torch.full((first + x.nbytes + GUARD,), POISON, dtype=torch.uint8, device=place)
+    y = room[first : first + x.nbytes].view(x.dtype)
+    tw.decode(buf, out=y, scratch=scratch.fill_(POISON), backend="triton")
+    host = raw(x).view(dtype.numpy)
+    expected = bytes(codec.encode(host, threads=1, backend="cpu", **options))
+    what = f"seed {seed}: {dtype.name}, {plan.nelem} elements, {codec}, {options}"
+    try:
+        packed = bytes(buf)
+    except tw.FormatError as error:
+        pytest.fail(f"{what}: {error}")
+    assert packed == expected, what
+    assert torch.equal(y.view(torch.uint8), x.view(torch.uint8)), what
+    assert (out[plan.nbytes :] == POISON).all(), what
+    assert (room[:first] == POISON).all(), what
+    assert (room[first + x.nbytes :] == POISON).all(), what
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", range(20))
-def test_ten_thousand_random_cases(place: str, batch: int) -> None:
+def test_ten_thousand_random_cases(batch: int) -> None:
     """Packed bytes are the cpu backend's, and the tensor comes back; 500 cases in each batch."""
     for seed in range(500 * batch, 500 * batch + 500):
-        check_random_case(seed)
+        check_random_case(seed, "cuda")
 
 
-def check_random_case(seed: int) -> None:
-    """Nothing here waits for the device before all of a case is queued."""
-    rng = np.random.default_rng(seed)
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    dtype, codec, options, x = random_case(rng, generator)
-    plan = codec.plan(tuple(x.shape), dtype.name, **options)
-    out = torch.full((plan.nbytes + GUARD,), POISON, dtype=torch.uint8, device="cuda")
-    scratch = torch.full((plan.scratch_nbytes,), POISON, dtype=torch.uint8, device="cuda")
-    buf = codec.encode(x, out=out, scratch=scratch, **options)
-    offset = int(rng.choice([0, 0, 1]))
-    room = torch.full((x.nbytes + 8 + GUARD,), POISON, dtype=torch.uint8, device="cuda")
-    target = room[offset * dtype.itemsize :][: x.nbytes].view(x.dtype)
-    tw.decode(buf, out=target, scratch=scratch.fill_(POISON))
-    back = torch.equal(target.view(torch.uint8), x.view(torch.uint8))
-    intact = torch.all(out[plan.nbytes :] == POISON)
-    intact &= torch.all(room[offset * dtype.itemsize + x.nbytes :] == POISON)
-    bits = x.view(torch.uint8).cpu().numpy().view(dtype.numpy)
-    expected = bytes(codec.encode(bits, threads=1, backend="cpu", **options))
-    what = f"seed {seed}: {plan.dtype.name}, {plan.nelem} elements, {codec}, {options}"
-    buf.check()
-    assert back, what
-    assert bytes(buf) == expected, what
-    assert intact.item(), what
+def test_a_few_random_cases() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU runs thousands")
+    for seed in range(4):
+        check_random_case(seed, "cpu", 2300)
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements(place: str) -> None:
+def test_more_than_two_to_the_31_elements() -> None:
     n = (1 << 31) + 4099
     generator = torch.Generator(device="cuda").manual_seed(1)
     x = torch.empty(n, dtype=torch.bfloat16, device="cuda")
@@ -765,8 +772,8 @@ def check_tiles(buf: tw.Buffer, x: Any, first: int, count: int) -> None:
     assert_same(raw(buf.array[start : start + escapes.size]), escapes, f"escapes of tile {first}")
 
 
-def test_the_watch_sees_what_it_should(watched: Iterator[Any] | None) -> None:
-    if not isinstance(watched, Watched):
+def test_the_watch_sees_what_it_should(watched: Watched | None) -> None:
+    if watched is None:
         pytest.skip("the interpreter does not run here")
     watched.spans = [(1024, 1032), (4096, 8192)]
     on = np.ones(2, bool)

@@ -224,7 +224,7 @@ def test_headers_and_records_are_checked_whatever_is_decoded(
     for byte, reason in ((at, "bad_header"), (buf.plan.header.nbytes + 16, "bad_record")):
         buf.array[byte] ^= 0x40
         for options in ({"verify": False}, {"start": 10, "stop": 20}, {"start": 7, "stop": 7}):
-            tw.decode(buf, backend="triton", **options)  # type: ignore[arg-type]
+            tw.decode(buf, backend="triton", **options)
             with pytest.raises(tw.FormatError) as caught:
                 buf.check()
             assert caught.value.reason == reason

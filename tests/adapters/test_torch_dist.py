@@ -1,0 +1,157 @@
+"""The collectives over gloo, between real processes: this file is also what they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from ranks import DESIGNS, DTYPES, check_collectives
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("PyTorch was built without gloo", allow_module_level=True)
+
+from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+
+#: In seconds, of the group whose last rank does not come.
+TIMEOUT = 2.0
+
+
+def launch(task: str, world_size: int, tmp_path: Path) -> list[Any]:
+    """What `task` returns on every rank but the last, which is killed when the others are done."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    processes = []
+    try:
+        for rank in range(world_size):
+            words = [task, str(rank), str(world_size), str(tmp_path / "store")]
+            process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, *words],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(process)
+        deadline = time.monotonic() + 120
+        results = []
+        for rank, process in enumerate(processes[:-1]):
+            out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            assert process.returncode == 0, f"rank {rank}: {errors}"
+            results.append(json.loads(out))
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def every_collective(transport: TorchDist) -> list[list[int]]:
+    """All checks over the whole group; raw and wire bytes of some calls."""
+    transport.barrier()
+    n, me = transport.world_size, transport.rank
+    for i, dtype in enumerate(DTYPES):
+        check_collectives(transport, ("torch", "numpy")[i % 2], dtype, DESIGNS[i % 2], 2, 641)
+    check_collectives(transport, "torch", "bfloat16", "between", 2, 300)
+    for op, wanted in (("sum", n * (n - 1) // 2), ("max", n - 1), ("or", n - 1)):
+        x = np.array([me], np.int64)
+        transport.all_reduce(x, op)  # type: ignore[arg-type]
+        assert x[0] == wanted
+    with pytest.raises(tw.CollectiveError, match=r"ranks \[0\]: .*ranks \[1"):
+        tw.Communicator(transport, "raw" if me == 0 else "zipccl")
+    comm = tw.Communicator(transport)
+    with pytest.raises(tw.CollectiveError, match=r"ranks \[.*\] make another call"):
+        comm.all_gather(torch.zeros((4, 2) if me == 0 else (2, 4)))
+    # Two ranks are a group of their own, in which they have other numbers.
+    group = dist.new_group([0, n - 1])
+    if me in (0, n - 1):
+        check_collectives(TorchDist(group), "torch", "bfloat16", "first", 1, 300)
+    else:
+        with pytest.raises(ValueError, match="not in it"):
+            TorchDist(group)
+    comm = tw.Communicator(transport)
+    weights = torch.randn(n * 30_000, generator=torch.Generator().manual_seed(me)) * 0.02
+    weights = weights.bfloat16().requires_grad_()
+    for call in (comm.all_gather, comm.all_to_all, comm.reduce_scatter, comm.all_reduce):
+        call(weights)
+    return [[r.raw_bytes, r.wire_bytes] for r in comm.trace()]
+
+
+def survive(transport: TorchDist, leave: Any) -> list[Any]:
+    """The last rank leaves between two calls; what the others say of it, and after how long."""
+    comm = tw.Communicator(transport)
+    x = torch.ones(100_000, dtype=torch.bfloat16)
+    comm.all_reduce(x)
+    if comm.rank == comm.world_size - 1:
+        leave()
+    start = time.monotonic()
+    with pytest.raises(tw.CollectiveError) as caught:
+        comm.all_reduce(x)
+    took = time.monotonic() - start
+    with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+        comm.all_reduce(x)
+    error = caught.value
+    return [error.rank, error.collective, error.sequence, error.stage, took]
+
+
+def two_ranks(transport: TorchDist) -> dict[str, Any]:
+    """The checks; then the last rank does not come, and only the timeout tells."""
+    calls = every_collective(transport)
+    patient = TorchDist(dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT)))
+    assert patient.timeout == TIMEOUT
+    return {"calls": calls, "error": survive(patient, lambda: time.sleep(100))}
+
+
+def four_ranks(transport: TorchDist) -> dict[str, Any]:
+    """The checks; then the last rank is killed."""
+    calls = every_collective(transport)
+    return {
+        "calls": calls,
+        "error": survive(transport, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    }
+
+
+@pytest.mark.parametrize("task", ["two_ranks", "four_ranks"])
+def test_every_collective_and_a_lost_rank(task: str, tmp_path: Path) -> None:
+    for me, found in enumerate(launch(task, {"two_ranks": 2, "four_ranks": 4}[task], tmp_path)):
+        assert len(found["calls"]) == 4
+        for raw, wire in found["calls"]:
+            assert raw > 0
+            assert wire < 0.74 * raw
+        rank, collective, sequence, stage, took = found["error"]
+        assert (rank, collective, sequence) == (me, "all_reduce", 1)
+        assert stage in ("sizes", "payload", "static", "dynamic")
+        assert took < TIMEOUT + 10
+
+
+def main(task: str, rank: str, world_size: str, store: str) -> None:
+    """Join the group, run the task, print what it returns."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world_size),
+        timeout=timedelta(seconds=60),
+    )
+    result = globals()[task](TorchDist())
+    sys.stdout.write(json.dumps(result))
+    sys.stdout.flush()
+    # No tidy end: some tasks leave the group in pieces.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,397 @@
+"""Every kernel compiled ahead of time, without a GPU, and what it spills.
+
+The wanted forms are those that the modules launch: a worker process, in which Triton does not
+interpret, calls encode, decode and measure, notes the launches instead of making them, and compiles
+what it noted for each target. The figures are the compilers' own: registers and stack of a cubin
+(its spills are all that is on the stack), registers and spills in the metadata of an hsaco.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+WORKERS = 2
+
+
+class Allowed(NamedTuple):
+    """What forms with these constexprs may spill: bytes of stack (NVIDIA), scalar registers (AMD).
+
+    AMD's scalar registers spill to lanes of vector registers, not to memory. Vector registers never
+    may spill there. Forms that are not listed may spill nothing.
+    """
+
+    kernel: str
+    constexprs: dict[str, list[Any]]
+    stack: int
+    scalars: int
+    why: str
+
+
+ALLOWED = (
+    Allowed("zipccl._finish_kernel", {}, 512, 112, "a small part of the time; more of it at once"),
+    Allowed("zipccl._encode_kernel", {"MODE": [1, 2]}, 32, 64, "such tiles are few"),
+    Allowed(
+        "zipccl._encode_kernel",
+        {"MODE": [0], "SUMS": [True]},
+        224,
+        0,
+        "fewer registers, so more tiles in flight: faster than without the spills",
+    ),
+)
+
+
+class Form(NamedTuple):
+    """One form in which a kernel is launched; `launch` is what the compiler has to know."""
+
+    kernel: str
+    dtype: str
+    constexprs: dict[str, Any]
+    launch: tuple[Any, dict[str, Any], dict[Any, Any], dict[str, Any]]
+
+    def wanted(self, target: str) -> bool:
+        """All forms are compiled for sm_90, the common ones of bfloat16 for every target."""
+        c = self.constexprs
+        if self.dtype != "bfloat16":
+            return target in ("sm_90", "gfx942") and self.is_main()
+        usual = {"STATS": 0, "PACKED": False, "STORE": True, "ADD": 0}
+        odd = c.get("MODE", 0) != 0 and any(c.get(k, v) != v for k, v in usual.items())
+        return target == "sm_90" or not odd
+
+    def is_main(self) -> bool:
+        """Whole tiles without checksums: what most of the time goes to."""
+        return self.constexprs.get("MODE") == 0 and not self.constexprs["SUMS"]
+
+
+def notes() -> tuple[list[str], list[str], list[Form]]:
+    """All kernels, numbers that they are specialised on, and the forms in which they start."""
+    from triton.runtime.jit import JITFunction, mangle_type
+
+    import tightwire as tw
+    from tightwire.codecs import device
+    from tightwire.planning import device_module
+
+    modules = {"device": device} | {name: device_module(name) for name in tw.codecs()}
+    kernels = {
+        id(value): f"{stem}.{name}"
+        for stem, module in modules.items()
+        if isinstance(module, types.ModuleType)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+    specialised: set[str] = set()
+    forms: dict[str, Form] = {}
+    dtype = ""
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = kernels[id(self)]
+        values = dict(zip([p.name for p in self.params], args, strict=False))
+        values |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
+        signature: dict[str, Any] = {}
+        aligned: dict[Any, Any] = {}
+        for i, p in enumerate(self.params):
+            value = values[p.name]
+            if p.is_constexpr:
+                signature[p.name] = "constexpr"
+            elif hasattr(value, "data_ptr"):
+                signature[p.name] = mangle_type(value)
+                if value.data_ptr() % 16 == 0:
+                    aligned[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[p.name] = p.annotation_type
+                if not p.do_not_specialize:
+                    specialised.add(f"{kernel}: {p.name}")
+        constexprs = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+        key = repr((kernel, signature, constexprs, aligned, options))
+        forms.setdefault(key, Form(kernel, dtype, constexprs, (self, signature, aligned, options)))
+
+    JITFunction.run = note
+    for dtype in ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"):
+        for name in tw.codecs():
+            if isinstance(device_module(name), types.ModuleType):
+                launches(name, dtype, dtype == "bfloat16")
+    return sorted(kernels.values()), sorted(specialised), list(forms.values())
+
+
+def launches(name: str, dtype: str, everything: bool) -> None:
+    """Make the calls whose launches are noted; not `everything` makes those of whole tiles only."""
+    import torch
+
+    import tightwire as tw
+    from tightwire.planning import device_module
+
+    kernels: Any = device_module(name)
+    kind = getattr(torch, dtype)
+    n = 2 * (4096 + (512 if everything else 0))
+    status, starts = (torch.zeros(k, dtype=torch.int64) for k in (1, 2))
+    stats = torch.zeros(1, dtype=torch.int64)
+    x, wide = torch.zeros(n, dtype=kind), torch.zeros(n, dtype=torch.float32)
+    apart = torch.zeros(n + 1, dtype=kind)[1:]
+
+    room = torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def planned(shape: tuple[int, ...] = (n,), checksum: bool = True, **params: Any) -> Any:
+        plan = tw.codec(name, **params).plan(shape, dtype, chunks=2, checksum=checksum)
+        return plan, torch.zeros(plan.nbytes, dtype=torch.uint8)
+
+    plan, src = planned()
+    plain, plain_src = planned(checksum=False)
+    kernels.encode(plain, x, plain_src, room)
+    kernels.encode(plan, x, src, room)
+    kernels.decode(plain, plain_src, x, room, status)
+    kernels.decode(plan, src, x, room, status)
+    if not everything:
+        return
+    kernels.encode(plain, apart, plain_src, room)
+    long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
+    kernels.encode(long_header, x, room, room)
+    kernels.decode(long_header, room, x, room, status)
+    if name == "zipccl":
+        kernels.encode(planned(window=5)[0], x, room, room)
+        kernels.encode(planned(window="sigma", checksum=False)[0], x, room, room, stats)
+        for window in ("sigma", "histogram"):
+            kernels.measure(tw.codec(name, window=window).spec, plan.dtype, x)
+    kernels.decode(plain, plain_src, apart, room, status)
+    kernels.decode(plan, src, x, room, status, dynamic_starts=starts)
+    kernels.decode(plan, src, None, room, status, store=False)
+    kernels.decode(plan, src, wide, room, status, add=True)
+    kernels.decode(plain, plain_src, x, room, status, add=True)
+
+
+def build(form: Form, target: str) -> dict[str, Any]:
+    """Compile a form; gives its figures, and how much it spills to memory and scalar registers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    amd = target.startswith("gfx")
+    chip = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    kernel, signature, aligned, options = form.launch
+    constexprs, options = dict(form.constexprs), dict(options)
+    if "PTX" in constexprs:
+        constexprs["PTX"] = not amd
+    if amd:
+        options.pop("maxnreg", None)
+    numbers = {p.name: (i,) for i, p in enumerate(kernel.params)}
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={numbers[name]: value for name, value in constexprs.items()},
+        attrs=aligned,
+    )
+    compiled = triton.compile(source, target=chip, options=options)
+    binary = compiled.asm["hsaco" if amd else "cubin"]
+    if amd:
+        found = dict(re.findall(r"\.(\w+): +(\d+)\n", compiled.asm["amdgcn"]))
+        registers, scalars = int(found["vgpr_count"]), int(found["sgpr_spill_count"])
+        stack = 4 * int(found["vgpr_spill_count"]) + int(found["private_segment_fixed_size"])
+    else:
+        found = resources(binary)
+        registers, stack, scalars = int(found["REG"]), int(found["STACK"]), 0
+        stack += int(found["LOCAL"])
+    return {
+        "elf": binary[:4] == b"\x7fELF" and len(binary) > 1000,
+        "registers": registers,
+        "stack": stack,
+        "scalars": scalars,
+    }
+
+
+def resources(cubin: bytes) -> dict[str, str]:
+    """Registers and bytes of stack, from the tool that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", run.stdout))
+
+
+class Row(NamedTuple):
+    """What the compilers said of one form for one target."""
+
+    form: Form
+    target: str
+    registers: int
+    stack: int
+    scalars: int
+    elf: bool
+
+    def __str__(self) -> str:
+        short = {k: v for k, v in self.form.constexprs.items() if k in SHOWN}
+        chosen = " ".join(f"{k}={v:d}" for k, v in short.items())
+        figures = f"{self.registers:4} registers {self.stack:4} B of stack {self.scalars:4} scalars"
+        return f"{self.target:7} {figures}  {self.form.kernel} {self.form.dtype} {chosen}"
+
+    def limits(self) -> tuple[int, int]:
+        """Most stack and scalars."""
+        if self.form.is_main():
+            return 0, 0
+        c = self.form.constexprs
+        for allowed in ALLOWED:
+            if allowed.kernel == self.form.kernel and all(
+                c[name] in values for name, values in allowed.constexprs.items()
+            ):
+                return allowed.stack, allowed.scalars
+        return 0, 0
+
+
+SHOWN = ("MODE", "STATS", "SUMS", "PACKED", "STORE", "ADD", "UNIT", "SIGMA")
+
+
+class Report(NamedTuple):
+    """All kernels there are, numbers that they are specialised on, and all that was compiled."""
+
+    kernels: list[str]
+    specialised: list[str]
+    rows: list[Row]
+
+    def table(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+
+def work() -> None:
+    """A worker: says what there is, then compiles the jobs whose numbers it reads."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    kernels, specialised, forms = notes()
+    jobs = [(form, target) for target in TARGETS for form in forms if form.wanted(target)]
+    shown = [(form.kernel, form.dtype, form.constexprs, target) for form, target in jobs]
+    print(json.dumps([kernels, specialised, shown]), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(build(*jobs[int(line)])), file=answers, flush=True)
+
+
+class Worker:
+    """A process that compiles; Triton does not interpret there, and finds nothing compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.errors = folder / "errors"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"},
+                text=True,
+            )
+
+    def ask(self, job: int | None = None) -> Any:
+        """The result of a job, or if there is none what the worker says first."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if job is not None:
+            self.process.stdin.write(f"{job}\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise RuntimeError(f"ended at job {job}:\n{self.errors.read_text()[-4000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Everything compiled, by workers that take the next job when they are done with one."""
+    folder = tmp_path_factory.mktemp("triton")
+    workers = [Worker(folder / str(i)) for i in range(WORKERS)]
+    results: dict[int, Any] = {}
+    problems: list[BaseException] = []
+    try:
+        first, *others = [worker.ask() for worker in workers]
+        assert others == [first] * len(others)
+        kernels, specialised, shown = first
+        jobs = iter(range(len(shown)))
+        lock = threading.Lock()
+
+        def run(worker: Worker) -> None:
+            try:
+                while not problems:
+                    with lock:
+                        job = next(jobs, None)
+                    if job is None:
+                        return
+                    results[job] = worker.ask(job)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for worker in workers:
+            worker.close()
+    if problems:
+        raise problems[0]
+    rows = []
+    for job, (kernel, dtype, constexprs, target) in enumerate(shown):
+        form = Form(kernel, dtype, constexprs, (None, {}, {}, {}))
+        rows.append(Row(form, target, **results[job]))
+    return Report(kernels, specialised, rows)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_is_compiled(report: Report, target: str) -> None:
+    rows = [row for row in report.rows if row.target == target]
+    assert {row.form.kernel for row in rows} == set(report.kernels)
+    assert len(report.kernels) >= 11
+    assert all(row.elf for row in rows), report.table()
+
+
+def test_main_forms_of_every_dtype_are_compiled(report: Report) -> None:
+    for target in ("sm_90", "gfx942"):
+        main = {
+            (row.form.kernel, row.form.dtype)
+            for row in report.rows
+            if row.target == target and row.form.is_main()
+        }
+        for kernel in ("zipccl._encode_kernel", "zipccl._decode_kernel"):
+            assert len({dtype for k, dtype in main if k == kernel}) == 5, target
+
+
+def test_nothing_spills_that_may_not(report: Report) -> None:
+    """To see the table of a green run: pytest -s."""
+    print(report.table())
+    wrong = [
+        f"{row}: at most {row.limits()}"
+        for row in report.rows
+        if row.stack > row.limits()[0] or row.scalars > row.limits()[1]
+    ]
+    assert not wrong, "\n".join(["", *wrong, "of all:", report.table()])
+
+
+def test_no_kernel_is_compiled_anew_for_a_number(report: Report) -> None:
+    """Else every size of a tensor would wait for the compiler."""
+    assert report.specialised == []
+
+
+if __name__ == "__main__":
+    work()
