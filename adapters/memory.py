@@ -1,0 +1,154 @@
+"""A transport between the threads of one process: for tests, and to try algorithms out."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import describe, host_array, writable_bits
+from .transport import Op, Transport
+
+T = TypeVar("T")
+
+_REDUCE = {"sum": np.add, "max": np.maximum, "or": np.bitwise_or}
+
+#: A kind of call and its bytes; a kind of None says that the rank has left.
+_Message = tuple[str | None, Any]
+_Pipes = list[list["queue.SimpleQueue[_Message]"]]
+
+
+class MemoryTransport(Transport):
+    """One rank of a group of threads; `connect` makes the group. Arrays: NumPy, PyTorch on the CPU.
+
+    Bytes are copied when they are sent, so no call waits for its receiver.
+    """
+
+    def __init__(self, rank: int, pipes: _Pipes, timeout: float) -> None:
+        self._rank = rank
+        #: `pipes[i][j]` holds what rank i has sent to rank j.
+        self._pipes = pipes
+        self._timeout = timeout
+
+    @property
+    def rank(self) -> int:
+        """See `Transport`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """See `Transport`."""
+        return len(self._pipes)
+
+    @property
+    def timeout(self) -> float:
+        """See `Transport`."""
+        return self._timeout
+
+    def empty(self, nbytes: int) -> Any:
+        """See `Transport`; a NumPy array."""
+        return np.empty(nbytes, np.uint8)
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        self._exchange("all_gather", _shares(out, self.world_size), [[x]] * self.world_size)
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        size = self.world_size
+        self._exchange("all_to_all", _shares(out, size), _shares(x, size))
+
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        """See `Transport`."""
+        self._exchange("all_to_all_v", outs, xs)
+
+    def send(self, x: Any, to: int) -> None:
+        """See `Transport`."""
+        self._post("send", to, x)
+
+    def recv(self, out: Any, source: int) -> None:
+        """See `Transport`."""
+        self._take("send", source, out)
+
+    def all_reduce(self, x: Any, op: Op = "sum") -> None:
+        """See `Transport`."""
+        info = describe(x)
+        values = writable_bits(x, info.dtype, info.shape, "x").view(info.dtype.numpy)
+        gathered = np.empty((self.world_size, values.size), values.dtype)
+        self.all_gather(gathered.reshape(-1).view(np.uint8), values.view(np.uint8))
+        values[...] = _REDUCE[op].reduce(gathered, axis=0)
+
+    def barrier(self) -> None:
+        """See `Transport`."""
+        nothing = [[self.empty(0)]] * self.world_size
+        self._exchange("barrier", nothing, nothing)
+
+    def close(self) -> None:
+        """Leave the group: peers that wait for this rank raise at once."""
+        for pipe in self._pipes[self._rank]:
+            pipe.put((None, None))
+
+    def _exchange(
+        self, kind: str, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]
+    ) -> None:
+        for peer, pieces in enumerate(xs):
+            for piece in pieces:
+                self._post(kind, peer, piece)
+        for peer, pieces in enumerate(outs):
+            for piece in pieces:
+                self._take(kind, peer, piece)
+
+    def _post(self, kind: str, to: int, x: Any) -> None:
+        self._pipes[self._rank][to].put((kind, host_array(x).copy()))
+
+    def _take(self, kind: str, source: int, out: Any) -> None:
+        try:
+            found, data = self._pipes[source][self._rank].get(timeout=self._timeout)
+        except queue.Empty:
+            seconds = f"{self._timeout:g} s"
+            raise TimeoutError(f"rank {source} sent nothing for {seconds}") from None
+        room = host_array(out)
+        if found is None:
+            raise ConnectionError(f"rank {source} has left")
+        if (found, data.size) != (kind, room.size):
+            got = f"{data.size} bytes of {found}"
+            raise RuntimeError(f"rank {source} sent {got}; expected: {room.size} of {kind}")
+        room[...] = data
+
+
+def _shares(x: Any, n: int) -> list[list[Any]]:
+    size = x.shape[0] // n
+    return [[x[i * size : (i + 1) * size]] for i in range(n)]
+
+
+def connect(world_size: int, timeout: float = 30.0) -> list[MemoryTransport]:
+    """The transports of a new group, one per rank."""
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; allowed: at least 1")
+    ranks = range(world_size)
+    pipes: _Pipes = [[queue.SimpleQueue() for _ in ranks] for _ in ranks]
+    return [MemoryTransport(rank, pipes, timeout) for rank in ranks]
+
+
+def run_ranks(
+    world_size: int, task: Callable[[MemoryTransport], T], timeout: float = 30.0
+) -> list[T]:
+    """What `task(transport)` returns on every rank, each in a thread of its own.
+
+    A rank whose task raises leaves the group. When all are done, the lowest such rank's exception
+    is raised.
+    """
+
+    def run(transport: MemoryTransport) -> T:
+        try:
+            return task(transport)
+        except BaseException:
+            transport.close()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, transport) for transport in connect(world_size, timeout)]
+    return [future.result() for future in futures]

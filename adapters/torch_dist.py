@@ -1,0 +1,112 @@
+"""torch.distributed as a transport: any process group, NCCL or gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .transport import Op, Transport
+
+
+class TorchDist(Transport):
+    """The ranks of a process group, the default one if `group` is None.
+
+    Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
+    Give the communicator a group of its own (`dist.new_group()`): other traffic on it must not come
+    between. gloo raises after the group's timeout; NCCL's own watchdog ends the process.
+    """
+
+    def __init__(self, group: Any = None, device: Any = None) -> None:
+        """`device` None: the current GPU for NCCL, else the CPU. Raises ValueError off the group.
+
+        dist.init_process_group() comes first.
+        """
+        self._group = dist.group.WORLD if group is None else group
+        if self._group is None or self._group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("no process group, or this process is not in it")
+        if device is None:
+            on_gpu = dist.get_backend(self._group) == "nccl"
+            device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        self._device = torch.device(device)
+        self._rank: int = self._group.rank()
+        self._ranks: list[int] = dist.get_process_group_ranks(self._group)
+        options = self._group._get_backend(self._device).options
+        self._timeout: float = options._timeout.total_seconds()
+
+    @property
+    def rank(self) -> int:
+        """See `Transport`: the rank in the group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """See `Transport`."""
+        return len(self._ranks)
+
+    @property
+    def timeout(self) -> float:
+        """See `Transport`: the group's."""
+        return self._timeout
+
+    def empty(self, nbytes: int) -> Any:
+        """See `Transport`; a tensor."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    # The methods of the group itself, and not the functions of torch.distributed: these are renamed
+    # (all_gather_into_tensor), and take global ranks.
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        self._group._allgather_base(_tensor(out), _tensor(x)).wait()
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        self._group.alltoall_base(_tensor(out), _tensor(x), [], []).wait()
+
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        """See `Transport`: one batch of sends and receives, which NCCL makes one launch."""
+        # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
+        ops = []
+        for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
+            if peer == self._rank:
+                for out, x in zip(receives, sends, strict=True):
+                    _tensor(out).copy_(_tensor(x))
+                continue
+            for operation, arrays in ((dist.irecv, receives), (dist.isend, sends)):
+                for tensor in map(_tensor, arrays):
+                    if tensor.numel():
+                        to = self._ranks[peer]
+                        ops.append(dist.P2POp(operation, tensor, to, group=self._group))
+        if ops:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+    def send(self, x: Any, to: int) -> None:
+        """See `Transport`."""
+        self._group.send([_tensor(x)], to, 0).wait()
+
+    def recv(self, out: Any, source: int) -> None:
+        """See `Transport`."""
+        self._group.recv([_tensor(out)], source, 0).wait()
+
+    def all_reduce(self, x: Any, op: Op = "sum") -> None:
+        """See `Transport`; NCCL has no "or"."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = {
+            "sum": dist.ReduceOp.SUM,
+            "max": dist.ReduceOp.MAX,
+            "or": dist.ReduceOp.BOR,
+        }[op]
+        self._group.allreduce([_tensor(x)], options).wait()
+
+    def barrier(self) -> None:
+        """See `Transport`."""
+        self._group.barrier().wait()
+
+
+def _tensor(x: Any) -> Any:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
