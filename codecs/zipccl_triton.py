@@ -646,8 +646,7 @@ def _encode_kernel(
 def _list_escapes(
     x_ptr,
     start,
-    cols,
-    planes_ptr,
+    valid,
     entry,
     dynamic_ptr,
     at,
@@ -661,29 +660,33 @@ def _list_escapes(
 ):
     """List the escapes of a tile that has too many for a slot; returns their checksum terms.
 
-    A lane is one column here: neighbouring lanes then write to neighbouring places.
+    A lane is one column here: neighbouring lanes then write to neighbouring places. Escapes are
+    told from the elements alone, so that a tile costs one trip to memory.
     """
-    column = tl.arange(0, _COLUMNS)
+    column = tl.max_contiguous(tl.arange(0, _COLUMNS), 1)
+    cols = (valid + 127) // 128 * 16
     if ITEM == 1:
         x = x_ptr.to(tl.pointer_type(tl.uint8)) + start
     elif ITEM == 2:
         x = x_ptr.to(tl.pointer_type(tl.uint16)) + start
     else:
         x = x_ptr.to(tl.pointer_type(tl.uint32)) + start
-    inside = column < cols
-    p0 = tl.load(planes_ptr + column, mask=inside, other=0).to(tl.uint32)
-    p1 = tl.load(planes_ptr + cols + column, mask=inside, other=0).to(tl.uint32)
-    p2 = tl.load(planes_ptr + 2 * cols + column, mask=inside, other=0).to(tl.uint32)
-    f = tl.where(inside, _free_code(p0, p1, p2, entry & 32767) & 255, 0)
-    n = _popc(f, PTX).to(tl.int32)
-    pos = tl.cumsum(n, 0) - n
-    left = tl.minimum(tl.maximum(room - at, 0), 1 << 30).to(tl.int32)
+    zero_mode = (entry >> 15).to(tl.uint32)
+    lowest = (entry & 32767).to(tl.uint32) + zero_mode
     # All loads before the stores, which they could not pass.
     es = ()
     for row in tl.static_range(8):
-        on = ((f >> row) & 1) != 0
-        v = tl.load(x + (row * cols + column), mask=on, other=0).to(tl.uint32)
+        i = row * cols + column
+        v = tl.load(x + i, mask=(column < cols) & (i < valid), other=0).to(tl.uint32)
         es = es + ((v >> MAN) & ((1 << EXP) - 1),)
+    f = tl.zeros([_COLUMNS], tl.uint32)
+    for row in tl.static_range(8):
+        i = row * cols + column
+        escaped = (es[row] - lowest > 6 - zero_mode) & ((es[row] != 0) | (zero_mode == 0))
+        f |= (escaped & (column < cols) & (i < valid)).to(tl.uint32) << row
+    n = _popc(f, PTX).to(tl.int32)
+    pos = tl.cumsum(n, 0) - n
+    left = tl.minimum(tl.maximum(room - at, 0), 1 << 30).to(tl.int32)
     total = tl.zeros([_COLUMNS], tl.uint64)
     key = key_of(word + (at >> 2))
     low = (at & 3).to(tl.int32)
@@ -696,13 +699,6 @@ def _list_escapes(
             total += tl.where(on, term, 0)
         pos += on.to(tl.int32)
     return tl.sum(total, 0)
-
-
-@triton.jit
-def _free_code(p0, p1, p2, base):
-    """Where the planes hold the code that the window leaves free."""
-    free = (base.to(tl.uint32) + 7) & 7
-    return (p0 ^ ((free & 1) - 1)) & (p1 ^ (((free >> 1) & 1) - 1)) & (p2 ^ ((free >> 2) - 1))
 
 
 @kernel
@@ -822,14 +818,10 @@ def _finish_kernel(
                     here = tl.arange(0, 32) == q
                     if tl.sum(tl.where(here, n_escapes, 0), 0) > SLOT:
                         tile = n * 0 + (t0 + q)
-                        valid = tl.minimum(n - tile * _TILE, _TILE).to(tl.int32)
-                        cols = (valid + 127) // 128 * 16
-                        STREAM_ROWS: tl.constexpr = 24 if ITEM == 4 else 8 * (ITEM // 2)
                         total += _list_escapes(
                             x_ptr,
                             first + tile * _TILE,
-                            cols,
-                            static_ptr + tile * BLOCK + STREAM_ROWS * cols,
+                            tl.minimum(n - tile * _TILE, _TILE).to(tl.int32),
                             tl.load(entries + tile).to(tl.int32),
                             dynamic_ptr,
                             before + tl.sum(tl.where(here, ahead, 0), 0),
@@ -864,8 +856,9 @@ def _finish_kernel(
             at = lo.to(tl.int64) * _TILE
             stop = tl.minimum(hi.to(tl.int64) * _TILE, n)
             cut = stride // ITEM
+            AT_ONCE: tl.constexpr = 1024 if SUMS else 2048
             while at < stop:
-                i = at + tl.arange(0, 512)
+                i = at + tl.max_contiguous(tl.arange(0, AT_ONCE), 1)
                 v = tl.load(x + i, mask=i < stop, other=0)
                 tl.store(s + i, v, mask=(i < stop) & (i < cut))
                 tl.store(y + (i - cut), v, mask=(i < stop) & (i >= cut))
@@ -875,7 +868,7 @@ def _finish_kernel(
                     else:
                         terms = weigh_bytes(v, i * ITEM)
                     total += tl.sum(tl.where(i < stop, terms, 0), 0)
-                at += 512
+                at += AT_ONCE
             clear(static_ptr, raw_nbytes, stride, group, groups)
     flags = tl.where(fits, tl.where(shrinks, 0, 1), 2)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
@@ -1474,7 +1467,8 @@ def supports(dtype: DType) -> bool:
 # Whole tiles of up to 16-bit elements: one warp per tile, so no barriers, and 12 to 16 tiles in
 # flight on each multiprocessor, for which registers are limited. Wider elements need more warps to
 # stay in registers. benchmarks/results/gpu.md has the measurements.
-_FINISH = options(4, maxnreg=96)
+# Many warps for the second: tiles full of escapes are listed one after the other.
+_FINISH = options(8, maxnreg=64)
 _ANY_TILE = options(4)
 
 

@@ -13,7 +13,11 @@ from tightwire.planning import HOST_BACKENDS
 
 
 def pytest_configure() -> None:
-    """Without a GPU, Triton kernels are interpreted; Triton asks when it is imported."""
+    """Without a GPU, Triton kernels are interpreted; Triton asks when it is imported.
+
+    JAX takes most of a GPU's memory when it starts, and other libraries and processes need some.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if importlib.util.find_spec("torch") is not None:
         import torch
 
