@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import describe, host_array, writable_bits
-from .transport import Op, Transport
+from .transport import Op, Transport, all_reduce_by_gather, shares
 
 T = TypeVar("T")
-
-_REDUCE = {"sum": np.add, "max": np.maximum, "or": np.bitwise_or}
 
 #: A kind of call and its bytes; a kind of None says that the rank has left.
 _Message = tuple[str | None, Any]
@@ -54,12 +53,12 @@ class MemoryTransport(Transport):
 
     def all_gather(self, out: Any, x: Any) -> None:
         """See `Transport`."""
-        self._exchange("all_gather", _shares(out, self.world_size), [[x]] * self.world_size)
+        self._exchange("all_gather", shares(out, self.world_size), [[x]] * self.world_size)
 
     def all_to_all(self, out: Any, x: Any) -> None:
         """See `Transport`."""
         size = self.world_size
-        self._exchange("all_to_all", _shares(out, size), _shares(x, size))
+        self._exchange("all_to_all", shares(out, size), shares(x, size))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
         """See `Transport`."""
@@ -75,11 +74,15 @@ class MemoryTransport(Transport):
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
         """See `Transport`."""
-        info = describe(x)
-        values = writable_bits(x, info.dtype, info.shape, "x").view(info.dtype.numpy)
-        gathered = np.empty((self.world_size, values.size), values.dtype)
-        self.all_gather(gathered.reshape(-1).view(np.uint8), values.view(np.uint8))
-        values[...] = _REDUCE[op].reduce(gathered, axis=0)
+        all_reduce_by_gather(self, x, op)
+
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """See `Transport`; added up in the order of ranks."""
+        info = describe(out)
+        total = writable_bits(out, info.dtype, info.shape, "out").view(info.dtype.numpy)
+        came = np.empty((self.world_size, total.size), total.dtype)
+        self.all_to_all(came.reshape(-1).view(np.uint8), host_array(x).view(np.uint8))
+        total[...] = functools.reduce(np.add, came)
 
     def barrier(self) -> None:
         """See `Transport`."""
@@ -117,11 +120,6 @@ class MemoryTransport(Transport):
             got = f"{data.size} bytes of {found}"
             raise RuntimeError(f"rank {source} sent {got}; expected: {room.size} of {kind}")
         room[...] = data
-
-
-def _shares(x: Any, n: int) -> list[list[Any]]:
-    size = x.shape[0] // n
-    return [[x[i * size : (i + 1) * size]] for i in range(n)]
 
 
 def connect(world_size: int, timeout: float = 30.0) -> list[MemoryTransport]:

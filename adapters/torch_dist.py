@@ -103,6 +103,11 @@ class TorchDist(Transport):
         }[op]
         self._group.allreduce([_tensor(x)], options).wait()
 
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        options = dist.ReduceScatterOptions()
+        self._group._reduce_scatter_base(_tensor(out), _tensor(x), options).wait()
+
     def barrier(self) -> None:
         """See `Transport`."""
         self._group.barrier().wait()

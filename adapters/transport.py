@@ -1,12 +1,24 @@
-"""What the collectives need of a network: to move uint8 arrays between ranks."""
+"""What the collectives need of a network: to move uint8 arrays between ranks.
+
+Behind the protocol stand the steps that several transports share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ..arrays import describe, library_of, on_gpu, writable_bits
 
 #: How `Transport.all_reduce` combines.
 Op = Literal["sum", "max", "or"]
+
+_REDUCE = {"sum": np.add, "max": np.maximum, "or": np.bitwise_or}
 
 
 class Transport(Protocol):
@@ -63,10 +75,57 @@ class Transport(Protocol):
         """Fill `out` with what rank `source` sends."""
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """Combine the small int64 or float64 array `x` of all ranks in place, any shape.
+        """Combine `x`, of any shape, of all ranks in place: float32, float64, int32 or int64.
 
-        The result is bit-identical on all ranks. "or" is bitwise, of int64 only.
+        The result is bit-identical on all ranks. "or" is bitwise, of integers only. Raises
+        NotImplementedError if the network cannot combine so.
+        """
+
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """Fill `out`, shape (n,), with share `rank` of the sum of all ranks' `x`.
+
+        `x` has shape (world_size * n,); both have one of the dtypes of `all_reduce`, and do not
+        overlap. Terms are added in that dtype, in the network's own order. Raises
+        NotImplementedError if the network has no sum.
         """
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
+
+
+def wait_until(done: Callable[[], bool], timeout: float) -> bool:
+    """True as soon as `done()` is true, False if it is not for `timeout` seconds.
+
+    Busy at first, then asleep for a thirtieth of the time that has passed, at most 1 ms.
+    """
+    start = time.monotonic()
+    while not done():
+        waited = time.monotonic() - start
+        if waited > timeout:
+            return False
+        time.sleep(0 if waited < 1e-3 else min(1e-3, waited / 30))
+    return True
+
+
+def finish_queued_work(x: Any) -> None:
+    """Wait for the current stream if `x` is a GPU array: networks look at memory, not at streams."""
+    if on_gpu(x):
+        library = library_of(x)
+        cuda = sys.modules[library].cuda
+        stream = cuda.current_stream(x.device) if library == "torch" else cuda.get_current_stream()
+        stream.synchronize()
+
+
+def shares(x: Any, world_size: int) -> list[list[Any]]:
+    """The equal shares of `x`, shape (world_size * n,), each as the only array of a list."""
+    n = x.shape[0] // world_size
+    return [[x[i * n : (i + 1) * n]] for i in range(world_size)]
+
+
+def all_reduce_by_gather(transport: Transport, x: Any, op: Op) -> None:
+    """`Transport.all_reduce` of host arrays for networks that cannot add, in the order of ranks."""
+    info = describe(x)
+    values = writable_bits(x, info.dtype, info.shape, "x").view(info.dtype.numpy)
+    gathered = np.empty((transport.world_size, values.size), values.dtype)
+    transport.all_gather(gathered.reshape(-1).view(np.uint8), values.view(np.uint8))
+    values[...] = functools.reduce(_REDUCE[op], gathered)

@@ -1,0 +1,113 @@
+"""MPI as a transport, through mpi4py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from .transport import Op, Transport, finish_queued_work, wait_until
+
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
+
+
+class Mpi(Transport):
+    """The ranks of an MPI communicator, of which it takes a duplicate for itself.
+
+    Arrays are NumPy arrays or PyTorch tensors on the CPU, and on a GPU if the MPI library is
+    CUDA-aware; all are used in place. A silent rank raises TimeoutError. A rank that dies takes the
+    whole job with it, as MPI jobs do unless the library is told otherwise: then mpiexec reports it,
+    and nothing is raised. Leave by `comm.Abort()` after an error: MPI_Finalize, which mpi4py calls
+    when Python ends, waits for all ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD, timeout: float = 30.0) -> None:
+        """Made by all ranks of `comm` together. `timeout` is in seconds."""
+        self._timeout = timeout
+        #: Requests that were given up: MPI may still use their arrays, which they hold.
+        self._abandoned: list[MPI.Request] = []
+        self._comm, request = comm.Idup()
+        self._wait("MPI_Comm_idup", [request])
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+    @property
+    def rank(self) -> int:
+        """See `Transport`."""
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """See `Transport`."""
+        return self._comm.size
+
+    @property
+    def timeout(self) -> float:
+        """See `Transport`."""
+        return self._timeout
+
+    def empty(self, nbytes: int) -> Any:
+        """See `Transport`; a NumPy array."""
+        return np.empty(nbytes, np.uint8)
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        finish_queued_work(x)
+        self._wait("all_gather", [self._comm.Iallgather([x, MPI.BYTE], [out, MPI.BYTE])])
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        finish_queued_work(x)
+        self._wait("all_to_all", [self._comm.Ialltoall([x, MPI.BYTE], [out, MPI.BYTE])])
+
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        """See `Transport`: a message for every array, as their addresses have no common base."""
+        receives = [(out, peer) for peer, pieces in enumerate(outs) for out in pieces]
+        sends = [(x, peer) for peer, pieces in enumerate(xs) for x in pieces]
+        self._messages("all_to_all_v", receives, sends)
+
+    def send(self, x: Any, to: int) -> None:
+        """See `Transport`."""
+        self._messages("send", [], [(x, to)])
+
+    def recv(self, out: Any, source: int) -> None:
+        """See `Transport`."""
+        self._messages("recv", [(out, source)], [])
+
+    def all_reduce(self, x: Any, op: Op = "sum") -> None:
+        """See `Transport`; bit-identical as far as the MPI library keeps to the standard's advice."""
+        finish_queued_work(x)
+        self._wait("all_reduce", [self._comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op])])
+
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """See `Transport`."""
+        finish_queued_work(x)
+        self._wait("reduce_scatter", [self._comm.Ireduce_scatter_block(x, out, MPI.SUM)])
+
+    def barrier(self) -> None:
+        """See `Transport`."""
+        self._wait("barrier", [self._comm.Ibarrier()])
+
+    def _messages(
+        self, what: str, receives: Sequence[tuple[Any, int]], sends: Sequence[tuple[Any, int]]
+    ) -> None:
+        """Receive and send arrays, given with the rank of the other side."""
+        for x, _ in (*receives, *sends)[:1]:
+            finish_queued_work(x)
+        receives = [(out, peer) for out, peer in receives if out.shape[0]]
+        requests = [self._comm.Irecv([out, MPI.BYTE], peer) for out, peer in receives]
+        requests += [self._comm.Isend([x, MPI.BYTE], peer) for x, peer in sends if x.shape[0]]
+        statuses = self._wait(what, requests)
+        for (out, peer), status in zip(receives, statuses, strict=False):
+            found, wanted = status.Get_count(MPI.BYTE), out.shape[0]
+            if found != wanted:
+                raise RuntimeError(f"{what}: rank {peer} sent {found} bytes; expected: {wanted}")
+
+    def _wait(self, what: str, requests: list[MPI.Request]) -> list[MPI.Status]:
+        statuses = [MPI.Status() for _ in requests]
+        self._abandoned += requests
+        if not wait_until(lambda: MPI.Request.Testall(requests, statuses), self._timeout):
+            raise TimeoutError(f"{what}: a rank did not come for {self._timeout:g} s")
+        del self._abandoned[len(self._abandoned) - len(requests) :]
+        return statuses
