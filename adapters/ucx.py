@@ -159,7 +159,9 @@ class Ucx(Transport):
                 try:
                     request.check_error()
                 except UCXError as error:
-                    raise ConnectionError(f"rank {peer} is gone or sent too much: {error}") from error
+                    raise ConnectionError(
+                        f"rank {peer} is gone or sent too much: {error}"
+                    ) from error
                 self._abandoned.remove(item)
         return not self._abandoned
 

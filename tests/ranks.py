@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 import tightwire as tw
 from support import make_bits
-from tightwire.adapters.collectives import Design, TraceRecord
+from tightwire.adapters.calls import TraceRecord
+from tightwire.adapters.collectives import Design
+from tightwire.adapters.switch import Algorithm
 from tightwire.adapters.transport import Transport
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
@@ -84,10 +86,16 @@ def exact(found: Any, wanted: npt.NDArray[Any]) -> None:
 
 
 def check_collectives(
-    transport: Transport, library: str, dtype: str, design: Design, rows: int = 5, width: int = 1237
+    transport: Transport,
+    library: str,
+    dtype: str,
+    design: Design,
+    rows: int = 5,
+    width: int = 1237,
+    algorithm: Algorithm = "compressed",
 ) -> list[TraceRecord]:
     """Every collective once or more, with odd sizes, empty shares and poisoned outputs."""
-    comm = tw.Communicator(transport, sizes=design)
+    comm = tw.Communicator(transport, sizes=design, algorithm=algorithm)
     n, me = comm.world_size, comm.rank
     everyone = range(n)
     data = Ranks(n, library, dtype)

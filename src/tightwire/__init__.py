@@ -12,7 +12,8 @@ from .formats.header import Header
 from .inspection import Info, inspect, verify
 
 if TYPE_CHECKING:
-    from .adapters.collectives import CollectiveError, Communicator
+    from .adapters.calls import CollectiveError
+    from .adapters.collectives import Communicator
 
 __version__ = "0.1.0"
 
@@ -42,7 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What belongs to the collectives is imported when it is first asked for."""
     if name in ("CollectiveError", "Communicator"):
-        from .adapters import collectives
+        from .adapters import calls, collectives
 
-        return getattr(collectives, name)
+        return getattr(calls if name == "CollectiveError" else collectives, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,7 +46,7 @@ class Buffer:
         self._shown: Any = None
 
     @classmethod
-    def wrap(cls, plan: Plan, array: Any) -> Buffer:
+    def wrap(cls, plan: Plan, array: Any, *, assembled: bool = False) -> Buffer:
         """A buffer of `plan` in bytes that are already there, or will be when it is decoded.
 
         Nothing is read and nothing is copied: a collective can decode what it received without
@@ -54,12 +54,15 @@ class Buffer:
         host or a GPU (there 16-byte aligned), of `plan.nbytes` bytes or more; of those the buffer
         has the first. Decoding raises FormatError, on a GPU by `check()`, if they are no buffer of
         this plan. Raises TypeError or ValueError if `array` is none of this.
+
+        An `assembled` buffer has chunks of several encoders (specs/buffer.md). In GPU memory only
+        decoding takes it: header and ordinals are the plan's, and not compared.
         """
         if on_gpu(array):
             engine = device_engine()
             if isinstance(engine, str):
                 raise ValueError(f"a buffer in GPU memory needs {engine}: pip install {engine}")
-            wrapped: Buffer = engine.wrap(plan, array)
+            wrapped: Buffer = engine.wrap(plan, array, assembled)
             return wrapped
         host = bytes_view(array)
         if not is_bytes(array) and not np.may_share_memory(host, host_array(array)):

@@ -45,10 +45,13 @@ class Memory:
     `data` is uint8, shape (n,), n >= plan.nbytes. Buffers that share the one share the other.
     """
 
-    __slots__ = ("_leases", "_status", "data", "foreign")
+    __slots__ = ("_leases", "_status", "assembled", "data", "foreign")
 
-    def __init__(self, data: torch.Tensor, *, foreign: bool = False) -> None:
+    def __init__(
+        self, data: torch.Tensor, *, foreign: bool = False, assembled: bool = False
+    ) -> None:
         self.data = data
+        self.assembled = assembled
         #: The memory is JAX's, which does not know what reads it.
         self.foreign = foreign
         self._status: torch.Tensor | None = None
@@ -146,7 +149,7 @@ class _Source(NamedTuple):
     memory: Memory | None = None
 
 
-def wrap(plan: Plan, array: Any) -> Buffer:
+def wrap(plan: Plan, array: Any, assembled: bool = False) -> Buffer:
     """See `Buffer.wrap`; `array` is in device memory."""
     info = _describe(array)
     place = _place(info.library, info.device, "array")
@@ -154,7 +157,7 @@ def wrap(plan: Plan, array: Any) -> Buffer:
         raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
     with _scope(place, info.library):
         data = _bytes(_as_torch(array, info), plan.nbytes, "array", place)
-    memory = Memory(data, foreign=info.library == "jax")
+    memory = Memory(data, foreign=info.library == "jax", assembled=assembled)
     return Buffer(plan, None, Target(info.library, info.device), memory)
 
 
@@ -709,6 +712,7 @@ def _launch(
     The device compares the header with the plan's where the host has not read it.
     """
     kernels, plan, data, starts, memory = source
+    planned = memory is not None and not memory.assembled
     work = _workspace(plan, scratch, data.device)
     _apart(
         "the buffer that is decoded",
@@ -737,7 +741,7 @@ def _launch(
                 stop=last,
                 dynamic_starts=starts,
                 store=False,
-                planned=memory is not None,
+                planned=planned,
             )
             check = False
     kernels.decode(
@@ -752,7 +756,7 @@ def _launch(
         dynamic_starts=starts,
         store=out is not None,
         add=add,
-        planned=memory is not None,
+        planned=planned,
     )
     if memory is not None and memory.foreign:
         memory.lease(data)

@@ -1,0 +1,125 @@
+"""What is known of a collective while it runs, and what is left: errors and trace records."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import ArrayInfo
+from ..formats.errors import FormatError
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed on this rank; `__cause__` is what the transport or decoder raised.
+
+    `rank` is this rank, `sequence` counts collectives (messages: those of the pair), `stage` is
+    what it was at. If the ranks are still in step (everything had been exchanged, only decoding
+    failed), the communicator goes on; else it refuses every later call.
+    """
+
+    def __init__(self, rank: int, collective: str, sequence: int, stage: str, detail: str) -> None:
+        super().__init__(rank, collective, sequence, stage, detail)
+        self.rank = rank
+        self.collective = collective
+        self.sequence = sequence
+        self.stage = stage
+        self.detail = detail
+
+    def __str__(self) -> str:
+        call = f"{self.collective} #{self.sequence}"
+        return f"rank {self.rank}: {call} failed in stage {self.stage!r}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """What one call did on this rank.
+
+    `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
+    all-gather counts its share once for every other rank. `seconds` by stage are the host's: on a
+    GPU, stages that wait for nothing only queue work. "sizes" waits for the slowest rank.
+    `reason` says why the algorithm was taken.
+    """
+
+    collective: str
+    sequence: int
+    algorithm: str
+    reason: str
+    raw_bytes: int
+    wire_bytes: int
+    seconds: dict[str, float]
+    error: str | None
+
+
+class Call:
+    """One call under way: its name and number, and what the trace will say of it."""
+
+    def __init__(self, rank: int, collective: str, sequence: int, key: str) -> None:
+        self.rank = rank
+        self.collective = collective
+        self.sequence = sequence
+        self.algorithm = ""
+        self.reason = ""
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self.seconds: dict[str, float] = {}
+        #: Nothing is left to exchange: a failure from now on is this rank's own.
+        self.exchanged = False
+        self._key = key
+
+    @contextmanager
+    def stage(self, name: str, note: str = "") -> Iterator[None]:
+        """Time what happens inside, and name the stage in its errors; `note` explains them."""
+        start = time.perf_counter()
+        try:
+            with nvtx(f"tightwire.{self.collective}.{name}"):
+                yield
+        except CollectiveError:
+            raise
+        except (FormatError, RuntimeError, OSError) as error:
+            raise self.failure(name, f"{error}{note}") from error
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def failure(self, stage: str, detail: str) -> CollectiveError:
+        """The error of this call at a stage."""
+        return CollectiveError(self.rank, self.collective, self.sequence, stage, detail)
+
+    def digest(self, info: ArrayInfo, shape: tuple[int, ...], part: int = 0) -> int:
+        """63 bits that both sides of a share must agree on: this call, dtype, shape and piece."""
+        what = f"{self._key} {self.sequence} {info.dtype.name} {shape} {part}"
+        found = hashlib.blake2b(what.encode(), digest_size=8).digest()
+        return int.from_bytes(found, "little") >> 1
+
+    def record(
+        self, error: str | None
+    ) -> tuple[str, int, str, str, int, int, dict[str, float], str | None]:
+        """The fields of its TraceRecord."""
+        return (
+            self.collective,
+            self.sequence,
+            self.algorithm,
+            self.reason,
+            self.raw_bytes,
+            self.wire_bytes,
+            self.seconds,
+            error,
+        )
+
+
+@contextmanager
+def nvtx(name: str) -> Iterator[None]:
+    """A range that profilers show, where PyTorch uses a GPU; else nothing."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

@@ -1,0 +1,401 @@
+"""When a compressed collective is worth it: an alpha-beta model, and what has been measured for it.
+
+After ZipCCL, section 5.2, equations 6 and 7: the native collective takes alpha + beta * d seconds
+for d bytes, the compressed one alpha' + beta' * e * s * d, with e the codec's ratio and s that of
+the element sizes that travel. Here `ratio` is e * s, and the codec's own time counts too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Collective = Literal[
+    "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send"
+]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+Algorithm = Literal["native", "compressed", "pipelined"]
+
+#: A path replaces a simpler one only if it is predicted to take less time by this share.
+MARGIN = 0.03
+#: Most pieces that `Model.choose` cuts a message into.
+MAX_PIECES = 16
+#: Sizes above this many bytes are not looked at by `Model.crossover`.
+_LARGEST = 1 << 50
+
+#: zipccl's packed bytes over raw bytes for N(0, sigma^2): specs/zipccl.md, "Why 3 bits".
+RATIOS = {
+    "bfloat16": 0.698,
+    "float16": 0.885,
+    "float32": 0.849,
+    "float64": 0.880,
+    "float8_e4m3fn": 0.90,
+    "float8_e5m2": 0.77,
+}
+
+_MIB = 1 << 20
+#: MiB of one tensor, GB/s of encode and of decode by zipccl, checksum off, N(0, 0.02) (fp8:
+#: N(0, 16)), on one H200: benchmarks/results/gpu.md, "Speed".
+_H200 = {
+    "bfloat16": (
+        (2, 201, 301),
+        (16, 920, 1271),
+        (64, 1597, 1898),
+        (256, 2006, 2274),
+        (1024, 2135, 2414),
+    ),
+    "float16": (
+        (2, 199, 291),
+        (16, 865, 1172),
+        (64, 1449, 1749),
+        (256, 1827, 2075),
+        (1024, 1939, 2193),
+    ),
+    "float32": (
+        (2, 205, 338),
+        (16, 965, 1319),
+        (64, 1594, 1899),
+        (256, 1985, 2132),
+        (1024, 2104, 2200),
+    ),
+    "float8_e4m3fn": ((16, 538, 889), (256, 1132, 1329)),
+    "float8_e5m2": ((16, 590, 919), (256, 1206, 1383)),
+}
+#: GB/s of encode and of decode of 64 MiB by zipccl on one thread of an AMD EPYC, checksum on, and
+#: the microseconds of 1 KiB: benchmarks/results/README.md, "Speed on the CPU".
+_CPU = {
+    "bfloat16": (5.34, 7.11),
+    "float16": (4.12, 4.87),
+    "float32": (5.99, 6.51),
+    "float64": (6.45, 6.19),
+    "float8_e4m3fn": (3.13, 3.63),
+}
+_CPU_KIB_US = (24, 37)
+
+Device = Literal["h200", "cpu"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Time as a straight line: `alpha` seconds and `beta` seconds per byte, both at least 0."""
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}; allowed: finite numbers of at least 0")
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds for `nbytes` bytes."""
+        return self.alpha + self.beta * nbytes
+
+    def times(self, calls: float, nbytes: float) -> Line:
+        """The line of `calls` calls that take `nbytes` bytes in all for each byte of a message."""
+        return Line(self.alpha * calls, self.beta * nbytes)
+
+
+@dataclass(frozen=True)
+class Link(Line):
+    """What connects a rank to the others: latency `alpha` of a message, speed 1 / `beta`.
+
+    `gap` is the time from one message of a rank to its next one (LogP's g). None: `alpha`, as if
+    each waited for the one before (Hockney).
+    """
+
+    gap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gap is not None:
+            Line(self.gap, 0.0)
+
+    def exchange(self, peers: int, nbytes: float, rounds: int = 1) -> float:
+        """Seconds in which a rank sends `nbytes` in all to `peers` ranks, in messages to each.
+
+        Each of `rounds` rounds waits for the one before.
+        """
+        if peers == 0:
+            return 0.0
+        gap = self.alpha if self.gap is None else self.gap
+        return rounds * (self.alpha + (peers - 1) * gap) + self.beta * nbytes
+
+
+def fit(samples: Sequence[tuple[float, float]]) -> Line:
+    """The line through measured (bytes, seconds), alpha and beta at least 0.
+
+    It has the least sum of absolute relative errors, so small messages count as much as large ones
+    and a few slow samples change little. Raises ValueError unless there are two sizes, none
+    negative, and all times are finite and above 0.
+    """
+    pairs = np.asarray(samples, np.float64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"samples have shape {pairs.shape}; needed: pairs of bytes and seconds")
+    nbytes, seconds = pairs.T
+    if not (np.isfinite(pairs).all() and (nbytes >= 0).all() and (seconds > 0).all()):
+        raise ValueError("a sample has negative bytes, or seconds that are not above 0")
+    if len(set(nbytes.tolist())) < 2:
+        raise ValueError(f"samples have sizes {sorted(set(nbytes.tolist()))}; needed: two or more")
+    scale = nbytes.max()
+    # Rows of a @ (alpha, beta * scale) = 1; reweighted least squares find the least absolute sum.
+    a = np.stack([1 / seconds, nbytes / scale / seconds], axis=1)
+    weights = np.ones(len(a))
+    x = np.zeros(2)
+    for _ in range(50):
+        x = _least_squares(a, weights)
+        weights = 1 / np.maximum(abs(a @ x - 1), 1e-4)
+    return Line(float(x[0]), float(x[1] / scale))
+
+
+def _least_squares(a: Floats, weights: Floats) -> Floats:
+    """The x of shape (2,), at least 0, with the least sum of weights * (a @ x - 1)^2."""
+    (aa, ab), (_, bb) = (a.T * weights) @ a
+    ra, rb = a.T @ weights
+    det = aa * bb - ab * ab
+    if det > 0:
+        both: Floats = np.array([ra * bb - rb * ab, rb * aa - ra * ab]) / det
+        if (both >= 0).all():
+            return both
+    # Else the best point lies on an axis.
+    edges: list[Floats] = [np.array([ra / aa, 0.0]), np.array([0.0, rb / bb])]
+    return min(edges, key=lambda x: float(weights @ (a @ x - 1) ** 2))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do with a message: `pieces` is 1 but for "pipelined"; times are predicted."""
+
+    algorithm: Algorithm
+    pieces: int
+    seconds: float
+    native_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """Times of one collective in one group, in seconds, by the bytes of one rank's input.
+
+    `wire` takes the bytes that travel for an input, nbytes * ratio. The other lines take nbytes:
+    `native` is the uncompressed path, `encode` and `decode` are all that a rank does of either.
+    """
+
+    native: Line
+    wire: Line
+    encode: Line
+    decode: Line
+
+    @classmethod
+    def of(
+        cls, collective: Collective, world: int, link: Link, encode: Line, decode: Line
+    ) -> Model:
+        """The model of `world` ranks on equal links, with no measurement of the collective.
+
+        `encode` and `decode` are one call of the codec, by tensor bytes. Native and compressed path
+        move the same bytes but for the ratio (broadcast: a chain against scatter and all-gather),
+        the compressed one in the rounds of `Communicator`: cards, static parts, dynamic parts.
+        """
+        if collective not in COLLECTIVES:
+            raise ValueError(f"collective is {collective!r}; allowed: {COLLECTIVES}")
+        if world < 1:
+            raise ValueError(f"world is {world}; allowed: at least 1")
+        others = (world - 1) / world
+        # Rounds and bytes moved of the native path, of the compressed one; encoded and decoded in
+        # how many calls, and how many bytes: all for each byte of one rank's input.
+        native, wire, encoded, decoded = {
+            "all_gather": ((1, world - 1), (3, world - 1), (1, 1), (1, world)),
+            "all_to_all": ((1, others), (2, others), (1, 1), (1, 1)),
+            "reduce_scatter": ((1, others), (2, others), (1, 1), (world, 1)),
+            "all_reduce": ((2, 2 * others), (5, 2 * others), (2, 1 + 1 / world), (world + 1, 2)),
+            "broadcast": ((1, 1), (4, 2 * others), (1, 1), (1, 1)),
+            "send": ((1, 1), (2, 1), (1, 1), (1, 1)),
+        }[collective]
+        peers = min(world - 1, 1) if collective == "send" else world - 1
+
+        def moved(rounds: int, nbytes: float) -> Line:
+            fixed = link.exchange(peers, 0, rounds)
+            return Line(fixed, link.exchange(peers, nbytes, rounds) - fixed)
+
+        return cls(moved(*native), moved(*wire), encode.times(*encoded), decode.times(*decoded))
+
+    @classmethod
+    def measured(
+        cls,
+        native: Sequence[tuple[float, float]],
+        compressed: Sequence[tuple[float, float]],
+        ratio: float,
+    ) -> Model:
+        """The model by measured (bytes of one rank's input, seconds) of both paths; see `fit`.
+
+        `ratio` is that of the data that the compressed path was measured with; for these the model
+        gives back the line through the samples. For other ratios it assumes that the compressed
+        path spends on the wire what the native one would for as many bytes, or all of its time if
+        that is less, and that the rest is the codec's and depends on the tensor's bytes alone. That
+        rest, half encoding and half decoding, holds extra rounds of messages too.
+        """
+        _check(0, ratio)
+        plain, whole = fit(native), fit(compressed)
+        wire = Line(min(plain.alpha, whole.alpha), min(plain.beta, whole.beta / ratio))
+        # max: rounding.
+        rest = Line(whole.alpha - wire.alpha, max(whole.beta - wire.beta * ratio, 0.0))
+        return cls(plain, wire, rest.times(0.5, 0.5), rest.times(0.5, 0.5))
+
+    def compressed(self, nbytes: int, ratio: float) -> float:
+        """Seconds of encoding, moving nbytes * ratio, and decoding, one after the other."""
+        return self.pipelined(nbytes, ratio, 1)
+
+    def pipelined(self, nbytes: int, ratio: float, pieces: int) -> float:
+        """Seconds in `pieces` equal pieces, one on the wire while others are encoded and decoded.
+
+        Encoding and decoding share a processor, so the slower of wire and codec sets the pace.
+        """
+        _check(nbytes, ratio, pieces)
+        each = nbytes / pieces
+        wire = self.wire.seconds(each * ratio)
+        codec = self.encode.seconds(each) + self.decode.seconds(each)
+        return wire + codec + (pieces - 1) * max(wire, codec)
+
+    def choose(self, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Choice:
+        """The path to take; with equal arguments the same on every rank that has an equal model.
+
+        Native, compressed, and then 2, 4, ... up to `max_pieces` pieces: each must beat the one
+        chosen so far by MARGIN. So the choice is never predicted slower than native.
+        """
+        _check(nbytes, ratio, max_pieces)
+        native = best = self.native.seconds(nbytes)
+        chosen = 0
+        found = {}
+        pieces = 1
+        # A piece has a byte or more.
+        while pieces <= max(min(max_pieces, nbytes), 1):
+            seconds = found[pieces] = self.pipelined(nbytes, ratio, pieces)
+            if seconds < best * (1 - MARGIN):
+                best, chosen = seconds, pieces
+            pieces *= 2
+        if chosen:
+            algorithm: Algorithm = "pipelined" if chosen > 1 else "compressed"
+            name = algorithm if chosen == 1 else f"{algorithm} in {chosen} pieces"
+            reason = f"{name} {duration(best)} < native {duration(native)}"
+            return Choice(algorithm, chosen, best, native, reason)
+        nearest = duration(min(found.values()))
+        reason = f"compressed {nearest} not {MARGIN:.0%} below native {duration(native)}"
+        return Choice("native", 1, native, native, reason)
+
+    def crossover(self, ratio: float, max_pieces: int = MAX_PIECES) -> int | None:
+        """Bytes from which on `choose` compresses, None if it does not at 1 PiB.
+
+        At one byte less it does not, unless the result is 0.
+        """
+
+        def compresses(nbytes: int) -> bool:
+            return self.choose(nbytes, ratio, max_pieces).algorithm != "native"
+
+        high = _LARGEST
+        if not compresses(high):
+            return None
+        while high and compresses(high // 2):
+            high //= 2
+        low = high // 2  # native, or equal to high and 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if compresses(middle) else (middle, high)
+        return high
+
+
+class Ratios:
+    """Running ratios of what has been compressed, by codec, dtype and size to a power of two.
+
+    `update` after each compressed call, `ratio` before the next. Answers follow from the calls
+    alone: ranks that make the same ones, in the same order, get the same answers. So update only
+    with values that all ranks share, as the sum of all sizes in an all-gather, never a rank's own.
+    """
+
+    def __init__(self, weight: float = 0.25, patience: int = 1000) -> None:
+        """`weight` is that of the newest value in the exponentially weighted mean, above 0 to 1.
+
+        A mean is forgotten after `patience` questions with no update in between: where compressing
+        does not pay nothing is compressed, and data that have changed would never be noticed.
+        """
+        if not 0 < weight <= 1:
+            raise ValueError(f"weight is {weight}; allowed: above 0, at most 1")
+        if patience < 1:
+            raise ValueError(f"patience is {patience}; allowed: at least 1")
+        self._weight = weight
+        self._patience = patience
+        #: The mean, and how often it has been asked for since it changed.
+        self._means: dict[tuple[str, str, int], tuple[float, int]] = {}
+
+    def update(self, codec: str, dtype: str, nbytes: int, ratio: float) -> None:
+        """Take in the ratio that a tensor of `nbytes` bytes had."""
+        _check(nbytes, ratio)
+        key = codec, dtype, nbytes.bit_length()
+        mean, _ = self._means.get(key, (ratio, 0))
+        self._means[key] = mean + self._weight * (ratio - mean), 0
+
+    def ratio(self, codec: str, dtype: str, nbytes: int) -> float:
+        """What to expect of a tensor, to two decimals, so that choices can be cached by it.
+
+        With no mean: what the codec promises (`expected_ratio`).
+        """
+        key = codec, dtype, nbytes.bit_length()
+        if key not in self._means:
+            return expected_ratio(codec, dtype)
+        mean, asked = self._means[key]
+        if asked + 1 >= self._patience:
+            del self._means[key]
+        else:
+            self._means[key] = mean, asked + 1
+        return max(round(mean, 2), 0.01)
+
+
+def expected_ratio(codec: str, dtype: str) -> float:
+    """Packed over raw bytes of normally distributed values, 1.0 where `codec` promises nothing."""
+    return RATIOS.get(dtype.replace("fnuz", "fn"), 1.0) if codec == "zipccl" else 1.0
+
+
+@functools.cache
+def codec_lines(device: Device, dtype: str) -> tuple[Line, Line]:
+    """Encode and decode of one tensor by zipccl, by tensor bytes, from the recorded benchmarks.
+
+    On "cpu" with one thread. Raises ValueError if there is no record.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; allowed: {DEVICES}")
+    recorded = list(_H200 if device == "h200" else _CPU)
+    if dtype not in recorded:
+        raise ValueError(f"no speed of {dtype} on {device} is recorded; there are {recorded}")
+    if device == "h200":
+        table = _H200[dtype]
+        encode = [(n * _MIB, n * _MIB / (speed * 1e9)) for n, speed, _ in table]
+        decode = [(n * _MIB, n * _MIB / (speed * 1e9)) for n, _, speed in table]
+        return fit(encode), fit(decode)
+    kib = [(1024, us * 1e-6) for us in _CPU_KIB_US]
+    large = [(64 * _MIB, 64 * _MIB / (speed * 1e9)) for speed in _CPU[dtype]]
+    return fit([kib[0], large[0]]), fit([kib[1], large[1]])
+
+
+def duration(seconds: float) -> str:
+    """`seconds` as people read it: three digits in s, ms or us."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _check(nbytes: int, ratio: float, pieces: int = 1) -> None:
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}; allowed: at least 0")
+    if not (ratio > 0 and math.isfinite(ratio)):
+        raise ValueError(f"ratio is {ratio}; allowed: finite numbers above 0")
+    if pieces < 1:
+        raise ValueError(f"pieces is {pieces}; allowed: at least 1")

@@ -1,0 +1,150 @@
+"""What a Communicator knows about its paths, and which of them it takes (ZipCCL, section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from ..arrays import ArrayInfo
+from ..codec import Codec
+from ..formats.dtypes import DType
+from . import tensors
+from .cost import MARGIN, Choice, Model, Ratios
+
+Algorithm = Literal["auto", "native", "compressed", "pipelined"]
+ALGORITHMS = ("auto", "native", "compressed", "pipelined")
+
+#: A ratio travels as a whole number of these.
+_UNIT = 1 << 20
+#: Calls that follow a choice before it is thought over.
+_KEPT = 100
+#: One size for all of a dtype: what a rank says in its cards is of its last call.
+_ANY_SIZE = 1
+
+
+class Measured(NamedTuple):
+    """Seconds of native, compressed and pipelined path by bytes of a rank's input."""
+
+    sizes: tuple[int, ...]
+    seconds: list[list[float]]
+    ratio: float
+
+
+class _Kind(NamedTuple):
+    model: Model
+    max_pieces: int
+
+
+class Switch:
+    """Chooses between the paths of a collective; equal calls make equal choices on every rank.
+
+    A ratio that a rank has seen travels in the cards of its next call, and the largest of all
+    counts: ranks see different data, but choose alike.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        algorithm: Algorithm,
+        pieces: int,
+        measure: Callable[[str, Any, ArrayInfo], Measured],
+    ) -> None:
+        self._codec = codec
+        self._auto = algorithm == "auto"
+        self._measure = measure
+        self._forced: Choice | None = None
+        if algorithm != "auto":
+            count = pieces if algorithm == "pipelined" else 1
+            self._forced = Choice(algorithm, count, 0.0, 0.0, "")
+        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+        self._choices: dict[tuple[Any, ...], Choice] = {}
+        self._fast: dict[tuple[Any, ...], int] = {}
+        self._last: dict[tuple[str, str], int] = {}
+        self._ratios = Ratios(patience=10)
+
+    def choose(self, collective: str, x: Any, info: ArrayInfo, fixed: bool = False) -> Choice:
+        """The path for `x`, whose elements travel as `info` says.
+
+        `fixed`: not every rank knows the size, or takes part, so nothing can be measured now.
+        """
+        if self._forced is not None:
+            return self._forced
+        nbytes = info.dtype.itemsize
+        for n in info.shape:
+            nbytes *= n
+        name = self._codec.name
+        if self._codec.plan(info.shape, info.dtype).codec.name != name:
+            return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {info.dtype.name}")
+        place = str(tensors.device_of(x))
+        if fixed:
+            kind = self._kinds.get(("all_to_all", info.dtype.name, place))
+            if kind is None:
+                return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
+            if collective == "all_to_all":
+                nbytes = 1 << 30
+            choice = kind.model.choose(nbytes, self._ratio(info.dtype), 1)
+            return choice
+        key = collective, info.dtype.name, place
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._kind(self._measure(collective, x, info))
+        ratio = self._ratio(info.dtype)
+        question = (*key, nbytes, ratio)
+        found = self._choices.get(question)
+        if found is None:
+            if len(self._choices) > 4096:
+                self._choices.clear()
+            found = self._choices[question] = kind.model.choose(nbytes, ratio, kind.max_pieces)
+        if found.algorithm == "native":
+            self._fast[collective, info.dtype.name, tuple(info.shape)] = _KEPT
+        return found
+
+    def is_native(self, collective: str, x: Any) -> bool:
+        """True if a call like this went natively before, and need not be thought over yet."""
+        if not self._auto or self._forced is not None or not self._fast:
+            return False
+        key = collective, str(x.dtype).rpartition(".")[2], tuple(x.shape)
+        left = self._fast.get(key)
+        if left is None:
+            return False
+        if left == 1:
+            del self._fast[key]
+        else:
+            self._fast[key] = left - 1
+        return True
+
+    @contextmanager
+    def forced(self, choice: Choice) -> Iterator[None]:
+        """Take one path whatever the model says."""
+        before, self._forced = self._forced, choice
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def ratio(self, collective: str, dtype: DType) -> int:
+        """What a card says of this rank's last call, 0 if there was none."""
+        return self._last.get((collective, dtype.name), 0)
+
+    def went(self, collective: str, dtype: DType, ratio: float) -> None:
+        """This rank sent `ratio` bytes for each byte."""
+        self._last[collective, dtype.name] = max(1, round(ratio * _UNIT))
+
+    def came(self, collective: str, dtype: DType, said: Any) -> None:
+        """The ratios of all ranks, shape (world_size,), by their cards."""
+        worst = int(said.max(initial=0))
+        if self._auto and self._forced is None and 0 < worst <= 2 * _UNIT:
+            self._ratios.update(self._codec.name, dtype.name, _ANY_SIZE, worst / _UNIT)
+
+    def _ratio(self, dtype: DType) -> float:
+        return self._ratios.ratio(self._codec.name, dtype.name, _ANY_SIZE)
+
+    def _kind(self, measured: Measured) -> _Kind:
+        sizes = measured.sizes
+        native = [(n, s[0]) for n, s in zip(sizes, measured.seconds, strict=True)]
+        compressed = [(n, s[1]) for n, s in zip(sizes, measured.seconds, strict=True)]
+        _, whole, in_pieces = measured.seconds[-1]
+        gains = in_pieces < whole * (1 - MARGIN)
+        model = Model.measured(native, compressed, min(measured.ratio, 1.5))
+        return _Kind(model, 4 if gains else 1)

@@ -1,0 +1,229 @@
+"""What collectives do to arrays themselves, in NumPy and PyTorch alike.
+
+Arrays of CuPy and JAX cross by DLPack where they are: to PyTorch on a GPU, to NumPy on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import arrays
+from ..arrays import ArrayInfo, Target
+from ..formats.dtypes import BY_NAME, DType
+
+Array = npt.NDArray[Any]
+
+_UINT8 = BY_NAME["uint8"]
+
+
+def as_input(x: Any) -> tuple[Any, ArrayInfo, Target]:
+    """`x` as a NumPy array or a tensor, what it is then, and what it was."""
+    info = arrays.describe(x)
+    target = Target(info.library, info.device)
+    if info.library == "torch":
+        return x.detach(), info, target
+    if arrays.on_gpu(x):
+        from ..device import _as_torch
+
+        tensor = _as_torch(x, info).view(torch_dtype(info.dtype))
+        return tensor, info._replace(library="torch", device=tensor.device), target
+    host = arrays.host_array(x).astype(info.dtype.numpy, copy=False)
+    return host, info._replace(library="numpy", device=None), target
+
+
+def as_output(
+    out: Any, info: ArrayInfo, shape: tuple[int, ...], target: Target, what: str = "out"
+) -> Any:
+    """The memory of `out`, None if it is None.
+
+    Raises TypeError or ValueError if it is not fit for a result of this shape, like `info` else.
+    """
+    if out is None:
+        return None
+    found = arrays.describe(out)
+    if Target(found.library, found.device) != target:
+        where = f"{found.library} on {found.device or 'the host'}"
+        raise ValueError(f"{what} is {where}; needed: {target.library} where x is")
+    arrays.check_writable(out, found, info.dtype, shape, what)
+    if found.library == "torch":
+        fit = out.is_contiguous()
+        out = out.detach()
+    elif arrays.on_gpu(out):
+        from ..device import _as_torch
+
+        fit = out.flags.c_contiguous
+        out = _as_torch(out, found).view(torch_dtype(found.dtype))
+    else:
+        fit = isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable
+        fit = fit and out.dtype.isnative
+    if not fit:
+        raise ValueError(f"{what} must be contiguous, writable and in native byte order")
+    return out
+
+
+def as_result(x: Any, dtype: DType, target: Target) -> Any:
+    """The result `x` in the library that was asked in."""
+    if target.library in ("numpy", "torch"):
+        return x
+    if is_torch(x):
+        import torch
+
+        from ..device import _export
+
+        if target.library == "jax":
+            # JAX does not follow PyTorch's stream.
+            torch.cuda.current_stream(x.device).synchronize()
+        return _export(x, dtype, target)
+    return arrays.from_bits(x.reshape(-1).view(dtype.bits), dtype, x.shape, target)
+
+
+def is_torch(x: Any) -> bool:
+    """True for a tensor."""
+    return arrays.library_of(x) == "torch"
+
+
+def is_cuda(x: Any) -> bool:
+    """True for a tensor on a GPU."""
+    return is_torch(x) and bool(x.is_cuda)
+
+
+def torch_dtype(dtype: DType) -> Any:
+    """PyTorch's dtype of this name."""
+    import torch
+
+    return getattr(torch, dtype.name)
+
+
+def empty(shape: tuple[int, ...], dtype: DType, like: Any) -> Any:
+    """New memory of the library and device of `like`."""
+    if is_torch(like):
+        return like.new_empty(shape, dtype=torch_dtype(dtype))
+    return np.empty(shape, dtype.numpy)
+
+
+def empty_bytes(nbytes: int, like: Any) -> Any:
+    """New memory, uint8, shape (nbytes,)."""
+    return empty((nbytes,), _UINT8, like)
+
+
+def device_of(x: Any) -> Any:
+    """PyTorch's device of a tensor, None of a NumPy array."""
+    return x.device if is_torch(x) else None
+
+
+def on_device(host: Array, device: Any) -> Any:
+    """`host` as a tensor on PyTorch's `device`, or as it is if that is None."""
+    if device is None:
+        return host
+    import torch
+
+    return torch.from_numpy(host).to(device)
+
+
+def view(x: Any, dtype: DType) -> Any:
+    """The contiguous array `x` with its bytes as elements of `dtype`, shape (n,)."""
+    return x.reshape(-1).view(torch_dtype(dtype) if is_torch(x) else dtype.numpy)
+
+
+def as_bytes(x: Any) -> Any:
+    """The memory of the contiguous array `x`: uint8, shape (n,)."""
+    return view(x, _UINT8)
+
+
+def cast(x: Any, dtype: DType) -> Any:
+    """`x` in `dtype`: `x` itself if it is that already."""
+    if is_torch(x):
+        return x.to(torch_dtype(dtype))
+    with np.errstate(all="ignore"):
+        return x.astype(dtype.numpy, copy=False)
+
+
+def contiguous(x: Any) -> Any:
+    """`x` in row order: `x` itself if it is that already."""
+    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x).reshape(x.shape)
+
+
+def clear(total: Any) -> None:
+    """Make `total` what sums start from."""
+    # A sum that starts at 0.0 would lose the sign of -0.0 + -0.0.
+    is_float = arrays.describe(total).dtype.is_float
+    total[...] = -0.0 if is_float else 0
+
+
+def add(total: Any, values: Any) -> None:
+    """Add `values`, in the dtype of `total`, to it; integers wrap around."""
+    dtype = arrays.describe(total).dtype
+    if not dtype.is_float:
+        # PyTorch adds no unsigned integers; signed ones have the same bits.
+        signed = BY_NAME[f"int{8 * dtype.itemsize}"]
+        values = cast(values, dtype)
+        if is_torch(total):
+            total, values = total.view(torch_dtype(signed)), values.view(torch_dtype(signed))
+        else:
+            total, values = total.view(signed.numpy), values.view(signed.numpy)
+        dtype = signed
+    with np.errstate(all="ignore"):
+        total += cast(values, dtype)
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """The dtype that sums of `dtype` are made in; TypeError if there is none."""
+    if dtype.is_float:
+        return BY_NAME["float64" if dtype.name == "float64" else "float32"]
+    if dtype.numpy.kind not in "iu":
+        raise TypeError(f"x is {dtype.name}; allowed: floats and integers")
+    return dtype
+
+
+def random_normal(rng: np.random.Generator, n: int, dtype: DType, like: Any) -> Any:
+    """N(0, 0.02), shape (n,), of the library and device of `like`."""
+    values = rng.standard_normal(n, np.float32) * np.float32(0.02)
+    if is_torch(like):
+        return cast(on_device(values, like.device), dtype)
+    return values.astype(dtype.numpy)
+
+
+def synchronize(x: Any) -> None:
+    """Wait for what is queued on the GPU of `x`, if it is on one."""
+    if is_cuda(x):
+        import torch
+
+        torch.cuda.current_stream(x.device).synchronize()
+
+
+class OnTheWay:
+    """A small int64 array that is copied to the host, behind what is queued on the device now."""
+
+    def __init__(self, x: Any) -> None:
+        self._event: Any = None
+        if is_cuda(x):
+            import torch
+
+            # Pinned memory comes from PyTorch's cache, which knows what is still under way.
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host.copy_(x, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = x
+
+    def done(self) -> bool:
+        """True if `wait` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self, timeout: float) -> Any:
+        """The values in NumPy; TimeoutError after `timeout` seconds."""
+        if self._event is not None:
+            deadline = time.monotonic() + timeout
+            pause = 0.0
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"nothing came in {timeout} s: a rank is late or gone")
+                time.sleep(pause)
+                # The first millisecond at full speed: that is how long most calls wait.
+                pause = 0.0 if time.monotonic() < deadline - timeout + 1e-3 else 5e-5
+        return arrays.host_array(self._host)
