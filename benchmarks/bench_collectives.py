@@ -1,0 +1,339 @@
+"""Compressed collectives beside NCCL's own on the GPUs of one machine, one process each.
+
+    python benchmarks/bench_collectives.py --out benchmarks/results [--world 2] [--quick]
+    python benchmarks/report.py
+
+Links: "nvlink" as NCCL finds it, "p2p off" (NCCL_P2P_DISABLE=1: through host memory, which stands in
+for a network of 200 Gb/s), "sockets" (TCP over the loopback). Tensors are bfloat16 N(0, 0.02), MiB
+are those of one rank's input. Sums are compared with NCCL's in float32: bfloat16 travels here,
+float32 there. A time is the median over calls of the slowest rank's wall clock, from a barrier until
+the device has finished. Every result is compared before and after it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tightwire as tw
+from tightwire.adapters.torch_dist import TorchDist
+
+MIB = 1 << 20
+LINKS: dict[str, dict[str, str]] = {
+    "p2p off": {"NCCL_P2P_DISABLE": "1"},
+    "nvlink": {},
+    "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+}
+COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+SIZES = (64, 256, 512)
+PATHS: dict[str, dict[str, Any]] = {
+    "compressed": {"algorithm": "compressed"},
+    "pipelined": {"algorithm": "pipelined", "pieces": 4},
+    "auto": {"algorithm": "auto"},
+}
+SMALL = (4 << 10, 64 << 10)
+LATE_SECONDS = 0.02
+#: Of one measurement.
+SECONDS, LEAST, MOST = 0.4, 4, 30
+
+
+class Rank:
+    """One process and its GPU."""
+
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        self.rank, self.world = rank, world
+        torch.cuda.set_device(rank)
+        store = f"tcp://127.0.0.1:{port}"
+        timeout = datetime.timedelta(seconds=60)
+        dist.init_process_group(
+            "nccl", init_method=store, rank=rank, world_size=world, timeout=timeout
+        )
+        self.paths = {
+            name: tw.Communicator(TorchDist(dist.new_group()), **options)
+            for name, options in PATHS.items()
+        }
+
+    def tensor(self, nbytes: int, seed: int) -> torch.Tensor:
+        """This rank's input: bfloat16, N(0, 0.02), its length a multiple of the ranks."""
+        rng = torch.Generator("cuda").manual_seed(seed * 1000 + self.rank)
+        n = nbytes // 2 // self.world * self.world
+        return torch.randn(n, device="cuda", generator=rng).mul_(0.02).to(torch.bfloat16)
+
+    def everywhere(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        found = torch.tensor(value, device="cuda", dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    def time(self, call: Callable[[], Any]) -> dict[str, float]:
+        """Milliseconds of a call until the slowest rank has its result."""
+
+        def once() -> float:
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            return self.everywhere(time.perf_counter() - start)
+
+        once()
+        first = once()
+        count = min(MOST, max(LEAST, int(SECONDS / first)))
+        samples = sorted(once() * 1e3 for _ in range(count))
+        return {"median": statistics.median(samples), "least": samples[0], "samples": count}
+
+    def host_time(self, call: Callable[[], Any], calls: int = 300) -> float:
+        """Microseconds of a call in a row of calls, the device waited for at the end."""
+        samples = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - start) / calls * 1e6)
+        return statistics.median(samples[1:])
+
+
+def natively(
+    rank: Rank, collective: str, x: torch.Tensor
+) -> tuple[Callable[[], Any], torch.Tensor]:
+    """NCCL's call, and where its result lies; sums in float32."""
+    if collective == "all_gather":
+        out = x.new_empty(rank.world * x.numel())
+        return lambda: dist.all_gather_into_tensor(out, x), out
+    if collective == "all_to_all":
+        out = torch.empty_like(x)
+        return lambda: dist.all_to_all_single(out, x), out
+    wide = x.float()
+    if collective == "reduce_scatter":
+        out = wide.new_empty(x.numel() // rank.world)
+        return lambda: dist.reduce_scatter_tensor(out, wide), out
+    # In place: what NCCL sums up is copied out of sight of the clock by `check` alone.
+    out = wide.clone()
+    return lambda: dist.all_reduce(out), out
+
+
+def compressed(
+    comm: tw.Communicator, collective: str, x: torch.Tensor
+) -> tuple[Callable[[], Any], torch.Tensor]:
+    """Our call, and where its result lies."""
+    world = comm.world_size
+    if collective == "all_gather":
+        out = x.new_empty(world * x.numel())
+    elif collective == "reduce_scatter":
+        out = torch.empty(x.numel() // world, device="cuda")
+    else:
+        out = torch.empty_like(x)
+    call = getattr(comm, collective)
+    return lambda: call(x, out), out
+
+
+def check(
+    rank: Rank, collective: str, x: torch.Tensor, call: Callable[[], Any], out: torch.Tensor
+) -> None:
+    """Compare a result with NCCL's: bit for bit, sums with the float32 sum of what travelled."""
+    if collective in ("all_gather", "all_to_all"):
+        run, wanted = natively(rank, collective, x)
+        run()
+        out.fill_(float("nan"))
+        call()
+        same = torch.equal(out.view(torch.int16), wanted.view(torch.int16))
+    else:
+        shares = torch.empty_like(x)
+        dist.all_to_all_single(shares, x)
+        total = torch.full((x.numel() // rank.world,), -0.0, device="cuda")
+        for share in shares.view(rank.world, -1):
+            total += share
+        out.fill_(float("nan"))
+        call()
+        if collective == "reduce_scatter":
+            same = torch.equal(out, total)
+        else:
+            each = total.to(torch.bfloat16)
+            wanted = x.new_empty(x.numel())
+            dist.all_gather_into_tensor(wanted, each)
+            same = torch.equal(out.view(torch.int16), wanted.view(torch.int16))
+    if rank.everywhere(float(not same)):
+        raise RuntimeError(f"{collective} gives another result on a rank")
+
+
+def measure(rank: Rank, link: str, quick: bool) -> list[dict[str, Any]]:
+    """Every collective, size and path on this link."""
+    found = []
+    for mib in SIZES[:1] if quick else SIZES:
+        x = rank.tensor(mib * MIB, mib)
+        for collective in COLLECTIVES:
+            row: dict[str, Any] = {"link": link, "collective": collective, "mib": mib}
+            run, out = natively(rank, collective, x)
+            row["native_ms"] = rank.time(run)
+            del run, out
+            for name, comm in rank.paths.items():
+                call, out = compressed(comm, collective, x)
+                check(rank, collective, x, call, out)
+                row[f"{name}_ms"] = rank.time(call)
+                check(rank, collective, x, call, out)
+                comm.check()
+                record = comm.trace()[-1]
+                row[name] = {
+                    "algorithm": record.algorithm,
+                    "reason": record.reason,
+                    "ratio": record.wire_bytes / record.raw_bytes,
+                }
+                row[f"{name}_speedup"] = row["native_ms"]["median"] / row[f"{name}_ms"]["median"]
+                del call, out
+            found.append(row)
+            if rank.rank == 0:
+                speedups = {n: round(row[f"{n}_speedup"], 3) for n in PATHS}
+                native = round(row["native_ms"]["median"], 2)
+                print(link, collective, mib, native, speedups, row["auto"]["reason"], flush=True)
+    return found
+
+
+def small(rank: Rank, link: str) -> list[dict[str, Any]]:
+    """Microseconds that the switch adds to a small native call."""
+    found = []
+    for nbytes in SMALL:
+        x = rank.tensor(nbytes, 1)
+        for collective in ("all_gather", "all_to_all"):
+            run, _ = natively(rank, collective, x)
+            call, out = compressed(rank.paths["auto"], collective, x)
+            check(rank, collective, x, call, out)
+            group = rank.paths["auto"].transport._group  # type: ignore[attr-defined]
+            raw, into = x.view(torch.uint8), out.view(torch.uint8)
+            if collective == "all_gather":
+                bare = lambda: group._allgather_base(into, raw).wait()  # noqa: E731
+            else:
+                bare = lambda: group.alltoall_base(into, raw, [], []).wait()  # noqa: E731
+            row = {
+                "link": link,
+                "collective": collective,
+                "nbytes": nbytes,
+                "native_us": rank.host_time(run),
+                "group_us": rank.host_time(bare),
+                "auto_us": rank.host_time(call),
+                "algorithm": rank.paths["auto"].trace()[-1].algorithm,
+            }
+            found.append(row)
+            if rank.rank == 0:
+                print(row, flush=True)
+    return found
+
+
+def late(rank: Rank, link: str, mib: int) -> list[dict[str, Any]]:
+    """Both designs of all-to-all where the last rank comes late: seconds after it has come."""
+    x = rank.tensor(mib * MIB, 3)
+    found = []
+    for design in ("first", "between"):
+        comm = tw.Communicator(TorchDist(dist.new_group()), sizes=design)  # type: ignore[arg-type]
+        call, out = compressed(comm, "all_to_all", x)
+        check(rank, "all_to_all", x, call, out)
+        samples = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            if rank.rank == rank.world - 1:
+                time.sleep(LATE_SECONDS)
+            call()
+            torch.cuda.synchronize()
+            samples.append(rank.everywhere(time.perf_counter() - start) * 1e3)
+        check(rank, "all_to_all", x, call, out)
+        row = {"link": link, "mib": mib, "sizes": design, "late_ms": LATE_SECONDS * 1e3}
+        found.append(row | {"ms": statistics.median(samples[2:])})
+        if rank.rank == 0:
+            print(found[-1], flush=True)
+    return found
+
+
+def work(rank: int, world: int, port: int, link: str, out: str, quick: bool) -> None:
+    """What one process does."""
+    me = Rank(rank, world, port)
+    result: dict[str, Any] = {"measured": measure(me, link, quick), "small": [], "late": []}
+    if link == "nvlink":
+        result["small"] = small(me, link)
+    if link == "p2p off":
+        result["late"] = late(me, link, 64 if quick else 256)
+    if rank == 0:
+        Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(world: int, link: str, quick: bool, limit: float) -> dict[str, Any]:
+    """Run `work` in `world` processes on a link."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        environment = os.environ | LINKS[link]
+        words = [str(world), str(port), link, str(out), str(int(quick))]
+        processes = [
+            subprocess.Popen([sys.executable, __file__, "work", str(r), *words], env=environment)
+            for r in range(world)
+        ]
+        try:
+            codes = [process.wait(limit) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"{link}: processes ended with {codes}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def main() -> None:
+    """Measure every link and write collectives_<world>.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--world", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--links", nargs="*", default=list(LINKS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--limit", type=float, default=300.0)
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": {"gpu": torch.cuda.get_device_name(0), "gpus": options.world},
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "tightwire": tw.__version__,
+        },
+        "measured": [],
+        "small": [],
+        "late": [],
+    }
+    path = options.out / f"collectives_{options.world}.json"
+    for link in options.links:
+        found = launch(options.world, link, options.quick, options.limit)
+        for key, rows in found.items():
+            result[key] += rows
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        rank, world, port, link, out, quick = sys.argv[2:]
+        work(int(rank), int(world), int(port), link, out, quick == "1")
+    else:
+        main()
