@@ -215,8 +215,9 @@ class DynamicAllToAll(_Exchange):
         max_indices: int | None = None,
     ) -> None:
         super().__init__(comm, row_shape, dtype, max_splits, max_indices)
-        # Words: call, rows, number of splits, number of indices; splits; block lens; indices.
+        # Words: checksum, rows, number of splits, number of indices; splits; block lens; indices.
         self._words = 4 + self._max_splits + self._size + self._max_indices
+        self._keys = _keys(self._words - 1)
         self._gathered: Any = None
 
     @property
@@ -268,25 +269,29 @@ class DynamicAllToAll(_Exchange):
     def _gather(self, info: ArrayInfo, metadata: Sequence[Any], target: Target) -> Ints:
         """The metadata of all ranks on the host, shape (world_size, words)."""
         splits, indices, lens = metadata
+        call = self._salt + self._sequence
         words = np.zeros(self._words, np.int64)
-        words[:4] = self._salt + self._sequence, info.shape[0], splits.shape[0], indices.shape[0]
-        record = _like(words, target)
+        words[:4] = call, info.shape[0], splits.shape[0], indices.shape[0]
+        record, keys = self._upload((words, self._keys), target)
         at = 4 + self._max_splits
         record[4 : 4 + splits.shape[0]] = splits
         record[at : at + self._size] = lens
         at += self._size
         record[at : at + indices.shape[0]] = indices
-        everyone = _like(np.zeros(self._size * self._words, np.int64), target)
+        record[:1] += (record[1:] * keys).sum()
+        everyone = _empty(record, (self._size * self._words,))
         with self._stage("metadata"):
             self._transport.all_gather(_bytes(everyone), _bytes(record))
             host: Ints = arrays.host_array(everyone).reshape(self._size, self._words)
+        strange = (host[:, 1:] * self._keys).sum(1) + call != host[:, 0]
+        if strange.any():
+            ranks = np.flatnonzero(strange).tolist()
+            detail = f"ranks {ranks} make another call, or what they sent was damaged on the way"
+            raise self._failure("metadata", detail, lost=True)
         return host
 
     def _read(self, host: Ints) -> list[_Routes]:
         """The checked metadata of all ranks; CollectiveError if any are bad."""
-        strange = [i for i in range(self._size) if host[i, 0] != self._salt + self._sequence]
-        if strange:
-            raise self._failure("metadata", f"ranks {strange} make another call", lost=True)
         routes, problems = [], []
         for i in range(self._size):
             try:
@@ -331,12 +336,7 @@ class DynamicAllToAll(_Exchange):
         count, place = rows.shape[0], arrays.target_of(x)
         kept = self._gathered
         if kept is None or kept.shape[0] < count or arrays.target_of(kept) != place:
-            shape = (count, *self._row)
-            if place.library == "torch":
-                kept = x.new_empty(shape)
-            else:
-                kept = np.empty(shape, x.dtype)
-            self._gathered = kept
+            self._gathered = kept = _empty(x, (count, *self._row))
         gathered = kept[:count]
         if count:
             if place.library == "torch":
@@ -415,8 +415,7 @@ class FixedRateAllToAll(_Exchange):
         self._splits, self._indices = make(self._max_splits), make(self._max_indices)
         self._positions = torch.arange(self._max_indices, device=device)
         self._slots = torch.arange(capacity, device=device)
-        odd = np.arange(1, 2 * self._words - 2, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        self._keys = torch.from_numpy(odd.view(np.int64)).to(device)
+        self._keys = torch.from_numpy(_keys(self._words - 1)).to(device)
         self._received = Received(
             data=make(n, *shape, dtype=element),
             counts=self._state[1],
@@ -637,6 +636,19 @@ def _ranks_with(status: list[int], flag: int) -> list[int]:
 def _some(values: Ints) -> str:
     shown = ", ".join(map(str, values[:8].tolist()))
     return f"[{shown}{', ...' if values.size > 8 else ''}]"
+
+
+def _keys(count: int) -> Ints:
+    """Odd factors of a checksum, modulo 2^64, of metadata: any one word that differs changes it."""
+    odd = np.arange(1, 2 * count, 2, dtype=np.uint64)
+    return (odd * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+
+
+def _empty(like: Any, shape: tuple[int, ...]) -> Any:
+    """A new array of the library, device and element type of `like`."""
+    if arrays.library_of(like) == "torch":
+        return like.new_empty(shape)
+    return np.empty(shape, like.dtype)
 
 
 def _like(host: Ints, target: Target) -> Any:
