@@ -553,7 +553,7 @@ class FixedRateAllToAll(_Exchange):
         valid = (sizes == self._splits).all() & (lens_here == lens).all()
         valid &= (sizes.sum() <= rows) & (stops[-1] <= index_count)
         stops.clamp_(max=index_count)
-        begins = (stops - lens_here).clamp_(min=0)
+        begins = stops - lens_here
         used = self._positions < stops[-1]
         chosen = self._indices.clamp(0, max(split_count - 1, 0))
         valid &= ((chosen == self._indices) | ~used).all()
@@ -575,7 +575,6 @@ class FixedRateAllToAll(_Exchange):
             into = _bits(self._gathered).view(-1, *self._row)
             torch.index_select(_bits(x), 0, source.clamp_(0, rows - 1), out=into)
         words = self._send.view(torch.int64)
-        counts.clamp_(max=self._capacity)
         self._state[2].copy_(counts)
         words[:, 2] = counts
         words[:, 3] = lens_here
