@@ -34,7 +34,7 @@ from ..buffer import Buffer
 from ..codec import decode
 from ..formats.dtypes import BY_NAME
 from ..formats.errors import FormatError
-from ..formats.header import OVERFLOW, RECORD, align
+from ..formats.header import OVERFLOW, align
 from ..planning import integer
 from .collectives import CollectiveError, Communicator
 
@@ -42,7 +42,8 @@ Ints = npt.NDArray[np.int64]
 
 _NAME = "dynamic_all_to_all"
 _INT64 = BY_NAME["int64"]
-_FLAGS_AT = RECORD.fields["flags"][1] if RECORD.fields else 0
+#: The int64 word of a result record in whose low half the flags are.
+_FLAGS = 2
 
 #: What a rank says of its exchange, in `FixedRateAllToAll.status`; 0 is well.
 INVALID, ABOVE_CAPACITY, OVERFLOWED, DAMAGED = 1, 2, 4, 8
@@ -365,8 +366,9 @@ class FixedRateAllToAll(_Exchange):
     before it has returned, what came is not to be trusted.
 
     `status`, int64, shape (world_size,), and `overflowed`, bool, shape (), are on the device and
-    equal on all ranks unless bytes were damaged on the way: per rank 0 or INVALID, ABOVE_CAPACITY,
-    OVERFLOWED, and whether any rank's data did not fit the fixed rate.
+    equal on all ranks unless bytes were damaged on the way (DAMAGED): per rank 0 or a sum of
+    INVALID, ABOVE_CAPACITY and OVERFLOWED, and whether any rank's data did not fit the fixed rate.
+    A rank with another status than 0 and OVERFLOWED counts as one that sent nothing.
     """
 
     def __init__(
@@ -399,8 +401,8 @@ class FixedRateAllToAll(_Exchange):
         def make(*shape: int, dtype: Any = torch.int64) -> Any:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # To each rank: checksum, status, rows, block len; splits; indices for that rank; a buffer.
-        self._words = 4 + self._max_splits + self._max_indices
+        # To each rank: checksum, status, rows; splits; indices for that rank; a buffer.
+        self._words = 3 + self._max_splits + self._max_indices
         self._head = align(8 * self._words)
         self._send = make(n, self._head + self._plan.nbytes, dtype=torch.uint8)
         self._receive = torch.zeros_like(self._send)
@@ -577,9 +579,8 @@ class FixedRateAllToAll(_Exchange):
         words = self._send.view(torch.int64)
         self._state[2].copy_(counts)
         words[:, 2] = counts
-        words[:, 3] = lens_here
-        at = 4 + self._max_splits
-        words[:, 4:at] = self._splits
+        at = 3 + self._max_splits
+        words[:, 3:at] = sizes
         block = (begins[:, None] + self._positions).clamp_(max=self._max_indices - 1)
         listed = chosen.index_select(0, block.view(-1)).view_as(block)
         mine = self._positions < lens_here[:, None]
@@ -597,22 +598,24 @@ class FixedRateAllToAll(_Exchange):
                 dynamic_capacity=self._plan.dynamic_stride,
             )
         words = self._send.view(torch.int64)
-        flags = words[:, (self._head + self._plan.header.nbytes + _FLAGS_AT) // 8]
+        flags = words[:, (self._head + self._plan.header.nbytes) // 8 + _FLAGS]
         words[:, 1] = status + ((flags & OVERFLOW) != 0).any() * OVERFLOWED
         words[:, 0] = self._sums(words)
 
     def _unpack(self) -> None:
-        """Metadata and status of all ranks, kept within bounds whatever came."""
+        """Metadata and status of all ranks."""
         import torch
 
         words, received = self._receive.view(torch.int64), self._received
         intact = words[:, 0] == self._sums(words)
         self.status.copy_(torch.where(intact, words[:, 1], DAMAGED))
         self.overflowed.copy_(((self.status & OVERFLOWED) != 0).any())
-        received.counts.copy_(torch.where(intact, words[:, 2].clamp(0, self._capacity), 0))
-        at = 4 + self._max_splits
-        received.splits.copy_(words[:, 4:at])
-        received.indices.copy_(words[:, at : self._words])
+        # What comes later on the device may use these before anybody has looked at the status.
+        usable = (self.status & ~OVERFLOWED) == 0
+        received.counts.copy_(torch.where(usable, words[:, 2], 0))
+        at = 3 + self._max_splits
+        received.splits.copy_(torch.where(usable[:, None], words[:, 3:at], 0))
+        received.indices.copy_(torch.where(usable[:, None], words[:, at : self._words], -1))
         chosen = received.indices.clamp(0, self._max_splits - 1)
         lengths = received.splits.gather(1, chosen)
         received.lengths.copy_(torch.where(received.indices >= 0, lengths, 0))

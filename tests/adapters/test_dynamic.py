@@ -344,8 +344,11 @@ def test_metadata_that_make_no_sense_at_a_fixed_rate(name: str) -> None:
             mine = GOOD if good or comm.rank != 1 else BAD[name]
             found = exchange.launch(tensors.array(comm.rank, (9, 3)), *mine.arrays("torch"))
             assert ((exchange.status & INVALID) != 0).tolist() == [False, not good, False]
-            # What comes later on the device may use them.
-            assert all(0 <= count <= 4 for count in found.counts.tolist())
+            # The rank counts as one that sent nothing.
+            assert found.counts.bool().tolist() == [True, good, True]
+            assert found.lengths.sum(1).tolist() == found.counts.tolist()
+            assert (found.indices >= 0).any(1).tolist() == [True, good, True]
+            assert found.splits.bool().any(1).tolist() == [True, good, True]
             exchange.finish()
             for i in range(3):
                 rows = tensors.host(i, (9, 3))[GOOD.rows_for(comm.rank)]
@@ -405,6 +408,8 @@ def test_any_metadata_at_a_fixed_rate(data: st.DataObject) -> None:
         x = tensors.array(me, (everyone[me].rows, 7))
         found = exchange.launch(x, *everyone[me].arrays("torch"))
         high = ((exchange.status & ABOVE_CAPACITY) != 0).tolist()
+        assert found.lengths.sum(1).tolist() == found.counts.tolist()
+        assert found.counts.max().item() <= CAPACITY
         assert [r for r in range(n) if high[r]] == above
         if not above:
             exchange.finish()
@@ -528,7 +533,7 @@ def test_what_a_device_finds_is_raised_by_finish_alone(monkeypatch: pytest.Monke
         exchange.finish()
 
 
-@pytest.mark.parametrize("at", [0, 8, 17, 26, 32, 47, 140, 190, 500])
+@pytest.mark.parametrize("at", [0, 8, 17, 26, 38, 140, 190, 500])
 def test_damaged_bytes_are_an_error_on_the_receiver(at: int) -> None:
     """Of the metadata, or of the buffer behind them."""
     pytest.importorskip("torch")
