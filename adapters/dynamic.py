@@ -10,10 +10,10 @@ more than once, or nowhere.
 more. `FixedRateAllToAll` never reads them: every size is fixed beforehand, so that a CUDA graph can
 hold it. The way back needs no indices: one split per source, as `Received` says.
 
-Not of the paper: padding kept between the splits that are received (results are packed, and their
-offsets lie beside them), reading metadata while the network is at work, handles of memory
-exchanged at capture (section 6.2; that is the transport's). Rows are gathered by one pass before
-the encoder reads them.
+Left out: the paddings that the paper keeps between received splits (results are packed, with
+offsets beside them), and of section 6.2 what is the transport's, as handles of memory exchanged at
+capture. Rows are gathered in one pass, into the memory that the encoder reads: the gather is not
+fused with it. Shares too small for the codec to gain anything go raw.
 """
 
 from __future__ import annotations
@@ -148,10 +148,12 @@ class _Exchange:
         self._salt = int.from_bytes(digest, "little") >> 2
 
     def _failure(self, stage: str, detail: str, *, lost: bool = False) -> CollectiveError:
-        """The error of this call; `lost` if the ranks are out of step from now on."""
+        """The error of this call, which is over; `lost` if the ranks are out of step now."""
+        error = CollectiveError(self._comm.rank, _NAME, self._sequence, stage, detail)
         if lost:
             self._broken = detail
-        return CollectiveError(self._comm.rank, _NAME, self._sequence, stage, detail)
+        self._sequence += 1
+        return error
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -300,9 +302,7 @@ class DynamicAllToAll(_Exchange):
             except ValueError as error:
                 problems.append(f"rank {i}: {error}")
         if problems:
-            failure = self._failure("metadata", "; ".join(problems))
-            self._sequence += 1
-            raise failure
+            raise self._failure("metadata", "; ".join(problems))
         return routes
 
     def _routes(self, words: Ints) -> _Routes:
@@ -361,9 +361,9 @@ class FixedRateAllToAll(_Exchange):
     `launch` neither reads the device nor makes a shape depend on data: one equal all-to-all moves
     metadata, and for each rank a buffer of `capacity` rows in the codec at a fixed rate. All
     tensors but small ones for indices, from PyTorch's allocator or a graph's own pool, are made
-    here. Call `launch` once before it is captured; a transport whose `all_to_all` can be
-    captured is needed, as NCCL is. `finish`, outside of the graph, follows every launch and replay:
-    before it has returned, what came is not to be trusted.
+    here. There is one encode and one decode per rank. Call `launch` once before it is captured; the
+    transport's `all_to_all` must be one that can be captured, as NCCL's. `finish`, outside of the
+    graph, follows every launch and replay: before it has returned, what came is not to be trusted.
 
     `status`, int64, shape (world_size,), and `overflowed`, bool, shape (), are on the device and
     equal on all ranks unless bytes were damaged on the way (DAMAGED): per rank 0 or a sum of
@@ -482,21 +482,15 @@ class FixedRateAllToAll(_Exchange):
             raise self._failure("exchange", detail, lost=True)
         problem = self._problem(status)
         if problem is not None:
-            failure = self._failure("metadata", problem)
-        elif any(status):
+            raise self._failure("metadata", problem)
+        if any(status):
             with self._stage("resend"):
                 self._resend(counts, sent)
-            self._sequence += 1
-            return self._received
         elif errors:
             source, cause = next(iter(errors.items()))
-            failure = self._failure("decode", f"{cause} (from rank {source})")
-            failure.__cause__ = cause
-        else:
-            self._sequence += 1
-            return self._received
+            raise self._failure("decode", f"{cause} (from rank {source})") from cause
         self._sequence += 1
-        raise failure
+        return self._received
 
     def _verdicts(self) -> dict[int, FormatError]:
         """What decoding found wrong, by rank. It is kept until it was asked for."""

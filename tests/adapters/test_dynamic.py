@@ -830,9 +830,12 @@ def test_a_captured_graph_is_replayed_on_changing_metadata(dtype: str) -> None:
     exchange.finish()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    segments = torch.cuda.memory_stats()["segment.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         exchange.launch(x, *arguments)
+        # Temporaries are those of the first launch: the device is not asked for memory.
+        assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
         with torch.cuda.graph(graph):
             found = exchange.launch(x, *arguments)
     finally:
