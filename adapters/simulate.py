@@ -1,0 +1,400 @@
+"""Collectives on paper, up to 100,000 ranks: time, bytes and error growth of each algorithm.
+
+Times are those of the alpha-beta model on equal links without contention (Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). vNMSE is that of
+DynamiQ, section 5: E[|X - X'|^2] / |X|^2 of the result of a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from .cost import Line, Link
+
+Collective = Literal["all_reduce", "all_gather", "all_to_all"]
+Between = Literal["ring", "two_shot", "butterfly"]
+Algorithm = Literal["ring", "two_shot", "butterfly", "hierarchical", "direct"]
+ALGORITHMS: dict[Collective, tuple[Algorithm, ...]] = {
+    "all_reduce": ("ring", "two_shot", "butterfly", "hierarchical"),
+    "all_gather": ("ring", "direct"),
+    "all_to_all": ("direct",),
+}
+WORLDS = (8, 64, 1024, 16384, 100_000)
+
+Floats = npt.NDArray[np.floating[Any]]
+_Coded = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What a codec does to a collective.
+
+    `ratio` is packed over raw bytes; `encode` and `decode` are calls of the codec, by raw bytes;
+    `error` is the vNMSE of one encoding, 0.0 if it is lossless; `rounds` is how many messages an
+    exchange takes, more than one where sizes travel before the data.
+    """
+
+    ratio: float
+    encode: Line
+    decode: Line
+    error: float = 0.0
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.ratio > 0 and math.isfinite(self.ratio)):
+            raise ValueError(f"ratio is {self.ratio}; allowed: finite numbers above 0")
+        if not (self.error >= 0 and math.isfinite(self.error)):
+            raise ValueError(f"error is {self.error}; allowed: finite numbers of at least 0")
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; allowed: at least 1")
+
+
+#: No codec: bytes travel as they are.
+NATIVE = Coding(1.0, Line(0.0, 0.0), Line(0.0, 0.0))
+
+
+@dataclass(frozen=True)
+class Node:
+    """Ranks of one machine: `size` of them, with a link of each to its neighbours inside."""
+
+    size: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}; allowed: at least 1")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A collective: seconds, bytes that a rank sends over the network, vNMSE of what it gets.
+
+    `wire_bytes` are those of the busiest rank, without what stays inside a node.
+    """
+
+    seconds: float
+    wire_bytes: float
+    vnmse: float
+
+
+class Row(NamedTuple):
+    """One line of `table`."""
+
+    algorithm: Algorithm
+    world: int
+    native: Result
+    compressed: Result
+
+
+def rounding_error(significand: int) -> float:
+    """The vNMSE of rounding to nearest with so many bits of significand, the hidden one counted.
+
+    bfloat16 has 8, float16 11, float32 24. With errors uniform within an ulp, ulp^2 / 12, and the
+    scale's logarithm uniform within a binade, E[1 / m^2] = 3 / (8 ln 2). Additions of numbers of
+    one type drop few bits, so ties are frequent: they round up to a fifth worse.
+    """
+    return 4.0 ** (1 - significand) / (32 * math.log(2))
+
+
+def simulate(
+    algorithm: Algorithm,
+    world: int,
+    nbytes: int,
+    link: Link,
+    codec: Coding = NATIVE,
+    *,
+    collective: Collective = "all_reduce",
+    rounding: float = 0.0,
+    node: Node | None = None,
+    between: Between = "two_shot",
+) -> Result:
+    """One collective of `world` ranks, each with an input of `nbytes` bytes.
+
+    `rounding` is the vNMSE of rounding after each addition (`rounding_error`). "hierarchical" needs
+    a `node`, whose size must divide `world`: shares are summed up inside, uncompressed, then
+    all-reduced by the algorithm `between` nodes, and gathered inside. Raises ValueError.
+
+    Error of an all-reduce (`error_ring` and so on): inputs of all ranks are independent and have
+    equal energy, and errors are unbiased and independent of each other.
+    """
+    _check(algorithm, collective, world, node, between)
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}; allowed: at least 0")
+    if collective != "all_reduce":
+        return _moved(algorithm, collective, world, nbytes, link, codec)
+    if algorithm == "hierarchical":
+        assert node is not None
+        return _hierarchical(world, nbytes, link, codec, rounding, node, between)
+    return _flat(algorithm, world, nbytes, link, codec, rounding, 0.0)
+
+
+def table(
+    collective: Collective,
+    nbytes: int,
+    link: Link,
+    codec: Coding,
+    worlds: Sequence[int] = WORLDS,
+    *,
+    rounding: float = 0.0,
+    node: Node | None = None,
+    between: Between = "two_shot",
+) -> list[Row]:
+    """Every algorithm of a collective at every size of the world, native and compressed.
+
+    "hierarchical" is left out without a node, and where its size does not divide the world.
+    """
+    if collective not in ALGORITHMS:
+        raise ValueError(f"collective is {collective!r}; allowed: {[*ALGORITHMS]}")
+    rows = []
+    for algorithm in ALGORITHMS[collective]:
+        for world in worlds:
+            if algorithm == "hierarchical" and (node is None or world % node.size):
+                continue
+            native, compressed = (
+                simulate(
+                    algorithm,
+                    world,
+                    nbytes,
+                    link,
+                    coding,
+                    collective=collective,
+                    rounding=rounding,
+                    node=node,
+                    between=between,
+                )
+                for coding in (NATIVE, codec)
+            )
+            rows.append(Row(algorithm, world, native, compressed))
+    return rows
+
+
+def _check(
+    algorithm: str, collective: Collective, world: int, node: Node | None, between: str
+) -> None:
+    if collective not in ALGORITHMS:
+        raise ValueError(f"collective is {collective!r}; allowed: {[*ALGORITHMS]}")
+    if algorithm not in ALGORITHMS[collective]:
+        allowed = ALGORITHMS[collective]
+        raise ValueError(f"algorithm of {collective} is {algorithm!r}; allowed: {allowed}")
+    if world < 1:
+        raise ValueError(f"world is {world}; allowed: at least 1")
+    if algorithm != "hierarchical":
+        return
+    if node is None:
+        raise ValueError('algorithm "hierarchical" needs a node')
+    if world % node.size:
+        raise ValueError(f"world is {world}; allowed: multiples of the node's {node.size}")
+    if between not in get_args(Between):
+        raise ValueError(f"between is {between!r}; allowed: {get_args(Between)}")
+
+
+def _moved(
+    algorithm: Algorithm, collective: Collective, world: int, nbytes: int, link: Link, codec: Coding
+) -> Result:
+    """All-gather and all-to-all: every value is encoded once, and forwarded as it came."""
+    gather = collective == "all_gather"
+    sent = nbytes * codec.ratio * ((world - 1) if gather else (world - 1) / world)
+    if algorithm == "ring":
+        wire = (world - 1) * link.exchange(1, nbytes * codec.ratio, codec.rounds)
+    else:
+        wire = link.exchange(world - 1, sent, codec.rounds)
+    coding = codec.encode.seconds(nbytes) + codec.decode.seconds(nbytes * (world if gather else 1))
+    return Result(wire + coding, sent, codec.error)
+
+
+def _flat(
+    algorithm: Algorithm,
+    world: int,
+    nbytes: float,
+    link: Link,
+    codec: Coding,
+    rounding: float,
+    start: float,
+) -> Result:
+    """An all-reduce over one kind of link; `start` is the relative error of the inputs."""
+    if world == 1:
+        return Result(0.0, 0.0, start)
+    seconds, sent = {"ring": _ring, "two_shot": _two_shot, "butterfly": _butterfly}[algorithm](
+        world, nbytes, link, codec
+    )
+    error = {"ring": error_ring, "two_shot": error_two_shot, "butterfly": error_butterfly}
+    return Result(seconds, sent, error[algorithm](world, codec.error, rounding, start))
+
+
+def _ring(world: int, nbytes: float, link: Link, codec: Coding) -> tuple[float, float]:
+    share = nbytes / world
+    hop = link.exchange(1, share * codec.ratio, codec.rounds)
+    # Partial sums are decoded, added to and encoded at every rank; the sums only pass through.
+    scatter = (world - 1) * (codec.encode.seconds(share) + hop + codec.decode.seconds(share))
+    gather = codec.encode.seconds(share) + (world - 1) * hop + codec.decode.seconds(nbytes)
+    return scatter + gather, 2 * (world - 1) * share * codec.ratio
+
+
+def _two_shot(world: int, nbytes: float, link: Link, codec: Coding) -> tuple[float, float]:
+    share = nbytes / world
+    sent = (world - 1) * share * codec.ratio
+    exchange = link.exchange(world - 1, sent, codec.rounds)
+    scatter = codec.encode.seconds(nbytes) + exchange + codec.decode.seconds(nbytes)
+    gather = codec.encode.seconds(share) + exchange + codec.decode.seconds(nbytes)
+    return scatter + gather, 2 * sent
+
+
+def _butterfly(world: int, nbytes: float, link: Link, codec: Coding) -> tuple[float, float]:
+    levels = world.bit_length() - 1
+    seconds = sent = 0.0
+    for level in range(1, levels + 1):
+        half = nbytes / 2**level
+        hop = link.exchange(1, half * codec.ratio, codec.rounds)
+        # Once when sums are halved, once when they are gathered.
+        seconds += codec.encode.seconds(half) + 2 * hop + codec.decode.seconds(half)
+        sent += 2 * half * codec.ratio
+    seconds += codec.encode.seconds(nbytes / 2**levels) + codec.decode.seconds(nbytes)
+    if world > 2**levels:
+        # The ranks beyond a power of two hand their input to another one, and get the result.
+        hop = link.exchange(1, nbytes * codec.ratio, codec.rounds)
+        seconds += codec.encode.seconds(nbytes) + 2 * hop + 2 * codec.decode.seconds(nbytes)
+        sent += nbytes * codec.ratio
+    return seconds, sent
+
+
+def _hierarchical(
+    world: int,
+    nbytes: int,
+    link: Link,
+    codec: Coding,
+    rounding: float,
+    node: Node,
+    between: Between,
+) -> Result:
+    inside = node.link.exchange(node.size - 1, nbytes * (node.size - 1) / node.size)
+    start = error_two_shot(node.size, 0.0, rounding)
+    across = _flat(between, world // node.size, nbytes / node.size, link, codec, rounding, start)
+    return Result(2 * inside + across.seconds, across.wire_bytes, across.vnmse)
+
+
+# Error growth. The sum of k inputs has energy k; `noise` is the energy of the error in it.
+
+
+def error_ring(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
+    """The vNMSE of a ring all-reduce: partial sums are encoded by each rank but the last.
+
+    `error` is the vNMSE of one encoding, `rounding` that of one addition, `start` that of the
+    inputs. To first order, with error alone: error * (world + 1) / 2. It compounds: inf if it is
+    above all floats.
+    """
+    noise = start
+    for k in range(2, world + 1):
+        if noise > 1e300:
+            return math.inf
+        noise += error * (k - 1 + noise) + start
+        noise += rounding * (k + noise)
+    return _spread(world, error, noise)
+
+
+def error_two_shot(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
+    """The vNMSE of a two-shot all-reduce: inputs are encoded, added in order, the sum is encoded.
+
+    Arguments are those of `error_ring`. With error alone: 2 * error + error^2.
+    """
+    each = start + error * (1 + start) if world > 1 else start
+    noise = each
+    for k in range(2, world + 1):
+        noise += each
+        noise += rounding * (k + noise)
+    return _spread(world, error, noise)
+
+
+def error_butterfly(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
+    """The vNMSE of recursive halving and doubling: at each level half of a partial sum is encoded.
+
+    Arguments are those of `error_ring`. To first order, with error alone, in a world of 2^L ranks:
+    error * (L / 2 + 1). In another world the ranks beyond are added first, and the mean over all
+    partial sums is followed.
+    """
+    levels = world.bit_length() - 1
+    parts = 2**levels
+    extra = (world - parts) / parts
+    size = 1 + extra
+    noise = start + extra * (start + error * (1 + start))
+    noise += extra * rounding * (2 + 2 * start)
+    for _ in range(levels):
+        noise += noise + error * (size + noise)
+        size *= 2
+        noise += rounding * (size + noise)
+    return _spread(world, error, noise)
+
+
+def _spread(world: int, error: float, noise: float) -> float:
+    """The vNMSE once the sum of all has been encoded for the other ranks."""
+    if world > 1:
+        noise += error * (world + noise)
+    return noise / world
+
+
+def monte_carlo(
+    algorithm: Algorithm,
+    inputs: Floats,
+    quantize: Callable[[Floats], Floats],
+    *,
+    dtype: npt.DTypeLike = np.float64,
+    node_size: int = 1,
+    between: Between = "two_shot",
+) -> float:
+    """The vNMSE of an all-reduce that is really done on `inputs`, shape (ranks, n).
+
+    `quantize` gives for an array of shape (n,) what encoding and decoding leave of it. Sums are
+    made in `dtype`; the reference in float64. `node_size` is for "hierarchical".
+    """
+    _check(algorithm, "all_reduce", len(inputs), Node(node_size, Link(0.0, 0.0)), between)
+    exact = inputs.sum(axis=0, dtype=np.float64)
+    parts = [x.astype(dtype) for x in inputs]
+    if algorithm == "hierarchical":
+        parts = [_sum(parts[i : i + node_size]) for i in range(0, len(parts), node_size)]
+        algorithm = between
+    found = parts[0]
+    if len(parts) > 1:
+
+        def coded(x: Floats) -> Floats:
+            return quantize(x).astype(dtype)
+
+        add = {"ring": _ring_sum, "two_shot": _two_shot_sum, "butterfly": _butterfly_sum}[algorithm]
+        shares = zip(*(np.array_split(x, len(parts)) for x in parts), strict=True)
+        found = np.concatenate([coded(add(share, r, coded)) for r, share in enumerate(shares)])
+    return float(((found - exact) ** 2).sum(dtype=np.float64) / (exact**2).sum())
+
+
+# The sum of the ranks' `parts` of share number `owner`, in the order of each algorithm.
+
+
+def _sum(parts: Sequence[Floats]) -> Floats:
+    return functools.reduce(operator.add, parts)
+
+
+def _ring_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
+    order = [*parts[owner + 1 :], *parts[: owner + 1]]
+    return functools.reduce(lambda total, x: coded(total) + x, order)
+
+
+def _two_shot_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
+    return _sum([coded(x) for x in parts])
+
+
+def _butterfly_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
+    n = 1 << (len(parts).bit_length() - 1)
+    folded = [*parts[:n]]
+    for i, x in enumerate(parts[n:]):
+        folded[i] = folded[i] + coded(x)
+    # Number i counts from the owner, who keeps 0: what is sent there has been kept at its sender.
+    folded = [folded[i ^ (owner % n)] for i in range(n)]
+    while len(folded) > 1:
+        n //= 2
+        folded = [x + coded(y) for x, y in zip(folded[:n], folded[n:], strict=True)]
+    return folded[0]
