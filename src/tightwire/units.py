@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_BYTES = {"B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, letter in enumerate("kMGTP", 1)
-    for base, prefixes, unit in (
-        (1000, {letter, letter.upper()}, "B"),
-        (1024, {letter.upper()}, "iB"),
-    )
-    for prefix in prefixes
-}
-_BITS = {name[:-1] + bit: n for name, n in _BYTES.items() for bit in ("b", "bit") if name != "B"}
+_PREFIXES = {"": 1, "K": 1000}
+_PREFIXES |= {letter: 1000**power for power, letter in enumerate("kMGTP", 1)}
+_PREFIXES |= {f"{letter}i": 1024**power for power, letter in enumerate("KMGTP", 1)}
+_BYTES = {f"{prefix}B": n for prefix, n in _PREFIXES.items()}
+_BITS = {f"{prefix}{bit}": n for prefix, n in _PREFIXES.items() for bit in ("b", "bit")}
 _SECONDS = {"s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "μs": "1e-6", "ns": "1e-9"}
 
 _NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d{1,2})?|\.\d+)\s*(\S*)\s*")
@@ -43,14 +38,14 @@ def parse_speed(text: str) -> float:
     elif amount in _BITS:
         speed = number * _BITS[amount] / 8
     else:
-        allowed = "B (bytes) or b (bits) after k, M, G, T, Ki, Mi, Gi or Ti"
+        allowed = "B (bytes) or b (bits), alone or after k to P, Ki to Pi; /s"
         raise ValueError(f"{text!r} has the unit {unit!r}; allowed: {allowed}")
     if not speed:
         raise ValueError(f"{text!r}: a speed is above 0")
     return float(speed)
 
 
-def parse_seconds(text: str) -> float:
+def parse_time(text: str) -> float:
     """Seconds of a time such as 5us, 0.2ms or 1s. Raises ValueError."""
     number, unit = _split(text, "a time such as 5us or 0.2ms")
     if unit not in _SECONDS:

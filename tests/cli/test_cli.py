@@ -6,13 +6,16 @@ import contextlib
 import errno
 import importlib.metadata
 import json
+import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from typer.testing import CliRunner
 
 import tightwire as tw
 from tightwire import bench, conformance, convert, demo
+from tightwire.adapters.cost import COLLECTIVES, DEVICES, RATIOS, codec_lines
 from tightwire.codecs.zipccl import histogram_base
-from tightwire.commands import EXIT_CODES, app
+from tightwire.commands import EXIT_CODES, CollectiveName, DeviceName, app
 from tightwire.files import map_safetensors
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.dtypes import BY_NAME
@@ -393,6 +397,186 @@ def test_usage_errors(plain: Path) -> None:
     assert "name DST" in done.err
 
 
+ADVISE = (
+    *("advise", "--link", "1GiB/s", "--latency", "500ms", "--message", "16GiB", "--ratio", "0.5"),
+    *("--encode", "4GiB/s", "--decode", "8GiB/s"),
+)
+
+
+def test_advise() -> None:
+    document = Outcome(*ADVISE, "--world", 3, "--pieces", 2, "--json").json
+    # Native: two messages and 32 GiB. Compressed: three rounds of them, 16 GiB, 16 GiB encoded and
+    # 48 decoded. In two pieces: 11 s on the wire, twice, and 5 s of codec before and after.
+    assert document == {
+        "collective": "all_gather",
+        "message_nbytes": 16 << 30,
+        "dtype": "bfloat16",
+        "ratio": 0.5,
+        "link": {"alpha": 0.5, "beta": 2.0**-30, "gap": None},
+        "encode": {"alpha": 0.0, "beta": 2.0**-32},
+        "decode": {"alpha": 0.0, "beta": 2.0**-33},
+        "world": 3,
+        "native_s": 33.0,
+        "compressed_s": 29.0,
+        "pipelined_s": 27.0,
+        "pipelined_pieces": 2,
+        # 3 + 1.625 n < 0.97 (1 + 2 n)
+        "crossover_nbytes": math.ceil(2.03 / 0.315 * 2**30),
+        "algorithm": "pipelined",
+        "pieces": 2,
+        "seconds": 27.0,
+        "reason": "pipelined in 2 pieces 27 s < native 33 s",
+        "speedup": 33 / 27,
+        "plot": None,
+    }
+    text = Outcome(*ADVISE, "--world", 3, "--pieces", 2)
+    assert (text.code, text.err) == (0, "")
+    assert text.out.startswith("all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each\n")
+    assert [line.split() for line in text.out.splitlines()[3:6]] == [
+        ["native", "33", "s", "1.000"],
+        ["compressed", "29", "s", "1.138"],
+        ["pipelined,", "2", "pieces", "27", "s", "1.222"],
+    ]
+    assert text.out.endswith(
+        "advice: pipelined: pipelined in 2 pieces 27 s < native 33 s\n"
+        "compressing pays from 6.9 GB on\n"
+    )
+
+
+def test_advise_without_a_pipeline() -> None:
+    words = [*ADVISE, "--world", 3, "--pieces", 1]
+    document = Outcome(*words, "--startup", "2s", "--gap", "0s", "--json").json
+    assert document["link"]["gap"] == 0
+    assert document["encode"]["alpha"] == document["decode"]["alpha"] == 2
+    assert (document["pipelined_s"], document["pipelined_pieces"]) == (None, None)
+    # Half a second of native latency, 1.5 of compressed, and twice two of the codec.
+    assert (document["native_s"], document["compressed_s"]) == (32.5, 31.5)
+    assert "pipelined" not in Outcome(*words).out
+
+
+def test_advise_by_records() -> None:
+    words = ["advise", "--link", "200Gb/s", "--world", 64, "--message", "256MiB"]
+    document = Outcome(*words, "--json").json
+    lines = [asdict(line) for line in codec_lines("h200", "bfloat16")]
+    assert [document["encode"], document["decode"]] == lines
+    assert (document["ratio"], document["link"]["beta"]) == (RATIOS["bfloat16"], 1 / 25e9)
+    assert (document["algorithm"], document["reason"]) == (
+        "compressed",
+        "compressed 480 ms < native 677 ms",
+    )
+    slow = Outcome(*words, "--device", "cpu", "--collective", "send", "--json").json
+    assert (slow["algorithm"], slow["crossover_nbytes"]) == ("native", None)
+    assert (slow["seconds"], slow["speedup"]) == (slow["native_s"], 1.0)
+    text = Outcome(*words, "--device", "cpu", "--collective", "send").out
+    assert "advice: native: compressed " in text
+    assert text.endswith("compressing never pays\n")
+    alone = Outcome("advise", "--link", "1GB/s", "--world", 1, "--message", 0, "--json").json
+    assert (alone["algorithm"], alone["native_s"], alone["speedup"]) == ("native", 0, 1)
+
+
+def test_advise_simulates() -> None:
+    words = [*ADVISE, "--simulate", "--collective", "all_reduce", "--node-link", "2GiB/s"]
+    words += ["--node-latency", "0s", "--node", "2", "--error", "0.25", "--world", "4"]
+    document = Outcome(*words, "--json").json
+    assert document["node"] == {"size": 2, "link": {"alpha": 0.0, "beta": 2.0**-31, "gap": None}}
+    assert (document["error"], document["sum_dtype"], document["ratio"]) == (0.25, "float32", 0.5)
+    rows = {row.pop("algorithm"): row for row in document["rows"]}
+    assert list(rows) == ["ring", "two_shot", "butterfly", "hierarchical"]
+    ring, two_shot = rows["ring"], rows["two_shot"]
+    assert ring["world"] == 4
+    # Six hops of 4 GiB; of 2 GiB, 16 GiB encoded, 12 and 16 decoded.
+    assert ring["native"]["seconds"] == 6 * 4.5
+    assert ring["native"]["wire_bytes"] == 24 << 30
+    assert ring["compressed"]["seconds"] == 6 * 2.5 + 4 + 1.5 + 2
+    assert ring["compressed"]["wire_bytes"] == 12 << 30
+    assert two_shot["compressed"]["vnmse"] == pytest.approx(2 * 0.25 + 0.25**2)
+    # 8 GiB inside, twice; 8 GiB in two shots of 4 between two nodes.
+    assert rows["hierarchical"]["native"]["seconds"] == 2 * 4 + 2 * 4.5
+    text = Outcome(*words)
+    assert (text.code, text.err) == (0, "")
+    assert re.search(r"^ring +4 +27 s +22\.5 s +1\.20 +25\.8 GB +12\.9 GB", text.out, re.MULTILINE)
+    # Without --world, to a hundred thousand ranks; an error beyond all numbers is no number.
+    words = [*ADVISE, "--simulate", "--collective", "all_reduce", "--error", "0.5", "--json"]
+    document = Outcome(*words, "--sum-dtype", "bfloat16").json
+    assert document["node"] is None
+    worlds = [8, 64, 1024, 16384, 100000]
+    assert [row["world"] for row in document["rows"]] == worlds * 3
+    assert document["rows"][4]["compressed"]["vnmse"] is None
+    assert document["rows"][4]["native"]["vnmse"] > 0.1
+    # A lossless codec's sizes travel too: three rounds.
+    words = [*ADVISE, "--simulate", "--world", "3", "--world", "2", "--json"]
+    rows = Outcome(*words).json["rows"]
+    assert [(row["algorithm"], row["world"]) for row in rows] == [
+        *(("ring", 3), ("ring", 2)),
+        *(("direct", 3), ("direct", 2)),
+    ]
+    assert rows[2]["compressed"] == {"seconds": 29.0, "wire_bytes": 16 << 30, "vnmse": 0.0}
+
+
+def test_advise_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "x.png"
+    for words in (["--world", 3], ["--world", 1, "--pieces", 1]):
+        assert Outcome(*ADVISE, *words, "--plot", plot, "--json").json["plot"] == str(plot)
+        assert plot.read_bytes().startswith(PNG)
+    assert Outcome(*ADVISE, "--world", 3, "--plot", plot).out.endswith(f"plot: {plot}\n")
+    plot.write_bytes(b"mine")
+    words = [*ADVISE, "--world", "3", "--plot", plot]
+    assert "is no PNG" in check_failure(4, "os_error", *words)
+    assert plot.read_bytes() == b"mine"
+
+
+def test_names_of_advise() -> None:
+    assert tuple(CollectiveName) == COLLECTIVES
+    assert tuple(DeviceName) == DEVICES
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--link", "25"], "put /s behind it"),
+        (["--link", "25GB"], "put /s behind it"),
+        (["--link", "0GB/s"], "above 0"),
+        (["--link", "fast"], "is not a speed"),
+        (["--link", "-1GB/s"], "is not a speed"),
+        (["--link", "1parsec/s"], "unit 'parsec/s'"),
+        (["--latency", "5"], "unit ''"),
+        (["--latency", "5 minutes"], "unit 'minutes'"),
+        (["--message", "256Mib"], "unit 'Mib'"),
+        (["--message", "1.5"], "whole number of bytes"),
+        (["--message", "nan"], "is not a size"),
+        (["--ratio", "0"], "--ratio"),
+        (["--world", "0"], "--world"),
+        (["--world", "4", "--world", "5"], "--world is given once"),
+        (["--collective", "gather"], "--collective"),
+        (["--device", "h200"], "exclude each other"),
+        (["--error", "0.1"], "need --simulate"),
+        (["--simulate", "--collective", "send"], "all_reduce, all_gather, all_to_all"),
+        (["--simulate", "--sum-dtype", "int32"], "allowed: floats"),
+        (["--simulate", "--plot", "x.png"], "exclude each other"),
+    ],
+)
+def test_advise_usage(words: list[str], message: str) -> None:
+    world = [] if "--world" in words else ["--world", "3"]
+    done = Outcome(*ADVISE, *world, *words)
+    assert (done.code, done.out) == (2, "")
+    assert message in " ".join(done.err.split())
+
+
+def test_advise_half_a_codec() -> None:
+    words = ["advise", "--link", "1GB/s", "--message", "1MB", "--world", "2"]
+    for more in (["--encode", "1GB/s"], ["--decode", "1GB/s"], ["--startup", "1us"]):
+        done = Outcome(*words, *more)
+        assert (done.code, done.out) == (2, "")
+    assert Outcome(*words).code == 0
+    assert Outcome(*words[:-2]).code == 2
+
+
+def test_advise_unsupported() -> None:
+    words = ["advise", "--link", "1GB/s", "--message", "1MB", "--world", "2", "--dtype"]
+    assert "float64 on h200" in check_failure(5, "unsupported", *words, "float64")
+    assert "float65" in check_failure(5, "unsupported", *words, "float65")
+
+
 # What goes wrong
 
 
@@ -649,7 +833,8 @@ atexit.register(lambda: print("loaded:", sorted(heavy & set(sys.modules))))
 from tightwire.cli import main
 main()
 """
-    for args in (["--help"], ["inspect", packed], ["inspect", packed, "--json"]):
+    advise = ["advise", "--link", "1GB/s", "--message", "1MB", "--world", 2]
+    for args in (["--help"], ["inspect", packed], ["inspect", packed, "--json"], advise):
         done = run(*args, code=code)
         assert done.returncode == 0
         assert done.stdout.endswith("loaded: []\n")
