@@ -269,7 +269,8 @@ class Model:
         """The path to take; with equal arguments the same on every rank that has an equal model.
 
         Native, compressed, and then 2, 4, ... up to `max_pieces` pieces: each must beat the one
-        chosen so far by MARGIN. So the choice is never predicted slower than native.
+        chosen so far by MARGIN. So the choice is never predicted slower than native. Where a
+        collective cannot be cut, `max_pieces` is 1.
         """
         _check(nbytes, ratio, max_pieces)
         native = best = self.native.seconds(nbytes)
@@ -282,14 +283,14 @@ class Model:
             if seconds < best * (1 - MARGIN):
                 best, chosen = seconds, pieces
             pieces *= 2
-        if chosen:
-            algorithm: Algorithm = "pipelined" if chosen > 1 else "compressed"
-            name = algorithm if chosen == 1 else f"{algorithm} in {chosen} pieces"
-            reason = f"{name} {duration(best)} < native {duration(native)}"
-            return Choice(algorithm, chosen, best, native, reason)
-        nearest = duration(min(found.values()))
-        reason = f"compressed {nearest} not {MARGIN:.0%} below native {duration(native)}"
-        return Choice("native", 1, native, native, reason)
+        if not chosen:
+            fastest = min(found, key=found.__getitem__)
+            nearest = f"{_path(fastest)} {duration(found[fastest])}"
+            reason = f"{nearest} not {MARGIN:.0%} below native {duration(native)}"
+            return Choice("native", 1, native, native, reason)
+        algorithm: Algorithm = "pipelined" if chosen > 1 else "compressed"
+        reason = f"{_path(chosen)} {duration(best)} < native {duration(native)}"
+        return Choice(algorithm, chosen, best, native, reason)
 
     def crossover(self, ratio: float, max_pieces: int = MAX_PIECES) -> int | None:
         """Bytes from which on `choose` compresses, None if it does not at 1 PiB.
@@ -390,6 +391,10 @@ def duration(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def _path(pieces: int) -> str:
+    return "compressed" if pieces == 1 else f"pipelined in {pieces} pieces"
 
 
 def _check(nbytes: int, ratio: float, pieces: int = 1) -> None:

@@ -33,22 +33,31 @@ class Advice:
     @property
     def speedup(self) -> float:
         """Native time over that of the choice; 1.0 where there is nothing to move."""
-        return self.native_s / self.choice.seconds if self.choice.seconds else 1.0
+        return _speedup(self.choice)
 
 
 def advise(model: Model, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Advice:
     """The verdict on messages of `nbytes` bytes per rank. Raises ValueError."""
-    pieces = [1 << i for i in range(1, max_pieces.bit_length())]
-    times = [(model.pipelined(nbytes, ratio, n), n) for n in pieces]
-    seconds, best = min(times) if times else (None, None)
+    seconds, pieces = _pipelined(model, nbytes, ratio, max_pieces)
     return Advice(
         model.native.seconds(nbytes),
         model.compressed(nbytes, ratio),
         seconds,
-        best,
+        pieces,
         model.choose(nbytes, ratio, max_pieces),
         model.crossover(ratio, max_pieces),
     )
+
+
+def _pipelined(
+    model: Model, nbytes: int, ratio: float, max_pieces: int
+) -> tuple[float, int] | tuple[None, None]:
+    pieces = [1 << i for i in range(1, max_pieces.bit_length())]
+    return min(((model.pipelined(nbytes, ratio, n), n) for n in pieces), default=(None, None))
+
+
+def _speedup(choice: Choice) -> float:
+    return choice.native_seconds / choice.seconds if choice.seconds else 1.0
 
 
 def plot_speedups(
@@ -57,16 +66,17 @@ def plot_speedups(
     """Draw native time over that of each path against message size. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    sizes = np.geomspace(*PLOTTED, 200)
+    sizes = [int(n) for n in np.geomspace(*PLOTTED, 200)]
+    native = np.array([model.native.seconds(n) for n in sizes])
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes: Any = figure.subplots()
-    found = [advise(model, int(n), ratio, max_pieces) for n in sizes]
-    native = np.array([a.native_s for a in found])
     axes.axhline(1, color="black", linewidth=0.8, label="native")
-    axes.plot(sizes, native / [a.compressed_s for a in found], label="compressed")
+    axes.plot(sizes, native / [model.compressed(n, ratio) for n in sizes], label="compressed")
     if max_pieces > 1:
-        axes.plot(sizes, native / [a.pipelined_s for a in found], label="pipelined")
-    axes.plot(sizes, [a.speedup for a in found], "k:", label="advised")
+        pipelined = [_pipelined(model, n, ratio, max_pieces)[0] for n in sizes]
+        axes.plot(sizes, native / pipelined, label="pipelined")
+    choices = [model.choose(n, ratio, max_pieces) for n in sizes]
+    axes.plot(sizes, [_speedup(choice) for choice in choices], "k:", label="advised")
     axes.axvline(nbytes, color="tab:gray", linewidth=0.8, linestyle="--", label="this message")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of one rank's input")
