@@ -223,8 +223,7 @@ class Model:
         peers = min(world - 1, 1) if collective == "send" else world - 1
 
         def moved(rounds: int, nbytes: float) -> Line:
-            fixed = link.exchange(peers, 0, rounds)
-            return Line(fixed, link.exchange(peers, nbytes, rounds) - fixed)
+            return Line(link.exchange(peers, 0, rounds), link.beta * nbytes if peers else 0.0)
 
         return cls(moved(*native), moved(*wire), encode.times(*encoded), decode.times(*decoded))
 
@@ -295,7 +294,8 @@ class Model:
     def crossover(self, ratio: float, max_pieces: int = MAX_PIECES) -> int | None:
         """Bytes from which on `choose` compresses, None if it does not at 1 PiB.
 
-        At one byte less it does not, unless the result is 0.
+        At one byte less it does not, unless the result is 0. Found by halving from 1 PiB on, so
+        gaps between two powers of two are not seen.
         """
 
         def compresses(nbytes: int) -> bool:

@@ -468,7 +468,8 @@ def test_advise_by_records() -> None:
     assert (slow["algorithm"], slow["crossover_nbytes"]) == ("native", None)
     assert (slow["seconds"], slow["speedup"]) == (slow["native_s"], 1.0)
     text = Outcome(*words, "--device", "cpu", "--collective", "send").out
-    assert "advice: native: pipelined in 2 pieces " in text
+    reason = "pipelined in 8 pieces 89.2 ms not 3% below native 10.7 ms"
+    assert f"advice: native: {reason}\n" in text
     assert text.endswith("compressing never pays\n")
     alone = Outcome("advise", "--link", "1GB/s", "--world", 1, "--message", 0, "--json").json
     assert (alone["algorithm"], alone["native_s"], alone["speedup"]) == ("native", 0, 1)
