@@ -389,6 +389,14 @@ def test_classes_are_apart() -> None:
     assert found.ratio("a", "x", 16) == 1.0
 
 
+def test_the_newest_value_has_the_weight() -> None:
+    found = Ratios(0.25)
+    for value in (0.6, 1.0, 0.5):
+        found.update("zipccl", "bfloat16", 100, value)
+    # 0.6, then 0.7, then 0.65.
+    assert found.ratio("zipccl", "bfloat16", 100) == 0.65
+
+
 def test_an_old_mean_is_forgotten() -> None:
     found = Ratios(patience=3)
     found.update("zipccl", "bfloat16", 100, 1.0)

@@ -112,6 +112,10 @@ def test_a_butterfly_beyond_a_power_of_two() -> None:
     eight, nine = (simulate("butterfly", n, 100, LINK) for n in (8, 9))
     assert nine.seconds == pytest.approx(eight.seconds + 2 * (1 + 50))
     assert nine.wire_bytes == pytest.approx(eight.wire_bytes + 100)
+    eight, nine = (simulate("butterfly", n, 100, LINK, CODEC) for n in (8, 9))
+    # One encoding (the sums are encoded already), two decodings.
+    assert nine.seconds == pytest.approx(eight.seconds + 2 * (2 + 12.5) + 4 + 2 * 7)
+    assert nine.wire_bytes == pytest.approx(eight.wire_bytes + 25)
 
 
 def test_hierarchical_by_hand() -> None:
