@@ -1,0 +1,94 @@
+"""What the training hooks share: a communicator with a stream of its own, and the mean over ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Communicator
+from .torch_dist import TorchDist
+
+
+class Channel:
+    """A communicator, and on a GPU a stream, that one kind of call has to itself.
+
+    Calls come from the main thread and from autograd's, and from several streams; here they take
+    turns. `raw_bytes` and `wire_bytes` add up those of the communicator's trace, which therefore
+    must remember a call or two.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self._lock = threading.Lock()
+        self._streams: dict[torch.device, Any] = {}
+
+    def run(self, tensor: Any, call: Callable[[], None], collectives: int = 1) -> Any:
+        """A torch Future of `tensor`, which `call()` fills by so many `collectives`.
+
+        On a GPU `call` is queued on the channel's own stream, behind the current one; who waits for
+        the future has his current stream wait. Work memory thus never changes streams.
+        """
+        with self._lock:
+            if tensor.device.type != "cuda":
+                return self._done(tensor, call, collectives, None)
+            own = self._streams.get(tensor.device)
+            if own is None:
+                own = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            own.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(own):
+                return self._done(tensor, call, collectives, [tensor.device])
+
+    def _done(self, tensor: Any, call: Callable[[], None], collectives: int, devices: Any) -> Any:
+        call()
+        for record in self.comm.trace()[-collectives:]:
+            self.raw_bytes += record.raw_bytes
+            self.wire_bytes += record.wire_bytes
+        future: Any = torch.futures.Future(devices=devices)
+        future.set_result(tensor)
+        return future
+
+
+def communicator(group: Any, device: torch.device, **options: Any) -> Communicator:
+    """A communicator over a new process group of the ranks of `group`; only these make it, together.
+
+    `group` None is the default group. `options` are those of `Communicator`.
+    """
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend=dist.get_backend_config(group),
+        timeout=timedelta(seconds=TorchDist(group, device).timeout),
+        use_local_synchronization=True,
+    )
+    return Communicator(TorchDist(own, device), **options)
+
+
+def average(comm: Communicator, x: Any) -> None:
+    """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks: two collectives.
+
+    Sums are made in float32 (float64 in float64) in the order of ranks, divided there and rounded
+    once; all ranks get the same bits. Raises TypeError for another dtype and for sparse tensors.
+    """
+    if x.layout != torch.strided or not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
+    padding = -x.numel() % comm.world_size
+    padded = torch.nn.functional.pad(x, (0, padding)) if padding else x
+    total = wide(padded.numel() // comm.world_size, x)
+    comm.reduce_scatter(padded, total)
+    mean = total.div_(comm.world_size).to(x.dtype)
+    if padding:
+        x.copy_(comm.all_gather(mean)[: x.numel()])
+    else:
+        comm.all_gather(mean, x)
+
+
+def wide(n: int, like: Any) -> Any:
+    """An uninitialised tensor of n sums of such elements."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return like.new_empty(n, dtype=dtype)

@@ -1,0 +1,276 @@
+"""DistributedDataParallel with compressed gradients, between real processes: also what they run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightwire as tw
+from processes import join, launch
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("PyTorch was built without gloo", allow_module_level=True)
+
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from tightwire.adapters import ddp  # noqa: E402
+from tightwire.adapters.hooks import Channel, average  # noqa: E402
+from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
+from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+#: Options of DistributedDataParallel, and backward passes between two steps.
+SETUPS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 1),
+    "views": ({"gradient_as_bucket_view": True}, 3),
+    "unused": ({"find_unused_parameters": True}, 1),
+    "unused views": ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, 2),
+    "static": ({"static_graph": True}, 1),
+    "static views": ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
+}
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]
+    """Odd sizes, two dtypes, a frozen layer; one layer that only rank 0 uses, one that none does."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = torch.nn.Linear(61, 213)
+        self.narrow = torch.nn.Linear(213, 213).bfloat16()
+        self.frozen = torch.nn.Linear(213, 213).requires_grad_(False)
+        self.last = torch.nn.Linear(213, 5)
+        if unused:
+            self.sometimes = torch.nn.Linear(213, 5)
+            self.never = torch.nn.Linear(213, 5)
+
+    def forward(self, x: Any, sometimes: bool) -> Any:
+        x = self.first(x).relu()
+        x = self.frozen(x) + self.narrow(x.bfloat16()).float()
+        y = self.last(x)
+        return y + self.sometimes(x) if sometimes else y
+
+
+def mean(parts: Any, dtype: Any) -> Any:
+    """The mean of equal tensors: added up in float32 in order, divided, rounded."""
+    total = torch.full_like(parts[0], -0.0, dtype=torch.promote_types(dtype, torch.float32))
+    for part in parts:
+        total += part.to(total.dtype)
+    return (total / len(parts)).to(dtype)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bits."""
+    return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def average_by_hand(model: Any) -> None:
+    """Replace the gradients by their means over ranks; None where no rank has one."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        used = torch.tensor([p.grad is not None], dtype=torch.int32, device=p.device)
+        dist.all_reduce(used)
+        if used.item():
+            mine = torch.zeros_like(p) if p.grad is None else p.grad
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, mine)
+            p.grad = mean(parts, p.dtype)
+
+
+def train(device: Any, setup: str) -> dict[str, Any]:
+    """Some steps with the hook; the same by hand; gradients and weights must have the same bits."""
+    options, passes = SETUPS[setup]
+    rank = dist.get_rank()
+    unused = "unused" in setup or "static" in setup
+    by_hand = Model(unused).to(device)
+    inner = Model(unused).to(device)
+    where = [device] if device.type == "cuda" else None
+    model = DistributedDataParallel(inner, device_ids=where, bucket_cap_mb=0.02, **options)
+    seen: list[int] = []
+    if setup == "plain":
+        state = ddp.register(model)
+    else:
+        group = dist.new_group()
+        state = ddp.DdpHook(tw.Communicator(TorchDist(group, device)))
+
+        # DDP would not take annotations that are strings.
+        def spy(state, bucket):  # type: ignore[no-untyped-def]
+            seen.append(bucket.buffer().numel() * bucket.buffer().element_size())
+            return ddp.ddp_hook(state, bucket)
+
+        model.register_comm_hook(state, spy)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (inner, by_hand)]
+    torch.manual_seed(100 + rank)
+    losses = []
+    for _ in range(3):
+        for i in range(passes):
+            x = torch.randn(7, 61, device=device)
+            # A static graph is the same on all ranks and in all steps.
+            sometimes = unused and rank == 0 and "static" not in setup
+            with model.no_sync() if i < passes - 1 else contextlib.nullcontext():
+                loss = model(x, sometimes).square().mean()
+                loss.backward()
+            reference = by_hand(x, sometimes).square().mean()
+            reference.backward()
+            assert loss.item() == reference.item()
+            losses.append(loss.item())
+        average_by_hand(by_hand)
+        for (name, p), q in zip(inner.named_parameters(), by_hand.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or same(p.grad, q.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(inner.parameters(), by_hand.parameters(), strict=True):
+        assert same(p, q)
+    records = state.comm.trace()
+    assert all(record.error is None for record in records)
+    return {
+        "losses": losses,
+        "seen": seen,
+        "calls": [[r.collective, r.raw_bytes, r.wire_bytes] for r in records],
+        "raw": state.raw_bytes,
+        "wire": state.wire_bytes,
+    }
+
+
+def refuse(device: Any) -> list[str]:
+    """What is raised for sparse gradients, and for options beside a communicator."""
+    found = []
+    model = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True).to(device))
+    state = ddp.register(model)
+    with pytest.raises(TypeError) as caught:
+        model(torch.tensor([1, 2], device=device)).sum().backward()
+    found.append(str(caught.value))
+    with pytest.raises(ValueError, match="allowed") as caught:
+        ddp.register(model, state.comm, sizes="first")
+    found.append(str(caught.value))
+    return found
+
+
+def everything(device: Any) -> dict[str, Any]:
+    """All setups, and what is refused."""
+    results: dict[str, Any] = {setup: train(device, setup) for setup in SETUPS}
+    if device.type == "cpu":
+        results["refused"] = refuse(device)
+    return results
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """That every rank has sent what it should: fewer bytes, in two calls per bucket."""
+    world_size = len(results)
+    for setup, (_, passes) in SETUPS.items():
+        for found in (rank[setup] for rank in results):
+            assert len(found["losses"]) == 3 * passes
+            names, raw, wire = (list(column) for column in zip(*found["calls"], strict=True))
+            assert names == ["reduce_scatter", "all_gather"] * (len(names) // 2)
+            # Several buckets in each of the three steps, fewer perhaps before they are rebuilt.
+            assert len(names) > 2 * 3 * 2
+            assert found["raw"] == sum(raw)
+            assert found["wire"] == sum(wire)
+            assert sum(wire) < 0.93 * sum(raw)
+            if setup == "plain":
+                continue
+            assert len(found["seen"]) == len(names) // 2
+            for nbytes, scattered, gathered in zip(found["seen"], raw[::2], raw[1::2], strict=True):
+                assert scattered == gathered
+                # Padded by less than an element of 4 bytes for each rank.
+                excess = scattered * world_size - nbytes * (world_size - 1)
+                assert 0 <= excess < 4 * world_size**2
+
+
+def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:
+    results = launch(__file__, "everything", 2, tmp_path)
+    check(results)
+    for sparse, both in (rank["refused"] for rank in results):
+        assert "sparse" in sparse
+        assert "comm and ['sizes'] are given" in both
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_on_other_numbers_of_ranks(world_size: int, tmp_path: Path) -> None:
+    results = launch(__file__, "everything", world_size, tmp_path)
+    if world_size > 1:
+        check(results)
+
+
+@pytest.mark.gpu
+def test_training_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    check(launch(__file__, "everything", 2, tmp_path, "cuda", "default"))
+
+
+@given(
+    world_size=st.integers(1, 5),
+    size=st.integers(1, 40) | st.integers(4000, 9000),
+    dtype=st.sampled_from(FLOATS),
+    scale=st.sampled_from([1e-6, 1.0, 3e4]),
+)
+@settings(max_examples=40, deadline=None)
+def test_average_is_rounded_once_and_equal_on_all_ranks(
+    world_size: int, size: int, dtype: str, scale: float
+) -> None:
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(size)
+    parts = [(torch.randn(size, generator=generator) * scale).to(kind) for _ in range(world_size)]
+    wanted = mean(parts, kind)
+
+    def task(transport: MemoryTransport) -> Any:
+        x = parts[transport.rank].clone()
+        average(tw.Communicator(transport), x)
+        return x
+
+    for found in run_ranks(world_size, task):
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_average_takes_floats_only(dtype: str) -> None:
+    def task(transport: MemoryTransport) -> None:
+        average(tw.Communicator(transport), torch.zeros(3, dtype=getattr(torch, dtype)))
+
+    with pytest.raises(TypeError, match=dtype):
+        run_ranks(2, task)
+
+
+def test_calls_of_a_channel_from_many_threads_take_turns() -> None:
+    inside = threading.Semaphore(1)
+
+    def task(transport: MemoryTransport) -> tuple[list[Any], int, int]:
+        channel = Channel(tw.Communicator(transport))
+        x = torch.randn(8192, generator=torch.Generator().manual_seed(1)).bfloat16()
+        out = torch.zeros(8192, dtype=torch.bfloat16)
+
+        def call() -> None:
+            assert inside.acquire(blocking=False)
+            channel.comm.all_gather(x, out)
+            inside.release()
+
+        threads = [threading.Thread(target=channel.run, args=(out, call)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(channel.run(out, call).wait(), x)
+        return channel.comm.trace(), channel.raw_bytes, channel.wire_bytes
+
+    ((records, raw, wire),) = run_ranks(1, task)
+    assert [record.sequence for record in records] == list(range(9))
+    assert (raw, wire) == (0, 0)
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])

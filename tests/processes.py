@@ -1,0 +1,84 @@
+"""Runs a function of a test file on every rank of a real process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+def launch(
+    script: str,
+    task: str,
+    world_size: int,
+    folder: Path,
+    device: str = "cpu",
+    warnings: str = "error",
+    seconds: float = 240,
+) -> list[Any]:
+    """What `task(device)` of the file `script`, which calls `join`, returns on every rank."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    # cuBLAS gives the same bits in every run only with a workspace of fixed size.
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    outs = [folder / f"{rank}.json" for rank in range(world_size)]
+    logs = [folder / f"{rank}.log" for rank in range(world_size)]
+    processes = []
+    try:
+        for rank, (out, log) in enumerate(zip(outs, logs, strict=True)):
+            words = [task, str(rank), str(world_size), str(folder / "store"), device, str(out)]
+            with log.open("w") as stream:
+                process = subprocess.Popen(
+                    [sys.executable, "-W", warnings, script, *words],
+                    env=os.environ | settings,
+                    stdout=stream,
+                    stderr=stream,
+                )
+            processes.append(process)
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in processes):
+            failed = any(process.poll() for process in processes)
+            if failed or time.monotonic() > deadline:
+                # The others may be about to fail, and say more of it.
+                time.sleep(1)
+                break
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    text = "\n".join(f"rank {r}, exit code {codes[r]}: {log.read_text()}" for r, log in enumerate(logs))
+    assert codes == [0] * world_size, text
+    return [json.loads(out.read_text()) for out in outs]
+
+
+def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
+    """What a launched process does: join the group, run the task, write what it returns."""
+    import torch
+    import torch.distributed as dist
+
+    task, rank, world_size, store, device, out = words
+    run: Callable[[Any], Any] = tasks[task]
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    where = torch.device(device, int(rank) if device == "cuda" else None)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group(
+        "nccl" if where.type == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world_size),
+        timeout=timedelta(seconds=60),
+        device_id=where if where.type == "cuda" else None,
+    )
+    result = run(where)
+    Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
