@@ -53,7 +53,9 @@ def launch(
         for process in processes:
             process.kill()
             process.wait()
-    text = "\n".join(f"rank {r}, exit code {codes[r]}: {log.read_text()}" for r, log in enumerate(logs))
+    text = "\n".join(
+        f"rank {r}, exit code {codes[r]}: {log.read_text()}" for r, log in enumerate(logs)
+    )
     assert codes == [0] * world_size, text
     return [json.loads(out.read_text()) for out in outs]
 

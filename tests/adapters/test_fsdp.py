@@ -1,0 +1,311 @@
+"""FSDP2 with compressed collectives, between real processes: this file is also what they run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import join, launch
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("PyTorch was built without gloo", allow_module_level=True)
+pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+    pytest.skip("this PyTorch has no custom collectives", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+
+from tightwire.adapters import fsdp  # noqa: E402
+
+STEPS = 3
+
+#: Parameter and reduce dtype, options of `fully_shard`, and what `setup` does more.
+SETUPS: dict[str, tuple[str | None, str | None, dict[str, Any], str]] = {
+    "float32": (None, None, {}, ""),
+    "bfloat16, reduced in float32": ("bfloat16", "float32", {}, "accumulate"),
+    "bfloat16": ("bfloat16", "bfloat16", {"reshard_after_forward": False}, ""),
+    "float16": ("float16", None, {}, "prefetch"),
+    "bfloat16, a divisor": ("bfloat16", None, {}, "divide"),
+    "bfloat16, forced sums": ("bfloat16", None, {}, "sum"),
+}
+
+
+class Block(torch.nn.Module):  # type: ignore[misc]
+    """Odd sizes, which sharding pads; a frozen layer, and one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(61, 127)
+        self.frozen = torch.nn.Linear(127, 127).requires_grad_(False)
+        self.last = torch.nn.Linear(127, 61, bias=False)
+        self.unused = torch.nn.Linear(61, 3)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.last(self.frozen(self.first(x).relu()))
+
+
+def make(device: Any, setup: str, mesh: Any) -> Any:
+    """A sharded model, the same on every rank and in every call."""
+    narrow, reduce, options, extra = SETUPS[setup]
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(61, 5)).to(device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=narrow and getattr(torch, narrow),
+        reduce_dtype=reduce and getattr(torch, reduce),
+    )
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **options)
+    if extra == "divide":
+        for module in (model[0], model[1], model):
+            module.set_gradient_divide_factor(3.0)
+    if extra == "sum":
+        for module in (model[0], model[1], model):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def train(model: Any, device: Any, extra: str) -> list[float]:
+    """Losses of some steps, and at last of one evaluation."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    torch.manual_seed(100 + dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        for last in (False, True) if extra == "accumulate" else (True,):
+            model.set_requires_gradient_sync(last)
+            if extra == "prefetch":
+                # Started here, waited for by forward.
+                model.unshard(async_op=True)
+                model[1].unshard(async_op=True)
+            loss = model(torch.randn(7, 61, device=device)).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.inference_mode():
+        losses.append(model(torch.ones(2, 61, device=device)).float().square().mean().item())
+    return losses
+
+
+def weights(model: Any) -> list[Any]:
+    """This rank's shards, as bytes."""
+    for module in (model[0], model[1], model):
+        module.reshard()
+    return [p.to_local().contiguous().view(torch.uint8) for p in model.parameters()]
+
+
+class Plain:
+    """FSDP's own collective behind a counter."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.raw: list[int] = []
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, **kwargs: Any) -> Any:
+        self.raw.append(other_ranks(output_tensor, input_tensor))
+        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, **kwargs)
+
+
+def other_ranks(output: Any, x: Any) -> int:
+    """Bytes of the larger tensor that are not this rank's share."""
+    small, large = sorted(t.numel() * t.element_size() for t in (output, x))
+    return large - small
+
+
+class CheckedReduceScatter(fsdp.ReduceScatter):
+    """Compares every result, bit for bit, with one by hand from uncompressed inputs."""
+
+    def __init__(self, divisor: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.divisor = divisor
+        self.ops: set[str] = set()
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        room = super().allocate(*args, **kwargs)
+        room.view(torch.uint8).fill_(0xAB)
+        return room
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        parts = [torch.empty_like(input_tensor) for _ in range(group.size())]
+        dist.all_gather(parts, input_tensor, group=group)
+        result = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self.ops.add(str(op).rpartition(".")[2] if op != dist.ReduceOp.PREMUL_SUM else "PREMUL_SUM")
+        each = output_tensor.numel()
+        mine = slice(each * group.rank(), each * (group.rank() + 1))
+        total = torch.full((each,), -0.0, device=input_tensor.device)
+        for part in parts:
+            total += part[mine].float()
+        if op == dist.ReduceOp.AVG:
+            total /= group.size()
+        elif op == dist.ReduceOp.PREMUL_SUM:
+            total *= 1 / self.divisor
+        wanted = total.to(output_tensor.dtype)
+        assert wanted.view(torch.uint8).equal(output_tensor.view(torch.uint8))
+        assert torch.equal(input_tensor, parts[group.rank()])
+        return result
+
+
+def compare(device: Any, setup: str, mesh: Any) -> dict[str, Any]:
+    """Training with and without; what all-gathers and reduce-scatters had to send, and sent."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+
+    extra = SETUPS[setup][3]
+    # The divisor of gloo's own reduce-scatter would need NCCL.
+    reference = make(device, setup, mesh)
+    plain = Plain(own.DefaultAllGather())
+    exact = CheckedReduceScatter(3.0)
+    for module in (reference[0], reference[1], reference):
+        module.set_custom_all_gather(plain)
+        module.set_custom_reduce_scatter(exact)
+    losses = train(reference, device, extra)
+
+    model = make(device, setup, mesh)
+    hooks = fsdp.compress(model)
+    assert train(model, device, extra) == losses
+    pairs = zip(weights(model), weights(reference), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    facts = {"losses": losses, "expected": plain.raw, "ops": sorted(exact.ops)}
+    for name, hook in (("all_gather", hooks.all_gather), ("reduce_scatter", hooks.reduce_scatter)):
+        records = hook.trace()
+        assert {r.collective for r in records} == {name}
+        assert all(r.error is None for r in records)
+        assert hook.raw_bytes == sum(r.raw_bytes for r in records)
+        assert hook.wire_bytes == sum(r.wire_bytes for r in records)
+        facts[name] = [[r.raw_bytes, r.wire_bytes] for r in records]
+    assert exact.raw_bytes == hooks.reduce_scatter.raw_bytes
+    assert exact.wire_bytes == hooks.reduce_scatter.wire_bytes
+
+    if setup == "float32" and dist.get_world_size() == 2:
+        # Two numbers have one sum: even FSDP's own reduce-scatter gives these bits.
+        untouched = make(device, setup, mesh)
+        assert train(untouched, device, extra) == losses
+    return facts
+
+
+def replicas(device: Any) -> dict[str, Any]:
+    """Shards on rows of ranks, and a compressed mean over columns: against FSDP's own HSDP."""
+    size = dist.get_world_size()
+    rows = 2 if size == 2 else size // 2
+    both = init_device_mesh(device.type, (rows, size // rows), mesh_dim_names=("copy", "shard"))
+    native = make(device, "float32", both)
+    losses = train(native, device, "")
+    model = make(device, "float32", both["shard"])
+    fsdp.compress(model)
+    hook = fsdp.AllReduce(both["copy"].get_group())
+    for module in (model[0], model[1], model):
+        module.set_all_reduce_hook(hook)
+    found = train(model, device, "")
+    assert hook.wire_bytes < 0.97 * hook.raw_bytes
+    calls = [r.collective for r in hook.trace()]
+    assert calls == ["reduce_scatter", "all_gather"] * (3 * STEPS)
+    if rows == 2:
+        assert found == losses
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(native), strict=True))
+    return {"losses": found}
+
+
+def mixed(device: Any) -> list[int]:
+    """Parameters of two dtypes in one module are bytes to FSDP: they go raw, and exact."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    outputs = []
+    hooks = None
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(9, 301), torch.nn.Linear(301, 7).bfloat16())
+        model = fully_shard(model.requires_grad_(False).to(device), mesh=mesh)
+        if outputs:
+            hooks = fsdp.compress(model, trace=1)
+        with torch.no_grad():
+            model.unshard()
+            x = model[0].weight.float().sum() + model[1].weight.float().sum()
+        outputs.append(x.item())
+        model.reshard()
+    assert outputs[0] == outputs[1]
+    assert hooks is not None
+    return [hooks.all_gather.raw_bytes, hooks.all_gather.wire_bytes]
+
+
+def refuse(device: Any) -> list[str]:
+    """What is raised for a module that is not sharded, bad options, and another ReduceOp."""
+    found = []
+    calls: Sequence[Any] = (
+        lambda: fsdp.compress(torch.nn.Linear(2, 2)),
+        lambda: fsdp.AllGather(sizes="never"),
+        lambda: fsdp.ReduceScatter()(
+            torch.zeros(1), torch.zeros(2), dist.group.WORLD, dist.ReduceOp.MAX
+        ),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"comes first|allowed") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def everything(device: Any) -> dict[str, Any]:
+    """All setups."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    results: dict[str, Any] = {setup: compare(device, setup, mesh) for setup in SETUPS}
+    results["replicas"] = replicas(device)
+    results["mixed"] = mixed(device)
+    if device.type == "cpu":
+        results["refused"] = refuse(device)
+    return results
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """That every expected collective went encoded, in fewer bytes."""
+    for rank in results:
+        for setup, (narrow, reduce, _, extra) in SETUPS.items():
+            found = rank[setup]
+            passes = 2 if extra == "accumulate" else 1
+            assert len(found["losses"]) == STEPS * passes + 1
+            assert [raw for raw, _ in found["all_gather"]] == found["expected"]
+            # Three FSDP modules; a step's reduce-scatters are one for each.
+            assert len(found["all_gather"]) >= 3 * (STEPS * passes + 1)
+            assert len(found["reduce_scatter"]) == 3 * STEPS
+            ratio = {None: 0.9, "float32": 0.9, "bfloat16": 0.78, "float16": 0.95}
+            for name, dtype in (("all_gather", narrow), ("reduce_scatter", reduce or narrow)):
+                # The last module is small, and its header is not.
+                raw = sum(raw for raw, _ in found[name])
+                assert sum(wire for _, wire in found[name]) < ratio[dtype] * raw, (setup, name)
+            wanted = {"divide": "PREMUL_SUM", "sum": "SUM"}.get(extra, "AVG")
+            assert found["ops"] == ["SUM" if narrow == "float16" else wanted]
+        raw, wire = rank["mixed"]
+        assert 0 < raw <= wire
+
+
+def test_training_is_bit_identical_with_fewer_bytes(tmp_path: Path) -> None:
+    results = launch(__file__, "everything", 2, tmp_path)
+    check(results)
+    for module, option, op in (rank["refused"] for rank in results):
+        assert "fully_shard comes first" in module
+        assert "sizes is 'never'" in option
+        assert "SUM, AVG and PREMUL_SUM" in op
+
+
+@pytest.mark.long
+def test_training_on_four_ranks(tmp_path: Path) -> None:
+    check(launch(__file__, "everything", 4, tmp_path))
+
+
+@pytest.mark.gpu
+def test_training_on_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    check(launch(__file__, "everything", 2, tmp_path, "cuda", "default"))
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])
