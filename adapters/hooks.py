@@ -1,4 +1,4 @@
-"""What the training hooks share: a communicator with a stream of its own, and the mean over ranks."""
+"""What the training hooks share: a communicator in turns, and the mean over ranks."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Channel:
 
 
 def communicator(group: Any, device: torch.device, **options: Any) -> Communicator:
-    """A communicator over a new process group of the ranks of `group`; only these make it, together.
+    """A communicator on a new process group of the ranks of `group`, which all call this.
 
-    `group` None is the default group. `options` are those of `Communicator`.
+    Other ranks take no part. `group` None is the default group; `options` are `Communicator`'s.
     """
     own = dist.new_group(
         dist.get_process_group_ranks(group),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -58,6 +59,26 @@ def launch(
     )
     assert codes == [0] * world_size, text
     return [json.loads(out.read_text()) for out in outs]
+
+
+def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[int, int]]:
+    """Launch the example in a module's docstring: all pairs of numbers that its ranks print."""
+    lines = inspect.cleandoc(module.__doc__).splitlines()
+    code = [line[4:] for line in lines if line.startswith("    ")]
+    script = folder / "example.py"
+    script.write_text("\n".join(code))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [sys.executable, *words, str(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    # A rank may write between another's line and its end.
+    numbers = [int(word) for word in done.stdout.split()]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
