@@ -9,6 +9,7 @@ reads: header and places follow from the plan, so the receiver lays its buffer o
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, deque
@@ -32,7 +33,7 @@ from .calls import Call, TraceRecord
 from .cost import Choice
 from .lanes import Lanes
 from .shares import CARD_NBYTES, CARD_WORDS, Share, Shares, pieces, sealed, sizes_on, split
-from .switch import ALGORITHMS, Algorithm, Measured, Switch
+from .switch import ALGORITHMS, AS_BEFORE, Algorithm, Measured, Switch
 from .tensors import as_input, as_output, as_result
 from .transport import Transport
 
@@ -161,9 +162,10 @@ class Communicator:
         """What moves the bytes."""
         return self._transport
 
-    def trace(self) -> list[TraceRecord]:
-        """The last calls, oldest first, with those that failed."""
-        return [TraceRecord(*traced) for traced in self._trace]
+    def trace(self, last: int | None = None) -> list[TraceRecord]:
+        """The last calls, oldest first, with those that failed; all that are known or `last`."""
+        skipped = 0 if last is None else max(len(self._trace) - last, 0)
+        return [TraceRecord(*traced) for traced in itertools.islice(self._trace, skipped, None)]
 
     def check(self) -> None:
         """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
@@ -191,14 +193,15 @@ class Communicator:
 
         `x` has the same shape everywhere; n scalars give shape (n,). Returns `out` if it is given.
         """
-        if self._switch.is_native("all_gather", x):
+        native = self._switch.is_native("all_gather", x)
+        if native:
             found = self._fast("all_gather", x, out, self._size, self._transport.all_gather)
             if found is not None:
                 return found
         x, info, target = as_input(x)
         shape = (self._size * info.shape[0], *info.shape[1:]) if info.shape else (self._size,)
         into = as_output(out, info, shape, target)
-        choice = self._switch.choose("all_gather", x, info)
+        choice = AS_BEFORE if native else self._switch.choose("all_gather", x, info)
         with self._call("all_gather", "all-gather", info, choice) as call:
             if into is None:
                 into = tensors.empty(shape, info.dtype, x)
@@ -221,7 +224,8 @@ class Communicator:
         Shares are rows, along the first dimension: equal ones, or `send_splits[j]` rows for rank j
         and `receive_splits[i]` from rank i. Returns `out` if it is given.
         """
-        if send_splits is None and self._switch.is_native("all_to_all", x):
+        native = send_splits is None and self._switch.is_native("all_to_all", x)
+        if native:
             found = self._fast("all_to_all", x, out, 1, self._transport.all_to_all)
             if found is not None:
                 return found
@@ -240,7 +244,9 @@ class Communicator:
         shape = (sum(inward), *row)
         into = as_output(out, info, shape, target)
         # Ranks know sizes of their own only: unequal shares cannot be a matter of choice.
-        choice = self._switch.choose("all_to_all", x, info, fixed=not equal)
+        choice = AS_BEFORE
+        if not native:
+            choice = self._switch.choose("all_to_all", x, info, fixed=not equal)
         with self._call("all_to_all", "all-to-all", info, choice) as call:
             if into is None:
                 into = tensors.empty(shape, info.dtype, x)
@@ -1010,7 +1016,9 @@ class Communicator:
             raise call.failure("native", str(error)) from error
         seconds = {"native": time.perf_counter() - start}
         sent = x.nbytes * (self._size - 1) // (1 if times > 1 else self._size)
-        self._trace.append((collective, sequence, "native", "as before", sent, sent, seconds, None))
+        self._trace.append(
+            (collective, sequence, "native", AS_BEFORE.reason, sent, sent, seconds, None)
+        )
         return out
 
     def _gather_native(self, call: Call, x: Any, out: Any) -> None:

@@ -36,7 +36,8 @@ from ..formats.dtypes import BY_NAME
 from ..formats.errors import FormatError
 from ..formats.header import OVERFLOW, align
 from ..planning import integer
-from .collectives import CollectiveError, Communicator
+from .calls import CollectiveError
+from .collectives import Communicator
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,7 +118,7 @@ class _Exchange:
         *more: int,
     ) -> None:
         self._comm = comm
-        self._transport = comm._transport
+        self._transport = comm.transport
         self._size = comm.world_size
         self._row = tuple(integer("a dimension of row_shape", n) for n in row_shape)
         self._max_splits = _positive("max_splits", max_splits)

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
-from .collectives import Communicator, TraceRecord
+from .calls import TraceRecord
+from .collectives import Communicator
 from .hooks import Channel, average, communicator, wide
 from .memory import connect
 

@@ -15,6 +15,8 @@ from .cost import MARGIN, Choice, Model, Ratios
 Algorithm = Literal["auto", "native", "compressed", "pipelined"]
 ALGORITHMS = ("auto", "native", "compressed", "pipelined")
 
+#: A call like one that went natively.
+AS_BEFORE = Choice("native", 1, 0.0, 0.0, "as before")
 #: A ratio travels as a whole number of these.
 _UNIT = 1 << 20
 #: Calls that follow a choice before it is thought over.
@@ -83,8 +85,7 @@ class Switch:
                 return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
             if collective == "all_to_all":
                 nbytes = 1 << 30
-            choice = kind.model.choose(nbytes, self._ratio(info.dtype), 1)
-            return choice
+            return kind.model.choose(nbytes, self._ratio(info.dtype), 1)
         key = collective, info.dtype.name, place
         kind = self._kinds.get(key)
         if kind is None:

@@ -3,11 +3,11 @@
     python benchmarks/bench_collectives.py --out benchmarks/results [--world 2] [--quick]
     python benchmarks/report.py
 
-Links: "nvlink" as NCCL finds it, "p2p off" (NCCL_P2P_DISABLE=1: through host memory, which stands in
-for a network of 200 Gb/s), "sockets" (TCP over the loopback). Tensors are bfloat16 N(0, 0.02), MiB
-are those of one rank's input. Sums are compared with NCCL's in float32: bfloat16 travels here,
-float32 there. A time is the median over calls of the slowest rank's wall clock, from a barrier until
-the device has finished. Every result is compared before and after it is timed.
+Links: "nvlink" as NCCL finds it, "p2p off" (NCCL_P2P_DISABLE=1: through host memory, which stands
+in for a network of 200 Gb/s), "sockets" (TCP over the loopback). Tensors are bfloat16 N(0, 0.02),
+MiB are those of one rank's input. Sums are compared with NCCL's in float32: bfloat16 travels here,
+float32 there. A time is the median over calls of the slowest rank's wall clock, from a barrier
+until the device has finished. Every result is compared before and after it is timed.
 """
 
 from __future__ import annotations
@@ -216,18 +216,11 @@ def small(rank: Rank, link: str) -> list[dict[str, Any]]:
             run, _ = natively(rank, collective, x)
             call, out = compressed(rank.paths["auto"], collective, x)
             check(rank, collective, x, call, out)
-            group = rank.paths["auto"].transport._group  # type: ignore[attr-defined]
-            raw, into = x.view(torch.uint8), out.view(torch.uint8)
-            if collective == "all_gather":
-                bare = lambda: group._allgather_base(into, raw).wait()  # noqa: E731
-            else:
-                bare = lambda: group.alltoall_base(into, raw, [], []).wait()  # noqa: E731
             row = {
                 "link": link,
                 "collective": collective,
                 "nbytes": nbytes,
                 "native_us": rank.host_time(run),
-                "group_us": rank.host_time(bare),
                 "auto_us": rank.host_time(call),
                 "algorithm": rank.paths["auto"].trace()[-1].algorithm,
             }

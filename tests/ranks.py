@@ -27,8 +27,17 @@ class Ranks:
     """Data of all ranks, which every rank can make, and what a collective makes of it."""
 
     def __init__(self, world_size: int, library: str, dtype: str) -> None:
+        """`library` is one of Target's, on the host, or "cuda" (PyTorch) or "cupy": on the GPU."""
         self.world_size = world_size
-        self.target = Target(library)
+        if library in ("cuda", "cupy"):
+            torch = sys.modules["torch"]
+            device = torch.cuda.current_device()
+            library, place = (
+                ("torch", torch.device("cuda", device)) if library == "cuda" else (library, device)
+            )
+            self.target = Target(library, place)
+        else:
+            self.target = Target(library)
         self.dtype = BY_NAME[dtype]
 
     def host(self, rank: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
