@@ -170,7 +170,8 @@ def compress(module: Any, **options: Any) -> Hooks:
     """Compress all-gather and reduce-scatter of every FSDP module in `module`, itself included.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
-    two communicators on new process groups when it is first used. The gradients' mean needs
+    two communicators on new process groups when it is first used, which all its ranks must do in
+    the same order. The gradients' mean needs
     no divide factor or forced sum; those that are set are respected. Raises ValueError if there is
     no FSDP module, or one with several meshes.
     """

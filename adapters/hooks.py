@@ -62,7 +62,7 @@ def communicator(group: Any, device: torch.device, **options: Any) -> Communicat
     """
     own = dist.new_group(
         dist.get_process_group_ranks(group),
-        backend=dist.get_backend_config(group),
+        backend=dist.get_backend(group),
         timeout=timedelta(seconds=TorchDist(group, device).timeout),
         use_local_synchronization=True,
     )

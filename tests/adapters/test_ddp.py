@@ -33,9 +33,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 SETUPS: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 1),
     "views": ({"gradient_as_bucket_view": True}, 3),
-    "unused": ({"find_unused_parameters": True}, 1),
     "unused views": ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, 2),
-    "static": ({"static_graph": True}, 1),
     "static views": ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
 }
 
@@ -146,8 +144,15 @@ def train(device: Any, setup: str) -> dict[str, Any]:
     }
 
 
+class Broken(TorchDist):
+    """A transport that loses its peers between two calls."""
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        raise ConnectionError("the peer is gone")
+
+
 def refuse(device: Any) -> list[str]:
-    """What is raised for sparse gradients, and for options beside a communicator."""
+    """What is raised for sparse gradients, for options beside a communicator, for lost peers."""
     found = []
     model = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True).to(device))
     state = ddp.register(model)
@@ -157,6 +162,13 @@ def refuse(device: Any) -> list[str]:
     with pytest.raises(ValueError, match="allowed") as both:
         ddp.register(model, state.comm, sizes="first")
     found.append(str(both.value))
+    model = DistributedDataParallel(torch.nn.Linear(3, 3).to(device))
+    state = ddp.register(model, tw.Communicator(Broken(dist.new_group(), device)))
+    with pytest.raises(tw.CollectiveError) as broken:
+        model(torch.ones(1, 3, device=device)).sum().backward()
+    found.append(str(broken.value))
+    assert isinstance(broken.value.__cause__, ConnectionError)
+    assert state.comm.trace()[-1].error == str(broken.value)
     return found
 
 
@@ -194,9 +206,10 @@ def check(results: list[dict[str, Any]]) -> None:
 def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:
     results = launch(__file__, "everything", 2, tmp_path)
     check(results)
-    for sparse, both in (rank["refused"] for rank in results):
+    for me, (sparse, both, broken) in enumerate(rank["refused"] for rank in results):
         assert "sparse" in sparse
         assert "comm and ['sizes'] are given" in both
+        assert broken.startswith(f"rank {me}: reduce_scatter #0 failed in stage 'sizes'")
 
 
 def test_example(tmp_path: Path) -> None:
