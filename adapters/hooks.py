@@ -47,7 +47,7 @@ class Channel:
 
     def _done(self, tensor: Any, call: Callable[[], None], collectives: int, devices: Any) -> Any:
         call()
-        for record in self.comm.trace()[-collectives:]:
+        for record in self.comm.trace(last=collectives):
             self.raw_bytes += record.raw_bytes
             self.wire_bytes += record.wire_bytes
         future: Any = torch.futures.Future(devices=devices)
