@@ -18,8 +18,8 @@ class Mpi(Transport):
 
     Arrays are NumPy arrays or PyTorch tensors on the CPU, and on a GPU if the MPI library is
     CUDA-aware; all are used in place. A silent rank raises TimeoutError. A rank that dies takes the
-    whole job with it, as MPI jobs do unless the library is told otherwise: then mpiexec reports it,
-    and nothing is raised. Leave by `comm.Abort()` after an error: MPI_Finalize, which mpi4py calls
+    whole job with it, and mpiexec reports it, as MPI jobs do unless told otherwise; with Open MPI's
+    `mpiexec --with-ft ulfm` the others raise RuntimeError. Leave by `comm.Abort()` after an error: MPI_Finalize, which mpi4py calls
     when Python ends, waits for all ranks.
     """
 
@@ -107,7 +107,13 @@ class Mpi(Transport):
     def _wait(self, what: str, requests: list[MPI.Request]) -> list[MPI.Status]:
         statuses = [MPI.Status() for _ in requests]
         self._abandoned += requests
-        if not wait_until(lambda: MPI.Request.Testall(requests, statuses), self._timeout):
+        try:
+            done = wait_until(lambda: MPI.Request.Testall(requests, statuses), self._timeout)
+        except MPI.Exception as error:
+            codes = {status.Get_error() for status in statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
+            found = "; ".join(MPI.Get_error_string(code) for code in sorted(codes))
+            raise RuntimeError(f"{what}: {found or error}") from error
+        if not done:
             raise TimeoutError(f"{what}: a rank did not come for {self._timeout:g} s")
         del self._abandoned[len(self._abandoned) - len(requests) :]
         return statuses

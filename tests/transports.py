@@ -95,7 +95,7 @@ def check_transport(transport: Transport, target: Target, *, adds: bool = True) 
             for op in ("sum", "max", *(["or"] if name[0] == "i" else [])):
                 x = array(everyone[me], target)
                 transport.all_reduce(x, op)  # type: ignore[arg-type]
-                wanted = ops[op].reduce(everyone, axis=0)
+                wanted = ops[op].reduce(everyone, axis=0, dtype=name)
                 found = host_array(x)
                 assert (found.shape, found.dtype) == (shape, wanted.dtype)
                 np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -32,95 +31,77 @@ from transports import (
     survive,
 )
 
+Join = Callable[..., Ucx]
 
-def every_collective(join: Callable[..., Ucx]) -> Any:
+
+def every_collective(join: Join) -> list[list[int]]:
+    """All checks over the whole group, and of rank 0 alone."""
     transport = join()
     for library in ("numpy", "torch"):
         check_transport(transport, Target(library), adds=False)
+    sizes = check_communicator(transport, ("torch", "numpy"))
     if transport.rank == 0:
-        transport.send(np.zeros(9, np.uint8), 1)
-    elif transport.rank == 1:
-        with pytest.raises(ConnectionError, match="rank 0 .* sent too much"):
+        alone = Ucx(0, 1, ("127.0.0.1", free_port()))
+        check_transport(alone, Target("numpy"), adds=False)
+        check_collectives(alone, "torch", "bfloat16", "first")
+    transport.barrier()
+    if transport.rank == 0:
+        transport.send(np.zeros(9, np.uint8), transport.world_size - 1)
+    elif transport.rank == transport.world_size - 1:
+        with pytest.raises(ConnectionError, match=r"rank 0 .* sent too much"):
             transport.recv(np.empty(8, np.uint8), 0)
-    return check_communicator(transport, ("torch", "numpy"))
+    return sizes
 
 
-def one_rank(join: Callable[..., Ucx]) -> Any:
-    transport = join()
-    check_transport(transport, Target("numpy"), adds=False)
-    check_collectives(transport, "torch", "bfloat16", "first")
-    return "done"
-
-
-def silent(join: Callable[..., Ucx]) -> Any:
+def two_ranks(join: Join) -> Any:
+    """The checks; then the last rank is silent."""
+    sizes = every_collective(join)
     transport = join(PATIENCE)
     assert transport.timeout == PATIENCE
     x = torch.ones(100_000, dtype=torch.bfloat16)
-    return survive(transport, x, lambda: time.sleep(100))
+    return {"sizes": sizes, "error": survive(transport, x, lambda: time.sleep(100))}
 
 
-def killed(join: Callable[..., Ucx]) -> Any:
+def three_ranks(join: Join) -> Any:
+    """The checks; then the last rank is killed, and does not come to a second group."""
+    sizes = every_collective(join)
     x = np.ones(100_000, np.float32)
-    return survive(join(), x, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    error = survive(join(), x, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"ranks \[.*2\] did not come|rank 0 .*has left|timed out"):
+        join(PATIENCE)
+    return {"sizes": sizes, "error": error, "took": time.monotonic() - start}
 
 
-def closed(join: Callable[..., Ucx]) -> Any:
-    """The last rank ends as programs do, and nobody has an error of it."""
+def in_peace(join: Join) -> Any:
+    """All ranks end as programs do, and nobody has an error of it."""
     transport = join()
     transport.all_reduce(np.ones(3))
-    transport.barrier()
-    transport.close()
     return "done"
-
-
-def absent(join: Callable[..., Ucx]) -> Any:
-    """The last rank never joins."""
-    rank, world_size = int(sys.argv[2]), int(sys.argv[3])
-    if rank == world_size - 1:
-        time.sleep(100)
-    start = time.monotonic()
-    with pytest.raises(OSError) as caught:
-        join(PATIENCE)
-    return [str(caught.value), time.monotonic() - start]
 
 
 def run(task: str, world_size: int) -> list[Any]:
     return launch(__file__, task, world_size, str(free_port()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_collective(world_size: int) -> None:
-    for sizes in run("every_collective", world_size):
-        check_sizes(sizes)
+def test_every_collective_and_a_silent_rank() -> None:
+    found = run("two_ranks", 2)
+    check_sizes(found[0]["sizes"])
+    check_survivors([found[0]["error"]], ("TimeoutError",))
+    assert "ranks [1] did not come for 2 s" in str(found[0]["error"])
 
 
-def test_one_rank() -> None:
-    assert run("one_rank", 1) == ["done"]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_silent_rank_is_named(world_size: int) -> None:
-    found = run("silent", world_size)
-    check_survivors(found, ("TimeoutError",))
-    # Others than the last may be late too: they have given up already.
-    assert any(f"{world_size - 1}]" in message for *_, message, _ in found)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_killed_rank_is_an_error(world_size: int) -> None:
-    found = run("killed", world_size)
-    check_survivors(found, ("ConnectionError",))
-    assert any(f"rank {world_size - 1} is gone" in message for *_, message, _ in found)
+def test_every_collective_and_a_killed_rank() -> None:
+    found = run("three_ranks", 3)
+    for result in found:
+        check_sizes(result["sizes"])
+        assert result["took"] < BOUND
+    check_survivors([result["error"] for result in found], ("ConnectionError",))
+    assert "rank 2 is gone" in str(found)
 
 
 def test_ranks_leave_in_peace() -> None:
-    assert run("closed", 3) == ["done", "done"]
-
-
-def test_an_absent_rank_keeps_nobody() -> None:
-    for message, took in run("absent", 3):
-        assert re.search(r"ranks \[2\] did not come|rank 0 .* has left", message)
-        assert took < BOUND
+    assert run("in_peace", 3) == ["done", "done"]
 
 
 def meeting(*hellos: tuple[int, int], timeout: float = 5.0) -> list[Any]:
@@ -162,8 +143,8 @@ def main(task: str, rank: str, world_size: str, port: str) -> None:
 
     sys.stdout.write(json.dumps(globals()[task](join)))
     sys.stdout.flush()
-    # Silent, killed and absent ranks leave a group in pieces.
-    if task != "closed":
+    # Silent and killed ranks leave a group in pieces.
+    if task != "in_peace":
         os._exit(0)
 
 
