@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ class Mpi(Transport):
     Arrays are NumPy arrays or PyTorch tensors on the CPU, and on a GPU if the MPI library is
     CUDA-aware; all are used in place. A silent rank raises TimeoutError. A rank that dies takes the
     whole job with it, and mpiexec reports it, as MPI jobs do unless told otherwise; with Open MPI's
-    `mpiexec --with-ft ulfm` the others raise RuntimeError. Leave by `comm.Abort()` after an error: MPI_Finalize, which mpi4py calls
-    when Python ends, waits for all ranks.
+    `mpiexec --with-ft ulfm` the others raise MPI.Exception, a RuntimeError. After an error leave by
+    `comm.Abort()`: MPI_Finalize, which mpi4py calls when Python ends, waits for all ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD, timeout: float = 30.0) -> None:
@@ -35,12 +35,12 @@ class Mpi(Transport):
     @property
     def rank(self) -> int:
         """See `Transport`."""
-        return self._comm.rank
+        return int(self._comm.rank)
 
     @property
     def world_size(self) -> int:
         """See `Transport`."""
-        return self._comm.size
+        return int(self._comm.size)
 
     @property
     def timeout(self) -> float:
@@ -76,7 +76,7 @@ class Mpi(Transport):
         self._messages("recv", [(out, source)], [])
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`; bit-identical as far as the MPI library keeps to the standard's advice."""
+        """See `Transport`; bit-identical where the MPI library follows the standard's advice."""
         finish_queued_work(x)
         self._wait("all_reduce", [self._comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op])])
 
@@ -95,25 +95,36 @@ class Mpi(Transport):
         """Receive and send arrays, given with the rank of the other side."""
         for x, _ in (*receives, *sends)[:1]:
             finish_queued_work(x)
-        receives = [(out, peer) for out, peer in receives if out.shape[0]]
-        requests = [self._comm.Irecv([out, MPI.BYTE], peer) for out, peer in receives]
-        requests += [self._comm.Isend([x, MPI.BYTE], peer) for x, peer in sends if x.shape[0]]
-        statuses = self._wait(what, requests)
-        for (out, peer), status in zip(receives, statuses, strict=False):
-            found, wanted = status.Get_count(MPI.BYTE), out.shape[0]
-            if found != wanted:
-                raise RuntimeError(f"{what}: rank {peer} sent {found} bytes; expected: {wanted}")
+        requests = [self._comm.Isend([x, MPI.BYTE], peer) for x, peer in sends if x.shape[0]]
+        missing = [(out, peer) for out, peer in receives if out.shape[0]]
 
-    def _wait(self, what: str, requests: list[MPI.Request]) -> list[MPI.Status]:
-        statuses = [MPI.Status() for _ in requests]
-        self._abandoned += requests
+        def matched() -> bool:
+            """Match what has come. A message that is too long must not get near the array."""
+            late: list[tuple[Any, int]] = []
+            for out, peer in missing:
+                status = MPI.Status()
+                overtakes = any(peer == other for _, other in late)
+                message = None if overtakes else self._comm.Improbe(peer, status=status)
+                if message is None:
+                    late.append((out, peer))
+                    continue
+                found, wanted = status.Get_count(MPI.BYTE), out.shape[0]
+                if found != wanted:
+                    raise RuntimeError(f"rank {peer} sent {found} bytes; expected: {wanted}")
+                requests.append(message.Irecv([out, MPI.BYTE]))
+            missing[:] = late
+            return not missing
+
+        self._wait(what, requests, matched)
+
+    def _wait(
+        self, what: str, requests: list[MPI.Request], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Return when `ready()`, which may add requests, and all requests are done."""
         try:
-            done = wait_until(lambda: MPI.Request.Testall(requests, statuses), self._timeout)
-        except MPI.Exception as error:
-            codes = {status.Get_error() for status in statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
-            found = "; ".join(MPI.Get_error_string(code) for code in sorted(codes))
-            raise RuntimeError(f"{what}: {found or error}") from error
-        if not done:
-            raise TimeoutError(f"{what}: a rank did not come for {self._timeout:g} s")
-        del self._abandoned[len(self._abandoned) - len(requests) :]
-        return statuses
+            done = wait_until(lambda: ready() and MPI.Request.Testall(requests), self._timeout)
+            if not done:
+                raise TimeoutError(f"{what}: a rank did not come for {self._timeout:g} s")
+        except (RuntimeError, TimeoutError):
+            self._abandoned += requests
+            raise

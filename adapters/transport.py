@@ -86,8 +86,10 @@ class Transport(Protocol):
 
         `x` has shape (world_size * n,); both have one of the dtypes of `all_reduce`, and do not
         overlap. Terms are added in that dtype, in the network's own order. Raises
-        NotImplementedError if the network has no sum.
+        NotImplementedError if the network has no sum, as here.
         """
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} has no sum")
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -108,7 +110,7 @@ def wait_until(done: Callable[[], bool], timeout: float) -> bool:
 
 
 def finish_queued_work(x: Any) -> None:
-    """Wait for the current stream if `x` is a GPU array: networks look at memory, not at streams."""
+    """Wait for the current stream if `x` is on a GPU: networks know of no streams."""
     if on_gpu(x):
         library = library_of(x)
         cuda = sys.modules[library].cuda

@@ -56,7 +56,7 @@ class Ucx(Transport):
         #: Leave the group: peers that wait for this rank raise.
         self.close = weakref.finalize(self, worker.stop_progress_thread)
         workers = meet(rank, world_size, address, bytes(worker.address), timeout)
-        self._endpoints = [
+        self._endpoints: list[Any] = [
             worker.create_endpoint_from_worker_address(
                 libucxx.UCXAddress.create_from_buffer(found), True
             )
@@ -115,10 +115,6 @@ class Ucx(Transport):
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
         """See `Transport`; `x` is on the host, and small: it goes whole to every rank."""
         all_reduce_by_gather(self, x, op)
-
-    def reduce_scatter(self, out: Any, x: Any) -> None:
-        """See `Transport`: UCX moves bytes and adds nothing."""
-        raise NotImplementedError("UCX has no sum")
 
     def barrier(self) -> None:
         """See `Transport`."""

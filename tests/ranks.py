@@ -26,18 +26,9 @@ PATTERNS = ("normal", "scales", "random", "mixed_zeros")
 class Ranks:
     """Data of all ranks, which every rank can make, and what a collective makes of it."""
 
-    def __init__(self, world_size: int, library: str, dtype: str) -> None:
-        """`library` is one of Target's, on the host, or "cuda" (PyTorch) or "cupy": on the GPU."""
+    def __init__(self, world_size: int, library: str, dtype: str, device: Any = None) -> None:
         self.world_size = world_size
-        if library in ("cuda", "cupy"):
-            torch = sys.modules["torch"]
-            device = torch.cuda.current_device()
-            library, place = (
-                ("torch", torch.device("cuda", device)) if library == "cuda" else (library, device)
-            )
-            self.target = Target(library, place)
-        else:
-            self.target = Target(library)
+        self.target = Target(library, device)
         self.dtype = BY_NAME[dtype]
 
     def host(self, rank: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -102,12 +93,13 @@ def check_collectives(
     rows: int = 5,
     width: int = 1237,
     algorithm: Algorithm = "compressed",
+    device: Any = None,
 ) -> list[TraceRecord]:
     """Every collective once or more, with odd sizes, empty shares and poisoned outputs."""
     comm = tw.Communicator(transport, sizes=design, algorithm=algorithm)
     n, me = comm.world_size, comm.rank
     everyone = range(n)
-    data = Ranks(n, library, dtype)
+    data = Ranks(n, library, dtype, device)
 
     shape: tuple[int, ...]
     for shape in ((rows, width), (0, 3), ()):
