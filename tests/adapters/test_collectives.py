@@ -21,8 +21,10 @@ from tightwire.adapters.calls import TraceRecord
 from tightwire.adapters.collectives import Design
 from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
 from tightwire.adapters.transport import Transport
+from tightwire.arrays import Target
 from tightwire.codecs.base import Plan
 from tightwire.formats.dtypes import BY_NAME
+from transports import check_transport
 
 #: What a Communicator receives when it is made: lengths, then descriptions.
 AGREEMENT = 2
@@ -637,6 +639,17 @@ def test_work_memory_is_kept() -> None:
     before = {name: room.ctypes.data for name, room in comm._rooms.items()}
     comm.all_to_all(weights(40_000))
     assert {name: room.ctypes.data for name, room in comm._rooms.items()} == before
+
+
+@pytest.mark.parametrize(("world_size", "library"), [(1, "numpy"), (2, "torch"), (5, "numpy")])
+def test_every_method_of_the_transport_between_threads(world_size: int, library: str) -> None:
+    pytest.importorskip(library)
+    run_ranks(world_size, lambda t: check_transport(t, Target(library)))
+
+
+def test_a_network_without_a_sum_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Tap has no sum"):
+        Tap(connect(1)[0]).reduce_scatter(np.empty(1), np.empty(1))
 
 
 def test_the_transport_between_threads() -> None:

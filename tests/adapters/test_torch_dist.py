@@ -17,6 +17,8 @@ import pytest
 
 import tightwire as tw
 from ranks import DESIGNS, DTYPES, check_collectives
+from tightwire.arrays import Target
+from transports import check_transport
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -62,6 +64,8 @@ def every_collective(transport: TorchDist) -> list[list[int]]:
     """All checks over the whole group; raw and wire bytes of some calls."""
     transport.barrier()
     n, me = transport.world_size, transport.rank
+    for library in ("numpy", "torch"):
+        check_transport(transport, Target(library))
     for i, dtype in enumerate(DTYPES):
         check_collectives(transport, ("torch", "numpy")[i % 2], dtype, DESIGNS[i % 2], 2, 641)
     check_collectives(transport, "torch", "bfloat16", "between", 2, 300)
