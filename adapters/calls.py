@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from ..arrays import ArrayInfo
@@ -67,23 +66,15 @@ class Call:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.seconds: dict[str, float] = {}
+        #: Buffers that have been decoded on a GPU, and what errors in them are told with.
+        self.unchecked: list[tuple[Any, str]] = []
         #: Nothing is left to exchange: a failure from now on is this rank's own.
         self.exchanged = False
         self._key = key
 
-    @contextmanager
-    def stage(self, name: str, note: str = "") -> Iterator[None]:
+    def stage(self, name: str, note: str = "") -> _Stage:
         """Time what happens inside, and name the stage in its errors; `note` explains them."""
-        start = time.perf_counter()
-        try:
-            with nvtx(f"tightwire.{self.collective}.{name}"):
-                yield
-        except CollectiveError:
-            raise
-        except (FormatError, RuntimeError, OSError) as error:
-            raise self.failure(name, f"{error}{note}") from error
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return _Stage(self, name, note)
 
     def failure(self, stage: str, detail: str) -> CollectiveError:
         """The error of this call at a stage."""
@@ -111,15 +102,35 @@ class Call:
         )
 
 
-@contextmanager
-def nvtx(name: str) -> Iterator[None]:
-    """A range that profilers show, where PyTorch uses a GPU; else nothing."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        yield
-        return
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
+class _Stage:
+    """A context manager, and no generator: a call has half a dozen of them."""
+
+    __slots__ = ("_call", "_name", "_note", "_nvtx", "_start")
+
+    def __init__(self, call: Call, name: str, note: str) -> None:
+        self._call, self._name, self._note = call, name, note
+
+    def __enter__(self) -> None:
+        torch: Any = sys.modules.get("torch")
+        # Ranges that profilers show, where PyTorch uses a GPU.
+        self._nvtx = None
+        if torch is not None and torch.cuda.is_initialized():
+            self._nvtx = torch.cuda.nvtx
+            self._nvtx.range_push(f"tightwire.{self._call.collective}.{self._name}")
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        spent = time.perf_counter() - self._start
+        if self._nvtx is not None:
+            self._nvtx.range_pop()
+        seconds = self._call.seconds
+        seconds[self._name] = seconds.get(self._name, 0.0) + spent
+        if isinstance(error, (FormatError, RuntimeError, OSError)) and not isinstance(
+            error, CollectiveError
+        ):
+            raise self._call.failure(self._name, f"{error}{self._note}") from error

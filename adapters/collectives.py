@@ -9,36 +9,29 @@ reads: header and places follow from the plan, so the receiver lays its buffer o
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
-from ..codec import Codec, as_codec, decode
-from ..codecs.base import Bytes, Plan
+from ..codec import decode
+from ..codecs.base import Plan
 from ..formats.dtypes import BY_NAME, DType
-from ..formats.header import MAJOR, MINOR, align
-from ..planning import integer
 from . import tensors
 from .calls import Call, TraceRecord
 from .cost import Choice
+from .group import DESIGNS, Design, Exchange, Group
 from .lanes import Lanes
-from .shares import CARD_NBYTES, CARD_WORDS, Share, Shares, pieces, sealed, sizes_on, split
-from .switch import ALGORITHMS, AS_BEFORE, Algorithm, Measured, Switch
+from .shares import CARD_NBYTES, Shares, pieces, split
+from .switch import AS_BEFORE, Measured
 from .tensors import as_input, as_output, as_result
-from .transport import Transport
 
-Design = Literal["first", "between"]
-DESIGNS = ("first", "between")
+__all__ = ["DESIGNS", "Communicator", "Design"]
 
 #: Elements of a piece of a pipelined message are a multiple of this, so that tiles are whole.
 _PIECE = 1 << 16
@@ -51,35 +44,11 @@ _PATHS = (
     Choice("compressed", 1, 0.0, 0.0, "measured"),
     Choice("pipelined", 4, 0.0, 0.0, "measured"),
 )
-_TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-_INT64 = BY_NAME["int64"]
 
 Span = tuple[int, int]
-#: The fields of a TraceRecord, which costs more to make.
-_Traced = tuple[str, int, str, str, int, int, dict[str, float], str | None]
 
 
-class _Exchange(NamedTuple):
-    """A piece whose cards and static parts are on the wire; its dynamic parts are not yet."""
-
-    send: Shares
-    receive: Shares
-    cards: Any
-    came: Any
-    on_the_way: tensors.OnTheWay
-    digests: Sequence[int]
-
-
-class _Unchecked(NamedTuple):
-    """What decoding on a GPU will have found: `word` is 0 if nothing."""
-
-    call: Call
-    note: str
-    buffer: Buffer
-    word: tensors.OnTheWay
-
-
-class Communicator:
+class Communicator(Group):
     """Collectives of a group of ranks that send every tensor encoded.
 
     Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU also CuPy and JAX,
@@ -101,92 +70,6 @@ class Communicator:
     Damage that decoding on a GPU meets is raised at the end of a later call or by `check()`, with
     `verify=True` at once.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        codec: str | Codec = "zipccl",
-        *,
-        algorithm: Algorithm = "compressed",
-        pieces: int = 4,
-        sizes: Design = "first",
-        checksum: bool = True,
-        verify: bool = False,
-        trace: int = 1000,
-    ) -> None:
-        """Made by all ranks together: raises CollectiveError on each of them if they differ.
-
-        Compared are the versions of format and codec and all parameters. `trace` is the number of
-        calls that `trace()` remembers.
-        """
-        if sizes not in DESIGNS:
-            raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm is {algorithm!r}; allowed: {ALGORITHMS}")
-        if integer("trace", trace) < 0:
-            raise ValueError(f"trace is {trace}; allowed: at least 0")
-        if integer("pieces", pieces) < 1:
-            raise ValueError(f"pieces is {pieces}; allowed: at least 1")
-        self._transport = transport
-        self._codec = as_codec(codec)
-        self._sizes_first = sizes == "first"
-        self._checksum = bool(checksum)
-        self._verify = bool(verify)
-        self._trace: deque[_Traced] = deque(maxlen=trace)
-        self._counts: Counter[str] = Counter()
-        self._rooms: dict[str, Any] = {}
-        self._unchecked: deque[_Unchecked] = deque()
-        self._broken: str | None = None
-        self._rank = transport.rank
-        self._size = transport.world_size
-        self._switch = Switch(self._codec, algorithm, pieces, self._measure)
-        self._agree(sizes, algorithm, pieces)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of all ranks."""
-        return self._codec
-
-    @property
-    def transport(self) -> Transport:
-        """What moves the bytes."""
-        return self._transport
-
-    def trace(self, last: int | None = None) -> list[TraceRecord]:
-        """The last calls, oldest first, with those that failed; all that are known or `last`."""
-        skipped = 0 if last is None else max(len(self._trace) - last, 0)
-        return [TraceRecord(*traced) for traced in itertools.islice(self._trace, skipped, None)]
-
-    def check(self) -> None:
-        """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
-        while self._unchecked:
-            self._settle(self._unchecked.popleft())
-
-    def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
-        """Ranks and the seconds that the others waited for each in the last `calls` calls.
-
-        The slowest first. A collective: every rank asks, and gets the same answer. In the stage
-        "sizes" every rank waits until the last has come: who waits less came later.
-        """
-        names = {"sizes", "native"}
-        last = [r for r in self.trace() if r.collective in _TWO_DESIGNS and r.error is None]
-        waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
-        mine = np.zeros(calls, np.float64)
-        mine[: len(waits)] = waits
-        table = self._gather_plain(mine.view(np.uint8)).view(np.float64)
-        behind = (table.max(0) - table).sum(1)
-        order = np.argsort(-behind, kind="stable")
-        return [(int(rank), float(behind[rank])) for rank in order]
 
     def all_gather(self, x: Any, out: Any = None) -> Any:
         """The `x` of all ranks, one behind the other along the first dimension.
@@ -265,7 +148,7 @@ class Communicator:
                 here = [call.digest(info, (n, *row)) for n in inward]
                 parts = split(flat, outs) if len(outs) > 1 else [flat]
                 send = self._encode(call, parts, outs)
-                receive = self._room("receive", ins, x)
+                receive = self._receive("receive", ins, x)
                 began = self._begin_swap(call, send, receive, there, here)
                 buffers = self._end_swap(call, began)
                 for i, (buffer, part) in enumerate(zip(buffers, split(result, ins), strict=True)):
@@ -367,11 +250,11 @@ class Communicator:
             plan = self._plan(info.dtype, math.prod(info.shape))
             shares = self._encode(call, [x.reshape(-1)], [plan])
             digests = [call.digest(info, info.shape)]
-            cards = shares.cards(digests, 0)
+            cards = shares.write_cards(digests, 0)
             with call.stage("sizes"):
                 self._transport.send(tensors.as_bytes(cards), to)
-                arrived = tensors.OnTheWay(cards)
-                sizes = self._sizes(call, arrived, shares, digests)
+                arrived = self._cards(call, shares.arriving(cards), digests, self._rank)
+                sizes = self._sizes(call, arrived, shares, self._rank)
             self._message(call, shares, sizes[0], to, self._transport.send)
 
     def recv(self, out: Any, source: int) -> Any:
@@ -387,288 +270,31 @@ class Communicator:
                 self._message_native(call, payload, source, self._transport.recv)
                 return out
             plan = self._plan(info.dtype, math.prod(info.shape))
-            shares = self._room("receive", [plan], into)
-            cards = tensors.empty((1, CARD_WORDS), _INT64, into)
+            shares = self._receive("receive", [plan], into)
+            cards = shares.cards
             with call.stage("sizes"):
                 self._transport.recv(tensors.as_bytes(cards), source)
                 digests = [call.digest(info, info.shape)]
-                arrived = tensors.OnTheWay(cards)
-                sizes = self._sizes(call, arrived, shares, digests, source)
+                arrived = self._cards(call, shares.arriving(cards), digests, source)
+                sizes = self._sizes(call, arrived, shares, source)
             self._message(call, shares, sizes[0], source, self._transport.recv)
-            self._decode(call, shares.buffers(cards)[0], into.reshape(-1), source)
+            buffers = shares.buffers(self._words_of(shares.room))
+            self._decode(call, buffers[0], into.reshape(-1), source)
         return out
 
-    # Arguments, plans and memory.
-
-    def _agree(self, sizes: str, algorithm: str, pieces: int) -> None:
-        spec = self._codec.spec
-        facts = {
-            "format": f"{MAJOR}.{MINOR}",
-            "codec": f"{spec.name} version {spec.version}, {spec!r}",
-            "algorithm": f"{algorithm} in {pieces} pieces"
-            if algorithm == "pipelined"
-            else algorithm,
-            "sizes": sizes,
-            "checksum": self._checksum,
-        }
-        mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
-        call = Call(self._rank, "Communicator", 0, "")
-        with call.stage("agree"):
-            length = np.array([len(mine)], np.int64).view(np.uint8)
-            longest = int(self._gather_plain(length).view(np.int64).max())
-            padded = np.frombuffer(bytearray(mine.ljust(longest)), np.uint8)
-            texts = [row.tobytes().decode().rstrip() for row in self._gather_plain(padded)]
-            groups = {text: [r for r, t in enumerate(texts) if t == text] for text in texts}
-            if len(groups) > 1:
-                found = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
-                raise call.failure("agree", f"ranks differ: {found}")
-
-    def _gather_plain(self, mine: Bytes) -> Bytes:
-        """`mine` of all ranks, shape (world_size, mine.size), through the transport's arrays."""
-        x = self._transport.empty(mine.size)
-        out = self._transport.empty(self._size * mine.size)
-        x[:] = tensors.on_device(mine, tensors.device_of(x))
-        self._transport.all_gather(out, x)
-        gathered: Bytes = arrays.host_array(out).reshape(self._size, mine.size)
-        return gathered
-
-    @contextmanager
-    def _call(
-        self,
-        collective: str,
-        algorithm: str,
-        info: ArrayInfo,
-        choice: Choice,
-        sent: DType | None = None,
-        *,
-        pair: str | None = None,
-    ) -> Iterator[Call]:
-        """Number a call, keep its record, and remember a failure that leaves ranks out of step."""
-        key = collective if pair is None else pair
-        # Messages concern two ranks only, so that every pair counts its own.
-        counter = "group" if pair is None else pair
-        sequence = self._counts[counter]
-        self._counts[counter] += 1
-        call = Call(self._rank, collective, sequence, key)
-        if self._broken is not None:
-            raise call.failure("start", f"an earlier call has failed: {self._broken}")
-        plan = self._plan((sent or info.dtype), math.prod(info.shape))
-        if choice.algorithm == "native":
-            call.algorithm = "native"
-        else:
-            if collective in _TWO_DESIGNS:
-                algorithm += f", sizes {'first' if self._sizes_first else 'between'}"
-            call.algorithm = f"{algorithm}, {plan.codec.name}"
-            if choice.pieces > 1:
-                call.algorithm += f", {choice.pieces} pieces"
-        call.reason = choice.reason
-        if not call.reason:
-            name, dtype = self._codec.name, plan.dtype.name
-            gains = plan.codec.name == name
-            call.reason = f"{name} {'codes' if gains else 'gains nothing on'} {dtype}"
-        error: str | None = None
-        try:
-            yield call
-            self._settle_old()
-        except BaseException as caught:
-            error = str(caught)
-            if not call.exchanged:
-                self._broken = error
-            raise
-        finally:
-            self._trace.append(call.record(error))
-
-    def _plan(self, dtype: DType, nelem: int, chunks: int = 1, capacity: int | None = None) -> Plan:
-        return self._codec.plan(
-            (nelem,), dtype, chunks=chunks, dynamic_capacity=capacity, checksum=self._checksum
-        )
-
-    def _equal_splits(self, rows: int) -> list[int]:
-        if rows % self._size:
-            raise ValueError(f"x has {rows} rows; allowed: a multiple of {self._size}, the ranks")
-        return [rows // self._size] * self._size
-
-    def _splits(self, name: str, splits: Sequence[int]) -> list[int]:
-        found = [integer(f"an entry of {name}", n) for n in splits]
-        if len(found) != self._size or min(found) < 0:
-            raise ValueError(f"{name} is {found}; allowed: {self._size} numbers of rows >= 0")
-        return found
-
-    def _peer(self, name: str, rank: int, other: bool = False) -> int:
-        rank = integer(name, rank)
-        if not 0 <= rank < self._size or (other and rank == self._rank):
-            allowed = f"0 to {self._size - 1}" + (f" but {self._rank}" if other else "")
-            raise ValueError(f"{name} is {rank}; allowed: {allowed}")
-        return rank
-
-    def _bytes(self, name: str, nbytes: int, like: Any) -> Any:
-        """The communicator's own memory called `name`, which grows."""
-        key = f"{name} {arrays.library_of(like)} {tensors.device_of(like)}"
-        room = self._rooms.get(key)
-        if room is None or room.shape[0] < nbytes:
-            # The old one goes first: there may not be room for both.
-            self._rooms.pop(key, None)
-            room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
-        return room[:nbytes]
-
-    def _room(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
-        return Shares(plans, self._bytes(name, sum(plan.nbytes for plan in plans), like))
+    # Steps.
 
     def _spans(self, n: int, pieces: int) -> list[Span]:
         """Elements 0 to n in at most `pieces` pieces of whole tiles."""
         step = max(_PIECE, -(-n // (pieces * _PIECE)) * _PIECE)
         return [(a, min(a + step, n)) for a in range(0, n, step)] or [(0, 0)]
 
+    def _encoding(
+        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], name: str
+    ) -> Callable[[], Shares]:
+        return lambda: self._encode(call, parts, plans, name)
+
     # Steps that the collectives are made of.
-
-    def _encode(
-        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], name: str = "send"
-    ) -> Shares:
-        """Encode each part by its plan, straight into the memory that is sent from."""
-        with call.stage("encode"):
-            shares = self._room(name, plans, parts[0])
-            for part, plan, data in zip(parts, plans, shares.data, strict=True):
-                self._codec.encode(part, out=data, chunks=plan.chunks, checksum=self._checksum)
-        return shares
-
-    def _decode(
-        self, call: Call, buffer: Buffer, out: Any, source: int | None, last: bool = True
-    ) -> None:
-        """Decode what came from rank `source`; None: chunk i of the buffer came from rank i.
-
-        If it is the `last` step of a call, ranks stay in step whatever happens.
-        """
-        call.exchanged = last
-        came = " (chunk i is rank i's)" if source is None else f" (from rank {source})"
-        with call.stage("decode", came):
-            decode(buffer, out=out)
-        self._finish(call, buffer, came)
-
-    def _finish(self, call: Call, buffer: Buffer, note: str) -> None:
-        """What decoding on a GPU finds is not known before."""
-        if buffer._memory is None:
-            return
-        if self._verify:
-            with call.stage("decode", note):
-                buffer.check()
-        else:
-            word = tensors.OnTheWay(buffer._memory.status)
-            self._unchecked.append(_Unchecked(call, note, buffer, word))
-
-    def _settle(self, unchecked: _Unchecked) -> None:
-        if unchecked.word.wait(self._transport.timeout).any():
-            with unchecked.call.stage("decode", unchecked.note):
-                unchecked.buffer.check()
-
-    def _settle_old(self) -> None:
-        """Raise for damage that is known by now, without a wait."""
-        while self._unchecked and self._unchecked[0].word.done():
-            self._settle(self._unchecked.popleft())
-
-    def _sizes(
-        self,
-        call: Call,
-        arriving: tensors.OnTheWay,
-        shares: Shares,
-        digests: Sequence[int],
-        source: int | None = None,
-    ) -> list[int]:
-        """Dynamic bytes by the cards. Raises if one is of another call, or does not fit.
-
-        The cards are those of all ranks, or all from rank `source`.
-        """
-        host = self._cards(call, arriving, digests, source)
-        sizes = sizes_on(host)
-        for i, (size, share) in enumerate(zip(sizes, shares.shares, strict=True)):
-            if not 0 <= size <= share.slot.shape[0]:
-                sender, most = i if source is None else source, share.slot.shape[0]
-                detail = f"rank {sender} claims {size} dynamic bytes, at most {most}"
-                raise call.failure("sizes", detail)
-        if source is None:
-            self._switch.came(call.collective, shares.plans[0].dtype, host[:, 1])
-        return sizes
-
-    def _cards(
-        self,
-        call: Call,
-        arriving: tensors.OnTheWay,
-        digests: Sequence[int],
-        source: int | None = None,
-    ) -> Any:
-        """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call."""
-        host = arriving.wait(self._transport.timeout)
-        said = host[:, 1].tolist()
-        seals = [sealed(d, r) for d, r in zip(digests, said, strict=True)]
-        strange = [i for i, seal in enumerate(seals) if host[i, 0] != seal]
-        if strange:
-            strange = strange if source is None else [source]
-            detail = f"ranks {strange} make another call, or of another dtype or shape"
-            raise call.failure("sizes", detail)
-        return host
-
-    def _begin_swap(
-        self,
-        call: Call,
-        send: Shares,
-        receive: Shares,
-        there: Sequence[int],
-        here: Sequence[int],
-    ) -> _Exchange:
-        """Send share j of `send` to rank j, but for its dynamic part.
-
-        `there` are the digests of the shares that go, `here` of those that come.
-        """
-        cards = send.cards(there, self._switch.ratio(call.collective, send.plans[0].dtype))
-        came = tensors.empty(cards.shape, _INT64, cards)
-        arriving: tensors.OnTheWay | None = None
-        for first in (self._sizes_first, not self._sizes_first):
-            if first:
-                with call.stage("sizes"):
-                    self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cards))
-                    # Both ways at once: on a GPU one wait instead of two.
-                    both = _stacked(came, cards)
-                    arriving = tensors.OnTheWay(both)
-                    if arriving.done():
-                        self._cards(call, arriving, [*here, *there])
-                continue
-            with call.stage("static"):
-                out, x = receive.statics, send.statics
-                if out is None or x is None:
-                    outs = [[share.static] for share in receive.shares]
-                    self._transport.all_to_all_v(outs, [[share.static] for share in send.shares])
-                else:
-                    self._transport.all_to_all(out, x)
-        assert arriving is not None
-        return _Exchange(send, receive, cards, came, arriving, [*here, *there])
-
-    def _end_swap(self, call: Call, began: _Exchange) -> list[Buffer]:
-        """The buffers of `began.receive`, filled."""
-        send, receive = began.send, began.receive
-        with call.stage("sizes"):
-            incoming, outgoing = self._both_sizes(call, began)
-        with call.stage("dynamic"):
-            outs, xs = pieces(receive, incoming), pieces(send, outgoing)
-            self._transport.all_to_all_v(outs, xs)
-        raw = wire = 0
-        for peer, (share, size) in enumerate(zip(send.shares, outgoing, strict=True)):
-            if peer != self._rank:
-                raw += share.raw_nbytes
-                wire += CARD_NBYTES + share.static.shape[0] + size
-        self._account(call, send.plans[0].dtype, raw, wire)
-        return receive.buffers(began.came)
-
-    def _both_sizes(self, call: Call, began: _Exchange) -> tuple[list[int], list[int]]:
-        n = self._size
-        host = began.on_the_way.wait(self._transport.timeout)
-        incoming = tensors.OnTheWay(host[:n])
-        outgoing = sizes_on(host[n:])
-        return self._sizes(call, incoming, began.receive, began.digests[:n]), outgoing
-
-    def _account(self, call: Call, dtype: DType, raw: int, wire: int) -> None:
-        call.raw_bytes += raw
-        call.wire_bytes += wire
-        if raw:
-            self._switch.went(call.collective, dtype, wire / raw)
 
     def _swap_equal(
         self, call: Call, flat: Any, result: Any, info: ArrayInfo, choice: Choice
@@ -680,7 +306,7 @@ class Communicator:
             plan = self._plan(info.dtype, flat.shape[0], self._size)
             digests = [call.digest(info, info.shape)] * self._size
             send = self._encode(call, [flat], [plan])
-            receive = self._room("receive", [plan], flat)
+            receive = self._receive("receive", [plan], flat)
             began = self._begin_swap(call, send, receive, digests, digests)
             self._decode(call, self._end_swap(call, began)[0], result, None)
             return
@@ -706,9 +332,9 @@ class Communicator:
         that its sizes are known when these have gone.
         """
         n = flat.shape[0] // self._size
-        before: tuple[_Exchange, Span] | None = None
+        before: tuple[Exchange, Span] | None = None
 
-        def end(began: _Exchange, span: Span) -> None:
+        def end(began: Exchange, span: Span) -> None:
             buffers = self._end_swap(call, began)
             lanes.decode(lambda: put(buffers, span))
 
@@ -721,7 +347,7 @@ class Communicator:
             for k, (ready, span) in enumerate(zip(encoded, spans, strict=True)):
                 with call.stage("encode"):
                     send = ready()
-                receive = self._room(f"receive {k}", send.plans, flat)
+                receive = self._receive(f"receive {k}", send.plans, flat)
                 digests = [call.digest(info, info.shape, k)] * self._size
                 began = self._begin_swap(call, send, receive, digests, digests)
                 if before is not None:
@@ -730,11 +356,6 @@ class Communicator:
             if before is not None:
                 end(*before)
         call.exchanged = True
-
-    def _encoding(
-        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], name: str
-    ) -> Callable[[], Shares]:
-        return lambda: self._encode(call, parts, plans, name)
 
     def _gather(self, call: Call, x: Any, out: Any, info: ArrayInfo, choice: Choice) -> None:
         """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,)."""
@@ -745,7 +366,7 @@ class Communicator:
             began = self._begin_gather(call, send, call.digest(info, info.shape), "receive")
             self._decode(call, self._end_gather(call, began), out, None)
             return
-        before: tuple[_Exchange, Span] | None = None
+        before: tuple[Exchange, Span] | None = None
 
         def put(buffer: Buffer, span: Span) -> None:
             a, b = span
@@ -753,9 +374,9 @@ class Communicator:
                 for r in range(self._size):
                     lo, hi = r * (b - a), (r + 1) * (b - a)
                     decode(buffer, out=out[r * n + a : r * n + b], start=lo, stop=hi)
-            self._finish(call, buffer, " (chunk i is rank i's)")
+            self._decoded(call, buffer, " (chunk i is rank i's)")
 
-        def end(began: _Exchange, span: Span) -> None:
+        def end(began: Exchange, span: Span) -> None:
             buffer = self._end_gather(call, began)
             lanes.decode(lambda: put(buffer, span))
 
@@ -778,57 +399,6 @@ class Communicator:
                 end(*before)
         call.exchanged = True
 
-    def _begin_gather(self, call: Call, send: Shares, digest: int, name: str) -> _Exchange:
-        """Gather the one share of `send`, but for its dynamic part."""
-        plan = send.plans[0]
-        own = send.shares[0]
-        whole = self._room(
-            name, [self._plan(plan.dtype, self._size * plan.nelem, self._size)], send.data[0]
-        )
-        card = send.cards([digest], self._switch.ratio(call.collective, plan.dtype))
-        cards = tensors.empty((self._size, CARD_WORDS), _INT64, card)
-        arriving: tensors.OnTheWay | None = None
-        for first in (self._sizes_first, not self._sizes_first):
-            if first:
-                with call.stage("sizes"):
-                    self._transport.all_gather(tensors.as_bytes(cards), tensors.as_bytes(card))
-                    arriving = tensors.OnTheWay(cards)
-                    if arriving.done():
-                        self._cards(call, arriving, [digest] * self._size)
-            else:
-                with call.stage("static"):
-                    self._transport.all_gather(whole.statics, own.static)
-        assert arriving is not None
-        return _Exchange(send, whole, card, cards, arriving, [digest] * self._size)
-
-    def _end_gather(self, call: Call, began: _Exchange) -> Buffer:
-        """The whole buffer, filled."""
-        with call.stage("sizes"):
-            sizes = self._sizes(call, began.on_the_way, began.receive, began.digests)
-        own = began.send.shares[0]
-        buffer, dynamic = self._gather_dynamic(call, own, began.receive, began.came, sizes)
-        others = self._size - 1
-        wire = CARD_NBYTES + own.static.shape[0] + dynamic
-        dtype = began.send.plans[0].dtype
-        self._account(call, dtype, others * own.raw_nbytes, others * wire)
-        return buffer
-
-    def _gather_dynamic(
-        self, call: Call, own: Share, whole: Shares, cards: Any, sizes: Sequence[int]
-    ) -> tuple[Buffer, int]:
-        """Gather the dynamic parts behind the static ones; the whole buffer, and bytes of a part.
-
-        Its slots are as long as the largest part, so that an equal all-gather fills them.
-        """
-        (plan,) = whole.plans
-        plan = replace(plan, dynamic_stride=align(max(sizes)))
-        with call.stage("dynamic"):
-            shares = Shares([plan], whole.data[0])
-            if plan.dynamic_stride:
-                out = shares.data[0][plan.dynamic_offset :]
-                self._transport.all_gather(out, own.slot[: plan.dynamic_stride])
-            return shares.buffers(cards)[0], plan.dynamic_stride
-
     # Sums.
 
     def _scatter_sums(
@@ -847,8 +417,8 @@ class Communicator:
             if self._scatter_native(call, x, total, info):
                 return
             flat = tensors.contiguous(tensors.cast(x, sent)).reshape(-1)
-            came = self._bytes("plain", flat.shape[0] * sent.itemsize, x)
-            came = tensors.view(came, sent)
+            nbytes = flat.shape[0] * sent.itemsize
+            came = tensors.view(self._bytes("plain", nbytes, x)[:nbytes], sent)
             equal = [n] * self._size
             self._swap_native(call, flat, came, equal, equal, True)
             with call.stage("sum"):
@@ -866,7 +436,7 @@ class Communicator:
             each = [self._plan(sent, n)] * self._size
             digests = [call.digest(info, info.shape)] * self._size
             send = self._encode(call, [flat], [whole])
-            receive = self._room("receive", each, flat)
+            receive = self._receive("receive", each, flat)
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
             call.exchanged = last
@@ -890,7 +460,7 @@ class Communicator:
                         self._codec.decode_add(buffer, total)
                 else:
                     tensors.add(total, decode(buffer))
-            self._finish(call, buffer, note)
+            self._decoded(call, buffer, note)
 
     def _sum_plain(self, call: Call, x: Any, total: Any) -> None:
         """Sum all ranks' few elements `x` to `total`; they travel as they are."""
@@ -911,26 +481,26 @@ class Communicator:
     def _broadcast(self, call: Call, values: Any, into: Any, info: ArrayInfo, root: int) -> None:
         plan = self._plan(info.dtype, values.shape[0], self._size)
         digests = [call.digest(info, (root, *info.shape))] * self._size
-        whole = self._room("receive", [plan], values)
+        whole = self._receive("receive", [plan], values)
         is_root = self._rank == root
+        parts: list[list[Any]] = [[]] * self._size
         if is_root:
             send = self._encode(call, [values], [plan])
-            cards = send.cards(digests, 0)
-            parts = [[tensors.as_bytes(cards)]] * self._size
-        else:
-            cards = tensors.empty((self._size, CARD_WORDS), _INT64, values)
-            parts = [[]] * self._size
+            whole.cards[...] = send.write_cards(digests, 0)
+            parts = [[tensors.as_bytes(whole.cards)]] * self._size
         with call.stage("sizes"):
-            self._scatter(call, root, parts, [tensors.as_bytes(cards)])
-            sizes = self._sizes(call, tensors.OnTheWay(cards), whole, digests, root)
+            self._scatter(call, root, parts, [tensors.as_bytes(whole.cards)])
+            cards = self._cards(call, whole.arriving(whole.cards), digests, root)
+            sizes = self._sizes(call, cards, whole, root)
         if is_root:
             own = send.shares[root]
             dynamic = pieces(send, sizes)
             parts = [[s.static, *d] for s, d in zip(send.shares, dynamic, strict=True)]
-            call.raw_bytes += sum(s.raw_nbytes for s in send.shares) - own.raw_nbytes
+            call.raw_bytes += send.raw_nbytes - own.raw_nbytes
         else:
             # Not in its place in `whole`: an all-gather must not overlap itself.
-            room = self._bytes("send", plan.static_stride + align(max(sizes)), values)
+            nbytes = plan.static_stride + sizes[self._rank]
+            room = self._bytes("share", nbytes, values)[:nbytes]
             own = whole.shares[self._rank]._replace(
                 static=room[: plan.static_stride], slot=room[plan.static_stride :]
             )
@@ -938,10 +508,10 @@ class Communicator:
             self._scatter(call, root, parts, [own.static, own.slot[: sizes[self._rank]]])
         with call.stage("static"):
             self._transport.all_gather(whole.statics, own.static)
-        buffer, dynamic_nbytes = self._gather_dynamic(call, own, whole, cards, sizes)
+        buffer = self._gather_dynamic(call, own, whole, sizes)
         others = self._size - 1
         call.raw_bytes += others * own.raw_nbytes
-        call.wire_bytes += others * (own.static.shape[0] + dynamic_nbytes)
+        call.wire_bytes += others * (int(own.static.shape[0]) + sizes[self._rank])
         call.exchanged = True
         if not is_root:
             self._decode(call, buffer, into, root)
@@ -990,36 +560,41 @@ class Communicator:
 
         `out` has `times` the rows of `x`.
         """
-        if self._broken is not None or not tensors.is_torch(x) or x.requires_grad:
+        if self._broken is not None or not tensors.is_torch(x) or not x.is_contiguous():
             return None
-        shape = (times * x.shape[0], *x.shape[1:]) if x.dim() else (times,)
+        shape = x.shape
+        if times > 1 or not shape:
+            shape = (times * shape[0], *shape[1:]) if shape else (times,)
         if out is None:
             out = x.new_empty(shape)
         elif not (
             tensors.is_torch(out)
             and out.dtype == x.dtype
             and out.device == x.device
-            and tuple(out.shape) == shape
+            and out.shape == shape
             and out.is_contiguous()
         ):
-            return None
-        if not x.is_contiguous():
             return None
         sequence = self._counts["group"]
         self._counts["group"] = sequence + 1
         start = time.perf_counter()
         try:
-            move(tensors.as_bytes(out), tensors.as_bytes(x))
+            move(*self._movable(out, x))
         except (RuntimeError, OSError) as error:
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
         seconds = {"native": time.perf_counter() - start}
         sent = x.nbytes * (self._size - 1) // (1 if times > 1 else self._size)
-        self._trace.append(
-            (collective, sequence, "native", AS_BEFORE.reason, sent, sent, seconds, None)
-        )
+        reason = AS_BEFORE.reason
+        self._trace.append((collective, sequence, "native", reason, sent, sent, seconds, None))
         return out
+
+    def _movable(self, out: Any, x: Any) -> tuple[Any, Any]:
+        """What the transport is given for the memory of `out` and `x`."""
+        if getattr(self._transport, "any_dtype", False):
+            return out.detach(), x.detach()
+        return tensors.as_bytes(out.detach()), tensors.as_bytes(x.detach())
 
     def _gather_native(self, call: Call, x: Any, out: Any) -> None:
         mine = tensors.as_bytes(tensors.contiguous(x))
@@ -1172,10 +747,3 @@ def _byte_parts(x: Any, counts: Sequence[int]) -> list[Any]:
         found.append(data[at : at + count * item])
         at += count * item
     return found
-
-
-def _stacked(came: Any, cards: Any) -> Any:
-    both = tensors.empty((came.shape[0] + cards.shape[0], came.shape[1]), _INT64, came)
-    both[: came.shape[0]] = came
-    both[came.shape[0] :] = cards
-    return both

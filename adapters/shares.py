@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from ..formats.header import ASSEMBLED, RECORD
 from . import tensors
 
 _INT64 = BY_NAME["int64"]
-_UINT8 = BY_NAME["uint8"]
 
-#: Words of a card: digest of the call and the next word, the sender's ratio, the chunk's record.
+#: Words of a card: digest of call and next word, the sender's ratio, the chunk's result record.
 CARD_WORDS = 2 + RECORD.itemsize // 8
 CARD_NBYTES = 8 * CARD_WORDS
 _ODD = 0x9E3779B97F4A7C15
@@ -34,17 +32,27 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """The chunks of one or more buffers, which lie one behind the other in `room`."""
+    """The chunks of one or more buffers, which lie one behind the other in `room`.
+
+    Made once for a room and its plans, used by many calls: on a GPU every view costs host time.
+    """
 
     def __init__(self, plans: Sequence[Plan], room: Any) -> None:
         self.plans = plans
+        self.room = room
         self.data: list[Any] = []
         self.shares: list[Share] = []
+        #: Of every buffer its first share, and its records, int64, shape (chunks, 4).
+        self._records: list[tuple[int, Any]] = []
         at = 0
         for plan in plans:
             data = room[at : at + plan.nbytes]
             at += plan.nbytes
             self.data.append(data)
+            start = plan.header.nbytes
+            raw = data[start : start + RECORD.itemsize * plan.chunks]
+            records = tensors.view(raw, _INT64).reshape(plan.chunks, -1)
+            self._records.append((len(self.shares), records))
             for i in range(plan.chunks):
                 slot = plan.dynamic_offset + i * plan.dynamic_stride
                 lo, hi = plan.chunk_range(i)
@@ -54,49 +62,72 @@ class Shares:
                     (hi - lo) * plan.dtype.itemsize,
                 )
                 self.shares.append(share)
+        #: All static parts as one array, None if they do not lie side by side.
+        self.statics: Any = None
+        if len(plans) == 1:
+            self.statics = self.data[0][plans[0].static_offset : plans[0].dynamic_offset]
+        self.static_nbytes = sum(int(share.static.shape[0]) for share in self.shares)
+        self.raw_nbytes = sum(share.raw_nbytes for share in self.shares)
+        #: Cards of these shares, int64, shape (shares, CARD_WORDS).
+        self.cards = tensors.empty((len(self.shares), CARD_WORDS), _INT64, room)
+        self._ratio: int | None = None
+        self._partner: tuple[Shares, Any] | None = None
+        self._arriving: tensors.OnTheWay | None = None
+        self._buffers: list[Buffer] = []
 
-    @property
-    def statics(self) -> Any:
-        """All static parts as one array, None if they do not lie side by side."""
-        if len(self.plans) > 1:
-            return None
-        return self.data[0][self.plans[0].static_offset : self.plans[0].dynamic_offset]
+    def paired(self, other: Shares) -> Any:
+        """Cards of these shares and of `other` as one array, which comes to the host at once."""
+        pair = self._partner
+        if pair is None or pair[0] is not other or other._partner is not pair:
+            n = len(self.shares)
+            both = tensors.empty((n + len(other.shares), CARD_WORDS), _INT64, self.room)
+            self.cards, other.cards = both[:n], both[n:]
+            self._ratio = other._ratio = None
+            self._arriving = None
+            pair = self._partner = other._partner = other, both
+        return pair[1]
 
-    def cards(self, digests: Sequence[int], ratio: int) -> Any:
-        """The card of every share, int64, shape (shares, CARD_WORDS)."""
-        like = self.data[0]
-        cards = tensors.empty((len(self.shares), CARD_WORDS), _INT64, like)
+    def arriving(self, cards: Any) -> tensors.OnTheWay:
+        """`cards` on their way to the host; those of the call before are over."""
+        self._arriving = tensors.OnTheWay(cards, self._arriving)
+        return self._arriving
+
+    def write_cards(self, digests: Sequence[int], ratio: int) -> Any:
+        """Fill `cards` for what has been encoded here, and return it."""
+        cards = self.cards
         seals = [sealed(digest, ratio) for digest in digests]
         if len(set(seals)) == 1:
             # A fill takes the number along: a GPU is not waited for.
             cards[:, 0] = seals[0]
         else:
-            cards[:, 0] = tensors.on_device(np.array(seals, np.int64), tensors.device_of(like))
-        cards[:, 1] = ratio
-        for at, records in self._records():
+            cards[:, 0] = tensors.on_device(np.array(seals, np.int64), tensors.device_of(cards))
+        if self._ratio != ratio:
+            cards[:, 1] = self._ratio = ratio
+        for at, records in self._records:
             cards[at : at + records.shape[0], 2:] = records
         return cards
 
-    def buffers(self, cards: Any) -> list[Buffer]:
-        """The buffers that were received: their records come with the cards."""
+    def write_headers(self) -> None:
+        """Before what comes is put here: the room has held something else."""
         for plan, data in zip(self.plans, self.data, strict=True):
             data[: plan.static_offset] = _head(plan, tensors.device_of(data))
-        for at, records in self._records():
-            records[...] = cards[at : at + records.shape[0], 2:]
-        return [
-            Buffer.wrap(plan, data, assembled=True)
-            for plan, data in zip(self.plans, self.data, strict=True)
-        ]
 
-    def _records(self) -> list[tuple[int, Any]]:
-        """Of every buffer its first share and its records, int64, shape (chunks, 4)."""
-        found, at = [], 0
-        for plan, data in zip(self.plans, self.data, strict=True):
-            start = plan.header.nbytes
-            raw = data[start : start + RECORD.itemsize * plan.chunks]
-            found.append((at, tensors.view(raw, _INT64).reshape(plan.chunks, -1)))
-            at += plan.chunks
-        return found
+    def buffers(self, words: Any) -> list[Buffer]:
+        """The buffers that were received: their records came with the cards.
+
+        What decoding on a GPU finds goes to `words`, int64, shape (buffers,) or longer.
+        """
+        for at, records in self._records:
+            records[...] = self.cards[at : at + records.shape[0], 2:]
+        if not self._buffers:
+            self._buffers = [
+                Buffer.wrap(plan, data, assembled=True)
+                for plan, data in zip(self.plans, self.data, strict=True)
+            ]
+            for k, buffer in enumerate(self._buffers):
+                if buffer._memory is not None:
+                    buffer._memory.report_to(words[k : k + 1])
+        return self._buffers
 
 
 def sealed(digest: int, ratio: int) -> int:
@@ -127,7 +158,6 @@ def split(x: Any, plans: Sequence[Plan]) -> list[Any]:
     return parts
 
 
-@functools.lru_cache(maxsize=256)
 def _head(plan: Plan, device: Any) -> Any:
     """All before the static parts, in NumPy or on PyTorch's `device`; the records are zero.
 

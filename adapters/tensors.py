@@ -198,18 +198,20 @@ def synchronize(x: Any) -> None:
 class OnTheWay:
     """A small int64 array that is copied to the host, behind what is queued on the device now."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: Any, room: OnTheWay | None = None) -> None:
+        """`room` is one of the same shape that is over, whose memory is used again."""
+        self._host: Any = x
         self._event: Any = None
         if is_cuda(x):
             import torch
 
-            # Pinned memory comes from PyTorch's cache, which knows what is still under way.
-            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            if room is not None:
+                self._host, self._event = room._host, room._event
+            else:
+                self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                self._event = torch.cuda.Event()
             self._host.copy_(x, non_blocking=True)
-            self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = x
 
     def done(self) -> bool:
         """True if `wait` would not wait."""
@@ -218,12 +220,13 @@ class OnTheWay:
     def wait(self, timeout: float) -> Any:
         """The values in NumPy; TimeoutError after `timeout` seconds."""
         if self._event is not None:
-            deadline = time.monotonic() + timeout
-            pause = 0.0
+            start = time.monotonic()
             while not self._event.query():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"nothing came in {timeout} s: a rank is late or gone")
-                time.sleep(pause)
+                waited = time.monotonic() - start
+                if waited > timeout:
+                    raise TimeoutError(f"nothing came in {timeout:g} s: a rank is late or gone")
                 # The first millisecond at full speed: that is how long most calls wait.
-                pause = 0.0 if time.monotonic() < deadline - timeout + 1e-3 else 5e-5
+                if waited > 1e-3:
+                    time.sleep(5e-5)
+            return self._host.numpy()
         return arrays.host_array(self._host)

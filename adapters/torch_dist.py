@@ -17,8 +17,12 @@ class TorchDist(Transport):
 
     Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
     Give the communicator a group of its own (`dist.new_group()`): other traffic on it must not come
-    between. gloo raises after the group's timeout; NCCL's own watchdog ends the process.
+    between. All-gathers and equal all-to-alls take tensors of any dtype and shape as well. gloo
+    raises after the group's timeout; NCCL's own watchdog ends the process.
     """
+
+    #: See `Communicator`: small calls need not become uint8 first.
+    any_dtype = True
 
     def __init__(self, group: Any = None, device: Any = None) -> None:
         """`device` None: the current GPU for NCCL, else the CPU. Raises ValueError off the group.
@@ -49,7 +53,7 @@ class TorchDist(Transport):
 
     @property
     def timeout(self) -> float:
-        """See `Transport`: the group's; with NCCL a tenth less, as its watchdog ends the process."""
+        """See `Transport`: the group's; a tenth less where NCCL's watchdog ends the process."""
         return self._timeout if self._device.type == "cpu" else 0.9 * self._timeout
 
     def empty(self, nbytes: int) -> Any:

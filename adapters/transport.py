@@ -125,9 +125,10 @@ def shares(x: Any, world_size: int) -> list[list[Any]]:
 
 
 def all_reduce_by_gather(transport: Transport, x: Any, op: Op) -> None:
-    """`Transport.all_reduce` of host arrays for networks that cannot add, in the order of ranks."""
+    """`Transport.all_reduce` on the host for networks that cannot add, in the order of ranks."""
     info = describe(x)
     values = writable_bits(x, info.dtype, info.shape, "x").view(info.dtype.numpy)
     gathered = np.empty((transport.world_size, values.size), values.dtype)
     transport.all_gather(gathered.reshape(-1).view(np.uint8), values.view(np.uint8))
-    values[...] = functools.reduce(_REDUCE[op], gathered)
+    with np.errstate(all="ignore"):
+        values[...] = functools.reduce(_REDUCE[op], gathered)

@@ -60,7 +60,12 @@ class Rank:
         store = f"tcp://127.0.0.1:{port}"
         timeout = datetime.timedelta(seconds=60)
         dist.init_process_group(
-            "nccl", init_method=store, rank=rank, world_size=world, timeout=timeout
+            "nccl",
+            init_method=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=torch.device("cuda", rank),
         )
         self.paths = {
             name: tw.Communicator(TorchDist(dist.new_group()), **options)

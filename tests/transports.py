@@ -48,7 +48,9 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def launch(script: str, task: str, world_size: int, *words: str) -> list[Any]:
+def launch(
+    script: str, task: str, world_size: int, *words: str, warnings: str = "error"
+) -> list[Any]:
     """What `script task rank world_size words` prints, as JSON, on every rank but the last.
 
     A last rank that is still there when the others are done is killed.
@@ -57,7 +59,7 @@ def launch(script: str, task: str, world_size: int, *words: str) -> list[Any]:
     try:
         for rank in range(world_size):
             process = subprocess.Popen(
-                [sys.executable, "-W", "error", script, task, str(rank), str(world_size), *words],
+                [sys.executable, "-W", warnings, script, task, str(rank), str(world_size), *words],
                 env=environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -68,6 +68,10 @@ class Memory:
                         self._status = _new_status(self.data.device)
         return self._status
 
+    def report_to(self, word: torch.Tensor) -> None:
+        """Have `word`, int64, shape (1,), zero so far, for status word; buffers may share it."""
+        self._status = word
+
     def check(self, target: Target) -> None:
         """Raise FormatError for damage found so far."""
         if self._status is not None:

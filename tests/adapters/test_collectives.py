@@ -89,9 +89,6 @@ class Tap(Transport):
     def all_reduce(self, x: Any, op: Any = "sum") -> None:
         self.inner.all_reduce(x, op)
 
-    def reduce_scatter(self, out: Any, x: Any) -> None:
-        self.inner.reduce_scatter(out, x)
-
     def barrier(self) -> None:
         self.inner.barrier()
 

@@ -32,7 +32,7 @@ def run(task: str, world_size: int) -> list[Any]:
     pytest.importorskip("cupy")
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs; found: {torch.cuda.device_count()}")
-    return launch(__file__, task, world_size, str(free_port()))
+    return launch(__file__, task, world_size, str(free_port()), warnings="default")
 
 
 def every_collective(join: Callable[..., Any]) -> list[list[int]]:

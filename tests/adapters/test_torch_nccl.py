@@ -67,15 +67,16 @@ def launch(task: str, world_size: int, tmp_path: Path, settings: dict[str, str])
 
 def every_collective(transport: TorchDist) -> list[list[int]]:
     """All checks over the whole group; raw and wire bytes of some calls."""
+    place = torch.device("cuda", transport.rank)
     for i, dtype in enumerate(DTYPES):
-        check_collectives(transport, "cuda", dtype, DESIGNS[i % 2], 5, 1237)
-    check_collectives(transport, "cuda", "bfloat16", "between", 2, 300)
-    check_collectives(transport, "cupy", "bfloat16", "first", 2, 300)
+        check_collectives(transport, "torch", dtype, DESIGNS[i % 2], device=place)
+    check_collectives(transport, "torch", "bfloat16", "between", 2, 300, device=place)
+    check_collectives(transport, "cupy", "bfloat16", "first", 2, 300, device=place.index)
     collectives._PIECE = 4096
-    for dtype in ("bfloat16", "float32"):
-        check_collectives(transport, "cuda", dtype, "first", 11, 1237, algorithm="pipelined")
-    check_collectives(transport, "cuda", "bfloat16", "first", 5, 1237, algorithm="native")
-    check_collectives(transport, "cuda", "bfloat16", "first", 5, 1237, algorithm="auto")
+    for algorithm in ("pipelined", "native", "auto"):
+        check_collectives(
+            transport, "torch", "bfloat16", "first", 11, 1237, algorithm, device=place
+        )
     n, me = transport.world_size, transport.rank
     with pytest.raises(tw.CollectiveError, match=r"ranks \[0\]: .*ranks \[1"):
         tw.Communicator(transport, "raw" if me == 0 else "zipccl")
@@ -84,7 +85,7 @@ def every_collective(transport: TorchDist) -> list[list[int]]:
         comm.all_gather(torch.zeros((4, 2) if me == 0 else (2, 4), device="cuda"))
     damage(transport)
     comm = tw.Communicator(transport)
-    weights = Ranks(1, "cuda", "bfloat16").array(0, (n * 30_000,))
+    weights = Ranks(1, "torch", "bfloat16", place).array(0, (n * 30_000,))
     for call in (comm.all_gather, comm.all_to_all, comm.reduce_scatter, comm.all_reduce):
         call(weights)
     comm.check()
@@ -105,8 +106,9 @@ class Damaging(TorchDist):
 
 def damage(transport: TorchDist) -> None:
     """A flipped bit is raised at the end of a later call or by `check`; ranks stay in step."""
+    place = torch.device("cuda", transport.rank)
     damaging = Damaging(dist.new_group())
-    data = Ranks(transport.world_size, "cuda", "bfloat16")
+    data = Ranks(transport.world_size, "torch", "bfloat16", place)
     for verify in (False, True):
         comm = tw.Communicator(damaging, verify=verify)
         x = data.array(transport.rank, (50_000,))
@@ -167,6 +169,7 @@ def main(task: str, rank: str, world_size: str, store: str) -> None:
         rank=int(rank),
         world_size=int(world_size),
         timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", int(rank)),
     )
     result = globals()[task](TorchDist())
     sys.stdout.write(json.dumps(result))

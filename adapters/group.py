@@ -1,0 +1,504 @@
+"""What collectives are made of: ranks that agree, memory that is kept, calls, and their steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import ArrayInfo
+from ..buffer import Buffer
+from ..codec import Codec, as_codec, decode
+from ..codecs.base import Bytes, Plan
+from ..formats.dtypes import BY_NAME, DType
+from ..formats.header import MAJOR, MINOR
+from ..planning import integer
+from . import tensors
+from .calls import Call, TraceRecord
+from .cost import Choice
+from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
+from .switch import ALGORITHMS, Algorithm, Measured, Switch
+from .transport import Transport
+
+Design = Literal["first", "between"]
+DESIGNS = ("first", "between")
+#: Collectives that come in both designs, and that all ranks take part in alike.
+TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+
+_INT64 = BY_NAME["int64"]
+#: Layouts that are kept: a model has so many sizes of buckets.
+_KEPT = 256
+#: The fields of a TraceRecord, which costs more to make.
+_Traced = tuple[str, int, str, str, int, int, dict[str, float], str | None]
+
+
+class Exchange(NamedTuple):
+    """Shares whose cards and static parts are on the wire; their dynamic parts are not yet."""
+
+    send: Shares
+    receive: Shares
+    arriving: tensors.OnTheWay
+    digests: Sequence[int]
+
+
+class _Unchecked(NamedTuple):
+    """What decoding on a GPU will have found; `words` are 0 if nothing."""
+
+    call: Call
+    buffers: list[tuple[Buffer, str]]
+    words: tensors.OnTheWay
+
+
+class Group:
+    """A fixed set of ranks with a codec; see `collectives.Communicator`, which adds the calls."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        codec: str | Codec = "zipccl",
+        *,
+        algorithm: Algorithm = "compressed",
+        pieces: int = 4,
+        sizes: Design = "first",
+        checksum: bool = True,
+        verify: bool = False,
+        trace: int = 1000,
+    ) -> None:
+        """Made by all ranks together: raises CollectiveError on each of them if they differ.
+
+        Compared are the versions of format and codec and all parameters. `trace` is the number of
+        calls that `trace()` remembers.
+        """
+        if sizes not in DESIGNS:
+            raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm is {algorithm!r}; allowed: {ALGORITHMS}")
+        if integer("trace", trace) < 0:
+            raise ValueError(f"trace is {trace}; allowed: at least 0")
+        if integer("pieces", pieces) < 1:
+            raise ValueError(f"pieces is {pieces}; allowed: at least 1")
+        self._transport = transport
+        self._codec = as_codec(codec)
+        self._sizes_first = sizes == "first"
+        self._checksum = bool(checksum)
+        self._verify = bool(verify)
+        self._trace: deque[_Traced] = deque(maxlen=trace)
+        self._counts: Counter[str] = Counter()
+        self._plans: dict[tuple[DType, int, int], Plan] = {}
+        self._rooms: dict[tuple[str, Any], Any] = {}
+        self._layouts: dict[tuple[Any, ...], Shares] = {}
+        #: Whose layout a room has at present.
+        self._holders: dict[tuple[str, Any], Shares] = {}
+        self._words: dict[Any, Any] = {}
+        self._unchecked: deque[_Unchecked] = deque()
+        self._spare: list[tensors.OnTheWay] = []
+        self._broken: str | None = None
+        self._rank = transport.rank
+        self._size = transport.world_size
+        self._switch = Switch(self._codec, algorithm, pieces, self._measure)
+        self._agree(sizes, algorithm, pieces)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of all ranks."""
+        return self._codec
+
+    @property
+    def transport(self) -> Transport:
+        """What moves the bytes."""
+        return self._transport
+
+    def trace(self, last: int | None = None) -> list[TraceRecord]:
+        """The last calls, oldest first, with those that failed; all that are known or `last`."""
+        skipped = 0 if last is None else max(len(self._trace) - last, 0)
+        return [TraceRecord(*traced) for traced in itertools.islice(self._trace, skipped, None)]
+
+    def check(self) -> None:
+        """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
+        while self._unchecked:
+            self._settle(self._unchecked.popleft())
+
+    def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
+        """Ranks and the seconds that the others waited for each in the last `calls` calls.
+
+        The slowest first. A collective: every rank asks, and gets the same answer. In the stage
+        "sizes" every rank waits until the last has come: who waits less came later. Native calls
+        tell on the host only: on a GPU they wait for nothing.
+        """
+        names = {"sizes", "native"}
+        last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
+        waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
+        mine = np.zeros(calls, np.float64)
+        mine[: len(waits)] = waits
+        table = self._gather_plain(mine.view(np.uint8)).view(np.float64)
+        behind = (table.max(0) - table).sum(1)
+        order = np.argsort(-behind, kind="stable")
+        return [(int(rank), float(behind[rank])) for rank in order]
+
+    def _measure(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
+        raise NotImplementedError
+
+    # Arguments, plans and memory.
+
+    def _agree(self, sizes: str, algorithm: str, pieces: int) -> None:
+        spec = self._codec.spec
+        facts = {
+            "format": f"{MAJOR}.{MINOR}",
+            "codec": f"{spec.name} version {spec.version}, {spec!r}",
+            "algorithm": f"{algorithm} in {pieces} pieces"
+            if algorithm == "pipelined"
+            else algorithm,
+            "sizes": sizes,
+            "checksum": self._checksum,
+        }
+        mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
+        call = Call(self._rank, "Communicator", 0, "")
+        with call.stage("agree"):
+            length = np.array([len(mine)], np.int64).view(np.uint8)
+            longest = int(self._gather_plain(length).view(np.int64).max())
+            padded = np.frombuffer(bytearray(mine.ljust(longest)), np.uint8)
+            texts = [row.tobytes().decode().rstrip() for row in self._gather_plain(padded)]
+            groups = {text: [r for r, t in enumerate(texts) if t == text] for text in texts}
+            if len(groups) > 1:
+                found = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
+                raise call.failure("agree", f"ranks differ: {found}")
+
+    def _gather_plain(self, mine: Bytes) -> Bytes:
+        """`mine` of all ranks, shape (world_size, mine.size), through the transport's arrays."""
+        x = self._transport.empty(mine.size)
+        out = self._transport.empty(self._size * mine.size)
+        x[:] = tensors.on_device(mine, tensors.device_of(x))
+        self._transport.all_gather(out, x)
+        gathered: Bytes = arrays.host_array(out).reshape(self._size, mine.size)
+        return gathered
+
+    @contextmanager
+    def _call(
+        self,
+        collective: str,
+        algorithm: str,
+        info: ArrayInfo,
+        choice: Choice,
+        sent: DType | None = None,
+        *,
+        pair: str | None = None,
+    ) -> Iterator[Call]:
+        """Number a call, keep its record, and remember a failure that leaves ranks out of step."""
+        key = collective if pair is None else pair
+        # Messages concern two ranks only, so that every pair counts its own.
+        counter = "group" if pair is None else pair
+        sequence = self._counts[counter]
+        self._counts[counter] += 1
+        call = Call(self._rank, collective, sequence, key)
+        if self._broken is not None:
+            raise call.failure("start", f"an earlier call has failed: {self._broken}")
+        call.algorithm, call.reason = "native", choice.reason
+        if choice.algorithm != "native":
+            taken = self._plan(sent or info.dtype, math.prod(info.shape)).codec.name
+            call.algorithm = f"{algorithm}, {taken}"
+            if collective in TWO_DESIGNS:
+                design = "first" if self._sizes_first else "between"
+                call.algorithm = f"{algorithm}, sizes {design}, {taken}"
+            if choice.pieces > 1:
+                call.algorithm += f", {choice.pieces} pieces"
+            if not call.reason:
+                name = self._codec.name
+                does = "codes" if taken == name else "gains nothing on"
+                call.reason = f"{name} {does} {(sent or info.dtype).name}"
+        error: str | None = None
+        try:
+            yield call
+            self._finish(call)
+        except BaseException as caught:
+            error = str(caught)
+            if not call.exchanged:
+                self._broken = error
+            raise
+        finally:
+            self._trace.append(call.record(error))
+
+    def _equal_splits(self, rows: int) -> list[int]:
+        if rows % self._size:
+            raise ValueError(f"x has {rows} rows; allowed: a multiple of {self._size}, the ranks")
+        return [rows // self._size] * self._size
+
+    def _splits(self, name: str, splits: Sequence[int]) -> list[int]:
+        found = [integer(f"an entry of {name}", n) for n in splits]
+        if len(found) != self._size or min(found) < 0:
+            raise ValueError(f"{name} is {found}; allowed: {self._size} numbers of rows >= 0")
+        return found
+
+    def _peer(self, name: str, rank: int, other: bool = False) -> int:
+        rank = integer(name, rank)
+        if not 0 <= rank < self._size or (other and rank == self._rank):
+            allowed = f"0 to {self._size - 1}" + (f" but {self._rank}" if other else "")
+            raise ValueError(f"{name} is {rank}; allowed: {allowed}")
+        return rank
+
+    def _plan(self, dtype: DType, nelem: int, chunks: int = 1) -> Plan:
+        key = dtype, nelem, chunks
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+                self._layouts.clear()
+            plan = self._plans[key] = self._codec.plan(
+                (nelem,), dtype, chunks=chunks, checksum=self._checksum
+            )
+        return plan
+
+    def _bytes(self, name: str, nbytes: int, like: Any) -> Any:
+        """The communicator's own memory called `name`, which grows."""
+        key = name, tensors.device_of(like)
+        room = self._rooms.get(key)
+        if room is None or room.shape[0] < nbytes:
+            # The old one goes first, with all views: there may not be room for both.
+            self._rooms.pop(key, None)
+            self._holders.pop(key, None)
+            self._layouts = {k: s for k, s in self._layouts.items() if k[:2] != key}
+            room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
+        return room
+
+    def _room(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
+        """Shares of these plans, which `_plan` has made, in the memory called `name`."""
+        # Plans are kept as long as their layouts, so that ids tell them apart.
+        ids = tuple(map(id, plans))
+        key = (name, tensors.device_of(like), ids)
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.clear()
+            room = self._bytes(name, sum(plan.nbytes for plan in plans), like)
+            found = self._layouts[key] = Shares(list(plans), room)
+        return found
+
+    def _take(self, name: str, shares: Shares) -> bool:
+        """Lay the memory called `name` out as `shares`; True if it was something else."""
+        key = name, tensors.device_of(shares.room)
+        fresh = self._holders.get(key) is not shares
+        self._holders[key] = shares
+        return fresh
+
+    def _words_of(self, like: Any) -> Any:
+        """What decoding finds, int64, shape (world_size,), on the device of `like`."""
+        device = tensors.device_of(like)
+        words = self._words.get(device)
+        if words is None:
+            words = tensors.empty((self._size,), _INT64, like)
+            words[...] = 0
+            self._words[device] = words
+        return words
+
+    # Steps.
+
+    def _encode(
+        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], name: str = "send"
+    ) -> Shares:
+        """Encode each part by its plan, straight into the memory that is sent from."""
+        with call.stage("encode"):
+            shares = self._room(name, plans, parts[0])
+            self._take(name, shares)
+            for part, plan, data in zip(parts, plans, shares.data, strict=True):
+                self._codec.encode(part, out=data, chunks=plan.chunks, checksum=self._checksum)
+        return shares
+
+    def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
+        """Room for what comes, its headers written."""
+        shares = self._room(name, plans, like)
+        if self._take(name, shares):
+            shares.write_headers()
+        return shares
+
+    def _decode(
+        self, call: Call, buffer: Buffer, out: Any, source: int | None, last: bool = True
+    ) -> None:
+        """Decode what came from rank `source`; None: chunk i of the buffer came from rank i.
+
+        If it is the `last` step of a call, ranks stay in step whatever happens.
+        """
+        call.exchanged = last
+        came = " (chunk i is rank i's)" if source is None else f" (from rank {source})"
+        with call.stage("decode", came):
+            decode(buffer, out=out)
+        self._decoded(call, buffer, came)
+
+    def _decoded(self, call: Call, buffer: Buffer, note: str) -> None:
+        """What decoding on a GPU finds is not known before."""
+        if buffer._memory is None:
+            return
+        if self._verify:
+            with call.stage("decode", note):
+                buffer.check()
+        else:
+            call.unchecked.append((buffer, note))
+
+    def _finish(self, call: Call) -> None:
+        """Have the verdict on this call fetched, and raise for those that have come."""
+        if call.unchecked:
+            room = self._spare.pop() if self._spare else None
+            words = tensors.OnTheWay(self._words_of(call.unchecked[0][0]._memory.data), room)
+            self._unchecked.append(_Unchecked(call, call.unchecked, words))
+        while self._unchecked and self._unchecked[0].words.done():
+            self._settle(self._unchecked.popleft())
+
+    def _settle(self, unchecked: _Unchecked) -> None:
+        found = unchecked.words.wait(self._transport.timeout).any()
+        self._spare.append(unchecked.words)
+        if found:
+            for buffer, note in unchecked.buffers:
+                with unchecked.call.stage("decode", note):
+                    buffer.check()
+
+    def _sizes(
+        self,
+        call: Call,
+        cards: Any,
+        shares: Shares,
+        source: int | None = None,
+    ) -> list[int]:
+        """Dynamic bytes by the cards, which are on the host. Raises if they do not fit."""
+        sizes = sizes_on(cards)
+        for i, (size, share) in enumerate(zip(sizes, shares.shares, strict=True)):
+            if not 0 <= size <= share.slot.shape[0]:
+                sender, most = i if source is None else source, share.slot.shape[0]
+                detail = f"rank {sender} claims {size} dynamic bytes, at most {most}"
+                raise call.failure("sizes", detail)
+        if source is None:
+            self._switch.came(call.collective, shares.plans[0].dtype, cards[:, 1])
+        return sizes
+
+    def _cards(
+        self,
+        call: Call,
+        arriving: tensors.OnTheWay,
+        digests: Sequence[int],
+        source: int | None = None,
+    ) -> Any:
+        """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call.
+
+        They are those of all ranks, or all from rank `source`.
+        """
+        host = arriving.wait(self._transport.timeout)
+        seals, said = host[:, 0].tolist(), host[:, 1].tolist()
+        strange = [i for i, digest in enumerate(digests) if seals[i] != sealed(digest, said[i])]
+        if strange:
+            strange = strange if source is None else [source]
+            detail = f"ranks {strange} make another call, or of another dtype or shape"
+            raise call.failure("sizes", detail)
+        return host
+
+    def _begin_swap(
+        self,
+        call: Call,
+        send: Shares,
+        receive: Shares,
+        there: Sequence[int],
+        here: Sequence[int],
+    ) -> Exchange:
+        """Send share j of `send` to rank j, but for its dynamic part.
+
+        `there` are the digests of the shares that go, `here` of those that come.
+        """
+        both = receive.paired(send)
+        cards = send.write_cards(there, self._switch.ratio(call.collective, send.plans[0].dtype))
+        digests = [*here, *there]
+        arriving: tensors.OnTheWay | None = None
+        for first in (self._sizes_first, not self._sizes_first):
+            if first:
+                with call.stage("sizes"):
+                    came = receive.cards
+                    self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cards))
+                    arriving = receive.arriving(both)
+                    if arriving.done():
+                        self._cards(call, arriving, digests)
+                continue
+            with call.stage("static"):
+                if receive.statics is None or send.statics is None:
+                    outs = [[share.static] for share in receive.shares]
+                    self._transport.all_to_all_v(outs, [[share.static] for share in send.shares])
+                else:
+                    self._transport.all_to_all(receive.statics, send.statics)
+        assert arriving is not None
+        return Exchange(send, receive, arriving, digests)
+
+    def _end_swap(self, call: Call, began: Exchange) -> list[Buffer]:
+        """The buffers of `began.receive`, filled."""
+        send, receive, me = began.send, began.receive, self._rank
+        with call.stage("sizes"):
+            cards = self._cards(call, began.arriving, began.digests)
+            incoming = self._sizes(call, cards[: self._size], receive)
+            outgoing = sizes_on(cards[self._size :])
+        with call.stage("dynamic"):
+            self._transport.all_to_all_v(pieces(receive, incoming), pieces(send, outgoing))
+            buffers = receive.buffers(self._words_of(receive.room))
+        own = send.shares[me]
+        raw = send.raw_nbytes - own.raw_nbytes
+        wire = CARD_NBYTES * (self._size - 1) + send.static_nbytes - int(own.static.shape[0])
+        self._account(call, send.plans[0].dtype, raw, wire + sum(outgoing) - outgoing[me])
+        return buffers
+
+    def _begin_gather(self, call: Call, send: Shares, digest: int, name: str) -> Exchange:
+        """Gather the one share of `send`, but for its dynamic part."""
+        (plan,) = send.plans
+        whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
+        receive = self._receive(name, [whole], send.room)
+        card = send.write_cards([digest], self._switch.ratio(call.collective, plan.dtype))
+        digests = [digest] * self._size
+        arriving: tensors.OnTheWay | None = None
+        for first in (self._sizes_first, not self._sizes_first):
+            if first:
+                with call.stage("sizes"):
+                    cards = receive.cards
+                    self._transport.all_gather(tensors.as_bytes(cards), tensors.as_bytes(card))
+                    arriving = receive.arriving(cards)
+                    if arriving.done():
+                        self._cards(call, arriving, digests)
+            else:
+                with call.stage("static"):
+                    self._transport.all_gather(receive.statics, send.shares[0].static)
+        assert arriving is not None
+        return Exchange(send, receive, arriving, digests)
+
+    def _end_gather(self, call: Call, began: Exchange) -> Buffer:
+        """The whole buffer, filled."""
+        with call.stage("sizes"):
+            cards = self._cards(call, began.arriving, began.digests)
+            sizes = self._sizes(call, cards, began.receive)
+        own = began.send.shares[0]
+        buffer = self._gather_dynamic(call, own, began.receive, sizes)
+        others = self._size - 1
+        wire = CARD_NBYTES + int(own.static.shape[0]) + sizes[self._rank]
+        self._account(call, began.send.plans[0].dtype, others * own.raw_nbytes, others * wire)
+        return buffer
+
+    def _gather_dynamic(
+        self, call: Call, own: Share, whole: Shares, sizes: Sequence[int]
+    ) -> Buffer:
+        """Send the dynamic part of `own` to all ranks; the whole buffer."""
+        with call.stage("dynamic"):
+            # They differ in size, so this is no all-gather.
+            mine = own.slot[: sizes[self._rank]]
+            self._transport.all_to_all_v(pieces(whole, sizes), [[mine]] * self._size)
+            return whole.buffers(self._words_of(whole.room))[0]
+
+    def _account(self, call: Call, dtype: DType, raw: int, wire: int) -> None:
+        call.raw_bytes += raw
+        call.wire_bytes += wire
+        if raw:
+            self._switch.went(call.collective, dtype, wire / raw)
