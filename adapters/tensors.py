@@ -199,13 +199,13 @@ class OnTheWay:
     """A small int64 array that is copied to the host, behind what is queued on the device now."""
 
     def __init__(self, x: Any, room: OnTheWay | None = None) -> None:
-        """`room` is one of the same shape that is over, whose memory is used again."""
+        """`room` is one that is over; its memory is used again if it has the same shape."""
         self._host: Any = x
         self._event: Any = None
         if is_cuda(x):
             import torch
 
-            if room is not None:
+            if room is not None and room._host.shape == x.shape:
                 self._host, self._event = room._host, room._event
             else:
                 self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
