@@ -28,7 +28,7 @@ from .cost import Choice
 from .group import DESIGNS, Design, Exchange, Group
 from .lanes import Lanes
 from .shares import CARD_NBYTES, Shares, pieces, split
-from .switch import AS_BEFORE, Measured
+from .switch import AS_BEFORE, Before, Measured
 from .tensors import as_input, as_output, as_result
 
 __all__ = ["DESIGNS", "Communicator", "Design"]
@@ -76,15 +76,15 @@ class Communicator(Group):
 
         `x` has the same shape everywhere; n scalars give shape (n,). Returns `out` if it is given.
         """
-        native = self._switch.is_native("all_gather", x)
-        if native:
-            found = self._fast("all_gather", x, out, self._size, self._transport.all_gather)
+        before = self._switch.as_before("all_gather", x)
+        if before is not None:
+            found = self._again("all_gather", before, x, out, self._transport.all_gather)
             if found is not None:
                 return found
         x, info, target = as_input(x)
         shape = (self._size * info.shape[0], *info.shape[1:]) if info.shape else (self._size,)
         into = as_output(out, info, shape, target)
-        choice = AS_BEFORE if native else self._switch.choose("all_gather", x, info)
+        choice = AS_BEFORE if before else self._switch.choose("all_gather", x, info)
         with self._call("all_gather", "all-gather", info, choice) as call:
             if into is None:
                 into = tensors.empty(shape, info.dtype, x)
@@ -107,9 +107,9 @@ class Communicator(Group):
         Shares are rows, along the first dimension: equal ones, or `send_splits[j]` rows for rank j
         and `receive_splits[i]` from rank i. Returns `out` if it is given.
         """
-        native = send_splits is None and self._switch.is_native("all_to_all", x)
-        if native:
-            found = self._fast("all_to_all", x, out, 1, self._transport.all_to_all)
+        before = self._switch.as_before("all_to_all", x) if send_splits is None else None
+        if before is not None:
+            found = self._again("all_to_all", before, x, out, self._transport.all_to_all)
             if found is not None:
                 return found
         x, info, target = as_input(x)
@@ -128,7 +128,7 @@ class Communicator(Group):
         into = as_output(out, info, shape, target)
         # Ranks know sizes of their own only: unequal shares cannot be a matter of choice.
         choice = AS_BEFORE
-        if not native:
+        if before is None:
             choice = self._switch.choose("all_to_all", x, info, fixed=not equal)
         with self._call("all_to_all", "all-to-all", info, choice) as call:
             if into is None:
@@ -548,53 +548,50 @@ class Communicator(Group):
 
     # The native paths.
 
-    def _fast(
+    def _again(
         self,
         collective: str,
+        before: Before,
         x: Any,
         out: Any,
-        times: int,
         move: Callable[[Any, Any], None],
     ) -> Any:
-        """A native call like one before, with as little host work as can be; None if it is not.
-
-        `out` has `times` the rows of `x`.
-        """
+        """A native call like one before, with as little host work as can be; None if it is not."""
         if self._broken is not None or not tensors.is_torch(x) or not x.is_contiguous():
             return None
-        shape = x.shape
-        if times > 1 or not shape:
-            shape = (times * shape[0], *shape[1:]) if shape else (times,)
+        shape = before.shape
+        if shape is None:
+            times = self._size if collective == "all_gather" else 1
+            shape = (times * x.shape[0], *x.shape[1:]) if x.dim() else (times,)
+            before.shape = shape
+            share = 1 if collective == "all_gather" else self._size
+            before.nbytes = x.nbytes * (self._size - 1) // share
         if out is None:
             out = x.new_empty(shape)
-        elif not (
-            tensors.is_torch(out)
-            and out.dtype == x.dtype
-            and out.device == x.device
-            and out.shape == shape
-            and out.is_contiguous()
+        elif (
+            type(out) is not type(x)
+            or out.shape != shape
+            or out.dtype != x.dtype
+            or out.device != x.device
+            or not out.is_contiguous()
         ):
             return None
         sequence = self._counts["group"]
         self._counts["group"] = sequence + 1
         start = time.perf_counter()
         try:
-            move(*self._movable(out, x))
+            if self._any_dtype:
+                move(out, x)
+            else:
+                move(tensors.as_bytes(out.detach()), tensors.as_bytes(x.detach()))
         except (RuntimeError, OSError) as error:
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
         seconds = {"native": time.perf_counter() - start}
-        sent = x.nbytes * (self._size - 1) // (1 if times > 1 else self._size)
-        reason = AS_BEFORE.reason
+        sent, reason = before.nbytes, AS_BEFORE.reason
         self._trace.append((collective, sequence, "native", reason, sent, sent, seconds, None))
         return out
-
-    def _movable(self, out: Any, x: Any) -> tuple[Any, Any]:
-        """What the transport is given for the memory of `out` and `x`."""
-        if getattr(self._transport, "any_dtype", False):
-            return out.detach(), x.detach()
-        return tensors.as_bytes(out.detach()), tensors.as_bytes(x.detach())
 
     def _gather_native(self, call: Call, x: Any, out: Any) -> None:
         mine = tensors.as_bytes(tensors.contiguous(x))

@@ -99,6 +99,8 @@ class Group:
         self._unchecked: deque[_Unchecked] = deque()
         self._spare: list[tensors.OnTheWay] = []
         self._broken: str | None = None
+        #: Small native calls need not become uint8 first.
+        self._any_dtype = bool(getattr(transport, "any_dtype", False))
         self._rank = transport.rank
         self._size = transport.world_size
         self._switch = Switch(self._codec, algorithm, pieces, self._measure)

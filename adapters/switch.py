@@ -21,6 +21,8 @@ AS_BEFORE = Choice("native", 1, 0.0, 0.0, "as before")
 _UNIT = 1 << 20
 #: Calls that follow a choice before it is thought over.
 _KEPT = 100
+#: Collectives whose native calls may skip the question.
+_FAST = ("all_gather", "all_to_all")
 #: One size for all of a dtype: what a rank says in its cards is of its last call.
 _ANY_SIZE = 1
 
@@ -36,6 +38,19 @@ class Measured(NamedTuple):
 class _Kind(NamedTuple):
     model: Model
     max_pieces: int
+
+
+class Before:
+    """A native call that may be repeated `left` times; what it needed to know, found once."""
+
+    __slots__ = ("left", "nbytes", "shape")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        #: Of the result, None if it is not known yet.
+        self.shape: tuple[int, ...] | None = None
+        #: To other ranks.
+        self.nbytes = 0
 
 
 class Switch:
@@ -61,7 +76,7 @@ class Switch:
             self._forced = Choice(algorithm, count, 0.0, 0.0, "")
         self._kinds: dict[tuple[str, str, str], _Kind] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
-        self._fast: dict[tuple[Any, ...], int] = {}
+        self._fast: dict[tuple[Any, ...], Before] = {}
         self._last: dict[tuple[str, str], int] = {}
         self._ratios = Ratios(patience=10)
 
@@ -75,9 +90,11 @@ class Switch:
         nbytes = info.dtype.itemsize
         for n in info.shape:
             nbytes *= n
-        name = self._codec.name
+        name, dtype = self._codec.name, info.dtype.name
         if self._codec.plan(info.shape, info.dtype).codec.name != name:
-            return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {info.dtype.name}")
+            return self._natively(
+                collective, x, Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
+            )
         place = str(tensors.device_of(x))
         if fixed:
             kind = self._kinds.get(("all_to_all", info.dtype.name, place))
@@ -97,23 +114,26 @@ class Switch:
             if len(self._choices) > 4096:
                 self._choices.clear()
             found = self._choices[question] = kind.model.choose(nbytes, ratio, kind.max_pieces)
-        if found.algorithm == "native":
-            self._fast[collective, info.dtype.name, tuple(info.shape)] = _KEPT
-        return found
+        return self._natively(collective, x, found)
 
-    def is_native(self, collective: str, x: Any) -> bool:
-        """True if a call like this went natively before, and need not be thought over yet."""
-        if not self._auto or self._forced is not None or not self._fast:
-            return False
-        key = collective, str(x.dtype).rpartition(".")[2], tuple(x.shape)
-        left = self._fast.get(key)
-        if left is None:
-            return False
-        if left == 1:
-            del self._fast[key]
-        else:
-            self._fast[key] = left - 1
-        return True
+    def _natively(self, collective: str, x: Any, choice: Choice) -> Choice:
+        """Remember a native choice for calls like this one."""
+        if choice.algorithm == "native" and collective in _FAST:
+            self._fast[collective, x.dtype, x.shape] = Before(_KEPT)
+        return choice
+
+    def as_before(self, collective: str, x: Any) -> Before | None:
+        """What is known of `x` if a call like this went natively before, and still may."""
+        # A bare lookup: small native calls are to cost as little as without a switch.
+        if not self._fast or self._forced is not None:
+            return None
+        key = collective, getattr(x, "dtype", None), getattr(x, "shape", None)
+        before = self._fast.get(key)
+        if before is not None:
+            before.left -= 1
+            if not before.left:
+                del self._fast[key]
+        return before
 
     @contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:

@@ -74,20 +74,24 @@ class TorchDist(Transport):
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
         """See `Transport`: one batch of sends and receives, which NCCL makes one launch."""
         # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
-        ops = []
+        moves = []
         for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
             if peer == self._rank:
                 for out, x in zip(receives, sends, strict=True):
                     _tensor(out).copy_(_tensor(x))
                 continue
-            for operation, arrays in ((dist.irecv, receives), (dist.isend, sends)):
-                for tensor in map(_tensor, arrays):
-                    if tensor.numel():
-                        to = self._ranks[peer]
-                        ops.append(dist.P2POp(operation, tensor, to, group=self._group))
-        if ops:
-            for work in dist.batch_isend_irecv(ops):
+            for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
+                moves += [(move, _tensor(array), peer) for array in arrays if array.shape[0]]
+        if not moves:
+            return
+        if self._device.type == "cpu":
+            for work in [move([tensor], peer, 0) for move, tensor, peer in moves]:
                 work.wait()
+            return
+        self._group._start_coalescing(self._device)
+        for move, tensor, peer in moves:
+            move([tensor], peer, 0)
+        self._group._end_coalescing(self._device).wait()
 
     def send(self, x: Any, to: int) -> None:
         """See `Transport`."""

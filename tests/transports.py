@@ -159,7 +159,8 @@ def check_communicator(
     n, me = transport.world_size, transport.rank
     for i, dtype in enumerate(DTYPES):
         check_collectives(
-            transport, libraries[i % len(libraries)], dtype, DESIGNS[i % 2], 2, 641, device=device)
+            transport, libraries[i % len(libraries)], dtype, DESIGNS[i % 2], 2, 641, device=device
+        )
     check_collectives(transport, libraries[0], "bfloat16", "between", 2, 300, device=device)
     comm = tw.Communicator(transport)
     strided = Ranks(n, libraries[0], "float32", device)
