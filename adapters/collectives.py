@@ -9,6 +9,7 @@ reads: header and places follow from the plan, so the receiver lays its buffer o
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import decode
-from ..codecs.base import Plan
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call, TraceRecord
@@ -39,10 +39,11 @@ _PIECE = 1 << 16
 _MEASURED_GPU = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 _MEASURED_HOST = (1 << 13, 1 << 17, 1 << 21)
 _TIMED = 4
+_PIECES = 4
 _PATHS = (
     Choice("native", 1, 0.0, 0.0, "measured"),
     Choice("compressed", 1, 0.0, 0.0, "measured"),
-    Choice("pipelined", 4, 0.0, 0.0, "measured"),
+    Choice("pipelined", _PIECES, 0.0, 0.0, "measured"),
 )
 
 Span = tuple[int, int]
@@ -282,19 +283,12 @@ class Communicator(Group):
             self._decode(call, buffers[0], into.reshape(-1), source)
         return out
 
-    # Steps.
+    # Pieces.
 
     def _spans(self, n: int, pieces: int) -> list[Span]:
         """Elements 0 to n in at most `pieces` pieces of whole tiles."""
         step = max(_PIECE, -(-n // (pieces * _PIECE)) * _PIECE)
         return [(a, min(a + step, n)) for a in range(0, n, step)] or [(0, 0)]
-
-    def _encoding(
-        self, call: Call, parts: Sequence[Any], plans: Sequence[Plan], name: str
-    ) -> Callable[[], Shares]:
-        return lambda: self._encode(call, parts, plans, name)
-
-    # Steps that the collectives are made of.
 
     def _swap_equal(
         self, call: Call, flat: Any, result: Any, info: ArrayInfo, choice: Choice
@@ -326,35 +320,54 @@ class Communicator(Group):
         spans: Sequence[Span],
         put: Callable[[list[Buffer], Span], None],
     ) -> None:
-        """Pieces `spans` of every share of `flat` go round one behind the other; `put` takes them.
-
-        The cards and static parts of a piece go ahead of the dynamic parts of the one before, so
-        that its sizes are known when these have gone.
-        """
+        """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what comes."""
         n = flat.shape[0] // self._size
-        before: tuple[Exchange, Span] | None = None
 
-        def end(began: Exchange, span: Span) -> None:
+        def encode(k: int) -> Shares:
+            a, b = spans[k]
+            plans = [self._plan(info.dtype, b - a)] * self._size
+            parts = [flat[r * n + a : r * n + b] for r in range(self._size)]
+            return self._encode(call, parts, plans, f"send {k}")
+
+        def begin(k: int, send: Shares) -> Exchange:
+            receive = self._receive(f"receive {k}", send.plans, flat)
+            digests = [call.digest(info, info.shape, k)] * self._size
+            return self._begin_swap(call, send, receive, digests, digests)
+
+        def end(k: int, began: Exchange) -> Callable[[], None]:
             buffers = self._end_swap(call, began)
-            lanes.decode(lambda: put(buffers, span))
+            return lambda: put(buffers, spans[k])
 
-        with Lanes(flat) as lanes:
-            encoded = []
-            for k, (a, b) in enumerate(spans):
-                plans = [self._plan(info.dtype, b - a)] * self._size
-                parts = [flat[r * n + a : r * n + b] for r in range(self._size)]
-                encoded.append(lanes.encode(self._encoding(call, parts, plans, f"send {k}")))
-            for k, (ready, span) in enumerate(zip(encoded, spans, strict=True)):
+        self._pipeline(call, flat, len(spans), encode, begin, end)
+
+    def _pipeline(
+        self,
+        call: Call,
+        like: Any,
+        count: int,
+        encode: Callable[[int], Shares],
+        begin: Callable[[int, Shares], Exchange],
+        end: Callable[[int, Exchange], Callable[[], None]],
+    ) -> None:
+        """Pieces 0 to `count`, each encoded, begun, ended and decoded, overlapping.
+
+        Cards and static parts of a piece go ahead of the dynamic parts of the one before, so that
+        its sizes are known when these have gone.
+        """
+        with Lanes(like) as lanes:
+            ready = lanes.encode(lambda: encode(0))
+            before: Exchange | None = None
+            for k in range(count):
                 with call.stage("encode"):
                     send = ready()
-                receive = self._receive(f"receive {k}", send.plans, flat)
-                digests = [call.digest(info, info.shape, k)] * self._size
-                began = self._begin_swap(call, send, receive, digests, digests)
+                began = begin(k, send)
+                if k + 1 < count:
+                    ready = lanes.encode(functools.partial(encode, k + 1))
                 if before is not None:
-                    end(*before)
-                before = began, span
-            if before is not None:
-                end(*before)
+                    lanes.decode(end(k - 1, before))
+                before = began
+            assert before is not None
+            lanes.decode(end(count - 1, before))
         call.exchanged = True
 
     def _gather(self, call: Call, x: Any, out: Any, info: ArrayInfo, choice: Choice) -> None:
@@ -366,7 +379,17 @@ class Communicator(Group):
             began = self._begin_gather(call, send, call.digest(info, info.shape), "receive")
             self._decode(call, self._end_gather(call, began), out, None)
             return
-        before: tuple[Exchange, Span] | None = None
+
+        def encode(k: int) -> Shares:
+            a, b = spans[k]
+            return self._encode(call, [x[a:b]], [self._plan(info.dtype, b - a)], f"send {k}")
+
+        def begin(k: int, send: Shares) -> Exchange:
+            return self._begin_gather(call, send, call.digest(info, info.shape, k), f"receive {k}")
+
+        def end(k: int, began: Exchange) -> Callable[[], None]:
+            buffer = self._end_gather(call, began)
+            return lambda: put(buffer, spans[k])
 
         def put(buffer: Buffer, span: Span) -> None:
             a, b = span
@@ -376,28 +399,7 @@ class Communicator(Group):
                     decode(buffer, out=out[r * n + a : r * n + b], start=lo, stop=hi)
             self._decoded(call, buffer, " (chunk i is rank i's)")
 
-        def end(began: Exchange, span: Span) -> None:
-            buffer = self._end_gather(call, began)
-            lanes.decode(lambda: put(buffer, span))
-
-        with Lanes(x) as lanes:
-            encoded = [
-                lanes.encode(
-                    self._encoding(call, [x[a:b]], [self._plan(info.dtype, b - a)], f"send {k}")
-                )
-                for k, (a, b) in enumerate(spans)
-            ]
-            for k, (ready, span) in enumerate(zip(encoded, spans, strict=True)):
-                with call.stage("encode"):
-                    send = ready()
-                digest = call.digest(info, info.shape, k)
-                began = self._begin_gather(call, send, digest, f"receive {k}")
-                if before is not None:
-                    end(*before)
-                before = began, span
-            if before is not None:
-                end(*before)
-        call.exchanged = True
+        self._pipeline(call, x, len(spans), encode, begin, end)
 
     # Sums.
 
@@ -429,7 +431,6 @@ class Communicator(Group):
         flat = tensors.cast(x, sent).reshape(-1)
         info = info._replace(dtype=sent)
         spans = self._spans(n, choice.pieces)
-        tensors.clear(total)
         if len(spans) == 1:
             whole = self._plan(sent, flat.shape[0], self._size)
             # A buffer for each rank, as decode_add adds a whole one.
@@ -450,7 +451,8 @@ class Communicator(Group):
         call.exchanged = last
 
     def _add(self, call: Call, buffers: Sequence[Buffer], total: Any) -> None:
-        """Add the buffers of all ranks to `total`."""
+        """Sum the buffers of all ranks to `total`."""
+        tensors.clear(total)
         for source, buffer in enumerate(buffers):
             note = f" (from rank {source})"
             with call.stage("decode", note):
@@ -684,11 +686,10 @@ class Communicator(Group):
         """Time the paths of a collective on this group; every rank gets the same numbers."""
         cuda = tensors.is_cuda(like)
         sizes = _MEASURED_GPU if cuda else _MEASURED_HOST
-        rng = np.random.default_rng(0)
         rows = []
         for nbytes in sizes:
             n = nbytes // info.dtype.itemsize // self._size * self._size
-            bits = tensors.random_normal(rng, n, info.dtype, like)
+            bits = tensors.random_normal(n, info.dtype, like)
             row = []
             for choice in _PATHS:
                 with self._switch.forced(choice):
@@ -702,7 +703,7 @@ class Communicator(Group):
         values = tensors.view(found, BY_NAME["float64"])
         self._transport.all_reduce(values, "max")
         agreed = arrays.host_array(values)
-        return Measured(sizes, agreed[:-1].reshape(-1, 3).tolist(), float(agreed[-1]))
+        return Measured(sizes, agreed[:-1].reshape(-1, 3).tolist(), _PIECES, float(agreed[-1]))
 
     def _time(self, collective: str, x: Any) -> float:
         """Seconds of one call, the least of some."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -194,6 +194,8 @@ class Model:
     wire: Line
     encode: Line
     decode: Line
+    #: How many times as long as `pipelined` would say several pieces take, by measurement.
+    slack: float = 1.0
 
     @classmethod
     def of(
@@ -233,6 +235,7 @@ class Model:
         native: Sequence[tuple[float, float]],
         compressed: Sequence[tuple[float, float]],
         ratio: float,
+        pipelined: tuple[int, int, float] | None = None,
     ) -> Model:
         """The model by measured (bytes of one rank's input, seconds) of both paths; see `fit`.
 
@@ -240,14 +243,20 @@ class Model:
         gives back the line through the samples. For other ratios it assumes that the compressed
         path spends on the wire what the native one would for as many bytes, or all of its time if
         that is less, and that the rest is the codec's and depends on the tensor's bytes alone. That
-        rest, half encoding and half decoding, holds extra rounds of messages too.
+        rest, half encoding and half decoding, holds extra rounds of messages too. `pipelined` is
+        a measurement in pieces: bytes, pieces, seconds; it counts if it took longer than predicted.
         """
         _check(0, ratio)
         plain, whole = fit(native), fit(compressed)
         wire = Line(min(plain.alpha, whole.alpha), min(plain.beta, whole.beta / ratio))
         # max: rounding.
         rest = Line(whole.alpha - wire.alpha, max(whole.beta - wire.beta * ratio, 0.0))
-        return cls(plain, wire, rest.times(0.5, 0.5), rest.times(0.5, 0.5))
+        model = cls(plain, wire, rest.times(0.5, 0.5), rest.times(0.5, 0.5))
+        if pipelined is None:
+            return model
+        nbytes, pieces, seconds = pipelined
+        slack = max(1.0, seconds / model.pipelined(nbytes, ratio, pieces))
+        return replace(model, slack=slack)
 
     def compressed(self, nbytes: int, ratio: float) -> float:
         """Seconds of encoding, moving nbytes * ratio, and decoding, one after the other."""
@@ -262,7 +271,8 @@ class Model:
         each = nbytes / pieces
         wire = self.wire.seconds(each * ratio)
         codec = self.encode.seconds(each) + self.decode.seconds(each)
-        return wire + codec + (pieces - 1) * max(wire, codec)
+        slack = self.slack if pieces > 1 else 1.0
+        return slack * (wire + codec + (pieces - 1) * max(wire, codec))
 
     def choose(self, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Choice:
         """The path to take; with equal arguments the same on every rank that has an equal model.

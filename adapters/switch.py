@@ -10,7 +10,7 @@ from ..arrays import ArrayInfo
 from ..codec import Codec
 from ..formats.dtypes import DType
 from . import tensors
-from .cost import MARGIN, Choice, Model, Ratios
+from .cost import Choice, Model, Ratios
 
 Algorithm = Literal["auto", "native", "compressed", "pipelined"]
 ALGORITHMS = ("auto", "native", "compressed", "pipelined")
@@ -23,6 +23,9 @@ _UNIT = 1 << 20
 _KEPT = 100
 #: Collectives whose native calls may skip the question.
 _FAST = ("all_gather", "all_to_all")
+_MOST_PIECES = 8
+#: Of small messages headers and cards are more than half.
+_WORST = 1.5
 #: One size for all of a dtype: what a rank says in its cards is of its last call.
 _ANY_SIZE = 1
 
@@ -32,12 +35,10 @@ class Measured(NamedTuple):
 
     sizes: tuple[int, ...]
     seconds: list[list[float]]
+    #: Of the pipelined path.
+    pieces: int
+    #: Of the data that were sent.
     ratio: float
-
-
-class _Kind(NamedTuple):
-    model: Model
-    max_pieces: int
 
 
 class Before:
@@ -74,7 +75,7 @@ class Switch:
         if algorithm != "auto":
             count = pieces if algorithm == "pipelined" else 1
             self._forced = Choice(algorithm, count, 0.0, 0.0, "")
-        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+        self._models: dict[tuple[str, str, str], Model] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
         self._fast: dict[tuple[Any, ...], Before] = {}
         self._last: dict[tuple[str, str], int] = {}
@@ -97,23 +98,23 @@ class Switch:
             )
         place = str(tensors.device_of(x))
         if fixed:
-            kind = self._kinds.get(("all_to_all", info.dtype.name, place))
-            if kind is None:
+            model = self._models.get(("all_to_all", info.dtype.name, place))
+            if model is None:
                 return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
             if collective == "all_to_all":
                 nbytes = 1 << 30
-            return kind.model.choose(nbytes, self._ratio(info.dtype), 1)
+            return model.choose(nbytes, self._ratio(info.dtype), 1)
         key = collective, info.dtype.name, place
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = self._kind(self._measure(collective, x, info))
+        model = self._models.get(key)
+        if model is None:
+            model = self._models[key] = _model(self._measure(collective, x, info))
         ratio = self._ratio(info.dtype)
         question = (*key, nbytes, ratio)
         found = self._choices.get(question)
         if found is None:
             if len(self._choices) > 4096:
                 self._choices.clear()
-            found = self._choices[question] = kind.model.choose(nbytes, ratio, kind.max_pieces)
+            found = self._choices[question] = model.choose(nbytes, ratio, _MOST_PIECES)
         return self._natively(collective, x, found)
 
     def _natively(self, collective: str, x: Any, choice: Choice) -> Choice:
@@ -161,11 +162,12 @@ class Switch:
     def _ratio(self, dtype: DType) -> float:
         return self._ratios.ratio(self._codec.name, dtype.name, _ANY_SIZE)
 
-    def _kind(self, measured: Measured) -> _Kind:
-        sizes = measured.sizes
-        native = [(n, s[0]) for n, s in zip(sizes, measured.seconds, strict=True)]
-        compressed = [(n, s[1]) for n, s in zip(sizes, measured.seconds, strict=True)]
-        _, whole, in_pieces = measured.seconds[-1]
-        gains = in_pieces < whole * (1 - MARGIN)
-        model = Model.measured(native, compressed, min(measured.ratio, 1.5))
-        return _Kind(model, 4 if gains else 1)
+
+def _model(measured: Measured) -> Model:
+    native, compressed, pipelined = (
+        [(n, row[k]) for n, row in zip(measured.sizes, measured.seconds, strict=True)]
+        for k in range(3)
+    )
+    ratio = min(measured.ratio, _WORST)
+    nbytes, seconds = pipelined[-1]
+    return Model.measured(native, compressed, ratio, (nbytes, measured.pieces, seconds))

@@ -1,6 +1,6 @@
 """Compressed collectives beside NCCL's own on the GPUs of one machine, one process each.
 
-    python benchmarks/bench_collectives.py --out benchmarks/results [--world 2] [--quick]
+    python benchmarks/bench_collectives.py --out benchmarks/results [--world 2] [--sizes 64 256]
     python benchmarks/report.py
 
 Links: "nvlink" as NCCL finds it, "p2p off" (NCCL_P2P_DISABLE=1: through host memory, which stands
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ LINKS: dict[str, dict[str, str]] = {
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
 }
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-SIZES = (64, 256, 512)
+SIZES = {"p2p off": (64, 256, 512), "nvlink": (64, 512), "sockets": (64, 256)}
 PATHS: dict[str, dict[str, Any]] = {
     "compressed": {"algorithm": "compressed"},
     "pipelined": {"algorithm": "pipelined", "pieces": 4},
@@ -48,7 +48,7 @@ PATHS: dict[str, dict[str, Any]] = {
 SMALL = (4 << 10, 64 << 10)
 LATE_SECONDS = 0.02
 #: Of one measurement.
-SECONDS, LEAST, MOST = 0.4, 4, 30
+SECONDS, LEAST, MOST = 0.25, 3, 30
 
 
 class Rank:
@@ -180,10 +180,10 @@ def check(
         raise RuntimeError(f"{collective} gives another result on a rank")
 
 
-def measure(rank: Rank, link: str, quick: bool) -> list[dict[str, Any]]:
+def measure(rank: Rank, link: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Every collective, size and path on this link."""
     found = []
-    for mib in SIZES[:1] if quick else SIZES:
+    for mib in sizes:
         x = rank.tensor(mib * MIB, mib)
         for collective in COLLECTIVES:
             row: dict[str, Any] = {"link": link, "collective": collective, "mib": mib}
@@ -262,28 +262,28 @@ def late(rank: Rank, link: str, mib: int) -> list[dict[str, Any]]:
     return found
 
 
-def work(rank: int, world: int, port: int, link: str, out: str, quick: bool) -> None:
+def work(rank: int, world: int, port: int, link: str, out: str, sizes: Sequence[int]) -> None:
     """What one process does."""
     me = Rank(rank, world, port)
-    result: dict[str, Any] = {"measured": measure(me, link, quick), "small": [], "late": []}
+    result: dict[str, Any] = {"measured": measure(me, link, sizes), "small": [], "late": []}
     if link == "nvlink":
         result["small"] = small(me, link)
     if link == "p2p off":
-        result["late"] = late(me, link, 64 if quick else 256)
+        result["late"] = late(me, link, min(256, max(sizes)))
     if rank == 0:
         Path(out).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def launch(world: int, link: str, quick: bool, limit: float) -> dict[str, Any]:
+def launch(world: int, link: str, sizes: Sequence[int], limit: float) -> dict[str, Any]:
     """Run `work` in `world` processes on a link."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         environment = os.environ | LINKS[link]
-        words = [str(world), str(port), link, str(out), str(int(quick))]
+        words = [str(world), str(port), link, str(out), *map(str, sizes)]
         processes = [
             subprocess.Popen([sys.executable, __file__, "work", str(r), *words], env=environment)
             for r in range(world)
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--links", nargs="*", default=list(LINKS))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--sizes", nargs="*", type=int, help="MiB")
     parser.add_argument("--limit", type=float, default=300.0)
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -323,7 +323,7 @@ def main() -> None:
     }
     path = options.out / f"collectives_{options.world}.json"
     for link in options.links:
-        found = launch(options.world, link, options.quick, options.limit)
+        found = launch(options.world, link, options.sizes or SIZES[link], options.limit)
         for key, rows in found.items():
             result[key] += rows
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -331,7 +331,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
-        rank, world, port, link, out, quick = sys.argv[2:]
-        work(int(rank), int(world), int(port), link, out, quick == "1")
+        rank, world, port, link, out, *sizes = sys.argv[2:]
+        work(int(rank), int(world), int(port), link, out, list(map(int, sizes)))
     else:
         main()
