@@ -36,7 +36,7 @@ __all__ = ["DESIGNS", "Communicator", "Design"]
 #: Elements of a piece of a pipelined message are a multiple of this, so that tiles are whole.
 _PIECE = 1 << 16
 #: Bytes of a rank's input that the paths are timed with, and how often.
-_MEASURED_GPU = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
+_MEASURED_GPU = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28)
 _MEASURED_HOST = (1 << 13, 1 << 17, 1 << 21)
 _TIMED = 4
 _PIECES = 4
@@ -424,8 +424,9 @@ class Communicator(Group):
             equal = [n] * self._size
             self._swap_native(call, flat, came, equal, equal, True)
             with call.stage("sum"):
-                tensors.clear(total)
-                for values in came.reshape(self._size, n):
+                first, *others = came.reshape(self._size, n)
+                tensors.put(total, first)
+                for values in others:
                     tensors.add(total, values)
             return
         flat = tensors.cast(x, sent).reshape(-1)

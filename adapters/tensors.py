@@ -156,6 +156,14 @@ def clear(total: Any) -> None:
     total[...] = -0.0 if is_float else 0
 
 
+def put(total: Any, values: Any) -> None:
+    """Copy `values` to `total`, in its dtype."""
+    if is_torch(total):
+        total.copy_(values)
+    else:
+        total[...] = cast(values, arrays.describe(total).dtype)
+
+
 def add(total: Any, values: Any) -> None:
     """Add `values`, in the dtype of `total`, to it; integers wrap around."""
     dtype = arrays.describe(total).dtype
@@ -168,6 +176,10 @@ def add(total: Any, values: Any) -> None:
         else:
             total, values = total.view(signed.numpy), values.view(signed.numpy)
         dtype = signed
+    if is_torch(total):
+        # One kernel: the sum is in the wider dtype, which is that of `total`.
+        total.add_(values)
+        return
     with np.errstate(all="ignore"):
         total += cast(values, dtype)
 
