@@ -177,7 +177,7 @@ def add(total: Any, values: Any) -> None:
             total, values = total.view(signed.numpy), values.view(signed.numpy)
         dtype = signed
     if is_torch(total):
-        # One kernel: the sum is in the wider dtype, which is that of `total`. 8-bit floats have none.
+        # One kernel, which adds in the wider dtype, that of `total`. 8-bit floats have none.
         is_narrow = values.is_floating_point() and values.element_size() == 1
         total.add_(values.to(total.dtype) if is_narrow else values)
         return

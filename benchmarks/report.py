@@ -1,6 +1,6 @@
 """Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
 
-If there is a gpu.json, results/gpu.md as well.
+If there are a gpu.json and collectives_*.json, their pages as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import collectives_report
 import gpu_report
 
 RESULTS = Path(__file__).parent / "results"
@@ -123,6 +124,8 @@ def main() -> None:
     if (RESULTS / "gpu.json").exists():
         gpu_report.write_page(RESULTS)
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
+    if collectives_report.write_page(RESULTS):
+        lines += ["", "## Collectives", "", "[collectives.md](collectives.md)"]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 
 
