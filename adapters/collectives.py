@@ -127,10 +127,12 @@ class Communicator(Group):
         equal = send_splits is None
         shape = (sum(inward), *row)
         into = as_output(out, info, shape, target)
-        # Ranks know sizes of their own only: unequal shares cannot be a matter of choice.
         choice = AS_BEFORE
         if before is None:
-            choice = self._switch.choose("all_to_all", x, info, fixed=not equal)
+            if equal:
+                choice = self._switch.choose("all_to_all", x, info)
+            else:
+                choice = self._switch.choose_splits(x, info)
         with self._call("all_to_all", "all-to-all", info, choice) as call:
             if into is None:
                 into = tensors.empty(shape, info.dtype, x)
@@ -229,7 +231,7 @@ class Communicator(Group):
         root = self._peer("root", root)
         values, info, target = as_input(x)
         into = as_output(x, info, info.shape, target, "x").reshape(-1)
-        choice = self._switch.choose("broadcast", values, info, fixed=True)
+        choice = self._switch.choose("broadcast", values, info)
         with self._call("broadcast", "scatter and all-gather", info, choice) as call:
             if choice.algorithm == "native":
                 self._broadcast_native(call, into, root)
@@ -241,7 +243,7 @@ class Communicator(Group):
         """Send `x` to another rank, which calls `recv` with an array of its shape and dtype."""
         to = self._peer("to", to, other=True)
         x, info, _ = as_input(x)
-        choice = self._switch.choose("send", x, info, fixed=True)
+        choice = self._switch.choose_message(info)
         key = f"from {self._rank} to {to}"
         with self._call("send", "message", info, choice, pair=key) as call:
             if choice.algorithm == "native":
@@ -253,7 +255,7 @@ class Communicator(Group):
             digests = [call.digest(info, info.shape)]
             cards = shares.write_cards(digests, 0)
             with call.stage("sizes"):
-                self._transport.send(tensors.as_bytes(cards), to)
+                self._transport.send(shares.card_bytes, to)
                 arrived = self._cards(call, shares.arriving(cards), digests, self._rank)
                 sizes = self._sizes(call, arrived, shares, self._rank)
             self._message(call, shares, sizes[0], to, self._transport.send)
@@ -261,9 +263,9 @@ class Communicator(Group):
     def recv(self, out: Any, source: int) -> Any:
         """Fill `out` with what rank `source` sends to this rank, and return it."""
         source = self._peer("source", source, other=True)
-        x, info, target = as_input(out)
+        _, info, target = as_input(out)
         into = as_output(out, info, info.shape, target)
-        choice = self._switch.choose("recv", x, info, fixed=True)
+        choice = self._switch.choose_message(info)
         key = f"from {source} to {self._rank}"
         with self._call("recv", "message", info, choice, pair=key) as call:
             if choice.algorithm == "native":
@@ -272,11 +274,10 @@ class Communicator(Group):
                 return out
             plan = self._plan(info.dtype, math.prod(info.shape))
             shares = self._receive("receive", [plan], into)
-            cards = shares.cards
             with call.stage("sizes"):
-                self._transport.recv(tensors.as_bytes(cards), source)
+                self._transport.recv(shares.card_bytes, source)
                 digests = [call.digest(info, info.shape)]
-                arrived = self._cards(call, shares.arriving(cards), digests, source)
+                arrived = self._cards(call, shares.arriving(shares.cards), digests, source)
                 sizes = self._sizes(call, arrived, shares, source)
             self._message(call, shares, sizes[0], source, self._transport.recv)
             buffers = shares.buffers(self._words_of(shares.room))
@@ -490,9 +491,9 @@ class Communicator(Group):
         if is_root:
             send = self._encode(call, [values], [plan])
             whole.cards[...] = send.write_cards(digests, 0)
-            parts = [[tensors.as_bytes(whole.cards)]] * self._size
+            parts = [[whole.card_bytes]] * self._size
         with call.stage("sizes"):
-            self._scatter(call, root, parts, [tensors.as_bytes(whole.cards)])
+            self._scatter(call, root, parts, [whole.card_bytes])
             cards = self._cards(call, whole.arriving(whole.cards), digests, root)
             sizes = self._sizes(call, cards, whole, root)
         if is_root:

@@ -418,14 +418,13 @@ class Group:
         `there` are the digests of the shares that go, `here` of those that come.
         """
         both = receive.paired(send)
-        cards = send.write_cards(there, self._switch.ratio(call.collective, send.plans[0].dtype))
+        send.write_cards(there, self._switch.ratio(call.collective, send.plans[0].dtype))
         digests = [*here, *there]
         arriving: tensors.OnTheWay | None = None
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
-                    came = receive.cards
-                    self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cards))
+                    self._transport.all_to_all(receive.card_bytes, send.card_bytes)
                     arriving = receive.arriving(both)
                     if arriving.done():
                         self._cards(call, arriving, digests)
@@ -460,15 +459,14 @@ class Group:
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
         receive = self._receive(name, [whole], send.room)
-        card = send.write_cards([digest], self._switch.ratio(call.collective, plan.dtype))
+        send.write_cards([digest], self._switch.ratio(call.collective, plan.dtype))
         digests = [digest] * self._size
         arriving: tensors.OnTheWay | None = None
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
-                    cards = receive.cards
-                    self._transport.all_gather(tensors.as_bytes(cards), tensors.as_bytes(card))
-                    arriving = receive.arriving(cards)
+                    self._transport.all_gather(receive.card_bytes, send.card_bytes)
+                    arriving = receive.arriving(receive.cards)
                     if arriving.done():
                         self._cards(call, arriving, digests)
             else:

@@ -23,7 +23,7 @@ class Mpi(Transport):
     `comm.Abort()`: MPI_Finalize, which mpi4py calls when Python ends, waits for all ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD, timeout: float = 30.0) -> None:
+    def __init__(self, comm: MPI.Comm = MPI.COMM_WORLD, timeout: float = 30.0) -> None:
         """Made by all ranks of `comm` together. `timeout` is in seconds."""
         self._timeout = timeout
         #: Requests that were given up: MPI may still use their arrays, which they hold.

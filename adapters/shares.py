@@ -68,12 +68,18 @@ class Shares:
             self.statics = self.data[0][plans[0].static_offset : plans[0].dynamic_offset]
         self.static_nbytes = sum(int(share.static.shape[0]) for share in self.shares)
         self.raw_nbytes = sum(share.raw_nbytes for share in self.shares)
-        #: Cards of these shares, int64, shape (shares, CARD_WORDS).
-        self.cards = tensors.empty((len(self.shares), CARD_WORDS), _INT64, room)
-        self._ratio: int | None = None
         self._partner: tuple[Shares, Any] | None = None
         self._arriving: tensors.OnTheWay | None = None
         self._buffers: list[Buffer] = []
+        self._hold(tensors.empty((len(self.shares), CARD_WORDS), _INT64, room))
+
+    def _hold(self, cards: Any) -> None:
+        #: Cards of these shares, int64, shape (shares, CARD_WORDS), and the same as bytes.
+        self.cards = cards
+        self.card_bytes = tensors.as_bytes(cards)
+        self._seals, self._ratios = cards[:, 0], cards[:, 1]
+        self._in_cards = [(cards[at : at + r.shape[0], 2:], r) for at, r in self._records]
+        self._ratio: int | None = None
 
     def paired(self, other: Shares) -> Any:
         """Cards of these shares and of `other` as one array, which comes to the host at once."""
@@ -81,8 +87,8 @@ class Shares:
         if pair is None or pair[0] is not other or other._partner is not pair:
             n = len(self.shares)
             both = tensors.empty((n + len(other.shares), CARD_WORDS), _INT64, self.room)
-            self.cards, other.cards = both[:n], both[n:]
-            self._ratio = other._ratio = None
+            self._hold(both[:n])
+            other._hold(both[n:])
             self._arriving = None
             pair = self._partner = other._partner = other, both
         return pair[1]
@@ -94,18 +100,19 @@ class Shares:
 
     def write_cards(self, digests: Sequence[int], ratio: int) -> Any:
         """Fill `cards` for what has been encoded here, and return it."""
-        cards = self.cards
         seals = [sealed(digest, ratio) for digest in digests]
         if len(set(seals)) == 1:
             # A fill takes the number along: a GPU is not waited for.
-            cards[:, 0] = seals[0]
+            tensors.fill(self._seals, seals[0])
         else:
-            cards[:, 0] = tensors.on_device(np.array(seals, np.int64), tensors.device_of(cards))
+            host = np.array(seals, np.int64)
+            tensors.put(self._seals, tensors.on_device(host, tensors.device_of(self.cards)))
         if self._ratio != ratio:
-            cards[:, 1] = self._ratio = ratio
-        for at, records in self._records:
-            cards[at : at + records.shape[0], 2:] = records
-        return cards
+            tensors.fill(self._ratios, ratio)
+            self._ratio = ratio
+        for in_card, record in self._in_cards:
+            tensors.put(in_card, record)
+        return self.cards
 
     def write_headers(self) -> None:
         """Before what comes is put here: the room has held something else."""
@@ -117,8 +124,8 @@ class Shares:
 
         What decoding on a GPU finds goes to `words`, int64, shape (buffers,) or longer.
         """
-        for at, records in self._records:
-            records[...] = self.cards[at : at + records.shape[0], 2:]
+        for in_card, record in self._in_cards:
+            tensors.put(record, in_card)
         if not self._buffers:
             self._buffers = [
                 Buffer.wrap(plan, data, assembled=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,9 @@ _KEPT = 100
 #: Collectives whose native calls may skip the question.
 _FAST = ("all_gather", "all_to_all")
 _MOST_PIECES = 8
+#: Bytes of a message from which on it is compressed, and of what counts as a large one.
+_MESSAGE = 1 << 20
+_LARGE = 1 << 28
 #: Of small messages headers and cards are more than half.
 _WORST = 1.5
 #: One size for all of a dtype: what a rank says in its cards is of its last call.
@@ -81,33 +85,19 @@ class Switch:
         self._last: dict[tuple[str, str], int] = {}
         self._ratios = Ratios(patience=10)
 
-    def choose(self, collective: str, x: Any, info: ArrayInfo, fixed: bool = False) -> Choice:
-        """The path for `x`, whose elements travel as `info` says.
-
-        `fixed`: not every rank knows the size, or takes part, so nothing can be measured now.
-        """
+    def choose(self, collective: str, x: Any, info: ArrayInfo) -> Choice:
+        """The path for `x`, whose shape all ranks know and whose elements travel as `info` says."""
         if self._forced is not None:
             return self._forced
-        nbytes = info.dtype.itemsize
-        for n in info.shape:
-            nbytes *= n
         name, dtype = self._codec.name, info.dtype.name
-        if self._codec.plan(info.shape, info.dtype).codec.name != name:
-            return self._natively(
-                collective, x, Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-            )
-        place = str(tensors.device_of(x))
-        if fixed:
-            model = self._models.get(("all_to_all", info.dtype.name, place))
-            if model is None:
-                return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
-            if collective == "all_to_all":
-                nbytes = 1 << 30
-            return model.choose(nbytes, self._ratio(info.dtype), 1)
-        key = collective, info.dtype.name, place
+        if not self._gains(info.dtype, math.prod(info.shape)):
+            choice = Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
+            return self._natively(collective, x, choice)
+        key = collective, dtype, str(tensors.device_of(x))
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = _model(self._measure(collective, x, info))
+        nbytes = math.prod(info.shape) * info.dtype.itemsize
         ratio = self._ratio(info.dtype)
         question = (*key, nbytes, ratio)
         found = self._choices.get(question)
@@ -116,6 +106,37 @@ class Switch:
                 self._choices.clear()
             found = self._choices[question] = model.choose(nbytes, ratio, _MOST_PIECES)
         return self._natively(collective, x, found)
+
+    def choose_splits(self, x: Any, info: ArrayInfo) -> Choice:
+        """The path of an all-to-all in which every rank knows sizes of its own only.
+
+        What all-to-alls of equal shares were measured to take decides, if there were any, for large
+        messages.
+        """
+        if self._forced is not None:
+            return self._forced
+        name, dtype = self._codec.name, info.dtype.name
+        if not self._gains(info.dtype, _LARGE // info.dtype.itemsize):
+            return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
+        model = self._models.get(("all_to_all", dtype, str(tensors.device_of(x))))
+        if model is None:
+            return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
+        return model.choose(_LARGE, self._ratio(info.dtype), 1)
+
+    def choose_message(self, info: ArrayInfo) -> Choice:
+        """The path of a message: a plain rule, as its two ranks measure nothing by themselves."""
+        if self._forced is not None:
+            return self._forced
+        nelem = math.prod(info.shape)
+        if nelem * info.dtype.itemsize < _MESSAGE:
+            return Choice("native", 1, 0.0, 0.0, f"under {_MESSAGE} bytes")
+        name, dtype = self._codec.name, info.dtype.name
+        if not self._gains(info.dtype, nelem):
+            return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
+        return Choice("compressed", 1, 0.0, 0.0, f"at least {_MESSAGE} bytes")
+
+    def _gains(self, dtype: DType, nelem: int) -> bool:
+        return self._codec.plan((nelem,), dtype).codec.name == self._codec.name
 
     def _natively(self, collective: str, x: Any, choice: Choice) -> Choice:
         """Remember a native choice for calls like this one."""
