@@ -137,7 +137,7 @@ class Group:
             self._settle(self._unchecked.popleft())
 
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
-        """Ranks and the seconds that the others waited for each in the last `calls` calls.
+        """Ranks and the seconds that another waited for each in the last `calls` calls.
 
         The slowest first. A collective: every rank asks, and gets the same answer. In the stage
         "sizes" every rank waits until the last has come: who waits less came later. Native calls

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
-from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact
+from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact, same
 from support import make_bits
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import TraceRecord
@@ -622,6 +622,74 @@ def test_arrays_of_jax() -> None:
     exact(np.asarray(first[1]), np.concatenate([x[:3000], y[:3000]]))
     total = x.astype(np.float32) + y.astype(np.float32)
     exact(np.asarray(second[2]), total.astype(x.dtype))
+
+
+@pytest.mark.parametrize("algorithm", ["compressed", "pipelined"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_sums_of_what_is_rounded_before_it_travels(library: str, algorithm: Any) -> None:
+    pytest.importorskip(library)
+    n, size = 3, 3 * 5000
+    data = Ranks(n, library, "float32")
+    with np.errstate(all="ignore"):
+        rounded = [data.host(r, (size,)).astype(ml_dtypes.bfloat16) for r in range(n)]
+        total = sum((x.astype(np.float32) for x in rounded), np.full(size, -0.0, np.float32))
+        gathered = total.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, algorithm=algorithm)
+        x = data.array(transport.rank, (size,))
+        share = comm.reduce_scatter(x, wire="bfloat16")
+        same(share, total[transport.rank * 5000 :][:5000])
+        same(comm.all_reduce(x, wire="bfloat16"), gathered)
+        first = comm.trace()[0]
+        # What travels is bfloat16; only some ranks' data shrink.
+        assert first.raw_bytes == (n - 1) * 5000 * 2
+        assert transport.rank or first.wire_bytes < 0.8 * first.raw_bytes
+        for wire in ("float64", "int8", "bf16"):
+            with pytest.raises(ValueError, match="wire is"):
+                comm.all_reduce(x, wire=wire)
+
+    with np.errstate(all="ignore"):
+        run_ranks(n, task)
+
+
+def test_a_slow_rank_is_told_to_everybody() -> None:
+    def task(transport: MemoryTransport) -> list[tuple[int, float]]:
+        comm = tw.Communicator(transport)
+        for _ in range(4):
+            if transport.rank == 1:
+                time.sleep(0.1)
+            comm.all_gather(weights(5000))
+        return comm.slow_ranks()
+
+    first, *others = run_ranks(3, task)
+    assert others == [first, first]
+    assert first[0][0] == 1
+    # Four times .1 s, of which the others spend some on their own.
+    assert first[0][1] > 0.1
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
+def test_a_damaged_piece_is_an_error_on_the_receiver(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_PIECE", 4096)
+    done = []
+
+    def damage(rank: int, what: str, outs: Sequence[Any]) -> None:
+        if rank == 0 and outs[0].size > 4096 and not done:
+            done.append(what)
+            outs[-1][-200] ^= 1
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(Tap(transport, damage), algorithm="pipelined")
+        getattr(comm, name)(weights(2 * 20_000, transport.rank))
+        getattr(comm, name)(weights(2 * 20_000, transport.rank))
+
+    error = failed(failures(2, task)[0])
+    assert done
+    assert (error.stage, error.collective, error.sequence) == ("decode", name, 0)
+    assert "checksum_mismatch" in str(error)
 
 
 def test_the_package_offers_them_on_demand() -> None:
