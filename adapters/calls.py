@@ -39,8 +39,9 @@ class TraceRecord:
     """What one call did on this rank.
 
     `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
-    all-gather counts its share once for every other rank. `seconds` by stage are the host's: on a
-    GPU, stages that wait for nothing only queue work. "sizes" waits for the slowest rank.
+    all-gather counts its share once for every other rank; uncompressed is what `wire=` makes of it.
+    `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
+    in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank.
     `reason` says why the algorithm was taken.
     """
 
@@ -66,8 +67,14 @@ class Call:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.seconds: dict[str, float] = {}
-        #: Buffers that have been decoded on a GPU, and what errors in them are told with.
-        self.unchecked: list[tuple[Any, str]] = []
+        #: What calls are alike in that move as many bytes in the same way.
+        self.kind: tuple[object, ...] = ()
+        #: Of the input, 0 where it is no common knowledge.
+        self.nbytes = 0
+        #: What errors are told with that decoding on a GPU finds, by the number of its word.
+        self.unchecked: dict[int, str] = {}
+        #: Where these words are: any array of that device.
+        self.place: Any = None
         #: Nothing is left to exchange: a failure from now on is this rank's own.
         self.exchanged = False
         self._key = key

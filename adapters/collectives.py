@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ _PIECE = 1 << 16
 #: Bytes of a rank's input that the paths are timed with, and how often.
 _MEASURED_GPU = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28)
 _MEASURED_HOST = (1 << 13, 1 << 17, 1 << 21)
+#: At most so many bytes of all ranks in one place.
+_MOST_GPU, _MOST_HOST = 1 << 30, 1 << 24
 _TIMED = 4
 _PIECES = 4
 _PATHS = (
@@ -54,8 +57,9 @@ class Communicator(Group):
 
     Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU also CuPy and JAX,
     which cross by DLPack; results are of the same library. With a lossless codec everything but
-    sums is bit for bit what came in, and sums are bit-identical on all ranks. A dtype that the
-    codec cannot help goes raw. Work memory, up to about twice the largest tensor, is kept.
+    sums is bit for bit what came in, and sums are bit-identical on all ranks (of 8-bit floats where
+    they are all of one library: NumPy and PyTorch round them differently). A dtype that the codec
+    cannot help goes raw. Work memory, up to about twice the largest tensor, is kept.
 
     `algorithm` is "compressed", "pipelined" (in `pieces` pieces, so that encoding, wire and
     decoding overlap), "native" (as it is), or "auto": the first call of a kind (collective, dtype)
@@ -85,14 +89,15 @@ class Communicator(Group):
         x, info, target = as_input(x)
         shape = (self._size * info.shape[0], *info.shape[1:]) if info.shape else (self._size,)
         into = as_output(out, info, shape, target)
-        choice = AS_BEFORE if before else self._switch.choose("all_gather", x, info)
+        choice = self._choose("all_gather", x, info, before)
         with self._call("all_gather", "all-gather", info, choice) as call:
-            if into is None:
-                into = tensors.empty(shape, info.dtype, x)
+            call.nbytes = _nbytes(info)
+            result = self._result(x, into, shape, info.dtype, choice)
             if choice.algorithm == "native":
-                self._gather_native(call, x, into)
+                self._gather_native(call, x, result, info)
             else:
-                self._gather(call, x.reshape(-1), into.reshape(-1), info, choice)
+                self._gather(call, x.reshape(-1), result.reshape(-1), info, choice)
+            into = _placed(into, result)
         return as_result(into, info.dtype, target) if out is None else out
 
     def all_to_all(
@@ -127,18 +132,23 @@ class Communicator(Group):
         equal = send_splits is None
         shape = (sum(inward), *row)
         into = as_output(out, info, shape, target)
-        choice = AS_BEFORE
-        if before is None:
-            if equal:
-                choice = self._switch.choose("all_to_all", x, info)
-            else:
-                choice = self._switch.choose_splits(x, info)
+        if equal:
+            choice = self._choose("all_to_all", x, info, before)
+        else:
+            choice = self._switch.choose_splits(x, info)
         with self._call("all_to_all", "all-to-all", info, choice) as call:
-            if into is None:
-                into = tensors.empty(shape, info.dtype, x)
+            call.nbytes = _nbytes(info) if equal else 0
+            whole = self._result(x, into, shape, info.dtype, choice)
             width = math.prod(row)
-            flat, result = x.reshape(-1), into.reshape(-1)
+            flat, result = x.reshape(-1), whole.reshape(-1)
+            there = [call.digest(info, info.shape if equal else (n, *row)) for n in outward]
+            here = [call.digest(info, info.shape if equal else (n, *row)) for n in inward]
             if choice.algorithm == "native":
+                if equal:
+                    self._compare_new(call, x, there, here)
+                else:
+                    # Splits change from call to call, and not on all ranks at once.
+                    self._compare(call, x, there, here)
                 sends, receives = [n * width for n in outward], [n * width for n in inward]
                 self._swap_native(call, flat, result, sends, receives, equal)
             elif equal:
@@ -147,15 +157,17 @@ class Communicator(Group):
                 # The chunks of a buffer are equal, so every share is a buffer of its own.
                 outs = [self._plan(info.dtype, n * width) for n in outward]
                 ins = [self._plan(info.dtype, n * width) for n in inward]
-                there = [call.digest(info, (n, *row)) for n in outward]
-                here = [call.digest(info, (n, *row)) for n in inward]
                 parts = split(flat, outs) if len(outs) > 1 else [flat]
                 send = self._encode(call, parts, outs)
                 receive = self._receive("receive", ins, x)
+                if not self._sizes_first:
+                    self._compare(call, x, there, here)
                 began = self._begin_swap(call, send, receive, there, here)
                 buffers = self._end_swap(call, began)
+                call.exchanged = True
                 for i, (buffer, part) in enumerate(zip(buffers, split(result, ins), strict=True)):
-                    self._decode(call, buffer, part, i)
+                    self._decode(call, buffer, part, i, i)
+            into = _placed(into, whole)
         return as_result(into, info.dtype, target) if out is None else out
 
     def reduce_scatter(self, x: Any, out: Any = None, *, wire: str | None = None) -> Any:
@@ -175,14 +187,14 @@ class Communicator(Group):
         is_wide = out is not None and arrays.describe(out).dtype == wide
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
         sent = _wire_dtype(wire, info.dtype)
-        choice = self._switch.choose("reduce_scatter", x, info._replace(dtype=sent))
+        choice = self._choose("reduce_scatter", x, info._replace(dtype=sent))
         with self._call("reduce_scatter", "all-to-all and sum", info, choice, sent) as call:
-            total = into if is_wide else tensors.empty(shape, wide, x)
+            call.nbytes = _nbytes(info._replace(dtype=sent))
+            total = self._result(x, into if is_wide else None, shape, wide, choice)
             self._scatter_sums(call, x, total.reshape(-1), info, sent, choice)
             result = total if is_wide else tensors.cast(total, info.dtype)
-            if into is not None and not is_wide:
-                into[...] = result
-        return as_result(result, info.dtype, target) if out is None else out
+            into = _placed(into, result)
+        return as_result(into, info.dtype, target) if out is None else out
 
     def all_reduce(self, x: Any, out: Any = None, *, wire: str | None = None) -> Any:
         """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
@@ -194,13 +206,15 @@ class Communicator(Group):
         wide = tensors.sum_dtype(info.dtype)
         into = as_output(out, info, info.shape, target)
         sent = _wire_dtype(wire, info.dtype)
-        choice = self._switch.choose("all_reduce", x, info._replace(dtype=sent))
+        part = info._replace(dtype=sent)
+        choice = self._choose("all_reduce", x, part)
         with self._call("all_reduce", "two-shot", info, choice, sent) as call:
-            if into is None:
-                into = tensors.empty(info.shape, info.dtype, x)
-            flat, result = x.reshape(-1), into.reshape(-1)
+            call.nbytes = _nbytes(part)
+            # In place is fine: what is gathered is gathered after all of `x` was read.
+            whole = tensors.empty(info.shape, info.dtype, x) if into is None else into
+            flat, result = x.reshape(-1), whole.reshape(-1)
             if choice.algorithm == "native" and self._sum_native(call, flat, result, info, sent):
-                return as_result(into, info.dtype, target) if out is None else out
+                return as_result(whole, info.dtype, target) if out is None else out
             # What equal shares leave over is less than an element for each rank: it goes as it is.
             each, rest = divmod(math.prod(info.shape), self._size)
             main = self._size * each
@@ -208,20 +222,19 @@ class Communicator(Group):
             left = tensors.empty((rest,), wide, x)
             self._scatter_sums(call, flat[:main], total, info, sent, choice, last=False)
             if rest:
-                self._sum_plain(call, flat[main:], left)
+                self._sum_plain(call, tensors.cast(flat[main:], sent), left)
             rounded = tensors.cast(total, sent)
             gathered = result[:main]
             if sent != info.dtype:
                 gathered = tensors.empty((main,), sent, x)
             if choice.algorithm == "native":
-                self._gather_native(call, rounded, gathered)
+                self._gather_native(call, rounded, gathered, part)
             else:
-                part = info._replace(dtype=sent)
                 self._gather(call, rounded, gathered, part, choice)
             if sent != info.dtype:
-                result[:main] = tensors.cast(gathered, info.dtype)
-            result[main:] = tensors.cast(tensors.cast(left, sent), info.dtype)
-        return as_result(into, info.dtype, target) if out is None else out
+                tensors.put(result[:main], gathered)
+            tensors.put(result[main:], tensors.cast(left, sent))
+        return as_result(whole, info.dtype, target) if out is None else out
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it.
@@ -231,7 +244,7 @@ class Communicator(Group):
         root = self._peer("root", root)
         values, info, target = as_input(x)
         into = as_output(x, info, info.shape, target, "x").reshape(-1)
-        choice = self._switch.choose("broadcast", values, info)
+        choice = self._choose("broadcast", values, info)
         with self._call("broadcast", "scatter and all-gather", info, choice) as call:
             if choice.algorithm == "native":
                 self._broadcast_native(call, into, root)
@@ -281,8 +294,32 @@ class Communicator(Group):
                 sizes = self._sizes(call, arrived, shares, source)
             self._message(call, shares, sizes[0], source, self._transport.recv)
             buffers = shares.buffers(self._words_of(shares.room))
+            call.exchanged = True
             self._decode(call, buffers[0], into.reshape(-1), source)
         return out
+
+    # Paths.
+
+    def _choose(
+        self, collective: str, x: Any, info: ArrayInfo, before: Before | None = None
+    ) -> Choice:
+        """The path of a call whose arguments are right."""
+        if before is not None:
+            before.left -= 1
+            return AS_BEFORE
+        if self._broken is not None:
+            # Not worth a measurement: `_call` is about to raise.
+            return AS_BEFORE
+        return self._switch.choose(collective, x, info)
+
+    def _result(
+        self, x: Any, into: Any, shape: tuple[int, ...], dtype: DType, choice: Choice
+    ) -> Any:
+        """Where the result of `x` is made: in `into`, unless that is being read meanwhile."""
+        once = choice.algorithm == "compressed"
+        if into is None or (not once and tensors.overlap(x, into)):
+            return tensors.empty(shape, dtype, x)
+        return into
 
     # Pieces.
 
@@ -303,13 +340,16 @@ class Communicator(Group):
             send = self._encode(call, [flat], [plan])
             receive = self._receive("receive", [plan], flat)
             began = self._begin_swap(call, send, receive, digests, digests)
-            self._decode(call, self._end_swap(call, began)[0], result, None)
+            (buffer,) = self._end_swap(call, began)
+            call.exchanged = True
+            self._decode(call, buffer, result, None)
             return
 
         def put(buffers: list[Buffer], span: Span) -> None:
             for source, buffer in enumerate(buffers):
                 at = source * n
-                self._decode(call, buffer, result[at + span[0] : at + span[1]], source, False)
+                part = result[at + span[0] : at + span[1]]
+                self._decode(call, buffer, part, source, source)
 
         self._swap_pieces(call, flat, info, spans, put)
 
@@ -320,6 +360,7 @@ class Communicator(Group):
         info: ArrayInfo,
         spans: Sequence[Span],
         put: Callable[[list[Buffer], Span], None],
+        last: bool = True,
     ) -> None:
         """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what comes."""
         n = flat.shape[0] // self._size
@@ -339,7 +380,7 @@ class Communicator(Group):
             buffers = self._end_swap(call, began)
             return lambda: put(buffers, spans[k])
 
-        self._pipeline(call, flat, len(spans), encode, begin, end)
+        self._pipeline(call, flat, len(spans), encode, begin, end, last)
 
     def _pipeline(
         self,
@@ -349,17 +390,19 @@ class Communicator(Group):
         encode: Callable[[int], Shares],
         begin: Callable[[int, Shares], Exchange],
         end: Callable[[int, Exchange], Callable[[], None]],
+        last: bool,
     ) -> None:
         """Pieces 0 to `count`, each encoded, begun, ended and decoded, overlapping.
 
         Cards and static parts of a piece go ahead of the dynamic parts of the one before, so that
         its sizes are known when these have gone.
         """
+        call.algorithm += f", {count} pieces"
         with Lanes(like) as lanes:
             ready = lanes.encode(lambda: encode(0))
             before: Exchange | None = None
             for k in range(count):
-                with call.stage("encode"):
+                with call.stage("wait"):
                     send = ready()
                 began = begin(k, send)
                 if k + 1 < count:
@@ -369,16 +412,21 @@ class Communicator(Group):
                 before = began
             assert before is not None
             lanes.decode(end(count - 1, before))
-        call.exchanged = True
+            # What goes wrong from now on, on the lanes too, is this rank's own.
+            call.exchanged = last
 
-    def _gather(self, call: Call, x: Any, out: Any, info: ArrayInfo, choice: Choice) -> None:
+    def _gather(
+        self, call: Call, x: Any, out: Any, info: ArrayInfo, choice: Choice, last: bool = True
+    ) -> None:
         """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,)."""
         n = x.shape[0]
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
             send = self._encode(call, [x], [self._plan(info.dtype, n)])
             began = self._begin_gather(call, send, call.digest(info, info.shape), "receive")
-            self._decode(call, self._end_gather(call, began), out, None)
+            buffer = self._end_gather(call, began)
+            call.exchanged = last
+            self._decode(call, buffer, out, None)
             return
 
         def encode(k: int) -> Shares:
@@ -400,7 +448,7 @@ class Communicator(Group):
                     decode(buffer, out=out[r * n + a : r * n + b], start=lo, stop=hi)
             self._decoded(call, buffer, " (chunk i is rank i's)")
 
-        self._pipeline(call, x, len(spans), encode, begin, end)
+        self._pipeline(call, x, len(spans), encode, begin, end, last)
 
     # Sums.
 
@@ -417,7 +465,9 @@ class Communicator(Group):
         """This rank's share of the sum of all ranks' `x`, whose elements travel as `sent`."""
         n = total.shape[0]
         if choice.algorithm == "native":
-            if self._scatter_native(call, x, total, info):
+            digests = [call.digest(info, info.shape)] * self._size
+            self._compare_new(call, x, digests, digests)
+            if self._scatter_native(call, x, total, info, sent):
                 return
             flat = tensors.contiguous(tensors.cast(x, sent)).reshape(-1)
             nbytes = flat.shape[0] * sent.itemsize
@@ -449,8 +499,7 @@ class Communicator(Group):
         def put(buffers: list[Buffer], span: Span) -> None:
             self._add(call, buffers, total[span[0] : span[1]])
 
-        self._swap_pieces(call, flat, info, spans, put)
-        call.exchanged = last
+        self._swap_pieces(call, flat, info, spans, put, last)
 
     def _add(self, call: Call, buffers: Sequence[Buffer], total: Any) -> None:
         """Sum the buffers of all ranks to `total`."""
@@ -464,7 +513,7 @@ class Communicator(Group):
                         self._codec.decode_add(buffer, total)
                 else:
                     tensors.add(total, decode(buffer))
-            self._decoded(call, buffer, note)
+            self._decoded(call, buffer, note, source)
 
     def _sum_plain(self, call: Call, x: Any, total: Any) -> None:
         """Sum all ranks' few elements `x` to `total`; they travel as they are."""
@@ -563,6 +612,9 @@ class Communicator(Group):
         """A native call like one before, with as little host work as can be; None if it is not."""
         if self._broken is not None or not tensors.is_torch(x) or not x.is_contiguous():
             return None
+        plain = x.dtype in self._plain_dtypes
+        if not (plain or x.numel() > 1) or x.requires_grad:
+            return None
         shape = before.shape
         if shape is None:
             times = self._size if collective == "all_gather" else 1
@@ -578,16 +630,18 @@ class Communicator(Group):
             or out.dtype != x.dtype
             or out.device != x.device
             or not out.is_contiguous()
+            or tensors.overlap(x, out)
         ):
             return None
+        before.left -= 1
         sequence = self._counts["group"]
         self._counts["group"] = sequence + 1
         start = time.perf_counter()
         try:
-            if self._any_dtype:
+            if plain:
                 move(out, x)
             else:
-                move(tensors.as_bytes(out.detach()), tensors.as_bytes(x.detach()))
+                move(tensors.as_bytes(out), tensors.as_bytes(x))
         except (RuntimeError, OSError) as error:
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
@@ -595,9 +649,13 @@ class Communicator(Group):
         seconds = {"native": time.perf_counter() - start}
         sent, reason = before.nbytes, AS_BEFORE.reason
         self._trace.append((collective, sequence, "native", reason, sent, sent, seconds, None))
+        if self._unchecked:
+            self._settle_known()
         return out
 
-    def _gather_native(self, call: Call, x: Any, out: Any) -> None:
+    def _gather_native(self, call: Call, x: Any, out: Any, info: ArrayInfo) -> None:
+        digests = [call.digest(info, info.shape)] * self._size
+        self._compare_new(call, x, digests, digests)
         mine = tensors.as_bytes(tensors.contiguous(x))
         with call.stage("native"):
             self._transport.all_gather(tensors.as_bytes(out), mine)
@@ -623,9 +681,9 @@ class Communicator(Group):
         item = arrays.describe(flat).dtype.itemsize
         self._sent_plain(call, (sum(sends) - sends[self._rank]) * item)
 
-    def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> bool:
+    def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo, sent: DType) -> bool:
         """The network's own reduce-scatter; False if it has none for this dtype."""
-        if not self._sums(info.dtype, total):
+        if sent != info.dtype or not self._sums(info.dtype, total):
             return False
         flat = tensors.contiguous(x).reshape(-1)
         with call.stage("native"):
@@ -638,10 +696,14 @@ class Communicator(Group):
 
     def _sum_native(self, call: Call, flat: Any, result: Any, info: ArrayInfo, sent: DType) -> bool:
         """The network's own all-reduce; False if it has none for this dtype."""
-        if not self._sums(info.dtype, result):
+        if sent != info.dtype or not self._sums(info.dtype, result):
             return False
+        digests = [call.digest(info, info.shape)] * self._size
+        self._compare_new(call, flat, digests, digests)
         with call.stage("native"):
-            result[...] = flat
+            if tensors.overlap(flat, result):
+                flat = tensors.copied(flat)
+            tensors.put(result, flat)
             self._transport.all_reduce(result)
         share = flat.shape[0] * info.dtype.itemsize // self._size
         self._sent_plain(call, 2 * (self._size - 1) * share)
@@ -655,6 +717,9 @@ class Communicator(Group):
     def _broadcast_native(self, call: Call, into: Any, root: int) -> None:
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""
         data = tensors.as_bytes(into)
+        info = arrays.describe(into)
+        digests = [call.digest(info, (root, *info.shape))] * self._size
+        self._compare_new(call, into, digests, digests)
         each = int(data.shape[0]) // self._size
         main = self._size * each
         mine = tensors.empty_bytes(each, into)
@@ -686,8 +751,26 @@ class Communicator(Group):
 
     def _measure(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
         """Time the paths of a collective on this group; every rank gets the same numbers."""
+        call = Call(self._rank, collective, self._counts["group"], "")
+        kept, self._trace = self._trace, deque(maxlen=1)
+        try:
+            with call.stage("measure"):
+                return self._timed(collective, like, info)
+        except BaseException as error:
+            self._broken = self._broken or str(error)
+            raise
+        finally:
+            self._trace = kept
+            # What the largest sizes took is worth more than the time to get it again.
+            for memory in (self._rooms, self._layouts, self._holders):
+                memory.clear()
+
+    def _timed(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
         cuda = tensors.is_cuda(like)
-        sizes = _MEASURED_GPU if cuda else _MEASURED_HOST
+        sizes: tuple[int, ...] = _MEASURED_GPU if cuda else _MEASURED_HOST
+        most = _MOST_GPU if cuda else _MOST_HOST
+        gathered = self._size if collective == "all_gather" else 1
+        sizes = tuple(n for n in sizes if n * gathered <= most) or sizes[:2]
         rows = []
         for nbytes in sizes:
             n = nbytes // info.dtype.itemsize // self._size * self._size
@@ -696,8 +779,9 @@ class Communicator(Group):
             for choice in _PATHS:
                 with self._switch.forced(choice):
                     row.append(self._time(collective, bits))
+                if choice.algorithm == "compressed":
+                    record = TraceRecord(*self._trace[-1])
             rows.append(row)
-        record = TraceRecord(*self._trace[-1])
         ratio = record.wire_bytes / record.raw_bytes if record.raw_bytes else 1.0
         found = self._transport.empty(8 * (3 * len(rows) + 1))
         table = np.array([*np.ravel(rows), ratio])
@@ -721,6 +805,18 @@ class Communicator(Group):
             samples.append(time.perf_counter() - start)
         # The first one compiles and allocates.
         return min(samples[1:])
+
+
+def _placed(into: Any, result: Any) -> Any:
+    """`result` in the memory that was asked for, if any was."""
+    if into is None or into is result:
+        return result
+    tensors.put(into, result)
+    return into
+
+
+def _nbytes(info: ArrayInfo) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
 
 
 def _rows(info: ArrayInfo) -> tuple[int, tuple[int, ...]]:

@@ -216,9 +216,9 @@ class Model:
         # how many calls, and how many bytes: all for each byte of one rank's input.
         native, wire, encoded, decoded = {
             "all_gather": ((1, world - 1), (3, world - 1), (1, 1), (1, world)),
-            "all_to_all": ((1, others), (2, others), (1, 1), (1, 1)),
-            "reduce_scatter": ((1, others), (2, others), (1, 1), (world, 1)),
-            "all_reduce": ((2, 2 * others), (5, 2 * others), (2, 1 + 1 / world), (world + 1, 2)),
+            "all_to_all": ((1, others), (3, others), (1, 1), (1, 1)),
+            "reduce_scatter": ((1, others), (3, others), (1, 1), (world, 1)),
+            "all_reduce": ((2, 2 * others), (6, 2 * others), (2, 1 + 1 / world), (world + 1, 2)),
             "broadcast": ((1, 1), (4, 2 * others), (1, 1), (1, 1)),
             "send": ((1, 1), (2, 1), (1, 1), (1, 1)),
         }[collective]

@@ -32,8 +32,12 @@ DESIGNS = ("first", "between")
 TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 
 _INT64 = BY_NAME["int64"]
+#: Elements from which on their number says nothing about the codec that is taken.
+_NAMED = 1 << 20
 #: Layouts that are kept: a model has so many sizes of buckets.
 _KEPT = 256
+#: Shapes whose first call has been compared.
+_MOST = 4096
 #: The fields of a TraceRecord, which costs more to make.
 _Traced = tuple[str, int, str, str, int, int, dict[str, float], str | None]
 
@@ -51,7 +55,6 @@ class _Unchecked(NamedTuple):
     """What decoding on a GPU will have found; `words` are 0 if nothing."""
 
     call: Call
-    buffers: list[tuple[Buffer, str]]
     words: tensors.OnTheWay
 
 
@@ -98,9 +101,10 @@ class Group:
         self._words: dict[Any, Any] = {}
         self._unchecked: deque[_Unchecked] = deque()
         self._spare: list[tensors.OnTheWay] = []
+        self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
         #: Small native calls need not become uint8 first.
-        self._any_dtype = bool(getattr(transport, "any_dtype", False))
+        self._plain_dtypes: frozenset[Any] = getattr(transport, "plain_dtypes", frozenset())
         self._rank = transport.rank
         self._size = transport.world_size
         self._switch = Switch(self._codec, algorithm, pieces, self._measure)
@@ -127,7 +131,10 @@ class Group:
         return self._transport
 
     def trace(self, last: int | None = None) -> list[TraceRecord]:
-        """The last calls, oldest first, with those that failed; all that are known or `last`."""
+        """The last calls, oldest first, with those that failed; all that are known or `last`.
+
+        Calls that a communicator refused are not among them, nor those by which paths are timed.
+        """
         skipped = 0 if last is None else max(len(self._trace) - last, 0)
         return [TraceRecord(*traced) for traced in itertools.islice(self._trace, skipped, None)]
 
@@ -139,16 +146,18 @@ class Group:
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
         """Ranks and the seconds that another waited for each in the last `calls` calls.
 
-        The slowest first. A collective: every rank asks, and gets the same answer. In the stage
-        "sizes" every rank waits until the last has come: who waits less came later. Native calls
-        tell on the host only: on a GPU they wait for nothing.
+        The slowest first. A collective: every rank asks, and gets the same answer. In the first
+        stage that exchanges anything every rank waits until the last has come: who waits less came
+        later. Native calls tell on the host only: on a GPU they wait for nothing.
         """
-        names = {"sizes", "native"}
+        names = {"sizes" if self._sizes_first else "static", "native"}
         last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
         waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
         mine = np.zeros(calls, np.float64)
         mine[: len(waits)] = waits
-        table = self._gather_plain(mine.view(np.uint8)).view(np.float64)
+        call = Call(self._rank, "slow_ranks", self._counts["group"], "")
+        with call.stage("gather"):
+            table = self._gather_plain(mine.view(np.uint8)).view(np.float64)
         behind = (table.max(0) - table).sum(1)
         order = np.argsort(-behind, kind="stable")
         return [(int(rank), float(behind[rank])) for rank in order]
@@ -208,17 +217,16 @@ class Group:
         sequence = self._counts[counter]
         self._counts[counter] += 1
         call = Call(self._rank, collective, sequence, key)
+        call.kind = collective, (sent or info.dtype).name, info.shape, choice.algorithm
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason
         if choice.algorithm != "native":
-            taken = self._plan(sent or info.dtype, math.prod(info.shape)).codec.name
+            taken = self._plan(sent or info.dtype, min(math.prod(info.shape), _NAMED)).codec.name
             call.algorithm = f"{algorithm}, {taken}"
             if collective in TWO_DESIGNS:
                 design = "first" if self._sizes_first else "between"
                 call.algorithm = f"{algorithm}, sizes {design}, {taken}"
-            if choice.pieces > 1:
-                call.algorithm += f", {choice.pieces} pieces"
             if not call.reason:
                 name = self._codec.name
                 does = "codes" if taken == name else "gains nothing on"
@@ -226,6 +234,8 @@ class Group:
         error: str | None = None
         try:
             yield call
+            # What is raised now is of an earlier call, or this rank's own.
+            call.exchanged = True
             self._finish(call)
         except BaseException as caught:
             error = str(caught)
@@ -328,44 +338,55 @@ class Group:
         return shares
 
     def _decode(
-        self, call: Call, buffer: Buffer, out: Any, source: int | None, last: bool = True
+        self, call: Call, buffer: Buffer, out: Any, source: int | None, word: int = 0
     ) -> None:
         """Decode what came from rank `source`; None: chunk i of the buffer came from rank i.
 
-        If it is the `last` step of a call, ranks stay in step whatever happens.
+        `word` is the buffer's number in its `Shares`.
         """
-        call.exchanged = last
         came = " (chunk i is rank i's)" if source is None else f" (from rank {source})"
         with call.stage("decode", came):
             decode(buffer, out=out)
-        self._decoded(call, buffer, came)
+        self._decoded(call, buffer, came, word)
 
-    def _decoded(self, call: Call, buffer: Buffer, note: str) -> None:
-        """What decoding on a GPU finds is not known before."""
+    def _decoded(self, call: Call, buffer: Buffer, note: str, word: int = 0) -> None:
+        """What decoding on a GPU finds is not known before; `word` is the buffer's number."""
         if buffer._memory is None:
             return
         if self._verify:
             with call.stage("decode", note):
                 buffer.check()
         else:
-            call.unchecked.append((buffer, note))
+            call.unchecked[word] = note
+            call.place = buffer._memory.data
 
     def _finish(self, call: Call) -> None:
         """Have the verdict on this call fetched, and raise for those that have come."""
         if call.unchecked:
+            words = self._words_of(call.place)
             room = self._spare.pop() if self._spare else None
-            words = tensors.OnTheWay(self._words_of(call.unchecked[0][0]._memory.data), room)
-            self._unchecked.append(_Unchecked(call, call.unchecked, words))
+            self._unchecked.append(_Unchecked(call, tensors.OnTheWay(words, room)))
+            # The next call's verdict is to be its own.
+            tensors.fill(words, 0)
+        self._settle_known()
+
+    def _settle_known(self) -> None:
+        """Raise for verdicts that have come."""
         while self._unchecked and self._unchecked[0].words.done():
             self._settle(self._unchecked.popleft())
 
     def _settle(self, unchecked: _Unchecked) -> None:
-        found = unchecked.words.wait(self._transport.timeout).any()
+        found = unchecked.words.wait(self._transport.timeout).tolist()
         self._spare.append(unchecked.words)
-        if found:
-            for buffer, note in unchecked.buffers:
-                with unchecked.call.stage("decode", note):
-                    buffer.check()
+        call = unchecked.call
+        for word, note in call.unchecked.items():
+            if found[word]:
+                from ..codecs.device import problem
+
+                error = problem(found[word])
+                if error is not None:
+                    with call.stage("decode", note):
+                        raise error
 
     def _sizes(
         self,
@@ -381,8 +402,8 @@ class Group:
                 sender, most = i if source is None else source, share.slot.shape[0]
                 detail = f"rank {sender} claims {size} dynamic bytes, at most {most}"
                 raise call.failure("sizes", detail)
-        if source is None:
-            self._switch.came(call.collective, shares.plans[0].dtype, cards[:, 1])
+        if source is None and call.nbytes:
+            self._switch.came(shares.plans[0].dtype, call.nbytes, cards[:, 1])
         return sizes
 
     def _cards(
@@ -418,9 +439,11 @@ class Group:
         `there` are the digests of the shares that go, `here` of those that come.
         """
         both = receive.paired(send)
-        send.write_cards(there, self._switch.ratio(call.collective, send.plans[0].dtype))
+        send.write_cards(there, self._ratio(call, send))
         digests = [*here, *there]
         arriving: tensors.OnTheWay | None = None
+        if not self._sizes_first and call.nbytes:
+            self._compare_new(call, send, there, here)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -459,9 +482,11 @@ class Group:
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
         receive = self._receive(name, [whole], send.room)
-        send.write_cards([digest], self._switch.ratio(call.collective, plan.dtype))
+        send.write_cards([digest], self._ratio(call, send))
         digests = [digest] * self._size
         arriving: tensors.OnTheWay | None = None
+        if not self._sizes_first and call.nbytes:
+            self._compare_new(call, send, digests, digests)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -500,5 +525,37 @@ class Group:
     def _account(self, call: Call, dtype: DType, raw: int, wire: int) -> None:
         call.raw_bytes += raw
         call.wire_bytes += wire
-        if raw:
-            self._switch.went(call.collective, dtype, wire / raw)
+        if raw and call.nbytes:
+            self._switch.went(call.collective, dtype, call.nbytes, wire / raw)
+
+    def _ratio(self, call: Call, send: Shares) -> int:
+        dtype = send.plans[0].dtype
+        return self._switch.ratio(call.collective, dtype, call.nbytes) if call.nbytes else 0
+
+    def _compare(self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]) -> None:
+        """Raise if another rank makes another call: `there` are digests for them, `here` theirs."""
+        with call.stage("sizes"):
+            mine = tensors.on_device(np.array(there, np.int64), tensors.device_of(like))
+            came = tensors.empty((self._size,), _INT64, mine)
+            self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(mine))
+            found = tensors.OnTheWay(came).wait(self._transport.timeout).tolist()
+        call.wire_bytes += 8 * (self._size - 1)
+        strange = [rank for rank, digest in enumerate(here) if found[rank] != digest]
+        if strange:
+            detail = f"ranks {strange} make another call, or of another dtype or shape"
+            raise call.failure("sizes", detail)
+
+    def _compare_new(
+        self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]
+    ) -> None:
+        """Compare before the first call of a kind that moves data before it compares anything.
+
+        All ranks know the shape, so that it is the first on each of them.
+        """
+        key = call.kind
+        if key in self._compared:
+            return
+        if len(self._compared) >= _MOST:
+            self._compared.clear()
+        self._compare(call, like.room if isinstance(like, Shares) else like, there, here)
+        self._compared.add(key)

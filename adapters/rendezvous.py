@@ -50,7 +50,10 @@ def _collect(
                 raise TimeoutError(f"ranks {missing} did not come to {address}") from None
             connection.settimeout(_left(deadline))
             file = stack.enter_context(connection.makefile("rw"))
-            peer, size, theirs = json.loads(file.readline())
+            try:
+                peer, size, theirs = json.loads(file.readline())
+            except ValueError as error:
+                raise ConnectionError(f"what came to {address} is no rank: {error}") from error
             if size != world_size or peer in found or not 0 < peer < world_size:
                 raise RuntimeError(f"rank {peer} of {size} came to {sorted(found)} of {world_size}")
             found[peer] = theirs

@@ -11,7 +11,7 @@ from ..arrays import ArrayInfo
 from ..codec import Codec
 from ..formats.dtypes import DType
 from . import tensors
-from .cost import Choice, Model, Ratios
+from .cost import Choice, Model, Ratios, expected_ratio
 
 Algorithm = Literal["auto", "native", "compressed", "pipelined"]
 ALGORITHMS = ("auto", "native", "compressed", "pipelined")
@@ -20,6 +20,8 @@ ALGORITHMS = ("auto", "native", "compressed", "pipelined")
 AS_BEFORE = Choice("native", 1, 0.0, 0.0, "as before")
 #: A ratio travels as a whole number of these.
 _UNIT = 1 << 20
+#: Shapes that are remembered.
+_MOST = 4096
 #: Calls that follow a choice before it is thought over.
 _KEPT = 100
 #: Collectives whose native calls may skip the question.
@@ -30,8 +32,6 @@ _MESSAGE = 1 << 20
 _LARGE = 1 << 28
 #: Of small messages headers and cards are more than half.
 _WORST = 1.5
-#: One size for all of a dtype: what a rank says in its cards is of its last call.
-_ANY_SIZE = 1
 
 
 class Measured(NamedTuple):
@@ -82,7 +82,7 @@ class Switch:
         self._models: dict[tuple[str, str, str], Model] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
         self._fast: dict[tuple[Any, ...], Before] = {}
-        self._last: dict[tuple[str, str], int] = {}
+        self._last: dict[tuple[str, str, int], int] = {}
         self._ratios = Ratios(patience=10)
 
     def choose(self, collective: str, x: Any, info: ArrayInfo) -> Choice:
@@ -93,16 +93,16 @@ class Switch:
         if not self._gains(info.dtype, math.prod(info.shape)):
             choice = Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
             return self._natively(collective, x, choice)
-        key = collective, dtype, str(tensors.device_of(x))
+        key = collective, dtype, _place(x)
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = _model(self._measure(collective, x, info))
         nbytes = math.prod(info.shape) * info.dtype.itemsize
-        ratio = self._ratio(info.dtype)
+        ratio = self._ratio(info.dtype, nbytes)
         question = (*key, nbytes, ratio)
         found = self._choices.get(question)
         if found is None:
-            if len(self._choices) > 4096:
+            if len(self._choices) >= _MOST:
                 self._choices.clear()
             found = self._choices[question] = model.choose(nbytes, ratio, _MOST_PIECES)
         return self._natively(collective, x, found)
@@ -118,10 +118,10 @@ class Switch:
         name, dtype = self._codec.name, info.dtype.name
         if not self._gains(info.dtype, _LARGE // info.dtype.itemsize):
             return Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-        model = self._models.get(("all_to_all", dtype, str(tensors.device_of(x))))
+        model = self._models.get(("all_to_all", dtype, _place(x)))
         if model is None:
             return Choice("compressed", 1, 0.0, 0.0, "nothing has been measured yet")
-        return model.choose(_LARGE, self._ratio(info.dtype), 1)
+        return model.choose(_LARGE, expected_ratio(name, dtype), 1)
 
     def choose_message(self, info: ArrayInfo) -> Choice:
         """The path of a message: a plain rule, as its two ranks measure nothing by themselves."""
@@ -136,26 +136,29 @@ class Switch:
         return Choice("compressed", 1, 0.0, 0.0, f"at least {_MESSAGE} bytes")
 
     def _gains(self, dtype: DType, nelem: int) -> bool:
+        # Of a chunk's size there is a limit, and more than this changes nothing.
+        nelem = min(nelem, _LARGE // dtype.itemsize)
         return self._codec.plan((nelem,), dtype).codec.name == self._codec.name
 
     def _natively(self, collective: str, x: Any, choice: Choice) -> Choice:
         """Remember a native choice for calls like this one."""
         if choice.algorithm == "native" and collective in _FAST:
+            if len(self._fast) >= _MOST:
+                self._fast.clear()
             self._fast[collective, x.dtype, x.shape] = Before(_KEPT)
         return choice
 
     def as_before(self, collective: str, x: Any) -> Before | None:
-        """What is known of `x` if a call like this went natively before, and still may."""
+        """What is known of `x` if a call like this went natively before, and still may.
+
+        Who makes the call counts it, `left`, once its arguments are found right: on every rank.
+        """
         # A bare lookup: small native calls are to cost as little as without a switch.
         if not self._fast or self._forced is not None:
             return None
         key = collective, getattr(x, "dtype", None), getattr(x, "shape", None)
         before = self._fast.get(key)
-        if before is not None:
-            before.left -= 1
-            if not before.left:
-                del self._fast[key]
-        return before
+        return before if before is not None and before.left > 0 else None
 
     @contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:
@@ -166,22 +169,28 @@ class Switch:
         finally:
             self._forced = before
 
-    def ratio(self, collective: str, dtype: DType) -> int:
-        """What a card says of this rank's last call, 0 if there was none."""
-        return self._last.get((collective, dtype.name), 0)
+    def ratio(self, collective: str, dtype: DType, nbytes: int) -> int:
+        """What a card says of this rank's last call of about this size, 0 if there was none."""
+        return self._last.get((collective, dtype.name, nbytes.bit_length()), 0)
 
-    def went(self, collective: str, dtype: DType, ratio: float) -> None:
-        """This rank sent `ratio` bytes for each byte."""
-        self._last[collective, dtype.name] = max(1, round(ratio * _UNIT))
+    def went(self, collective: str, dtype: DType, nbytes: int, ratio: float) -> None:
+        """This rank sent `ratio` bytes for each byte of an input of `nbytes`."""
+        key = collective, dtype.name, nbytes.bit_length()
+        self._last[key] = max(1, round(ratio * _UNIT))
 
-    def came(self, collective: str, dtype: DType, said: Any) -> None:
+    def came(self, dtype: DType, nbytes: int, said: Any) -> None:
         """The ratios of all ranks, shape (world_size,), by their cards."""
         worst = int(said.max(initial=0))
         if self._auto and self._forced is None and 0 < worst <= 2 * _UNIT:
-            self._ratios.update(self._codec.name, dtype.name, _ANY_SIZE, worst / _UNIT)
+            self._ratios.update(self._codec.name, dtype.name, nbytes, worst / _UNIT)
 
-    def _ratio(self, dtype: DType) -> float:
-        return self._ratios.ratio(self._codec.name, dtype.name, _ANY_SIZE)
+    def _ratio(self, dtype: DType, nbytes: int) -> float:
+        return self._ratios.ratio(self._codec.name, dtype.name, nbytes)
+
+
+def _place(x: Any) -> str:
+    """What a model is of: ranks have devices of their own, and the host's memory is one."""
+    return "gpu" if tensors.is_cuda(x) else "host"
 
 
 def _model(measured: Measured) -> Model:

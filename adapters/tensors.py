@@ -35,7 +35,10 @@ def as_input(x: Any) -> tuple[Any, ArrayInfo, Target]:
     info = _described(x)
     target = Target(info.library, info.device)
     if info.library == "torch":
-        return x.detach() if x.requires_grad else x, info, target
+        x = x.detach() if x.requires_grad else x
+        if x.is_complex() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+        return x, info, target
     if arrays.on_gpu(x):
         from ..device import _as_torch
 
@@ -91,6 +94,18 @@ def as_result(x: Any, dtype: DType, target: Target) -> Any:
     return arrays.from_bits(x.reshape(-1).view(dtype.bits), dtype, x.shape, target)
 
 
+def overlap(x: Any, out: Any) -> bool:
+    """True if the arrays may share memory."""
+    if not is_torch(x):
+        return bool(np.may_share_memory(x, out))
+    if not x.numel() or not out.numel() or x.device != out.device:
+        return False
+    start, begin = x.data_ptr(), out.data_ptr()
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    stop = start + (last + 1) * x.element_size()
+    return bool(start < begin + out.numel() * out.element_size() and begin < stop)
+
+
 def is_torch(x: Any) -> bool:
     """True for a tensor."""
     torch = sys.modules.get("torch")
@@ -137,7 +152,13 @@ def on_device(host: Array, device: Any) -> Any:
 
 def view(x: Any, dtype: DType) -> Any:
     """The contiguous array `x` with its bytes as elements of `dtype`, shape (n,)."""
-    return x.reshape(-1).view(torch_dtype(dtype) if is_torch(x) else dtype.numpy)
+    if not is_torch(x):
+        return x.reshape(-1).view(dtype.numpy)
+    flat = x.reshape(-1)
+    if flat.numel() < 2:
+        # Of so few PyTorch calls any stride contiguous, but does not look at them otherwise.
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch_dtype(dtype))
 
 
 def as_bytes(x: Any) -> Any:
@@ -156,6 +177,11 @@ def cast(x: Any, dtype: DType) -> Any:
 def contiguous(x: Any) -> Any:
     """`x` in row order: `x` itself if it is that already."""
     return x.contiguous() if is_torch(x) else np.ascontiguousarray(x).reshape(x.shape)
+
+
+def copied(x: Any) -> Any:
+    """The values of `x` in memory of their own."""
+    return x.clone() if is_torch(x) else x.copy()
 
 
 def clear(total: Any) -> None:

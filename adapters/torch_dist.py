@@ -17,12 +17,15 @@ class TorchDist(Transport):
 
     Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
     Give the communicator a group of its own (`dist.new_group()`): other traffic on it must not come
-    between. All-gathers and equal all-to-alls take tensors of any dtype and shape as well. gloo
+    between. All-gathers and equal all-to-alls take tensors of any shape and `plain_dtypes`. gloo
     raises after the group's timeout; NCCL's own watchdog ends the process.
     """
 
-    #: See `Communicator`: small calls need not become uint8 first.
-    any_dtype = True
+    #: Dtypes that the backends know: small calls of them need not become uint8 first.
+    plain_dtypes = frozenset(
+        {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+        | {torch.int8, torch.uint8, torch.int32, torch.int64}
+    )
 
     def __init__(self, group: Any = None, device: Any = None) -> None:
         """`device` None: the current GPU for NCCL, else the CPU. Raises ValueError off the group.
@@ -122,4 +125,7 @@ class TorchDist(Transport):
 
 
 def _tensor(x: Any) -> Any:
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray):
+        return x
+    # PyTorch warns about memory that it may not write to.
+    return torch.from_numpy(x if x.flags.writeable else x.copy())

@@ -20,6 +20,7 @@ from tightwire.adapters import collectives
 from tightwire.adapters.calls import TraceRecord
 from tightwire.adapters.collectives import Design
 from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
+from tightwire.adapters.switch import Measured
 from tightwire.adapters.transport import Transport
 from tightwire.arrays import Target
 from tightwire.codecs.base import Plan
@@ -152,7 +153,9 @@ def test_native_calls_move_everything(world_size: int, library: str, dtype: str)
         return check_collectives(transport, library, dtype, "first", algorithm="native")
 
     for trace in run_ranks(world_size, task):
-        assert all(r.algorithm == "native" and r.raw_bytes == r.wire_bytes for r in trace)
+        assert all(r.algorithm == "native" for r in trace)
+        # Digests are compared before the first call of a kind, and with splits before each.
+        assert all(r.wire_bytes - r.raw_bytes in (0, 8 * (world_size - 1)) for r in trace)
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
@@ -324,11 +327,13 @@ def test_static_parts_travel_in_one_equal_all_to_all() -> None:
         for design in DESIGNS:
             tap = Tap(transport)
             comm = tw.Communicator(tap, sizes=design)
-            tap.calls.clear()
-            comm.all_to_all(weights(40_000))
+            for _ in range(2):
+                tap.calls.clear()
+                comm.all_to_all(weights(40_000))
             found.append(tap.calls)
         return found
 
+    # Of the second call: before the first one of its kind, "between" compares the calls.
     for first, between in run_ranks(2, task):
         assert first == ["all_to_all", "all_to_all", "all_to_all_v"]
         assert between == ["all_to_all", "all_to_all", "all_to_all_v"]
@@ -351,7 +356,7 @@ def test_one_encode_and_one_decode_without_staging(monkeypatch: pytest.MonkeyPat
         comm = tw.Communicator(tap, sizes="between")
         moved.clear()
         comm.all_to_all(weights(40_000))
-        static, _, *dynamic = moved
+        _, static, _, *dynamic = moved
         own = [a for a in wrapped if np.shares_memory(a, static)]
         assert len(own) == 1
         assert all(np.shares_memory(a, own[0]) for a in dynamic)
@@ -485,7 +490,8 @@ def test_a_damaged_byte_is_an_error_on_the_receiver(
             raise wrong
 
     found = failures(2, task)
-    cards = arrived[arrival + AGREEMENT] == 2 * CARD
+    # The cards, and what "between" compares before the first call of its kind.
+    cards = arrived[arrival + AGREEMENT] in (2 * CARD, 2 * 8)
     error = failed(found[0])
     assert (error.rank, error.collective, error.sequence) == (0, name, 0)
     assert error.stage == ("sizes" if cards else "decode")
@@ -674,7 +680,7 @@ def test_a_damaged_piece_is_an_error_on_the_receiver(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "_PIECE", 4096)
-    done = []
+    done: list[str] = []
 
     def damage(rank: int, what: str, outs: Sequence[Any]) -> None:
         if rank == 0 and outs[0].size > 4096 and not done:
@@ -690,6 +696,144 @@ def test_a_damaged_piece_is_an_error_on_the_receiver(
     assert done
     assert (error.stage, error.collective, error.sequence) == ("decode", name, 0)
     assert "checksum_mismatch" in str(error)
+
+
+def slow_network(transport: MemoryTransport, **options: Any) -> tw.Communicator:
+    """A switch that has measured what makes it compress from about a kilobyte on."""
+    comm = tw.Communicator(transport, algorithm="auto", **options)
+    measured = Measured((1 << 10, 1 << 20), [[1e-4, 1e-4, 1e-1], [1e-1, 7.1e-2, 1e-1]], 4, 0.7)
+    comm._switch._measure = lambda collective, like, info: measured
+    return comm
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_switch_compresses_and_changes_its_mind(world_size: int) -> None:
+    def task(transport: MemoryTransport) -> list[str]:
+        comm = slow_network(transport)
+        n, me = comm.world_size, comm.rank
+        random = make_bits("random", BY_NAME["bfloat16"], 40_000, me).view(ml_dtypes.bfloat16)
+        for x in (weights(40_000, me), random):
+            for _ in range(14):
+                exact(comm.all_gather(x)[me * 40_000 :][:40_000], x)
+                # Two ranks alone, sizes of one rank, and a bad call: no other may notice.
+                if me < 2:
+                    comm.send(x, 1) if me == 0 else comm.recv(x.copy(), 0)
+                rows = [40_000 if r == 0 else n for r in range(n)]
+                splits = [[rows[r] - n + 1] + [1] * (n - 1) for r in range(n)]
+                comm.all_to_all(
+                    x[: rows[me]],
+                    send_splits=splits[me],
+                    receive_splits=[splits[r][me] for r in range(n)],
+                )
+                if me == 0:
+                    with pytest.raises(ValueError, match="out"):
+                        comm.all_gather(x, np.empty(3, x.dtype))
+        return [r.algorithm.split(",")[0] for r in comm.trace() if r.collective == "all_gather"]
+
+    first, *others = run_ranks(world_size, task)
+    assert others == [first] * (world_size - 1)
+    assert first[:14] == ["all-gather"] * 14
+    assert "native" in first[14:]
+    assert first[-1] == "native"
+
+
+@pytest.mark.parametrize("algorithm", ["native", "auto", "pipelined", "compressed"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["int16", "uint64", "float8_e5m2", "complex64", "bool"])
+def test_calls_of_any_dtype_again_and_again(library: str, dtype: str, algorithm: Any) -> None:
+    pytest.importorskip(library)
+    data = Ranks(2, library, dtype)
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, algorithm=algorithm)
+        for shape in ((6, 700), (2,), (0, 3)):
+            hosts = [data.host(r, shape) for r in range(2)]
+            for _ in range(3):
+                exact(comm.all_gather(data.array(comm.rank, shape)), np.concatenate(hosts))
+                half = slice(comm.rank * shape[0] // 2, (comm.rank + 1) * shape[0] // 2)
+                wanted = np.concatenate([host[half] for host in hosts])
+                exact(comm.all_to_all(data.array(comm.rank, shape)), wanted)
+
+    run_ranks(2, task)
+
+
+@pytest.mark.parametrize("algorithm", ["native", "pipelined", "compressed"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_results_over_their_input(
+    library: str, algorithm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library)
+    monkeypatch.setattr(collectives, "_PIECE", 4096)
+    size = 20_000
+    data = Ranks(2, library, "float32")
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, algorithm=algorithm)
+        me = comm.rank
+        hosts = [data.host(r, (size,)) for r in range(2)]
+        for shift in (0, 100, size // 2):
+            room = data.poison((4 * size,))
+            x, out = room[shift : shift + size], room[: 2 * size]
+            x[:] = data.array(me, (size,))
+            exact(comm.all_gather(x, out), np.concatenate(hosts))
+            x, out = room[shift : shift + size], room[:size]
+            x[:] = data.array(me, (size,))
+            half = slice(me * size // 2, (me + 1) * size // 2)
+            exact(comm.all_to_all(x, out), np.concatenate([h[half] for h in hosts]))
+            x[:] = data.array(me, (size,))
+            same(comm.reduce_scatter(x, out[: size // 2]), data.sum((size,))[half])
+            x[:] = data.array(me, (size,))
+            same(comm.all_reduce(x, out), data.sum((size,)))
+
+    run_ranks(2, task)
+
+
+def test_strided_vectors_of_one_element() -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(transport: MemoryTransport) -> None:
+        for algorithm in ("native", "compressed"):
+            comm = tw.Communicator(transport, algorithm=algorithm)
+            for n in (2, 6):
+                x = torch.arange(float(n))[::2]
+                exact(comm.all_reduce(x), 2 * x.numpy())
+                exact(comm.all_gather(x), np.concatenate([x.numpy()] * 2))
+
+    run_ranks(2, task)
+
+
+def test_a_lost_rank_while_paths_are_timed() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, algorithm="auto", trace=0)
+        if transport.rank == 1:
+            return
+        with pytest.raises(tw.CollectiveError) as caught:
+            comm.all_gather(weights(5000))
+        assert caught.value.stage == "measure"
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            comm.all_gather(weights(5000))
+
+    start = time.monotonic()
+    run_ranks(2, task, timeout=1.0)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "size"])
+@pytest.mark.parametrize(
+    ("algorithm", "design"),
+    [("native", "first"), ("compressed", "between"), ("pipelined", "first")],
+)
+def test_first_calls_are_compared_before_data_move(name: str, algorithm: Any, design: Any) -> None:
+    first = weights(4000).reshape(40, 100)
+    other = {"shape": first.reshape(100, 40), "dtype": first.view(np.int16), "size": first[:20]}
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, algorithm=algorithm, sizes=design)
+        comm.all_gather(first if transport.rank else other[name])
+
+    for error in failures(2, task):
+        assert failed(error).stage == "sizes"
+        assert "make another call" in str(error)
 
 
 def test_the_package_offers_them_on_demand() -> None:

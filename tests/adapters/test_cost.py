@@ -286,9 +286,9 @@ def test_models_by_hand() -> None:
     made = {c: Model.of(c, 4, link, Line(1, 2), Line(3, 4)) for c in COLLECTIVES}
     # A round to three others: 1 + 2 * 0.5.
     assert made["all_gather"] == Model(Line(2, 30), Line(6, 30), Line(1, 2), Line(3, 16))
-    assert made["all_to_all"] == Model(Line(2, 7.5), Line(4, 7.5), Line(1, 2), Line(3, 4))
-    assert made["reduce_scatter"] == Model(Line(2, 7.5), Line(4, 7.5), Line(1, 2), Line(12, 4))
-    assert made["all_reduce"] == Model(Line(4, 15), Line(10, 15), Line(2, 2.5), Line(15, 8))
+    assert made["all_to_all"] == Model(Line(2, 7.5), Line(6, 7.5), Line(1, 2), Line(3, 4))
+    assert made["reduce_scatter"] == Model(Line(2, 7.5), Line(6, 7.5), Line(1, 2), Line(12, 4))
+    assert made["all_reduce"] == Model(Line(4, 15), Line(12, 15), Line(2, 2.5), Line(15, 8))
     assert made["broadcast"] == Model(Line(2, 10), Line(8, 15), Line(1, 2), Line(3, 4))
     assert made["send"] == Model(Line(1, 10), Line(2, 10), Line(1, 2), Line(3, 4))
 

@@ -25,6 +25,7 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
+from tightwire.adapters import collectives  # noqa: E402
 from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
 
 #: In seconds, of the group whose last rank does not come.
@@ -69,6 +70,9 @@ def every_collective(transport: TorchDist) -> list[list[int]]:
     for i, dtype in enumerate(DTYPES):
         check_collectives(transport, ("torch", "numpy")[i % 2], dtype, DESIGNS[i % 2], 2, 641)
     check_collectives(transport, "torch", "bfloat16", "between", 2, 300)
+    collectives._PIECE = 4096
+    for algorithm in ("native", "pipelined", "auto"):
+        check_collectives(transport, "torch", "bfloat16", "first", 7, 1237, algorithm)
     for op, wanted in (("sum", n * (n - 1) // 2), ("max", n - 1), ("or", n - 1)):
         x = np.array([me], np.int64)
         transport.all_reduce(x, op)  # type: ignore[arg-type]
