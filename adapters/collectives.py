@@ -613,7 +613,8 @@ class Communicator(Group):
         if self._broken is not None or not tensors.is_torch(x) or not x.is_contiguous():
             return None
         plain = x.dtype in self._plain_dtypes
-        if not (plain or x.numel() > 1) or x.requires_grad:
+        # Backends differ in what they make of a scalar.
+        if x.numel() < 2 or x.requires_grad:
             return None
         shape = before.shape
         if shape is None:
