@@ -6,5 +6,6 @@ from __future__ import annotations
 CODEC_IDS = {
     "raw": (1, "raw"),
     "zipccl": (2, "zipccl"),
+    "mx": (3, "mx"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

@@ -4,6 +4,7 @@ It shows what the pages mean, one section of code per section of a page, and is 
 `python specs/decoder.py IN OUT`.
 """
 
+import math
 import struct
 import sys
 from collections.abc import Iterator
@@ -364,6 +365,101 @@ def zipccl_decode(h: Header, nelem: int, static: bytes, dynamic: bytes) -> bytes
     return bytes(out)
 
 
+# mx.md, "Elements"
+
+
+class Element(NamedTuple):
+    """A row of the table of elements; codes without sign from `infinity` and `nan` on are such."""
+
+    name: str
+    bits: int
+    mantissa: int
+    bias: int
+    infinity: int = 256
+    nan: int = 256
+
+    def value(self, code: int) -> float:
+        """What a code stands for."""
+        negative, magnitude = divmod(code, 2 ** (self.bits - 1))
+        if self.name == "int8":
+            return (magnitude - 128 * negative) / 64
+        field, fraction = divmod(magnitude, 2**self.mantissa)
+        significand = fraction + (2**self.mantissa if field else 0)
+        value = significand * 2.0 ** (max(field, 1) - self.bias - self.mantissa)
+        if magnitude >= self.infinity:
+            value = math.inf
+        if magnitude >= self.nan:
+            value = math.nan
+        return -value if negative else value
+
+
+MX_ELEMENTS = [
+    Element("e4m3", 8, 3, 7, nan=0x7F),
+    Element("e5m2", 8, 2, 15, infinity=0x7C, nan=0x7D),
+    Element("e3m2", 6, 2, 3),
+    Element("e2m3", 6, 3, 1),
+    Element("e2m1", 4, 1, 1),
+    Element("int8", 8, 6, 1),
+]
+
+
+def unpack_codes(payload: bytes, bits: int, nelem: int) -> list[int]:
+    """The codes of a stream of bits, whose last byte ends with zeros."""
+    stream = int.from_bytes(payload[: ceil_div(bits * nelem, 8)], "little")
+    check(stream >> bits * nelem == 0, "bad_payload", "bits behind the last code")
+    return [stream >> bits * i & 2**bits - 1 for i in range(nelem)]
+
+
+def float_bits(value: float, dtype: Dtype) -> int:
+    """The bits of the nearest value of a dtype, ties to even; NaN is quiet and positive."""
+    bias = 2 ** (dtype.exponent - 1) - 1
+    infinity = (2**dtype.exponent - 1) << dtype.mantissa
+    if math.isnan(value):
+        return infinity + 2 ** (dtype.mantissa - 1)
+    magnitude = infinity
+    if math.isfinite(value):
+        exponent = max(math.frexp(value)[1] - 1, 1 - bias)
+        steps = round(math.ldexp(abs(value), dtype.mantissa - exponent))
+        magnitude = min(((exponent + bias - 1) << dtype.mantissa) + steps, infinity)
+    sign = math.copysign(1.0, value) < 0
+    return magnitude + (sign << 8 * dtype.nbytes - 1)
+
+
+# mx.md, "Parameters", "Layout" and "Decoding"
+
+
+def mx_element(params: bytes) -> Element:
+    """The element type, of parameters that an encoder writes."""
+    check(len(params) == 8, "bad_header", f"mx has 8 bytes of parameters, not {len(params)}")
+    check(params[0] <= 5 and params[1] <= 1, "bad_header", "unknown element or scale rule")
+    check(params[2:] == b"\5\0\0\0\0\0", "bad_header", "block size or end of the parameters")
+    return MX_ELEMENTS[params[0]]
+
+
+def mx_sections(element: Element, dtype: Dtype, chunk_nelem: int) -> list[Section]:
+    """The section table, where mx takes the dtype and number of elements."""
+    taken = dtype.name in ("float16", "bfloat16", "float32")
+    check(taken, "bad_header", f"mx does not take {dtype.name}")
+    check(chunk_nelem <= 2**39 - 128, "bad_header", f"{chunk_nelem} elements in an mx chunk")
+    payload = align(ceil_div(element.bits * chunk_nelem, 8))
+    scales = align(ceil_div(chunk_nelem, 32))
+    raw = align(chunk_nelem * dtype.nbytes)
+    check(payload + scales < raw, "bad_header", "mx gains nothing for this size")
+    return [Section(1, 0, payload // 128), Section(4, 0, scales // 128)]
+
+
+def mx_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk."""
+    element = mx_element(h.params)
+    scales = align(ceil_div(element.bits * h.chunk_nelem, 8))
+    out = bytearray()
+    for i, code in enumerate(unpack_codes(static, element.bits, nelem)):
+        s = static[scales + i // 32]
+        value = element.value(code) * 2.0 ** (s - 127) if s < 255 else math.nan
+        out += float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -386,7 +482,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2), "unknown_codec", f"codec {codec}")
+    check(codec in (1, 2, 3), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -417,6 +513,8 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     if codec == 1:
         check(params == nbytes, "bad_header", "raw has no parameters")
         expected = raw_sections(dtype, chunk_nelem)
+    elif codec == 3:
+        expected = mx_sections(mx_element(data[params:nbytes]), dtype, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -460,8 +558,8 @@ def read_records(data: bytes, h: Header) -> list[Record]:
 
     for i, r in enumerate(records):  # 12
         stored_raw = r.flags & RAW
-        bound = raw_dynamic(h, h.share(i))
-        check(not stored_raw or h.codec == 2, "bad_record", "raw flag in a raw buffer")
+        bound = raw_dynamic(h, h.share(i)) if h.codec == 2 else 0
+        check(not stored_raw or h.codec == 2, "bad_record", "raw flag without fallback")
         check(r.dynamic <= bound, "bad_record", f"{r.dynamic} dynamic bytes, at most {bound}")
         check(not stored_raw or r.dynamic == bound, "bad_record", "dynamic bytes of a raw chunk")
         check(not h.stride or r.dynamic <= h.stride, "bad_record", "more than the slot")
@@ -480,6 +578,10 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
     """The padding of a static part."""
     if h.codec == 1 or stored_raw:
         return static[nelem * h.dtype.nbytes :]
+    if h.codec == 3:
+        scales = align(ceil_div(mx_element(h.params).bits * h.chunk_nelem, 8))
+        used = ceil_div(mx_element(h.params).bits * nelem, 8)
+        return static[used:scales] + static[scales + ceil_div(nelem, 32) :]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -510,6 +612,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
 
         if h.codec == 1 or stored_raw:
             out += (static + dynamic)[: nelem * h.dtype.nbytes]
+        elif h.codec == 3:
+            out += mx_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

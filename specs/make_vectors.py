@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tightwire as tw
-from tightwire.codecs import zipccl
+from tightwire.codecs import minifloat, zipccl
 from tightwire.codecs.base import Chunk
 from tightwire.engine import encode_into
 from tightwire.formats.checksum import MASK64, identity_term, record_term, words_sum
@@ -43,6 +43,7 @@ from tightwire.formats.header import (
 
 Array = npt.NDArray[Any]
 Vector = tuple[str, bytes, bytes]
+LossyVector = tuple[str, bytes, bytes, bytes]
 
 ZIPCCL_DTYPES = tuple(d.name for d in DTYPES if d.is_float)
 
@@ -221,6 +222,70 @@ def zipccl_vectors() -> Iterator[Vector]:
     yield "zipccl/bfloat16_slotted", slotted(fresh), x.tobytes()
     fixed = encoded(x, "zipccl", chunks=2, dynamic_capacity=256)
     yield "zipccl/bfloat16_fixed_rate", slotted(fixed), x.tobytes()
+
+
+def scaled_blocks(seed: int, dtype: str, n: int) -> Array:
+    """Blocks of 32 at scales over the dtype's range; the first ones are special."""
+    d = BY_NAME[dtype]
+    low, high = (-24, 15) if dtype == "float16" else (-140, 127)
+    exponents = low + np.arange(n) // 32 * 37 % (high - low)
+    x = np.ldexp(bell(seed, "float64", n), exponents).astype(np.float32).astype(d.numpy)
+    bits, sign = bits_of(x), 1 << 8 * d.itemsize - 1
+    infinity = ((1 << d.exponent) - 1) << d.mantissa
+    bits[32:64] = 0
+    bits[40] = sign
+    bits[70] = infinity | 1
+    bits[100] = sign | infinity
+    bits[128:160] = np.arange(32) * 3 + (np.arange(32) % 2) * sign
+    bits[160:192] = infinity - 1 - np.arange(32)
+    bits[192:224] = sign | (bits_of(np.ones(1, d.numpy)) + (np.arange(32) << d.mantissa - 5))
+    return x
+
+
+def lossy(name: str, x: Array, codec: tw.Codec, **options: Any) -> LossyVector:
+    """A packed vector of a lossy codec: its tensor is what decoding gives."""
+    buffer = codec.encode(x, backend="ref", **options)
+    if buffer.header.codec != codec.name:
+        raise AssertionError(f"{name} was stored by {buffer.header.codec}")
+    tensor = tw.decode(buffer, backend="ref")
+    return f"{codec.name}/{name}", bytes(buffer), tensor.tobytes(), x.tobytes()
+
+
+MX_ELEMENTS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
+
+
+def all_codes(element: str, dtype: str) -> tuple[str, bytes, bytes]:
+    """Every code at seven scales, also those that no encoder writes."""
+    codec = tw.codec("mx", element=element)
+    n = 256 * 7
+    parts = Parts.of(codec.encode(np.zeros(n, BY_NAME[dtype].numpy), backend="ref"))
+    spec: Any = codec.spec
+    codes = np.resize(np.arange(1 << spec.format.bits), n).astype(np.uint8)
+    put(parts, 0, 0, minifloat.pack(codes, spec.format).tobytes())
+    scales = np.repeat(np.array([0, 1, 105, 127, 130, 254, 255], np.uint8), 8)
+    put(parts, 0, parts.header.sections[0].nbytes, scales.tobytes())
+    data = parts.join()
+    return f"mx/{dtype}_{element}_all_codes", data, tw.decode(data, backend="ref").tobytes()
+
+
+def mx_vectors() -> Iterator[LossyVector | Vector]:
+    """Vectors of codec mx."""
+    x = np.zeros(257, BY_NAME["bfloat16"].numpy)
+    x[:2] = 1.0, -3.0
+    yield lossy("bfloat16_e2m1_example", x, tw.codec("mx", element="e2m1"))
+    for i, element in enumerate(MX_ELEMENTS):
+        for j, dtype in enumerate(("bfloat16", "float16", "float32")):
+            rule = ("floor", "ceil")[(i + j) % 2]
+            codec = tw.codec("mx", element=element, scale_rule=rule)
+            n = 321 + 7 * i + j
+            yield lossy(f"{dtype}_{element}_{rule}", scaled_blocks(80 + n, dtype, n), codec)
+        for dtype in ("bfloat16", "float16", "float32")[i % 3 :][:1]:
+            yield all_codes(element, dtype)
+    x = scaled_blocks(81, "float32", 1601)
+    yield lossy("float32_e3m2_5_chunks", x, tw.codec("mx", element="e3m2"), chunks=5)
+    x = bell(82, "bfloat16", 2002).reshape(26, 77)
+    yield lossy("bfloat16_e2m1_4_chunks", x, tw.codec("mx", element="e2m1"), chunks=4)
+    yield lossy("bfloat16_no_checksum", bell(83, "bfloat16", 500), tw.codec("mx"), checksum=False)
 
 
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
@@ -731,6 +796,76 @@ def order_vectors() -> Invalid:
     }
 
 
+def mx_parts(element: str = "e2m1") -> Parts:
+    """Two chunks of 501 and 500 elements; e2m1 has 251 and 250 bytes of codes, scales at 256."""
+    x = bell(84, "bfloat16", 1001)
+    return Parts.of(tw.codec("mx", element=element).encode(x, chunks=2, backend="ref"))
+
+
+def mx_small(n: int) -> bytes:
+    """A header of a size that an encoder leaves to raw, with everything that belongs to it."""
+    spec: Any = tw.codec("mx").spec
+    plan = tw.Plan(spec, BY_NAME["bfloat16"], (n,), 1, spec.layout(BY_NAME["bfloat16"], n), 0)
+    out = np.zeros(plan.nbytes, np.uint8)
+    encode_into(plan, bits_of(bell(85, "bfloat16", n)), out, backend="ref")
+    return bytes(out)
+
+
+def mx_invalid() -> Invalid:
+    """What is wrong in mx buffers only."""
+    params, sections = mx_parts().header.params, mx_parts().header.sections
+    wrong = {
+        "mx_no_parameters": b"",
+        "mx_16_byte_parameters": params + bytes(8),
+        "mx_element_6": poked(params, 0, b"\6"),
+        "mx_scale_rule_2": poked(params, 1, b"\2"),
+        "mx_block_16": poked(params, 2, b"\4"),
+        "mx_parameters_reserved": poked(params, 3, b"\1"),
+        "mx_parameters_end": poked(params, 7, b"\1"),
+        "mx_other_element": poked(params, 0, b"\3"),
+    }
+    larger = (replace(sections[0], nbytes=sections[0].nbytes + ALIGN), sections[1])
+    bad_header = {
+        "mx_of_float64": changed(mx_parts(), dtype=BY_NAME["float64"]),
+        "mx_of_uint16": changed(mx_parts(), dtype=BY_NAME["uint16"]),
+        "mx_sections_swapped": sectioned(mx_parts(), 1, 0),
+        "mx_one_section": sectioned(mx_parts(), 0),
+        "mx_payload_too_large": changed(mx_parts(), sections=larger),
+        "mx_dynamic_stride": changed(mx_parts(), dynamic_stride=ALIGN),
+        "mx_gains_nothing": mx_small(100),
+        "mx_no_elements": mx_small(0),
+    }
+    bad_record = {
+        "mx_raw_flag": edited(mx_parts, lambda p: record(p, 1, "flags", RAW)),
+        "mx_dynamic": edited(mx_parts, lambda p: grow(p, 1, 1)),
+        "mx_info": edited(mx_parts, lambda p: record(p, 0, "info", 1)),
+    }
+    nonzero = {
+        "mx_padding_of_payload": edited(mx_parts, lambda p: put(p, 1, 250, b"\1")),
+        "mx_padding_of_scales": edited(mx_parts, lambda p: put(p, 0, 256 + 16, b"\1")),
+    }
+
+    def tail(element: str, chunk: int, at: int, bit: int) -> bytes:
+        parts = mx_parts(element)
+        put(parts, chunk, at, bytes([parts.static[chunk][at] | bit]))
+        return parts.join()
+
+    bad_payload = {
+        "mx_tail_of_4_bits": tail("e2m1", 0, 250, 16),
+        "mx_tail_of_6_bits": tail("e3m2", 0, 375, 128),
+    }
+    coded = mx_parts().join()
+    return (
+        {name: (changed(mx_parts(), params=data), "bad_header") for name, data in wrong.items()}
+        | {name: (data, "bad_header") for name, data in bad_header.items()}
+        | {"mx_version_2": (changed(mx_parts(), codec_version=2), "unsupported_version")}
+        | {name: (data, "bad_record") for name, data in bad_record.items()}
+        | {"mx_checksum": (poked(coded, 300, bytes([coded[300] ^ 1])), "checksum_mismatch")}
+        | {name: (data, "reserved_not_zero") for name, data in nonzero.items()}
+        | {name: (data, "bad_payload") for name, data in bad_payload.items()}
+    )
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -739,15 +874,17 @@ def all_invalid() -> Invalid:
         | record_vectors()
         | payload_vectors()
         | order_vectors()
+        | mx_invalid()
     )
 
 
 def all_files() -> dict[str, bytes]:
     """Every file but reasons.json, by its path in the folder."""
     files = {}
-    for vectors in (raw_vectors, zipccl_vectors):
-        for name, buffer, tensor in vectors():
+    for vectors in (raw_vectors, zipccl_vectors, mx_vectors):
+        for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
+            files |= {f"{name}.input": data for data in given}
     return files | {f"invalid/{name}.tw": data for name, (data, _) in all_invalid().items()}
 
 

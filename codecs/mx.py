@@ -1,0 +1,197 @@
+"""mx: the OCP microscaling formats, a power-of-two scale per 32 small elements. specs/mx.md.
+
+After the OCP Microscaling Formats (MX) specification v1.0, sections 5 and 6. This module holds
+layout, constants and the NumPy reference.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.codec_ids import CODEC_IDS
+from ..formats.dtypes import DType
+from ..formats.errors import FormatError
+from ..formats.header import SECTION_KINDS, Section, align
+from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .minifloat import (
+    BY_NAME,
+    ELEMENTS,
+    INFINITY,
+    WIDENED,
+    Element,
+    narrow,
+    pack,
+    payload_nbytes,
+    round_codes,
+    split,
+    tail_is_zero,
+    unpack,
+    values_of,
+    widen,
+)
+
+BLOCK = 32
+SCALE_RULES = ("floor", "ceil")
+#: Scale byte of a block that is NaN, and the largest of any other.
+NAN_SCALE = 255
+MAX_SCALE = 254
+
+TAIL_PROBLEM = "bits behind the last code"
+
+_PARAMS = struct.Struct("<BBBBI")
+_BATCH = 1 << 15
+
+
+def block_layout(element: Element, nelem: int, scales_nbytes: int) -> Layout:
+    """Static sections payload and scales."""
+    payload = Section(SECTION_KINDS["payload"], align(payload_nbytes(element, nelem)))
+    return Layout((payload, Section(SECTION_KINDS["scales"], align(scales_nbytes))))
+
+
+@dataclass(frozen=True)
+class Mx(CodecSpec):
+    """`element`: "e4m3", "e5m2", "e3m2", "e2m3", "e2m1" or "int8"; `scale_rule`: "floor", "ceil".
+
+    "floor" is the rule of OCP v1.0, which saturates the largest values of some blocks; "ceil" takes
+    the smallest scale that saturates none.
+    """
+
+    element: str = "e4m3"
+    scale_rule: str = "floor"
+
+    name: ClassVar[str] = "mx"
+    id: ClassVar[int] = CODEC_IDS["mx"][0]
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[str, ...]] = WIDENED
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for parameters that are none."""
+        if self.element not in BY_NAME:
+            raise ValueError(f"element is {self.element!r}; allowed: {tuple(BY_NAME)}")
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"scale_rule is {self.scale_rule!r}; allowed: {SCALE_RULES}")
+
+    @property
+    def format(self) -> Element:
+        """The element type."""
+        return BY_NAME[self.element]
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """Sections payload (packed codes) and scales (a byte per block)."""
+        return block_layout(self.format, nelem, -(-nelem // BLOCK))
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """A section entry counts 128-byte blocks in 32 bits."""
+        return (1 << 39) - 128
+
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """True for floats of at most 32 bits where the sections are smaller than the elements."""
+        if not super().accepts(dtype, nelem):
+            return False
+        coded = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
+        return coded < align(nelem * dtype.itemsize)
+
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: one sum per chunk."""
+        return align(8 * chunks)
+
+    def pack_params(self) -> bytes:
+        """Numbers of element type and scale rule, log2 of the block size."""
+        element = ELEMENTS.index(self.format)
+        rule = SCALE_RULES.index(self.scale_rule)
+        return _PARAMS.pack(element, rule, BLOCK.bit_length() - 1, 0, 0)
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> Mx:
+        """Inverse of `pack_params`."""
+        if len(data) != _PARAMS.size:
+            raise FormatError("bad_header", f"mx has 8 parameter bytes, found {len(data)}")
+        element, rule, *rest = _PARAMS.unpack(data)
+        if element >= len(ELEMENTS) or rule >= len(SCALE_RULES) or rest != [5, 0, 0]:
+            raise FormatError("bad_header", f"mx parameters {data.hex()}")
+        return cls(ELEMENTS[element].name, SCALE_RULES[rule])
+
+
+SPEC = Mx
+
+
+def block_scales(magnitudes: Bits, spec: Mx) -> npt.NDArray[np.uint8]:
+    """Scale bytes of blocks from their largest magnitudes, the bits of float32 values."""
+    element = spec.format
+    exponents, fractions = split(magnitudes)
+    scales = exponents - np.int32(element.emax)
+    if spec.scale_rule == "ceil":
+        scales += (fractions > element.max_fraction).astype(np.int32)
+    scales = np.clip(scales, 0, MAX_SCALE)
+    # Infinity counts as 2^128, which int8 cannot reach with any scale.
+    scales = np.where(magnitudes == INFINITY, NAN_SCALE - element.emax, scales)
+    return np.where(magnitudes > INFINITY, NAN_SCALE, scales).astype(np.uint8)
+
+
+def encode_chunk(
+    spec: Mx,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """Encode the chunk's elements `bits` (1-D) into its static part."""
+    element = spec.format
+    payload, scales = static_views(chunk)
+    for first in range(0, scales.size, _BATCH):
+        part = bits[first * BLOCK :][: _BATCH * BLOCK]
+        words = np.zeros(-(-part.size // BLOCK) * BLOCK, np.uint32)
+        words[: part.size] = widen(part, chunk.dtype)
+        words = words.reshape(-1, BLOCK)
+        here = block_scales((words & np.uint32(0x7FFFFFFF)).max(axis=1), spec)
+        nan = here[:, None] == NAN_SCALE
+        words = np.where(nan, np.uint32(0), words)
+        codes = round_codes(words, here[:, None].astype(np.int32), element)
+        scales[first : first + here.size] = here
+        packed = pack(codes.reshape(-1)[: part.size], element)
+        payload[first * BLOCK * element.bits // 8 :][: packed.size] = packed
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Mx, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D)."""
+    element = spec.format
+    payload, scales = static_views(chunk)
+    values = values_of(element)
+    for first in range(0, out.size, _BATCH * BLOCK):
+        part = out[first : first + _BATCH * BLOCK]
+        at = start + first
+        codes = unpack(payload, element, at, at + part.size)
+        blocks = scales[np.arange(at, at + part.size) // BLOCK]
+        # Exact in float64; beyond float32's range it becomes infinity.
+        exact = np.ldexp(values[codes], blocks.astype(np.int32) - 127)
+        with np.errstate(over="ignore"):
+            words = exact.astype(np.float32).view(np.uint32)
+        words = np.where(blocks == NAN_SCALE, np.uint32(0x7FFFFFFF), words)
+        part[:] = narrow(words, chunk.dtype)
+    if start + out.size == chunk.nelem and not tail_is_zero(payload, element, chunk.nelem):
+        return ChunkDecoded(TAIL_PROBLEM)
+    return ChunkDecoded()
+
+
+def static_views(chunk: Chunk) -> tuple[Bytes, Bytes]:
+    """The chunk's payload section, and its scale bytes."""
+    at = chunk.sections[0].nbytes
+    return chunk.static[:at], chunk.static[at:][: -(-chunk.nelem // BLOCK)]
+
+
+def static_used(
+    spec: Mx, dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    at = sections[0].nbytes
+    return (0, payload_nbytes(spec.format, nelem)), (at, at + -(-nelem // BLOCK))
