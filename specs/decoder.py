@@ -418,7 +418,7 @@ def float_bits(value: float, dtype: Dtype) -> int:
         return infinity + 2 ** (dtype.mantissa - 1)
     magnitude = infinity
     if math.isfinite(value):
-        exponent = max(math.frexp(value)[1] - 1, 1 - bias)
+        exponent = max(math.frexp(value)[1] - 1, 1 - bias) if value else 1 - bias
         steps = round(math.ldexp(abs(value), dtype.mantissa - exponent))
         magnitude = min(((exponent + bias - 1) << dtype.mantissa) + steps, infinity)
     sign = math.copysign(1.0, value) < 0

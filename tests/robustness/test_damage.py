@@ -25,7 +25,7 @@ from tightwire.planning import plan_of_header
 RECORD_SIZE = RECORD.itemsize
 
 
-def sample(name: str, dtype: str = "bfloat16", n: int = 2300, **options: Any) -> bytes:
+def sample(name: str | tw.Codec, dtype: str = "bfloat16", n: int = 2300, **options: Any) -> bytes:
     kind = BY_NAME[dtype]
     x = make_bits("scales", kind, n).view(kind.numpy)
     return bytes(tw.encode(x, name, **options))
@@ -43,6 +43,8 @@ SAMPLES = {
     "zipccl": sample("zipccl"),
     "chunks": sample("zipccl", n=2600, chunks=2),
     "fallback": bytes(tw.encode(make_bits("random", BY_NAME["float16"], 1900).view(np.float16))),
+    "mx": sample("mx", n=900),
+    "mx_6_bits": sample(tw.codec("mx", element="e3m2"), "float32", 501, chunks=2),
     "float64": sample("zipccl", "float64", 500),
     "e4m3": sample("zipccl", "float8_e4m3fn", 4200),
     "sigma": bytes(

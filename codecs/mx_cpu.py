@@ -1,0 +1,167 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""mx on the CPU with Numba: the bytes of codecs/mx.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .minifloat import INFINITY, NAN, narrow, tail_is_zero
+from .minifloat_cpu import (
+    LANES,
+    LEAST,
+    MOST,
+    decode_codes,
+    decode_extreme,
+    first_special,
+    kind_of,
+    largest_magnitudes_by,
+    pack,
+    round_codes,
+    round_small,
+    split,
+    unpack,
+    value_table,
+    widen,
+)
+from .mx import BLOCK, MAX_SCALE, NAN_SCALE, TAIL_PROBLEM, Mx, static_views
+from .threads import run, spans
+
+_INFINITY = np.uint32(INFINITY)
+
+
+_TILE_BLOCKS = LANES // BLOCK
+_largest_magnitudes = largest_magnitudes_by(BLOCK)
+
+
+@njit(nogil=True)
+def _scale(top, emax, max_fraction, ceil):
+    """Scale byte of a block whose largest magnitude is `top`."""
+    if top >= _INFINITY:
+        return NAN_SCALE if top > _INFINITY else NAN_SCALE - emax
+    part = split(top)
+    scale = (part >> 23) - emax
+    if ceil and (part & 0x7FFFFF) > max_fraction:
+        scale += 1
+    return min(max(scale, 0), MAX_SCALE)
+
+
+@njit(nogil=True, cache=True)
+def _encode_tiles(x, kind, payload, scales, element, ceil, first, last):
+    bits, mantissa, bias, largest, emax, max_fraction, integer = element
+    words, tops = np.empty(LANES, np.uint32), np.empty(_TILE_BLOCKS, np.uint32)
+    floats, lanes = np.empty(LANES, np.float32), np.empty(BLOCK // 2, np.uint32)
+    offsets, found = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
+    codes, packed = np.empty(LANES, np.uint8), np.empty(LANES, np.uint8)
+    padded = np.zeros(LANES, x.dtype)
+    nbytes = LANES * bits // 8
+    for tile in range(first, last):
+        at = tile * LANES
+        count = min(LANES, x.size - at)
+        if count == LANES:
+            widen(x[at : at + LANES], kind, words, floats)
+        else:
+            padded[:count] = x[at:]
+            widen(padded, kind, words, floats)
+        _largest_magnitudes(words, lanes, tops)
+        for b in range((count + BLOCK - 1) // BLOCK):
+            scale = _scale(tops[b], emax, max_fraction, ceil)
+            scales[tile * _TILE_BLOCKS + b] = scale
+            tops[b] = scale
+            offset = np.int32((scale - 127) << 23)
+            for i in range(BLOCK):
+                offsets[b * BLOCK + i] = offset
+        round_codes(words, offsets, mantissa, bias, largest, bits, integer, found, codes)
+        for b in range((count + BLOCK - 1) // BLOCK):
+            scale = np.int64(tops[b])
+            cut = slice(b * BLOCK, (b + 1) * BLOCK)
+            if scale == NAN_SCALE:
+                codes[cut] = 0
+            elif scale <= bias + mantissa + 8:
+                round_small(words[cut], scale, mantissa, bias, largest, bits, integer, codes[cut])
+        if count == LANES:
+            pack(codes, bits, payload[tile * nbytes : (tile + 1) * nbytes])
+        else:
+            pack(codes, bits, packed)
+            used = (count * bits + 7) // 8
+            payload[tile * nbytes : tile * nbytes + used] = packed[:used]
+
+
+@njit(nogil=True, cache=True)
+def _decode_tiles(payload, scales, nelem, element, table, kind, quiet, out, start, first, last):
+    bits, infinity, nan = element
+    codes, source = np.empty(LANES, np.uint8), np.zeros(LANES, np.uint8)
+    offsets, parts = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
+    room = np.empty(LANES, out.dtype)
+    nbytes = LANES * bits // 8
+    for tile in range(first, last):
+        at = tile * LANES
+        lo, hi = max(at, start), min(at + LANES, start + out.size)
+        if at + LANES <= nelem:
+            unpack(payload[tile * nbytes : (tile + 1) * nbytes], bits, codes)
+        else:
+            used = ((nelem - at) * bits + 7) // 8
+            source[:] = 0
+            source[:used] = payload[tile * nbytes : tile * nbytes + used]
+            unpack(source, bits, codes)
+        blocks = min(_TILE_BLOCKS, scales.size - tile * _TILE_BLOCKS)
+        here = scales[tile * _TILE_BLOCKS : tile * _TILE_BLOCKS + blocks]
+        for b in range(blocks):
+            offset = np.int32((np.int64(here[b]) - 127) << 23)
+            for i in range(BLOCK):
+                offsets[b * BLOCK + i] = offset
+        target = room
+        if hi - lo == LANES:
+            target = out[at - start : at - start + LANES]
+        decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, target)
+        for b in range(blocks):
+            scale = np.int64(here[b])
+            cut = slice(b * BLOCK, (b + 1) * BLOCK)
+            if scale == NAN_SCALE:
+                target[cut] = quiet
+            elif kind != 1 and not LEAST <= scale <= MOST:
+                decode_extreme(codes[cut], scale, table, bits, infinity, nan, kind, target[cut])
+        if hi - lo < LANES:
+            out[lo - start : hi - start] = room[lo - at : hi - at]
+
+
+def encode_chunk(
+    spec: Mx,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `mx.encode_chunk`."""
+    e = spec.format
+    payload, scales = static_views(chunk)
+    element = (e.bits, e.mantissa, e.bias, e.largest, e.emax, e.max_fraction, e.is_integer)
+    fixed = (bits, kind_of(chunk.dtype), payload, scales, element, spec.scale_rule == "ceil")
+    cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
+    run(_encode_tiles, [(*fixed, *cut) for cut in cuts])
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Mx, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `mx.decode_chunk`."""
+    e = spec.format
+    payload, scales = static_views(chunk)
+    if out.size:
+        quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
+        element = (e.bits, *first_special(e))
+        table = value_table(e)
+        fixed = (payload, scales, chunk.nelem, element, table, kind_of(chunk.dtype), quiet)
+        first, last = start // LANES, -(-(start + out.size) // LANES)
+        cuts = spans(last - first, out.nbytes, threads)
+        run(_decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
+    if start + out.size == chunk.nelem and not tail_is_zero(payload, e, chunk.nelem):
+        return ChunkDecoded(TAIL_PROBLEM)
+    return ChunkDecoded()

@@ -1,0 +1,282 @@
+"""mx: the codes of other implementations, rules at the edges, the page's error bound."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightwire as tw
+from tightwire.codecs.minifloat import BY_NAME, Element, unpack
+from tightwire.codecs.mx import BLOCK
+from tightwire.formats.dtypes import BY_NAME as DTYPES
+from tightwire.formats.dtypes import DType
+
+Array = npt.NDArray[Any]
+BFLOAT16 = DTYPES["bfloat16"]
+FLOATS = tuple(n for n in BY_NAME if n != "int8")
+RULES = ("floor", "ceil")
+#: Scale exponents of blocks: the smallest, those of usual data, the largest.
+ANCHORS = (-126, -125, -110, -64, -20, -9, -1, 0, 1, 8, 60, 120, 126, 127)
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e2m3": 7.5, "e2m1": 6.0}
+
+
+def all_bfloat16() -> Array:
+    """Every bfloat16."""
+    return np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16.numpy)
+
+
+def anchored(exponent: int) -> Array:
+    """Blocks that hold every bfloat16 up to 1.5 * 2^exponent, after that value itself."""
+    x = all_bfloat16()
+    anchor = np.ldexp(np.float32(1.5), exponent)
+    kept = x[np.abs(x.astype(np.float32)) <= anchor]
+    n = -(-kept.size // (BLOCK - 1))
+    blocks = np.zeros((n, BLOCK), x.dtype)
+    blocks[:, 0] = anchor
+    blocks[:, 1:] = np.resize(kept, (n, BLOCK - 1))
+    return blocks.reshape(-1)
+
+
+def coded(x: Array, element: str, rule: str = "floor") -> tuple[Array, Array]:
+    """Codes, a byte each, and scale bytes, by the default backend."""
+    buf = tw.codec("mx", element=element, scale_rule=rule).encode(x)
+    assert buf.header.codec == "mx"
+    static = np.asarray(buf.static(0))
+    at = buf.header.sections[0].nbytes
+    codes = unpack(static, BY_NAME[element], 0, x.size)
+    return codes, static[at:][: -(-x.size // BLOCK)]
+
+
+def exponents(x: Array) -> npt.NDArray[np.int64]:
+    """floor(log2) of the largest magnitude of each block of finite values, none of them zero."""
+    largest = np.abs(x.astype(np.float64)).reshape(-1, BLOCK).max(axis=1)
+    return np.frexp(largest)[1].astype(np.int64) - 1
+
+
+def test_every_bfloat16_has_the_codes_of_ml_dtypes() -> None:
+    for element, kind in ML_DTYPES.items():
+        largest = LARGEST[element]
+        for rule in RULES:
+            for anchor in ANCHORS:
+                x = anchored(anchor)
+                codes, scales = coded(x, element, rule)
+                up = rule == "ceil" and np.frexp(largest)[0] * 2 < 1.5
+                e = exponents(x) - (np.frexp(largest)[1] - 1) + up
+                assert (scales == np.clip(e, -127, 127) + 127).all()
+                y = np.ldexp(x.astype(np.float64), 127 - np.repeat(scales.astype(int), BLOCK))
+                expected = np.clip(y, -largest, largest).astype(kind).view(np.uint8)
+                assert (codes == expected).all(), (element, rule, anchor)
+
+
+def test_every_bfloat16_has_the_codes_of_gfloat() -> None:
+    gfloat = pytest.importorskip("gfloat")
+    from gfloat import formats
+
+    infos = {
+        "e4m3": formats.format_info_ocp_e4m3,
+        "e5m2": formats.format_info_ocp_e5m2,
+        "e3m2": formats.format_info_ocp_e3m2,
+        "e2m3": formats.format_info_ocp_e2m3,
+        "e2m1": formats.format_info_ocp_e2m1,
+        "int8": formats.format_info_ocp_int8,
+    }
+    for element, info in infos.items():
+        for rule, anchor in (("floor", 0), ("ceil", -126), ("floor", 127)):
+            x = anchored(anchor)
+            codes, scales = coded(x, element, rule)
+            y = np.ldexp(x.astype(np.float64), 127 - np.repeat(scales.astype(int), BLOCK))
+            if element == "int8":
+                # Ours is symmetric: -2 is not used.
+                y = np.maximum(y, -127 / 64)
+            rounded = gfloat.round_ndarray(info, y, sat=True)
+            expected = gfloat.encode_ndarray(info, rounded)
+            assert (codes == expected).all(), (element, rule, anchor)
+
+
+def test_scales_and_codes_of_torchao() -> None:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    kinds = {
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "e3m2": mx_tensor.DTYPE_FP6_E3M2,
+        "e2m3": mx_tensor.DTYPE_FP6_E2M3,
+        "e2m1": torch.float4_e2m1fn_x2,
+    }
+    # In the order of their bits, so that blocks of zeros, infinities and NaN are among them.
+    cases = [all_bfloat16(), *(anchored(anchor) for anchor in ANCHORS)]
+    for element, kind in kinds.items():
+        for x in cases:
+            bits = torch.from_numpy(x.view(np.int16).reshape(-1, BLOCK).copy())
+            scale, data = mx_tensor.to_mx(bits.view(torch.bfloat16), kind, BLOCK)
+            codes, scales = coded(x, element)
+            assert (scale.view(torch.uint8).numpy().reshape(-1) == scales).all(), element
+            theirs = data.view(torch.uint8).numpy().reshape(-1)
+            if element == "e2m1":
+                theirs = np.stack([theirs & 15, theirs >> 4], axis=1).reshape(-1)
+            # It divides by 2^-126 where the scale is 2^-127, and has codes for what is NaN.
+            per_element = np.repeat(scales, BLOCK)
+            same = (per_element > 0) & (per_element < 255)
+            assert (codes == theirs)[same].all(), element
+
+
+def test_ceil_is_the_rule_of_torchao() -> None:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    mode = mx_tensor.ScaleCalculationMode.RCEIL
+    for element, kind in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        x = np.repeat(np.arange(1 << 12, 0x7F80, dtype=np.uint16), BLOCK).view(BFLOAT16.numpy)
+        bits = torch.from_numpy(x.view(np.int16).reshape(-1, BLOCK).copy())
+        scale, data = mx_tensor.to_mx(bits.view(torch.bfloat16), kind, BLOCK, mode)
+        codes, scales = coded(x, element, "ceil")
+        assert (scale.view(torch.uint8).numpy().reshape(-1) == scales).all()
+        assert (data.view(torch.uint8).numpy().reshape(-1) == codes).all()
+
+
+def bound(x: Array, y: Array, scales: Array, element: Element, dtype: DType) -> Array:
+    """The page's "Error bound" of each element, float64; NaN where it has none."""
+    u = np.repeat(np.ldexp(1.0, scales.astype(int) - 127), BLOCK)[: x.size]
+    largest = (element.largest & (1 << element.mantissa) - 1 | 1 << element.mantissa) * 2.0 ** (
+        element.emax - element.mantissa
+    )
+    magnitude = np.abs(x.astype(np.float64))
+    if element.name == "int8":
+        rounding = u / 128
+    else:
+        rounding = 0.5 ** (element.mantissa + 1) * np.maximum(
+            magnitude, u * 2.0 ** (1 - element.bias)
+        )
+    result = np.where(magnitude <= largest * u, rounding, magnitude - largest * u)
+    least = {"bfloat16": -133, "float16": -24, "float32": -149}[dtype.name]
+    result += 2.0 ** (least - 1)
+    special = ~np.isfinite(x.astype(np.float64))
+    blocks = np.zeros(scales.size, bool)
+    blocks[np.flatnonzero(special) // BLOCK] = True
+    result[np.repeat(blocks, BLOCK)[: x.size]] = np.nan
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    element=st.sampled_from(sorted(BY_NAME)),
+    rule=st.sampled_from(RULES),
+    n=st.integers(300, 1500),
+    spread=st.floats(0, 60),
+    centre=st.integers(-150, 127),
+    seed=st.integers(0, 2**32),
+)
+def test_property_error_bound(
+    dtype: str, element: str, rule: str, n: int, spread: float, centre: int, seed: int
+) -> None:
+    kind, e = DTYPES[dtype], BY_NAME[element]
+    rng = np.random.default_rng(seed)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(
+            rng.standard_normal(n), centre + (spread * rng.standard_normal(n)).astype(int)
+        )
+        x = values.astype(np.float32).astype(kind.numpy)
+    _, scales = coded(x, element, rule)
+    y = tw.decode(tw.codec("mx", element=element, scale_rule=rule).encode(x))
+    allowed = bound(x, y, scales, e, kind)
+    finite = ~np.isnan(allowed)
+    with np.errstate(invalid="ignore"):
+        error = np.abs(y.astype(np.float64) - x.astype(np.float64))
+    top = float(np.finfo(np.float16).max if dtype == "float16" else ml_dtypes.finfo(kind.numpy).max)
+    overflowed = np.isinf(y.astype(np.float64)) & (np.abs(x.astype(np.float64)) > top / 2)
+    assert (error <= allowed)[finite & ~overflowed].all()
+    assert rule == "ceil" or not overflowed[finite].any()
+
+
+def test_ceil_saturates_nothing() -> None:
+    x = np.random.default_rng(1).standard_normal(1 << 14).astype(np.float32)
+    for element, e in BY_NAME.items():
+        for rule in RULES:
+            codes, _ = coded(x, element, rule)
+            y = tw.decode(tw.codec("mx", element=element, scale_rule=rule).encode(x))
+            magnitudes = np.abs(codes.view(np.int8)) if e.is_integer else codes & (e.sign - 1)
+            at_top = magnitudes == e.largest
+            significand = e.largest & (1 << e.mantissa) - 1 | 1 << e.mantissa
+            half_step = np.abs(y[at_top]) / (2 * significand)
+            cut = np.abs(x[at_top]) - np.abs(y[at_top]) > half_step
+            assert cut.any() == (rule == "floor"), (element, rule)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("element", BY_NAME)
+def test_special_values(dtype: str, element: str, backend: str) -> None:
+    kind = DTYPES[dtype].numpy
+    x = np.ones(320, kind)
+    x[:32] = 0
+    x[3] = -0.0
+    x[40] = np.nan
+    x[70], x[71] = np.inf, -np.inf
+    y = tw.decode(tw.codec("mx", element=element).encode(x, backend=backend), backend=backend)
+    wide = y.astype(np.float32)
+    assert (wide[:32] == 0).all()
+    assert np.signbit(wide[3]) == (element != "int8")
+    assert np.flatnonzero(np.signbit(wide[:32])).tolist() == ([3] if element != "int8" else [])
+    assert np.isnan(wide[32:64]).all()
+    assert (wide[96:] == 1).all()
+    if element == "int8":
+        assert np.isnan(wide[64:96]).all()
+    else:
+        assert wide[70] == np.inf
+        assert wide[71] == -np.inf
+        assert (wide[72:96] == 0).all()
+
+
+@pytest.mark.parametrize("params", [{"element": "e4m4"}, {"scale_rule": "round"}, {"element": 4}])
+def test_bad_parameters_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        tw.codec("mx", **params)
+
+
+def test_what_is_left_to_raw() -> None:
+    codec = tw.codec("mx")
+    for x in (np.zeros(5000), np.arange(5000), np.float32(1.0), np.ones(20, np.float32)):
+        buf = codec.encode(x)
+        assert buf.header.codec == "raw"
+        assert np.array_equal(tw.decode(buf), x)
+    assert not codec.lossless
+    with pytest.raises(ValueError, match="takes no stats"):
+        codec.encode(np.zeros(5000, np.float32), stats=np.array([1]))
+
+
+def test_selections(backend: str) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal(3001).astype(np.float32)
+    for element in BY_NAME:
+        buf = tw.codec("mx", element=element).encode(x, chunks=3)
+        whole = tw.decode(buf, backend=backend)
+        for start, stop in [(0, 3001), (1, 2), (31, 33), (255, 770), (999, 1003), (3000, 3001)]:
+            part = tw.decode(buf, start=start, stop=stop, backend=backend)
+            assert part.tobytes() == whole[start:stop].tobytes()
+
+
+def test_worked_example() -> None:
+    x = np.zeros(257, BFLOAT16.numpy)
+    x[:2] = 1.0, -3.0
+    static = np.asarray(tw.codec("mx", element="e2m1").encode(x).static(0))
+    assert static.size == 384
+    assert static[0] == 0xF4
+    assert static[256] == 0x7E
+    assert np.count_nonzero(static) == 2
