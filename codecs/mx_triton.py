@@ -1,0 +1,524 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""mx on a GPU: one read of the elements and one write of codes and scales, a tile per program."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from .base import CodecSpec, Plan
+from .device import (
+    CHUNK,
+    CHUNK_PADDING,
+    CHUNK_PAYLOAD,
+    CHUNK_SUM,
+    FLAGS,
+    HEADER_WORDS,
+    OVERFLOWED,
+    RECORD,
+    Variant,
+    add_header,
+    check_header,
+    clear,
+    header_word,
+    header_words,
+    kernel,
+    match_header,
+    options,
+    padding_of,
+    record_term,
+    report,
+    store_element,
+    touched,
+    weigh_bytes,
+)
+from .minifloat import INFINITY, WIDENED
+from .minifloat_triton import (
+    decode_bits,
+    element_constants,
+    round_codes,
+    split,
+    store_words,
+    unpack,
+    widen,
+)
+from .mx import BLOCK
+
+#: Blocks of a tile, one program's share.
+_BLOCKS = tl.constexpr(64)
+_BLOCK = tl.constexpr(BLOCK)
+_INFINITY = tl.constexpr(INFINITY)
+_OPTIONS = options(num_warps=4)
+
+
+@triton.jit
+def _elements(ptr, ITEM: tl.constexpr):
+    return ptr.to(tl.pointer_type(tl.uint16 if ITEM == 2 else tl.uint32))
+
+
+@triton.jit
+def _scales(tops, EMAX: tl.constexpr, MAX_FRACTION: tl.constexpr, CEIL: tl.constexpr):
+    """Scale bytes, int32, from the largest magnitudes of blocks; see `mx.block_scales`."""
+    parts = split(tops)
+    scales = (parts >> 23) - EMAX
+    if CEIL:
+        scales += ((parts & 0x7FFFFF) > MAX_FRACTION).to(tl.int32)
+    scales = tl.minimum(tl.maximum(scales, 0), 254)
+    scales = tl.where(tops == _INFINITY, 255 - EMAX, scales)
+    return tl.where(tops > _INFINITY, 255, scales)
+
+
+@triton.jit
+def _encode_tile(
+    x,
+    payload,
+    scales_ptr,
+    scales_at,
+    block,
+    n,
+    words,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    CEIL: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Encode blocks from `block` on of a chunk of `n` elements; gives the checksum terms."""
+    GROUPS: tl.constexpr = 2 if BITS == 6 else BITS
+    CODES: tl.constexpr = _BLOCK // GROUPS
+    rows = tl.arange(0, _BLOCKS)
+    i = rows[:, None, None] * _BLOCK + tl.arange(0, GROUPS)[None, :, None] * CODES
+    i = block * _BLOCK + (i + tl.arange(0, CODES)[None, None, :])
+    if MASKED:
+        v = tl.load(x + i, mask=i < n, other=0)
+    else:
+        v = tl.load(x + i)
+    values = widen(v, EXP, ITEM)
+    tops = tl.max(tl.max(values & 0x7FFFFFFF, 2), 1)
+    scales = _scales(tops, EMAX, MAX_FRACTION, CEIL)
+    codes = round_codes(values, scales[:, None, None], BITS, M, BIAS, TOP, INTEGER)
+    total = store_words(payload, codes, block, words, _BLOCKS, GROUPS, BITS, MASKED)
+    at = block + rows
+    if MASKED:
+        tl.store(scales_ptr + at, scales.to(tl.uint8), mask=at * _BLOCK < n)
+        scales = tl.where(at * _BLOCK < n, scales, 0)
+    else:
+        tl.store(scales_ptr + at, scales.to(tl.uint8))
+    return total + tl.sum(weigh_bytes(scales, scales_at + at), 0)
+
+
+@kernel
+def _encode_kernel(
+    x_ptr,
+    out_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    CEIL: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Encode one tile of one chunk. Header and records were cleared before."""
+    pid = tl.program_id(0)
+    chunk = pid // tiles
+    tile = pid % tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    x = _elements(x_ptr, ITEM) + first
+    payload = static_ptr.to(tl.pointer_type(tl.uint32))
+    scales_ptr = static_ptr + scales_at * 128
+    block = tile.to(tl.int64) * _BLOCKS
+    words = (n * BITS + 31) // 32
+    # fmt: off
+    if (block + _BLOCKS) * _BLOCK <= n:
+        total = _encode_tile(
+            x, payload, scales_ptr, scales_at * 128, block, n, words, EMAX, MAX_FRACTION, CEIL,
+            BITS, M, BIAS, TOP, INTEGER, EXP, ITEM, False,
+        )
+    else:
+        total = _encode_tile(
+            x, payload, scales_ptr, scales_at * 128, block, n, words, EMAX, MAX_FRACTION, CEIL,
+            BITS, M, BIAS, TOP, INTEGER, EXP, ITEM, True,
+        )
+    # fmt: on
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    if tile == tiles - 1:
+        clear(static_ptr, words * 4, scales_at * 128, tile * 0, tile * 0 + 1)
+        scales_end = scales_at * 128 + (n + _BLOCK - 1) // _BLOCK
+        clear(static_ptr, scales_end, static_stride * 128, tile * 0, tile * 0 + 1)
+        tl.store(record + 2, chunk.to(tl.int64) << 32)
+        total += identity + record_term(n, n * 0, chunk * 0, chunk)
+        if chunk == 0:
+            k = tl.arange(0, 16)
+            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+    if SUMS:
+        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _decode_tile(
+    payload,
+    scales_ptr,
+    scales_at,
+    out_ptr,
+    at,
+    lo,
+    hi,
+    block,
+    n,
+    words,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Decode blocks from `block` on; gives the checksum terms.
+
+    Element i of the chunk goes to `at + i` if it is in [lo, hi).
+    """
+    GROUPS: tl.constexpr = 2 if BITS == 6 else BITS
+    CODES: tl.constexpr = _BLOCK // GROUPS
+    codes, total = unpack(payload, block, words, _BLOCKS, GROUPS, BITS, MASKED)
+    rows = block + tl.arange(0, _BLOCKS)
+    if MASKED:
+        scales = tl.load(scales_ptr + rows, mask=rows * _BLOCK < n, other=127).to(tl.int32)
+        counted = tl.where(rows * _BLOCK < n, scales, 0)
+    else:
+        scales = tl.load(scales_ptr + rows).to(tl.int32)
+        counted = scales
+    total += tl.sum(weigh_bytes(counted, scales_at + rows), 0)
+    if STORE:
+        bits = decode_bits(
+            codes, scales[:, None, None], BITS, M, BIAS, INF, NAN, INTEGER, EXP, ITEM
+        ).to(tl.uint32, bitcast=True)
+        i = tl.arange(0, _BLOCKS)[:, None, None] * _BLOCK + tl.arange(0, CODES)[None, None, :]
+        i = block * _BLOCK + (i + tl.arange(0, GROUPS)[None, :, None] * CODES)
+        if MASKED:
+            store_element(out_ptr, at + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
+        else:
+            store_element(out_ptr, at + i, bits, None, EXP, ITEM, ADD)
+    return total
+
+
+@kernel
+def _decode_kernel(
+    src_ptr,
+    out_ptr,
+    sums_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk."""
+    pid = tl.program_id(0)
+    chunk = first_chunk + pid // tiles
+    tile = pid % tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    payload = static_ptr.to(tl.pointer_type(tl.uint32))
+    scales_ptr = static_ptr + scales_at * 128
+    block = tile.to(tl.int64) * _BLOCKS
+    words = (n * BITS + 31) // 32
+    at = first - start
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    lo = tl.maximum(start - first, 0)
+    hi = tl.minimum(stop - first, n)
+    # fmt: off
+    if (block * _BLOCK >= lo) & ((block + _BLOCKS) * _BLOCK <= hi):
+        total = _decode_tile(
+            payload, scales_ptr, scales_at * 128, out_ptr, at, lo, hi, block, n, words, BITS, M,
+            BIAS, INF, NAN, INTEGER, EXP, ITEM, ADD, STORE, False,
+        )
+    else:
+        total = _decode_tile(
+            payload, scales_ptr, scales_at * 128, out_ptr, at, lo, hi, block, n, words, BITS, M,
+            BIAS, INF, NAN, INTEGER, EXP, ITEM, ADD, STORE, True,
+        )
+    # fmt: on
+    if SUMS:
+        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _check_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
+    BITS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A chunk's record and last code; if it was decoded whole its padding and checksum."""
+    chunk = first_chunk + tl.program_id(0)
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    both = tl.load(record + 2)
+    where = chunk.to(tl.int64) << 8
+    # fmt: off
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr, status_ptr, head, chunks, static_at,
+            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
+        )
+    # fmt: on
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if planned != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if summed == 0:
+        odd |= tl.load(record)
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    used = (n * BITS + 7) // 8
+    if BITS < 8:
+        if (n > 0) & (first + n > start) & (first + n <= stop):
+            behind = tl.load(static_ptr + used - 1).to(tl.int32) >> (((n * BITS - 1) & 7) + 1)
+            if behind != 0:
+                report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        # The words of codes are summed already, with what pads the last of them.
+        words_end = (n * BITS + 31) // 32 * 4
+        _, last = padding_of(static_ptr, used, words_end)
+        total, padding = padding_of(static_ptr, words_end, scales_at * 128)
+        scales_end = scales_at * 128 + (n + _BLOCK - 1) // _BLOCK
+        more, behind_scales = padding_of(static_ptr, scales_end, static_stride * 128)
+        if (last | padding | behind_scales) != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            total += more + tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
+            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+def supports(dtype: DType) -> bool:
+    """True for the dtypes that mx takes."""
+    return dtype.name in WIDENED
+
+
+def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
+    """None: mx needs no statistics."""
+    return None
+
+
+def _aligned(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
+    """Whether every chunk's elements start at a multiple of 16 bytes of `tensor`."""
+    even = plan.chunks == 1 or plan.chunk_nelem % 16 == 0
+    return even and start % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _encode_variant(spec, dtype: DType, aligned: bool, sums: bool) -> Variant:
+    e = spec.format
+    chosen = element_constants(e)
+    del chosen["INF"], chosen["NAN"]
+    chosen |= {"EMAX": e.emax, "MAX_FRACTION": e.max_fraction, "CEIL": spec.scale_rule == "ceil"}
+    chosen |= {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "ALIGNED": aligned, "SUMS": sums}
+    return Variant(_encode_kernel, _OPTIONS, **chosen)
+
+
+@functools.cache
+def _decode_variant(
+    spec, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
+) -> Variant:
+    chosen = element_constants(spec.format)
+    del chosen["TOP"]
+    chosen |= {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "ALIGNED": aligned}
+    return Variant(_decode_kernel, _OPTIONS, **chosen, ADD=add, STORE=store, SUMS=sums)
+
+
+@functools.cache
+def _check_variant(bits: int, sums: bool) -> Variant:
+    return Variant(_check_kernel, options(1), BITS=bits, SUMS=sums)
+
+
+def _tiles(plan: Plan) -> int:
+    return max(1, -(-plan.chunk_nelem // (BLOCK * _BLOCKS.value)))
+
+
+def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+    """See `zipccl_triton.encode`."""
+    tiles = _tiles(plan)
+    out[: plan.static_offset].zero_()
+    header = header_words(plan)
+    _encode_variant(plan.codec, plan.dtype, _aligned(plan, x), plan.checksum).launch(
+        tiles * plan.chunks,
+        (x, out),
+        *header[:HEADER_WORDS],
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem,
+        plan.chunk_nelem,
+        tiles,
+        plan.header.nbytes // 8,
+        plan.static_offset // 128,
+        plan.static_stride // 128,
+        plan.layout.sections[0].nbytes // 128,
+    )
+    add_header(plan, out, header)
+
+
+def decode(
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    check: bool = True,
+    dynamic_starts=None,
+    store: bool = True,
+    add: bool = False,
+    planned: bool = True,
+) -> None:
+    """See `zipccl_triton.decode`."""
+    stop = plan.nelem if stop is None else stop
+    tiles = _tiles(plan)
+    sums = check and plan.checksum and (start < stop or not plan.nelem)
+    if sums:
+        scratch[: 8 * plan.chunks].zero_()
+    if out is None:
+        out = src
+    first, end, first_whole, end_whole = touched(plan, start, stop)
+    geometry = (
+        plan.static_offset // 128,
+        plan.static_stride // 128,
+        plan.layout.sections[0].nbytes // 128,
+    )
+    if start < stop and (store or sums):
+        adding = out.element_size() if add else 0
+        aligned = _aligned(plan, out, start)
+        _decode_variant(plan.codec, plan.dtype, aligned, adding, store, sums).launch(
+            tiles * (end - first),
+            (src, out, scratch),
+            start,
+            stop,
+            first,
+            plan.nelem,
+            plan.chunk_nelem,
+            tiles,
+            *geometry,
+        )
+    if not check:
+        end_whole = first_whole
+    header = header_words(plan)
+    _check_variant(plan.codec.format.bits, sums).launch(
+        end - first,
+        (src, scratch, status),
+        *header[:HEADER_WORDS],
+        start,
+        stop,
+        first,
+        first_whole,
+        end_whole,
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem,
+        plan.chunk_nelem,
+        plan.chunks,
+        plan.header.nbytes // 8,
+        *geometry,
+        int(planned),
+        int(plan.checksum),
+    )
+    if planned:
+        match_header(plan, src, status, header)
