@@ -75,7 +75,8 @@ def round_codes(
     magnitudes = words & _MAGNITUDE
     parts = magnitudes
     if tl.min(tl.ravel(scales), 0) <= BIAS + M + 8:
-        parts = split(magnitudes)
+        # Zero is cut to an exponent from which no scale makes the difference overflow.
+        parts = tl.maximum(split(magnitudes), -(64 << 23))
     codes = tl.minimum(round_part(parts - ((scales - 127) << 23), M, (128 - BIAS) << 23), TOP)
     # Infinity and NaN make such scales, and finite values the largest of them as well.
     if tl.max(tl.ravel(scales), 0) >= 240:

@@ -83,6 +83,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     import tightwire as tw
     from tightwire.codecs import device
+    from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
     modules = {"device": device} | {name: device_module(name) for name in tw.codecs()}
@@ -122,7 +123,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     JITFunction.run = note
     for dtype in ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"):
         for name in tw.codecs():
-            if isinstance(device_module(name), types.ModuleType):
+            module = device_module(name)
+            if isinstance(module, types.ModuleType) and module.supports(BY_NAME[dtype]):
                 launches(name, dtype, dtype == "bfloat16")
     return sorted(kernels.values()), sorted(specialised), list(forms.values())
 
@@ -160,6 +162,11 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
     kernels.encode(long_header, x, room, room)
     kernels.decode(long_header, room, x, room, status)
+    if name == "mx":
+        for element in ("e5m2", "e3m2", "e2m1", "int8"):
+            other, other_src = planned(checksum=False, element=element)
+            kernels.encode(other, x, other_src, room)
+            kernels.decode(other, other_src, x, room, status)
     if name == "zipccl":
         kernels.encode(planned(window=5)[0], x, room, room)
         kernels.encode(planned(window="sigma", checksum=False)[0], x, room, room, stats)
