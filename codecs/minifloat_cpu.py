@@ -25,6 +25,8 @@ _EXPONENT = I4(INFINITY)
 _ZERO = I4(-(100 << 23))
 #: 2^-63, which rounds to zero in every format, as its float32 bits.
 _TINY = I4(64 << 23)
+#: 2^23, beyond float16, as its float32 bits.
+_TALL = I4(150 << 23)
 #: Elements of the tiles that these functions take.
 LANES = 256
 
@@ -117,7 +119,7 @@ def largest_magnitudes_by(block):
 
 
 @njit(nogil=True)
-def _round(part, mantissa, lowest):
+def round_code(part, mantissa, lowest):
     """Code of the magnitude whose float32 bits are `part`, of a format with unlimited exponents.
 
     `lowest` are the float32 bits of its smallest normal value.
@@ -136,7 +138,7 @@ def _round_by(mantissa):
     def round_tile(words, offsets, lowest, top, found):
         for i in range(LANES):
             part = I4(words[i] & _MAGNITUDE)
-            code = min(_round(I4(part - offsets[i]), m, lowest), top)
+            code = min(round_code(I4(part - offsets[i]), m, lowest), top)
             found[i] = top if part == I4(INFINITY) else code
 
     return round_tile
@@ -182,7 +184,7 @@ def round_small(words, scale, mantissa, bias, largest, bits, integer, codes):
     """As `round_codes`, of words of one scale, all of them finite."""
     for i in range(words.size):
         part = I4(split(U4(words[i] & _MAGNITUDE)) - I4((scale - 127) << 23))
-        code = I8(min(_round(part, I4(mantissa), I4((128 - bias) << 23)), I4(largest)))
+        code = I8(min(round_code(part, I4(mantissa), I4((128 - bias) << 23)), I4(largest)))
         if words[i] >= _SIGN:
             code = -code if integer else code | 1 << (bits - 1)
         codes[i] = U1(code)
@@ -225,6 +227,27 @@ def unpack(source, bits, codes):
 
 
 @njit(nogil=True, cache=True)
+def narrow(words, kind, out):
+    """Elements nearest to float32 bits; see `minifloat.narrow`."""
+    if kind == 2:
+        for i in range(LANES):
+            w = words[i]
+            out[i] = U4(NAN) if U4(w & _MAGNITUDE) > U4(INFINITY) else w
+    elif kind == 1:
+        for i in range(LANES):
+            w = words[i]
+            part = I4(w & _MAGNITUDE)
+            found = U2(min(round_code(min(part, _TALL), I4(10), I4(113 << 23)), I4(0x7C00)))
+            found = U2(found | U2(U4(w >> U4(16)) & U4(0x8000)))
+            out[i] = U2(0x7E00) if part > I4(INFINITY) else found
+    else:
+        for i in range(LANES):
+            w = words[i]
+            found = U2(U4(w + U4(U4(0x7FFF) + U4(U4(w >> U4(16)) & U4(1)))) >> U4(16))
+            out[i] = U2(0x7FC0) if U4(w & _MAGNITUDE) > U4(INFINITY) else found
+
+
+@njit(nogil=True, cache=True)
 def decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, out):
     """Elements of codes; `offsets` are (scale - 127) << 23, int32, `parts` int32 scratch.
 
@@ -246,7 +269,7 @@ def decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, out):
         for i in range(LANES):
             code = codes[i]
             offset = max(min(offsets[i], I4(60 << 23)), I4(-(120 << 23)))
-            wide = _round(I4(parts[i] + offset), I4(10), I4(113 << 23))
+            wide = round_code(I4(parts[i] + offset), I4(10), I4(113 << 23))
             found = U2(min(wide, I4(0x7C00)))
             found = U2(0x7C00) if U1(code & mask) >= infinity else found
             found = U2(found | U2(0x8000)) if U1(code & sign_bit) != U1(0) else found

@@ -7,5 +7,6 @@ CODEC_IDS = {
     "raw": (1, "raw"),
     "zipccl": (2, "zipccl"),
     "mx": (3, "mx"),
+    "nvfp4": (4, "nvfp4"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

@@ -20,6 +20,7 @@ SIZES = (0, 1, 127, 129, 2048, 4095, 4096, 4097, 12289, 70001)
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "raw": [{}],
     "mx": [{"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")],
+    "nvfp4": [{}],
     "zipccl": [{}, {"window": "sigma"}, {"window": "histogram"}, {"window": 5}],
 }
 
