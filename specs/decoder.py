@@ -460,6 +460,41 @@ def mx_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# nvfp4.md, "Layout" and "Decoding"
+
+
+def nvfp4_sections(dtype: Dtype, chunk_nelem: int) -> list[Section]:
+    """The section table, where nvfp4 takes the dtype and number of elements."""
+    taken = dtype.name in ("float16", "bfloat16", "float32")
+    check(taken, "bad_header", f"nvfp4 does not take {dtype.name}")
+    check(chunk_nelem <= 2**39 - 128, "bad_header", f"{chunk_nelem} elements in an nvfp4 chunk")
+    payload, scales = align(ceil_div(chunk_nelem, 2)), align(16 + ceil_div(chunk_nelem, 16))
+    raw = align(chunk_nelem * dtype.nbytes)
+    check(payload + scales < raw, "bad_header", "nvfp4 gains nothing for this size")
+    return [Section(1, 0, payload // 128), Section(4, 0, scales // 128)]
+
+
+def float32(value: float) -> float:
+    """The nearest float32. A quotient or product of two may be rounded to double before."""
+    bits = float_bits(value, DTYPES[18])
+    rounded: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
+    return rounded
+
+
+def nvfp4_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk."""
+    element, e4m3 = MX_ELEMENTS[4], MX_ELEMENTS[0]
+    scales = align(ceil_div(h.chunk_nelem, 2))
+    g: float = struct.unpack_from("<f", static, scales)[0]
+    check(0 < g < math.inf, "bad_payload", f"tensor scale {g}")
+    out = bytearray()
+    for i, code in enumerate(unpack_codes(static, 4, nelem)):
+        step = float32(e4m3.value(static[scales + 16 + i // 16]) / g)
+        value = float32(element.value(code) * step)
+        out += float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -482,7 +517,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2, 3), "unknown_codec", f"codec {codec}")
+    check(codec in (1, 2, 3, 4), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -513,6 +548,9 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     if codec == 1:
         check(params == nbytes, "bad_header", "raw has no parameters")
         expected = raw_sections(dtype, chunk_nelem)
+    elif codec == 4:
+        check(params == nbytes, "bad_header", "nvfp4 has no parameters")
+        expected = nvfp4_sections(dtype, chunk_nelem)
     elif codec == 3:
         expected = mx_sections(mx_element(data[params:nbytes]), dtype, chunk_nelem)
     else:
@@ -582,6 +620,10 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         scales = align(ceil_div(mx_element(h.params).bits * h.chunk_nelem, 8))
         used = ceil_div(mx_element(h.params).bits * nelem, 8)
         return static[used:scales] + static[scales + ceil_div(nelem, 32) :]
+    if h.codec == 4:
+        scales = align(ceil_div(h.chunk_nelem, 2))
+        head = static[ceil_div(nelem, 2) : scales] + static[scales + 4 : scales + 16]
+        return head + static[scales + 16 + ceil_div(nelem, 16) :]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -612,6 +654,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
 
         if h.codec == 1 or stored_raw:
             out += (static + dynamic)[: nelem * h.dtype.nbytes]
+        elif h.codec == 4:
+            out += nvfp4_decode(h, nelem, static)
         elif h.codec == 3:
             out += mx_decode(h, nelem, static)
         else:

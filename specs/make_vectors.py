@@ -288,6 +288,29 @@ def mx_vectors() -> Iterator[LossyVector | Vector]:
     yield lossy("bfloat16_no_checksum", bell(83, "bfloat16", 500), tw.codec("mx"), checksum=False)
 
 
+def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
+    """Vectors of codec nvfp4."""
+    codec = tw.codec("nvfp4")
+    x = np.zeros(257, np.float32)
+    x[:2] = 1.0, -3.0
+    yield lossy("float32_example", x, codec)
+    for i, dtype in enumerate(("bfloat16", "float16", "float32")):
+        yield lossy(f"{dtype}_{400 + i}", bell(90 + i, dtype, 400 + i), codec)
+        yield lossy(f"{dtype}_scaled", scaled_blocks(93 + i, dtype, 501), codec)
+        small = np.ldexp(bell(96, "float32", 300), -14 if dtype == "float16" else -125)
+        yield lossy(f"{dtype}_small", small.astype(BY_NAME[dtype].numpy), codec)
+    yield lossy("bfloat16_zeros", np.zeros(300, BY_NAME["bfloat16"].numpy), codec)
+    yield lossy("float32_5_chunks", bell(97, "float32", 1601), codec, chunks=5)
+    yield lossy("float16_no_checksum", bell(98, "float16", 500), codec, checksum=False)
+    stats = np.array([np.float32(1.0).view(np.int32)])
+    parts = Parts.of(codec.encode(bell(99, "float16", 16 * 256), stats=stats, backend="ref"))
+    codes = np.resize(np.arange(16, dtype=np.uint8), 16 * 256)
+    put(parts, 0, 0, minifloat.pack(codes, minifloat.BY_NAME["e2m1"]).tobytes())
+    put(parts, 0, parts.header.sections[0].nbytes + 16, bytes(range(256)))
+    data = parts.join()
+    yield "nvfp4/float16_all_codes", data, tw.decode(data, backend="ref").tobytes()
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -866,6 +889,45 @@ def mx_invalid() -> Invalid:
     )
 
 
+def nvfp4_parts() -> Parts:
+    """Two chunks of 501 and 500 elements: 251 and 250 bytes of codes, scales at 256."""
+    return Parts.of(tw.codec("nvfp4").encode(bell(86, "float16", 1001), chunks=2, backend="ref"))
+
+
+def nvfp4_invalid() -> Invalid:
+    """What is wrong in nvfp4 buffers only."""
+    sections = nvfp4_parts().header.sections
+    bad_header = {
+        "nvfp4_parameters": changed(nvfp4_parts(), params=bytes(8)),
+        "nvfp4_of_float64": changed(nvfp4_parts(), dtype=BY_NAME["float64"]),
+        "nvfp4_sections_swapped": sectioned(nvfp4_parts(), 1, 0),
+        "nvfp4_gains_nothing": changed(nvfp4_parts(), shape=(200,)),
+        "nvfp4_scales_too_large": changed(
+            nvfp4_parts(), sections=(sections[0], replace(sections[1], nbytes=256))
+        ),
+    }
+    edits: dict[str, tuple[int, int, bytes, str]] = {
+        "padding_of_payload": (1, 250, b"\1", "reserved_not_zero"),
+        "padding_behind_tensor_scale": (0, 256 + 15, b"\1", "reserved_not_zero"),
+        "padding_of_scales": (0, 256 + 16 + 32, b"\1", "reserved_not_zero"),
+        "tensor_scale_0": (0, 256, bytes(4), "bad_payload"),
+        "tensor_scale_negative": (1, 259, b"\xc4", "bad_payload"),
+        "tensor_scale_infinite": (1, 256, struct.pack("<f", math.inf), "bad_payload"),
+        "tensor_scale_nan": (0, 256, struct.pack("<f", math.nan), "bad_payload"),
+        "tail": (0, 250, b"\x1f", "bad_payload"),
+    }
+    vectors = {name: (data, "bad_header") for name, data in bad_header.items()}
+    for name, (chunk, at, new, reason) in edits.items():
+        parts = nvfp4_parts()
+        put(parts, chunk, at, new)
+        vectors[f"nvfp4_{name}"] = parts.join(), reason
+    raw_flag = edited(nvfp4_parts, lambda p: record(p, 1, "flags", RAW))
+    return vectors | {
+        "nvfp4_version_2": (changed(nvfp4_parts(), codec_version=2), "unsupported_version"),
+        "nvfp4_raw_flag": (raw_flag, "bad_record"),
+    }
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -875,13 +937,14 @@ def all_invalid() -> Invalid:
         | payload_vectors()
         | order_vectors()
         | mx_invalid()
+        | nvfp4_invalid()
     )
 
 
 def all_files() -> dict[str, bytes]:
     """Every file but reasons.json, by its path in the folder."""
     files = {}
-    for vectors in (raw_vectors, zipccl_vectors, mx_vectors):
+    for vectors in (raw_vectors, zipccl_vectors, mx_vectors, nvfp4_vectors):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
             files |= {f"{name}.input": data for data in given}

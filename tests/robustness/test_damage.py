@@ -45,6 +45,7 @@ SAMPLES = {
     "fallback": bytes(tw.encode(make_bits("random", BY_NAME["float16"], 1900).view(np.float16))),
     "mx": sample("mx", n=900),
     "mx_6_bits": sample(tw.codec("mx", element="e3m2"), "float32", 501, chunks=2),
+    "nvfp4": sample("nvfp4", n=901),
     "float64": sample("zipccl", "float64", 500),
     "e4m3": sample("zipccl", "float8_e4m3fn", 4200),
     "sigma": bytes(
