@@ -7,10 +7,36 @@ has one result everywhere. What only few tiles need stands behind a branch of th
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
-from .device import float_of, weigh
+from ..formats.checksum import identity_term
+from .base import Plan
+from .device import (
+    CHUNK,
+    CHUNK_PADDING,
+    CHUNK_PAYLOAD,
+    CHUNK_SUM,
+    FLAGS,
+    HEADER_WORDS,
+    OVERFLOWED,
+    RECORD,
+    Variant,
+    check_header,
+    float_of,
+    header_words,
+    kernel,
+    match_header,
+    options,
+    padding_of,
+    record_term,
+    report,
+    touched,
+    weigh,
+)
 from .minifloat import INFINITY, NAN, Element
 
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
@@ -33,6 +59,12 @@ def element_constants(element: Element) -> dict[str, int | bool]:
         "NAN": element.nan,
         "INTEGER": element.is_integer,
     }
+
+
+@triton.jit
+def elements_at(ptr, ITEM: tl.constexpr):
+    """A pointer to bytes as one to element bits of ITEM bytes."""
+    return ptr.to(tl.pointer_type(tl.uint16 if ITEM == 2 else tl.uint32))
 
 
 @triton.jit
@@ -238,3 +270,149 @@ def store_words(
             tl.store(payload + at, word)
         total += tl.sum(tl.sum(weigh(word, at), 1), 0)
     return total
+
+
+@kernel
+def blocks_check_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A chunk's record and last code; if it was decoded whole its padding and checksum.
+
+    Before the scales lie HEAD bytes: a float32, which must be positive and finite, and zeros.
+    """
+    chunk = first_chunk + tl.program_id(0)
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    both = tl.load(record + 2)
+    where = chunk.to(tl.int64) << 8
+    # fmt: off
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr, status_ptr, head, chunks, static_at,
+            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
+        )
+    # fmt: on
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if planned != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if summed == 0:
+        odd |= tl.load(record)
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    used = (n * BITS + 7) // 8
+    if BITS < 8:
+        if (n > 0) & (first + n > start) & (first + n <= stop):
+            behind = tl.load(static_ptr + used - 1).to(tl.int32) >> (((n * BITS - 1) & 7) + 1)
+            if behind != 0:
+                report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    scales_ptr = static_ptr + scales_at * 128
+    if HEAD > 0:
+        g = tl.load(scales_ptr.to(tl.pointer_type(tl.int32)))
+        if (g <= 0) | (g >= _INFINITY):
+            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        # The words of codes are summed already, with what pads the last of them.
+        words_end = (n * BITS + 31) // 32 * 4
+        _, last = padding_of(static_ptr, used, words_end)
+        total, padding = padding_of(static_ptr, words_end, scales_at * 128)
+        scales_end = scales_at * 128 + HEAD + (n + BLOCK - 1) // BLOCK
+        more, behind_scales = padding_of(static_ptr, scales_end, static_stride * 128)
+        padding |= last | behind_scales
+        if HEAD > 0:
+            head_at = scales_at * 128
+            first_word, _ = padding_of(static_ptr, head_at, head_at + 4)
+            behind, inside = padding_of(static_ptr, head_at + 4, head_at + HEAD)
+            more += first_word + behind
+            padding |= inside
+        if padding != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            total += more + tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
+            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+def aligned_for(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
+    """Whether every chunk's elements start at a multiple of 16 bytes of `tensor`."""
+    even = plan.chunks == 1 or plan.chunk_nelem % 16 == 0
+    return even and start % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _check_variant(bits: int, block: int, head: int, sums: bool) -> Variant:
+    return Variant(blocks_check_kernel, options(1), BITS=bits, BLOCK=block, HEAD=head, SUMS=sums)
+
+
+def check_chunks(
+    plan: Plan, src, scratch, status, start, stop, check, sums, planned, bits, block, head=0
+) -> None:
+    """Check the chunks that elements `start` to `stop` lie in, after they were decoded.
+
+    `bits` are those of a code, `head` the bytes before the scales of blocks of `block` elements.
+    """
+    first, end, first_whole, end_whole = touched(plan, start, stop)
+    if not check:
+        end_whole = first_whole
+    header = header_words(plan)
+    _check_variant(bits, block, head, sums).launch(
+        end - first,
+        (src, scratch, status),
+        *header[:HEADER_WORDS],
+        start,
+        stop,
+        first,
+        first_whole,
+        end_whole,
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem,
+        plan.chunk_nelem,
+        plan.chunks,
+        plan.header.nbytes // 8,
+        plan.static_offset // 128,
+        plan.static_stride // 128,
+        plan.layout.sections[0].nbytes // 128,
+        int(planned),
+        int(plan.checksum),
+    )
+    if planned:
+        match_header(plan, src, status, header)

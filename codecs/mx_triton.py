@@ -13,34 +13,26 @@ from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Plan
 from .device import (
-    CHUNK,
-    CHUNK_PADDING,
-    CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
     HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
     Variant,
     add_header,
-    check_header,
     clear,
     header_word,
     header_words,
     kernel,
-    match_header,
     options,
-    padding_of,
     record_term,
-    report,
     store_element,
     touched,
     weigh_bytes,
 )
 from .minifloat import INFINITY, WIDENED
 from .minifloat_triton import (
+    aligned_for,
+    check_chunks,
     decode_bits,
     element_constants,
+    elements_at,
     round_codes,
     split,
     store_words,
@@ -54,11 +46,6 @@ _BLOCKS = tl.constexpr(64)
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(INFINITY)
 _OPTIONS = options(num_warps=4)
-
-
-@triton.jit
-def _elements(ptr, ITEM: tl.constexpr):
-    return ptr.to(tl.pointer_type(tl.uint16 if ITEM == 2 else tl.uint32))
 
 
 @triton.jit
@@ -164,7 +151,7 @@ def _encode_kernel(
         first = tl.multiple_of(first, 16)
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    x = _elements(x_ptr, ITEM) + first
+    x = elements_at(x_ptr, ITEM) + first
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     scales_ptr = static_ptr + scales_at * 128
     block = tile.to(tl.int64) * _BLOCKS
@@ -307,89 +294,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    start: tl.int64,
-    stop: tl.int64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    scales_at: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
-    BITS: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record and last code; if it was decoded whole its padding and checksum."""
-    chunk = first_chunk + tl.program_id(0)
-    first = chunk.to(tl.int64) * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    both = tl.load(record + 2)
-    where = chunk.to(tl.int64) << 8
-    # fmt: off
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr, status_ptr, head, chunks, static_at,
-            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
-        )
-    # fmt: on
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    used = (n * BITS + 7) // 8
-    if BITS < 8:
-        if (n > 0) & (first + n > start) & (first + n <= stop):
-            behind = tl.load(static_ptr + used - 1).to(tl.int32) >> (((n * BITS - 1) & 7) + 1)
-            if behind != 0:
-                report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        # The words of codes are summed already, with what pads the last of them.
-        words_end = (n * BITS + 31) // 32 * 4
-        _, last = padding_of(static_ptr, used, words_end)
-        total, padding = padding_of(static_ptr, words_end, scales_at * 128)
-        scales_end = scales_at * 128 + (n + _BLOCK - 1) // _BLOCK
-        more, behind_scales = padding_of(static_ptr, scales_end, static_stride * 128)
-        if (last | padding | behind_scales) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total += more + tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that mx takes."""
     return dtype.name in WIDENED
@@ -398,12 +302,6 @@ def supports(dtype: DType) -> bool:
 def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
     """None: mx needs no statistics."""
     return None
-
-
-def _aligned(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
-    """Whether every chunk's elements start at a multiple of 16 bytes of `tensor`."""
-    even = plan.chunks == 1 or plan.chunk_nelem % 16 == 0
-    return even and start % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -426,11 +324,6 @@ def _decode_variant(
     return Variant(_decode_kernel, _OPTIONS, **chosen, ADD=add, STORE=store, SUMS=sums)
 
 
-@functools.cache
-def _check_variant(bits: int, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), BITS=bits, SUMS=sums)
-
-
 def _tiles(plan: Plan) -> int:
     return max(1, -(-plan.chunk_nelem // (BLOCK * _BLOCKS.value)))
 
@@ -440,7 +333,7 @@ def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     tiles = _tiles(plan)
     out[: plan.static_offset].zero_()
     header = header_words(plan)
-    _encode_variant(plan.codec, plan.dtype, _aligned(plan, x), plan.checksum).launch(
+    _encode_variant(plan.codec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(
         tiles * plan.chunks,
         (x, out),
         *header[:HEADER_WORDS],
@@ -479,7 +372,7 @@ def decode(
         scratch[: 8 * plan.chunks].zero_()
     if out is None:
         out = src
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     geometry = (
         plan.static_offset // 128,
         plan.static_stride // 128,
@@ -487,8 +380,8 @@ def decode(
     )
     if start < stop and (store or sums):
         adding = out.element_size() if add else 0
-        aligned = _aligned(plan, out, start)
-        _decode_variant(plan.codec, plan.dtype, aligned, adding, store, sums).launch(
+        even = aligned_for(plan, out, start)
+        _decode_variant(plan.codec, plan.dtype, even, adding, store, sums).launch(
             tiles * (end - first),
             (src, out, scratch),
             start,
@@ -499,26 +392,6 @@ def decode(
             tiles,
             *geometry,
         )
-    if not check:
-        end_whole = first_whole
-    header = header_words(plan)
-    _check_variant(plan.codec.format.bits, sums).launch(
-        end - first,
-        (src, scratch, status),
-        *header[:HEADER_WORDS],
-        start,
-        stop,
-        first,
-        first_whole,
-        end_whole,
-        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
-        plan.nelem,
-        plan.chunk_nelem,
-        plan.chunks,
-        plan.header.nbytes // 8,
-        *geometry,
-        int(planned),
-        int(plan.checksum),
+    check_chunks(
+        plan, src, scratch, status, start, stop, check, sums, planned, plan.codec.format.bits, BLOCK
     )
-    if planned:
-        match_header(plan, src, status, header)
