@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .buffer import Buffer
 from .codec import Codec, codec, codecs, decode, encode
 from .codecs.base import Key, Plan
+from .error import error
 from .files import File, load_file, save_file
 from .files import open_file as open
 from .formats.errors import FormatError
@@ -32,6 +33,7 @@ __all__ = [
     "codecs",
     "decode",
     "encode",
+    "error",
     "inspect",
     "load_file",
     "open",

@@ -1,0 +1,58 @@
+"""tw.error: its three figures against their definitions, and its edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tightwire as tw
+
+
+def test_the_definitions() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1500, 1000))
+    y = x + 0.1 * rng.standard_normal(x.shape)
+    found = tw.error(x, y)
+    assert math.isclose(found.vnmse, float(((x - y) ** 2).sum() / (x**2).sum()), rel_tol=1e-12)
+    assert found.max == np.abs(x - y).max()
+    cosine = float((x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y))
+    assert math.isclose(found.cosine, cosine, rel_tol=1e-12)
+    assert tw.error(x, x) == (0.0, 0.0, 1.0)
+    assert math.isclose(tw.error(x, -x).cosine, -1.0)
+    assert math.isclose(tw.error(x, 2 * x).vnmse, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        ([], [], (0.0, 0.0, 1.0)),
+        (2.0, 1.0, (0.25, 1.0, 1.0)),
+        ([0.0, -0.0], [0.0, 0.0], (0.0, 0.0, 1.0)),
+        ([0.0], [3.0], (math.inf, 3.0, 0.0)),
+        ([3.0], [0.0], (1.0, 3.0, 0.0)),
+        ([np.inf, 1.0, -np.inf], [np.inf, 1.0, -np.inf], (0.0, 0.0, 1.0)),
+        ([np.inf, 1.0], [np.inf, 3.0], (4.0, 2.0, 1.0)),
+        ([np.nan, 1.0], [np.nan, 1.0], (math.nan, math.nan, math.nan)),
+        ([np.inf], [-np.inf], (math.nan, math.inf, math.nan)),
+    ],
+)
+def test_edges(x: Any, y: Any, expected: tuple[float, ...]) -> None:
+    found = tw.error(np.array(x), np.array(y))
+    for a, b in zip(found, expected, strict=True):
+        assert a == b or (math.isnan(a) and math.isnan(b))
+
+
+def test_libraries_and_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.arange(10).astype(ml_dtypes.bfloat16)
+    y = torch.arange(10, dtype=torch.float16) + 1
+    assert tw.error(x, y).max == 1.0
+    assert tw.error(np.arange(3), np.arange(3, dtype=np.uint8)) == (0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="shape"):
+        tw.error(np.zeros(3), np.zeros((3, 1)))
+    with pytest.raises(TypeError, match="allowed: real"):
+        tw.error(np.zeros(3, np.complex64), np.zeros(3))
