@@ -273,7 +273,7 @@ def store_words(
 
 
 @kernel
-def blocks_check_kernel(
+def _check_kernel(
     src_ptr,
     sums_ptr,
     status_ptr,
@@ -380,7 +380,7 @@ def aligned_for(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
 
 @functools.cache
 def _check_variant(bits: int, block: int, head: int, sums: bool) -> Variant:
-    return Variant(blocks_check_kernel, options(1), BITS=bits, BLOCK=block, HEAD=head, SUMS=sums)
+    return Variant(_check_kernel, options(1), BITS=bits, BLOCK=block, HEAD=head, SUMS=sums)
 
 
 def check_chunks(

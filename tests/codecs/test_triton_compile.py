@@ -82,11 +82,13 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     from triton.runtime.jit import JITFunction, mangle_type
 
     import tightwire as tw
-    from tightwire.codecs import device
+    from tightwire.codecs import device, minifloat_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
-    modules = {"device": device} | {name: device_module(name) for name in tw.codecs()}
+    modules = {"device": device, "minifloat": minifloat_triton} | {
+        name: device_module(name) for name in tw.codecs()
+    }
     kernels = {
         id(value): f"{stem}.{name}"
         for stem, module in modules.items()
