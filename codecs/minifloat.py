@@ -107,14 +107,14 @@ def split(magnitudes: Words) -> tuple[npt.NDArray[np.int32], Words]:
     return both >> 23, (both & 0x7FFFFF).view(np.uint32)
 
 
-def round_codes(words: Words, scales: npt.NDArray[np.int32], element: Element) -> Bytes:
+def round_codes(words: Words, scales: npt.NDArray[np.int32] | int, element: Element) -> Bytes:
     """Codes of values divided by 2^(scale - 127), to nearest even, saturating; signs kept.
 
     `scales` broadcasts with `words`, the bits of float32 values none of which is a NaN.
     """
     magnitudes = words & np.uint32(0x7FFFFFFF)
     exponents, fractions = split(magnitudes)
-    above = exponents - scales + np.int32(element.bias - 1)
+    above = exponents - np.asarray(scales, np.int32) + np.int32(element.bias - 1)
     shift = np.minimum(23 - element.mantissa - np.minimum(above, 0), 25).astype(np.uint32)
     significands = fractions | np.uint32(1 << 23)
     one = np.uint32(1)
@@ -160,13 +160,15 @@ def pack(codes: Bytes, element: Element) -> Bytes:
     words = np.bitwise_or.reduce(padded.reshape(-1, group) << shifts, axis=1).astype("<u4")
     nbytes = group * element.bits // 8
     streams = words.view(np.uint8).reshape(-1, 4)[:, :nbytes]
-    return streams.reshape(-1)[: payload_nbytes(element, codes.size)]
+    stream: Bytes = streams.reshape(-1)[: payload_nbytes(element, codes.size)]
+    return stream
 
 
 def unpack(payload: Bytes, element: Element, start: int, stop: int) -> Bytes:
     """Codes number `start` to `stop` of a packed stream."""
     if element.bits == 8:
-        return payload[start:stop]
+        codes: Bytes = payload[start:stop]
+        return codes
     at = np.arange(start, stop, dtype=np.int64) * element.bits
     low = payload[at >> 3].astype(np.uint32)
     high = payload[np.minimum((at >> 3) + 1, payload.size - 1)].astype(np.uint32)

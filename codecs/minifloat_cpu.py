@@ -270,17 +270,48 @@ def decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, out):
             code = codes[i]
             offset = max(min(offsets[i], I4(60 << 23)), I4(-(120 << 23)))
             wide = round_code(I4(parts[i] + offset), I4(10), I4(113 << 23))
-            found = U2(min(wide, I4(0x7C00)))
-            found = U2(0x7C00) if U1(code & mask) >= infinity else found
-            found = U2(found | U2(0x8000)) if U1(code & sign_bit) != U1(0) else found
-            out[i] = U2(0x7E00) if U1(code & mask) >= nan else found
+            low = U2(min(wide, I4(0x7C00)))
+            low = U2(0x7C00) if U1(code & mask) >= infinity else low
+            low = U2(low | U2(0x8000)) if U1(code & sign_bit) != U1(0) else low
+            out[i] = U2(0x7E00) if U1(code & mask) >= nan else low
     else:
         for i in range(LANES):
             code, part = codes[i], parts[i]
-            found = U2(0) if part == _ZERO else U2(U4(part + offsets[i]) >> U4(16))
-            found = U2(0x7F80) if U1(code & mask) >= infinity else found
-            found = U2(found | U2(0x8000)) if U1(code & sign_bit) != U1(0) else found
-            out[i] = U2(0x7FC0) if U1(code & mask) >= nan else found
+            low = U2(0) if part == _ZERO else U2(U4(part + offsets[i]) >> U4(16))
+            low = U2(0x7F80) if U1(code & mask) >= infinity else low
+            low = U2(low | U2(0x8000)) if U1(code & sign_bit) != U1(0) else low
+            out[i] = U2(0x7FC0) if U1(code & mask) >= nan else low
+
+
+@njit(nogil=True, cache=True)
+def add(a, b, kind):
+    """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
+    u, v = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
+    floats, padded = np.empty(LANES, np.float32), np.zeros(LANES, a.dtype)
+    for at in range(0, a.size, LANES):
+        count = min(LANES, a.size - at)
+        for source, words in ((a, u), (b, v)):
+            padded[:count] = source[at : at + count]
+            widen(padded, kind, words, floats)
+        x, y = u.view(np.float32), v.view(np.float32)
+        for i in range(LANES):
+            floats[i] = np.float32(x[i] + y[i])
+        narrow(floats.view(np.uint32), kind, padded)
+        a[at : at + count] = padded[:count]
+
+
+@njit(nogil=True, cache=True)
+def add_to(acc, a, kind):
+    """Add the elements `a` to the float32 values `acc`."""
+    words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
+    padded = np.zeros(LANES, a.dtype)
+    for at in range(0, a.size, LANES):
+        count = min(LANES, a.size - at)
+        padded[:count] = a[at : at + count]
+        widen(padded, kind, words, floats)
+        x = words.view(np.float32)
+        for i in range(count):
+            acc[at + i] += x[i]
 
 
 #: Scales at which no value is subnormal or infinite in bfloat16 or float32.

@@ -147,9 +147,8 @@ def encode_chunk(
     payload, scales = static_views(chunk)
     for first in range(0, scales.size, _BATCH):
         part = bits[first * BLOCK :][: _BATCH * BLOCK]
-        words = np.zeros(-(-part.size // BLOCK) * BLOCK, np.uint32)
-        words[: part.size] = widen(part, chunk.dtype)
-        words = words.reshape(-1, BLOCK)
+        words = np.zeros((-(-part.size // BLOCK), BLOCK), np.uint32)
+        words.reshape(-1)[: part.size] = widen(part, chunk.dtype)
         here = block_scales((words & np.uint32(0x7FFFFFFF)).max(axis=1), spec)
         nan = here[:, None] == NAN_SCALE
         words = np.where(nan, np.uint32(0), words)

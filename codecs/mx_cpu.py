@@ -15,6 +15,8 @@ from .minifloat_cpu import (
     LANES,
     LEAST,
     MOST,
+    add,
+    add_to,
     decode_codes,
     decode_extreme,
     first_special,
@@ -35,6 +37,8 @@ _INFINITY = np.uint32(INFINITY)
 
 
 _TILE_BLOCKS = LANES // BLOCK
+#: Elements that are decoded, added and encoded while they are in cache.
+_PIECE = 1 << 15
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
 
 
@@ -129,6 +133,15 @@ def _decode_tiles(payload, scales, nelem, element, table, kind, quiet, out, star
             out[lo - start : hi - start] = room[lo - at : hi - at]
 
 
+def _element(spec: Mx) -> tuple[Any, ...]:
+    e = spec.format
+    return e.bits, e.mantissa, e.bias, e.largest, e.emax, e.max_fraction, e.is_integer
+
+
+def _ceil(spec: Mx) -> bool:
+    return spec.scale_rule == "ceil"
+
+
 def encode_chunk(
     spec: Mx,
     chunk: Chunk,
@@ -139,10 +152,8 @@ def encode_chunk(
     threads: int = 1,
 ) -> ChunkResult:
     """See `mx.encode_chunk`."""
-    e = spec.format
     payload, scales = static_views(chunk)
-    element = (e.bits, e.mantissa, e.bias, e.largest, e.emax, e.max_fraction, e.is_integer)
-    fixed = (bits, kind_of(chunk.dtype), payload, scales, element, spec.scale_rule == "ceil")
+    fixed = (bits, kind_of(chunk.dtype), payload, scales, _element(spec), _ceil(spec))
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
     run(_encode_tiles, [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)
@@ -152,16 +163,69 @@ def decode_chunk(
     spec: Mx, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
 ) -> ChunkDecoded:
     """See `mx.decode_chunk`."""
-    e = spec.format
-    payload, scales = static_views(chunk)
+    first, last = start // LANES, -(-(start + out.size) // LANES)
+    cuts = spans(last - first, out.nbytes, threads)
+    fixed = _decode_arguments(spec, chunk)
     if out.size:
-        quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
-        element = (e.bits, *first_special(e))
-        table = value_table(e)
-        fixed = (payload, scales, chunk.nelem, element, table, kind_of(chunk.dtype), quiet)
-        first, last = start // LANES, -(-(start + out.size) // LANES)
-        cuts = spans(last - first, out.nbytes, threads)
         run(_decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
-    if start + out.size == chunk.nelem and not tail_is_zero(payload, e, chunk.nelem):
+    if start + out.size == chunk.nelem and not _tail_is_zero(spec, chunk):
         return ChunkDecoded(TAIL_PROBLEM)
     return ChunkDecoded()
+
+
+def _decode_arguments(spec: Mx, chunk: Chunk) -> tuple[Any, ...]:
+    e = spec.format
+    payload, scales = static_views(chunk)
+    quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
+    element = (e.bits, *first_special(e))
+    return payload, scales, chunk.nelem, element, value_table(e), kind_of(chunk.dtype), quiet
+
+
+def _tail_is_zero(spec: Mx, chunk: Chunk) -> bool:
+    return tail_is_zero(static_views(chunk)[0], spec.format, chunk.nelem)
+
+
+def decode_add_chunk(
+    spec: Mx, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
+) -> ChunkDecoded:
+    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
+    if not _tail_is_zero(spec, chunk):
+        return ChunkDecoded(TAIL_PROBLEM)
+    cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
+    run(_add_pieces, [(spec, chunk, acc, *cut) for cut in cuts])
+    return ChunkDecoded()
+
+
+def _add_pieces(spec: Mx, chunk: Chunk, acc: Bits, first: int, last: int) -> None:
+    fixed, room = _decode_arguments(spec, chunk), np.empty(_PIECE, chunk.dtype.bits)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        _decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
+        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
+
+
+def decode_add_encode_chunk(
+    spec: Mx, source: Chunk, bits: Bits, chunk: Chunk, *, threads: int = 1
+) -> ChunkDecoded:
+    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`."""
+    if not _tail_is_zero(spec, source):
+        return ChunkDecoded(TAIL_PROBLEM)
+    cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
+    run(_add_encode_pieces, [(spec, source, bits, chunk, *cut) for cut in cuts])
+    return ChunkDecoded()
+
+
+def _add_encode_pieces(
+    spec: Mx, source: Chunk, bits: Bits, chunk: Chunk, first: int, last: int
+) -> None:
+    fixed, room = _decode_arguments(spec, source), np.empty(_PIECE, chunk.dtype.bits)
+    kind = kind_of(chunk.dtype)
+    payload, scales = static_views(chunk)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        tiles = -(-part.size // LANES)
+        _decode_tiles(*fixed, part, at, at // LANES, at // LANES + tiles)
+        add(part, bits[at : at + part.size], kind)
+        packed = payload[at * spec.format.bits // 8 :]
+        here = scales[at // BLOCK :]
+        _encode_tiles(part, kind, packed, here, _element(spec), _ceil(spec), 0, tiles)

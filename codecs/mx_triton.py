@@ -26,7 +26,7 @@ from .device import (
     touched,
     weigh_bytes,
 )
-from .minifloat import INFINITY, WIDENED
+from .minifloat import INFINITY, WIDENED, Element
 from .minifloat_triton import (
     aligned_for,
     check_chunks,
@@ -304,9 +304,14 @@ def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | No
     return None
 
 
+def _format(spec) -> Element:
+    element: Element = spec.format
+    return element
+
+
 @functools.cache
 def _encode_variant(spec, dtype: DType, aligned: bool, sums: bool) -> Variant:
-    e = spec.format
+    e = _format(spec)
     chosen = element_constants(e)
     del chosen["INF"], chosen["NAN"]
     chosen |= {"EMAX": e.emax, "MAX_FRACTION": e.max_fraction, "CEIL": spec.scale_rule == "ceil"}
@@ -318,14 +323,15 @@ def _encode_variant(spec, dtype: DType, aligned: bool, sums: bool) -> Variant:
 def _decode_variant(
     spec, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
 ) -> Variant:
-    chosen = element_constants(spec.format)
+    chosen = element_constants(_format(spec))
     del chosen["TOP"]
     chosen |= {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "ALIGNED": aligned}
     return Variant(_decode_kernel, _OPTIONS, **chosen, ADD=add, STORE=store, SUMS=sums)
 
 
 def _tiles(plan: Plan) -> int:
-    return max(1, -(-plan.chunk_nelem // (BLOCK * _BLOCKS.value)))
+    tile = BLOCK * int(_BLOCKS.value)
+    return max(1, -(-plan.chunk_nelem // tile))
 
 
 def encode(plan: Plan, x, out, scratch, stats=None) -> None:
@@ -393,5 +399,15 @@ def decode(
             *geometry,
         )
     check_chunks(
-        plan, src, scratch, status, start, stop, check, sums, planned, plan.codec.format.bits, BLOCK
+        plan,
+        src,
+        scratch,
+        status,
+        start,
+        stop,
+        check,
+        sums,
+        planned,
+        _format(plan.codec).bits,
+        BLOCK,
     )

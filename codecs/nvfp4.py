@@ -148,19 +148,18 @@ def encode_chunk(
     g[0] = tensor_scale(int(stats[0]))
     for first in range(0, scales.size, _BATCH):
         part = bits[first * BLOCK :][: _BATCH * BLOCK]
-        words = np.zeros(-(-part.size // BLOCK) * BLOCK, np.uint32)
-        words[: part.size] = widen(part, chunk.dtype)
-        words = words.reshape(-1, BLOCK)
+        words = np.zeros((-(-part.size // BLOCK), BLOCK), np.uint32)
+        words.reshape(-1)[: part.size] = widen(part, chunk.dtype)
         largest = (words & np.uint32(0x7FFFFFFF)).max(axis=1)
         special = largest >= INFINITY
         largest[special] = 0
         words[special] = 0
         wanted = largest.view(np.float32) * (g[0] * SIXTH)
-        here = round_codes(wanted.view(np.uint32), np.int32(127), SCALE)
+        here = round_codes(wanted.view(np.uint32), 127, SCALE)
         with np.errstate(over="ignore"):
             scaled = words.view(np.float32) * reciprocals(here, g[0])[:, None]
         codes = round_codes(
-            np.clip(scaled, np.float32(-6), np.float32(6)).view(np.uint32), np.int32(127), ELEMENT
+            np.clip(scaled, np.float32(-6), np.float32(6)).view(np.uint32), 127, ELEMENT
         )
         scales[first : first + here.size] = np.where(special, NAN_SCALE, here)
         packed = pack(codes.reshape(-1)[: part.size], ELEMENT)

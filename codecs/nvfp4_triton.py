@@ -214,10 +214,10 @@ def _encode_kernel(
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     if tile == tiles - 1:
         clear(static_ptr, words * 4, scales_at * 128, tile * 0, tile * 0 + 1)
-        k = tl.arange(0, 4)
-        g_bits = tl.where(k == 0, g.to(tl.uint32, bitcast=True), tl.zeros([4], tl.uint32))
-        tl.store(payload + scales_at * 32 + k, g_bits)
-        total += tl.sum(weigh(g_bits, scales_at * 32 + k), 0)
+        j = tl.arange(0, 4)
+        g_bits = tl.where(j == 0, g.to(tl.uint32, bitcast=True), tl.zeros([4], tl.uint32))
+        tl.store(payload + scales_at * 32 + j, g_bits)
+        total += tl.sum(weigh(g_bits, scales_at * 32 + j), 0)
         scales_end = codes_at + (n + _BLOCK - 1) // _BLOCK
         clear(static_ptr, scales_end, static_stride * 128, tile * 0, tile * 0 + 1)
         tl.store(record + 2, chunk.to(tl.int64) << 32)
@@ -385,7 +385,8 @@ def _decode_variant(dtype: DType, aligned: bool, add: int, store: bool, sums: bo
 
 
 def _tiles(plan: Plan) -> int:
-    return max(1, -(-plan.chunk_nelem // (BLOCK * _BLOCKS.value)))
+    tile = BLOCK * int(_BLOCKS.value)
+    return max(1, -(-plan.chunk_nelem // tile))
 
 
 def encode(plan: Plan, x, out, scratch, stats=None) -> None:

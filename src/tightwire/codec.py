@@ -17,9 +17,17 @@ from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, selection
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import BY_NAME, DType, dtype_named
-from .planning import DEVICE_BACKEND, device_engine, integer, make_plan, spec_class
+from .planning import (
+    DEVICE_BACKEND,
+    backend_module,
+    device_engine,
+    integer,
+    make_plan,
+    spec_class,
+)
 
 _UINT8 = BY_NAME["uint8"]
+_FUSED = "decode_add_encode_chunk"
 Source = Any
 
 
@@ -177,6 +185,10 @@ class Codec:
         acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
         _need_float(info.dtype, "acc")
         values = acc_bits.view(info.dtype.numpy)
+        parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
+        fits = parsed.plan.shape == info.shape and info.dtype.name == "float32"
+        if fits and engine.decode_add(parsed, values, threads=cpu_count()):
+            return acc
         decoded = decode(src, like="numpy")
         _check_like(arrays.describe(decoded), info)
         values += decoded.reshape(-1).astype(values.dtype)
@@ -218,14 +230,30 @@ class Codec:
                 chunks=chunks,
                 backend=backend,
             )
-        local = arrays.host_bits(x, info.dtype).view(info.dtype.numpy).reshape(info.shape)
+        bits = arrays.host_bits(x, info.dtype)
+        target = Target(info.library, info.device)
+        parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
+        plan = make_plan(self.spec, info.dtype, info.shape, chunks)
+        module = backend_module(plan.codec.name, backend)
+        if parsed.plan == plan and stats is None and hasattr(module, _FUSED):
+            buffer = Buffer(plan, _room(plan, out, bits), target)
+            if not np.may_share_memory(buffer._bytes, parsed.data):
+                engine.encode_into(
+                    plan,
+                    bits,
+                    buffer._bytes,
+                    threads=cpu_count(),
+                    backend=backend,
+                    source=parsed,
+                )
+                return buffer
+        local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         if decoded.shape != info.shape or decoded.dtype != info.dtype.numpy:
             wanted = f"{decoded.dtype.name}{list(decoded.shape)}"
             raise ValueError(f"x is {info.dtype.name}{list(info.shape)}; the buffer {wanted}")
         wide = np.float64 if info.dtype.name == "float64" else np.float32
         total = (decoded.astype(wide) + local.astype(wide)).astype(local.dtype)
-        target = Target(info.library, info.device)
         bits = total.reshape(-1).view(info.dtype.bits)
         return self.encode(
             arrays.from_bits(bits, info.dtype, info.shape, target),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .codecs.base import Bits, Bytes, Chunk, CodecSpec, Key, Plan
+from .codecs.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
 from .formats.dtypes import DType
@@ -78,8 +78,13 @@ def encode_into(
     key: Key | None = None,
     threads: int = 1,
     backend: str | None = None,
+    source: Parsed | None = None,
 ) -> None:
-    """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes)."""
+    """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes).
+
+    With `source`, a buffer of the same plan, the sum of its elements and `bits`, in one pass; for
+    backends that have `decode_add_encode_chunk`.
+    """
     module = backend_module(plan.codec.name, backend)
     header = plan.header_bytes
     out[: header.size] = header
@@ -93,9 +98,20 @@ def encode_into(
         gaps = _static_gaps(plan.codec, plan.dtype, hi - lo, plan.layout.sections, False)
         for start, stop in gaps:
             chunk.static[start:stop] = 0
-        result = module.encode_chunk(
-            plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
-        )
+        if source is not None:
+            _check_chunk(source, i, module)
+            added = source.chunk(i)
+            _raise_problem(
+                i,
+                module.decode_add_encode_chunk(
+                    plan.codec, added, bits[lo:hi], chunk, threads=threads
+                ).problem,
+            )
+            result = ChunkResult(0)
+        else:
+            result = module.encode_chunk(
+                plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+            )
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
         raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
@@ -362,8 +378,39 @@ def _decode_chunk(
                 words_sum = _chunk_sum(module, chunk)
             _check_sum(parsed, i, words_sum)
         _check_padding(parsed, i, chunk, raw)
+    _raise_problem(i, problem)
+
+
+def _raise_problem(i: int, problem: str | None) -> None:
     if problem is not None:
         raise FormatError("bad_payload", f"chunk {i}: {problem}")
+
+
+def _check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
+    """Checksum and padding of chunk `i`, which is not stored raw."""
+    chunk = parsed.chunk(i)
+    if parsed.plan.checksum:
+        _check_sum(parsed, i, _chunk_sum(module, chunk))
+    _check_padding(parsed, i, chunk, False)
+
+
+def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1) -> bool:
+    """Add a whole buffer's elements to `acc` (float32, 1-D) in one pass, chunk by chunk.
+
+    False, and nothing done, if the codec has no `decode_add_chunk` here. Checksums and padding are
+    checked before anything is added.
+    """
+    module = backend_module(parsed.plan.codec.name, None)
+    if not hasattr(module, "decode_add_chunk"):
+        return False
+    for i in range(parsed.plan.chunks):
+        _check_chunk(parsed, i, module)
+    for i in range(parsed.plan.chunks):
+        lo, hi = parsed.plan.chunk_range(i)
+        chunk = parsed.chunk(i)
+        decoded = module.decode_add_chunk(parsed.plan.codec, chunk, acc[lo:hi], threads=threads)
+        _raise_problem(i, decoded.problem)
+    return True
 
 
 def verify_chunks(parsed: Parsed, threads: int = 1) -> None:

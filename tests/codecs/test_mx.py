@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
+from support import make_bits
 from tightwire.codecs.minifloat import BY_NAME, Element, unpack
 from tightwire.codecs.mx import BLOCK
 from tightwire.formats.dtypes import BY_NAME as DTYPES
@@ -64,7 +65,8 @@ def coded(x: Array, element: str, rule: str = "floor") -> tuple[Array, Array]:
 def exponents(x: Array) -> npt.NDArray[np.int64]:
     """floor(log2) of the largest magnitude of each block of finite values, none of them zero."""
     largest = np.abs(x.astype(np.float64)).reshape(-1, BLOCK).max(axis=1)
-    return np.frexp(largest)[1].astype(np.int64) - 1
+    found: npt.NDArray[np.int64] = np.frexp(largest)[1].astype(np.int64) - 1
+    return found
 
 
 def test_every_bfloat16_has_the_codes_of_ml_dtypes() -> None:
@@ -200,7 +202,7 @@ def test_property_error_bound(
     finite = ~np.isnan(allowed)
     with np.errstate(invalid="ignore"):
         error = np.abs(y.astype(np.float64) - x.astype(np.float64))
-    top = float(np.finfo(np.float16).max if dtype == "float16" else ml_dtypes.finfo(kind.numpy).max)
+    top = 65504.0 if dtype == "float16" else 2.0**127
     overflowed = np.isinf(y.astype(np.float64)) & (np.abs(x.astype(np.float64)) > top / 2)
     assert (error <= allowed)[finite & ~overflowed].all()
     assert rule == "ceil" or not overflowed[finite].any()
@@ -242,6 +244,47 @@ def test_special_values(dtype: str, element: str, backend: str) -> None:
         assert wide[70] == np.inf
         assert wide[71] == -np.inf
         assert (wide[72:96] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("element", BY_NAME)
+def test_fused_sums_are_those_of_the_steps(dtype: str, element: str) -> None:
+    kind = DTYPES[dtype]
+    codec = tw.codec("mx", element=element)
+    for pattern, n, chunks in (("special", 1001, 3), ("normal", 70_001, 1), ("random", 9000, 2)):
+        x = make_bits(pattern, kind, n, seed=1).view(kind.numpy)
+        buf = codec.encode(make_bits("special", kind, n).view(kind.numpy), chunks=chunks)
+        y = tw.decode(buf, backend="ref")
+        total = (y.astype(np.float32) + x.astype(np.float32)).astype(kind.numpy)
+        found = codec.decode_add_encode(buf, x, chunks=chunks)
+        assert bytes(found) == bytes(codec.encode(total, chunks=chunks, backend="ref"))
+        # Into the memory that the first buffer has.
+        again = codec.encode(y, chunks=chunks)
+        same = codec.decode_add_encode(again, x, chunks=chunks, out=again)
+        steps = codec.decode_add_encode(bytes(codec.encode(y, chunks=chunks)), x, chunks=chunks)
+        assert bytes(same) == bytes(steps)
+        acc = x.astype(np.float32)
+        expected = acc + y.astype(np.float32)
+        assert codec.decode_add(buf, acc) is acc
+        assert np.array_equal(acc, expected, equal_nan=True)
+
+
+def test_damage_is_found_before_anything_is_added() -> None:
+    codec = tw.codec("mx", element="e3m2")
+    x = np.ones(601, np.float32)
+    data = bytearray(bytes(codec.encode(x, chunks=2)))
+    acc = np.zeros(601, np.float32)
+    data[-1] = 1
+    for chunks in (1, 2):
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            codec.decode_add_encode(bytes(data), x, chunks=chunks)
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        codec.decode_add(bytes(data), acc)
+    assert not acc.any()
+    with pytest.raises(ValueError, match="acc has shape"):
+        codec.decode_add(codec.encode(x), np.zeros(600, np.float32))
 
 
 @pytest.mark.parametrize("params", [{"element": "e4m4"}, {"scale_rule": "round"}, {"element": 4}])
