@@ -173,7 +173,8 @@ def unpack(payload: Bytes, element: Element, start: int, stop: int) -> Bytes:
     low = payload[at >> 3].astype(np.uint32)
     high = payload[np.minimum((at >> 3) + 1, payload.size - 1)].astype(np.uint32)
     both = (low | high << np.uint32(8)) >> (at & 7).astype(np.uint32)
-    return (both & np.uint32((1 << element.bits) - 1)).astype(np.uint8)
+    found: Bytes = (both & np.uint32((1 << element.bits) - 1)).astype(np.uint8)
+    return found
 
 
 def tail_is_zero(payload: Bytes, element: Element, nelem: int) -> bool:

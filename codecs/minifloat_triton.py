@@ -182,6 +182,25 @@ def _extreme(parts, scales, M: tl.constexpr):
 
 
 @triton.jit
+def narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr):
+    """Element bits, uint32, nearest to float32 values; every NaN is the quiet, positive one."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF
+    nan = magnitudes > _INFINITY
+    if ITEM == 4:
+        found = tl.where(nan, _NAN, bits)
+    elif EXP == 8:
+        wide = bits.to(tl.uint32, bitcast=True)
+        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        found = tl.where(nan, 0x7FC0, rounded.to(tl.int32))
+    else:
+        low = round_part(tl.minimum(magnitudes, 150 << 23), 10, 113 << 23)
+        found = tl.minimum(low, 0x7C00) | ((bits >> 16) & 0x8000)
+        found = tl.where(nan, 0x7E00, found)
+    return found.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def pack(codes, BLOCKS: tl.constexpr, BITS: tl.constexpr, k: tl.constexpr):
     """Word `k` of the codes (int32, shape (BLOCKS, n, codes)), uint32, shape (BLOCKS, n).
 

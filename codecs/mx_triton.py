@@ -33,6 +33,7 @@ from .minifloat_triton import (
     decode_bits,
     element_constants,
     elements_at,
+    narrow,
     round_codes,
     split,
     store_words,
@@ -69,6 +70,7 @@ def _encode_tile(
     block,
     n,
     words,
+    source_ptr,
     EMAX: tl.constexpr,
     MAX_FRACTION: tl.constexpr,
     CEIL: tl.constexpr,
@@ -76,12 +78,19 @@ def _encode_tile(
     M: tl.constexpr,
     BIAS: tl.constexpr,
     TOP: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
     INTEGER: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
+    ADD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encode blocks from `block` on of a chunk of `n` elements; gives the checksum terms."""
+    """Encode blocks from `block` on of a chunk of `n` elements.
+
+    With ADD those of the static part at `source_ptr` are added. Gives the checksum terms of what is
+    written and of what is added.
+    """
     GROUPS: tl.constexpr = 2 if BITS == 6 else BITS
     CODES: tl.constexpr = _BLOCK // GROUPS
     rows = tl.arange(0, _BLOCKS)
@@ -92,6 +101,23 @@ def _encode_tile(
     else:
         v = tl.load(x + i)
     values = widen(v, EXP, ITEM)
+    added = tl.zeros([], tl.uint64)
+    if ADD:
+        source = source_ptr.to(tl.pointer_type(tl.uint32))
+        codes, added = unpack(source, block, words, _BLOCKS, GROUPS, BITS, MASKED)
+        at = block + rows
+        if MASKED:
+            scales = tl.load(source_ptr + scales_at + at, mask=at * _BLOCK < n, other=0)
+        else:
+            scales = tl.load(source_ptr + scales_at + at)
+        added += tl.sum(weigh_bytes(scales, scales_at + at), 0)
+        scales = scales.to(tl.int32)[:, None, None]
+        bits = decode_bits(codes, scales, BITS, M, BIAS, INF, NAN, INTEGER, EXP, ITEM)
+        total = widen(bits, EXP, ITEM).to(tl.float32, bitcast=True)
+        total += values.to(tl.float32, bitcast=True)
+        values = widen(narrow(total, EXP, ITEM), EXP, ITEM)
+        if MASKED:
+            values = tl.where(i < n, values, 0)
     tops = tl.max(tl.max(values & 0x7FFFFFFF, 2), 1)
     scales = _scales(tops, EMAX, MAX_FRACTION, CEIL)
     codes = round_codes(values, scales[:, None, None], BITS, M, BIAS, TOP, INTEGER)
@@ -102,13 +128,15 @@ def _encode_tile(
         scales = tl.where(at * _BLOCK < n, scales, 0)
     else:
         tl.store(scales_ptr + at, scales.to(tl.uint8))
-    return total + tl.sum(weigh_bytes(scales, scales_at + at), 0)
+    return total + tl.sum(weigh_bytes(scales, scales_at + at), 0), added
 
 
 @kernel
 def _encode_kernel(
     x_ptr,
     out_ptr,
+    src_ptr,
+    sums_ptr,
     h0: tl.uint64,
     h1: tl.uint64,
     h2: tl.uint64,
@@ -136,13 +164,19 @@ def _encode_kernel(
     M: tl.constexpr,
     BIAS: tl.constexpr,
     TOP: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
     INTEGER: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Encode one tile of one chunk. Header and records were cleared before."""
+    """Encode one tile of one chunk. Header and records were cleared before.
+
+    With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before.
+    """
     pid = tl.program_id(0)
     chunk = pid // tiles
     tile = pid % tiles
@@ -151,6 +185,7 @@ def _encode_kernel(
         first = tl.multiple_of(first, 16)
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    source_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     x = elements_at(x_ptr, ITEM) + first
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     scales_ptr = static_ptr + scales_at * 128
@@ -158,14 +193,14 @@ def _encode_kernel(
     words = (n * BITS + 31) // 32
     # fmt: off
     if (block + _BLOCKS) * _BLOCK <= n:
-        total = _encode_tile(
-            x, payload, scales_ptr, scales_at * 128, block, n, words, EMAX, MAX_FRACTION, CEIL,
-            BITS, M, BIAS, TOP, INTEGER, EXP, ITEM, False,
+        total, added = _encode_tile(
+            x, payload, scales_ptr, scales_at * 128, block, n, words, source_ptr, EMAX,
+            MAX_FRACTION, CEIL, BITS, M, BIAS, TOP, INF, NAN, INTEGER, EXP, ITEM, ADD, False,
         )
     else:
-        total = _encode_tile(
-            x, payload, scales_ptr, scales_at * 128, block, n, words, EMAX, MAX_FRACTION, CEIL,
-            BITS, M, BIAS, TOP, INTEGER, EXP, ITEM, True,
+        total, added = _encode_tile(
+            x, payload, scales_ptr, scales_at * 128, block, n, words, source_ptr, EMAX,
+            MAX_FRACTION, CEIL, BITS, M, BIAS, TOP, INF, NAN, INTEGER, EXP, ITEM, ADD, True,
         )
     # fmt: on
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
@@ -181,6 +216,8 @@ def _encode_kernel(
             tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+        if ADD:
+            tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit
@@ -310,13 +347,12 @@ def _format(spec) -> Element:
 
 
 @functools.cache
-def _encode_variant(spec, dtype: DType, aligned: bool, sums: bool) -> Variant:
+def _encode_variant(spec, dtype: DType, aligned: bool, add: bool, sums: bool) -> Variant:
     e = _format(spec)
     chosen = element_constants(e)
-    del chosen["INF"], chosen["NAN"]
     chosen |= {"EMAX": e.emax, "MAX_FRACTION": e.max_fraction, "CEIL": spec.scale_rule == "ceil"}
     chosen |= {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "ALIGNED": aligned, "SUMS": sums}
-    return Variant(_encode_kernel, _OPTIONS, **chosen)
+    return Variant(_encode_kernel, _OPTIONS, **chosen, ADD=add)
 
 
 @functools.cache
@@ -336,12 +372,29 @@ def _tiles(plan: Plan) -> int:
 
 def encode(plan: Plan, x, out, scratch, stats=None) -> None:
     """See `zipccl_triton.encode`."""
+    _encode(plan, x, out, out, out, False)
+
+
+def decode_add_encode(plan: Plan, src, x, out, scratch, status, *, planned: bool = True) -> None:
+    """Encode into `out` the elements `x` plus those of `src`, a buffer of the same plan.
+
+    `scratch` and `status` are those of `decode`: what is wrong with `src` is left in `status`.
+    """
+    sums = plan.checksum
+    if sums:
+        scratch[: 8 * plan.chunks].zero_()
+    _encode(plan, x, out, src, scratch, True)
+    bits = _format(plan.codec).bits
+    check_chunks(plan, src, scratch, status, 0, plan.nelem, True, sums, planned, bits, BLOCK)
+
+
+def _encode(plan: Plan, x, out, src, scratch, add: bool) -> None:
     tiles = _tiles(plan)
     out[: plan.static_offset].zero_()
     header = header_words(plan)
-    _encode_variant(plan.codec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(
+    _encode_variant(plan.codec, plan.dtype, aligned_for(plan, x), add, plan.checksum).launch(
         tiles * plan.chunks,
-        (x, out),
+        (x, out, src, scratch),
         *header[:HEADER_WORDS],
         identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
         plan.nelem,

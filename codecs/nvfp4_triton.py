@@ -36,6 +36,7 @@ from .minifloat_triton import (
     aligned_for,
     check_chunks,
     elements_at,
+    narrow,
     round_codes,
     round_part,
     store_words,
@@ -231,25 +232,6 @@ def _encode_kernel(
 
 
 @triton.jit
-def _narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """Element bits, uint32, nearest to float32 values; every NaN is the quiet, positive one."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitudes = bits & 0x7FFFFFFF
-    nan = magnitudes > _INFINITY
-    if ITEM == 4:
-        found = tl.where(nan, _NAN, bits)
-    elif EXP == 8:
-        wide = bits.to(tl.uint32, bitcast=True)
-        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        found = tl.where(nan, 0x7FC0, rounded.to(tl.int32))
-    else:
-        low = round_part(tl.minimum(magnitudes, 150 << 23), 10, 113 << 23)
-        found = tl.minimum(low, 0x7C00) | ((bits >> 16) & 0x8000)
-        found = tl.where(nan, 0x7E00, found)
-    return found.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _decode_tile(
     payload,
     scales_ptr,
@@ -285,7 +267,7 @@ def _decode_tile(
         above = _float((magnitudes << 22) + (126 << 23))
         values = tl.where(magnitudes < 2, magnitudes.to(tl.float32) * 0.5, above)
         values = _float(values.to(tl.int32, bitcast=True) | ((codes & 8) << 28))
-        bits = _narrow(values * steps[:, None, None], EXP, ITEM)
+        bits = narrow(values * steps[:, None, None], EXP, ITEM)
         i = _indices(block)
         if MASKED:
             store_element(out_ptr, at + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)

@@ -216,6 +216,12 @@ class Codec:
         _need_float(info.dtype, "x")
         gpu = device_for(backend, x)
         if gpu is not None:
+            if stats is None:
+                fused = gpu.decode_add_encode(
+                    self.spec, src, x, out=out, scratch=scratch, chunks=chunks
+                )
+                if fused is not NotImplemented:
+                    return fused  # type: ignore[no-any-return]
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
             if (found.shape, found.dtype) != (info.shape, info.dtype):

@@ -350,6 +350,40 @@ def added(values: Any, x: Any) -> Any:
         return _export(total.to(_TORCH[info.dtype]), info.dtype, Target(info.library, info.device))
 
 
+def decode_add_encode(
+    spec: CodecSpec, src: Any, x: Any, *, out: Any, scratch: Any, chunks: int | None
+) -> Any:
+    """As `Codec.decode_add_encode` in one pass; NotImplemented where there is no kernel for that.
+
+    There is one where `src` is of the very plan that its sum is encoded by.
+    """
+    info = _describe(x)
+    place = _place(info.library, info.device, None)
+    if place is None or info.library == "jax" or (out is not None and _is_host(out, False)):
+        return NotImplemented
+    with _scope(place, info.library, info.library if out is None else _library_of(out)):
+        source = _open(src, place, DEFAULT_MAX_NBYTES, False)
+        if source is None or not hasattr(source.kernels, "decode_add_encode"):
+            return NotImplemented
+        kernels, plan, data, _, memory = source
+        if plan != make_plan(spec, info.dtype, info.shape, chunks):
+            return NotImplemented
+        tensor = _as_torch(x, info)
+        room, work = _room(out, plan, place), _workspace(plan, scratch, place)
+        elements = tensor if tensor.is_contiguous() else tensor.contiguous()
+        given = None if scratch is None else work
+        encoded = room.data[: plan.nbytes]
+        _apart("the array that is added", tensor, "out", encoded, given)
+        _apart("the buffer that is decoded", data[: plan.nbytes], "out", encoded, given)
+        fresh = _new_status(place) if memory is None else None
+        status = memory.status if memory is not None else fresh
+        planned = memory is not None and not memory.assembled
+        kernels.decode_add_encode(plan, data, elements, room.data, work, status, planned=planned)
+        if fresh is not None:
+            _settle(fresh)
+    return Buffer(plan, None, Target(info.library, info.device), room)
+
+
 def copy_into(out: Any, values: Any) -> None:
     """Copy `values` to the GPU array `out` of the same library, dtype and shape."""
     info = _describe(values)

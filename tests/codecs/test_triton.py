@@ -594,6 +594,39 @@ def test_lossy_decode_add(place: str, codec: tw.Codec) -> None:
         memory.check()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("codec", LOSSY.values(), ids=LOSSY)
+def test_lossy_decode_add_encode(place: str, codec: tw.Codec, name: str) -> None:
+    """The bytes of the host's three steps, in memory that was given."""
+    dtype = BY_NAME[name]
+    for pattern, n, chunks in (("special", 2048 + 333, 1), ("normal", 1501, 2)):
+        memory = Memory(place)
+        bits = make_bits("special", dtype, n)
+        local = make_bits(pattern, dtype, n, seed=2)
+        buf = codec.encode(memory.put(bits, dtype), chunks=chunks, backend="triton")
+        plan = buf.plan
+        out, scratch = memory.take(plan.nbytes), memory.take(plan.scratch_nbytes)
+        x = memory.put(local, dtype)
+        found = codec.decode_add_encode(
+            buf, x, out=out, scratch=scratch, chunks=chunks, backend="triton"
+        )
+        buf.check()
+        y = tw.decode(bytes(buf), backend="ref").astype(np.float32)
+        total = (y + local.view(dtype.numpy).astype(np.float32)).astype(dtype.numpy)
+        assert bytes(found) == bytes(codec.encode(total, chunks=chunks, backend="ref"))
+        assert raw(x).tobytes() == local.tobytes()
+        memory.check()
+    data = buf.array.clone()
+    data[-200] ^= 1
+    broken = tw.Buffer.wrap(plan, data)
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        # At once, as the interpreter's memory is the host's, or when it is asked for.
+        codec.decode_add_encode(broken, x, chunks=chunks, backend="triton")
+        broken.check()
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_measured_magnitude(place: str, name: str) -> None:
     """Of finite elements alone; and stats from elsewhere are taken."""

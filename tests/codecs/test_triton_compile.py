@@ -168,6 +168,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         for element in ("e5m2", "e3m2", "e2m1", "int8"):
             other, other_src = planned(checksum=False, element=element)
             kernels.encode(other, x, other_src, room)
+            kernels.decode_add_encode(other, other_src, x, room, room, status)
             kernels.decode(other, other_src, x, room, status)
     if name == "zipccl":
         kernels.encode(planned(window=5)[0], x, room, room)
