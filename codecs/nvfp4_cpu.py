@@ -13,6 +13,7 @@ from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .minifloat import INFINITY, tail_is_zero, values_of
 from .minifloat_cpu import (
     LANES,
+    add_to,
     kind_of,
     largest_magnitudes_by,
     narrow,
@@ -41,6 +42,8 @@ from .threads import run, spans
 
 _BLOCKS = LANES // BLOCK
 _NBYTES = LANES // 2
+#: Elements that are decoded and added while they are in cache.
+_PIECE = 1 << 15
 _INFINITY = np.uint32(INFINITY)
 _M, _LOWEST, _TOP = np.int32(SCALE.mantissa), np.int32((128 - SCALE.bias) << 23), SCALE.largest
 _SIX, _ONE = np.float32(6), np.float32(1)
@@ -55,7 +58,7 @@ def _encode_tiles(x, kind, payload, g, scales, values, first, last):
     offsets, found = np.zeros(LANES, np.int32), np.empty(LANES, np.int32)
     codes, packed = np.empty(LANES, np.uint8), np.empty(_NBYTES, np.uint8)
     padded = np.zeros(LANES, x.dtype)
-    wanted = np.empty(1, np.float32)
+    wanted, factors = np.empty(1, np.float32), np.ones(LANES, np.float32)
     factor = np.float32(g * SIXTH)
     for tile in range(first, last):
         at = tile * LANES
@@ -79,9 +82,15 @@ def _encode_tiles(x, kind, payload, g, scales, values, first, last):
             scales[tile * _BLOCKS + b] = code
             step = np.float32(values[code] / g)
             r = FLT_MAX if step <= NO_RECIPROCAL else np.float32(_ONE / step)
-            for i in range(b * BLOCK, (b + 1) * BLOCK):
-                values_here[i] = min(max(np.float32(values_here[i] * r), -_SIX), _SIX)
-        round_codes(words, offsets, *_ELEMENT, found, codes)
+            for i in range(BLOCK):
+                factors[b * BLOCK + i] = r
+        for i in range(LANES):
+            floats[i] = np.float32(values_here[i] * factors[i])
+        for i in range(LANES):
+            v = floats[i]
+            v = _SIX if v > _SIX else v
+            floats[i] = -_SIX if v < -_SIX else v
+        round_codes(floats.view(np.uint32), offsets, *_ELEMENT, found, codes)
         if count == LANES:
             pack(codes, 4, payload[tile * _NBYTES : (tile + 1) * _NBYTES])
         else:
@@ -121,6 +130,38 @@ def _decode_tiles(payload, g, scales, nelem, elements, values, kind, out, start,
             out[lo - start : hi - start] = room[lo - at : hi - at]
 
 
+def decode_add_chunk(
+    spec: Nvfp4, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
+) -> ChunkDecoded:
+    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
+    problem = _problem(chunk)
+    if problem is None:
+        cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
+        run(_add_pieces, [(chunk, acc, *cut) for cut in cuts])
+    return ChunkDecoded(problem)
+
+
+def _add_pieces(chunk: Chunk, acc: Bits, first: int, last: int) -> None:
+    fixed, room = _decode_arguments(chunk), np.empty(_PIECE, chunk.dtype.bits)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        _decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
+        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
+
+
+def _decode_arguments(chunk: Chunk) -> tuple[Any, ...]:
+    payload, g, scales = static_views(chunk)
+    tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
+    return payload, g[0], scales, chunk.nelem, *tables, kind_of(chunk.dtype)
+
+
+def _problem(chunk: Chunk) -> str | None:
+    payload, g, _ = static_views(chunk)
+    if not is_tensor_scale(g):
+        return SCALE_PROBLEM
+    return None if tail_is_zero(payload, ELEMENT, chunk.nelem) else TAIL_PROBLEM
+
+
 def encode_chunk(
     spec: Nvfp4,
     chunk: Chunk,
@@ -147,12 +188,11 @@ def decode_chunk(
     spec: Nvfp4, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
 ) -> ChunkDecoded:
     """See `nvfp4.decode_chunk`."""
-    payload, g, scales = static_views(chunk)
+    payload, g, _ = static_views(chunk)
     if not is_tensor_scale(g):
         return ChunkDecoded(SCALE_PROBLEM)
     if out.size:
-        tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
-        fixed = (payload, g[0], scales, chunk.nelem, *tables, kind_of(chunk.dtype))
+        fixed = _decode_arguments(chunk)
         first, last = start // LANES, -(-(start + out.size) // LANES)
         cuts = spans(last - first, out.nbytes, threads)
         run(_decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])

@@ -167,9 +167,10 @@ class Codec:
         """Decode `src` and add it to `acc` (same shape, any float dtype) in place.
 
         The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
-        `acc`. On a GPU nothing waits; bfloat16, float16 and float32 are added in the same pass that
-        decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that of `encode`.
-        After an error, `acc` on a GPU is undefined.
+        `acc`. On the host checksums and padding are checked first, and a codec that can adds to
+        float32 in one pass. On a GPU nothing waits; bfloat16, float16 and float32 are added in the
+        same pass that decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that
+        of `encode`. After an error, `acc` on a GPU is undefined.
         """
         info = arrays.describe(acc)
         gpu = device_for(None, src, acc)
@@ -209,7 +210,8 @@ class Codec:
         """Decode `src`, add the local array `x` like it, encode the sum with this codec.
 
         `x` has the shape and float dtype of the buffer. The sum is taken in float32 (float64 for
-        float64) and rounded to that dtype. On a GPU nothing waits; damage of `src` is raised by
+        float64) and rounded to that dtype. Where the codec can, and `src` is of the plan that the
+        sum gets, all of it is one pass. On a GPU nothing waits; damage of `src` is raised by
         `src.check()`.
         """
         info = arrays.describe(x)
