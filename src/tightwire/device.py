@@ -372,9 +372,12 @@ def decode_add_encode(
         room, work = _room(out, plan, place), _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
         given = None if scratch is None else work
-        encoded = room.data[: plan.nbytes]
+        encoded, decoded = room.data[: plan.nbytes], data[: plan.nbytes]
         _apart("the array that is added", tensor, "out", encoded, given)
-        _apart("the buffer that is decoded", data[: plan.nbytes], "out", encoded, given)
+        _apart("the buffer that is decoded", decoded, "out", None, given)
+        (first, last), (start, stop) = _span(encoded), _span(decoded)
+        if first < stop and start < last:
+            return NotImplemented
         fresh = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled

@@ -617,7 +617,11 @@ def test_lossy_decode_add_encode(place: str, codec: tw.Codec, name: str) -> None
         total = (y + local.view(dtype.numpy).astype(np.float32)).astype(dtype.numpy)
         assert bytes(found) == bytes(codec.encode(total, chunks=chunks, backend="ref"))
         assert raw(x).tobytes() == local.tobytes()
+        expected = bytes(found)
+        again = codec.decode_add_encode(buf, x, out=buf, chunks=chunks, backend="triton")
+        assert bytes(again) == expected
         memory.check()
+    buf = found
     data = buf.array.clone()
     data[-200] ^= 1
     broken = tw.Buffer.wrap(plan, data)
