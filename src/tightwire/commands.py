@@ -367,6 +367,8 @@ def compress(
     if target is None:
         target = source.with_name(source.name.removesuffix(".safetensors") + ".tw.safetensors")
     chosen = _codec(codec_name, window)
+    if not chosen.lossless:
+        raise ValueError(f"{codec_name} is lossy, and decompress promises the file that was")
     _check_target(source, target, force)
     with _about(source, PLAIN), _writing(source, target), _progress("compress", source) as progress:
         reports = convert.compress_file(

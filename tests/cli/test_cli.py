@@ -707,6 +707,7 @@ def test_unsupported(plain: Path, packed: Path) -> None:
     assert "raw, zipccl" in check_untouched(plain, [*compress, "--codec", "lz9"], 5, "unsupported")
     for window in ("wide", "4000", "-1"):
         check_untouched(plain, [*compress, f"--window={window}"], 5, "unsupported")
+    assert "lossy" in check_untouched(plain, [*compress, "--codec", "mx"], 5, "unsupported")
     options = ["--codec", "raw", "--window", "tile"]
     check_untouched(plain, [*compress, *options], 5, "unsupported")
     check_untouched(plain, ["bench", "P", "--codec", "lz9"], 5, "unsupported")
