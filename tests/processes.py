@@ -68,6 +68,9 @@ def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[int, int]
     script = folder / "example.py"
     script.write_text("\n".join(code))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    # A file for each rank: in one, a rank may write between another's words.
+    logs = folder / "logs"
+    words += ["--log-dir", str(logs), "--redirects", "1"]
     done = subprocess.run(
         [sys.executable, *words, str(script)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -76,9 +79,11 @@ def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[int, int]
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    # A rank may write between another's line and its end.
-    numbers = [int(word) for word in done.stdout.split()]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+    found: list[tuple[int, int]] = []
+    for out in sorted(logs.rglob("stdout.log")):
+        numbers = [int(word) for word in out.read_text().split()]
+        found += zip(numbers[::2], numbers[1::2], strict=True)
+    return found
 
 
 def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
