@@ -443,7 +443,7 @@ class Group:
         digests = [*here, *there]
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
-            self._compare_new(call, send, there, here)
+            self._compare_new(call, send.room, there, here)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -486,7 +486,7 @@ class Group:
         digests = [digest] * self._size
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
-            self._compare_new(call, send, digests, digests)
+            self._compare_new(call, send.room, digests, digests)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -557,5 +557,10 @@ class Group:
             return
         if len(self._compared) >= _MOST:
             self._compared.clear()
-        self._compare(call, like.room if isinstance(like, Shares) else like, there, here)
+        self._compare(call, like, there, here)
         self._compared.add(key)
+
+    def _compare_shape(self, call: Call, like: Any, info: ArrayInfo, *more: int) -> None:
+        """`_compare_new` where all ranks have one shape, and one root if `more` says which."""
+        digests = [call.digest(info, (*more, *info.shape))] * self._size
+        self._compare_new(call, like, digests, digests)
