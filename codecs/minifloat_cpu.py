@@ -101,7 +101,7 @@ def split(magnitude):
 
 def largest_magnitudes_by(block):
     """A function that puts the largest magnitude of each `block` words, as bits, into `tops`."""
-    half = block // 2
+    half, quarter = block // 2, block // 4
 
     @njit(nogil=True, cache=True)
     def largest_magnitudes(words, lanes, tops):
@@ -110,8 +110,10 @@ def largest_magnitudes_by(block):
             high = words[b * block + half : (b + 1) * block]
             for i in range(half):
                 lanes[i] = max(U4(low[i] & _MAGNITUDE), U4(high[i] & _MAGNITUDE))
+            for i in range(quarter):
+                lanes[i] = max(lanes[i], lanes[i + quarter])
             top = lanes[0]
-            for i in range(1, half):
+            for i in range(1, quarter):
                 top = max(top, lanes[i])
             tops[b] = top
 
