@@ -66,7 +66,7 @@ def header_words(plan: Plan) -> tuple[int, ...]:
     return tuple(words + [0] * (-len(words) % HEADER_WORDS))
 
 
-_WIDE = ("sums_ptr", "status_ptr", "starts_ptr", "stats_ptr", "counts_ptr", "base_ptr")
+_WIDE = ("sums_ptr", "status_ptr", "starts_ptr", "stats_ptr", "counts_ptr", "base_ptr", "key_ptr")
 
 
 def kernel(fn):
@@ -87,7 +87,7 @@ class Variant:
     than all else in a call.
     """
 
-    def __init__(self, kernel, options: dict[str, int | bool], **values: int | bool) -> None:
+    def __init__(self, kernel, options: dict[str, int | bool], **values: float) -> None:
         names = list(kernel.arg_names)
         self._kernel = kernel
         self._keywords = values | options
@@ -270,13 +270,13 @@ def add_to(acc, value, use, EXP: tl.constexpr, ADD: tl.constexpr):
         tl.store(acc, old + value, mask=use)
     elif EXP == 8:
         total = (old.to(tl.uint32) << 16).to(tl.float32, bitcast=True) + value
-        tl.store(acc, _round_bfloat16(total), mask=use)
+        tl.store(acc, round_bfloat16(total), mask=use)
     else:
         tl.store(acc, (old.to(tl.float32) + value).to(tl.float16), mask=use)
 
 
 @triton.jit
-def _round_bfloat16(value):
+def round_bfloat16(value):
     """Bits of the nearest bfloat16, ties to even; every NaN is quiet."""
     v = value.to(tl.uint32, bitcast=True)
     rounded = (v + 0x7FFF + ((v >> 16) & 1)) >> 16

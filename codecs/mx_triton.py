@@ -370,12 +370,14 @@ def _tiles(plan: Plan) -> int:
     return max(1, -(-plan.chunk_nelem // tile))
 
 
-def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """See `zipccl_triton.encode`."""
     _encode(plan, x, out, out, out, False)
 
 
-def decode_add_encode(plan: Plan, src, x, out, scratch, status, *, planned: bool = True) -> None:
+def decode_add_encode(
+    plan: Plan, src, x, out, scratch, status, *, key=None, planned: bool = True
+) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of the same plan.
 
     `scratch` and `status` are those of `decode`: what is wrong with `src` is left in `status`.

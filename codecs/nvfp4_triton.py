@@ -371,7 +371,7 @@ def _tiles(plan: Plan) -> int:
     return max(1, -(-plan.chunk_nelem // tile))
 
 
-def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """See `zipccl_triton.encode`."""
     if stats is None:
         stats = measure(plan.codec, plan.dtype, x)

@@ -279,7 +279,7 @@ def _check_variant(sums: bool) -> Variant:
     return Variant(_check_kernel, options(1), SUMS=sums)
 
 
-def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """See `zipccl_triton.encode`."""
     size = plan.dtype.itemsize
     chunk_nbytes = plan.chunk_nelem * size

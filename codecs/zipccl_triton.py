@@ -1620,7 +1620,7 @@ def _launches(plan: Plan) -> _Launches:
     return found
 
 
-def encode(plan: Plan, x, out, scratch, stats=None) -> None:
+def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
     g = _launches(plan)
     scratch[: g.cleared].zero_()

@@ -8,5 +8,6 @@ CODEC_IDS = {
     "zipccl": (2, "zipccl"),
     "mx": (3, "mx"),
     "nvfp4": (4, "nvfp4"),
+    "taco": (5, "taco"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

@@ -495,6 +495,148 @@ def nvfp4_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# taco.md, "Parameters"
+
+
+class Taco(NamedTuple):
+    """What the parameters say."""
+
+    code: int
+    block: int
+    transform: int
+    words: int
+
+
+def taco_parameters(params: bytes) -> Taco:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"taco has 8 bytes of parameters, not {len(params)}")
+    code, log_block, transform, scales, rounding = params[:5]
+    check(code <= 2, "bad_header", f"format {code}")
+    check(5 <= log_block <= 9, "bad_header", f"block size 2^{log_block}")
+    check(transform <= 2, "bad_header", f"transform {transform}")
+    check(scales <= 1 and rounding <= 1, "bad_header", f"scales {scales}, rounding {rounding}")
+    check(not any(params[5:]), "bad_header", "nonzero end of the parameters")
+    return Taco(code, 2**log_block, transform, 2 - scales)
+
+
+# taco.md, "Layout"
+
+
+def taco_sections(taco: Taco, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where taco takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"taco does not take {DTYPES[dtype_id].name}")
+    check(chunk_nelem <= 2**39 - 512, "bad_header", f"{chunk_nelem} elements in a taco chunk")
+    blocks = ceil_div(chunk_nelem, taco.block)
+    payload, scales = align(blocks * taco.block), align(4 * taco.words * blocks)
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(payload + scales < raw, "bad_header", "taco gains nothing for this size")
+    return [Section(1, 0, payload // 128), Section(4, 0, scales // 128)]
+
+
+def taco_used(taco: Taco, chunk_nelem: int, nelem: int) -> tuple[int, int, int]:
+    """Bytes of codes, where the scales start and where they end."""
+    blocks = ceil_div(nelem, taco.block)
+    scales_at = align(ceil_div(chunk_nelem, taco.block) * taco.block)
+    codes = nelem if taco.transform == 2 else blocks * taco.block
+    return codes, scales_at, scales_at + 4 * taco.words * blocks
+
+
+# taco.md, "Arithmetic" and "Codes": one float64 operation on float32 numbers, then f32().
+
+
+def f32(x: float) -> float:
+    """Round to single precision."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return float("inf") if x > 0 else float("-inf")
+
+
+def float_of_bits(bits: int) -> float:
+    """The float32 of these bits."""
+    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+
+
+def rotate(v: list[float]) -> None:
+    """The transform of a block in place."""
+    h = 1
+    while h < len(v):
+        for i in range(len(v)):
+            if i // h % 2 == 0:
+                v[i], v[i + h] = f32(v[i] + v[i + h]), f32(v[i] - v[i + h])
+        h *= 2
+
+
+def taco_value(byte: int, code: int) -> float:
+    """The value of a code."""
+    if code == 2:
+        check(byte != 128, "bad_payload", "code -128")
+        return float(byte - 256 if byte > 128 else byte)
+    mantissa_bits, bias, largest = ((3, 7, 0x7E), (2, 15, 0x7B))[code]
+    check(byte & 127 <= largest, "bad_payload", f"code {byte:02x}")
+    exponent, mantissa = divmod(byte & 127, 2**mantissa_bits)
+    significand = mantissa + (2**mantissa_bits if exponent else 0)
+    value = significand * 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
+    return -value if byte >= 128 else value
+
+
+# taco.md, "Decoding"
+
+
+def taco_scale(words: list[int]) -> float | None:
+    """The merged scale of a block, None if the block is lost."""
+    lost = [w == 0x7FC00000 for w in words]
+    check(all(lost) or not any(lost), "bad_payload", "half a lost block")
+    if all(lost):
+        return None
+    for w in words:
+        check(0 < w < 0x7F800000, "bad_payload", f"scale {w:08x}")
+    values = [float_of_bits(w) for w in words]
+    m = values[-1]
+    if len(values) == 2:
+        check(2.0**-10 <= values[0] <= 2.0**10, "bad_payload", f"alpha {values[0]}")
+        check(2.0**-86 <= m <= 2.0**126, "bad_payload", f"s {m}")
+        m = f32(m / values[0])
+    check(2.0**-96 <= m <= 2.0**126, "bad_payload", f"s / alpha {m}")
+    return m
+
+
+def taco_bits(y: float, dtype: Dtype) -> bytes:
+    """A number limited and rounded to a dtype."""
+    if dtype.exponent == 5:
+        return struct.pack("<e", max(-65504.0, min(65504.0, y)))
+    largest = 2.0**128 - 2.0 ** (127 - dtype.mantissa)
+    bits = u32(struct.pack("<f", max(-largest, min(largest, y))), 0)
+    if dtype.nbytes == 4:
+        return bits.to_bytes(4, "little")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to_bytes(2, "little")
+
+
+def taco_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    taco = taco_parameters(h.params)
+    _, scales_at, _ = taco_used(taco, h.chunk_nelem, nelem)
+    k = f32(taco.block**-0.5) if taco.transform < 2 else 1.0
+    out = bytearray()
+    for b in range(ceil_div(nelem, taco.block)):
+        words = [u32(static, scales_at + 4 * (taco.words * b + i)) for i in range(taco.words)]
+        m = taco_scale(words)
+        codes = static[b * taco.block : (b + 1) * taco.block]
+        count = min(taco.block, nelem - b * taco.block)
+        if m is None:
+            check(not any(codes), "bad_payload", "codes of a lost block")
+            nan = {16: 0x7E00, 17: 0x7FC0, 18: 0x7FC00000}[h.dtype_id]
+            out += nan.to_bytes(h.dtype.nbytes, "little") * count
+            continue
+        w = [taco_value(code, taco.code) for code in codes]
+        if taco.transform < 2:
+            rotate(w)
+        c = f32(m * k)
+        for value in w[:count]:
+            out += taco_bits(f32(value * c), h.dtype)
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -517,7 +659,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2, 3, 4), "unknown_codec", f"codec {codec}")
+    check(codec in (1, 2, 3, 4, 5), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -553,6 +695,8 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
         expected = nvfp4_sections(dtype, chunk_nelem)
     elif codec == 3:
         expected = mx_sections(mx_element(data[params:nbytes]), dtype, chunk_nelem)
+    elif codec == 5:
+        expected = taco_sections(taco_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -624,6 +768,9 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         scales = align(ceil_div(h.chunk_nelem, 2))
         head = static[ceil_div(nelem, 2) : scales] + static[scales + 4 : scales + 16]
         return head + static[scales + 16 + ceil_div(nelem, 16) :]
+    if h.codec == 5:
+        codes, scales, end = taco_used(taco_parameters(h.params), h.chunk_nelem, nelem)
+        return static[codes:scales] + static[end:]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -658,6 +805,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += nvfp4_decode(h, nelem, static)
         elif h.codec == 3:
             out += mx_decode(h, nelem, static)
+        elif h.codec == 5:
+            out += taco_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

@@ -311,6 +311,71 @@ def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
     yield "nvfp4/float16_all_codes", data, tw.decode(data, backend="ref").tobytes()
 
 
+TACO_PARAMS: dict[str, dict[str, Any]] = {
+    "e4m3": {},
+    "e5m2": {"format": "e5m2"},
+    "int8": {"format": "int8"},
+    "hadamard": {"transform": "hadamard", "block": 128},
+    "hadamard_int8": {"transform": "hadamard", "format": "int8", "scales": "merged"},
+    "none_e5m2": {"transform": "none", "format": "e5m2", "block": 64},
+    "none_int8": {"transform": "none", "format": "int8", "block": 32},
+    "merged": {"scales": "merged", "block": 512},
+    "block_32": {"block": 32},
+    "stochastic": {"rounding": "stochastic"},
+    "stochastic_e5m2": {"rounding": "stochastic", "format": "e5m2", "transform": "none"},
+    "stochastic_int8": {"rounding": "stochastic", "format": "int8", "block": 64},
+}
+TACO_DTYPES = ("bfloat16", "float16", "float32")
+#: The key of every vector that was rounded at random.
+TACO_KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
+
+
+def taco_encoded(x: Array, params: dict[str, Any], **options: Any) -> tw.Buffer:
+    """A fresh buffer of the reference backend."""
+    return tw.codec("taco", **params).encode(x, key=TACO_KEY, backend="ref", **options)
+
+
+def taco_vectors() -> Iterator[tuple[str, bytes, bytes, bytes]]:
+    """Vectors of codec taco: buffer, decoded tensor, encoded tensor."""
+
+    def coded(name: str, x: Array, **options: Any) -> tuple[str, bytes, bytes, bytes]:
+        params = options.pop("params", {})
+        buffer = taco_encoded(x, params, **options)
+        if buffer.header.codec != "taco":
+            raise AssertionError(f"{name} was stored by {buffer.header.codec}")
+        return (
+            f"taco/{name}",
+            bytes(buffer),
+            tw.decode(buffer, backend="ref").tobytes(),
+            x.tobytes(),
+        )
+
+    ones = np.ones(384, np.float32).astype(BY_NAME["bfloat16"].numpy)
+    example = {"transform": "none", "scales": "merged", "block": 128}
+    yield coded("bfloat16_384_none", ones, params=example)
+    for i, (name, params) in enumerate(TACO_PARAMS.items()):
+        dtype = TACO_DTYPES[i % 3]
+        yield coded(f"{dtype}_{name}", bell(80 + i, dtype, 900), params=params)
+    for dtype in TACO_DTYPES:
+        yield coded(f"{dtype}_specials", specials(dtype, 1500), params={"block": 32})
+        yield coded(f"{dtype}_zeros", with_zeros(100, dtype, 700), params={"transform": "none"})
+        yield coded(f"{dtype}_random_bits", random_bits(101, dtype, (3, 511)), params={"block": 32})
+    huge = np.ldexp(bell(102, "float32", 700), 125).astype(np.float32)
+    for name in ("e4m3", "int8", "hadamard", "none_int8"):
+        yield coded(f"float32_huge_{name}", huge, params=TACO_PARAMS[name])
+    tiny = np.ldexp(bell(103, "float32", 700), -30 - np.arange(700) // 64 * 4).astype(np.float32)
+    for name in ("e4m3", "int8", "hadamard_int8", "none_e5m2"):
+        yield coded(f"float32_tiny_{name}", tiny, params=TACO_PARAMS[name])
+    for n in (511, 512, 513):
+        yield coded(f"bfloat16_{n}", bell(n, "bfloat16", n), params={"block": 128})
+    x = bell(104, "bfloat16", 2000)
+    yield coded("bfloat16_3_chunks", x.reshape(4, 500), chunks=3)
+    yield coded("float16_7_chunks_none", bell(105, "float16", 2450), chunks=7, params=example)
+    params = TACO_PARAMS["stochastic"]
+    yield coded("bfloat16_3_chunks_stochastic", x, chunks=3, params=params)
+    yield coded("bfloat16_no_checksum", x, checksum=False)
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -928,6 +993,102 @@ def nvfp4_invalid() -> Invalid:
     }
 
 
+def taco_parts(**params: Any) -> Parts:
+    """Two chunks of 1000 elements: 4 blocks, whose scales lie at 1024 to 1056 (merged: 1040)."""
+    x = bell(106, "bfloat16", 2000)
+    bits_of(x)[1256:1512] = 0x7F80
+    return Parts.of(taco_encoded(x, params, chunks=2))
+
+
+def taco_invalid() -> Invalid:
+    """Step 9 of "Reading" for taco, and taco.md, "Checks"; block 1 of chunk 1 is lost."""
+    params = taco_parts().header.params
+    sections = taco_parts().header.sections
+    headers = {
+        "taco_version_2": (changed(taco_parts(), codec_version=2), "unsupported_version"),
+        "taco_sections_swapped": (sectioned(taco_parts(), 1, 0), "bad_header"),
+        "taco_no_scales_section": (sectioned(taco_parts(), 0), "bad_header"),
+        "taco_three_sections": (sectioned(taco_parts(), 0, 1, 1), "bad_header"),
+        "taco_scales_of_kind_2": (
+            changed(taco_parts(), sections=(sections[0], replace(sections[1], kind=2))),
+            "bad_header",
+        ),
+        "taco_scales_dynamic": (
+            changed(taco_parts(), sections=(sections[0], replace(sections[1], dynamic=True))),
+            "bad_header",
+        ),
+        "taco_dynamic_stride": (changed(taco_parts(), dynamic_stride=ALIGN), "bad_header"),
+        "taco_raw_flag": (edited(taco_parts, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "taco_dynamic_bytes": (edited(taco_parts, lambda p: grow(p, 1, 1)), "bad_record"),
+    }
+    for name in ("float64", "float8_e4m3fn", "int16"):
+        headers[f"taco_of_{name}"] = (changed(taco_parts(), dtype=BY_NAME[name]), "bad_header")
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "format_3": poked(params, 0, b"\3"),
+        "block_16": poked(params, 1, b"\4"),
+        "block_1024": poked(params, 1, b"\12"),
+        "block_2_255": poked(params, 1, b"\xff"),
+        "transform_3": poked(params, 2, b"\3"),
+        "scales_2": poked(params, 3, b"\2"),
+        "rounding_2": poked(params, 4, b"\2"),
+        "parameters_reserved": poked(params, 5, b"\1"),
+        "parameters_end": poked(params, 7, b"\1"),
+    }
+    for name, bad in wrong.items():
+        headers[f"taco_{name}"] = (changed(taco_parts(), params=bad), "bad_header")
+
+    word = struct.Struct("<f").pack
+    merged: dict[str, Any] = {"scales": "merged"}
+
+    def with_scale(chunk: int, at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: taco_parts(**params), lambda p: put(p, chunk, 1024 + at, new))
+
+    def with_code(chunk: int, at: int, code: int, **params: Any) -> bytes:
+        return edited(lambda: taco_parts(**params), lambda p: put(p, chunk, at, bytes([code])))
+
+    bad_scales = {
+        "alpha_zero": with_scale(0, 0, bytes(4)),
+        "alpha_negative": with_scale(0, 8, word(-1.0)),
+        "alpha_infinite": with_scale(1, 0, word(math.inf)),
+        "alpha_too_small": with_scale(0, 24, word(2.0**-11)),
+        "alpha_too_large": with_scale(1, 24, word(2.0**11)),
+        "alpha_lost": with_scale(0, 0, b"\0\0\xc0\x7f"),
+        "s_zero": with_scale(0, 4, bytes(4)),
+        "s_negative": with_scale(0, 12, word(-1.0)),
+        "s_lost": with_scale(0, 4, b"\0\0\xc0\x7f"),
+        "s_other_nan": with_scale(1, 4, b"\1\0\xc0\x7f"),
+        "s_too_small": with_scale(0, 28, word(2.0**-87)),
+        "s_too_large": with_scale(0, 28, word(2.0**127)),
+        "quotient_too_large": with_scale(0, 0, word(2.0**-10) + word(2.0**120)),
+        "alpha_of_lost_block": with_scale(1, 8, word(1.0)),
+        "merged_zero": with_scale(0, 4, bytes(4), **merged),
+        "merged_infinite": with_scale(0, 4, word(math.inf), **merged),
+        "merged_negative": with_scale(1, 0, word(-1.0), **merged),
+        "merged_too_small": with_scale(1, 12, word(2.0**-97), **merged),
+    }
+    bad_codes = {
+        "nan_e4m3": with_code(0, 0, 0x7F),
+        "negative_nan_e4m3": with_code(1, 1023, 0xFF),
+        "infinity_e5m2": with_code(0, 255, 0x7C, format="e5m2"),
+        "nan_e5m2": with_code(1, 768, 0xFF, format="e5m2"),
+        "minus_128": with_code(0, 256, 0x80, format="int8"),
+        "code_of_lost_block": with_code(1, 300, 1),
+        "nan_code_none": with_code(1, 999, 0x7F, transform="none"),
+    }
+    padding = {
+        "padding_none": with_code(0, 1000, 1, transform="none"),
+        "padding_behind_scales": with_scale(0, 32, b"\1"),
+        "padding_of_merged": with_scale(1, 16, b"\1", **merged),
+    }
+    return (
+        headers
+        | {f"taco_{name}": (data, "bad_payload") for name, data in (bad_scales | bad_codes).items()}
+        | {f"taco_{name}": (data, "reserved_not_zero") for name, data in padding.items()}
+    )
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -938,13 +1099,14 @@ def all_invalid() -> Invalid:
         | order_vectors()
         | mx_invalid()
         | nvfp4_invalid()
+        | taco_invalid()
     )
 
 
 def all_files() -> dict[str, bytes]:
     """Every file but reasons.json, by its path in the folder."""
     files = {}
-    for vectors in (raw_vectors, zipccl_vectors, mx_vectors, nvfp4_vectors):
+    for vectors in (raw_vectors, zipccl_vectors, mx_vectors, nvfp4_vectors, taco_vectors):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
             files |= {f"{name}.input": data for data in given}

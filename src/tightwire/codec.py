@@ -112,6 +112,7 @@ class Codec:
         `out` is a Buffer to reuse or a writable uint8 array of at least `plan.nbytes`, on the host
         or, 16-byte aligned, on the GPU of `x`. `threads` None uses every processor where the size
         is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest.
+        `key` is what codecs that round at random draw by; others do not look at it.
 
         GPU arrays are encoded where they are, on the current stream (PyTorch's, CuPy's; a JAX array
         on PyTorch's), without waiting for the device; so that nothing is allocated give `out` and
@@ -126,6 +127,7 @@ class Codec:
                 self.spec,
                 x,
                 stats=stats,
+                key=key,
                 out=out,
                 scratch=scratch,
                 chunks=chunks,
@@ -220,7 +222,7 @@ class Codec:
         if gpu is not None:
             if stats is None:
                 fused = gpu.decode_add_encode(
-                    self.spec, src, x, out=out, scratch=scratch, chunks=chunks
+                    self.spec, src, x, key=key, out=out, scratch=scratch, chunks=chunks
                 )
                 if fused is not NotImplemented:
                     return fused  # type: ignore[no-any-return]

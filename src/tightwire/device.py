@@ -20,7 +20,7 @@ import torch
 from . import arrays
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer, parsed_source
-from .codecs.base import Bytes, CodecSpec, Plan
+from .codecs.base import Bytes, CodecSpec, Key, Plan
 from .engine import DEFAULT_MAX_NBYTES, Head, check_plan, parse_head, selection, touched_chunks
 from .formats.dtypes import BY_NAME, DTYPES, DType
 from .formats.header import ALIGN, ASSEMBLED, RECORD
@@ -170,6 +170,7 @@ def encode(
     x: Any,
     *,
     stats: Any,
+    key: Key | None,
     out: Any,
     scratch: Any,
     chunks: int | None,
@@ -202,7 +203,7 @@ def encode(
             stats = _stats(spec, stats, info.dtype, place)
         if stats is None or plan.codec != spec:
             stats = kernels.measure(plan.codec, info.dtype, elements)
-        kernels.encode(plan, elements, memory.data, work, stats)
+        kernels.encode(plan, elements, memory.data, work, stats, key)
         if library == "jax":
             memory.lease(tensor)
     target = Target(library, info.device)
@@ -351,7 +352,14 @@ def added(values: Any, x: Any) -> Any:
 
 
 def decode_add_encode(
-    spec: CodecSpec, src: Any, x: Any, *, out: Any, scratch: Any, chunks: int | None
+    spec: CodecSpec,
+    src: Any,
+    x: Any,
+    *,
+    key: Key | None,
+    out: Any,
+    scratch: Any,
+    chunks: int | None,
 ) -> Any:
     """As `Codec.decode_add_encode` in one pass; NotImplemented where there is no kernel for that.
 
@@ -381,7 +389,9 @@ def decode_add_encode(
         fresh = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled
-        kernels.decode_add_encode(plan, data, elements, room.data, work, status, planned=planned)
+        kernels.decode_add_encode(
+            plan, data, elements, room.data, work, status, key=key, planned=planned
+        )
         if fresh is not None:
             _settle(fresh)
     return Buffer(plan, None, Target(info.library, info.device), room)

@@ -33,6 +33,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "raw_chunk": {"dtype": "bfloat16", "n": 1900, "pattern": "random"},
     "unsummed_fp8": {"dtype": "float8_e4m3fn", "n": 4500, "checksum": False},
     "one_window": {"dtype": "bfloat16", "n": 4096, "window": "histogram", "pattern": "scales"},
+    "taco": {"codec": "taco", "dtype": "bfloat16", "n": 4096 + 700, "chunks": 2},
+    "taco_unsummed": {"codec": "taco", "dtype": "float32", "n": 4500, "checksum": False},
     "raw": {"codec": "raw", "dtype": "int16", "n": 1000, "chunks": 3},
 }
 SECTIONS = ("header", "record", "padding", "tiles", "offsets", "windows", "dynamic")
@@ -60,7 +62,7 @@ def sample(
     from support import make_bits
     from tightwire.formats.dtypes import BY_NAME
 
-    params = {} if codec == "raw" else {"window": window}
+    params = {"window": window} if codec == "zipccl" else {}
     kind = BY_NAME[dtype]
     x = make_bits(pattern, kind, n).view(kind.numpy)
     plan = tw.codec(codec, **params).plan(
@@ -72,15 +74,19 @@ def sample(
 
 
 def spans(plan: Any, data: Bytes, chunk: int, section: str) -> tuple[int, int]:
-    """Where a section of a chunk lies in a buffer; the length is 0 if there is none."""
+    """Where a section of a chunk lies in a buffer; the length is 0 if there is none.
+
+    Of taco "tiles" are its codes and "windows" its scales.
+    """
     from tightwire.codecs.zipccl import TILE
 
     record = plan.header.nbytes + 32 * chunk
     static = plan.static_range(chunk)
     index = static.stop
     tiles = 0
-    if plan.codec.name == "zipccl":
+    if plan.codec.name != "raw":
         index = static.start + plan.layout.sections[0].nbytes
+    if plan.codec.name == "zipccl":
         lo, hi = plan.chunk_range(chunk)
         tiles = -(-(hi - lo) // TILE)
     slot = plan.dynamic_offset + chunk * plan.dynamic_stride

@@ -54,6 +54,14 @@ SAMPLES = {
             tw.codec("zipccl", window="sigma"),
         )
     ),
+    "taco": sample("taco", n=1300),
+    "taco_none": bytes(
+        tw.encode(
+            make_bits("special", BY_NAME["float16"], 1100).view(np.float16),
+            tw.codec("taco", transform="none", scales="merged", format="int8", block=32),
+            chunks=3,
+        )
+    ),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
     "zeros": bytes(tw.encode(make_bits("mixed_zeros", BY_NAME["float32"], 1000).view(np.float32))),

@@ -1,0 +1,510 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""taco on the CPU with Numba: the bytes of codecs/taco.py.
+
+Sixteen blocks go side by side, value i of all of them next to each other, so that every addition of
+the page is one of whole vectors and none changes its order. Without fastmath LLVM fuses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from ..formats.checksum import MASK64
+from ..formats.checksum_cpu import sum_bytes, sum_words
+from ..formats.dtypes import DType
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .philox import key_numbers
+from .philox_cpu import fill_words
+from .taco import (
+    ALPHA_BITS,
+    ALPHA_MAX,
+    ALPHA_MIN,
+    EPSILON,
+    FLOOR,
+    FORMAT_OF,
+    HADAMARD_ALPHA,
+    LOST,
+    MERGED_BITS,
+    SCALE_BITS,
+    TAU,
+    TRANSFORMS,
+    Taco,
+    norm,
+    static_views,
+    values_of,
+)
+from .threads import run, spans
+
+U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
+F4 = np.float32
+_LANES = 16
+_ASH, _HADAMARD, _NONE = range(3)
+_TAU, _EPSILON, _FLOOR = F4(TAU), F4(EPSILON), F4(FLOOR)
+_ALPHA_MIN, _ALPHA_MAX, _HADAMARD_ALPHA = F4(ALPHA_MIN), F4(ALPHA_MAX), F4(HADAMARD_ALPHA)
+_LOST = U4(LOST)
+_ABS = U4(0x7FFFFFFF)
+_TO_F16 = F4(2.0**112)
+_INT8_ANCHOR = F4(1.5 * 2**23)
+
+
+@njit(nogil=True, error_model="numpy")
+def _load(x, u, v, lost, size, top, half):
+    """Values of up to 16 blocks in `x` to `v`, whose bits are `u`; lanes without a block are 0."""
+    for lane in range(_LANES):
+        first = lane * size
+        n = min(max(x.size - first, 0), size)
+        block = x[first : first + n]
+        found = x.dtype.type(0)
+        for i in range(n):
+            found = max(found, x.dtype.type(block[i] & top))
+        lost[lane] = n > 0 and found == top
+        if lost[lane]:
+            n = 0
+        if x.itemsize == 4:
+            for i in range(n):
+                u[i * _LANES + lane] = U4(block[i])
+        elif half:
+            for i in range(n):
+                h = U4(block[i])
+                u[i * _LANES + lane] = U4(U4(h & U4(0x8000)) << U4(16)) | U4(
+                    U4(h & U4(0x7FFF)) << U4(13)
+                )
+        else:
+            for i in range(n):
+                u[i * _LANES + lane] = U4(U4(block[i]) << U4(16))
+        for i in range(n, size):
+            u[i * _LANES + lane] = U4(0)
+    if half:
+        for i in range(size * _LANES):
+            v[i] *= _TO_F16
+
+
+# Constant distances tell LLVM that what is read and written does not overlap.
+
+
+def _one_stage(distance):
+    @njit(nogil=True, error_model="numpy")
+    def stage(v):
+        for at in range(0, v.size, 2 * distance):
+            w = v[at : at + 2 * distance]
+            for j in range(distance):
+                a = w[j]
+                b = w[j + distance]
+                w[j] = a + b
+                w[j + distance] = a - b
+
+    return stage
+
+
+def _two_stages(distance):
+    @njit(nogil=True, error_model="numpy")
+    def stages(v):
+        for at in range(0, v.size, 4 * distance):
+            w = v[at : at + 4 * distance]
+            for j in range(distance):
+                a = w[j] + w[j + distance]
+                b = w[j] - w[j + distance]
+                c = w[j + 2 * distance] + w[j + 3 * distance]
+                d = w[j + 2 * distance] - w[j + 3 * distance]
+                w[j] = a + c
+                w[j + distance] = b + d
+                w[j + 2 * distance] = a - c
+                w[j + 3 * distance] = b - d
+
+    return stages
+
+
+_stages_1_2, _stages_4_8 = _two_stages(_LANES), _two_stages(4 * _LANES)
+_stages_16_32, _stages_64_128 = _two_stages(16 * _LANES), _two_stages(64 * _LANES)
+_stage_16, _stage_64, _stage_256 = (_one_stage(h * _LANES) for h in (16, 64, 256))
+
+
+@njit(nogil=True, error_model="numpy")
+def _rotate(v, size):
+    _stages_1_2(v)
+    _stages_4_8(v)
+    if size == 32:
+        _stage_16(v)
+        return
+    _stages_16_32(v)
+    if size == 128:
+        _stage_64(v)
+    elif size > 128:
+        _stages_64_128(v)
+        if size == 512:
+            _stage_256(v)
+
+
+@njit(nogil=True)
+def _largest(u, m):
+    """Bits of the largest magnitude of each of 16 blocks to the start of `m`, as long as `u`."""
+    n = u.size // 2
+    for j in range(n):
+        m[j] = max(U4(u[j] & _ABS), U4(u[n + j] & _ABS))
+    while n > _LANES:
+        n //= 2
+        low, high = m[:n], m[n : 2 * n]
+        for j in range(n):
+            low[j] = max(low[j], high[j])
+
+
+@njit(nogil=True, error_model="numpy")
+def _scale(v, by, limit):
+    """Multiply the values of each of 16 blocks by its factor; none gets beyond `limit`."""
+    for i in range(v.size // _LANES):
+        for lane in range(_LANES):
+            y = F4(v[i * _LANES + lane] * by[lane])
+            y = y if y < limit else limit
+            v[i * _LANES + lane] = y if y > -limit else F4(-limit)
+
+
+@njit(nogil=True, error_model="numpy")
+def _alphas(v, q, alpha, size, transform):
+    """The rescaling factors of 16 blocks; `q` has half the size of `v`."""
+    if transform != _ASH:
+        for lane in range(_LANES):
+            alpha[lane] = _HADAMARD_ALPHA if transform == _HADAMARD else F4(1)
+        return
+    for i in range(size // 2):
+        for lane in range(_LANES):
+            a = v[2 * i * _LANES + lane]
+            b = v[(2 * i + 1) * _LANES + lane]
+            q[i * _LANES + lane] = a * a + b * b
+    n = size // 4
+    while n > 0:
+        for i in range(n):
+            for lane in range(_LANES):
+                q[i * _LANES + lane] = q[2 * i * _LANES + lane] + q[(2 * i + 1) * _LANES + lane]
+        n //= 2
+    for lane in range(_LANES):
+        sigma = F4(math.sqrt(F4(q[lane] * F4(F4(1) / F4(size)) + _EPSILON)))
+        alpha[lane] = min(max(F4(_TAU / sigma), _ALPHA_MIN), _ALPHA_MAX)
+
+
+@njit(nogil=True, error_model="numpy")
+def _narrow(u, gu, code, n, mantissa, shift, base, least, anchor):
+    """Magnitudes `u` (float32 bits) rounded to fewer mantissa bits; small ones by `gu`."""
+    half = U4((U4(1) << U4(shift - U4(1))) - U4(1))
+    for i in range(n):
+        m = U4(u[i] & _ABS)
+        normal = U4(U4(U4(m + half) + U4(U4(m >> shift) & U4(1))) >> shift) - base
+        code[i] = U4(gu[i] - anchor) if m < least else U4(normal)
+
+
+@njit(nogil=True, error_model="numpy")
+def _round_nearest(v, u, g, gu, code, mantissa, bias):
+    n = v.size
+    if mantissa == 0:
+        for i in range(n):
+            g[i] = v[i] + _INT8_ANCHOR
+        for i in range(n):
+            code[i] = gu[i]
+        return
+    anchor = F4(2.0 ** (24 - bias - mantissa))
+    for i in range(n):
+        g[i] = abs(v[i]) + anchor
+    least = U4(U4(128 - bias) << U4(23))
+    anchor_bits = U4(U4(127 + 24 - bias - mantissa) << U4(23))
+    base = U4(U4(127 - bias) << U4(mantissa))
+    _narrow(u, gu, code, n, mantissa, U4(23 - mantissa), base, least, anchor_bits)
+    for i in range(n):
+        code[i] |= U4(U4(u[i] >> U4(24)) & U4(0x80))
+
+
+@njit(nogil=True, error_model="numpy")
+def _round_stochastic(v, u, g, gu, code, words, mantissa, bias):
+    n = v.size
+    if mantissa == 0:
+        for i in range(n):
+            steps = U4(F4(F4(v[i] + F4(128)) * F4(65536)))
+            whole = U4(U4(steps + U4(words[i] >> U4(16))) >> U4(16))
+            code[i] = U4(whole - U4(128))
+        return
+    least = F4(2.0 ** (1 - bias))
+    shift = U4(23 - mantissa)
+    base = U4(U4(127 - bias) << U4(mantissa))
+    for i in range(n):
+        a = abs(v[i])
+        g[i] = F4(a + least) if a < least else a
+        code[i] = U4(base + U4(U4(1) << U4(mantissa))) if a < least else base
+    for i in range(n):
+        up = U4(words[i] >> U4(U4(32) - shift))
+        rounded = U4(U4(U4(gu[i] + up) >> shift) - code[i])
+        code[i] = U4(rounded | U4(U4(u[i] >> U4(24)) & U4(0x80)))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_span(
+    x, codes, scales, first, last, size, transform, top, half, f, k, random, seed, step, rank, start
+):
+    """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
+
+    `f` is (largest, mantissa bits, bias); `start` the index of the chunk's first random word.
+    """
+    largest, mantissa, bias = f
+    v = np.empty(size * _LANES, np.float32)
+    g = np.empty(size * _LANES, np.float32)
+    code = np.empty(size * _LANES, np.uint32)
+    words = np.empty(size * _LANES if random else 0, np.uint32)
+    row = np.empty(size if random else 0, np.uint32)
+    u = v.view(np.uint32)
+    gu = g.view(np.uint32)
+    lost = np.empty(_LANES, np.bool_)
+    alpha = np.empty(_LANES, np.float32)
+    s = np.empty(_LANES, np.float32)
+    r = np.empty(_LANES, np.float32)
+    merged = np.empty(_LANES, np.float32)
+    for b in range(first, last, _LANES):
+        end = min(b + _LANES, last)
+        _load(x[b * size : min(end * size, x.size)], u, v, lost, size, top, half)
+        _alphas(v, g, alpha, size, transform)
+        for i in range(size):
+            for lane in range(_LANES):
+                v[i * _LANES + lane] *= alpha[lane]
+        if transform != _NONE:
+            _rotate(v, size)
+        _largest(u, gu)
+        for lane in range(_LANES):
+            z = max(F4(g[lane] * k), _FLOOR)
+            s[lane] = z / largest
+            r[lane] = k / s[lane]
+            merged[lane] = s[lane] / alpha[lane]
+        _scale(v, r, largest)
+        if random:
+            for lane in range(end - b):
+                fill_words(row, seed, step, rank, U8(0), U8(start + (b + lane) * size))
+                for i in range(size):
+                    words[i * _LANES + lane] = row[i]
+            _round_stochastic(v, u, g, gu, code, words, mantissa, bias)
+        else:
+            _round_nearest(v, u, g, gu, code, mantissa, bias)
+        for lane in range(end - b):
+            at = (b + lane) * size
+            block = codes[at : min(at + size, codes.size)]
+            for i in range(block.size):
+                block[i] = U1(code[i * _LANES + lane])
+            here = scales[b + lane]
+            if lost[lane]:
+                here[:] = _LOST
+            elif here.size == 2:
+                here[0] = alpha.view(np.uint32)[lane]
+                here[1] = s.view(np.uint32)[lane]
+            else:
+                here[0] = merged.view(np.uint32)[lane]
+    lo, hi = first * size, min(last * size, codes.size)
+    return _sum_of(codes[lo:hi], lo)
+
+
+@njit(nogil=True)
+def _sum_of(data, at):
+    whole = data.size // 4 * 4
+    total = sum_words(data[:whole].view(np.uint32), at // 4)
+    if whole < data.size:
+        total += sum_bytes(data[whole:], (at + whole) // 4)
+    return total
+
+
+@njit(nogil=True, error_model="numpy")
+def _merged_scale(words, alpha, found):
+    """(bits of the merged scale, 0 good, 1 lost or 2 wrong) of one block.
+
+    `alpha` and `found` are room for one float32.
+    """
+    bits = found.view(np.uint32)
+    bits[0] = words[words.size - 1]
+    if bits[0] == _LOST:
+        return 1 if words[0] == _LOST else 2
+    if words.size == 2:
+        alpha.view(np.uint32)[0] = words[0]
+        if words[0] < ALPHA_BITS[0] or words[0] > ALPHA_BITS[1]:
+            return 2
+        if bits[0] < SCALE_BITS[0] or bits[0] > SCALE_BITS[1]:
+            return 2
+        found[0] = found[0] / alpha[0]
+    return 0 if MERGED_BITS[0] <= bits[0] <= MERGED_BITS[1] else 2
+
+
+@njit(nogil=True)
+def _codes_fit(codes, bad, mantissa, lost):
+    """False if a code is one that no encoder writes there."""
+    most = U1(0)
+    if lost:
+        for i in range(codes.size):
+            most |= codes[i]
+        return most == U1(0)
+    if mantissa == 0:
+        for i in range(codes.size):
+            most |= U1(codes[i] == bad)
+        return most == U1(0)
+    for i in range(codes.size):
+        most = max(most, U1(codes[i] & U1(127)))
+    return most < bad
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_span(
+    codes, scales, table, x, nelem, first, last, size, transform, exponent, mantissa, bad, top, k
+):
+    """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, and a sum.
+
+    `top` are the bits of the dtype's largest finite number, as a float32, `mantissa` the bits of
+    the dtype's and of the code's mantissa.
+    """
+    dtype_mantissa, code_mantissa = mantissa
+    v = np.empty(size * _LANES, np.float32)
+    g = np.empty(size * _LANES, np.float32)
+    code = np.empty(size * _LANES, np.uint32)
+    u = v.view(np.uint32)
+    gu = g.view(np.uint32)
+    c = np.empty(_LANES, np.float32)
+    state = np.empty(_LANES, np.int64)
+    alpha = np.empty(1, np.float32)
+    merged = np.empty(1, np.float32)
+    nan = U4(U4(U4(1 << (exponent + 1)) - U4(1)) << U4(dtype_mantissa - 1))
+    wrong = False
+    for b in range(first, last, _LANES):
+        end = min(b + _LANES, last)
+        v[:] = F4(0)
+        for lane in range(_LANES):
+            c[lane] = F4(0)
+            state[lane] = 0
+            if b + lane >= end:
+                continue
+            state[lane] = _merged_scale(scales[b + lane], alpha, merged)
+            at = (b + lane) * size
+            block = codes[at : min(at + size, codes.size)]
+            fits = _codes_fit(block, bad, code_mantissa, state[lane] == 1)
+            wrong |= state[lane] == 2 or not fits
+            if state[lane] == 0:
+                c[lane] = merged[0] * k
+                for i in range(block.size):
+                    v[i * _LANES + lane] = table[block[i]]
+        if transform != _NONE:
+            _rotate(v, size)
+        _scale(v, c, top)
+        if x.itemsize == 4:
+            for i in range(v.size):
+                code[i] = u[i]
+        elif exponent == 8:
+            for i in range(v.size):
+                code[i] = U4(U4(U4(u[i] + U4(0x7FFF)) + U4(U4(u[i] >> U4(16)) & U4(1))) >> U4(16))
+        else:
+            for i in range(v.size):
+                g[i] = abs(v[i]) + F4(0.5)
+            least, base = U4(U4(113) << U4(23)), U4(U4(112) << U4(10))
+            _narrow(u, gu, code, v.size, 10, U4(13), base, least, U4(0x3F000000))
+            for i in range(v.size):
+                code[i] |= U4(U4(u[i] >> U4(16)) & U4(0x8000))
+        for lane in range(end - b):
+            at = (b + lane) * size
+            block = x[at - first * size : min(at + size, nelem) - first * size]
+            if state[lane] == 1:
+                block[:] = nan
+            else:
+                for i in range(block.size):
+                    block[i] = code[i * _LANES + lane]
+    lo, hi = first * size, min(last * size, codes.size)
+    return wrong, _sum_of(codes[lo:hi], lo)
+
+
+def _read_only(array: Bits) -> Bits:
+    """A read-only view: so that each kernel is compiled for one kind of array."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _dtype_args(dtype: DType) -> tuple[np.float32, np.integer[Any]]:
+    """The largest finite number, and the bits of an exponent field of ones."""
+    ones = ((1 << dtype.exponent) - 1) << dtype.mantissa
+    return F4(np.array(ones - 1, dtype.bits).view(dtype.numpy)), dtype.bits.type(ones)
+
+
+def encode_chunk(
+    spec: Taco,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `taco.encode_chunk`."""
+    random = spec.rounding == "stochastic"
+    numbers = key_numbers(key) if random else (0, 0, 0)
+    f = FORMAT_OF[spec.format]
+    codes, scales = static_views(spec, chunk)
+    used = spec.payload_nbytes(chunk.nelem)
+    args = (
+        spec.block,
+        TRANSFORMS.index(spec.transform),
+        _dtype_args(chunk.dtype)[1],
+        chunk.dtype.name == "float16",
+        (F4(f.largest), f.mantissa, f.bias),
+        F4(norm(spec)),
+        random,
+        *map(U8, numbers),
+        chunk.number * chunk.sections[0].nbytes,
+    )
+    x = _read_only(bits)
+
+    def task(first: int, last: int) -> Any:
+        return _encode_span(x, codes[:used], scales, first, last, *args)
+
+    words_sum = sum(int(part) for part in run(task, _cuts(scales.shape[0], bits.nbytes, threads)))
+    return ChunkResult(0, (words_sum + _sum_behind(chunk, used)) & MASK64)
+
+
+def decode_chunk(
+    spec: Taco, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `taco.decode_chunk`. The sum is there when the whole chunk was decoded."""
+    f, size = FORMAT_OF[spec.format], spec.block
+    codes, scales = static_views(spec, chunk._replace(static=_read_only(chunk.static)))
+    used = spec.payload_nbytes(chunk.nelem)
+    first, last = start // size, -(-(start + out.size) // size)
+    n_covered = max(min(last * size, chunk.nelem) - first * size, 0)
+    x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
+    args = (
+        size,
+        TRANSFORMS.index(spec.transform),
+        chunk.dtype.exponent,
+        (chunk.dtype.mantissa, f.mantissa),
+        U1(f.bad),
+        _dtype_args(chunk.dtype)[0],
+        F4(norm(spec)),
+    )
+
+    def task(lo: int, hi: int) -> Any:
+        room = x[lo * size :]
+        span = first + lo, first + hi
+        return _decode_span(
+            codes[:used], scales, values_of(spec.format), room, chunk.nelem, *span, *args
+        )
+
+    results = run(task, _cuts(last - first, x.nbytes, threads))
+    if x is not out:
+        out[:] = x[start - first * size :][: out.size]
+    problem = "a scale or a code of a block" if any(wrong for wrong, _ in results) else None
+    if out.size != chunk.nelem:
+        return ChunkDecoded(problem)
+    words_sum = sum(int(part) for _, part in results) + _sum_behind(chunk, used)
+    return ChunkDecoded(problem, words_sum & MASK64)
+
+
+def _cuts(blocks: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
+    """Ranges of blocks for threads; all but the last are of whole groups."""
+    groups = spans(-(-blocks // _LANES), nbytes, threads)
+    return [(lo * _LANES, min(hi * _LANES, blocks)) for lo, hi in groups]
+
+
+def _sum_behind(chunk: Chunk, used: int) -> int:
+    """Keyed sum of what follows the chunk's codes; a word may hold both."""
+    tail = chunk.static[used // 4 * 4 :].copy()
+    tail[: used % 4] = 0
+    return int(sum_bytes(tail, used // 4))
