@@ -22,6 +22,7 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import decode
+from ..codecs.base import Plan
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call, TraceRecord
@@ -29,7 +30,7 @@ from .cost import Choice
 from .group import DESIGNS, Design, Exchange, Group
 from .lanes import Lanes
 from .shares import CARD_NBYTES, Shares, pieces, split
-from .switch import AS_BEFORE, Before, Measured
+from .switch import AS_BEFORE, SUMS, Before, Measured
 from .tensors import as_input, as_output, as_result
 
 __all__ = ["DESIGNS", "Communicator", "Design"]
@@ -141,8 +142,11 @@ class Communicator(Group):
             whole = self._result(x, into, shape, info.dtype, choice)
             width = math.prod(row)
             flat, result = x.reshape(-1), whole.reshape(-1)
-            there = [call.digest(info, info.shape if equal else (n, *row)) for n in outward]
-            here = [call.digest(info, info.shape if equal else (n, *row)) for n in inward]
+            if equal:
+                there = here = [call.digest(info, info.shape)] * self._size
+            else:
+                there = [call.digest(info, (n, *row)) for n in outward]
+                here = [call.digest(info, (n, *row)) for n in inward]
             if choice.algorithm == "native":
                 if equal:
                     self._compare_new(call, x, there, here)
@@ -152,7 +156,7 @@ class Communicator(Group):
                 sends, receives = [n * width for n in outward], [n * width for n in inward]
                 self._swap_native(call, flat, result, sends, receives, equal)
             elif equal:
-                self._swap_equal(call, flat, result, info, choice)
+                self._swap_equal(call, flat, result, info, choice, there)
             else:
                 # The chunks of a buffer are equal, so every share is a buffer of its own.
                 outs = [self._plan(info.dtype, n * width) for n in outward]
@@ -178,8 +182,14 @@ class Communicator(Group):
         travels, and float32 is what arrives. `wire` is a dtype that `x` is rounded to before it
         travels. Returns `out` if it is given.
 
-        Natively float32, float64, int32 and int64 are summed by the network, in its own order.
+        Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
+        own order.
         """
+        before = self._switch.as_before("reduce_scatter", x, wire)
+        if before is not None:
+            found = self._again("reduce_scatter", before, x, out, self._transport.reduce_scatter)
+            if found is not None:
+                return found
         x, info, target = as_input(x)
         wide = tensors.sum_dtype(info.dtype)
         rows, row = _rows(info)
@@ -187,7 +197,7 @@ class Communicator(Group):
         is_wide = out is not None and arrays.describe(out).dtype == wide
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
         sent = _wire_dtype(wire, info.dtype)
-        choice = self._choose("reduce_scatter", x, info._replace(dtype=sent))
+        choice = self._choose("reduce_scatter", x, info._replace(dtype=sent), before, info.dtype)
         with self._call("reduce_scatter", "all-to-all and sum", info, choice, sent) as call:
             call.nbytes = _nbytes(info._replace(dtype=sent))
             total = self._result(x, into if is_wide else None, shape, wide, choice)
@@ -200,20 +210,25 @@ class Communicator(Group):
         """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
 
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
-        of its results, rounded to what travels.
+        of its results, rounded to what travels; natively as there.
         """
+        before = self._switch.as_before("all_reduce", x, wire)
+        if before is not None:
+            found = self._again("all_reduce", before, x, out, self._reduce_plain)
+            if found is not None:
+                return found
         x, info, target = as_input(x)
         wide = tensors.sum_dtype(info.dtype)
         into = as_output(out, info, info.shape, target)
         sent = _wire_dtype(wire, info.dtype)
         part = info._replace(dtype=sent)
-        choice = self._choose("all_reduce", x, part)
+        choice = self._choose("all_reduce", x, part, before, info.dtype)
         with self._call("all_reduce", "two-shot", info, choice, sent) as call:
             call.nbytes = _nbytes(part)
             # In place is fine: what is gathered is gathered after all of `x` was read.
             whole = tensors.empty(info.shape, info.dtype, x) if into is None else into
             flat, result = x.reshape(-1), whole.reshape(-1)
-            if choice.algorithm == "native" and self._sum_native(call, flat, result, info, sent):
+            if choice.algorithm == "native" and self._sum_native(call, flat, result, info):
                 return as_result(whole, info.dtype, target) if out is None else out
             # What equal shares leave over is less than an element for each rank: it goes as it is.
             each, rest = divmod(math.prod(info.shape), self._size)
@@ -230,7 +245,8 @@ class Communicator(Group):
             if choice.algorithm == "native":
                 self._gather_native(call, rounded, gathered, part)
             else:
-                self._gather(call, rounded, gathered, part, choice)
+                # In a room of its own: headers stay as they are from call to call.
+                self._gather(call, rounded, gathered, part, choice, room="gathered")
             if sent != info.dtype:
                 tensors.put(result[:main], gathered)
             tensors.put(result[main:], tensors.cast(left, sent))
@@ -301,16 +317,21 @@ class Communicator(Group):
     # Paths.
 
     def _choose(
-        self, collective: str, x: Any, info: ArrayInfo, before: Before | None = None
+        self,
+        collective: str,
+        x: Any,
+        info: ArrayInfo,
+        before: Before | None = None,
+        source: DType | None = None,
     ) -> Choice:
-        """The path of a call whose arguments are right."""
+        """The path of a call whose arguments are right; `info` is what travels of `source`."""
         if before is not None:
             before.left -= 1
             return AS_BEFORE
         if self._broken is not None:
             # Not worth a measurement: `_call` is about to raise.
             return AS_BEFORE
-        return self._switch.choose(collective, x, info)
+        return self._switch.choose(collective, x, info, source)
 
     def _result(
         self, x: Any, into: Any, shape: tuple[int, ...], dtype: DType, choice: Choice
@@ -329,14 +350,19 @@ class Communicator(Group):
         return [(a, min(a + step, n)) for a in range(0, n, step)] or [(0, 0)]
 
     def _swap_equal(
-        self, call: Call, flat: Any, result: Any, info: ArrayInfo, choice: Choice
+        self,
+        call: Call,
+        flat: Any,
+        result: Any,
+        info: ArrayInfo,
+        choice: Choice,
+        digests: Sequence[int],
     ) -> None:
         """An all-to-all of equal shares, elements of shape (ranks * n,)."""
         n = flat.shape[0] // self._size
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
             plan = self._plan(info.dtype, flat.shape[0], self._size)
-            digests = [call.digest(info, info.shape)] * self._size
             send = self._encode(call, [flat], [plan])
             receive = self._receive("receive", [plan], flat)
             began = self._begin_swap(call, send, receive, digests, digests)
@@ -421,14 +447,21 @@ class Communicator(Group):
             call.exchanged = last
 
     def _gather(
-        self, call: Call, x: Any, out: Any, info: ArrayInfo, choice: Choice, last: bool = True
+        self,
+        call: Call,
+        x: Any,
+        out: Any,
+        info: ArrayInfo,
+        choice: Choice,
+        last: bool = True,
+        room: str = "receive",
     ) -> None:
         """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,)."""
         n = x.shape[0]
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
             send = self._encode(call, [x], [self._plan(info.dtype, n)])
-            began = self._begin_gather(call, send, call.digest(info, info.shape), "receive")
+            began = self._begin_gather(call, send, call.digest(info, info.shape), room)
             buffer = self._end_gather(call, began)
             call.exchanged = last
             self._decode(call, buffer, out, None)
@@ -439,7 +472,7 @@ class Communicator(Group):
             return self._encode(call, [x[a:b]], [self._plan(info.dtype, b - a)], f"send {k}")
 
         def begin(k: int, send: Shares) -> Exchange:
-            return self._begin_gather(call, send, call.digest(info, info.shape, k), f"receive {k}")
+            return self._begin_gather(call, send, call.digest(info, info.shape, k), f"{room} {k}")
 
         def end(k: int, began: Exchange) -> Callable[[], None]:
             buffer = self._end_gather(call, began)
@@ -477,7 +510,7 @@ class Communicator(Group):
         n = total.shape[0]
         if choice.algorithm == "native":
             self._compare_shape(call, x, info)
-            if self._scatter_native(call, x, total, info, sent):
+            if self._scatter_native(call, x, total, info):
                 return
             flat = tensors.contiguous(tensors.cast(x, sent)).reshape(-1)
             nbytes = flat.shape[0] * sent.itemsize
@@ -495,11 +528,14 @@ class Communicator(Group):
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
             whole = self._plan(sent, flat.shape[0], self._size)
-            # A buffer for each rank, as decode_add adds a whole one.
-            each = [self._plan(sent, n)] * self._size
+            # decode_add adds a whole buffer, so that there is one for each rank. On a GPU one is
+            # received, as static parts that lie side by side take one call.
+            plans = [self._plan(sent, n)] * self._size
+            if whole.dynamic_stride and self._adds_here(whole, total):
+                plans = [whole]
             digests = [call.digest(info, info.shape)] * self._size
             send = self._encode(call, [flat], [whole])
-            receive = self._receive("receive", each, flat)
+            receive = self._receive("receive", plans, flat)
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
             call.exchanged = last
@@ -511,13 +547,31 @@ class Communicator(Group):
 
         self._swap_pieces(call, flat, info, spans, put, whole=False, last=last)
 
+    def _adds_here(self, plan: Plan, total: Any) -> bool:
+        """True if `_decode_here` adds buffers of this plan to `total`."""
+        if not tensors.is_cuda(total):
+            return False
+        from ..device import adds_into
+
+        return adds_into(plan, total)
+
     def _add(self, call: Call, buffers: Sequence[Buffer], total: Any) -> None:
-        """Sum the buffers of all ranks to `total`."""
+        """Sum the buffers of all ranks, or the chunks of one, to `total`."""
         tensors.clear(total)
+        if len(buffers) < self._size:
+            (buffer,), n = buffers, total.shape[0]
+            note = " (chunk i is rank i's)"
+            with call.stage("decode", note):
+                for r in range(self._size):
+                    self._decode_here(buffer, total, r * n, (r + 1) * n, add=True)
+            self._decoded(call, buffer, note)
+            return
         for source, buffer in enumerate(buffers):
             note = f" (from rank {source})"
             with call.stage("decode", note):
-                if buffer.plan.dtype.is_float:
+                if self._adds_here(buffer.plan, total):
+                    self._decode_here(buffer, total, 0, buffer.plan.nelem, add=True)
+                elif buffer.plan.dtype.is_float:
                     # Sums may be infinite or NaN; NumPy would warn.
                     with np.errstate(all="ignore"):
                         self._codec.decode_add(buffer, total)
@@ -628,14 +682,14 @@ class Communicator(Group):
             return None
         shape = before.shape
         if shape is None:
-            times = self._size if collective == "all_gather" else 1
-            shape = (times * x.shape[0], *x.shape[1:]) if x.dim() else (times,)
-            before.shape = shape
-            share = 1 if collective == "all_gather" else self._size
-            before.nbytes = x.nbytes * (self._size - 1) // share
+            shape = before.shape = self._native_shape(collective, x)
+            before.nbytes = _native_nbytes(collective, x.nbytes, self._size)
+            before.summed = plain and self._sums(tensors.dtype_of(x))
+        if collective in SUMS and not before.summed:
+            return None
         if out is None:
             out = x.new_empty(shape)
-        elif (
+        elif (out is not x or collective != "all_reduce") and (
             type(out) is not type(x)
             or out.shape != shape
             or out.dtype != x.dtype
@@ -644,25 +698,41 @@ class Communicator(Group):
             or tensors.overlap(x, out)
         ):
             return None
-        before.left -= 1
         sequence = self._counts["group"]
-        self._counts["group"] = sequence + 1
         start = time.perf_counter()
         try:
             if plain:
                 move(out, x)
             else:
                 move(tensors.as_bytes(out), tensors.as_bytes(x))
+        except NotImplementedError:
+            # Nothing has been sent: this network has no such sum.
+            return None
         except (RuntimeError, OSError) as error:
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
+        before.left -= 1
+        self._counts["group"] = sequence + 1
         seconds = {"native": time.perf_counter() - start}
         sent, reason = before.nbytes, AS_BEFORE.reason
         self._trace.append((collective, sequence, "native", reason, sent, sent, seconds, None))
         if self._unchecked:
             self._settle_known()
         return out
+
+    def _native_shape(self, collective: str, x: Any) -> tuple[int, ...]:
+        """Of the result of a tensor that all ranks have alike."""
+        if collective == "all_gather":
+            return (self._size * x.shape[0], *x.shape[1:]) if x.dim() else (self._size,)
+        if collective == "reduce_scatter":
+            return (x.shape[0] // self._size, *x.shape[1:])
+        return tuple(x.shape)
+
+    def _reduce_plain(self, out: Any, x: Any) -> None:
+        if out is not x:
+            tensors.put(out, x)
+        self._transport.all_reduce(out)
 
     def _gather_native(self, call: Call, x: Any, out: Any, info: ArrayInfo) -> None:
         self._compare_shape(call, x, info)
@@ -691,9 +761,9 @@ class Communicator(Group):
         item = arrays.describe(flat).dtype.itemsize
         self._sent_plain(call, (sum(sends) - sends[self._rank]) * item)
 
-    def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo, sent: DType) -> bool:
+    def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> bool:
         """The network's own reduce-scatter; False if it has none for this dtype."""
-        if sent != info.dtype or not self._sums(info.dtype, total):
+        if not (self._sums(info.dtype) and tensors.dtype_of(total) == info.dtype):
             return False
         flat = tensors.contiguous(x).reshape(-1)
         with call.stage("native"):
@@ -704,9 +774,9 @@ class Communicator(Group):
         self._sent_plain(call, (self._size - 1) * total.shape[0] * info.dtype.itemsize)
         return True
 
-    def _sum_native(self, call: Call, flat: Any, result: Any, info: ArrayInfo, sent: DType) -> bool:
+    def _sum_native(self, call: Call, flat: Any, result: Any, info: ArrayInfo) -> bool:
         """The network's own all-reduce; False if it has none for this dtype."""
-        if sent != info.dtype or not self._sums(info.dtype, result):
+        if not self._sums(info.dtype):
             return False
         self._compare_shape(call, flat, info)
         with call.stage("native"):
@@ -718,10 +788,9 @@ class Communicator(Group):
         self._sent_plain(call, 2 * (self._size - 1) * share)
         return True
 
-    def _sums(self, dtype: DType, total: Any) -> bool:
-        if dtype.name not in ("float32", "float64", "int32", "int64"):
-            return False
-        return bool(arrays.describe(total).dtype == dtype)
+    def _sums(self, dtype: DType) -> bool:
+        """True for what networks sum as we do but for the order."""
+        return dtype.name in ("float32", "float64", "int32", "int64")
 
     def _broadcast_native(self, call: Call, into: Any, root: int) -> None:
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""
@@ -756,13 +825,15 @@ class Communicator(Group):
 
     # Measuring.
 
-    def _measure(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
+    def _measure(
+        self, collective: str, like: Any, info: ArrayInfo, source: DType | None
+    ) -> Measured:
         """Time the paths of a collective on this group; every rank gets the same numbers."""
         call = Call(self._rank, collective, self._counts["group"], "")
         kept, self._trace = self._trace, deque(maxlen=1)
         try:
             with call.stage("measure"):
-                return self._timed(collective, like, info)
+                return self._timed(collective, like, info, source or info.dtype)
         except BaseException as error:
             self._broken = self._broken or str(error)
             raise
@@ -772,7 +843,7 @@ class Communicator(Group):
             for memory in (self._rooms, self._layouts, self._holders):
                 memory.clear()
 
-    def _timed(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
+    def _timed(self, collective: str, like: Any, info: ArrayInfo, source: DType) -> Measured:
         cuda = tensors.is_cuda(like)
         sizes: tuple[int, ...] = _MEASURED_GPU if cuda else _MEASURED_HOST
         most = _MOST_GPU if cuda else _MOST_HOST
@@ -781,11 +852,12 @@ class Communicator(Group):
         rows = []
         for nbytes in sizes:
             n = nbytes // info.dtype.itemsize // self._size * self._size
-            bits = tensors.random_normal(n, info.dtype, like)
+            bits = tensors.random_normal(n, source, like)
+            wire = {} if source == info.dtype else {"wire": info.dtype.name}
             row = []
             for choice in _PATHS:
                 with self._switch.forced(choice):
-                    row.append(self._time(collective, bits))
+                    row.append(self._time(collective, bits, wire))
                 if choice.algorithm == "compressed":
                     record = TraceRecord(*self._trace[-1])
             rows.append(row)
@@ -798,9 +870,9 @@ class Communicator(Group):
         agreed = arrays.host_array(values)
         return Measured(sizes, agreed[:-1].reshape(-1, 3).tolist(), _PIECES, float(agreed[-1]))
 
-    def _time(self, collective: str, x: Any) -> float:
+    def _time(self, collective: str, x: Any, wire: dict[str, str]) -> float:
         """Seconds of one call, the least of some."""
-        run = getattr(self, collective)
+        run = functools.partial(getattr(self, collective), **wire)
         out = None
         samples = []
         for _ in range(_TIMED + 1):
@@ -820,6 +892,14 @@ def _placed(into: Any, result: Any) -> Any:
         return result
     tensors.put(into, result)
     return into
+
+
+def _native_nbytes(collective: str, nbytes: int, size: int) -> int:
+    """Bytes that a rank with an input of `nbytes` sends to others."""
+    others = size - 1
+    if collective == "all_gather":
+        return nbytes * others
+    return nbytes * others // size * (2 if collective == "all_reduce" else 1)
 
 
 def _nbytes(info: ArrayInfo) -> int:

@@ -162,7 +162,9 @@ class Group:
         order = np.argsort(-behind, kind="stable")
         return [(int(rank), float(behind[rank])) for rank in order]
 
-    def _measure(self, collective: str, like: Any, info: ArrayInfo) -> Measured:
+    def _measure(
+        self, collective: str, like: Any, info: ArrayInfo, source: DType | None
+    ) -> Measured:
         raise NotImplementedError
 
     # Arguments, plans and memory.
@@ -327,8 +329,29 @@ class Group:
             shares = self._room(name, plans, parts[0])
             self._take(name, shares)
             for part, plan, data in zip(parts, plans, shares.data, strict=True):
-                self._codec.encode(part, out=data, chunks=plan.chunks, checksum=self._checksum)
+                if not self._encode_here(part, plan, data):
+                    self._codec.encode(part, out=data, chunks=plan.chunks, checksum=self._checksum)
         return shares
+
+    def _encode_here(self, x: Any, plan: Plan, data: Any) -> bool:
+        """Encode on a GPU, in memory of the communicator's own; False on the host."""
+        if not tensors.is_cuda(x):
+            return False
+        from ..device import encode_into
+
+        work = self._bytes("encode", plan.scratch_nbytes, x)
+        return encode_into(plan, tensors.contiguous(x), data, work, None)
+
+    def _decode_here(
+        self, buffer: Buffer, out: Any, start: int, stop: int, *, add: bool = False
+    ) -> bool:
+        """Decode on a GPU, as `_encode_here`."""
+        if not tensors.is_cuda(out):
+            return False
+        from ..device import decode_into
+
+        work = self._bytes("decode", buffer.plan.scratch_nbytes, out)
+        return decode_into(buffer, out, work, start, stop, add=add)
 
     def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Room for what comes, its headers written."""
@@ -346,7 +369,8 @@ class Group:
         """
         came = " (chunk i is rank i's)" if source is None else f" (from rank {source})"
         with call.stage("decode", came):
-            decode(buffer, out=out)
+            if not self._decode_here(buffer, out, 0, buffer.plan.nelem):
+                decode(buffer, out=out)
         self._decoded(call, buffer, came, word)
 
     def _decoded(self, call: Call, buffer: Buffer, note: str, word: int = 0) -> None:

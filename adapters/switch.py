@@ -25,7 +25,8 @@ _MOST = 4096
 #: Calls that follow a choice before it is thought over.
 _KEPT = 100
 #: Collectives whose native calls may skip the question.
-_FAST = ("all_gather", "all_to_all")
+SUMS = ("reduce_scatter", "all_reduce")
+_FAST = ("all_gather", "all_to_all", *SUMS)
 _MOST_PIECES = 8
 #: Bytes of a message from which on it is compressed, and of what counts as a large one.
 _MESSAGE = 1 << 20
@@ -48,7 +49,7 @@ class Measured(NamedTuple):
 class Before:
     """A native call that may be repeated `left` times; what it needed to know, found once."""
 
-    __slots__ = ("left", "nbytes", "shape")
+    __slots__ = ("left", "nbytes", "shape", "summed")
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -56,6 +57,8 @@ class Before:
         self.shape: tuple[int, ...] | None = None
         #: To other ranks.
         self.nbytes = 0
+        #: The network sums this dtype.
+        self.summed = False
 
 
 class Switch:
@@ -70,7 +73,7 @@ class Switch:
         codec: Codec,
         algorithm: Algorithm,
         pieces: int,
-        measure: Callable[[str, Any, ArrayInfo], Measured],
+        measure: Callable[[str, Any, ArrayInfo, DType | None], Measured],
     ) -> None:
         self._codec = codec
         self._auto = algorithm == "auto"
@@ -85,18 +88,26 @@ class Switch:
         self._last: dict[tuple[str, str, int], int] = {}
         self._ratios = Ratios(patience=10)
 
-    def choose(self, collective: str, x: Any, info: ArrayInfo) -> Choice:
-        """The path for `x`, whose shape all ranks know and whose elements travel as `info` says."""
+    def choose(
+        self, collective: str, x: Any, info: ArrayInfo, source: DType | None = None
+    ) -> Choice:
+        """The path for `x`, whose shape all ranks know and whose elements travel as `info` says.
+
+        `source` is their dtype if that is another.
+        """
         if self._forced is not None:
             return self._forced
         name, dtype = self._codec.name, info.dtype.name
+        wire = None if source is None or source == info.dtype else dtype
         if not self._gains(info.dtype, math.prod(info.shape)):
             choice = Choice("native", 1, 0.0, 0.0, f"{name} gains nothing on {dtype}")
-            return self._natively(collective, x, choice)
-        key = collective, dtype, _place(x)
+            return self._natively(collective, x, choice, wire)
+        # Natively the dtype that x has is what is summed.
+        pair = dtype if source is None or wire is None else f"{source.name} as {dtype}"
+        key = collective, pair, _place(x)
         model = self._models.get(key)
         if model is None:
-            model = self._models[key] = _model(self._measure(collective, x, info))
+            model = self._models[key] = _model(self._measure(collective, x, info, source))
         nbytes = math.prod(info.shape) * info.dtype.itemsize
         ratio = self._ratio(info.dtype, nbytes)
         question = (*key, nbytes, ratio)
@@ -105,7 +116,7 @@ class Switch:
             if len(self._choices) >= _MOST:
                 self._choices.clear()
             found = self._choices[question] = model.choose(nbytes, ratio, _MOST_PIECES)
-        return self._natively(collective, x, found)
+        return self._natively(collective, x, found, wire)
 
     def choose_splits(self, x: Any, info: ArrayInfo) -> Choice:
         """The path of an all-to-all in which every rank knows sizes of its own only.
@@ -140,15 +151,15 @@ class Switch:
         nelem = min(nelem, _LARGE // dtype.itemsize)
         return self._codec.plan((nelem,), dtype).codec.name == self._codec.name
 
-    def _natively(self, collective: str, x: Any, choice: Choice) -> Choice:
+    def _natively(self, collective: str, x: Any, choice: Choice, wire: str | None) -> Choice:
         """Remember a native choice for calls like this one."""
         if choice.algorithm == "native" and collective in _FAST:
             if len(self._fast) >= _MOST:
                 self._fast.clear()
-            self._fast[collective, x.dtype, x.shape] = Before(_KEPT)
+            self._fast[collective, x.dtype, x.shape, wire] = Before(_KEPT)
         return choice
 
-    def as_before(self, collective: str, x: Any) -> Before | None:
+    def as_before(self, collective: str, x: Any, wire: str | None = None) -> Before | None:
         """What is known of `x` if a call like this went natively before, and still may.
 
         Who makes the call counts it, `left`, once its arguments are found right: on every rank.
@@ -156,7 +167,7 @@ class Switch:
         # A bare lookup: small native calls are to cost as little as without a switch.
         if not self._fast or self._forced is not None:
             return None
-        key = collective, getattr(x, "dtype", None), getattr(x, "shape", None)
+        key = collective, getattr(x, "dtype", None), getattr(x, "shape", None), wire
         before = self._fast.get(key)
         return before if before is not None and before.left > 0 else None
 

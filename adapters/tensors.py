@@ -150,6 +150,11 @@ def on_device(host: Array, device: Any) -> Any:
     return torch.from_numpy(host).to(device)
 
 
+def dtype_of(x: Any) -> DType:
+    """The element type of an array or tensor."""
+    return _described(x).dtype
+
+
 def view(x: Any, dtype: DType) -> Any:
     """The contiguous array `x` with its bytes as elements of `dtype`, shape (n,)."""
     if not is_torch(x):
@@ -187,8 +192,10 @@ def copied(x: Any) -> Any:
 def clear(total: Any) -> None:
     """Make `total` what sums start from."""
     # A sum that starts at 0.0 would lose the sign of -0.0 + -0.0.
-    is_float = arrays.describe(total).dtype.is_float
-    total[...] = -0.0 if is_float else 0
+    if is_torch(total):
+        total.fill_(-0.0 if total.is_floating_point() else 0)
+    else:
+        total[...] = -0.0 if arrays.describe(total).dtype.is_float else 0
 
 
 def put(x: Any, values: Any) -> None:
@@ -210,7 +217,7 @@ def fill(x: Any, value: int) -> None:
 
 def add(total: Any, values: Any) -> None:
     """Add `values`, in the dtype of `total`, to it; integers wrap around."""
-    dtype = arrays.describe(total).dtype
+    dtype = _described(total).dtype
     if not dtype.is_float:
         # PyTorch adds no unsigned integers; signed ones have the same bits.
         signed = BY_NAME[f"int{8 * dtype.itemsize}"]

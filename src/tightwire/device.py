@@ -397,6 +397,55 @@ def decode_add_encode(
     return Buffer(plan, None, Target(info.library, info.device), room)
 
 
+def encode_into(
+    plan: Plan, x: torch.Tensor, data: torch.Tensor, work: torch.Tensor, key: Key | None
+) -> bool:
+    """Encode `x` by `plan` into `data` with the workspace `work`; False if the host is to do it.
+
+    For callers that own this memory, and have checked what `encode` checks at every call: `x` is
+    contiguous, of the plan's dtype and size, uint8 `data` and `work` are as large as the plan says.
+    """
+    kernels = _kernels(plan, False) if data.is_cuda else None
+    if kernels is None:
+        return False
+    with _scope(data.device, "torch"):
+        stats = kernels.measure(plan.codec, plan.dtype, x)
+        kernels.encode(plan, x, data, work, stats, key)
+    return True
+
+
+def decode_into(
+    buffer: Buffer, out: torch.Tensor, work: torch.Tensor, start: int, stop: int, *, add: bool
+) -> bool:
+    """Decode elements `start` to `stop` to `out`, or `add` them; False if the host is to do it.
+
+    For callers that have checked `out` and `work` as for `encode_into`; see `adds_into`.
+    """
+    plan, memory = buffer.plan, buffer._memory
+    kernels = None if memory is None else _kernels(plan, False)
+    if memory is None or kernels is None:
+        return False
+    with _scope(memory.data.device, "torch"):
+        kernels.decode(
+            plan,
+            memory.data,
+            out,
+            work,
+            memory.status,
+            start=start,
+            stop=stop,
+            add=add,
+            planned=not memory.assembled,
+        )
+    return True
+
+
+def adds_into(plan: Plan, total: torch.Tensor) -> bool:
+    """True if `decode_into` adds buffers of `plan` to `total`."""
+    fused = plan.dtype in _FUSED_ADD and total.dtype in (torch.float32, _TORCH[plan.dtype])
+    return fused and total.is_cuda and _kernels(plan, False) is not None
+
+
 def copy_into(out: Any, values: Any) -> None:
     """Copy `values` to the GPU array `out` of the same library, dtype and shape."""
     info = _describe(values)
