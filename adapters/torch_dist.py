@@ -43,6 +43,9 @@ class TorchDist(Transport):
         self._ranks: list[int] = dist.get_process_group_ranks(self._group)
         options = self._group._get_backend(self._device).options
         self._timeout: float = options._timeout.total_seconds()
+        self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
+        self._swap = _in_order(dist.AllToAllOptions)
+        self._nothing = self.empty(0)
 
     @property
     def rank(self) -> int:
@@ -68,26 +71,32 @@ class TorchDist(Transport):
 
     def all_gather(self, out: Any, x: Any) -> None:
         """See `Transport`."""
-        self._group._allgather_base(_tensor(out), _tensor(x)).wait()
+        _finish(self._group._allgather_base(_tensor(out), _tensor(x), self._gather))
 
     def all_to_all(self, out: Any, x: Any) -> None:
         """See `Transport`."""
-        self._group.alltoall_base(_tensor(out), _tensor(x), [], []).wait()
+        _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
         """See `Transport`: one batch of sends and receives, which NCCL makes one launch."""
+        on_gpu = self._device.type != "cpu"
+        if on_gpu and max(map(len, (*outs, *xs))) <= 1:
+            receives = [_tensor(out[0]) if out else self._nothing for out in outs]
+            sends = [_tensor(x[0]) if x else self._nothing for x in xs]
+            _finish(self._group.alltoall(receives, sends, self._swap))
+            return
         # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
         moves = []
-        for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
+        for peer, (into, pieces) in enumerate(zip(outs, xs, strict=True)):
             if peer == self._rank:
-                for out, x in zip(receives, sends, strict=True):
+                for out, x in zip(into, pieces, strict=True):
                     _tensor(out).copy_(_tensor(x))
                 continue
-            for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
+            for move, arrays in ((self._group.recv, into), (self._group.send, pieces)):
                 moves += [(move, _tensor(array), peer) for array in arrays if array.shape[0]]
         if not moves:
             return
-        if self._device.type == "cpu":
+        if not on_gpu:
             for work in [move([tensor], peer, 0) for move, tensor, peer in moves]:
                 work.wait()
             return
@@ -106,22 +115,36 @@ class TorchDist(Transport):
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
         """See `Transport`; NCCL has no "or"."""
-        options = dist.AllreduceOptions()
+        options = _in_order(dist.AllreduceOptions)
         options.reduceOp = {
             "sum": dist.ReduceOp.SUM,
             "max": dist.ReduceOp.MAX,
             "or": dist.ReduceOp.BOR,
         }[op]
-        self._group.allreduce([_tensor(x)], options).wait()
+        _finish(self._group.allreduce([_tensor(x)], options))
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
         """See `Transport`."""
-        options = dist.ReduceScatterOptions()
-        self._group._reduce_scatter_base(_tensor(out), _tensor(x), options).wait()
+        options = _in_order(dist.ReduceScatterOptions)
+        _finish(self._group._reduce_scatter_base(_tensor(out), _tensor(x), options))
 
     def barrier(self) -> None:
         """See `Transport`."""
         self._group.barrier().wait()
+
+
+def _in_order(kind: Any) -> Any:
+    """Options of a call that NCCL queues on the caller's stream, where nobody waits for another."""
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for what has not been queued on the caller's stream."""
+    if work is not None:
+        work.wait()
 
 
 def _tensor(x: Any) -> Any:
