@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,32 +79,28 @@ class TorchDist(Transport):
         _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`: one batch of sends and receives, which NCCL makes one launch."""
-        on_gpu = self._device.type != "cpu"
-        if on_gpu and max(map(len, (*outs, *xs))) <= 1:
-            receives = [_tensor(out[0]) if out else self._nothing for out in outs]
-            sends = [_tensor(x[0]) if x else self._nothing for x in xs]
-            _finish(self._group.alltoall(receives, sends, self._swap))
+        """See `Transport`; NCCL makes one launch of the first pieces, one of the second."""
+        if self._device.type != "cpu":
+            for into, pieces in itertools.zip_longest(_rounds(outs), _rounds(xs)):
+                got = self._pieces(into), self._pieces(pieces)
+                _finish(self._group.alltoall(*got, self._swap))
             return
         # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
-        moves = []
-        for peer, (into, pieces) in enumerate(zip(outs, xs, strict=True)):
+        works = []
+        for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
             if peer == self._rank:
-                for out, x in zip(into, pieces, strict=True):
+                for out, x in zip(receives, sends, strict=True):
                     _tensor(out).copy_(_tensor(x))
                 continue
-            for move, arrays in ((self._group.recv, into), (self._group.send, pieces)):
-                moves += [(move, _tensor(array), peer) for array in arrays if array.shape[0]]
-        if not moves:
-            return
-        if not on_gpu:
-            for work in [move([tensor], peer, 0) for move, tensor, peer in moves]:
-                work.wait()
-            return
-        self._group._start_coalescing(self._device)
-        for move, tensor, peer in moves:
-            move([tensor], peer, 0)
-        self._group._end_coalescing(self._device).wait()
+            for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
+                works += [move([_tensor(x)], peer, 0) for x in arrays if x.shape[0]]
+        for work in works:
+            work.wait()
+
+    def _pieces(self, pieces: Sequence[Any] | None) -> list[Any]:
+        """A tensor for every rank, empty where there is none."""
+        found = pieces or [None] * self.world_size
+        return [self._nothing if piece is None else _tensor(piece) for piece in found]
 
     def send(self, x: Any, to: int) -> None:
         """See `Transport`."""
@@ -131,6 +128,11 @@ class TorchDist(Transport):
     def barrier(self) -> None:
         """See `Transport`."""
         self._group.barrier().wait()
+
+
+def _rounds(pieces: Sequence[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """The first pieces of all ranks, then the second; None for those that have no more."""
+    return itertools.zip_longest(*pieces)
 
 
 def _in_order(kind: Any) -> Any:

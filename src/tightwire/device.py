@@ -564,8 +564,11 @@ def _stream(device: torch.device, library: str) -> Any:
         return torch.cuda.current_stream(device)
     import cupy
 
-    stream = cupy.cuda.get_current_stream(device.index)
-    return torch.cuda.ExternalStream(stream.ptr, device=device)
+    pointer = cupy.cuda.get_current_stream(device.index).ptr
+    # Of these two names of the default stream PyTorch makes another stream, or none.
+    if pointer in (0, 1):
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(pointer, device=device)
 
 
 def _as_torch(x: Any, info: ArrayInfo) -> torch.Tensor:

@@ -719,6 +719,17 @@ def test_types_of_jax(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_the_default_stream_of_cupy_is_that_of_pytorch() -> None:
+    cupy = pytest.importorskip("cupy")
+    from tightwire import device
+
+    place = torch.device("cuda", torch.cuda.current_device())
+    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            assert device._stream(place, "cupy").cuda_stream == stream.ptr
+
+
+@pytest.mark.gpu
 def test_the_streams_of_cupy() -> None:
     cupy = pytest.importorskip("cupy")
     host = make_bits("normal", BY_NAME["float16"], 1 << 21).view(np.float16)
