@@ -1,19 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton forms of codecs/minifloat.py: codes of blocks as a tensor (blocks, words, codes per word).
+"""The GPU kernels of mx and nvfp4, which share all but the rule for scales.
 
-Integers, but for one float addition that rounds: its operands and its sum are normal, so that it
-has one result everywhere. What only few tiles need stands behind a branch of the whole program.
+A thread holds whole slots of 8 neighbouring elements: it loads them 16 bytes at a time, makes one
+piece of packed codes of them, and no value changes hands but the largest magnitude of a block.
+Rounding is float arithmetic that is exact but for the one step that rounds: the same everywhere.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
 from .base import Plan
 from .device import (
     CHUNK,
@@ -23,10 +26,15 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
+    PTX,
     RECORD,
     Variant,
+    add_header,
     check_header,
+    clear,
     float_of,
+    from_columns,
+    header_word,
     header_words,
     kernel,
     match_header,
@@ -34,31 +42,54 @@ from .device import (
     padding_of,
     record_term,
     report,
+    store_element,
+    to_columns,
     touched,
     weigh,
+    weigh_bytes,
 )
-from .minifloat import INFINITY, NAN, Element
+from .minifloat import INFINITY, NAN, Element, values_of
+from .nvfp4 import ELEMENT, NAN_SCALE, NO_RECIPROCAL, RANGE, SCALE, SIXTH
 
+#: Elements that a thread holds side by side.
+_SLOT = tl.constexpr(8)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
-_HIDDEN = tl.constexpr(1 << 23)
-_FRACTION = tl.constexpr((1 << 23) - 1)
+_SIGN = tl.constexpr(-(1 << 31))
+_BINADE = tl.constexpr(INFINITY)
 _INFINITY = tl.constexpr(INFINITY)
 _NAN = tl.constexpr(NAN)
-#: 2^-63, which rounds to zero in every format.
-_TINY = tl.constexpr(64 << 23)
+_HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
+_FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
+_RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
+_NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
 
 
-def element_constants(element: Element) -> dict[str, int | bool]:
-    """What kernels know of an element type, as constexprs."""
-    return {
-        "BITS": element.bits,
-        "M": element.mantissa,
-        "BIAS": element.bias,
-        "TOP": element.largest,
-        "INF": element.infinity,
-        "NAN": element.nan,
-        "INTEGER": element.is_integer,
-    }
+class Tiling(NamedTuple):
+    """Slots that a program takes, and its warps."""
+
+    slots: int
+    warps: int
+
+
+#: Launch parameters; where they are changed, `encode_variant` and the like forget their caches.
+ENCODE = Tiling(512, 4)
+DECODE = Tiling(512, 4)
+DECODE_ADD = Tiling(512, 4)
+DECODE_ADD_ENCODE = Tiling(256, 4)
+
+
+class Blocks(NamedTuple):
+    """What kernels know of a codec: its elements, the size of its blocks, its rule for scales.
+
+    Before the scales of a chunk lie `head` bytes. With nvfp4's 16 of them, scales are e4m3 over a
+    float32; without, powers of two, "ceil" or not.
+    """
+
+    element: Element
+    block: int
+    head: int = 0
+    ceil: bool = False
 
 
 @triton.jit
@@ -74,221 +105,747 @@ def widen(v, EXP: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
-def split(magnitude):
-    """Magnitude bits as `minifloat.split` has them, in one word."""
-    below = magnitude.to(tl.float32).to(tl.int32, bitcast=True) - (149 << 23)
-    return tl.where(magnitude < _HIDDEN, below, magnitude)
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def round_part(part, M: tl.constexpr, LOWEST: tl.constexpr):
-    """Code of a magnitude, of a format with unlimited exponents; LOWEST: its least normal one."""
-    part = tl.maximum(part, _TINY)
-    binade = tl.maximum(part & _INFINITY, LOWEST)
-    step = binade + ((23 - M) << 23)
-    total = part.to(tl.float32, bitcast=True) + step.to(tl.float32, bitcast=True)
-    return total.to(tl.int32, bitcast=True) - step + ((binade - LOWEST) >> (23 - M))
+def _bits(value):
+    return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def round_codes(
-    words,
-    scales,
+def _lanes(SLOTS: tl.constexpr):
+    """Numbers of a tile's slots. The hint keeps slots in one thread each, in every tensor."""
+    return tl.max_contiguous(tl.arange(0, SLOTS), 1)
+
+
+@triton.jit
+def _round_magnitude(value, M: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr):
+    """Code without sign of floats that are not negative, to nearest even, as the bits above the
+    lowest 23 - M of an integer. LIMIT: the largest value that has a code.
+    """
+    value = tl.minimum(value, LIMIT)
+    binade = tl.maximum(_bits(value) & _BINADE, (128 - BIAS) << 23)
+    # In the binade of `anchor`, neighbouring floats are a step of the code apart.
+    anchor = _float(binade) * (1 << (23 - M))
+    rounded = (value + anchor) - anchor
+    # Its least normal value becomes float32's, its subnormal ones likewise.
+    return _bits(rounded * (2.0 ** (BIAS - 127)))
+
+
+@triton.jit
+def _round_element(
+    x,
+    keep,
+    factor,
     BITS: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
-    TOP: tl.constexpr,
+    LIMIT: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """Codes, int32, of float32 bits at scale bytes; see `minifloat.round_codes`.
-
-    `scales` broadcasts with `words`. Blocks with scale 255 have codes 0.
-    """
-    magnitudes = words & _MAGNITUDE
-    parts = magnitudes
-    if tl.min(tl.ravel(scales), 0) <= BIAS + M + 8:
-        # Zero is cut to an exponent from which no scale makes the difference overflow.
-        parts = tl.maximum(split(magnitudes), -(64 << 23))
-    codes = tl.minimum(round_part(parts - ((scales - 127) << 23), M, (128 - BIAS) << 23), TOP)
-    # Infinity and NaN make such scales, and finite values the largest of them as well.
-    if tl.max(tl.ravel(scales), 0) >= 240:
-        codes = tl.where(magnitudes == _INFINITY, TOP, codes)
-        codes = tl.where(scales == 255, 0, codes)
-        words = tl.where(scales == 255, 0, words)
+    """Code in the top BITS bits, uint32, of float32 bits `x` & `keep` times `factor`."""
     if INTEGER:
-        return tl.where(words < 0, -codes, codes) & 255
+        value = _float(x & keep) * factor
+        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+        # The lowest 8 bits of the sum are 64 times the value.
+        code = _bits(value + 196608.0) << 24
     else:
-        return codes | ((words >> (32 - BITS)) & (1 << (BITS - 1)))
+        code = _round_magnitude(_float(x & keep & _MAGNITUDE) * factor, M, BIAS, LIMIT)
+        code = (code << (9 + M - BITS)) | (x & keep & _SIGN)
+    return code.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def decode_bits(
-    codes,
-    scales,
+def _pack(q, BITS: tl.constexpr):
+    """Eight codes, from the top bits of `q`, as (low, high) words; high is 0 for 4 bits."""
+    SHIFT: tl.constexpr = 32 - BITS
+    if BITS == 6:
+        low = q[4] >> SHIFT
+        for j in tl.static_range(3, -1, -1):
+            low = (low << BITS) | (q[j] >> SHIFT)
+        fifth = q[5] >> SHIFT
+        low |= fifth << 30
+        high = (fifth >> 2) | ((q[6] >> SHIFT) << 4) | ((q[7] >> SHIFT) << 10)
+    else:
+        COUNT: tl.constexpr = 32 // BITS
+        low = q[COUNT - 1] >> SHIFT
+        for j in tl.static_range(COUNT - 2, -1, -1):
+            low = (low << BITS) | (q[j] >> SHIFT)
+        high = low * 0
+        if BITS == 8:
+            high = q[7] >> SHIFT
+            for j in tl.static_range(6, 3, -1):
+                high = (high << BITS) | (q[j] >> SHIFT)
+    return low, high
+
+
+@triton.jit
+def _unpack(low, high, BITS: tl.constexpr):
+    """Inverse of `_pack`; below the code, bits are arbitrary."""
+    q = ()
+    for j in tl.static_range(8):
+        if BITS == 6 and j == 5:
+            q = q + (((low >> 30) << 26) | (high << 28),)
+        elif BITS == 6 and j > 5:
+            q = q + (high << (22 if j == 6 else 16),)
+        elif BITS == 8 and j > 3:
+            q = q + (high << (24 - 8 * (j - 4)),)
+        else:
+            q = q + (low << (32 - BITS - BITS * j),)
+    return q
+
+
+@triton.jit
+def _element_value(
+    q,
+    factor,
     BITS: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     INF: tl.constexpr,
     NAN: tl.constexpr,
     INTEGER: tl.constexpr,
+):
+    """float32 values of codes in the top BITS bits, times `factor`."""
+    if INTEGER:
+        return (q.to(tl.int32, bitcast=True) >> 24).to(tl.float32) * 0.015625 * factor
+    else:
+        MASK: tl.constexpr = ((1 << (BITS - 1)) - 1) << (23 - M)
+        code = (q >> (9 + M - BITS)).to(tl.int32, bitcast=True) & MASK
+        value = _float(code) * (2.0 ** (127 - BIAS))
+        if INF < 256:
+            value = tl.where(code >= INF << (23 - M), float("inf"), value)
+        bits = _bits(value * factor) | (q.to(tl.int32, bitcast=True) & _SIGN)
+        if NAN < 256:
+            bits = tl.where(code >= NAN << (23 - M), _NAN, bits)
+        return _float(bits)
+
+
+@triton.jit
+def narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """Element bits, uint32, nearest to float32 values; every NaN is the quiet, positive one."""
+    bits = _bits(value)
+    nan = value != value
+    if ITEM == 4:
+        found = tl.where(nan, _NAN, bits).to(tl.uint32, bitcast=True)
+    elif EXP == 8:
+        if PTX:
+            found = value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        else:
+            wide = bits.to(tl.uint32, bitcast=True)
+            found = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        found = tl.where(nan, 0x7FC0, found)
+    else:
+        if PTX:
+            found = value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        else:
+            # 2^16, the end of the binade after the largest, becomes infinity.
+            code = _round_magnitude(_float(bits & _MAGNITUDE), 10, 15, 65536.0) >> 13
+            found = (code | ((bits >> 16) & 0x8000)).to(tl.uint32, bitcast=True)
+        found = tl.where(nan, 0x7E00, found)
+    return found
+
+
+@triton.jit
+def _power(scales):
+    """2^(scale - 127), NaN for 255."""
+    powers = tl.maximum(scales << 23, _HALF_LEAST)
+    return _float(tl.where(scales == 255, _NAN, powers))
+
+
+@triton.jit
+def _step(scales, g):
+    """Values of e4m3 scales over `g`; those of NaN are NaN."""
+    magnitudes = scales & 127
+    values = _float(magnitudes << 20) * (2.0**120)
+    bits = tl.where(magnitudes == 127, _NAN, _bits(values) | ((scales & 128) << 24))
+    return tl.div_rn(_float(bits), values * 0.0 + g)
+
+
+@triton.jit
+def _power_scales(tops, EMAX: tl.constexpr, MAX_FRACTION: tl.constexpr, CEIL: tl.constexpr):
+    """(scale bytes, int32; what to multiply by) from blocks' largest magnitudes.
+
+    See `mx.block_scales`.
+    """
+    parts = tops
+    if EMAX == 0:
+        # Of other types, scales of such blocks are cut to 0 with any exponent.
+        below = _bits(tops.to(tl.float32)) - (149 << 23)
+        parts = tl.where(tops < 1 << 23, below, tops)
+    scales = (parts >> 23) - EMAX
+    if CEIL:
+        scales += ((parts & 0x7FFFFF) > MAX_FRACTION).to(tl.int32)
+    scales = tl.minimum(tl.maximum(scales, 0), 254)
+    scales = tl.where(tops > (_INFINITY - 1 if EMAX == 0 else _INFINITY), 255, scales)
+    return scales, _float(tl.maximum((254 - scales) << 23, _HALF_LEAST))
+
+
+@triton.jit
+def _float_scales(tops, g):
+    """(scale codes, e4m3, int32; what to multiply by) from blocks' largest magnitudes, nvfp4."""
+    special = tops >= _INFINITY
+    wanted = _float(tl.where(special, 0, tops)) * (g * _SIXTH)
+    scales = _round_magnitude(wanted, 3, 7, 448.0) >> 20
+    steps = _step(scales, g)
+    none = steps <= _NO_RECIPROCAL
+    factors = tl.div_rn(steps * 0.0 + 1.0, tl.where(none, 1.0, steps))
+    return tl.where(special, _NAN_SCALE, scales), tl.where(none, _FLT_MAX, factors)
+
+
+@triton.jit
+def _load_elements(
+    x,
+    slot,
+    n,
+    SLOTS: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
-):
-    """Element bits, int32, of codes (int32) at scale bytes."""
-    negative = codes >= (1 << (BITS - 1))
-    if INTEGER:
-        magnitudes = tl.where(negative, 256 - codes, codes)
-        parts = magnitudes.to(tl.float32).to(tl.int32, bitcast=True) - (6 << 23)
-    else:
-        magnitudes = codes & ((1 << (BITS - 1)) - 1)
-        below = magnitudes.to(tl.float32).to(tl.int32, bitcast=True) + ((1 - BIAS - M) * (1 << 23))
-        above = (magnitudes << (23 - M)) + ((127 - BIAS) << 23)
-        parts = tl.where(magnitudes < (1 << M), below, above)
-    if ITEM == 2 and EXP == 5:
-        offsets = tl.minimum(tl.maximum(scales - 127, -120), 60) << 23
-        bits = tl.minimum(round_part(parts + offsets, 10, 113 << 23), 0x7C00)
-        # The part of a zero is far below the others only in the range of the offset.
-        bits = tl.where(magnitudes == 0, 0, bits)
-    else:
-        bits = tl.where(magnitudes == 0, 0, parts + ((scales - 127) << 23))
-        if ITEM == 2:
-            bits = bits >> 16
-        least = tl.min(tl.ravel(scales), 0)
-        most = tl.max(tl.ravel(scales), 0)
-        if (least < 17) | (most > 237):
-            bits = tl.where(magnitudes == 0, 0, _extreme(parts, scales, 7 if ITEM == 2 else 23))
-    infinity = 0x7C00 if EXP == 5 else (0x7F80 if ITEM == 2 else _INFINITY)
-    quiet = 0x7E00 if EXP == 5 else (0x7FC0 if ITEM == 2 else _NAN)
-    if INF < 256:
-        bits = tl.where(magnitudes >= INF, infinity, bits)
-    bits = bits | (negative.to(tl.int32) << (8 * ITEM - 1))
-    if NAN < 256:
-        bits = tl.where(magnitudes >= NAN, quiet, bits)
-    return tl.where(scales == 255, quiet, bits)
-
-
-@triton.jit
-def _extreme(parts, scales, M: tl.constexpr):
-    """Values that may be subnormal or infinite, as bfloat16 (M = 7) or float32 (23)."""
-    above = tl.minimum((parts >> 23) + scales - 128, 255)
-    shift = tl.minimum(23 - M - tl.minimum(above, 0), 25)
-    w = (parts & _FRACTION) | _HIDDEN
-    half = ((1 << shift) >> 1) - 1 + ((w >> shift) & 1)
-    half = tl.where(shift > 0, half, 0)
-    # In float32 base and significand stay below 2^32 as 254 << 23 is what the base is cut to.
-    base = tl.minimum(tl.maximum(above, 0), 254) << M
-    bits = base + ((w + half) >> shift)
-    return tl.where(above >= 254, 255 << M, tl.minimum(bits, 255 << M))
-
-
-@triton.jit
-def narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """Element bits, uint32, nearest to float32 values; every NaN is the quiet, positive one."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitudes = bits & 0x7FFFFFFF
-    nan = magnitudes > _INFINITY
-    if ITEM == 4:
-        found = tl.where(nan, _NAN, bits)
-    elif EXP == 8:
-        wide = bits.to(tl.uint32, bitcast=True)
-        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        found = tl.where(nan, 0x7FC0, rounded.to(tl.int32))
-    else:
-        low = round_part(tl.minimum(magnitudes, 150 << 23), 10, 113 << 23)
-        found = tl.minimum(low, 0x7C00) | ((bits >> 16) & 0x8000)
-        found = tl.where(nan, 0x7E00, found)
-    return found.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def pack(codes, BLOCKS: tl.constexpr, BITS: tl.constexpr, k: tl.constexpr):
-    """Word `k` of the codes (int32, shape (BLOCKS, n, codes)), uint32, shape (BLOCKS, n).
-
-    A word holds 32 / BITS codes; 16 codes of 6 bits have three words, of which `k` counts.
-    """
-    if BITS == 6:
-        shift = 6 * tl.arange(0, 16)[None, None, :] - 32 * k
-        placed = tl.where(shift < 0, codes >> tl.maximum(-shift, 0), codes << tl.maximum(shift, 0))
-        placed = tl.where((shift > -6) & (shift < 32), placed, 0)
-    else:
-        placed = codes << (BITS * tl.arange(0, 32 // BITS)[None, None, :])
-    return tl.sum(placed, 2).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def unpack(
-    payload,
-    block,
-    words,
-    BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(codes, int32, shape (BLOCKS, GROUPS, codes); checksum terms) of blocks from `block` on.
-
-    `payload` points to the first word of a payload of `words` words, at the start of a static part.
-    """
-    rows = block + tl.arange(0, BLOCKS)[:, None].to(tl.int64)
-    groups = tl.arange(0, GROUPS)[None, :]
-    if BITS == 6:
-        at = rows * 6 + groups * 3
-        i = tl.arange(0, 16)[None, None, :]
-        a, t = _word(payload, at, words, MASKED)
-        b, u = _word(payload, at + 1, words, MASKED)
-        c, v = _word(payload, at + 2, words, MASKED)
-        terms = t + u + v
-        shift = 6 * i
-        low = tl.where(
-            shift < 32, a[:, :, None], tl.where(shift < 64, b[:, :, None], c[:, :, None])
-        )
-        next_ = tl.where(shift < 32, b[:, :, None], c[:, :, None])
-        both = low.to(tl.uint64) | (next_.to(tl.uint64) << 32)
-        codes = (both >> (shift & 31).to(tl.uint64)).to(tl.int32) & 63
-        return codes, terms
-    else:
-        at = rows * GROUPS + groups
-        word, terms = _word(payload, at, words, MASKED)
-        shift = (BITS * tl.arange(0, 32 // BITS)[None, None, :]).to(tl.uint32)
-        codes = (word[:, :, None] >> shift).to(tl.int32) & ((1 << BITS) - 1)
-        return codes, terms
-
-
-@triton.jit
-def _word(payload, at, words, MASKED: tl.constexpr):
-    """Words at positions `at`, and their checksum terms."""
-    if MASKED:
-        word = tl.load(payload + at, mask=at < words, other=0)
-    else:
-        word = tl.load(payload + at)
-    return word, tl.sum(tl.sum(weigh(word, at), 1), 0)
-
-
-@triton.jit
-def store_words(
-    payload,
-    codes,
-    block,
-    words,
-    BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Store packed codes, as `unpack` loads them; gives their checksum terms."""
-    rows = block + tl.arange(0, BLOCKS)[:, None].to(tl.int64)
-    groups = tl.arange(0, GROUPS)[None, :]
-    total = tl.zeros([], tl.uint64)
-    for k in tl.static_range(3 if BITS == 6 else 1):
-        word = pack(codes, BLOCKS, BITS, k)
-        at = rows * (3 * GROUPS if BITS == 6 else GROUPS)
-        at = at + groups * (3 if BITS == 6 else 1) + k
+    """float32 bits, int32, of the elements of slots, as 8 columns; 0 behind element `n`."""
+    COLUMNS: tl.constexpr = 16 // ITEM
+    LOG: tl.constexpr = 3 if COLUMNS == 8 else 2
+    columns = ()
+    for part in tl.static_range(_SLOT // COLUMNS):
+        i = slot[:, None] * _SLOT + part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         if MASKED:
-            tl.store(payload + at, word, mask=at < words)
+            v = tl.load(x + i, mask=i < n, other=0)
         else:
-            tl.store(payload + at, word)
-        total += tl.sum(tl.sum(weigh(word, at), 1), 0)
+            v = tl.load(x + i)
+        columns = columns + to_columns(v, SLOTS, COLUMNS, LOG)
+    wide = ()
+    for j in tl.static_range(_SLOT):
+        wide = wide + (widen(columns[j], EXP, ITEM),)
+    return wide
+
+
+@triton.jit
+def _load_codes(payload, slot, n, BITS: tl.constexpr, MASKED: tl.constexpr):
+    """(low words, high words, checksum terms) of slots of the static part at `payload`."""
+    words = (n * BITS + 31) // 32
+    if BITS == 6:
+        low = slot.to(tl.uint32) * 0
+        high = low
+        terms = low.to(tl.uint64)
+        for k in tl.static_range(3):
+            at = slot * 3 + k
+            if MASKED:
+                half = tl.load(
+                    payload.to(tl.pointer_type(tl.uint16)) + at, mask=at < words * 2, other=0
+                )
+            else:
+                half = tl.load(payload.to(tl.pointer_type(tl.uint16)) + at)
+            terms += weigh_bytes(half, at * 2)
+            if k == 2:
+                high = half.to(tl.uint32)
+            else:
+                low |= half.to(tl.uint32) << (16 * k)
+    elif BITS == 8:
+        if MASKED:
+            both = tl.load(
+                payload.to(tl.pointer_type(tl.uint64)) + slot, mask=slot * 2 < words, other=0
+            )
+            both = tl.where(slot * 2 + 1 < words, both, both & 0xFFFFFFFF)
+        else:
+            both = tl.load(payload.to(tl.pointer_type(tl.uint64)) + slot)
+        low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+        terms = weigh(low, slot * 2) + weigh(high, slot * 2 + 1)
+    else:
+        if MASKED:
+            low = tl.load(payload.to(tl.pointer_type(tl.uint32)) + slot, mask=slot < words, other=0)
+        else:
+            low = tl.load(payload.to(tl.pointer_type(tl.uint32)) + slot)
+        high = low
+        terms = weigh(low, slot)
+    return low, high, tl.sum(terms, 0)
+
+
+@triton.jit
+def _store_codes(payload, low, high, slot, n, BITS: tl.constexpr, MASKED: tl.constexpr):
+    """Inverse of `_load_codes`; gives the checksum terms."""
+    use = None
+    if MASKED:
+        use = slot * _SLOT < n
+    if BITS == 6:
+        terms = low.to(tl.uint64) * 0
+        for k in tl.static_range(3):
+            half = (high if k == 2 else low >> (16 * k)).to(tl.uint16)
+            tl.store(payload.to(tl.pointer_type(tl.uint16)) + slot * 3 + k, half, mask=use)
+            terms += weigh_bytes(half, slot * 6 + 2 * k)
+    elif BITS == 8:
+        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        tl.store(payload.to(tl.pointer_type(tl.uint64)) + slot, both, mask=use)
+        terms = weigh(low, slot * 2) + weigh(high, slot * 2 + 1)
+    else:
+        tl.store(payload.to(tl.pointer_type(tl.uint32)) + slot, low, mask=use)
+        terms = weigh(low, slot)
+    return tl.sum(terms, 0)
+
+
+@triton.jit
+def _spread(x, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """A value of each block for each of its slots."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [BLOCKS, LANES]), [BLOCKS * LANES])
+
+
+@triton.jit
+def _decode_slots(
+    static_ptr,
+    scales_at,
+    g,
+    slot,
+    n,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(float32 values of slots, 8 columns; checksum terms)."""
+    low, high, total = _load_codes(static_ptr, slot, n, BITS, MASKED)
+    LANES: tl.constexpr = BLOCK // _SLOT
+    at = slot // LANES
+    scales_ptr = static_ptr + scales_at
+    if MASKED:
+        scales = tl.load(scales_ptr + at, mask=slot * _SLOT < n, other=0).to(tl.int32)
+    else:
+        scales = tl.load(scales_ptr + at).to(tl.int32)
+    terms = tl.where(slot % LANES == 0, weigh_bytes(scales, scales_at + at), 0)
+    if HEAD > 0:
+        factor = _step(scales, g)
+    else:
+        factor = _power(scales)
+    q = _unpack(low, high, BITS)
+    values = ()
+    for j in tl.static_range(_SLOT):
+        values = values + (_element_value(q[j], factor, BITS, M, BIAS, INF, NAN, INTEGER),)
+    return values, total + tl.sum(terms, 0)
+
+
+@triton.jit
+def _tensor_scale(static_ptr, scales_at):
+    """The float32 before a chunk's scales.
+
+    A damaged one is reported by the check; what is decoded with it has no meaning.
+    """
+    g = tl.load((static_ptr + scales_at * 128).to(tl.pointer_type(tl.float32)))
+    return tl.where(g > 0, g, 1.0)
+
+
+@triton.jit
+def _chosen_scale(stats_ptr):
+    """g, by which the largest magnitude becomes 448 * 6, from its bits."""
+    largest = tl.minimum(tl.maximum(tl.load(stats_ptr), 0), _INFINITY - 1).to(tl.int32)
+    divisor = _float(tl.where(largest == 0, 0x3F800000, largest))
+    g = tl.minimum(tl.div_rn(divisor * 0 + _RANGE, divisor), _FLT_MAX)
+    return tl.where(largest == 0, 1.0, g)
+
+
+@triton.jit
+def _sums(
+    x,
+    source_ptr,
+    scales_at,
+    h,
+    slot,
+    n,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ADD: tl.constexpr,
+    PTX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(float32 bits of elements, 8 columns; checksum terms of what was added).
+
+    With ADD, what the static part at `source_ptr` decodes to is added, in float32, and the sum
+    rounded to the elements' type.
+    """
+    # fmt: off
+    wide = _load_elements(x, slot, n, SLOTS, EXP, ITEM, MASKED)
+    added = tl.zeros([], tl.uint64)
+    if ADD:
+        values, added = _decode_slots(
+            source_ptr, scales_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+            MASKED,
+        )
+        totals = ()
+        for j in tl.static_range(_SLOT):
+            # What was decoded is rounded to the elements' type first, as decoding does.
+            value = _float(widen(narrow(values[j], EXP, ITEM, PTX), EXP, ITEM))
+            total = narrow(value + _float(wide[j]), EXP, ITEM, PTX)
+            total = widen(total, EXP, ITEM)
+            if MASKED:
+                total = tl.where(slot * _SLOT + j < n, total, 0)
+            totals = totals + (total,)
+        wide = totals
+    # fmt: on
+    return wide, added
+
+
+@triton.jit
+def _encode_tile(
+    wide,
+    static_ptr,
+    scales_at,
+    g,
+    slot,
+    n,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    CEIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Encode slots, float32 bits in 8 columns; gives the checksum terms."""
+    LANES: tl.constexpr = BLOCK // _SLOT
+    top = wide[0] & _MAGNITUDE
+    for j in tl.static_range(1, _SLOT):
+        top = tl.maximum(top, wide[j] & _MAGNITUDE)
+    top = tl.max(tl.reshape(top, [SLOTS // LANES, LANES]), 1)
+    top = _spread(top, SLOTS // LANES, LANES)
+    if HEAD > 0:
+        scales, factor = _float_scales(top, g)
+        keep = tl.where(scales == _NAN_SCALE, 0, -1)
+    else:
+        scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
+        keep = tl.where(scales == 255, 0, -1)
+    q = ()
+    for j in tl.static_range(_SLOT):
+        q = q + (_round_element(wide[j], keep, factor, BITS, M, BIAS, LIMIT, INTEGER),)
+    low, high = _pack(q, BITS)
+    total = _store_codes(static_ptr, low, high, slot, n, BITS, MASKED)
+    # The first slot of a block writes its scale.
+    at = slot // LANES
+    own = slot % LANES == 0
+    if MASKED:
+        own = own & (slot * _SLOT < n)
+    tl.store(static_ptr + scales_at + at, scales.to(tl.uint8), mask=own)
+    return total + tl.sum(tl.where(own, weigh_bytes(scales, scales_at + at), 0), 0)
+
+
+@kernel
+def _encode_kernel(
+    x_ptr,
+    out_ptr,
+    src_ptr,
+    sums_ptr,
+    stats_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    CEIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Encode one tile of one chunk. Header and records were cleared before.
+
+    With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before. With HEAD
+    the tensor's largest magnitude is at `stats_ptr`.
+    """
+    pid = tl.program_id(0)
+    chunk = pid // tiles
+    tile = pid % tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    source_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    x = elements_at(x_ptr, ITEM) + first
+    codes_at = scales_at * 128 + HEAD
+    slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
+    g = 1.0
+    h = 1.0
+    if HEAD > 0:
+        g = _chosen_scale(stats_ptr)
+        if ADD:
+            h = _tensor_scale(source_ptr, scales_at)
+    # fmt: off
+    if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
+        wide, added = _sums(
+            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+            EXP, ITEM, SLOTS, ADD, PTX, False,
+        )
+        total = _encode_tile(
+            wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
+            MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, False,
+        )
+    else:
+        wide, added = _sums(
+            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+            EXP, ITEM, SLOTS, ADD, PTX, True,
+        )
+        total = _encode_tile(
+            wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
+            MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, True,
+        )
+    # fmt: on
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    if tile == tiles - 1:
+        clear(static_ptr, (n * BITS + 31) // 32 * 4, scales_at * 128, tile * 0, tile * 0 + 1)
+        if HEAD > 0:
+            j = tl.arange(0, 4)
+            g_bits = tl.where(j == 0, g.to(tl.uint32, bitcast=True), tl.zeros([4], tl.uint32))
+            at = scales_at * 32 + j
+            tl.store(static_ptr.to(tl.pointer_type(tl.uint32)) + at, g_bits)
+            total += tl.sum(weigh(g_bits, at), 0)
+        scales_end = codes_at + (n + BLOCK - 1) // BLOCK
+        clear(static_ptr, scales_end, static_stride * 128, tile * 0, tile * 0 + 1)
+        tl.store(record + 2, chunk.to(tl.int64) << 32)
+        total += identity + record_term(n, n * 0, chunk * 0, chunk)
+        if chunk == 0:
+            k = tl.arange(0, 16)
+            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+    if SUMS:
+        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+        if ADD:
+            tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _measure_kernel(
+    x_ptr,
+    src_ptr,
+    stats_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """The largest finite magnitude of one tile, as float32 bits, into `stats_ptr`.
+
+    With ADD of sums, as `_encode_kernel` makes them. Else the tensor is a single chunk.
+    """
+    pid = tl.program_id(0)
+    chunk = pid // tiles
+    tile = pid % tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    source_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    x = elements_at(x_ptr, ITEM) + first
+    codes_at = scales_at * 128 + HEAD
+    slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
+    h = 1.0
+    if ADD:
+        h = _tensor_scale(source_ptr, scales_at)
+    # fmt: off
+    if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
+        wide, _ = _sums(
+            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+            EXP, ITEM, SLOTS, ADD, PTX, False,
+        )
+        top = _finite_top(wide)
+    else:
+        wide, _ = _sums(
+            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+            EXP, ITEM, SLOTS, ADD, PTX, True,
+        )
+        top = _finite_top(wide)
+    # fmt: on
+    tl.atomic_max(stats_ptr, top.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _finite_top(wide):
+    """The largest finite magnitude of 8 columns of float32 bits."""
+    top = wide[0] * 0
+    for j in tl.static_range(_SLOT):
+        magnitude = wide[j] & _MAGNITUDE
+        top = tl.maximum(top, tl.where(magnitude < _INFINITY, magnitude, 0))
+    return tl.max(top, 0)
+
+
+@triton.jit
+def _decode_tile(
+    static_ptr,
+    scales_at,
+    g,
+    out_ptr,
+    at,
+    lo,
+    hi,
+    slot,
+    n,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    PTX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Decode slots; gives the checksum terms.
+
+    Element i of the chunk goes to `at + i` if it is in [lo, hi).
+    """
+    # fmt: off
+    values, total = _decode_slots(
+        static_ptr, scales_at, g, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD, MASKED,
+    )
+    # fmt: on
+    if STORE:
+        # 16 bytes of what is stored, or added to, at once.
+        COLUMNS: tl.constexpr = 16 // (ADD if ADD > 0 else ITEM)
+        LOG: tl.constexpr = 3 if COLUMNS == 8 else 2
+        for part in tl.static_range(_SLOT // COLUMNS):
+            columns = ()
+            for j in tl.static_range(COLUMNS):
+                bits = narrow(values[part * COLUMNS + j], EXP, ITEM, PTX)
+                columns = columns + ((bits if ITEM == 4 else bits.to(tl.uint16)),)
+            bits = from_columns(columns, COLUMNS, LOG).to(tl.uint32)
+            i = slot[:, None] * _SLOT + part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            if MASKED:
+                store_element(out_ptr, at + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
+            else:
+                store_element(out_ptr, at + i, bits, None, EXP, ITEM, ADD)
     return total
+
+
+@kernel
+def _decode_kernel(
+    src_ptr,
+    out_ptr,
+    sums_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk."""
+    pid = tl.program_id(0)
+    chunk = first_chunk + pid // tiles
+    tile = pid % tiles
+    first = chunk.to(tl.int64) * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+    codes_at = scales_at * 128 + HEAD
+    slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
+    g = 1.0
+    if HEAD > 0:
+        g = _tensor_scale(static_ptr, scales_at)
+    at = first - start
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    lo = tl.maximum(start - first, 0)
+    hi = tl.minimum(stop - first, n)
+    begin = tile.to(tl.int64) * (SLOTS * _SLOT)
+    # fmt: off
+    if (begin >= lo) & (begin + SLOTS * _SLOT <= hi):
+        total = _decode_tile(
+            static_ptr, codes_at, g, out_ptr, at, lo, hi, slot, n, BITS, M, BIAS, INF, NAN,
+            INTEGER, BLOCK, HEAD, EXP, ITEM, ADD, STORE, PTX, False,
+        )
+    else:
+        total = _decode_tile(
+            static_ptr, codes_at, g, out_ptr, at, lo, hi, slot, n, BITS, M, BIAS, INF, NAN,
+            INTEGER, BLOCK, HEAD, EXP, ITEM, ADD, STORE, PTX, True,
+        )
+    # fmt: on
+    if SUMS:
+        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @kernel
@@ -397,23 +954,192 @@ def aligned_for(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
     return even and start % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
+def _constants(blocks: Blocks, dtype: DType, tiling: Tiling) -> dict[str, float]:
+    """What all kernels know, as constexprs."""
+    e = blocks.element
+    return {
+        "BITS": e.bits,
+        "M": e.mantissa,
+        "BIAS": e.bias,
+        "INF": e.infinity,
+        "NAN": e.nan,
+        "INTEGER": e.is_integer,
+        "BLOCK": blocks.block,
+        "HEAD": blocks.head,
+        "EXP": dtype.exponent,
+        "ITEM": dtype.itemsize,
+        "SLOTS": tiling.slots,
+        "PTX": PTX,
+    }
+
+
 @functools.cache
-def _check_variant(bits: int, block: int, head: int, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), BITS=bits, BLOCK=block, HEAD=head, SUMS=sums)
+def encode_variant(
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: bool, sums: bool
+) -> Variant:
+    """The kernel that encodes elements, or with `add` their sums with a buffer."""
+    e = blocks.element
+    chosen = _constants(blocks, dtype, tiling) | {
+        "LIMIT": float(values_of(e)[e.largest]),
+        "EMAX": e.emax,
+        "MAX_FRACTION": e.max_fraction,
+        "CEIL": blocks.ceil,
+    }
+    chosen |= {"ALIGNED": aligned, "ADD": add, "SUMS": sums}
+    return Variant(_encode_kernel, options(tiling.warps), **chosen)
 
 
-def check_chunks(
-    plan: Plan, src, scratch, status, start, stop, check, sums, planned, bits, block, head=0
-) -> None:
-    """Check the chunks that elements `start` to `stop` lie in, after they were decoded.
+@functools.cache
+def measure_variant(
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: bool
+) -> Variant:
+    """The kernel that finds the largest magnitude of elements, or with `add` of sums."""
+    chosen = _constants(blocks, dtype, tiling) | {"ALIGNED": aligned, "ADD": add}
+    return Variant(_measure_kernel, options(tiling.warps), **chosen)
 
-    `bits` are those of a code, `head` the bytes before the scales of blocks of `block` elements.
+
+@functools.cache
+def decode_variant(
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, store: bool, sums: bool
+) -> Variant:
+    """The kernel that decodes; `add`: bytes of an accumulator's elements, or 0."""
+    chosen = _constants(blocks, dtype, tiling) | {"ALIGNED": aligned, "ADD": add}
+    return Variant(_decode_kernel, options(tiling.warps), **chosen, STORE=store, SUMS=sums)
+
+
+@functools.cache
+def _check_variant(blocks: Blocks, sums: bool) -> Variant:
+    sizes = {"BITS": blocks.element.bits, "BLOCK": blocks.block, "HEAD": blocks.head}
+    return Variant(_check_kernel, options(1), **sizes, SUMS=sums)
+
+
+def _tiles(plan: Plan, tiling: Tiling) -> int:
+    return max(1, -(-plan.chunk_nelem // (tiling.slots * int(_SLOT.value))))
+
+
+def _geometry(plan: Plan) -> tuple[int, int, int]:
+    """Where static parts and scales are, in units of 128 bytes, so that kernels know alignments."""
+    stride, payload = plan.static_stride, plan.layout.sections[0].nbytes
+    return plan.static_offset // 128, stride // 128, payload // 128
+
+
+def measure_elements(blocks: Blocks, dtype: DType, x) -> torch.Tensor:
+    """The largest finite magnitude of `x` as float32 bits, int64, shape (1,), on its device."""
+    stats = torch.zeros(1, dtype=torch.int64, device=x.device)
+    n = x.numel()
+    if n:
+        variant = measure_variant(blocks, dtype, ENCODE, x.data_ptr() % 16 == 0, False)
+        tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
+        variant.launch(tiles, (x, x, stats), n, n, tiles, 0, 0, 0)
+    return stats
+
+
+def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
+    """As `measure_elements`, of what `src`, a buffer of `plan`, decodes to plus `x`."""
+    stats = torch.zeros(1, dtype=torch.int64, device=x.device)
+    tiles = _tiles(plan, DECODE_ADD_ENCODE)
+    aligned = aligned_for(plan, x)
+    measure_variant(blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, True).launch(
+        tiles * plan.chunks,
+        (x, src, stats),
+        plan.nelem,
+        plan.chunk_nelem,
+        tiles,
+        *_geometry(plan),
+    )
+    return stats
+
+
+def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=None) -> None:
+    """Encode `x` into `out`, or the sum of `x` and `src`, a buffer of the same plan.
+
+    `stats`, int64, shape (1,), matters where there is a tensor scale. The checksum terms of `src`
+    are left in `scratch`.
     """
+    add = src is not None
+    tiling = DECODE_ADD_ENCODE if add else ENCODE
+    tiles = _tiles(plan, tiling)
+    out[: plan.static_offset].zero_()
+    header = header_words(plan)
+    aligned = aligned_for(plan, x)
+    encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum).launch(
+        tiles * plan.chunks,
+        (x, out, src if add else out, scratch if add else out, out if stats is None else stats),
+        *header[:HEADER_WORDS],
+        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
+        plan.nelem,
+        plan.chunk_nelem,
+        tiles,
+        plan.header.nbytes // 8,
+        *_geometry(plan),
+    )
+    add_header(plan, out, header)
+
+
+def add_and_encode_blocks(
+    blocks: Blocks, plan: Plan, src, x, out, scratch, status, stats, planned: bool
+) -> None:
+    """Encode into `out` the elements `x` plus those of `src`, a buffer of the same plan.
+
+    `scratch` and `status` are those of `decode_blocks`: what is wrong with `src` is left in
+    `status`.
+    """
+    if plan.checksum:
+        scratch[: 8 * plan.chunks].zero_()
+    encode_blocks(blocks, plan, x, out, stats, src, scratch)
+    _check(blocks, plan, src, scratch, status, 0, plan.nelem, True, plan.checksum, planned)
+
+
+def decode_blocks(
+    blocks: Blocks,
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    start: int,
+    stop: int | None,
+    check: bool,
+    store: bool,
+    add: bool,
+    planned: bool,
+) -> None:
+    """Decode elements `start` to `stop`; see `tightwire.device` for the contract of `decode`."""
+    stop = plan.nelem if stop is None else stop
+    tiling = DECODE_ADD if add else DECODE
+    tiles = _tiles(plan, tiling)
+    sums = check and plan.checksum and (start < stop or not plan.nelem)
+    if sums:
+        scratch[: 8 * plan.chunks].zero_()
+    if out is None:
+        out = src
+    first, end, _, _ = touched(plan, start, stop)
+    if start < stop and (store or sums):
+        adding = out.element_size() if add else 0
+        even = aligned_for(plan, out, start)
+        decode_variant(blocks, plan.dtype, tiling, even, adding, store, sums).launch(
+            tiles * (end - first),
+            (src, out, scratch),
+            start,
+            stop,
+            first,
+            plan.nelem,
+            plan.chunk_nelem,
+            tiles,
+            *_geometry(plan),
+        )
+    _check(blocks, plan, src, scratch, status, start, stop, check, sums, planned)
+
+
+def _check(
+    blocks: Blocks, plan: Plan, src, scratch, status, start, stop, check, sums, planned
+) -> None:
+    """Check the chunks that elements `start` to `stop` lie in, after they were decoded."""
     first, end, first_whole, end_whole = touched(plan, start, stop)
     if not check:
         end_whole = first_whole
     header = header_words(plan)
-    _check_variant(bits, block, head, sums).launch(
+    _check_variant(blocks, sums).launch(
         end - first,
         (src, scratch, status),
         *header[:HEADER_WORDS],
@@ -427,9 +1153,7 @@ def check_chunks(
         plan.chunk_nelem,
         plan.chunks,
         plan.header.nbytes // 8,
-        plan.static_offset // 128,
-        plan.static_stride // 128,
-        plan.layout.sections[0].nbytes // 128,
+        *_geometry(plan),
         int(planned),
         int(plan.checksum),
     )

@@ -36,6 +36,7 @@ from .device import (
     check_header,
     clear,
     float_of,
+    from_columns,
     header_word,
     header_words,
     kernel,
@@ -45,6 +46,7 @@ from .device import (
     record_term,
     report,
     round_bfloat16,
+    to_columns,
     touched,
     weigh,
 )
@@ -89,37 +91,6 @@ _ONE = tl.constexpr(0x3F800000)
 
 
 @triton.jit
-def _unzip(x, M: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
-    """The N columns of `x`, shape [M, N], as tensors [M]."""
-    parts = (x,)
-    for k in tl.static_range(LOG):
-        even = ()
-        odd = ()
-        for i in tl.static_range(1 << k):
-            a, b = tl.split(tl.reshape(parts[i], [M, N >> (k + 1), 2]))
-            even = even + (a,)
-            odd = odd + (b,)
-        parts = even + odd
-    columns = ()
-    for i in tl.static_range(N):
-        columns = columns + (tl.reshape(parts[i], [M]),)
-    return columns
-
-
-@triton.jit
-def _zip(columns, M: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
-    """Inverse of `_unzip`."""
-    parts = columns
-    for k in tl.static_range(LOG):
-        joined = ()
-        for i in tl.static_range(N >> (k + 1)):
-            both = tl.join(parts[i], parts[i + (N >> (k + 1))])
-            joined = joined + (tl.reshape(both, [M, 2 << k]),)
-        parts = joined
-    return parts[0]
-
-
-@triton.jit
 def _butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
     for k in tl.static_range(LOG):
         found = ()
@@ -147,10 +118,10 @@ def _rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
     HIGH: tl.constexpr = 1 << LOG_HIGH
     low = _butterflies(low, _LOW, 4)
-    t = tl.reshape(_zip(low, ROWS * HIGH, _LOW, 4), [ROWS, HIGH, _LOW])
+    t = tl.reshape(from_columns(low, _LOW, 4), [ROWS, HIGH, _LOW])
     t = tl.reshape(tl.permute(t, [0, 2, 1]), [ROWS * _LOW, HIGH])
-    high = _butterflies(_unzip(t, ROWS * _LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
-    t = tl.reshape(_zip(high, ROWS * _LOW, HIGH, LOG_HIGH), [ROWS, _LOW, HIGH])
+    high = _butterflies(to_columns(t, ROWS * _LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    t = tl.reshape(from_columns(high, HIGH, LOG_HIGH), [ROWS, _LOW, HIGH])
     return tl.reshape(tl.permute(t, [0, 2, 1]), [ROWS, HIGH * _LOW])
 
 
@@ -168,7 +139,7 @@ def _alpha_of(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     for i in tl.static_range(_LOW):
         squares = squares + (low[i] * low[i],)
     sums = tl.reshape(_tree_sum(squares, _LOW, 4), [ROWS, HIGH])
-    total = _tree_sum(_unzip(sums, ROWS, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    total = _tree_sum(to_columns(sums, ROWS, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
     sigma = tl.sqrt_rn(total * (1.0 / (HIGH * _LOW)) + _EPSILON)
     alpha = tl.div_rn(tl.full([ROWS], _TAU, tl.float32), sigma)
     alpha = tl.where(alpha > _ALPHA_MIN, alpha, _ALPHA_MIN)
@@ -295,7 +266,7 @@ def _encode_tile(
         alpha = tl.full([ROWS], 1.0, tl.float32)
         t = tl.reshape(v, [ROWS, BLOCK])
     else:
-        low = _unzip(v, ROWS * HIGH, _LOW, 4)
+        low = to_columns(v, ROWS * HIGH, _LOW, 4)
         if TRANSFORM == _ASH:
             alpha = _alpha_of(low, ROWS, LOG_HIGH)
         else:
@@ -627,7 +598,7 @@ def _decode_tile(
             y = tl.reshape(v, [ROWS, BLOCK])
         else:
             v = tl.reshape(v, [_TILE // _LOW, _LOW])
-            y = _rotate(_unzip(v, ROWS * HIGH, _LOW, 4), ROWS, LOG_HIGH)
+            y = _rotate(to_columns(v, ROWS * HIGH, _LOW, 4), ROWS, LOG_HIGH)
         y = y * c[:, None]
         if EXP == 5:
             y = tl.where(y < 65504.0, y, 65504.0)
