@@ -1,6 +1,7 @@
 """Speed on one GPU: encode, decode and decode_add beside the device's own copy of the same run.
 
     python benchmarks/bench_gpu.py --out benchmarks/results [--weights FILE.safetensors] [--quick]
+    python benchmarks/bench_gpu.py --out benchmarks/results --lossy     # those codecs alone
     python benchmarks/report.py
 
 GB/s counts the tensor's bytes. Fractions are of the copy rate, in bytes moved: encode and decode
@@ -769,16 +770,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--weights", type=Path, metavar="FILE.safetensors")
     parser.add_argument("--quick", action="store_true", help="a few cases, no weights, no nvCOMP")
+    parser.add_argument("--lossy", action="store_true", help="the lossy codecs, nothing else")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of --lossy, then it stops")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.lossy:
+        sys.exit(add_lossy(arguments.out, arguments.seconds))
     todo = cases(arguments.quick)
     names: dict[str, list[str]] = {}
     for case in todo:
         if case.data not in (known := names.setdefault(case.dtype, [])):
             known.append(case.data)
 
+    file = arguments.out / "gpu.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
     result: dict[str, Any] = {
+        "lossy": before.get("lossy"),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": versions(),
@@ -834,6 +842,18 @@ def main() -> None:
         print("\n".join(table(result)))
     host_failed = "missing" in result["host"]
     sys.exit(host_failed or len(fine) < len(todo))
+
+
+def add_lossy(folder: Path, seconds: float) -> bool:
+    """Measure the lossy codecs, put them beside what is recorded; True if something failed."""
+    import gpu_lossy
+
+    file = folder / "gpu.json"
+    recorded = json.loads(file.read_text()) if file.exists() else {}
+    recorded["lossy"] = found = gpu_lossy.run(seconds)
+    file.write_text(json.dumps(recorded, indent=1) + "\n")
+    print("\n".join(gpu_report.lossy_lines(recorded)))
+    return any(case["errors"] for case in found["cases"])
 
 
 def save(result: dict[str, Any], folder: Path) -> None:

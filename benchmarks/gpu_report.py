@@ -146,6 +146,7 @@ def page_lines(recorded: dict[str, Any]) -> list[str]:
         *small_lines(recorded),
         *overhead_lines(recorded),
         *nvcomp_lines(recorded),
+        *lossy_lines(recorded),
         *failure_lines(recorded),
     ]
 
@@ -295,6 +296,70 @@ def nvcomp_lines(recorded: dict[str, Any]) -> list[str]:
                 f"| tightwire zipccl | {case['mib']} | {ratio} | {encode:.0f} | {decode:.0f} |"
             )
     return lines + (["", "What failed:", "", *failures] if failures else [])
+
+
+#: Least fractions of the copy rate that were asked for: encode, decode, decode_add_encode.
+LOSSY_ASKED = {"mx": (0.75, 0.80, 0.65), "nvfp4": (0.75, 0.80, 0.65), "taco": (0.70, 0.75, 0.65)}
+
+
+def lossy_lines(recorded: dict[str, Any]) -> list[str]:
+    """The lossy codecs, with what is under the figures asked for marked."""
+    lossy = recorded.get("lossy")
+    if not lossy:
+        return []
+    lines = [
+        "",
+        "## Lossy codecs, N(0, 0.02)",
+        "",
+        f"{lossy['machine']['gpu']}, driver {lossy['machine']['driver']}, torch "
+        f"{lossy['versions']['torch']}, Triton {lossy['versions']['triton']}; {lossy['date']}. "
+        "Replays of graphs into memory given beforehand, no tensor in the cache; GB/s of tensor "
+        "bytes, and in brackets the fraction of the copy rate of the same tensors in bytes moved. "
+        "decode_add is into float32. Bytes compared with those of the CPU before and after. "
+        "Without stats, nvfp4 reads everything twice, which counts as moved. Asked: "
+        + "; ".join(
+            f"{name} encode {a:.2f}, decode {b:.2f}, decode_add_encode {c:.2f}"
+            for name, (a, b, c) in LOSSY_ASKED.items()
+        )
+        + ". An asterisk: less than that.",
+        "",
+        "| | MiB | ratio | encode | decode | decode_add | decode_add_encode | copy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for case in lossy["cases"]:
+        name = f"{case['name']}, {case['dtype']}"
+        errors += [f"- {name}, {case['mib']} MiB: {error}" for error in case["errors"]]
+        if case["timings"]:
+            asked = LOSSY_ASKED[case["name"].replace(",", " ").split()[0]]
+            wanted = {"encode": asked[0], "decode": asked[1], "decode_add_encode": asked[2]}
+            cells = [
+                lossy_cell(case, op, wanted.get(op, 0.0))
+                for op in ("encode", "decode", "decode_add", "decode_add_encode")
+            ]
+            copied = [t["moved_GB/s"] for t in case["timings"] if t["op"] == "copy"]
+            cells.append(f"{copied[0]:.0f}" if copied else "")
+            lines.append(f"| {name} | {case['mib']} | {case['ratio']:.4f} | {' | '.join(cells)} |")
+    torchao = lossy["torchao"]
+    lines += ["", f"torchao: {torchao['missing']}"] if "missing" in torchao else [""]
+    for row in torchao.get("rows", []):
+        shown = row.get("error")
+        if not shown:
+            equal = "the same codes" if row["same_codes"] else "other codes"
+            shown = f"{row['GB/s']:.0f} GB/s, {row['moved_GB/s']:.0f} moved, {equal}"
+        lines.append(f"- {row['name']}, {row['mib']} MiB: {shown}")
+    if lossy["left_out"]:
+        lines += ["", f"Left out for want of time: {'; '.join(lossy['left_out'])}."]
+    return lines + (["", "What failed:", "", *errors] if errors else [])
+
+
+def lossy_cell(case: dict[str, Any], op: str, asked: float) -> str:
+    """`1234 (.81)`, or nothing where it was not measured."""
+    for t in case["timings"]:
+        if t["op"] == op:
+            share = t["of_copy"] if t["of_copy"] is not None else math.nan
+            return f"{t['GB/s']:.0f} ({share:.2f}{'' if share >= asked else ' *'})"
+    return ""
 
 
 def failure_lines(recorded: dict[str, Any]) -> list[str]:

@@ -235,38 +235,6 @@ def float_of(v, EXP: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
-def to_columns(x, M: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
-    """The N = 2^LOG columns of `x`, shape [M, N], as a tuple of tensors [M]."""
-    parts = (x,)
-    for k in tl.static_range(LOG):
-        even = ()
-        odd = ()
-        for i in tl.static_range(1 << k):
-            a, b = tl.split(tl.reshape(parts[i], [M, N >> (k + 1), 2]))
-            even = even + (a,)
-            odd = odd + (b,)
-        parts = even + odd
-    columns = ()
-    for i in tl.static_range(N):
-        columns = columns + (tl.reshape(parts[i], [M]),)
-    return columns
-
-
-@triton.jit
-def from_columns(columns, N: tl.constexpr, LOG: tl.constexpr):
-    """Inverse of `to_columns`: N = 2^LOG tensors [M] as columns of one, shape [M, N]."""
-    M: tl.constexpr = columns[0].shape[0]
-    parts = columns
-    for k in tl.static_range(LOG):
-        joined = ()
-        for i in tl.static_range(N >> (k + 1)):
-            both = tl.join(parts[i], parts[i + (N >> (k + 1))])
-            joined = joined + (tl.reshape(both, [M, 2 << k]),)
-        parts = joined
-    return parts[0]
-
-
-@triton.jit
 def store_element(out_ptr, at, v, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr):
     """Store, or add, elements one by one."""
     if ADD == 0:

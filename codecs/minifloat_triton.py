@@ -18,6 +18,7 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import Plan
+from .columns_triton import from_columns, to_columns
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -33,7 +34,6 @@ from .device import (
     check_header,
     clear,
     float_of,
-    from_columns,
     header_word,
     header_words,
     kernel,
@@ -43,13 +43,12 @@ from .device import (
     record_term,
     report,
     store_element,
-    to_columns,
     touched,
     weigh,
     weigh_bytes,
 )
 from .minifloat import INFINITY, NAN, Element, values_of
-from .nvfp4 import ELEMENT, NAN_SCALE, NO_RECIPROCAL, RANGE, SCALE, SIXTH
+from .nvfp4 import NAN_SCALE, NO_RECIPROCAL, RANGE, SIXTH
 
 #: Elements that a thread holds side by side.
 _SLOT = tl.constexpr(8)

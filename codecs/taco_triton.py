@@ -18,6 +18,7 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Key, Plan
+from .columns_triton import from_columns, to_columns
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -36,7 +37,6 @@ from .device import (
     check_header,
     clear,
     float_of,
-    from_columns,
     header_word,
     header_words,
     kernel,
@@ -46,7 +46,6 @@ from .device import (
     record_term,
     report,
     round_bfloat16,
-    to_columns,
     touched,
     weigh,
 )
@@ -905,7 +904,16 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
 
 
 def decode_add_encode(
-    plan: Plan, src, x, out, scratch, status, *, key: Key | None = None, planned: bool = True
+    plan: Plan,
+    src,
+    x,
+    out,
+    scratch,
+    status,
+    *,
+    stats=None,
+    key: Key | None = None,
+    planned: bool = True,
 ) -> None:
     """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`, in one pass.
 

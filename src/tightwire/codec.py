@@ -207,25 +207,34 @@ class Codec:
         out: Any = None,
         scratch: Any = None,
         chunks: int | None = 1,
+        checksum: bool = True,
         backend: str | None = None,
     ) -> Buffer:
         """Decode `src`, add the local array `x` like it, encode the sum with this codec.
 
         `x` has the shape and float dtype of the buffer. The sum is taken in float32 (float64 for
         float64) and rounded to that dtype. Where the codec can, and `src` is of the plan that the
-        sum gets, all of it is one pass. On a GPU nothing waits; damage of `src` is raised by
+        sum gets (`chunks` and `checksum` among it), all of it is one pass; nvfp4 needs another one
+        on a GPU unless `stats` are given. On a GPU nothing waits; damage of `src` is raised by
         `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
         gpu = device_for(backend, x)
         if gpu is not None:
-            if stats is None:
-                fused = gpu.decode_add_encode(
-                    self.spec, src, x, key=key, out=out, scratch=scratch, chunks=chunks
-                )
-                if fused is not NotImplemented:
-                    return fused  # type: ignore[no-any-return]
+            fused = gpu.decode_add_encode(
+                self.spec,
+                src,
+                x,
+                stats=stats,
+                key=key,
+                out=out,
+                scratch=scratch,
+                chunks=chunks,
+                checksum=checksum,
+            )
+            if fused is not NotImplemented:
+                return fused  # type: ignore[no-any-return]
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
             if (found.shape, found.dtype) != (info.shape, info.dtype):
@@ -238,12 +247,13 @@ class Codec:
                 out=out,
                 scratch=scratch,
                 chunks=chunks,
+                checksum=checksum,
                 backend=backend,
             )
         bits = arrays.host_bits(x, info.dtype)
         target = Target(info.library, info.device)
         parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
-        plan = make_plan(self.spec, info.dtype, info.shape, chunks)
+        plan = make_plan(self.spec, info.dtype, info.shape, chunks, checksum=checksum)
         module = backend_module(plan.codec.name, backend)
         if parsed.plan == plan and stats is None and hasattr(module, _FUSED):
             buffer = Buffer(plan, _room(plan, out, bits), target)
@@ -271,6 +281,7 @@ class Codec:
             key=key,
             out=out,
             chunks=chunks,
+            checksum=checksum,
             backend=backend,
         )
 

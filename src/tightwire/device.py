@@ -356,10 +356,12 @@ def decode_add_encode(
     src: Any,
     x: Any,
     *,
+    stats: Any,
     key: Key | None,
     out: Any,
     scratch: Any,
     chunks: int | None,
+    checksum: bool,
 ) -> Any:
     """As `Codec.decode_add_encode` in one pass; NotImplemented where there is no kernel for that.
 
@@ -374,7 +376,7 @@ def decode_add_encode(
         if source is None or not hasattr(source.kernels, "decode_add_encode"):
             return NotImplemented
         kernels, plan, data, _, memory = source
-        if plan != make_plan(spec, info.dtype, info.shape, chunks):
+        if plan != make_plan(spec, info.dtype, info.shape, chunks, checksum=checksum):
             return NotImplemented
         tensor = _as_torch(x, info)
         room, work = _room(out, plan, place), _workspace(plan, scratch, place)
@@ -386,11 +388,13 @@ def decode_add_encode(
         (first, last), (start, stop) = _span(encoded), _span(decoded)
         if first < stop and start < last:
             return NotImplemented
+        if stats is not None:
+            stats = _stats(spec, stats, info.dtype, place)
         fresh = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled
         kernels.decode_add_encode(
-            plan, data, elements, room.data, work, status, key=key, planned=planned
+            plan, data, elements, room.data, work, status, stats=stats, key=key, planned=planned
         )
         if fresh is not None:
             _settle(fresh)
