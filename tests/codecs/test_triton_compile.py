@@ -1,9 +1,10 @@
 """Every kernel compiled ahead of time, without a GPU, and what it spills.
 
-The wanted forms are those that the modules launch: a worker process, in which Triton does not
-interpret, calls encode, decode and measure, notes the launches instead of making them, and compiles
-what it noted for each target. The figures are the compilers' own: registers and stack of a cubin
-(its spills are all that is on the stack), registers and spills in the metadata of an hsaco.
+The forms are those that the modules launch: a worker process, in which Triton does not interpret,
+calls encode, decode and measure, notes the launches instead of making them, and compiles for each
+target a choice of what it noted (`wanted`). The figures are the compilers' own: registers and stack
+of a cubin (its spills are all that is on the stack), registers and spills in the metadata of an
+hsaco.
 """
 
 from __future__ import annotations
@@ -77,21 +78,52 @@ class Form(NamedTuple):
     constexprs: dict[str, Any]
     launch: tuple[Any, dict[str, Any], dict[Any, Any], dict[str, Any]]
 
-    def wanted(self, target: str) -> bool:
-        """All forms are compiled for sm_90, the common ones of bfloat16 for every target."""
+    def eligible(self, target: str) -> bool:
+        """Whether to compile the form for this target, if none covers what it has."""
         c = self.constexprs
-        if self.dtype != "bfloat16":
-            return target in ("sm_90", "gfx942") and self.is_main()
         default = {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False}
-        if self.kernel.startswith("taco.") and any(c.get(k, v) != v for k, v in default.items()):
-            return target == "sm_90"
-        usual = {"STATS": 0, "PACKED": False, "STORE": True, "ADD": 0}
-        odd = c.get("MODE", 0) != 0 and any(c.get(k, v) != v for k, v in usual.items())
-        return target == "sm_90" or not odd
+        own = self.kernel.startswith("taco.") and any(c.get(k, v) != v for k, v in default.items())
+        return target == "sm_90" or (self.dtype == "bfloat16" and not own)
+
+    def values(self) -> list[tuple[str, Any]]:
+        """What the form differs in from others of its kernel."""
+        own = {"dtype": self.dtype} | self.constexprs
+        return [("kernel", self.kernel), *sorted(own.items())]
 
     def is_main(self) -> bool:
         """Whole tiles without checksums: what most of the time goes to."""
         return self.constexprs.get("MODE") == 0 and not self.constexprs["SUMS"]
+
+
+def covering(forms: list[Form]) -> list[Form]:
+    """Few of `forms` in which constexprs and dtypes take, kernel by kernel, all their values."""
+    kernels: dict[str, list[Form]] = {}
+    for form in forms:
+        kernels.setdefault(form.kernel, []).append(form)
+    chosen = []
+    for group in kernels.values():
+        met = [set(form.values()) for form in group]
+        left = set().union(*met)
+        while left:
+            best = max(range(len(group)), key=lambda i: len(met[i] & left))
+            chosen.append(group[best])
+            left -= met[best]
+    return chosen
+
+
+def wanted(forms: list[Form], target: str) -> list[Form]:
+    """Every kernel, with any value that one of its constexprs takes.
+
+    For sm_90 the values of all dtypes; for others those of bfloat16, where what differs only in
+    the format of taco's codes and blocks counts as one. Besides, for sm_90 and gfx942, those forms
+    of zipccl that take the time, of all dtypes.
+    """
+    eligible = [form for form in forms if form.eligible(target)]
+    chosen = covering(eligible)
+    if target in ("sm_90", "gfx942"):
+        main = [form for form in forms if form.kernel.startswith("zipccl.") and form.is_main()]
+        chosen += [form for form in main if form not in chosen]
+    return chosen
 
 
 def notes() -> tuple[list[str], list[str], list[Form]]:
@@ -313,7 +345,7 @@ def work() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     kernels, specialised, forms = notes()
-    jobs = [(form, target) for target in TARGETS for form in forms if form.wanted(target)]
+    jobs = [(form, target) for target in TARGETS for form in wanted(forms, target)]
     shown = [(form.kernel, form.dtype, form.constexprs, target) for form, target in jobs]
     print(json.dumps([kernels, specialised, shown]), file=answers, flush=True)
     for line in sys.stdin:
