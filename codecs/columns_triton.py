@@ -38,3 +38,42 @@ def from_columns(columns, N: tl.constexpr, LOG: tl.constexpr):
             joined = joined + (tl.reshape(both, [M, 2 << k]),)
         parts = joined
     return parts[0]
+
+
+@triton.jit
+def to_rows(x, M: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
+    """The N = 2^LOG rows of `x`, shape [N, M], as a tuple of tensors [M].
+
+    The layout that Triton gives to a split whose last dimension fills the threads keeps the others
+    in one thread: values change hands once, before the first split.
+    """
+    parts = (x,)
+    for k in tl.static_range(LOG):
+        even = ()
+        odd = ()
+        for i in tl.static_range(1 << k):
+            pairs = tl.reshape(parts[i], [N >> (k + 1), 2, M])
+            a, b = tl.split(tl.permute(pairs, [0, 2, 1]))
+            even = even + (a,)
+            odd = odd + (b,)
+        parts = even + odd
+    rows = ()
+    for i in tl.static_range(N):
+        rows = rows + (tl.reshape(parts[i], [M]),)
+    return rows
+
+
+@triton.jit
+def from_rows(rows, N: tl.constexpr, LOG: tl.constexpr):
+    """Inverse of `to_rows`: N = 2^LOG tensors [M] as rows of one, shape [N, M]."""
+    M: tl.constexpr = rows[0].shape[0]
+    parts = ()
+    for i in tl.static_range(N):
+        parts = parts + (tl.reshape(rows[i], [1, M]),)
+    for k in tl.static_range(LOG):
+        joined = ()
+        for i in tl.static_range(N >> (k + 1)):
+            both = tl.join(parts[i], parts[i + (N >> (k + 1))])
+            joined = joined + (tl.reshape(tl.permute(both, [0, 2, 1]), [2 << k, M]),)
+        parts = joined
+    return parts[0]

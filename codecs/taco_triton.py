@@ -18,7 +18,7 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Key, Plan
-from .columns_triton import from_columns, to_columns
+from .columns_triton import from_rows, to_columns, to_rows
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -117,11 +117,11 @@ def _rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
     HIGH: tl.constexpr = 1 << LOG_HIGH
     low = _butterflies(low, _LOW, 4)
-    t = tl.reshape(from_columns(low, _LOW, 4), [ROWS, HIGH, _LOW])
-    t = tl.reshape(tl.permute(t, [0, 2, 1]), [ROWS * _LOW, HIGH])
-    high = _butterflies(to_columns(t, ROWS * _LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
-    t = tl.reshape(from_columns(high, HIGH, LOG_HIGH), [ROWS, _LOW, HIGH])
-    return tl.reshape(tl.permute(t, [0, 2, 1]), [ROWS, HIGH * _LOW])
+    t = tl.reshape(from_rows(low, _LOW, 4), [_LOW, ROWS, HIGH])
+    t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * _LOW])
+    high = _butterflies(to_rows(t, ROWS * _LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, _LOW])
+    return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * _LOW])
 
 
 @triton.jit
@@ -137,8 +137,9 @@ def _alpha_of(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     squares = ()
     for i in tl.static_range(_LOW):
         squares = squares + (low[i] * low[i],)
-    sums = tl.reshape(_tree_sum(squares, _LOW, 4), [ROWS, HIGH])
-    total = _tree_sum(to_columns(sums, ROWS, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    total = _tree_sum(squares, _LOW, 4)
+    for k in tl.static_range(LOG_HIGH):
+        total = tl.sum(tl.reshape(total, [ROWS * (HIGH >> (k + 1)), 2]), 1)
     sigma = tl.sqrt_rn(total * (1.0 / (HIGH * _LOW)) + _EPSILON)
     alpha = tl.div_rn(tl.full([ROWS], _TAU, tl.float32), sigma)
     alpha = tl.where(alpha > _ALPHA_MIN, alpha, _ALPHA_MIN)
@@ -265,7 +266,7 @@ def _encode_tile(
         alpha = tl.full([ROWS], 1.0, tl.float32)
         t = tl.reshape(v, [ROWS, BLOCK])
     else:
-        low = to_columns(v, ROWS * HIGH, _LOW, 4)
+        low = to_rows(tl.permute(v, [1, 0]), ROWS * HIGH, _LOW, 4)
         if TRANSFORM == _ASH:
             alpha = _alpha_of(low, ROWS, LOG_HIGH)
         else:
