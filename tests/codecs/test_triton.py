@@ -636,6 +636,24 @@ def test_lossy_decode_add_encode(place: str, codec: tw.Codec, name: str) -> None
         broken.check()
 
 
+def test_nvfp4_sums_with_given_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass then, and no checksum where none is asked for."""
+    from tightwire import device
+
+    monkeypatch.setattr(device, "added", None)
+    codec, dtype = tw.codec("nvfp4"), BY_NAME["bfloat16"]
+    bits, local = make_bits("normal", dtype, 1501), make_bits("normal", dtype, 1501, seed=2)
+    memory = Memory(place)
+    stats = np.array([np.float32(3).view(np.int32)])
+    src = codec.encode(memory.put(bits, dtype), checksum=False, backend="triton")
+    given = {"stats": stats, "checksum": False}
+    found = codec.decode_add_encode(src, memory.put(local, dtype), **given, backend="triton")
+    src.check()
+    expected = codec.decode_add_encode(bytes(src), local.view(dtype.numpy), **given, backend="ref")
+    assert not expected.plan.checksum
+    assert bytes(found) == bytes(expected)
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_measured_magnitude(place: str, name: str) -> None:
     """Of finite elements alone; and stats from elsewhere are taken."""
