@@ -646,7 +646,7 @@ def test_nvfp4_sums_with_given_stats(place: str, monkeypatch: pytest.MonkeyPatch
     memory = Memory(place)
     stats = np.array([np.float32(3).view(np.int32)])
     src = codec.encode(memory.put(bits, dtype), checksum=False, backend="triton")
-    given = {"stats": stats, "checksum": False}
+    given: dict[str, Any] = {"stats": stats, "checksum": False}
     found = codec.decode_add_encode(src, memory.put(local, dtype), **given, backend="triton")
     src.check()
     expected = codec.decode_add_encode(bytes(src), local.view(dtype.numpy), **given, backend="ref")
