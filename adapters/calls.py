@@ -5,12 +5,27 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arrays import ArrayInfo
+from ..codecs.base import Key
 from ..formats.errors import FormatError
+from .tensors import OnTheWay
+
+#: What the seeds of a call's encodings differ by: odd, so that none of 2^64 comes twice.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def rounding_key(seed: int, sequence: int, encoding: int, rank: int, world: int) -> Key:
+    """What codecs that round at random draw by in one encoding of a call.
+
+    Step is the call's number. The encodings of a call, numbered from 0, have seeds of their own:
+    in an all-reduce what a sum is rounded by is independent of what its terms were.
+    """
+    return Key((seed + encoding * _GOLDEN) % 2**64, sequence % 2**32, rank, world)
 
 
 class CollectiveError(RuntimeError):
@@ -55,6 +70,16 @@ class TraceRecord:
     error: str | None
 
 
+class LateCards(NamedTuple):
+    """Cards on their way to the host, all from rank `source` if it is given."""
+
+    arriving: OnTheWay
+    digests: Sequence[int]
+    source: int | None
+    #: Takes `arriving` back when it is over.
+    spare: list[OnTheWay]
+
+
 class Call:
     """One call under way: its name and number, and what the trace will say of it."""
 
@@ -71,6 +96,10 @@ class Call:
         self.kind: tuple[object, ...] = ()
         #: Of the input, 0 where it is no common knowledge.
         self.nbytes = 0
+        #: How many encodings there have been.
+        self.encodings = 0
+        #: Cards that have not been compared yet.
+        self.late: list[LateCards] = []
         #: What errors are told with that decoding on a GPU finds, by the number of its word.
         self.unchecked: dict[int, str] = {}
         #: Where these words are: any array of that device.

@@ -164,7 +164,7 @@ class Communicator(Group):
                 parts = split(flat, outs) if len(outs) > 1 else [flat]
                 send = self._encode(call, parts, outs)
                 receive = self._receive("receive", ins, x)
-                if not self._sizes_first:
+                if self._fixed or not self._sizes_first:
                     self._compare(call, x, there, here)
                 began = self._begin_swap(call, send, receive, there, here)
                 buffers = self._end_swap(call, began)
@@ -275,6 +275,8 @@ class Communicator(Group):
         choice = self._switch.choose_message(info)
         key = f"from {self._rank} to {to}"
         with self._call("send", "message", info, choice, pair=key) as call:
+            # No encoding of a collective has these numbers.
+            call.encodings = -1 - to
             if choice.algorithm == "native":
                 payload = tensors.as_bytes(tensors.contiguous(x))
                 self._message_native(call, payload, to, self._transport.send)
@@ -283,10 +285,12 @@ class Communicator(Group):
             shares = self._encode(call, [x.reshape(-1)], [plan])
             digests = [call.digest(info, info.shape)]
             cards = shares.write_cards(digests, 0)
+            sizes = [0]
             with call.stage("sizes"):
                 self._transport.send(shares.card_bytes, to)
-                arrived = self._cards(call, shares.arriving(cards), digests, self._rank)
-                sizes = self._sizes(call, arrived, shares, self._rank)
+                if not self._fixed:
+                    arrived = self._cards(call, shares.arriving(cards), digests, self._rank)
+                    sizes = self._sizes(call, arrived, shares, self._rank)
             self._message(call, shares, sizes[0], to, self._transport.send)
 
     def recv(self, out: Any, source: int) -> Any:
@@ -303,11 +307,14 @@ class Communicator(Group):
                 return out
             plan = self._plan(info.dtype, math.prod(info.shape))
             shares = self._receive("receive", [plan], into)
+            sizes, digests = [0], [call.digest(info, info.shape)]
             with call.stage("sizes"):
                 self._transport.recv(shares.card_bytes, source)
-                digests = [call.digest(info, info.shape)]
-                arrived = self._cards(call, shares.arriving(shares.cards), digests, source)
-                sizes = self._sizes(call, arrived, shares, source)
+                if not self._fixed:
+                    arrived = self._cards(call, shares.arriving(shares.cards), digests, source)
+                    sizes = self._sizes(call, arrived, shares, source)
+            if self._fixed:
+                self._compare_late(call, shares, digests, source)
             self._message(call, shares, sizes[0], source, self._transport.recv)
             buffers = shares.buffers(self._words_of(shares.room))
             call.exchanged = True
@@ -438,11 +445,14 @@ class Communicator(Group):
                 began = begin(k, send)
                 if k + 1 < count:
                     ready = lanes.encode(functools.partial(encode, k + 1))
+                if began.arriving is None:
+                    lanes.decode(end(k, began))
+                    continue
                 if before is not None:
                     lanes.decode(end(k - 1, before))
                 before = began
-            assert before is not None
-            lanes.decode(end(count - 1, before))
+            if before is not None:
+                lanes.decode(end(count - 1, before))
             # What goes wrong from now on, on the lanes too, is this rank's own.
             call.exchanged = last
 
@@ -599,20 +609,25 @@ class Communicator(Group):
         plan = self._plan(info.dtype, values.shape[0], self._size)
         digests = [call.digest(info, (root, *info.shape))] * self._size
         whole = self._receive("receive", [plan], values)
+        if self._fixed:
+            self._compare_new(call, values, digests, digests)
         is_root = self._rank == root
         parts: list[list[Any]] = [[]] * self._size
         if is_root:
             send = self._encode(call, [values], [plan])
             whole.cards[...] = send.write_cards(digests, 0)
             parts = [[whole.card_bytes]] * self._size
-        with call.stage("sizes"):
-            self._scatter(call, root, parts, [whole.card_bytes])
-            cards = self._cards(call, whole.arriving(whole.cards), digests, root)
-            sizes = self._sizes(call, cards, whole, root)
+        sizes = [0] * self._size
+        if not self._fixed:
+            with call.stage("sizes"):
+                self._scatter(call, root, parts, [whole.card_bytes])
+                cards = self._cards(call, whole.arriving(whole.cards), digests, root)
+                sizes = self._sizes(call, cards, whole, root)
+        cards_too = [whole.card_bytes] if self._fixed else []
         if is_root:
             own = send.shares[root]
             dynamic = pieces(send, sizes)
-            parts = [[s.static, *d] for s, d in zip(send.shares, dynamic, strict=True)]
+            parts = [[*cards_too, s.static, *d] for s, d in zip(send.shares, dynamic, strict=True)]
             call.raw_bytes += send.raw_nbytes - own.raw_nbytes
         else:
             # Not in its place in `whole`: an all-gather must not overlap itself.
@@ -622,15 +637,22 @@ class Communicator(Group):
                 static=room[: plan.static_stride], slot=room[plan.static_stride :]
             )
         with call.stage("scatter"):
-            self._scatter(call, root, parts, [own.static, own.slot[: sizes[self._rank]]])
+            into_pieces = [*cards_too, own.static, own.slot[: sizes[self._rank]]]
+            self._scatter(call, root, parts, into_pieces)
+        if self._fixed:
+            self._compare_late(call, whole, digests, root)
         with call.stage("static"):
             self._transport.all_gather(whole.statics, own.static)
-        buffer = self._gather_dynamic(call, own, whole, sizes)
+        if self._fixed:
+            buffer = whole.buffers(self._words_of(whole.room))[0]
+        else:
+            buffer = self._gather_dynamic(call, own, whole, sizes)
         others = self._size - 1
         call.raw_bytes += others * own.raw_nbytes
         call.wire_bytes += others * (int(own.static.shape[0]) + sizes[self._rank])
         call.exchanged = True
-        if not is_root:
+        # All ranks are to have the same bits, those of a lossy codec too.
+        if not is_root or not self._codec.lossless:
             self._decode(call, buffer, into, root)
 
     def _scatter(

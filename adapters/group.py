@@ -15,12 +15,12 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import Codec, as_codec, decode
-from ..codecs.base import Bytes, Plan
+from ..codecs.base import Bytes, Key, Plan
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.header import MAJOR, MINOR
 from ..planning import integer
 from . import tensors
-from .calls import Call, TraceRecord
+from .calls import Call, CollectiveError, LateCards, TraceRecord, rounding_key
 from .cost import Choice
 from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
 from .switch import ALGORITHMS, Algorithm, Measured, Switch
@@ -47,7 +47,8 @@ class Exchange(NamedTuple):
 
     send: Shares
     receive: Shares
-    arriving: tensors.OnTheWay
+    #: None if there are no dynamic parts: then all is there.
+    arriving: tensors.OnTheWay | None
     digests: Sequence[int]
 
 
@@ -55,7 +56,12 @@ class _Unchecked(NamedTuple):
     """What decoding on a GPU will have found; `words` are 0 if nothing."""
 
     call: Call
-    words: tensors.OnTheWay
+    words: tensors.OnTheWay | None
+
+    def done(self) -> bool:
+        """True if settling would not wait."""
+        cards = (late.arriving.done() for late in self.call.late)
+        return (self.words is None or self.words.done()) and all(cards)
 
 
 class Group:
@@ -72,11 +78,13 @@ class Group:
         checksum: bool = True,
         verify: bool = False,
         trace: int = 1000,
+        seed: int = 0,
     ) -> None:
         """Made by all ranks together: raises CollectiveError on each of them if they differ.
 
         Compared are the versions of format and codec and all parameters. `trace` is the number of
-        calls that `trace()` remembers.
+        calls that `trace()` remembers. `seed`, below 2^64, is what codecs that round at random draw
+        by, with the number of the call and the rank (`calls.rounding_key`).
         """
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
@@ -86,8 +94,11 @@ class Group:
             raise ValueError(f"trace is {trace}; allowed: at least 0")
         if integer("pieces", pieces) < 1:
             raise ValueError(f"pieces is {pieces}; allowed: at least 1")
+        if not 0 <= integer("seed", seed) < 1 << 64:
+            raise ValueError(f"seed is {seed}; allowed: 0 to 2**64 - 1")
         self._transport = transport
         self._codec = as_codec(codec)
+        self._seed = seed
         self._sizes_first = sizes == "first"
         self._checksum = bool(checksum)
         self._verify = bool(verify)
@@ -108,7 +119,11 @@ class Group:
         self._rank = transport.rank
         self._size = transport.world_size
         self._switch = Switch(self._codec, algorithm, pieces, self._measure)
-        self._agree(sizes, algorithm, pieces)
+        #: No buffer has a dynamic part: cards tell no sizes, and nobody waits for them.
+        self._fixed = not any(
+            self._plan(BY_NAME[name], _NAMED).dynamic_stride for name in self._codec.dtypes
+        )
+        self._agree(sizes, algorithm, pieces, seed)
 
     @property
     def rank(self) -> int:
@@ -150,7 +165,7 @@ class Group:
         stage that exchanges anything every rank waits until the last has come: who waits less came
         later. Native calls tell on the host only: on a GPU they wait for nothing.
         """
-        names = {"sizes" if self._sizes_first else "static", "native"}
+        names = {"sizes" if self._sizes_first else "static", "exchange", "native"}
         last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
         waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
         mine = np.zeros(calls, np.float64)
@@ -169,7 +184,7 @@ class Group:
 
     # Arguments, plans and memory.
 
-    def _agree(self, sizes: str, algorithm: str, pieces: int) -> None:
+    def _agree(self, sizes: str, algorithm: str, pieces: int, seed: int) -> None:
         spec = self._codec.spec
         facts = {
             "format": f"{MAJOR}.{MINOR}",
@@ -179,6 +194,7 @@ class Group:
             else algorithm,
             "sizes": sizes,
             "checksum": self._checksum,
+            "seed": seed,
         }
         mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
         call = Call(self._rank, "Communicator", 0, "")
@@ -226,7 +242,9 @@ class Group:
         if choice.algorithm != "native":
             taken = self._plan(sent or info.dtype, min(math.prod(info.shape), _NAMED)).codec.name
             call.algorithm = f"{algorithm}, {taken}"
-            if collective in TWO_DESIGNS:
+            if self._fixed:
+                call.algorithm = f"{algorithm}, no sizes, {taken}"
+            elif collective in TWO_DESIGNS:
                 design = "first" if self._sizes_first else "between"
                 call.algorithm = f"{algorithm}, sizes {design}, {taken}"
             if not call.reason:
@@ -329,18 +347,21 @@ class Group:
             shares = self._room(name, plans, parts[0])
             self._take(name, shares)
             for part, plan, data in zip(parts, plans, shares.data, strict=True):
-                if not self._encode_here(part, plan, data):
-                    self._codec.encode(part, out=data, chunks=plan.chunks, checksum=self._checksum)
+                key = self._key(call)
+                if not self._encode_here(part, plan, data, key):
+                    self._codec.encode(
+                        part, out=data, chunks=plan.chunks, checksum=self._checksum, key=key
+                    )
         return shares
 
-    def _encode_here(self, x: Any, plan: Plan, data: Any) -> bool:
+    def _encode_here(self, x: Any, plan: Plan, data: Any, key: Key) -> bool:
         """Encode on a GPU, in memory of the communicator's own; False on the host."""
         if not tensors.is_cuda(x):
             return False
         from ..device import encode_into
 
         work = self._bytes("encode", plan.scratch_nbytes, x)
-        return encode_into(plan, tensors.contiguous(x), data, work, None)
+        return encode_into(plan, tensors.contiguous(x), data, work, key)
 
     def _decode_here(
         self, buffer: Buffer, out: Any, start: int, stop: int, *, add: bool = False
@@ -352,6 +373,12 @@ class Group:
 
         work = self._bytes("decode", buffer.plan.scratch_nbytes, out)
         return decode_into(buffer, out, work, start, stop, add=add)
+
+    def _key(self, call: Call) -> Key:
+        """What the next encoding of `call` draws by."""
+        encoding = call.encodings
+        call.encodings += 1
+        return rounding_key(self._seed, call.sequence, encoding, self._rank, self._size)
 
     def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Room for what comes, its headers written."""
@@ -386,23 +413,37 @@ class Group:
 
     def _finish(self, call: Call) -> None:
         """Have the verdict on this call fetched, and raise for those that have come."""
+        on_the_way: tensors.OnTheWay | None = None
         if call.unchecked:
             words = self._words_of(call.place)
             room = self._spare.pop() if self._spare else None
-            self._unchecked.append(_Unchecked(call, tensors.OnTheWay(words, room)))
+            on_the_way = tensors.OnTheWay(words, room)
             # The next call's verdict is to be its own.
             tensors.fill(words, 0)
+        if call.unchecked or call.late:
+            self._unchecked.append(_Unchecked(call, on_the_way))
         self._settle_known()
 
     def _settle_known(self) -> None:
         """Raise for verdicts that have come."""
-        while self._unchecked and self._unchecked[0].words.done():
+        while self._unchecked and self._unchecked[0].done():
             self._settle(self._unchecked.popleft())
 
     def _settle(self, unchecked: _Unchecked) -> None:
+        call = unchecked.call
+        try:
+            with call.stage("sizes"):
+                for late in call.late:
+                    self._cards(call, late.arriving, late.digests, late.source)
+                    late.spare.append(late.arriving)
+        except CollectiveError as strange:
+            # Ranks are out of step, whatever has gone well since.
+            self._broken = self._broken or str(strange)
+            raise
+        if unchecked.words is None:
+            return
         found = unchecked.words.wait(self._transport.timeout).tolist()
         self._spare.append(unchecked.words)
-        call = unchecked.call
         for word, note in call.unchecked.items():
             if found[word]:
                 from ..codecs.device import problem
@@ -450,6 +491,41 @@ class Group:
             raise call.failure("sizes", detail)
         return host
 
+    def _compare_late(
+        self, call: Call, shares: Shares, digests: Sequence[int], source: int | None = None
+    ) -> None:
+        """Have the cards compared: now if they are on the host, else with the call's verdict.
+
+        For cards that tell nothing else. They are those of all ranks, or all from rank `source`.
+        """
+        with call.stage("sizes"):
+            arriving = shares.arriving_late()
+            if self._verify or arriving.done():
+                self._cards(call, arriving, digests, source)
+                shares.spare.append(arriving)
+            else:
+                call.late.append(LateCards(arriving, digests, source, shares.spare))
+
+    def _exchange_fixed(
+        self,
+        call: Call,
+        send: Shares,
+        receive: Shares,
+        parcels: Sequence[Sequence[Any]],
+        there: Sequence[int],
+        here: Sequence[int],
+    ) -> Exchange:
+        """Cards and static parts in one step, where there is nothing else.
+
+        `parcels[j]` goes to rank j; digests are those of `_begin_swap`.
+        """
+        if call.nbytes:
+            self._compare_new(call, send.room, there, here)
+        with call.stage("exchange"):
+            self._transport.all_to_all_v(receive.parcels, parcels)
+        self._compare_late(call, receive, here)
+        return Exchange(send, receive, None, here)
+
     def _begin_swap(
         self,
         call: Call,
@@ -460,8 +536,12 @@ class Group:
     ) -> Exchange:
         """Send share j of `send` to rank j, but for its dynamic part.
 
-        `there` are the digests of the shares that go, `here` of those that come.
+        Where no buffer has one, that is a single step in which nobody waits. `there`
+        are the digests of the shares that go, `here` of those that come.
         """
+        if self._fixed:
+            send.write_cards(there, self._ratio(call, send))
+            return self._exchange_fixed(call, send, receive, send.parcels, there, here)
         both = receive.paired(send)
         send.write_cards(there, self._ratio(call, send))
         digests = [*here, *there]
@@ -488,13 +568,16 @@ class Group:
     def _end_swap(self, call: Call, began: Exchange) -> list[Buffer]:
         """The buffers of `began.receive`, filled."""
         send, receive, me = began.send, began.receive, self._rank
-        with call.stage("sizes"):
-            cards = self._cards(call, began.arriving, began.digests)
-            incoming = self._sizes(call, cards[: self._size], receive)
-            outgoing = sizes_on(cards[self._size :])
-        with call.stage("dynamic"):
-            self._transport.all_to_all_v(pieces(receive, incoming), pieces(send, outgoing))
-            buffers = receive.buffers(self._words_of(receive.room))
+        if began.arriving is None:
+            outgoing = [0] * self._size
+        else:
+            with call.stage("sizes"):
+                cards = self._cards(call, began.arriving, began.digests)
+                incoming = self._sizes(call, cards[: self._size], receive)
+                outgoing = sizes_on(cards[self._size :])
+            with call.stage("dynamic"):
+                self._transport.all_to_all_v(pieces(receive, incoming), pieces(send, outgoing))
+        buffers = receive.buffers(self._words_of(receive.room))
         own = send.shares[me]
         raw = send.raw_nbytes - own.raw_nbytes
         wire = CARD_NBYTES * (self._size - 1) + send.static_nbytes - int(own.static.shape[0])
@@ -508,6 +591,9 @@ class Group:
         receive = self._receive(name, [whole], send.room)
         send.write_cards([digest], self._ratio(call, send))
         digests = [digest] * self._size
+        if self._fixed:
+            parcels = send.parcels * self._size
+            return self._exchange_fixed(call, send, receive, parcels, digests, digests)
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
             self._compare_new(call, send.room, digests, digests)
@@ -526,11 +612,15 @@ class Group:
 
     def _end_gather(self, call: Call, began: Exchange) -> Buffer:
         """The whole buffer, filled."""
-        with call.stage("sizes"):
-            cards = self._cards(call, began.arriving, began.digests)
-            sizes = self._sizes(call, cards, began.receive)
         own = began.send.shares[0]
-        buffer = self._gather_dynamic(call, own, began.receive, sizes)
+        if began.arriving is None:
+            sizes = [0] * self._size
+            buffer = began.receive.buffers(self._words_of(began.receive.room))[0]
+        else:
+            with call.stage("sizes"):
+                cards = self._cards(call, began.arriving, began.digests)
+                sizes = self._sizes(call, cards, began.receive)
+            buffer = self._gather_dynamic(call, own, began.receive, sizes)
         others = self._size - 1
         wire = CARD_NBYTES + int(own.static.shape[0]) + sizes[self._rank]
         self._account(call, began.send.plans[0].dtype, others * own.raw_nbytes, others * wire)

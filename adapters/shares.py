@@ -70,6 +70,8 @@ class Shares:
         self.raw_nbytes = sum(share.raw_nbytes for share in self.shares)
         self._partner: tuple[Shares, Any] | None = None
         self._arriving: tensors.OnTheWay | None = None
+        #: Memory on the host for cards that nobody waits for.
+        self.spare: list[tensors.OnTheWay] = []
         self._buffers: list[Buffer] = []
         self._hold(tensors.empty((len(self.shares), CARD_WORDS), _INT64, room))
 
@@ -80,6 +82,18 @@ class Shares:
         self._seals, self._ratios = cards[:, 0], cards[:, 1]
         self._in_cards = [(cards[at : at + r.shape[0], 2:], r) for at, r in self._records]
         self._ratio: int | None = None
+        self._parcels: list[list[Any]] = []
+
+    @property
+    def parcels(self) -> list[list[Any]]:
+        """Of each share its card and its static part: what travels if there is no dynamic part."""
+        if not self._parcels:
+            cards = self.card_bytes
+            self._parcels = [
+                [cards[i * CARD_NBYTES : (i + 1) * CARD_NBYTES], share.static]
+                for i, share in enumerate(self.shares)
+            ]
+        return self._parcels
 
     def paired(self, other: Shares) -> Any:
         """Cards of these shares and of `other` as one array, which comes to the host at once."""
@@ -97,6 +111,10 @@ class Shares:
         """`cards` on their way to the host; those of the call before are over."""
         self._arriving = tensors.OnTheWay(cards, self._arriving)
         return self._arriving
+
+    def arriving_late(self) -> tensors.OnTheWay:
+        """`cards` on their way to the host, where they may come after the next call has begun."""
+        return tensors.OnTheWay(self.cards, self.spare.pop() if self.spare else None)
 
     def write_cards(self, digests: Sequence[int], ratio: int) -> Any:
         """Fill `cards` for what has been encoded here, and return it."""
