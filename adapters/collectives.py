@@ -62,13 +62,24 @@ class Communicator(Group):
     they are all of one library: NumPy and PyTorch round them differently). A dtype that the codec
     cannot help goes raw. Work memory, up to about twice the largest tensor, is kept.
 
-    `algorithm` is "compressed", "pipelined" (in `pieces` pieces, so that encoding, wire and
-    decoding overlap), "native" (as it is), or "auto": the first call of a kind (collective, dtype)
+    With a lossy codec results are what decoding gives, a rank's own share too: they are the same on
+    all ranks that get them. What was encoded once (all but all-reduce) is off by at most the bound
+    of the codec's page; a sum by the bounds of all its terms together, the rounding of the sum, and
+    in an all-reduce the bound of the sum, which is encoded again. Tensor statistics (nvfp4's
+    largest magnitude) are taken of what a rank encodes at once, and travel with every chunk: ranks
+    need not agree on them. Random rounding is by `seed`, rank, and number of call and encoding.
+    Native calls, which `algorithm="auto"` may take, lose nothing.
+
+    `algorithm` is "compressed", "pipelined" (in `pieces` pieces or, if that is None, as many as
+    have `granularity` bytes of a rank's tensor, so that encoding, wire and decoding overlap; TACO,
+    section 4.4.2), "native" (as it is), or "auto": the first call of a kind (collective, dtype)
     measures the paths on this group, and every call takes what the model of `cost.py` says is
     fastest. After ZipCCL, section 5.2.
 
     `sizes` is one of ZipCCL's two designs: "first" sends the sizes of the compressed shares before
     anything else, "between" sends them behind the static parts, which need not wait for slow ranks.
+    Codecs whose buffers have no dynamic part (all lossy ones) have no use for either: one step on
+    the wire takes everything, and nobody waits for it to decode.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
@@ -80,7 +91,8 @@ class Communicator(Group):
     def all_gather(self, x: Any, out: Any = None) -> Any:
         """The `x` of all ranks, one behind the other along the first dimension.
 
-        `x` has the same shape everywhere; n scalars give shape (n,). Returns `out` if it is given.
+        `x` has the same shape everywhere; n scalars give shape (n,). The own share of a lossy codec
+        is decoded too, so that all ranks get the same bits. Returns `out` if it is given.
         """
         before = self._switch.as_before("all_gather", x)
         if before is not None:
@@ -112,7 +124,8 @@ class Communicator(Group):
         """Share j of `x` goes to rank j; share i of the result comes from rank i.
 
         Shares are rows, along the first dimension: equal ones, or `send_splits[j]` rows for rank j
-        and `receive_splits[i]` from rank i. Returns `out` if it is given.
+        and `receive_splits[i]` from rank i. The own share of a lossy codec is decoded too. Returns
+        `out` if it is given.
         """
         before = self._switch.as_before("all_to_all", x) if send_splits is None else None
         if before is not None:
@@ -210,7 +223,9 @@ class Communicator(Group):
         """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
 
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
-        of its results, rounded to what travels; natively as there.
+        of its results, rounded to what travels; natively as there. So all ranks get the same bits,
+        of a lossy codec too: every term is encoded once, and so is the sum. The last
+        x.size % world_size elements are sent as they are.
         """
         before = self._switch.as_before("all_reduce", x, wire)
         if before is not None:
@@ -255,7 +270,8 @@ class Communicator(Group):
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it.
 
-        The root encodes once and scatters the chunks, and an all-gather spreads them.
+        The root encodes once and scatters the chunks, and an all-gather spreads them. With a lossy
+        codec its own `x` is overwritten by what the others decode.
         """
         root = self._peer("root", root)
         values, info, target = as_input(x)
@@ -269,7 +285,10 @@ class Communicator(Group):
         return x
 
     def send(self, x: Any, to: int) -> None:
-        """Send `x` to another rank, which calls `recv` with an array of its shape and dtype."""
+        """Send `x` to another rank, which calls `recv` with an array of its shape and dtype.
+
+        What a lossy codec makes of it the receiver alone gets.
+        """
         to = self._peer("to", to, other=True)
         x, info, _ = as_input(x)
         choice = self._switch.choose_message(info)

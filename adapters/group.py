@@ -73,7 +73,8 @@ class Group:
         codec: str | Codec = "zipccl",
         *,
         algorithm: Algorithm = "compressed",
-        pieces: int = 4,
+        pieces: int | None = None,
+        granularity: int = 64 << 20,
         sizes: Design = "first",
         checksum: bool = True,
         verify: bool = False,
@@ -92,8 +93,10 @@ class Group:
             raise ValueError(f"algorithm is {algorithm!r}; allowed: {ALGORITHMS}")
         if integer("trace", trace) < 0:
             raise ValueError(f"trace is {trace}; allowed: at least 0")
-        if integer("pieces", pieces) < 1:
-            raise ValueError(f"pieces is {pieces}; allowed: at least 1")
+        if pieces is not None and integer("pieces", pieces) < 1:
+            raise ValueError(f"pieces is {pieces}; allowed: at least 1, or None")
+        if integer("granularity", granularity) < 1:
+            raise ValueError(f"granularity is {granularity}; allowed: at least 1 byte")
         if not 0 <= integer("seed", seed) < 1 << 64:
             raise ValueError(f"seed is {seed}; allowed: 0 to 2**64 - 1")
         self._transport = transport
@@ -118,12 +121,13 @@ class Group:
         self._plain_dtypes: frozenset[Any] = getattr(transport, "plain_dtypes", frozenset())
         self._rank = transport.rank
         self._size = transport.world_size
-        self._switch = Switch(self._codec, algorithm, pieces, self._measure)
+        self._switch = Switch(self._codec, algorithm, pieces, granularity, self._measure)
         #: No buffer has a dynamic part: cards tell no sizes, and nobody waits for them.
         self._fixed = not any(
             self._plan(BY_NAME[name], _NAMED).dynamic_stride for name in self._codec.dtypes
         )
-        self._agree(sizes, algorithm, pieces, seed)
+        cut = f"{granularity} bytes" if pieces is None else f"{pieces} pieces"
+        self._agree(sizes, f"pipelined in {cut}" if algorithm == "pipelined" else algorithm, seed)
 
     @property
     def rank(self) -> int:
@@ -184,14 +188,12 @@ class Group:
 
     # Arguments, plans and memory.
 
-    def _agree(self, sizes: str, algorithm: str, pieces: int, seed: int) -> None:
+    def _agree(self, sizes: str, algorithm: str, seed: int) -> None:
         spec = self._codec.spec
         facts = {
             "format": f"{MAJOR}.{MINOR}",
             "codec": f"{spec.name} version {spec.version}, {spec!r}",
-            "algorithm": f"{algorithm} in {pieces} pieces"
-            if algorithm == "pipelined"
-            else algorithm,
+            "algorithm": algorithm,
             "sizes": sizes,
             "checksum": self._checksum,
             "seed": seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ..arrays import ArrayInfo
@@ -72,21 +73,28 @@ class Switch:
         self,
         codec: Codec,
         algorithm: Algorithm,
-        pieces: int,
+        pieces: int | None,
+        granularity: int,
         measure: Callable[[str, Any, ArrayInfo, DType | None], Measured],
     ) -> None:
         self._codec = codec
         self._auto = algorithm == "auto"
         self._measure = measure
         self._forced: Choice | None = None
+        #: Bytes of a piece, where their number is to follow from the size.
+        self._granularity = 0
         if algorithm != "auto":
-            count = pieces if algorithm == "pipelined" else 1
+            if algorithm == "pipelined" and pieces is None:
+                self._granularity = granularity
+            count = pieces or 1 if algorithm == "pipelined" else 1
             self._forced = Choice(algorithm, count, 0.0, 0.0, "")
         self._models: dict[tuple[str, str, str], Model] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
         self._fast: dict[tuple[Any, ...], Before] = {}
         self._last: dict[tuple[str, str, int], int] = {}
         self._ratios = Ratios(patience=10)
+        #: By dtype, of codecs without dynamic parts; 0 where it depends on the data.
+        self._known: dict[DType, float] = {}
 
     def choose(
         self, collective: str, x: Any, info: ArrayInfo, source: DType | None = None
@@ -96,7 +104,10 @@ class Switch:
         `source` is their dtype if that is another.
         """
         if self._forced is not None:
-            return self._forced
+            if not self._granularity:
+                return self._forced
+            nbytes = math.prod(info.shape) * info.dtype.itemsize
+            return replace(self._forced, pieces=max(1, -(-nbytes // self._granularity)))
         name, dtype = self._codec.name, info.dtype.name
         wire = None if source is None or source == info.dtype else dtype
         if not self._gains(info.dtype, math.prod(info.shape)):
@@ -196,6 +207,13 @@ class Switch:
             self._ratios.update(self._codec.name, dtype.name, nbytes, worst / _UNIT)
 
     def _ratio(self, dtype: DType, nbytes: int) -> float:
+        known = self._known.get(dtype)
+        if known is None:
+            plan = self._codec.plan((_LARGE // dtype.itemsize,), dtype)
+            fixed = not plan.dynamic_stride
+            known = self._known[dtype] = plan.static_stride / _LARGE if fixed else 0.0
+        if known:
+            return known
         return self._ratios.ratio(self._codec.name, dtype.name, nbytes)
 
 

@@ -96,7 +96,7 @@ def check_collectives(
     device: Any = None,
 ) -> list[TraceRecord]:
     """Every collective once or more, with odd sizes, empty shares and poisoned outputs."""
-    comm = tw.Communicator(transport, sizes=design, algorithm=algorithm)
+    comm = tw.Communicator(transport, sizes=design, algorithm=algorithm, pieces=4)
     n, me = comm.world_size, comm.rank
     everyone = range(n)
     data = Ranks(n, library, dtype, device)

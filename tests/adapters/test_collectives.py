@@ -394,6 +394,7 @@ def test_the_trace() -> None:
         ("codec", [tw.codec("zipccl"), tw.codec("zipccl", window="sigma")]),
         ("sizes", ["first", "between"]),
         ("checksum", [True, False]),
+        ("seed", [1, 2]),
     ],
 )
 def test_ranks_with_other_parameters_are_named_everywhere(option: str, values: list[Any]) -> None:
@@ -606,6 +607,10 @@ def test_bad_calls_say_what_is_allowed() -> None:
         ({"codec": 3}, TypeError),
         ({"trace": -1}, ValueError),
         ({"trace": None}, TypeError),
+        ({"pieces": 0}, ValueError),
+        ({"granularity": 0}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"seed": 1 << 64}, ValueError),
     ],
 )
 def test_bad_parameters(options: dict[str, Any], error: type[Exception]) -> None:
@@ -642,7 +647,7 @@ def test_sums_of_what_is_rounded_before_it_travels(library: str, algorithm: Any)
         gathered = total.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     def task(transport: MemoryTransport) -> None:
-        comm = tw.Communicator(transport, algorithm=algorithm)
+        comm = tw.Communicator(transport, algorithm=algorithm, pieces=4)
         x = data.array(transport.rank, (size,))
         share = comm.reduce_scatter(x, wire="bfloat16")
         same(share, total[transport.rank * 5000 :][:5000])
@@ -688,7 +693,7 @@ def test_a_damaged_piece_is_an_error_on_the_receiver(
             outs[-1][-200] ^= 1
 
     def task(transport: MemoryTransport) -> None:
-        comm = tw.Communicator(Tap(transport, damage), algorithm="pipelined")
+        comm = tw.Communicator(Tap(transport, damage), algorithm="pipelined", pieces=4)
         getattr(comm, name)(weights(2 * 20_000, transport.rank))
         getattr(comm, name)(weights(2 * 20_000, transport.rank))
 
@@ -745,7 +750,7 @@ def test_calls_of_any_dtype_again_and_again(library: str, dtype: str, algorithm:
     data = Ranks(2, library, dtype)
 
     def task(transport: MemoryTransport) -> None:
-        comm = tw.Communicator(transport, algorithm=algorithm)
+        comm = tw.Communicator(transport, algorithm=algorithm, pieces=4)
         for shape in ((6, 700), (2,), (0, 3)):
             hosts = [data.host(r, shape) for r in range(2)]
             for _ in range(3):
@@ -768,7 +773,7 @@ def test_results_over_their_input(
     data = Ranks(2, library, "float32")
 
     def task(transport: MemoryTransport) -> None:
-        comm = tw.Communicator(transport, algorithm=algorithm)
+        comm = tw.Communicator(transport, algorithm=algorithm, pieces=4)
         me = comm.rank
         hosts = [data.host(r, (size,)) for r in range(2)]
         for shift in (0, 100, size // 2):
@@ -793,7 +798,7 @@ def test_strided_vectors_of_one_element() -> None:
 
     def task(transport: MemoryTransport) -> None:
         for algorithm in ("native", "compressed"):
-            comm = tw.Communicator(transport, algorithm=algorithm)
+            comm = tw.Communicator(transport, algorithm=algorithm, pieces=4)
             for n in (2, 6):
                 x = torch.arange(float(n))[::2]
                 exact(comm.all_reduce(x), 2 * x.numpy())
