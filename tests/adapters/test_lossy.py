@@ -1,0 +1,338 @@
+"""Lossy codecs through the collectives: results bit for bit, steps on the wire, keys, damage."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightwire as tw
+from lossy import CODECS, DTYPES, check_lossy, inputs
+from processes import join, launch
+from ranks import exact
+from tightwire.adapters import collectives, shares, tensors
+from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.switch import Measured
+
+LOSSY = [codec for codec in map(tw.codec, tw.codecs()) if not codec.lossless]
+
+
+def test_every_lossy_codec_is_tested() -> None:
+    assert {codec.name for codec in LOSSY} == {codec.name for codec in CODECS}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    world_size=st.integers(1, 4),
+    codec=st.sampled_from(CODECS),
+    dtype=st.sampled_from(DTYPES),
+    each=st.integers(0, 9) | st.integers(200, 900),
+    odd=st.integers(0, 3),
+)
+def test_results_are_what_decoding_gives(
+    world_size: int, codec: tw.Codec, dtype: str, each: int, odd: int
+) -> None:
+    run_ranks(world_size, lambda t: check_lossy(t, codec, dtype, "numpy", each, odd))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
+def test_results_in_pieces(codec: tw.Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_PIECE", 512)
+    run_ranks(2, lambda t: check_lossy(t, codec, "float32", "numpy", 1237, 1, piece=512))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
+def test_results_of_tensors(codec: tw.Codec) -> None:
+    pytest.importorskip("torch")
+    run_ranks(3, lambda t: check_lossy(t, codec, "bfloat16", "torch", 577, 2))
+
+
+class Steps(MemoryTransport):
+    """Notes its calls and bytes to others; `damage` sees what came."""
+
+    def __init__(self, inner: MemoryTransport, damage: Callable[[Any], None] | None = None) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.calls: list[str] = []
+        self.sent = 0
+        self.damage = damage
+
+    def _exchange(
+        self, kind: str, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]
+    ) -> None:
+        super()._exchange(kind, outs, xs)
+        self.calls.append(kind)
+        self.sent += sum(x.size for r, part in enumerate(xs) if r != self.rank for x in part)
+        if self.damage is not None:
+            self.damage(outs)
+
+
+CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
+    "all_gather": (lambda comm, x: comm.all_gather(x), ["all_to_all_v"]),
+    "all_to_all": (lambda comm, x: comm.all_to_all(x), ["all_to_all_v"]),
+    "reduce_scatter": (lambda comm, x: comm.reduce_scatter(x), ["all_to_all_v"]),
+    "all_reduce": (lambda comm, x: comm.all_reduce(x), ["all_to_all_v"] * 2),
+    "broadcast": (lambda comm, x: comm.broadcast(x), ["all_to_all_v", "all_gather"]),
+}
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda c: str(c.name))
+def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
+    def task(transport: MemoryTransport) -> None:
+        steps = Steps(transport)
+        comm = tw.Communicator(steps, codec)
+        x = np.random.default_rng(comm.rank).standard_normal(30_000, np.float32)
+        for call, kinds in CALLS.values():
+            call(comm, x.copy())
+            # The first call of a kind is compared with the other ranks'.
+            steps.calls.clear()
+            steps.sent = 0
+            call(comm, x.copy())
+            assert steps.calls == kinds
+            record = comm.trace()[-1]
+            assert record.wire_bytes == steps.sent < 0.29 * record.raw_bytes
+            assert "no sizes" in record.algorithm
+        assert comm.slow_ranks()[0][1] >= 0
+
+    run_ranks(3, task)
+
+
+def test_unequal_splits() -> None:
+    codec, splits = CODECS[4], [[5, 0, 700], [31, 64, 1], [0, 0, 3]]
+
+    def task(transport: MemoryTransport) -> None:
+        comm, me = tw.Communicator(transport, codec), transport.rank
+        x = np.arange(sum(splits[me]), dtype=np.float32)
+        inward = [row[me] for row in splits]
+        found = comm.all_to_all(x, send_splits=splits[me], receive_splits=inward)
+        assert found.size == sum(inward)
+        # In blocks of 32 numbers up to 705 every value is near what it was.
+        wanted = [
+            np.arange(sum(row), dtype=np.float32)[sum(row[:me]) :][: row[me]] for row in splits
+        ]
+        assert np.abs(found - np.concatenate(wanted)).max() < 705 * 32**0.5 / 100
+
+    run_ranks(3, task)
+
+
+def test_pieces_follow_from_the_granularity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_PIECE", 256)
+
+    def task(transport: MemoryTransport) -> list[str]:
+        comm = tw.Communicator(transport, "mx", algorithm="pipelined", granularity=4096)
+        for n in (512, 2048, 2 * 4096):
+            comm.all_gather(np.ones(n, np.float32))
+            comm.all_reduce(np.ones(n, np.float32))
+        return [record.algorithm for record in comm.trace()]
+
+    for names in run_ranks(2, task):
+        assert names[:2] == ["all-gather, no sizes, mx", "two-shot, no sizes, mx"]
+        assert names[2] == "all-gather, no sizes, mx, 2 pieces"
+        assert names[3] == "two-shot, no sizes, mx, 2 pieces, 2 pieces"
+        assert names[4] == "all-gather, no sizes, mx, 8 pieces"
+
+
+def test_random_rounding_is_reproducible_and_independent() -> None:
+    codec = tw.codec("taco", rounding="stochastic")
+    x = np.random.default_rng(1).standard_normal(4096, np.float32)
+
+    def task(transport: MemoryTransport) -> list[Any]:
+        found = []
+        for seed in (3, 3, 4):
+            comm = tw.Communicator(transport, codec, seed=seed)
+            found.append(comm.all_gather(x))
+            found.append(comm.all_gather(x))
+        return found
+
+    first, second = run_ranks(2, task)
+    for a, b in zip(first, second, strict=True):
+        exact(a, b)
+    one, two, again, _, other, _ = first
+    exact(one, again)
+    # Ranks, calls and seeds.
+    for a, b in ((one[:4096], one[4096:]), (one, two), (one, other)):
+        wrong = (a - np.resize(x, a.shape), b - np.resize(x, b.shape))
+        assert abs(np.corrcoef(*wrong)[0, 1]) < 0.1
+
+
+def test_a_sum_is_rounded_by_words_of_its_own() -> None:
+    """Errors of 64 all-reduces cancel: the two encodings of a call share no words."""
+    codec = tw.codec("taco", rounding="stochastic", transform="none", block=32)
+    x = np.random.default_rng(1).standard_normal(2 * 1024, np.float32)
+
+    def task(transport: MemoryTransport) -> Any:
+        comm = tw.Communicator(transport, codec)
+        return np.mean([comm.all_reduce(x) for _ in range(64)], axis=0, dtype=np.float64)
+
+    one = tw.decode(codec.encode(2 * x, key=tw.Key(0))) - 2.0 * x
+    for mean in run_ranks(2, task):
+        assert np.abs(mean - 2.0 * x).mean() < 0.3 * np.abs(one).mean()
+
+
+def settled(call: Callable[[], Any]) -> str:
+    """The stage of what is raised."""
+    with pytest.raises(tw.CollectiveError) as caught:
+        call()
+    assert "make another call" in str(caught.value)
+    return caught.value.stage
+
+
+class Late(tensors.OnTheWay):
+    """As on a GPU: what is copied comes to the host when somebody waits for it."""
+
+    def __init__(self, x: Any, room: Any = None) -> None:
+        super().__init__(tensors.copied(x))
+        self.came = False
+
+    def done(self) -> bool:
+        return self.came
+
+    def wait(self, timeout: float) -> Any:
+        self.came = True
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("how", ["at once", "verify", "check", "later"])
+def test_another_call_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how != "at once":
+        monkeypatch.setattr(tensors, "OnTheWay", Late)
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx", verify=how == "verify")
+        x = np.ones((60, 100), np.float32)
+        for shaped in (x, x.reshape(100, 60)):
+            comm.all_gather(shaped)
+        comm.check()
+        # Both kinds have been compared, and have as many bytes.
+        odd = x if comm.rank else x.reshape(100, 60)
+        if how in ("at once", "verify"):
+            assert settled(lambda: comm.all_gather(odd)) == "sizes"
+        else:
+            comm.all_gather(odd)
+            if how == "later":
+                comm._unchecked[0].call.late[0].arriving.came = True  # type: ignore[attr-defined]
+                assert settled(lambda: comm.all_gather(odd)) == "sizes"
+            else:
+                assert settled(comm.check) == "sizes"
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            comm.all_gather(x)
+
+    run_ranks(2, task)
+
+
+def test_calls_whose_cards_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "OnTheWay", Late)
+    run_ranks(2, lambda t: check_lossy(t, CODECS[0], "float32", "numpy", 300, 1))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("at", [0, shares.CARD_NBYTES - 30, shares.CARD_NBYTES - 1])
+def test_damaged_cards(name: str, at: int) -> None:
+    """Of digest and of record."""
+    armed = False
+
+    def damage(outs: Sequence[Sequence[Any]]) -> None:
+        nonlocal armed
+        for part in outs:
+            if armed and part and part[0].size % shares.CARD_NBYTES == 0 and part[0].size:
+                part[0][at] ^= 1
+                armed = False
+
+    def task(transport: MemoryTransport) -> str:
+        nonlocal armed
+        comm = tw.Communicator(Steps(transport, damage if transport.rank else None), "nvfp4")
+        x = np.random.default_rng(0).standard_normal(6000, np.float32)
+        call = CALLS[name][0]
+        call(comm, x.copy())
+        transport.barrier()
+        armed = armed or comm.rank == 1
+        transport.barrier()
+        try:
+            call(comm, x.copy())
+        except tw.CollectiveError as error:
+            transport.close()
+            return f"{error.stage}: {error}"
+        return ""
+
+    found = run_ranks(2, task, timeout=5)
+    assert not armed
+    assert found[1].startswith("decode" if at else "sizes"), found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_damaged_payload(name: str) -> None:
+    def damage(outs: Sequence[Sequence[Any]]) -> None:
+        for part in outs:
+            if len(part) > 1 and part[1].size > 512:
+                part[1][100] ^= 1
+
+    def task(transport: MemoryTransport) -> str:
+        comm = tw.Communicator(Steps(transport, damage if transport.rank else None), "mx")
+        try:
+            CALLS[name][0](comm, np.ones(6000, np.float32))
+        except tw.CollectiveError as error:
+            transport.close()
+            return str(error)
+        return ""
+
+    found = run_ranks(2, task, timeout=5)
+    assert "checksum_mismatch" in found[1]
+
+
+def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
+    def task(transport: MemoryTransport) -> list[str]:
+        comm = tw.Communicator(transport, "nvfp4", algorithm="auto")
+        # Compressing half of the bytes would not pay, compressing a seventh of them does.
+        rows = [[1e-4, 1e-4, 1e-1], [1e-1, 9e-2, 1e-1]]
+        measured = Measured((1 << 10, 1 << 20), rows, 4, 0.14)
+        comm._switch._measure = lambda collective, like, info: measured
+        comm.all_gather(np.ones(1 << 16, np.float32))
+        return [record.algorithm for record in comm.trace()]
+
+    assert run_ranks(2, task) == [["all-gather, no sizes, nvfp4"]] * 2
+
+
+def test_native_calls_lose_nothing() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "nvfp4", algorithm="native")
+        xs = inputs(comm.codec, "float32", 2, 1001)
+        exact(comm.all_gather(xs[comm.rank]), np.concatenate(xs))
+        exact(comm.all_reduce(xs[comm.rank]), xs[0] + xs[1])
+
+    run_ranks(2, task)
+
+
+def between_processes(device: Any) -> list[str]:
+    """Every codec over gloo; digests of what an all-reduce gave."""
+    import hashlib
+
+    import torch.distributed as dist
+
+    from tightwire.adapters.torch_dist import TorchDist
+
+    transport = TorchDist(dist.new_group(), device)
+    found = []
+    for i, codec in enumerate(CODECS):
+        library = ("torch", "numpy")[i % 2]
+        check_lossy(transport, codec, DTYPES[i % 3], library, 333 + i, i % transport.world_size)
+        x = inputs(codec, "float32", transport.world_size, 5001)[transport.rank]
+        total = tw.Communicator(transport, codec).all_reduce(x)
+        found.append(hashlib.sha256(total.tobytes()).hexdigest())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_between_processes(world_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed")
+    first, *others = launch(__file__, "between_processes", world_size, tmp_path)
+    assert len(first) == len(CODECS)
+    assert others == [first] * (world_size - 1)
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])
