@@ -187,7 +187,9 @@ class Communicator(Group):
             into = _placed(into, whole)
         return as_result(into, info.dtype, target) if out is None else out
 
-    def reduce_scatter(self, x: Any, out: Any = None, *, wire: str | None = None) -> Any:
+    def reduce_scatter(
+        self, x: Any, out: Any = None, *, wire: str | None = None, decoded: Any = None
+    ) -> Any:
         """Share r, of equal shares along the first dimension, of the sum of all ranks' `x`.
 
         An all-to-all; then floats are added up in float32 (float64 in float64) in the order of
@@ -195,11 +197,14 @@ class Communicator(Group):
         travels, and float32 is what arrives. `wire` is a dtype that `x` is rounded to before it
         travels. Returns `out` if it is given.
 
+        `decoded`, an array like `x` that does not overlap it, is filled with what the other ranks
+        decode of `x`: what is missing is what a lossy codec (or `wire`) has lost of it.
+
         Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
         own order.
         """
         before = self._switch.as_before("reduce_scatter", x, wire)
-        if before is not None:
+        if before is not None and decoded is None:
             found = self._again("reduce_scatter", before, x, out, self._transport.reduce_scatter)
             if found is not None:
                 return found
@@ -210,11 +215,13 @@ class Communicator(Group):
         is_wide = out is not None and arrays.describe(out).dtype == wide
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
         sent = _wire_dtype(wire, info.dtype)
+        kept = as_output(decoded, info, info.shape, target, "decoded")
         choice = self._choose("reduce_scatter", x, info._replace(dtype=sent), before, info.dtype)
         with self._call("reduce_scatter", "all-to-all and sum", info, choice, sent) as call:
             call.nbytes = _nbytes(info._replace(dtype=sent))
             total = self._result(x, into if is_wide else None, shape, wide, choice)
-            self._scatter_sums(call, x, total.reshape(-1), info, sent, choice)
+            kept = None if kept is None else kept.reshape(-1)
+            self._scatter_sums(call, x, total.reshape(-1), info, sent, choice, decoded=kept)
             result = total if is_wide else tensors.cast(total, info.dtype)
             into = _placed(into, result)
         return as_result(into, info.dtype, target) if out is None else out
@@ -412,10 +419,12 @@ class Communicator(Group):
         *,
         whole: bool,
         last: bool = True,
+        decoded: Any = None,
     ) -> None:
         """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what comes.
 
-        That is one buffer if it is to come `whole`, else one from every rank.
+        That is one buffer if it is to come `whole`, else one from every rank. `decoded` is that of
+        `_scatter_sums`.
         """
         rows = flat.reshape(self._size, -1)
 
@@ -424,7 +433,10 @@ class Communicator(Group):
             # A copy of the piece costs less than an encoding for each of its rows.
             piece = rows[:, a:b].reshape(-1)
             plan = self._plan(info.dtype, piece.shape[0], self._size)
-            return self._encode(call, [piece], [plan], f"send {k}")
+            send = self._encode(call, [piece], [plan], f"send {k}")
+            if decoded is not None:
+                self._decode_sent(call, send, decoded.reshape(self._size, -1)[:, a:b])
+            return send
 
         def begin(k: int, send: Shares) -> Exchange:
             a, b = spans[k]
@@ -534,10 +546,17 @@ class Communicator(Group):
         sent: DType,
         choice: Choice,
         last: bool = True,
+        decoded: Any = None,
     ) -> None:
-        """This rank's share of the sum of all ranks' `x`, whose elements travel as `sent`."""
+        """This rank's share of the sum of all ranks' `x`, whose elements travel as `sent`.
+
+        `decoded`, shape (ranks * n,), is filled with what arrives of this rank's.
+        """
         n = total.shape[0]
         if choice.algorithm == "native":
+            if decoded is not None:
+                whole = x if self._sums_to(total, info.dtype) else tensors.cast(x, sent)
+                tensors.put(decoded, whole.reshape(-1))
             self._compare_shape(call, x, info)
             if self._scatter_native(call, x, total, info):
                 return
@@ -564,6 +583,8 @@ class Communicator(Group):
                 plans = [whole]
             digests = [call.digest(info, info.shape)] * self._size
             send = self._encode(call, [flat], [whole])
+            if decoded is not None:
+                self._decode_sent(call, send, decoded)
             receive = self._receive("receive", plans, flat)
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
@@ -574,7 +595,13 @@ class Communicator(Group):
         def put(buffers: list[Buffer], span: Span) -> None:
             self._add(call, buffers, total[span[0] : span[1]])
 
-        self._swap_pieces(call, flat, info, spans, put, whole=False, last=last)
+        self._swap_pieces(call, flat, info, spans, put, whole=False, last=last, decoded=decoded)
+
+    def _decode_sent(self, call: Call, send: Shares, out: Any) -> None:
+        """Decode this rank's own encoding to `out`, of the shape of the plan or (ranks, n)."""
+        with call.stage("decode", " (its own)"):
+            buffer = Buffer.wrap(send.plans[0], send.data[0])
+            tensors.put(out, decode(buffer).reshape(out.shape))
 
     def _adds_here(self, plan: Plan, total: Any) -> bool:
         """True if `_decode_here` adds buffers of this plan to `total`."""
@@ -804,7 +831,7 @@ class Communicator(Group):
 
     def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> bool:
         """The network's own reduce-scatter; False if it has none for this dtype."""
-        if not (self._sums(info.dtype) and tensors.dtype_of(total) == info.dtype):
+        if not self._sums_to(total, info.dtype):
             return False
         flat = tensors.contiguous(x).reshape(-1)
         with call.stage("native"):
@@ -832,6 +859,9 @@ class Communicator(Group):
     def _sums(self, dtype: DType) -> bool:
         """True for what networks sum as we do but for the order."""
         return dtype.name in ("float32", "float64", "int32", "int64")
+
+    def _sums_to(self, total: Any, dtype: DType) -> bool:
+        return self._sums(dtype) and tensors.dtype_of(total) == dtype
 
     def _broadcast_native(self, call: Call, into: Any, root: int) -> None:
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""

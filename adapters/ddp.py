@@ -20,25 +20,40 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .collectives import Communicator
+from .error_feedback import ErrorFeedback
 from .hooks import Channel, average, communicator
 
 
 class DdpHook:
     """The state of `ddp_hook`: a communicator of the ranks of the model, for nothing else.
 
+    `error_feedback` keeps what a lossy codec loses of the gradients of each parameter, by its name
+    in `names`; so buckets may change, and its `state_dict()` of every rank goes into a checkpoint.
+
     A bucket is one reduce-scatter and one all-gather; `raw_bytes` and `wire_bytes` of all buckets
     so far went to other ranks, uncompressed and in fact (with a communicator made with `trace=0`
     they stay 0).
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        error_feedback: ErrorFeedback | None = None,
+        names: Mapping[Any, str] | None = None,
+    ) -> None:
+        """`names` are those of the model's parameters; ValueError if feedback comes without."""
+        if error_feedback is not None and names is None:
+            raise ValueError("error_feedback is given, names are not; needed: both or none")
         self._channel = Channel(comm)
+        self.error_feedback = error_feedback
+        self._names = names or {}
 
     @property
     def comm(self) -> Communicator:
@@ -55,6 +70,13 @@ class DdpHook:
         """Bytes that went to other ranks."""
         return self._channel.wire_bytes
 
+    def _average(self, bucket: Any) -> None:
+        if self.error_feedback is None:
+            average(self.comm, bucket.buffer())
+            return
+        parts = [(self._names[p], p.numel()) for p in bucket.parameters()]
+        average(self.comm, bucket.buffer(), self.error_feedback, parts)
+
 
 def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A Future of the bucket's gradients (1-D, any float dtype), averaged over ranks in place.
@@ -67,20 +89,29 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     gradients, CollectiveError for what goes wrong on the wire; backward() raises them.
     """
     gradients = bucket.buffer()
-    return state._channel.run(gradients, lambda: average(state.comm, gradients), collectives=2)
+    return state._channel.run(gradients, lambda: state._average(bucket), collectives=2)
 
 
-def register(model: Any, comm: Communicator | None = None, **options: Any) -> DdpHook:
+def register(
+    model: Any,
+    comm: Communicator | None = None,
+    *,
+    error_feedback: ErrorFeedback | None = None,
+    **options: Any,
+) -> DdpHook:
     """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
 
     Without `comm`, one is made with `options` (see `Communicator`) on a new process group of the
-    model's ranks. Raises ValueError if both are given.
+    model's ranks. Raises ValueError if both are given. With a lossy codec, `error_feedback` (each
+    rank makes its own) sends what was lost of a gradient with the next one, for a float32 number
+    of memory for each parameter.
     """
     if comm is None:
         device = next(p.device for p in model.parameters() if p.requires_grad)
         comm = communicator(model.process_group, device, **options)
     elif options:
         raise ValueError(f"comm and {sorted(options)} are given; allowed: one or the other")
-    state = DdpHook(comm)
+    names = {p: name for name, p in model.module.named_parameters()}
+    state = DdpHook(comm, error_feedback, names)
     model.register_comm_hook(state, ddp_hook)
     return state

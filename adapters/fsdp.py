@@ -35,9 +35,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
+from ..codec import Codec
 from .calls import TraceRecord
 from .collectives import Communicator
-from .hooks import Channel, average, communicator, wide
+from .error_feedback import ErrorFeedback
+from .hooks import Channel, average, communicator, scatter, wide
 from .memory import connect
 
 
@@ -84,7 +86,10 @@ class _Comm(_Hook):
 
 
 class AllGather(_Comm):
-    """For `FSDPModule.set_custom_all_gather`: parameters travel encoded, bit for bit.
+    """For `FSDPModule.set_custom_all_gather`: parameters travel encoded.
+
+    With a lossless codec they arrive bit for bit. With a lossy one layers compute with what
+    decoding gives, the same on all ranks, while the shards that are trained stay as they are.
 
     One object serves all modules and groups, and nothing but all-gathers. Parameters of
     different dtypes in one FSDP module are bytes to FSDP and go raw.
@@ -119,13 +124,29 @@ class ReduceScatter(_Comm):
         ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once.
         Returns like `AllGather`. Raises CollectiveError, and ValueError for another `op`.
         """
+        return self._reduce(output_tensor, input_tensor, group, op, async_op)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str) -> Any:
+        """This object for one FSDP module, whose residual in `feedback` is called `name`."""
+        return _Named(self, feedback, name)
+
+    def _reduce(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        op: Any,
+        async_op: bool,
+        feedback: ErrorFeedback | None = None,
+        name: str = "",
+    ) -> Any:
         kind, factor = _scale(op)
 
         def call(comm: Communicator) -> None:
             total = wide(output_tensor.numel(), output_tensor)
             if total.dtype == output_tensor.dtype:
                 total = output_tensor
-            comm.reduce_scatter(input_tensor, total)
+            scatter(comm, input_tensor, total, feedback, [(name, input_tensor.numel())])
             if kind == dist.ReduceOp.AVG:
                 total.div_(comm.world_size)
             elif kind == dist.ReduceOp.PREMUL_SUM:
@@ -134,6 +155,24 @@ class ReduceScatter(_Comm):
                 output_tensor.copy_(total)
 
         return _finish(self._run(group, output_tensor, call), async_op)
+
+
+class _Named:
+    """A `ReduceScatter` of one FSDP module, with error feedback."""
+
+    def __init__(self, inner: ReduceScatter, feedback: ErrorFeedback, name: str) -> None:
+        self._inner, self._feedback, self._name = inner, feedback, name
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        own = self._feedback, self._name
+        return self._inner._reduce(output_tensor, input_tensor, group, op, async_op, *own)
 
 
 class AllReduce(_Hook):
@@ -166,8 +205,19 @@ class Hooks(NamedTuple):
     reduce_scatter: ReduceScatter
 
 
-def compress(module: Any, **options: Any) -> Hooks:
+def compress(
+    module: Any,
+    *,
+    gradients: str | Codec | None = None,
+    error_feedback: ErrorFeedback | None = None,
+    **options: Any,
+) -> Hooks:
     """Compress all-gather and reduce-scatter of every FSDP module in `module`, itself included.
+
+    `gradients` is the codec of the reduce-scatter where it is not that of `options`: a lossy one,
+    say, while parameters arrive bit for bit. `error_feedback`, one of each rank, sends what was
+    lost of a module's gradients with the next ones; it has a residual for each module by its name,
+    as large as the unsharded gradients, which starts anew when other parameters get gradients.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
     two communicators on new process groups when it is first used, which all its ranks must do in
@@ -175,13 +225,17 @@ def compress(module: Any, **options: Any) -> Hooks:
     no divide factor or forced sum; those that are set are respected. Raises ValueError if there is
     no FSDP module, or one with several meshes.
     """
-    hooks = Hooks(AllGather(**options), ReduceScatter(**options))
-    modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    reducing = options if gradients is None else options | {"codec": gradients}
+    hooks = Hooks(AllGather(**options), ReduceScatter(**reducing))
+    modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError("module has no FSDP modules; fully_shard comes first")
-    for m in modules:
+    for name, m in modules:
         m.set_custom_all_gather(hooks.all_gather)
-        m.set_custom_reduce_scatter(hooks.reduce_scatter)
+        reduce = hooks.reduce_scatter
+        if error_feedback is not None:
+            reduce = reduce.with_feedback(error_feedback, name)
+        m.set_custom_reduce_scatter(reduce)
     return hooks
 
 

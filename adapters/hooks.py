@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Communicator
+from .error_feedback import ErrorFeedback, Parts
 from .torch_dist import TorchDist
 
 
@@ -69,23 +70,59 @@ def communicator(group: Any, device: torch.device, **options: Any) -> Communicat
     return Communicator(TorchDist(own, device), **options)
 
 
-def average(comm: Communicator, x: Any) -> None:
+def average(
+    comm: Communicator,
+    x: Any,
+    feedback: ErrorFeedback | None = None,
+    parts: Parts = (),
+) -> None:
     """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks: two collectives.
 
     Sums are made in float32 (float64 in float64) in the order of ranks, divided there and rounded
-    once; all ranks get the same bits. Raises TypeError for another dtype and for sparse tensors.
+    once; all ranks get the same bits. With `feedback` the residuals of `parts`, which `x` is made
+    of, are added to what this rank sends, and become what its encoding loses of that, and of
+    this rank's share of the sum. Raises TypeError for another dtype and for sparse tensors.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
     padding = -x.numel() % comm.world_size
-    padded = torch.nn.functional.pad(x, (0, padding)) if padding else x
-    total = wide(padded.numel() // comm.world_size, x)
-    comm.reduce_scatter(padded, total)
+    each = (x.numel() + padding) // comm.world_size
+    total = wide(each, x)
+    scatter(comm, x, total, feedback, parts, padding)
     mean = total.div_(comm.world_size).to(x.dtype)
-    if padding:
-        x.copy_(comm.all_gather(mean)[: x.numel()])
-    else:
+    if feedback is None and not padding:
         comm.all_gather(mean, x)
+        return
+    gathered = comm.all_gather(mean)
+    if feedback is not None:
+        first = comm.rank * each
+        # A share of the sum is in the hands of one rank, which makes good for all.
+        lost = total.sub_(gathered[first : first + each]).mul_(comm.world_size)
+        feedback.add(parts, first, lost)
+    x.copy_(gathered[: x.numel()])
+
+
+def scatter(
+    comm: Communicator,
+    x: Any,
+    total: Any,
+    feedback: ErrorFeedback | None,
+    parts: Parts,
+    padding: int = 0,
+) -> None:
+    """Fill `total` with this rank's share of the sum of `x`, 1-D, and of zeros behind it.
+
+    `feedback` as `average` says, but for losses of the sum.
+    """
+    if feedback is None:
+        comm.reduce_scatter(torch.nn.functional.pad(x, (0, padding)) if padding else x, total)
+        return
+    corrected = feedback.corrected(x, parts)
+    padded = torch.nn.functional.pad(corrected, (0, padding)) if padding else corrected
+    decoded = torch.empty_like(padded)
+    wire = str(x.dtype).removeprefix("torch.")
+    comm.reduce_scatter(padded, total, wire=wire, decoded=decoded)
+    feedback.keep(parts, corrected, decoded[: x.numel()])
 
 
 def wide(n: int, like: Any) -> Any:

@@ -156,3 +156,50 @@ def check_lossy(
         else:
             x = given(np.zeros_like(xs[0]))
             exact(comm.recv(x, 0), sent)
+
+
+class Residuals:
+    """Means with error feedback of all ranks, for codecs that do not round at random."""
+
+    def __init__(self, codec: tw.Codec, world_size: int) -> None:
+        self.codec, self.size = codec, world_size
+        #: Of every rank by name.
+        self.e: list[dict[str, Array]] = [{} for _ in range(world_size)]
+
+    def coded(self, x: Array, chunks: int) -> Array:
+        found: Array = tw.decode(bytes(self.codec.encode(x, chunks=chunks))).astype(np.float32)
+        return found
+
+    def _joined(self, rank: int, parts: Sequence[tuple[str, int]]) -> Array:
+        zeros = [self.e[rank].get(name, np.zeros(n, np.float32)) for name, n in parts]
+        return np.concatenate(zeros)
+
+    def _keep(self, rank: int, parts: Sequence[tuple[str, int]], e: Array) -> None:
+        at = 0
+        for name, n in parts:
+            self.e[rank][name] = e[at : at + n]
+            at += n
+
+    def scatter(self, xs: Sequence[Array], parts: Sequence[tuple[str, int]]) -> Array:
+        """Sums of every rank's share, float32, shape (ranks, n)."""
+        padding = -xs[0].size % self.size
+        total = np.full((self.size, (xs[0].size + padding) // self.size), -0.0, np.float32)
+        for rank, x in enumerate(xs):
+            corrected = x.astype(np.float32) + self._joined(rank, parts)
+            padded = np.pad(corrected, (0, padding))
+            coded = self.coded(padded.astype(x.dtype), self.size)
+            total += coded.reshape(self.size, -1)
+            self._keep(rank, parts, corrected - coded[: x.size])
+        return total
+
+    def average(self, xs: Sequence[Array], parts: Sequence[tuple[str, int]]) -> Array:
+        total = self.scatter(xs, parts) / np.float32(self.size)
+        found = np.stack([self.coded(mean, 1) for mean in total.astype(xs[0].dtype)])
+        each = total.shape[1]
+        for rank in range(self.size):
+            e = self._joined(rank, parts)
+            here = slice(rank * each, (rank + 1) * each)
+            lost = (total[rank] - found[rank]) * np.float32(self.size)
+            e[here] += lost[: e[here].size]
+            self._keep(rank, parts, e)
+        return found.reshape(-1)[: xs[0].size].astype(xs[0].dtype)

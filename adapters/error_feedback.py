@@ -1,0 +1,146 @@
+"""Error feedback: what a lossy codec loses of a tensor goes with the next one of its name.
+
+After Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), and Karimireddy et al.,
+"Error Feedback Fixes SignSGD" (ICML 2019), algorithm 2: x + e is encoded, and e becomes what
+decoding has lost of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..buffer import Buffer
+from ..codec import Codec, decode
+from ..formats.dtypes import DType
+from . import tensors
+
+#: Names and numbers of elements of the tensors that lie one behind the other in another.
+Parts = Sequence[tuple[str, int]]
+
+
+class ErrorFeedback:
+    """Residuals by name, float32 (of float64 float64): as much memory as the tensors have.
+
+    A tensor may be made of `parts`, names and numbers of elements: each has its residual, so that
+    buckets may be cut anew and come in any order. A residual whose size has changed starts at zero;
+    entries that are infinite or NaN become zero, so that a step that overflowed leaves no trace.
+
+    Tensors are PyTorch's or NumPy's, on any device, and are not modified. Not for use by several
+    threads at once. Every rank has one of its own, with the residuals of what it sends.
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, Any] = {}
+        #: The residuals of parts that came together lie in one array.
+        self._joined: dict[tuple[tuple[str, int], ...], Any] = {}
+
+    def encode(self, codec: Codec, x: Any, name: str, **options: Any) -> Buffer:
+        """The buffer of x + e; e becomes (x + e) - decode(buffer).
+
+        x + e is taken in float32 (float64) and rounded to the dtype of `x`, which also is an error.
+        `options` are those of `Codec.encode`.
+        """
+        info = arrays.describe(x)
+        parts = [(name, math.prod(info.shape))]
+        corrected = self.corrected(x.reshape(-1), parts)
+        buffer = codec.encode(tensors.cast(corrected, info.dtype).reshape(info.shape), **options)
+        self.keep(parts, corrected, decode(buffer).reshape(-1))
+        return buffer
+
+    def corrected(self, x: Any, parts: Parts) -> Any:
+        """The sum x + e, float32 (float64), shape (n,) like `x`; `keep` comes next.
+
+        Raises TypeError for other dtypes than floats, ValueError if the parts are not n elements.
+        """
+        info = arrays.describe(x)
+        if not info.dtype.is_float:
+            raise TypeError(f"x is {info.dtype.name}; allowed: float dtypes")
+        total = sum(n for _, n in parts)
+        if info.shape != (total,):
+            raise ValueError(f"x has shape {info.shape}; its parts have {total} elements")
+        e = self._residual(parts, tensors.sum_dtype(info.dtype), x)
+        with np.errstate(all="ignore"):
+            return tensors.cast(x, tensors.sum_dtype(info.dtype)) + e
+
+    def keep(self, parts: Parts, corrected: Any, decoded: Any) -> None:
+        """Let e be corrected - decoded: of shape (n,), what was to be sent and what arrived."""
+        e = self._residual(parts, arrays.describe(corrected).dtype, corrected)
+        with np.errstate(all="ignore"):
+            lost = corrected - tensors.cast(decoded, arrays.describe(e).dtype)
+        tensors.put(e, _finite(lost))
+
+    def add(self, parts: Parts, start: int, lost: Any) -> None:
+        """Add `lost`, shape (m,), to e from element `start` on.
+
+        What this rank has lost of something else, as of the sum of all ranks' tensors (Tang et al.,
+        "DoubleSqueeze", ICML 2019).
+        """
+        e = self._residual(parts, arrays.describe(lost).dtype, lost)
+        here = e[start : start + lost.shape[0]]
+        with np.errstate(all="ignore"):
+            tensors.put(here, _finite(here + lost[: here.shape[0]]))
+
+    def residual(self, name: str) -> Any:
+        """The e of the tensor or part called `name`, shape (n,): a view. Raises KeyError."""
+        return self._residuals[name]
+
+    def reset(self) -> None:
+        """Forget all residuals."""
+        self._residuals.clear()
+        self._joined.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all residuals by name, for a checkpoint of this rank."""
+        return {name: tensors.copied(e) for name, e in self._residuals.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the residuals of `state_dict`, and no others. They move to where tensors are."""
+        self.reset()
+        self._residuals = {name: tensors.copied(e) for name, e in state.items()}
+
+    def _residual(self, parts: Parts, dtype: DType, like: Any) -> Any:
+        """The residuals of `parts` in one array of the library and device of `like`."""
+        key = tuple(parts)
+        joined = self._joined.get(key)
+        if joined is not None and _is_like(joined, dtype, like):
+            return joined
+        joined = tensors.empty((sum(n for _, n in parts),), dtype, like)
+        at = 0
+        for name, n in parts:
+            here, before = joined[at : at + n], self._residuals.get(name)
+            if before is not None and tuple(before.shape) == (n,):
+                tensors.put(here, _beside(before, like))
+            else:
+                tensors.fill(here, 0)
+            self._residuals[name] = here
+            at += n
+        # A part has its residual in one place.
+        names = {name for name, _ in parts}
+        self._joined = {k: j for k, j in self._joined.items() if names.isdisjoint(n for n, _ in k)}
+        self._joined[key] = joined
+        return joined
+
+
+def _is_like(e: Any, dtype: DType, like: Any) -> bool:
+    same_place = tensors.is_torch(e) == tensors.is_torch(like)
+    same_place = same_place and tensors.device_of(e) == tensors.device_of(like)
+    return same_place and arrays.describe(e).dtype == dtype
+
+
+def _beside(e: Any, like: Any) -> Any:
+    """`e` in the library of `like`: a loaded residual may be of another."""
+    if tensors.is_torch(e) == tensors.is_torch(like):
+        return e
+    return tensors.on_device(arrays.host_array(e), tensors.device_of(like))
+
+
+def _finite(e: Any) -> Any:
+    """`e` with zeros for what is no number."""
+    if tensors.is_torch(e):
+        return e.nan_to_num_(0.0, 0.0, 0.0)
+    return np.nan_to_num(e, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

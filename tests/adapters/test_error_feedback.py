@@ -1,0 +1,221 @@
+"""Residuals: values bit for bit, new buckets, checkpoints, infinities, means over time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightwire as tw
+from lossy import CODECS, Residuals, inputs
+from ranks import exact
+from tightwire.adapters import collectives
+from tightwire.adapters.calls import rounding_key
+from tightwire.adapters.error_feedback import ErrorFeedback
+from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.arrays import Target, from_bits, host_array
+from tightwire.formats.dtypes import BY_NAME
+
+PLAIN = [codec for codec in CODECS if getattr(codec.spec, "rounding", "nearest") == "nearest"]
+
+
+def array(values: Any, library: str) -> Any:
+    dtype = BY_NAME[values.dtype.name]
+    return from_bits(values.reshape(-1).view(dtype.bits), dtype, values.shape, Target(library))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_lost_goes_with_the_next(library: str, dtype: str) -> None:
+    pytest.importorskip(library)
+    codec, feedback = tw.codec("nvfp4"), ErrorFeedback()
+    e = np.zeros((7, 143), np.float32)
+    sent = np.zeros_like(e)
+    steps = inputs(codec, dtype, 9, 7 * 143)
+    for x in steps:
+        x = x.reshape(7, 143)
+        given = array(x.copy(), library)
+        buffer = feedback.encode(codec, given, "w")
+        exact(given, x)
+        corrected = x.astype(np.float32) + e
+        decoded = tw.decode(bytes(codec.encode(corrected.astype(x.dtype))))
+        exact(tw.decode(buffer), decoded)
+        e = corrected - decoded.astype(np.float32)
+        exact(feedback.residual("w"), e.reshape(-1))
+        sent += decoded.astype(np.float32)
+    total = np.sum([x.astype(np.float32) for x in steps], axis=0).reshape(7, 143)
+    np.testing.assert_allclose(sent + e, total, rtol=1e-4, atol=1e-4)
+    # Nothing is lost for long, as it would be without.
+    plain = sum(tw.decode(codec.encode(x)).astype(np.float32) for x in steps).reshape(7, 143)
+    assert np.abs(sent - total).mean() < 0.5 * np.abs(plain - total).mean()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_buckets_may_be_cut_anew_in_any_order(data: st.DataObject) -> None:
+    sizes = {name: data.draw(st.integers(0, 40), name) for name in "abcde"}
+    feedback = ErrorFeedback()
+    residuals = {name: np.zeros(n, np.float32) for name, n in sizes.items()}
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        order = data.draw(st.permutations("abcde"))
+        cut = data.draw(st.integers(1, 4))
+        for names in (order[:cut], order[cut:]):
+            parts = [(name, sizes[name]) for name in names]
+            x = rng.standard_normal(sum(sizes[n] for n in names), np.float32)
+            corrected = feedback.corrected(x, parts)
+            exact(corrected, x + np.concatenate([residuals[n] for n in names]))
+            decoded = np.round(corrected)
+            feedback.keep(parts, corrected, decoded)
+            lost, at = corrected - decoded, 0
+            for name, n in parts:
+                residuals[name] = lost[at : at + n]
+                at += n
+        if data.draw(st.booleans()):
+            saved, feedback = feedback.state_dict(), ErrorFeedback()
+            feedback.load_state_dict(saved)
+    for name, e in residuals.items():
+        exact(feedback.residual(name), e)
+
+
+def test_checkpoints_are_copies_and_cross_libraries() -> None:
+    torch = pytest.importorskip("torch")
+    feedback = ErrorFeedback()
+    x = torch.arange(5.0)
+    feedback.keep([("a", 5)], x, x / 2)
+    state = feedback.state_dict()
+    feedback.keep([("a", 5)], x, x)
+    assert state["a"].tolist() == [0, 0.5, 1, 1.5, 2]
+    other = ErrorFeedback()
+    other.load_state_dict(state)
+    exact(other.corrected(np.ones(5, np.float32), [("a", 5)]), 1 + host_array(state["a"]))
+    other.load_state_dict({"a": host_array(state["a"])})
+    assert torch.equal(other.corrected(torch.zeros(5), [("a", 5)]), state["a"])
+    other.reset()
+    with pytest.raises(KeyError):
+        other.residual("a")
+    assert state["a"].tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+def test_another_size_starts_anew() -> None:
+    feedback = ErrorFeedback()
+    one = np.ones(4, np.float32)
+    feedback.keep([("a", 4)], one, 0 * one)
+    exact(feedback.corrected(one[:3], [("a", 3)]), one[:3])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_step_that_overflowed_leaves_no_trace(library: str) -> None:
+    pytest.importorskip(library)
+    feedback, codec = ErrorFeedback(), tw.codec("mx")
+    x = np.linspace(-1, 1, 96, dtype=np.float32)
+    x[40], x[70] = np.inf, np.nan
+    feedback.encode(codec, array(x, library), "a")
+    e = host_array(feedback.residual("a"))
+    assert np.isfinite(e).all()
+    assert e[:32].any()
+    assert not e[64:].any()
+
+
+def test_bad_calls() -> None:
+    feedback = ErrorFeedback()
+    with pytest.raises(TypeError, match="x is int32; allowed: float dtypes"):
+        feedback.corrected(np.zeros(3, np.int32), [("a", 3)])
+    with pytest.raises(ValueError, match=r"x has shape \(3,\); its parts have 4 elements"):
+        feedback.corrected(np.zeros(3, np.float32), [("a", 3), ("b", 1)])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("algorithm", ["compressed", "pipelined", "native"])
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_what_arrives_of_ones_own(
+    library: str, algorithm: Any, wire: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library)
+    monkeypatch.setattr(collectives, "_PIECE", 256)
+    codec = CODECS[4]
+    xs = inputs(codec, "float32", 2, 2 * 401)
+    cuts = [(0, 256), (256, 401)] if algorithm == "pipelined" else [(0, 401)]
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, codec, algorithm=algorithm, pieces=2)
+        me = transport.rank
+        x, decoded = array(xs[me], library), array(np.full(802, 9, np.float32), library)
+        comm.reduce_scatter(x, wire=wire, decoded=decoded)
+        sent = xs[me].astype(BY_NAME[wire or "float32"].numpy).reshape(2, -1)
+        wanted = np.empty((2, 401), np.float32)
+        for k, (a, b) in enumerate(cuts):
+            piece = sent[:, a:b].reshape(-1)
+            if algorithm != "native":
+                piece = tw.decode(codec.encode(piece, chunks=2, key=rounding_key(0, 0, k, me, 2)))
+            wanted[:, a:b] = piece.reshape(2, -1)
+        exact(decoded, wanted.reshape(-1))
+        with pytest.raises(ValueError, match="decoded is"):
+            comm.reduce_scatter(x, decoded=decoded[:5])
+
+    run_ranks(2, task)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    world_size=st.integers(1, 4),
+    codec=st.sampled_from(PLAIN),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    sizes=st.tuples(st.integers(1, 400), st.integers(0, 5), st.integers(1, 700)),
+)
+def test_means_with_feedback(
+    world_size: int, codec: tw.Codec, dtype: str, sizes: tuple[int, int, int]
+) -> None:
+    pytest.importorskip("torch")
+    from tightwire.adapters.hooks import average
+
+    parts = list(zip("abc", sizes, strict=True))
+    reference = Residuals(codec, world_size)
+    orders = [parts, [parts[1]], parts[::-1]]
+    given = [
+        [x[: sum(n for _, n in order)] for x in inputs(codec, dtype, world_size, sum(sizes))]
+        for order in orders
+    ]
+    wanted = [reference.average(xs, order) for xs, order in zip(given, orders, strict=True)]
+
+    def task(transport: MemoryTransport) -> None:
+        comm, feedback = tw.Communicator(transport, codec), ErrorFeedback()
+        for xs, order, mean in zip(given, orders, wanted, strict=True):
+            x = array(xs[comm.rank].copy(), "torch")
+            average(comm, x, feedback, order)
+            exact(x, mean)
+        for name, e in reference.e[comm.rank].items():
+            exact(feedback.residual(name), e)
+
+    run_ranks(world_size, task)
+
+
+def test_nothing_is_lost_for_long() -> None:
+    """What all ranks have got after many steps is the sum of the means but for the residuals."""
+    pytest.importorskip("torch")
+    from tightwire.adapters.hooks import average
+
+    codec, n, count = tw.codec("nvfp4"), 999, 20
+    steps = [
+        np.random.default_rng([k, 1]).standard_normal((2, n)).astype(np.float32)
+        for k in range(count)
+    ]
+    total = np.sum([xs.mean(axis=0) for xs in steps], axis=0)
+
+    def task(transport: MemoryTransport) -> tuple[Any, Any, Any]:
+        comm, feedback = tw.Communicator(transport, codec), ErrorFeedback()
+        sums = np.zeros((2, n))
+        for xs in steps:
+            for k, used in enumerate((feedback, None)):
+                x = array(xs[comm.rank].copy(), "torch")
+                average(comm, x, used, [("a", n)])
+                sums[k] += host_array(x)
+        return sums[0], sums[1], host_array(feedback.residual("a"))
+
+    (got, plain, e0), (same, _, e1) = run_ranks(2, task)
+    assert np.array_equal(got, same)
+    np.testing.assert_allclose(got + (e0 + e1) / 2, total, atol=1e-4)
+    assert np.abs(got - total).mean() < 0.5 * np.abs(plain - total).mean()
