@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
+from lossy import Residuals
 from processes import join, launch, torchrun
 
 torch = pytest.importorskip("torch")
@@ -23,6 +24,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from tightwire.adapters import ddp  # noqa: E402
+from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
 from tightwire.adapters.hooks import Channel, average  # noqa: E402
 from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
 from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
@@ -144,6 +146,67 @@ def train(device: Any, setup: str) -> dict[str, Any]:
     }
 
 
+def lossy(device: Any) -> dict[str, Any]:
+    """Training with 4-bit gradients and error feedback; every bucket against NumPy, bit for bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(61, 213), torch.nn.Linear(213, 213), torch.nn.Linear(213, 41)
+    inner = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+    inner = inner.to(device)
+    where = [device] if device.type == "cuda" else None
+    model = DistributedDataParallel(inner, device_ids=where, bucket_cap_mb=0.1)
+    codec, feedback = tw.codec("nvfp4"), ErrorFeedback()
+    comm = tw.Communicator(TorchDist(dist.new_group(), device), codec)
+    names = {p: name for name, p in inner.named_parameters()}
+    state = ddp.DdpHook(comm, feedback, names)
+    reference = Residuals(codec, size)
+    cuts = []
+
+    def spy(state, bucket):  # type: ignore[no-untyped-def]
+        parts = [(names[p], p.numel()) for p in bucket.parameters()]
+        cuts.append([name for name, _ in parts])
+        gradients = [torch.empty_like(bucket.buffer()) for _ in range(size)]
+        dist.all_gather(gradients, bucket.buffer())
+        wanted = reference.average([g.cpu().numpy() for g in gradients], parts)
+        found = ddp.ddp_hook(state, bucket)
+        assert found.wait().cpu().numpy().tobytes() == wanted.tobytes()
+        for name, _ in parts:
+            e = feedback.residual(name).cpu().numpy()
+            assert e.tobytes() == reference.e[rank][name].tobytes()
+        return found
+
+    model.register_comm_hook(state, spy)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=2.0)
+    data = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(31, 61, generator=data).to(device)
+    y = torch.randn(31, 41, generator=data).to(device)
+    losses = []
+    for _ in range(10):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([p.detach().reshape(-1) for p in inner.parameters()])
+    everyones = [torch.empty_like(weights) for _ in range(size)]
+    dist.all_gather(everyones, weights)
+    assert all(same(weights, other) for other in everyones)
+    assert set(feedback.state_dict()) == set(names.values())
+    return {"losses": losses, "cuts": cuts, "raw": state.raw_bytes, "wire": state.wire_bytes}
+
+
+def registered(device: Any) -> list[int]:
+    """The same by `register`, and options that do not fit."""
+    model = DistributedDataParallel(torch.nn.Linear(100, 300).to(device))
+    state = ddp.register(model, error_feedback=ErrorFeedback(), codec="taco")
+    model(torch.ones(2, 100, device=device)).square().sum().backward()
+    assert state.error_feedback is not None
+    assert set(state.error_feedback.state_dict()) == {"weight", "bias"}
+    with pytest.raises(ValueError, match="names are not"):
+        ddp.DdpHook(state.comm, ErrorFeedback())
+    return [state.raw_bytes, state.wire_bytes]
+
+
 class Broken(TorchDist):
     """A transport that loses its peers between two calls."""
 
@@ -175,6 +238,8 @@ def refuse(device: Any) -> list[str]:
 def everything(device: Any) -> dict[str, Any]:
     """All setups, and what is refused."""
     results: dict[str, Any] = {setup: train(device, setup) for setup in SETUPS}
+    results["lossy"] = lossy(device)
+    results["registered"] = registered(device)
     if device.type == "cpu":
         results["refused"] = refuse(device)
     return results
@@ -201,6 +266,14 @@ def check(results: list[dict[str, Any]]) -> None:
                 # Padded by less than an element of 4 bytes for each rank.
                 excess = scattered * world_size - nbytes * (world_size - 1)
                 assert 0 <= excess < 4 * world_size**2
+    for found in (rank["lossy"] for rank in results):
+        assert found["losses"][-1] < 0.8 * found["losses"][0]
+        # Buckets come in another cut once DDP has seen in which order gradients come.
+        assert len({tuple(names) for names in found["cuts"]}) > 2
+        assert found["wire"] < 0.17 * found["raw"]
+    for raw, wire in (rank["registered"] for rank in results):
+        assert raw > 0
+        assert wire < 0.28 * raw
 
 
 def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:

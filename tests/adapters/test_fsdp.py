@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import tightwire as tw
+from lossy import Residuals
 from processes import join, launch, torchrun
 
 torch = pytest.importorskip("torch")
@@ -23,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 from tightwire.adapters import fsdp  # noqa: E402
+from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
 
 STEPS = 3
 
@@ -214,6 +219,67 @@ def replicas(device: Any) -> dict[str, Any]:
     return {"losses": found}
 
 
+class CheckedFeedback:
+    """Compares what an FSDP module's reduce-scatter gives, and the residual, with NumPy's."""
+
+    def __init__(self, inner: Any, feedback: ErrorFeedback, name: str, codec: Any) -> None:
+        self.inner, self.feedback, self.name = inner, feedback, name
+        self.reference = Residuals(codec, dist.get_world_size())
+        self.calls = 0
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        rank = group.rank()
+        xs = [torch.empty_like(input_tensor) for _ in range(group.size())]
+        dist.all_gather(xs, input_tensor, group=group)
+        done = self.inner(output_tensor, input_tensor, group, op, False)
+        parts = [(self.name, input_tensor.numel())]
+        total = self.reference.scatter([x.cpu().numpy() for x in xs], parts)[rank]
+        assert op == dist.ReduceOp.AVG
+        wanted = total / np.float32(group.size())
+        assert output_tensor.cpu().numpy().tobytes() == wanted.tobytes()
+        e = self.feedback.residual(self.name).cpu().numpy()
+        assert e.tobytes() == self.reference.e[rank][self.name].tobytes()
+        assert e.any()
+        self.calls += 1
+        return done
+
+
+def lossy(device: Any) -> dict[str, Any]:
+    """Parameters bit for bit, gradients in 4 bits with error feedback."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model, codec, feedback = make(device, "float32", mesh), tw.codec("nvfp4"), ErrorFeedback()
+    hooks = fsdp.compress(model, gradients=codec, error_feedback=feedback)
+    checked = []
+    for name, module in (("0", model[0]), ("1", model[1]), ("", model)):
+        inner = hooks.reduce_scatter.with_feedback(feedback, name)
+        checked.append(CheckedFeedback(inner, feedback, name, codec))
+        module.set_custom_reduce_scatter(checked[-1])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    torch.manual_seed(100 + dist.get_rank())
+    x = torch.randn(7, 61, device=device)
+    losses = []
+    for _ in range(6):
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()])
+    assert {check.calls for check in checked} == {6}
+    found = [hooks.all_gather, hooks.reduce_scatter]
+    return {
+        "losses": losses,
+        "weights": hashlib.sha256(full.detach().cpu().numpy().tobytes()).hexdigest(),
+        "bytes": [[hook.raw_bytes, hook.wire_bytes] for hook in found],
+        "codecs": [hook.trace()[-1].algorithm.rpartition(" ")[2] for hook in found],
+    }
+
+
 def mixed(device: Any) -> list[int]:
     """Parameters of two dtypes in one module are bytes to FSDP: they go raw, and exact."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -253,6 +319,7 @@ def everything(device: Any) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     results: dict[str, Any] = {setup: compare(device, setup, mesh) for setup in SETUPS}
     results["replicas"] = replicas(device)
+    results["lossy"] = lossy(device)
     results["mixed"] = mixed(device)
     if device.type == "cpu":
         results["refused"] = refuse(device)
@@ -277,6 +344,12 @@ def check(results: list[dict[str, Any]]) -> None:
                 assert sum(wire for _, wire in found[name]) < ratio[dtype] * raw, (setup, name)
             wanted = {"divide": "PREMUL_SUM", "sum": "SUM"}.get(extra, "AVG")
             assert found["ops"] == ["SUM" if narrow == "float16" else wanted]
+        found = rank["lossy"]
+        assert found["weights"] == results[0]["lossy"]["weights"]
+        assert found["losses"][-1] < 0.8 * found["losses"][0]
+        assert found["codecs"] == ["zipccl", "nvfp4"]
+        (_, _), (raw, wire) = found["bytes"]
+        assert 0 < wire < 0.17 * raw
         raw, wire = rank["mixed"]
         # Two calls, of which the trace has the last only; a card each, and padding.
         shard = 4 * (301 * 9 + 301) + 2 * (7 * 301 + 7)
