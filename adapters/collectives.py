@@ -257,10 +257,13 @@ class Communicator(Group):
             main = self._size * each
             total = tensors.empty((each,), wide, x)
             left = tensors.empty((rest,), wide, x)
-            self._scatter_sums(call, flat[:main], total, info, sent, choice, last=False)
+            encoded = self._scatter_sums(
+                call, flat[:main], total, info, sent, choice, last=False, encode=True
+            )
             if rest:
                 self._sum_plain(call, tensors.cast(flat[main:], sent), left)
-            rounded = tensors.cast(total, sent)
+            # What has been encoded already says `total` no longer.
+            rounded = total if encoded is not None else tensors.cast(total, sent)
             gathered = result[:main]
             if sent != info.dtype:
                 gathered = tensors.empty((main,), sent, x)
@@ -268,7 +271,9 @@ class Communicator(Group):
                 self._gather_native(call, rounded, gathered, part)
             else:
                 # In a room of its own: headers stay as they are from call to call.
-                self._gather(call, rounded, gathered, part, choice, room="gathered")
+                self._gather(
+                    call, rounded, gathered, part, choice, room="gathered", encoded=encoded
+                )
             if sent != info.dtype:
                 tensors.put(result[:main], gathered)
             tensors.put(result[main:], tensors.cast(left, sent))
@@ -496,12 +501,13 @@ class Communicator(Group):
         choice: Choice,
         last: bool = True,
         room: str = "receive",
+        encoded: Shares | None = None,
     ) -> None:
-        """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,)."""
+        """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,); `encoded` is `x` then."""
         n = x.shape[0]
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
-            send = self._encode(call, [x], [self._plan(info.dtype, n)])
+            send = encoded or self._encode(call, [x], [self._plan(info.dtype, n)])
             began = self._begin_gather(call, send, call.digest(info, info.shape), room)
             buffer = self._end_gather(call, began)
             call.exchanged = last
@@ -547,10 +553,12 @@ class Communicator(Group):
         choice: Choice,
         last: bool = True,
         decoded: Any = None,
-    ) -> None:
+        encode: bool = False,
+    ) -> Shares | None:
         """This rank's share of the sum of all ranks' `x`, whose elements travel as `sent`.
 
-        `decoded`, shape (ranks * n,), is filled with what arrives of this rank's.
+        `decoded`, shape (ranks * n,), is filled with what arrives of this rank's. With `encode` the
+        sum, as `sent`, may be returned encoded, if that is one pass; `total` is then incomplete.
         """
         n = total.shape[0]
         if choice.algorithm == "native":
@@ -559,7 +567,7 @@ class Communicator(Group):
                 tensors.put(decoded, whole.reshape(-1))
             self._compare_shape(call, x, info)
             if self._scatter_native(call, x, total, info):
-                return
+                return None
             flat = tensors.contiguous(tensors.cast(x, sent)).reshape(-1)
             nbytes = flat.shape[0] * sent.itemsize
             came = tensors.view(self._bytes("plain", nbytes, x)[:nbytes], sent)
@@ -570,7 +578,7 @@ class Communicator(Group):
                 tensors.put(total, first)
                 for values in others:
                     tensors.add(total, values)
-            return
+            return None
         flat = tensors.cast(x, sent).reshape(-1)
         info = info._replace(dtype=sent)
         spans = self._spans(n, choice.pieces)
@@ -589,13 +597,30 @@ class Communicator(Group):
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
             call.exchanged = last
+            if encode and n and self._codec._fuses(total, sent) and not self._codec.lossless:
+                return self._add_and_encode(call, buffers, total)
             self._add(call, buffers, total)
-            return
+            return None
 
         def put(buffers: list[Buffer], span: Span) -> None:
             self._add(call, buffers, total[span[0] : span[1]])
 
         self._swap_pieces(call, flat, info, spans, put, whole=False, last=last, decoded=decoded)
+        return None
+
+    def _add_and_encode(self, call: Call, buffers: Sequence[Buffer], total: Any) -> Shares:
+        """The sum of the buffers of all ranks, encoded; `total` has room for all but the last."""
+        *before, last = buffers
+        self._add(call, before, total)
+        note = f" (from rank {self._size - 1})"
+        with call.stage("decode", note), np.errstate(all="ignore"):
+            shares = self._room("send", [self._plan(last.plan.dtype, last.plan.nelem)], total)
+            self._take("send", shares)
+            self._codec.decode_add_encode(
+                last, total, out=shares.data[0], key=self._key(call), checksum=self._checksum
+            )
+        self._decoded(call, last, note, self._size - 1)
+        return shares
 
     def _decode_sent(self, call: Call, send: Shares, out: Any) -> None:
         """Decode this rank's own encoding to `out`, of the shape of the plan or (ranks, n)."""
@@ -614,7 +639,7 @@ class Communicator(Group):
     def _add(self, call: Call, buffers: Sequence[Buffer], total: Any) -> None:
         """Sum the buffers of all ranks, or the chunks of one, to `total`."""
         tensors.clear(total)
-        if len(buffers) < self._size:
+        if buffers and buffers[0].plan.chunks > 1:
             (buffer,), n = buffers, total.shape[0]
             note = " (chunk i is rank i's)"
             with call.stage("decode", note):

@@ -474,19 +474,19 @@ def _sums(
     """(float32 bits of elements, 8 columns; checksum terms of what was added).
 
     With ADD, what the static part at `source_ptr` decodes to is added, in float32, and the sum
-    rounded to the elements' type.
+    rounded to the plan's type; elements at `x` have ADD bytes then.
     """
     # fmt: off
-    wide = _load_elements(x, slot, n, SLOTS, EXP, ITEM, MASKED)
+    wide = _load_elements(x, slot, n, SLOTS, EXP, ADD if ADD > 0 else ITEM, MASKED)
     added = tl.zeros([], tl.uint64)
-    if ADD:
+    if ADD > 0:
         values, added = _decode_slots(
             source_ptr, scales_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
             MASKED,
         )
         totals = ()
         for j in tl.static_range(_SLOT):
-            # What was decoded is rounded to the elements' type first, as decoding does.
+            # What was decoded is rounded to the plan's type first, as decoding does.
             value = _float(widen(narrow(values[j], EXP, ITEM, PTX), EXP, ITEM))
             total = narrow(value + _float(wide[j]), EXP, ITEM, PTX)
             total = widen(total, EXP, ITEM)
@@ -595,8 +595,9 @@ def _encode_kernel(
 ):
     """Encode one tile of one chunk. Header and records were cleared before.
 
-    With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before. With HEAD
-    the tensor's largest magnitude is at `stats_ptr`.
+    With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before; those at
+    `x_ptr` have ADD bytes, the plan's ITEM or float32's 4. With HEAD the tensor's largest magnitude
+    is at `stats_ptr`.
     """
     pid = tl.program_id(0)
     chunk = pid // tiles
@@ -607,14 +608,14 @@ def _encode_kernel(
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     source_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    x = elements_at(x_ptr, ITEM) + first
+    x = elements_at(x_ptr, ADD if ADD > 0 else ITEM) + first
     codes_at = scales_at * 128 + HEAD
     slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
     g = 1.0
     h = 1.0
     if HEAD > 0:
         g = _chosen_scale(stats_ptr)
-        if ADD:
+        if ADD > 0:
             h = _tensor_scale(source_ptr, scales_at)
     # fmt: off
     if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
@@ -655,7 +656,7 @@ def _encode_kernel(
             tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
-        if ADD:
+        if ADD > 0:
             tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
 
 
@@ -697,11 +698,11 @@ def _measure_kernel(
         first = tl.multiple_of(first, 16)
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     source_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    x = elements_at(x_ptr, ITEM) + first
+    x = elements_at(x_ptr, ADD if ADD > 0 else ITEM) + first
     codes_at = scales_at * 128 + HEAD
     slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
     h = 1.0
-    if ADD:
+    if ADD > 0:
         h = _tensor_scale(source_ptr, scales_at)
     # fmt: off
     if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
@@ -975,9 +976,9 @@ def _constants(blocks: Blocks, dtype: DType, tiling: Tiling) -> dict[str, float]
 
 @functools.cache
 def encode_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: bool, sums: bool
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, sums: bool
 ) -> Variant:
-    """The kernel that encodes elements, or with `add` their sums with a buffer."""
+    """The kernel that encodes elements, or their sums with a buffer if they have `add` bytes."""
     e = blocks.element
     chosen = _constants(blocks, dtype, tiling) | {
         "LIMIT": float(values_of(e)[e.largest]),
@@ -991,9 +992,9 @@ def encode_variant(
 
 @functools.cache
 def measure_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: bool
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int
 ) -> Variant:
-    """The kernel that finds the largest magnitude of elements, or with `add` of sums."""
+    """The kernel that finds the largest magnitude of elements, or of sums as `encode_variant`'s."""
     chosen = _constants(blocks, dtype, tiling) | {"ALIGNED": aligned, "ADD": add}
     return Variant(_measure_kernel, options(tiling.warps), **chosen)
 
@@ -1028,7 +1029,7 @@ def measure_elements(blocks: Blocks, dtype: DType, x) -> torch.Tensor:
     stats = torch.zeros(1, dtype=torch.int64, device=x.device)
     n = x.numel()
     if n:
-        variant = measure_variant(blocks, dtype, ENCODE, x.data_ptr() % 16 == 0, False)
+        variant = measure_variant(blocks, dtype, ENCODE, x.data_ptr() % 16 == 0, 0)
         tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
         variant.launch(tiles, (x, x, stats), n, n, tiles, 0, 0, 0)
     return stats
@@ -1039,7 +1040,7 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
     stats = torch.zeros(1, dtype=torch.int64, device=x.device)
     tiles = _tiles(plan, DECODE_ADD_ENCODE)
     aligned = aligned_for(plan, x)
-    measure_variant(blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, True).launch(
+    measure_variant(blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, x.element_size()).launch(
         tiles * plan.chunks,
         (x, src, stats),
         plan.nelem,
@@ -1051,12 +1052,12 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
 
 
 def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=None) -> None:
-    """Encode `x` into `out`, or the sum of `x` and `src`, a buffer of the same plan.
+    """Encode `x` into `out`, or the sum of `x`, which may be float32, and `src`, a buffer of `plan`.
 
     `stats`, int64, shape (1,), matters where there is a tensor scale. The checksum terms of `src`
     are left in `scratch`.
     """
-    add = src is not None
+    add = 0 if src is None else x.element_size()
     tiling = DECODE_ADD_ENCODE if add else ENCODE
     tiles = _tiles(plan, tiling)
     out[: plan.static_offset].zero_()

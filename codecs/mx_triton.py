@@ -39,7 +39,8 @@ def decode_add_encode(
 ) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`, in one pass.
 
-    Sums are in float32, rounded to the dtype. See `tightwire.device` for the contract.
+    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
+    `tightwire.device` for the contract.
     """
     blocks = _blocks(plan.codec)
     add_and_encode_blocks(blocks, plan, src, x, out, scratch, status, None, planned)

@@ -43,9 +43,9 @@ def decode_add_encode(
 ) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`.
 
-    Sums are in float32, rounded to the dtype. Without `stats` a pass before finds their largest
-    magnitude: `src` and `x` are read, and nothing but that is written. See `tightwire.device` for
-    the contract.
+    `x` has the plan's dtype or float32; sums are in float32, rounded to the plan's. Without `stats`
+    a pass before finds their largest magnitude: `src` and `x` are read, and nothing but that is
+    written. See `tightwire.device` for the contract.
     """
     if stats is None:
         stats = measure_sums(_BLOCKS, plan, src, x)

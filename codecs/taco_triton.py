@@ -402,11 +402,13 @@ def _encode_kernel(
     SUMS: tl.constexpr,
     CVT: tl.constexpr,
     FUSED: tl.constexpr,
+    X_ITEM: tl.constexpr,
 ):
     """Encode a tile. Header and records were cleared before.
 
     FUSED: what is encoded is the sum of the elements and of those that `src_ptr`, a buffer of the
-    same plan, decodes to: added in float32 and rounded to their dtype.
+    same plan, decodes to: added in float32 and rounded to the plan's dtype. The elements at `x_ptr`
+    have X_ITEM bytes: ITEM, or where they are added 4, float32.
 
     MODE 0: whole tiles whose elements are aligned; 1: the tile at the end of a chunk, which may be
     empty, with what else a chunk has; 2: both, and elements may lie anywhere.
@@ -432,10 +434,10 @@ def _encode_kernel(
     if (left > 0) & ((MODE != 0) | (left >= _TILE)):
         i = tl.arange(0, _TILE // _LOW)[:, None] * _LOW + tl.arange(0, _LOW)[None, :]
         if MODE == 0:
-            x = _elements(x_ptr, ITEM) + tl.multiple_of(first + at, 16)
+            x = _elements(x_ptr, X_ITEM) + tl.multiple_of(first + at, 16)
             e = tl.load(x + i).to(tl.uint32)
         else:
-            x = _elements(x_ptr, ITEM) + (first + at)
+            x = _elements(x_ptr, X_ITEM) + (first + at)
             e = tl.load(x + i, mask=i < left, other=0).to(tl.uint32)
         if FUSED:
             b, wrong, weighed = _decode_tile(
@@ -461,7 +463,10 @@ def _encode_kernel(
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
             b = tl.reshape(b, [_TILE // _LOW, _LOW]).to(tl.uint32)
-            y = float_of(b, EXP, ITEM) + float_of(e, EXP, ITEM)
+            if X_ITEM == 4:
+                y = float_of(b, EXP, ITEM) + e.to(tl.float32, bitcast=True)
+            else:
+                y = float_of(b, EXP, ITEM) + float_of(e, EXP, ITEM)
             if ITEM == 4:
                 e = y.to(tl.uint32, bitcast=True)
             elif EXP == 8:
@@ -844,12 +849,20 @@ def _shared(spec: Taco, dtype: DType) -> dict[str, int | float]:
 
 @functools.cache
 def _encode_variant(
-    spec: Taco, dtype: DType, mode: int, random: int, sums: bool, cvt: bool, fused: bool
+    spec: Taco,
+    dtype: DType,
+    mode: int,
+    random: int,
+    sums: bool,
+    cvt: bool,
+    fused: bool,
+    item: int,
 ) -> Variant:
     f = FORMAT_OF[spec.format]
     own = {"BIAS": f.bias, "LARGEST": float(f.largest), "RANDOM": random}
     meta = {"MODE": mode} | _shared(spec, dtype) | own
-    return Variant(_encode_kernel, options(_WARPS), **meta, SUMS=sums, CVT=cvt, FUSED=fused)
+    meta |= {"SUMS": sums, "CVT": cvt, "FUSED": fused, "X_ITEM": item}
+    return Variant(_encode_kernel, options(_WARPS), **meta)
 
 
 @functools.cache
@@ -918,7 +931,8 @@ def decode_add_encode(
 ) -> None:
     """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`, in one pass.
 
-    Sums are in float32, rounded to the dtype. See `tightwire.device` for the contract.
+    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
+    `tightwire.device` for the contract.
     """
     if plan.checksum:
         scratch[: 8 * plan.chunks].zero_()
@@ -941,7 +955,14 @@ def _encode(plan: Plan, x, out, key, src, sources) -> None:
     for mode, tiles, programs in modes:
         if programs:
             variant = _encode_variant(
-                g.spec, plan.dtype, mode, random, plan.checksum, cvt, src is not None
+                g.spec,
+                plan.dtype,
+                mode,
+                random,
+                plan.checksum,
+                cvt,
+                src is not None,
+                x.element_size(),
             )
             variant.launch(
                 programs,

@@ -21,6 +21,7 @@ from .planning import (
     DEVICE_BACKEND,
     backend_module,
     device_engine,
+    device_module,
     integer,
     make_plan,
     spec_class,
@@ -210,13 +211,13 @@ class Codec:
         checksum: bool = True,
         backend: str | None = None,
     ) -> Buffer:
-        """Decode `src`, add the local array `x` like it, encode the sum with this codec.
+        """Decode `src`, add the local array `x` to it, encode the sum with this codec.
 
-        `x` has the shape and float dtype of the buffer. The sum is taken in float32 (float64 for
-        float64) and rounded to that dtype. Where the codec can, and `src` is of the plan that the
-        sum gets (`chunks` and `checksum` among it), all of it is one pass; nvfp4 needs another one
-        on a GPU unless `stats` are given. On a GPU nothing waits; damage of `src` is raised by
-        `src.check()`.
+        `x` has the shape of the buffer, and its float dtype or float32. The sum is taken in float32
+        (float64 for float64) and rounded to the dtype of the buffer. Where the codec can, and `src`
+        is of the plan that the sum gets (`chunks` and `checksum` among it), all of it is one pass
+        (on the host only of `x` in the buffer's dtype); nvfp4 needs another one on a GPU unless
+        `stats` are given. On a GPU nothing waits; damage of `src` is raised by `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -237,9 +238,7 @@ class Codec:
                 return fused  # type: ignore[no-any-return]
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
-            if (found.shape, found.dtype) != (info.shape, info.dtype):
-                wanted = f"{found.dtype.name}{list(found.shape)}"
-                raise ValueError(f"x is {info.dtype.name}{list(info.shape)}; the buffer {wanted}")
+            _check_added(info, found.shape, found.dtype)
             return self.encode(
                 gpu.added(values, x),
                 stats=stats,
@@ -269,14 +268,13 @@ class Codec:
                 return buffer
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
-        if decoded.shape != info.shape or decoded.dtype != info.dtype.numpy:
-            wanted = f"{decoded.dtype.name}{list(decoded.shape)}"
-            raise ValueError(f"x is {info.dtype.name}{list(info.shape)}; the buffer {wanted}")
-        wide = np.float64 if info.dtype.name == "float64" else np.float32
-        total = (decoded.astype(wide) + local.astype(wide)).astype(local.dtype)
-        bits = total.reshape(-1).view(info.dtype.bits)
+        dtype = parsed.plan.dtype
+        _check_added(info, decoded.shape, dtype)
+        wide = np.float64 if dtype.name == "float64" else np.float32
+        total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
+        bits = total.reshape(-1).view(dtype.bits)
         return self.encode(
-            arrays.from_bits(bits, info.dtype, info.shape, target),
+            arrays.from_bits(bits, dtype, info.shape, target),
             stats=stats,
             key=key,
             out=out,
@@ -284,6 +282,14 @@ class Codec:
             checksum=checksum,
             backend=backend,
         )
+
+    def _fuses(self, x: Any, dtype: DType) -> bool:
+        """True if `decode_add_encode` of buffers of `dtype` and of `x`, float32, is one pass."""
+        if dtype.name not in self.dtypes:
+            return False
+        if device_for(None, x) is None:
+            return dtype.name == "float32" and hasattr(backend_module(self.name, None), _FUSED)
+        return hasattr(device_module(self.name), "decode_add_encode")
 
 
 def codec(name: str, **params: Any) -> Codec:
@@ -443,6 +449,13 @@ def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
     _need_float(found.dtype, "the buffer")
     if found.shape != acc.shape:
         raise ValueError(f"acc has shape {acc.shape}, the buffer {found.shape}")
+
+
+def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> None:
+    """Raise ValueError if `x` cannot be added to a decoded array of this shape and dtype."""
+    if x.shape != shape or x.dtype.name not in (dtype.name, "float32"):
+        wanted = f"{dtype.name}{list(shape)}"
+        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; the buffer {wanted}")
 
 
 def _need_float(dtype: DType, what: str) -> None:

@@ -343,11 +343,11 @@ def add(acc: Any, values: Any) -> None:
 
 
 def added(values: Any, x: Any) -> Any:
-    """`values` plus `x`, both alike: summed in float32 (or float64), rounded to their dtype."""
-    info = _describe(x)
+    """`values` plus `x`, of one shape: summed in float32 (float64), in the dtype of `values`."""
+    info = _describe(values)
     place = _place(info.library, info.device, "x")
     with _scope(place, info.library):
-        total = _wide(_values(values, info)) + _wide(_values(x, info))
+        total = _wide(_values(values, info)) + _wide(_values(x, _describe(x)))
         return _export(total.to(_TORCH[info.dtype]), info.dtype, Target(info.library, info.device))
 
 
@@ -376,7 +376,9 @@ def decode_add_encode(
         if source is None or not hasattr(source.kernels, "decode_add_encode"):
             return NotImplemented
         kernels, plan, data, _, memory = source
-        if plan != make_plan(spec, info.dtype, info.shape, chunks, checksum=checksum):
+        if info.dtype not in (plan.dtype, BY_NAME["float32"]):
+            return NotImplemented
+        if plan != make_plan(spec, plan.dtype, info.shape, chunks, checksum=checksum):
             return NotImplemented
         tensor = _as_torch(x, info)
         room, work = _room(out, plan, place), _workspace(plan, scratch, place)
@@ -389,7 +391,7 @@ def decode_add_encode(
         if first < stop and start < last:
             return NotImplemented
         if stats is not None:
-            stats = _stats(spec, stats, info.dtype, place)
+            stats = _stats(spec, stats, plan.dtype, place)
         fresh = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled

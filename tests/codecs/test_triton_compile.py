@@ -232,6 +232,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         kernels.decode(other, room, x, room, status)
     if hasattr(kernels, "decode_add_encode"):
         kernels.decode_add_encode(plain, plain_src, x, plain_src, room, status)
+        kernels.decode_add_encode(plan, src, wide, src, room, status)
     kernels.decode(plain, plain_src, apart, room, status)
     kernels.decode(plan, src, x, room, status, dynamic_starts=starts)
     kernels.decode(plan, src, None, room, status, store=False)
