@@ -111,6 +111,7 @@ def check_lossy(
     each: int,
     odd: int,
     piece: int = 0,
+    device: Any = None,
 ) -> None:
     """Every collective against the reference, bit for bit; shares have `each` elements.
 
@@ -123,7 +124,8 @@ def check_lossy(
     kind = BY_NAME[dtype]
 
     def given(x: Array) -> Any:
-        return from_bits(x.view(kind.bits).copy(), kind, x.shape, Target(library))
+        own = BY_NAME[x.dtype.name]
+        return from_bits(x.view(own.bits).copy(), own, x.shape, Target(library, device))
 
     def spans(size: int) -> list[slice]:
         step = max(piece, -(-size // (2 * piece)) * piece) if piece else max(size, 1)
@@ -145,8 +147,8 @@ def check_lossy(
     x = given(xs[me])
     comm.broadcast(x, n - 1)
     exact(x, reference.broadcast(xs, n - 1))
-    numbers = np.arange(n * 300, dtype=np.int32) * (me + 1)
-    exact(comm.all_reduce(numbers), np.arange(n * 300, dtype=np.int32) * (n * (n + 1) // 2))
+    numbers = np.arange(n * 300, dtype=np.int32)
+    exact(comm.all_reduce(given(numbers * (me + 1))), numbers * (n * (n + 1) // 2))
     if n > 1 and me < 2:
         # The only message of its pair.
         key = rounding_key(seed, 0, -2, 0, n)
@@ -156,6 +158,7 @@ def check_lossy(
         else:
             x = given(np.zeros_like(xs[0]))
             exact(comm.recv(x, 0), sent)
+    comm.check()
 
 
 class Residuals:

@@ -284,6 +284,22 @@ def test_damaged_payload(name: str) -> None:
     assert "checksum_mismatch" in found[1]
 
 
+@pytest.mark.parametrize(("codec", "times"), [("mx", 3), ("taco", 0)])
+def test_sums_are_encoded_in_one_pass_where_that_can_be(
+    codec: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    one_pass = tw.Codec.decode_add_encode
+
+    def noted(self: tw.Codec, *args: Any, **options: Any) -> tw.Buffer:
+        steps.append(self.name)
+        return one_pass(self, *args, **options)
+
+    monkeypatch.setattr(tw.Codec, "decode_add_encode", noted)
+    run_ranks(3, lambda t: tw.Communicator(t, codec).all_reduce(np.ones(3000, np.float32)))
+    assert steps == [codec] * times
+
+
 def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
     def task(transport: MemoryTransport) -> list[str]:
         comm = tw.Communicator(transport, "nvfp4", algorithm="auto")
@@ -308,21 +324,23 @@ def test_native_calls_lose_nothing() -> None:
 
 
 def between_processes(device: Any) -> list[str]:
-    """Every codec over gloo; digests of what an all-reduce gave."""
+    """Every codec over gloo or NCCL; digests of what an all-reduce gave."""
     import hashlib
 
+    import torch
     import torch.distributed as dist
 
     from tightwire.adapters.torch_dist import TorchDist
 
     transport = TorchDist(dist.new_group(), device)
+    size, where = transport.world_size, device if device.type == "cuda" else None
     found = []
     for i, codec in enumerate(CODECS):
-        library = ("torch", "numpy")[i % 2]
-        check_lossy(transport, codec, DTYPES[i % 3], library, 333 + i, i % transport.world_size)
-        x = inputs(codec, "float32", transport.world_size, 5001)[transport.rank]
+        library = "torch" if where or i % 2 else "numpy"
+        check_lossy(transport, codec, DTYPES[i % 3], library, 333 + i, i % size, device=where)
+        x = torch.from_numpy(inputs(codec, "float32", size, 5001)[transport.rank]).to(device)
         total = tw.Communicator(transport, codec).all_reduce(x)
-        found.append(hashlib.sha256(total.tobytes()).hexdigest())
+        found.append(hashlib.sha256(total.cpu().numpy().tobytes()).hexdigest())
     return found
 
 
@@ -332,6 +350,16 @@ def test_between_processes(world_size: int, tmp_path: Path) -> None:
     first, *others = launch(__file__, "between_processes", world_size, tmp_path)
     assert len(first) == len(CODECS)
     assert others == [first] * (world_size - 1)
+
+
+@pytest.mark.gpu
+def test_between_gpus(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    first, *others = launch(__file__, "between_processes", 2, tmp_path, "cuda", "default")
+    assert len(first) == len(CODECS)
+    assert others == [first]
 
 
 if __name__ == "__main__":
