@@ -56,7 +56,8 @@ class TraceRecord:
     `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
     all-gather counts its share once for every other rank; uncompressed is what `wire=` makes of it.
     `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
-    in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank.
+    in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank, and so
+    does "exchange", which is all of them where buffers have no dynamic part.
     `reason` says why the algorithm was taken.
     """
 

@@ -17,6 +17,9 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
         optimizer.zero_grad()
     print(hook.raw_bytes, hook.wire_bytes)
     dist.destroy_process_group()
+
+With `ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())` gradients travel in
+4.5 bits each, and what that loses goes with the next ones.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.

@@ -45,7 +45,7 @@ class ErrorFeedback:
         x + e is taken in float32 (float64) and rounded to the dtype of `x`, which also is an error.
         `options` are those of `Codec.encode`.
         """
-        info = arrays.describe(x)
+        x, info, _ = tensors.as_input(x)
         parts = [(name, math.prod(info.shape))]
         corrected = self.corrected(x.reshape(-1), parts)
         buffer = codec.encode(tensors.cast(corrected, info.dtype).reshape(info.shape), **options)
@@ -57,7 +57,7 @@ class ErrorFeedback:
 
         Raises TypeError for other dtypes than floats, ValueError if the parts are not n elements.
         """
-        info = arrays.describe(x)
+        x, info, _ = tensors.as_input(x)
         if not info.dtype.is_float:
             raise TypeError(f"x is {info.dtype.name}; allowed: float dtypes")
         total = sum(n for _, n in parts)

@@ -86,6 +86,9 @@ def test_checkpoints_are_copies_and_cross_libraries() -> None:
     feedback = ErrorFeedback()
     x = torch.arange(5.0)
     feedback.keep([("a", 5)], x, x / 2)
+    weights = torch.nn.Parameter(torch.ones(2, 3))
+    feedback.encode(tw.codec("mx"), weights, "w")
+    assert not feedback.residual("w").requires_grad
     state = feedback.state_dict()
     feedback.keep([("a", 5)], x, x)
     assert state["a"].tolist() == [0, 0.5, 1, 1.5, 2]
