@@ -1052,7 +1052,7 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
 
 
 def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=None) -> None:
-    """Encode `x` into `out`, or the sum of `x`, which may be float32, and `src`, a buffer of `plan`.
+    """Encode `x` into `out`, or its sum with `src`, a buffer of `plan`; float32 `x` may be added.
 
     `stats`, int64, shape (1,), matters where there is a tensor scale. The checksum terms of `src`
     are left in `scratch`.

@@ -213,11 +213,12 @@ class Codec:
     ) -> Buffer:
         """Decode `src`, add the local array `x` to it, encode the sum with this codec.
 
-        `x` has the shape of the buffer, and its float dtype or float32. The sum is taken in float32
-        (float64 for float64) and rounded to the dtype of the buffer. Where the codec can, and `src`
-        is of the plan that the sum gets (`chunks` and `checksum` among it), all of it is one pass
-        (on the host only of `x` in the buffer's dtype); nvfp4 needs another one on a GPU unless
-        `stats` are given. On a GPU nothing waits; damage of `src` is raised by `src.check()`.
+        `x` has the shape of the buffer, and its float dtype or, if that is narrower, float32. The
+        sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
+        the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among
+        it), all of it is one pass (on the host only of `x` in the buffer's dtype); nvfp4 needs
+        another one on a GPU unless `stats` are given. On a GPU nothing waits; damage of `src` is
+        raised by `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -453,7 +454,8 @@ def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
 
 def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> None:
     """Raise ValueError if `x` cannot be added to a decoded array of this shape and dtype."""
-    if x.shape != shape or x.dtype.name not in (dtype.name, "float32"):
+    wider = x.dtype.name == "float32" and dtype.is_float and dtype.itemsize < 4
+    if x.shape != shape or not (x.dtype == dtype or wider):
         wanted = f"{dtype.name}{list(shape)}"
         raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; the buffer {wanted}")
 

@@ -101,6 +101,8 @@ def test_sums_are_of_floats() -> None:
         codec.decode_add(tw.encode(np.ones(3, np.int64)), np.zeros(3))
     with pytest.raises(ValueError, match="the buffer"):
         codec.decode_add_encode(tw.encode(np.ones(3)), np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="the buffer"):
+        codec.decode_add_encode(tw.encode(np.ones(3, np.int32)), np.ones(3, np.float32))
     two = codec.decode_add_encode(tw.encode(weights()), weights(), chunks=2, backend="ref")
     assert tw.inspect(two).header.chunks == 2
 
