@@ -8,7 +8,7 @@ and on byte arrays: array libraries, headers and checks of the whole buffer are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -126,6 +126,10 @@ class CodecSpec:
         """Workspace of a device backend for `chunks` chunks of `nelem` elements."""
         return 0
 
+    def fuses(self, source: CodecSpec) -> bool:
+        """Whether `decode_add_encode` may take a buffer of `source` in one pass."""
+        return source == self
+
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Raise ValueError for `stats` that encode() cannot use."""
         raise ValueError(f"{self.name} takes no stats")
@@ -229,6 +233,14 @@ class Plan:
     def scratch_nbytes(self) -> int:
         """Workspace of a device backend for one call of encode or decode."""
         return self.codec.scratch_nbytes(self.dtype, self.chunk_nelem, self.chunks)
+
+    def fuses(self, source: Plan) -> bool:
+        """Whether a buffer of `source` may be decoded, added to and encoded by this plan at once.
+
+        Their codecs may differ as far as `CodecSpec.fuses` allows, and nothing else.
+        """
+        same = replace(source, codec=self.codec, layout=self.layout) == self
+        return same and self.codec.fuses(source.codec)
 
     def identity_term(self, i: int) -> int:
         """Checksum contribution of what is planned about chunk `i`."""

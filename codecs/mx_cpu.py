@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import INFINITY, NAN, narrow, tail_is_zero
 from .minifloat_cpu import (
     LANES,
@@ -205,9 +205,19 @@ def _add_pieces(spec: Mx, chunk: Chunk, acc: Bits, first: int, last: int) -> Non
 
 
 def decode_add_encode_chunk(
-    spec: Mx, source: Chunk, bits: Bits, chunk: Chunk, *, threads: int = 1
+    spec: Mx,
+    source_spec: CodecSpec,
+    source: Chunk,
+    bits: Bits,
+    chunk: Chunk,
+    *,
+    key: Key | None = None,
+    threads: int = 1,
 ) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`."""
+    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
+
+    `source_spec` is `spec`: mx fuses nothing else.
+    """
     if not _tail_is_zero(spec, source):
         return ChunkDecoded(TAIL_PROBLEM)
     cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)

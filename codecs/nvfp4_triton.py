@@ -39,7 +39,17 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
 
 
 def decode_add_encode(
-    plan: Plan, src, x, out, scratch, status, *, stats=None, key=None, planned: bool = True
+    plan: Plan,
+    source_plan: Plan,
+    src,
+    x,
+    out,
+    scratch,
+    status,
+    *,
+    stats=None,
+    key=None,
+    planned: bool = True,
 ) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`.
 

@@ -21,9 +21,8 @@ from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .hadamard import Floats, rotate
 from .philox import Words, key_numbers, random_words
-
-Floats = npt.NDArray[np.float32]
 
 FORMATS = ("e4m3", "e5m2", "int8")
 TRANSFORMS = ("ash", "hadamard", "none")
@@ -206,7 +205,7 @@ def encode_chunk(
         alpha = _alpha(spec, x)
         t = x * alpha[:, None]
         if spec.transform != "none":
-            _rotate(t)
+            rotate(t)
         k = np.float32(norm(spec))
         z = np.maximum(np.abs(t).max(axis=1) * k, np.float32(FLOOR))
         s = z / np.float32(f.largest)
@@ -248,7 +247,7 @@ def decode_chunk(
             problem = f"a scale or a code of blocks {first}..{last - 1}"
         w = values_of(spec.format)[padded]
         if spec.transform != "none":
-            _rotate(w)
+            rotate(w)
         with np.errstate(over="ignore"):
             w *= (merged * np.float32(norm(spec)))[:, None]
         found = _to_bits(w, chunk.dtype)
@@ -305,17 +304,6 @@ def _alpha(spec: Taco, x: Floats) -> Floats:
     alpha = np.float32(TAU) / sigma
     limited: Floats = np.clip(alpha, np.float32(ALPHA_MIN), np.float32(ALPHA_MAX))
     return limited
-
-
-def _rotate(t: Floats) -> None:
-    """The Walsh-Hadamard transform of each row of `t`, in place and without its factor."""
-    h = 1
-    while h < t.shape[1]:
-        pairs = t.reshape(-1, 2, h)
-        difference = pairs[:, 0] - pairs[:, 1]
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = difference
-        h *= 2
 
 
 def round_to_code(v: Floats, f: Format, words: Words | None) -> Bytes:

@@ -18,6 +18,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes, sum_words
 from ..formats.dtypes import DType
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .hadamard_cpu import LANES, rotate
 from .philox import key_numbers
 from .philox_cpu import fill_words
 from .taco import (
@@ -42,7 +43,6 @@ from .threads import run, spans
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
 F4 = np.float32
-_LANES = 16
 _ASH, _HADAMARD, _NONE = range(3)
 _TAU, _EPSILON, _FLOOR = F4(TAU), F4(EPSILON), F4(FLOOR)
 _ALPHA_MIN, _ALPHA_MAX, _HADAMARD_ALPHA = F4(ALPHA_MIN), F4(ALPHA_MAX), F4(HADAMARD_ALPHA)
@@ -55,7 +55,7 @@ _INT8_ANCHOR = F4(1.5 * 2**23)
 @njit(nogil=True, error_model="numpy")
 def _load(x, u, v, lost, size, top, half):
     """Values of up to 16 blocks in `x` to `v`, whose bits are `u`; lanes without a block are 0."""
-    for lane in range(_LANES):
+    for lane in range(LANES):
         first = lane * size
         n = min(max(x.size - first, 0), size)
         block = x[first : first + n]
@@ -67,77 +67,21 @@ def _load(x, u, v, lost, size, top, half):
             n = 0
         if x.itemsize == 4:
             for i in range(n):
-                u[i * _LANES + lane] = U4(block[i])
+                u[i * LANES + lane] = U4(block[i])
         elif half:
             for i in range(n):
                 h = U4(block[i])
-                u[i * _LANES + lane] = U4(U4(h & U4(0x8000)) << U4(16)) | U4(
+                u[i * LANES + lane] = U4(U4(h & U4(0x8000)) << U4(16)) | U4(
                     U4(h & U4(0x7FFF)) << U4(13)
                 )
         else:
             for i in range(n):
-                u[i * _LANES + lane] = U4(U4(block[i]) << U4(16))
+                u[i * LANES + lane] = U4(U4(block[i]) << U4(16))
         for i in range(n, size):
-            u[i * _LANES + lane] = U4(0)
+            u[i * LANES + lane] = U4(0)
     if half:
-        for i in range(size * _LANES):
+        for i in range(size * LANES):
             v[i] *= _TO_F16
-
-
-# Constant distances tell LLVM that what is read and written does not overlap.
-
-
-def _one_stage(distance):
-    @njit(nogil=True, error_model="numpy")
-    def stage(v):
-        for at in range(0, v.size, 2 * distance):
-            w = v[at : at + 2 * distance]
-            for j in range(distance):
-                a = w[j]
-                b = w[j + distance]
-                w[j] = a + b
-                w[j + distance] = a - b
-
-    return stage
-
-
-def _two_stages(distance):
-    @njit(nogil=True, error_model="numpy")
-    def stages(v):
-        for at in range(0, v.size, 4 * distance):
-            w = v[at : at + 4 * distance]
-            for j in range(distance):
-                a = w[j] + w[j + distance]
-                b = w[j] - w[j + distance]
-                c = w[j + 2 * distance] + w[j + 3 * distance]
-                d = w[j + 2 * distance] - w[j + 3 * distance]
-                w[j] = a + c
-                w[j + distance] = b + d
-                w[j + 2 * distance] = a - c
-                w[j + 3 * distance] = b - d
-
-    return stages
-
-
-_stages_1_2, _stages_4_8 = _two_stages(_LANES), _two_stages(4 * _LANES)
-_stages_16_32, _stages_64_128 = _two_stages(16 * _LANES), _two_stages(64 * _LANES)
-_stage_16, _stage_64, _stage_256 = (_one_stage(h * _LANES) for h in (16, 64, 256))
-
-
-@njit(nogil=True, error_model="numpy")
-def _rotate(v, size):
-    _stages_1_2(v)
-    _stages_4_8(v)
-    if size == 32:
-        _stage_16(v)
-        return
-    _stages_16_32(v)
-    if size == 128:
-        _stage_64(v)
-    elif size > 128:
-        _stages_64_128(v)
-        if size == 512:
-            _stage_256(v)
 
 
 @njit(nogil=True)
@@ -146,7 +90,7 @@ def _largest(u, m):
     n = u.size // 2
     for j in range(n):
         m[j] = max(U4(u[j] & _ABS), U4(u[n + j] & _ABS))
-    while n > _LANES:
+    while n > LANES:
         n //= 2
         low, high = m[:n], m[n : 2 * n]
         for j in range(n):
@@ -156,32 +100,32 @@ def _largest(u, m):
 @njit(nogil=True, error_model="numpy")
 def _scale(v, by, limit):
     """Multiply the values of each of 16 blocks by its factor; none gets beyond `limit`."""
-    for i in range(v.size // _LANES):
-        for lane in range(_LANES):
-            y = F4(v[i * _LANES + lane] * by[lane])
+    for i in range(v.size // LANES):
+        for lane in range(LANES):
+            y = F4(v[i * LANES + lane] * by[lane])
             y = y if y < limit else limit
-            v[i * _LANES + lane] = y if y > -limit else F4(-limit)
+            v[i * LANES + lane] = y if y > -limit else F4(-limit)
 
 
 @njit(nogil=True, error_model="numpy")
 def _alphas(v, q, alpha, size, transform):
     """The rescaling factors of 16 blocks; `q` has half the size of `v`."""
     if transform != _ASH:
-        for lane in range(_LANES):
+        for lane in range(LANES):
             alpha[lane] = _HADAMARD_ALPHA if transform == _HADAMARD else F4(1)
         return
     for i in range(size // 2):
-        for lane in range(_LANES):
-            a = v[2 * i * _LANES + lane]
-            b = v[(2 * i + 1) * _LANES + lane]
-            q[i * _LANES + lane] = a * a + b * b
+        for lane in range(LANES):
+            a = v[2 * i * LANES + lane]
+            b = v[(2 * i + 1) * LANES + lane]
+            q[i * LANES + lane] = a * a + b * b
     n = size // 4
     while n > 0:
         for i in range(n):
-            for lane in range(_LANES):
-                q[i * _LANES + lane] = q[2 * i * _LANES + lane] + q[(2 * i + 1) * _LANES + lane]
+            for lane in range(LANES):
+                q[i * LANES + lane] = q[2 * i * LANES + lane] + q[(2 * i + 1) * LANES + lane]
         n //= 2
-    for lane in range(_LANES):
+    for lane in range(LANES):
         sigma = F4(math.sqrt(F4(q[lane] * F4(F4(1) / F4(size)) + _EPSILON)))
         alpha[lane] = min(max(F4(_TAU / sigma), _ALPHA_MIN), _ALPHA_MAX)
 
@@ -247,29 +191,29 @@ def _encode_span(
     `f` is (largest, mantissa bits, bias); `start` the index of the chunk's first random word.
     """
     largest, mantissa, bias = f
-    v = np.empty(size * _LANES, np.float32)
-    g = np.empty(size * _LANES, np.float32)
-    code = np.empty(size * _LANES, np.uint32)
-    words = np.empty(size * _LANES if random else 0, np.uint32)
+    v = np.empty(size * LANES, np.float32)
+    g = np.empty(size * LANES, np.float32)
+    code = np.empty(size * LANES, np.uint32)
+    words = np.empty(size * LANES if random else 0, np.uint32)
     row = np.empty(size if random else 0, np.uint32)
     u = v.view(np.uint32)
     gu = g.view(np.uint32)
-    lost = np.empty(_LANES, np.bool_)
-    alpha = np.empty(_LANES, np.float32)
-    s = np.empty(_LANES, np.float32)
-    r = np.empty(_LANES, np.float32)
-    merged = np.empty(_LANES, np.float32)
-    for b in range(first, last, _LANES):
-        end = min(b + _LANES, last)
+    lost = np.empty(LANES, np.bool_)
+    alpha = np.empty(LANES, np.float32)
+    s = np.empty(LANES, np.float32)
+    r = np.empty(LANES, np.float32)
+    merged = np.empty(LANES, np.float32)
+    for b in range(first, last, LANES):
+        end = min(b + LANES, last)
         _load(x[b * size : min(end * size, x.size)], u, v, lost, size, top, half)
         _alphas(v, g, alpha, size, transform)
         for i in range(size):
-            for lane in range(_LANES):
-                v[i * _LANES + lane] *= alpha[lane]
+            for lane in range(LANES):
+                v[i * LANES + lane] *= alpha[lane]
         if transform != _NONE:
-            _rotate(v, size)
+            rotate(v, size)
         _largest(u, gu)
-        for lane in range(_LANES):
+        for lane in range(LANES):
             z = max(F4(g[lane] * k), _FLOOR)
             s[lane] = z / largest
             r[lane] = k / s[lane]
@@ -279,7 +223,7 @@ def _encode_span(
             for lane in range(end - b):
                 fill_words(row, seed, step, rank, U8(0), U8(start + (b + lane) * size))
                 for i in range(size):
-                    words[i * _LANES + lane] = row[i]
+                    words[i * LANES + lane] = row[i]
             _round_stochastic(v, u, g, gu, code, words, mantissa, bias)
         else:
             _round_nearest(v, u, g, gu, code, mantissa, bias)
@@ -287,7 +231,7 @@ def _encode_span(
             at = (b + lane) * size
             block = codes[at : min(at + size, codes.size)]
             for i in range(block.size):
-                block[i] = U1(code[i * _LANES + lane])
+                block[i] = U1(code[i * LANES + lane])
             here = scales[b + lane]
             if lost[lane]:
                 here[:] = _LOST
@@ -356,21 +300,21 @@ def _decode_span(
     the dtype's and of the code's mantissa.
     """
     dtype_mantissa, code_mantissa = mantissa
-    v = np.empty(size * _LANES, np.float32)
-    g = np.empty(size * _LANES, np.float32)
-    code = np.empty(size * _LANES, np.uint32)
+    v = np.empty(size * LANES, np.float32)
+    g = np.empty(size * LANES, np.float32)
+    code = np.empty(size * LANES, np.uint32)
     u = v.view(np.uint32)
     gu = g.view(np.uint32)
-    c = np.empty(_LANES, np.float32)
-    state = np.empty(_LANES, np.int64)
+    c = np.empty(LANES, np.float32)
+    state = np.empty(LANES, np.int64)
     alpha = np.empty(1, np.float32)
     merged = np.empty(1, np.float32)
     nan = U4(U4(U4(1 << (exponent + 1)) - U4(1)) << U4(dtype_mantissa - 1))
     wrong = False
-    for b in range(first, last, _LANES):
-        end = min(b + _LANES, last)
+    for b in range(first, last, LANES):
+        end = min(b + LANES, last)
         v[:] = F4(0)
-        for lane in range(_LANES):
+        for lane in range(LANES):
             c[lane] = F4(0)
             state[lane] = 0
             if b + lane >= end:
@@ -383,9 +327,9 @@ def _decode_span(
             if state[lane] == 0:
                 c[lane] = merged[0] * k
                 for i in range(block.size):
-                    v[i * _LANES + lane] = table[block[i]]
+                    v[i * LANES + lane] = table[block[i]]
         if transform != _NONE:
-            _rotate(v, size)
+            rotate(v, size)
         _scale(v, c, top)
         if x.itemsize == 4:
             for i in range(v.size):
@@ -407,7 +351,7 @@ def _decode_span(
                 block[:] = nan
             else:
                 for i in range(block.size):
-                    block[i] = code[i * _LANES + lane]
+                    block[i] = code[i * LANES + lane]
     lo, hi = first * size, min(last * size, codes.size)
     return wrong, _sum_of(codes[lo:hi], lo)
 
@@ -499,8 +443,8 @@ def decode_chunk(
 
 def _cuts(blocks: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
     """Ranges of blocks for threads; all but the last are of whole groups."""
-    groups = spans(-(-blocks // _LANES), nbytes, threads)
-    return [(lo * _LANES, min(hi * _LANES, blocks)) for lo, hi in groups]
+    groups = spans(-(-blocks // LANES), nbytes, threads)
+    return [(lo * LANES, min(hi * LANES, blocks)) for lo, hi in groups]
 
 
 def _sum_behind(chunk: Chunk, used: int) -> int:

@@ -2,9 +2,7 @@
 # mypy: disable-error-code="assignment,misc"
 """taco on a GPU: one kernel each way, a tile of 4096 elements per program. specs/taco.md.
 
-A rotation is two sets of butterflies between registers: a thread holds 16 neighbouring values,
-then, after one exchange, all values of a block that are a multiple of 16 apart. Every addition is
-spelled out, in the page's order.
+Every addition is spelled out, in the page's order.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Key, Plan
-from .columns_triton import from_rows, to_columns, to_rows
+from .columns_triton import to_columns, to_rows
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -49,6 +47,7 @@ from .device import (
     touched,
     weigh,
 )
+from .hadamard_triton import LOW, rotate, spread
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .taco import (
     ALPHA_BITS,
@@ -69,8 +68,6 @@ from .taco import (
 
 _TILE = tl.constexpr(4096)
 _WARPS = 4
-#: Values of a block that a thread holds side by side.
-_LOW = tl.constexpr(16)
 
 _ASH = tl.constexpr(TRANSFORMS.index("ash"))
 _HADAMARD = tl.constexpr(TRANSFORMS.index("hadamard"))
@@ -90,19 +87,6 @@ _ONE = tl.constexpr(0x3F800000)
 
 
 @triton.jit
-def _butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
-    for k in tl.static_range(LOG):
-        found = ()
-        for i in tl.static_range(N):
-            if (i >> k) % 2 == 0:
-                found = found + (parts[i] + parts[i + (1 << k)],)
-            else:
-                found = found + (parts[i - (1 << k)] - parts[i],)
-        parts = found
-    return parts
-
-
-@triton.jit
 def _tree_sum(parts, N: tl.constexpr, LOG: tl.constexpr):
     for k in tl.static_range(LOG):
         found = ()
@@ -113,34 +97,16 @@ def _tree_sum(parts, N: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def _rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
-    """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
-    HIGH: tl.constexpr = 1 << LOG_HIGH
-    low = _butterflies(low, _LOW, 4)
-    t = tl.reshape(from_rows(low, _LOW, 4), [_LOW, ROWS, HIGH])
-    t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * _LOW])
-    high = _butterflies(to_rows(t, ROWS * _LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
-    t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, _LOW])
-    return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * _LOW])
-
-
-@triton.jit
-def _spread(x, ROWS: tl.constexpr, N: tl.constexpr):
-    """Each of ROWS values N times, shape [ROWS * N]."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [ROWS, N]), [ROWS * N])
-
-
-@triton.jit
 def _alpha_of(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     """Rescaling factors of ROWS blocks given as columns of 16."""
     HIGH: tl.constexpr = 1 << LOG_HIGH
     squares = ()
-    for i in tl.static_range(_LOW):
+    for i in tl.static_range(LOW):
         squares = squares + (low[i] * low[i],)
-    total = _tree_sum(squares, _LOW, 4)
+    total = _tree_sum(squares, LOW, 4)
     for k in tl.static_range(LOG_HIGH):
         total = tl.sum(tl.reshape(total, [ROWS * (HIGH >> (k + 1)), 2]), 1)
-    sigma = tl.sqrt_rn(total * (1.0 / (HIGH * _LOW)) + _EPSILON)
+    sigma = tl.sqrt_rn(total * (1.0 / (HIGH * LOW)) + _EPSILON)
     alpha = tl.div_rn(tl.full([ROWS], _TAU, tl.float32), sigma)
     alpha = tl.where(alpha > _ALPHA_MIN, alpha, _ALPHA_MIN)
     return tl.where(alpha < _ALPHA_MAX, alpha, _ALPHA_MAX)
@@ -249,7 +215,7 @@ def _encode_tile(
     Returns the keyed sum of what is stored, 0 without SUMS.
     """
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * _LOW
+    BLOCK: tl.constexpr = HIGH * LOW
     ROWS: tl.constexpr = _TILE // BLOCK
     WORDS: tl.constexpr = 1 + DUAL
     left = n - at
@@ -266,16 +232,16 @@ def _encode_tile(
         alpha = tl.full([ROWS], 1.0, tl.float32)
         t = tl.reshape(v, [ROWS, BLOCK])
     else:
-        low = to_rows(tl.permute(v, [1, 0]), ROWS * HIGH, _LOW, 4)
+        low = to_rows(tl.permute(v, [1, 0]), ROWS * HIGH, LOW, 4)
         if TRANSFORM == _ASH:
             alpha = _alpha_of(low, ROWS, LOG_HIGH)
         else:
             alpha = tl.full([ROWS], _HADAMARD_ALPHA, tl.float32)
-        factor = _spread(alpha, ROWS, HIGH)
+        factor = spread(alpha, ROWS, HIGH)
         scaled = ()
-        for j in tl.static_range(_LOW):
+        for j in tl.static_range(LOW):
             scaled = scaled + (low[j] * factor,)
-        t = _rotate(scaled, ROWS, LOG_HIGH)
+        t = rotate(scaled, ROWS, LOG_HIGH)
     largest = tl.max(tl.abs(t), 1)
     z = largest * NORM
     z = tl.where(z > _FLOOR, z, _FLOOR)
@@ -300,7 +266,7 @@ def _encode_tile(
     word = _code(q0, r0, MAN, BIAS, DRAWN, CVT) | (_code(q1, r1, MAN, BIAS, DRAWN, CVT) << 8)
     word |= _code(q2, r2, MAN, BIAS, DRAWN, CVT) << 16
     word |= _code(q3, r3, MAN, BIAS, DRAWN, CVT) << 24
-    word = tl.where(_spread(lost, ROWS, BLOCK // 4), 0, word)
+    word = tl.where(spread(lost, ROWS, BLOCK // 4), 0, word)
     codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
     row = tl.arange(0, ROWS)
     block = (at // BLOCK) + row
@@ -414,7 +380,7 @@ def _encode_kernel(
     empty, with what else a chunk has; 2: both, and elements may lie anywhere.
     """
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * _LOW
+    BLOCK: tl.constexpr = HIGH * LOW
     pid = tl.program_id(0)
     if MODE == 1:
         chunk = pid
@@ -432,7 +398,7 @@ def _encode_kernel(
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     total = tl.zeros([], tl.uint64)
     if (left > 0) & ((MODE != 0) | (left >= _TILE)):
-        i = tl.arange(0, _TILE // _LOW)[:, None] * _LOW + tl.arange(0, _LOW)[None, :]
+        i = tl.arange(0, _TILE // LOW)[:, None] * LOW + tl.arange(0, LOW)[None, :]
         if MODE == 0:
             x = _elements(x_ptr, X_ITEM) + tl.multiple_of(first + at, 16)
             e = tl.load(x + i).to(tl.uint32)
@@ -462,7 +428,7 @@ def _encode_kernel(
                 report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            b = tl.reshape(b, [_TILE // _LOW, _LOW]).to(tl.uint32)
+            b = tl.reshape(b, [_TILE // LOW, LOW]).to(tl.uint32)
             if X_ITEM == 4:
                 y = float_of(b, EXP, ITEM) + e.to(tl.float32, bitcast=True)
             else:
@@ -541,7 +507,7 @@ def _decode_tile(
     that hold elements `start` to `stop` of the tile is wrong, and the keyed sum (SUMS).
     """
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * _LOW
+    BLOCK: tl.constexpr = HIGH * LOW
     ROWS: tl.constexpr = _TILE // BLOCK
     WORDS: tl.constexpr = 1 + DUAL
     scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
@@ -589,8 +555,8 @@ def _decode_tile(
         # Behind the codes of elements is padding, which is checked with the rest of it.
         keep = tl.minimum(tl.maximum(left - w.to(tl.int64) * 4, 0), 4).to(tl.uint32) * 8
         seen = tl.where(keep < 32, word & ((1 << (keep & 31)) - 1), word)
-    bad = tl.where(_spread(lost, ROWS, BLOCK // 4), seen, _bad_codes(seen, MAN))
-    bad = tl.where(_spread(wanted, ROWS, BLOCK // 4), bad, 0)
+    bad = tl.where(spread(lost, ROWS, BLOCK // 4), seen, _bad_codes(seen, MAN))
+    bad = tl.where(spread(wanted, ROWS, BLOCK // 4), bad, 0)
     wrong = tl.max((bad != 0).to(tl.int32), 0) | tl.max((wanted & (good == 0)).to(tl.int32), 0)
     b = row
     if STORE:
@@ -602,8 +568,8 @@ def _decode_tile(
         if TRANSFORM == _NONE:
             y = tl.reshape(v, [ROWS, BLOCK])
         else:
-            v = tl.reshape(v, [_TILE // _LOW, _LOW])
-            y = _rotate(to_columns(v, ROWS * HIGH, _LOW, 4), ROWS, LOG_HIGH)
+            v = tl.reshape(v, [_TILE // LOW, LOW])
+            y = rotate(to_columns(v, ROWS * HIGH, LOW, 4), ROWS, LOG_HIGH)
         y = y * c[:, None]
         if EXP == 5:
             y = tl.where(y < 65504.0, y, 65504.0)
@@ -657,7 +623,7 @@ def _decode_kernel(
     last tile of each of `chunks` chunks and those of `start` and `stop`; 2: all tiles, anywhere.
     """
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * _LOW
+    BLOCK: tl.constexpr = HIGH * LOW
     ROWS: tl.constexpr = _TILE // BLOCK
     pid = tl.program_id(0)
     if MODE == 1:
@@ -919,6 +885,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
 
 def decode_add_encode(
     plan: Plan,
+    source_plan: Plan,
     src,
     x,
     out,

@@ -9,5 +9,6 @@ CODEC_IDS = {
     "mx": (3, "mx"),
     "nvfp4": (4, "nvfp4"),
     "taco": (5, "taco"),
+    "sdp4bit": (6, "sdp4bit"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

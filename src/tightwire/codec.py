@@ -215,10 +215,10 @@ class Codec:
 
         `x` has the shape of the buffer, and its float dtype or, if that is narrower, float32. The
         sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
-        the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among
-        it), all of it is one pass (on the host only of `x` in the buffer's dtype); nvfp4 needs
-        another one on a GPU unless `stats` are given. On a GPU nothing waits; damage of `src` is
-        raised by `src.check()`.
+        the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
+        of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
+        buffer's dtype); nvfp4 needs another one on a GPU unless `stats` are given. On a GPU nothing
+        waits; damage of `src` is raised by `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -255,13 +255,14 @@ class Codec:
         parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, checksum=checksum)
         module = backend_module(plan.codec.name, backend)
-        if parsed.plan == plan and stats is None and hasattr(module, _FUSED):
+        if plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED):
             buffer = Buffer(plan, _room(plan, out, bits), target)
             if not np.may_share_memory(buffer._bytes, parsed.data):
                 engine.encode_into(
                     plan,
                     bits,
                     buffer._bytes,
+                    key=key,
                     threads=cpu_count(),
                     backend=backend,
                     source=parsed,

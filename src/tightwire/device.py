@@ -365,7 +365,7 @@ def decode_add_encode(
 ) -> Any:
     """As `Codec.decode_add_encode` in one pass; NotImplemented where there is no kernel for that.
 
-    There is one where `src` is of the very plan that its sum is encoded by.
+    There is one where the plan of the sum fuses that of `src`.
     """
     info = _describe(x)
     place = _place(info.library, info.device, None)
@@ -375,16 +375,18 @@ def decode_add_encode(
         source = _open(src, place, DEFAULT_MAX_NBYTES, False)
         if source is None or not hasattr(source.kernels, "decode_add_encode"):
             return NotImplemented
-        kernels, plan, data, _, memory = source
-        if info.dtype not in (plan.dtype, BY_NAME["float32"]):
+        kernels, source_plan, data, _, memory = source
+        dtype = source_plan.dtype
+        if info.dtype not in (dtype, BY_NAME["float32"]):
             return NotImplemented
-        if plan != make_plan(spec, plan.dtype, info.shape, chunks, checksum=checksum):
+        plan = make_plan(spec, dtype, info.shape, chunks, checksum=checksum)
+        if not plan.fuses(source_plan):
             return NotImplemented
         tensor = _as_torch(x, info)
         room, work = _room(out, plan, place), _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
         given = None if scratch is None else work
-        encoded, decoded = room.data[: plan.nbytes], data[: plan.nbytes]
+        encoded, decoded = room.data[: plan.nbytes], data[: source_plan.nbytes]
         _apart("the array that is added", tensor, "out", encoded, given)
         _apart("the buffer that is decoded", decoded, "out", None, given)
         (first, last), (start, stop) = _span(encoded), _span(decoded)
@@ -396,7 +398,16 @@ def decode_add_encode(
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled
         kernels.decode_add_encode(
-            plan, data, elements, room.data, work, status, stats=stats, key=key, planned=planned
+            plan,
+            source_plan,
+            data,
+            elements,
+            room.data,
+            work,
+            status,
+            stats=stats,
+            key=key,
+            planned=planned,
         )
         if fresh is not None:
             _settle(fresh)

@@ -82,7 +82,7 @@ def encode_into(
 ) -> None:
     """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes).
 
-    With `source`, a buffer of the same plan, the sum of its elements and `bits`, in one pass; for
+    With `source`, a buffer that `plan` fuses, the sum of its elements and `bits`, in one pass; for
     backends that have `decode_add_encode_chunk`.
     """
     module = backend_module(plan.codec.name, backend)
@@ -104,7 +104,13 @@ def encode_into(
             _raise_problem(
                 i,
                 module.decode_add_encode_chunk(
-                    plan.codec, added, bits[lo:hi], chunk, threads=threads
+                    plan.codec,
+                    source.plan.codec,
+                    added,
+                    bits[lo:hi],
+                    chunk,
+                    key=key,
+                    threads=threads,
                 ).problem,
             )
             result = ChunkResult(0)

@@ -225,7 +225,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         for element in ("e5m2", "e3m2", "e2m1", "int8"):
             other, other_src = planned(checksum=False, element=element)
             kernels.encode(other, x, other_src, room)
-            kernels.decode_add_encode(other, other_src, x, room, room, status)
+            kernels.decode_add_encode(other, other, other_src, x, room, room, status)
             kernels.decode(other, other_src, x, room, status)
     if name == "zipccl":
         kernels.encode(planned(window=5)[0], x, room, room)
@@ -239,8 +239,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
             kernels.encode(other, x, room, room, key=key)
         kernels.decode(other, room, x, room, status)
     if hasattr(kernels, "decode_add_encode"):
-        kernels.decode_add_encode(plain, plain_src, x, plain_src, room, status)
-        kernels.decode_add_encode(plan, src, wide, src, room, status)
+        kernels.decode_add_encode(plain, plain, plain_src, x, plain_src, room, status)
+        kernels.decode_add_encode(plan, plan, src, wide, src, room, status)
     kernels.decode(plain, plain_src, apart, room, status)
     kernels.decode(plan, src, x, room, status, dynamic_starts=starts)
     kernels.decode(plan, src, None, room, status, store=False)

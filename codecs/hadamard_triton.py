@@ -1,0 +1,50 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""Triton form of codecs/hadamard.py: the same sums.
+
+A rotation is two sets of butterflies between registers: a thread holds 16 neighbouring values,
+then, after one exchange, all values of a block that are a multiple of 16 apart. Every addition is
+spelled out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .columns_triton import from_rows, to_rows
+
+#: Values of a block that a thread holds side by side.
+LOW = tl.constexpr(16)
+
+
+@triton.jit
+def _butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
+    """LOG stages of the transform over N columns."""
+    for k in tl.static_range(LOG):
+        found = ()
+        for i in tl.static_range(N):
+            if (i >> k) % 2 == 0:
+                found = found + (parts[i] + parts[i + (1 << k)],)
+            else:
+                found = found + (parts[i - (1 << k)] - parts[i],)
+        parts = found
+    return parts
+
+
+@triton.jit
+def rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
+    """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
+    HIGH: tl.constexpr = 1 << LOG_HIGH
+    low = _butterflies(low, LOW, 4)
+    t = tl.reshape(from_rows(low, LOW, 4), [LOW, ROWS, HIGH])
+    t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * LOW])
+    high = _butterflies(to_rows(t, ROWS * LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, LOW])
+    return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * LOW])
+
+
+@triton.jit
+def spread(x, ROWS: tl.constexpr, N: tl.constexpr):
+    """Each of ROWS values N times, shape [ROWS * N]."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [ROWS, N]), [ROWS * N])
