@@ -637,6 +637,86 @@ def taco_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# sdp4bit.md, "Parameters"
+
+
+class Sdp4bit(NamedTuple):
+    """What the parameters say."""
+
+    bits: int
+    group: int
+    rotate: int
+
+
+def sdp4bit_parameters(params: bytes) -> Sdp4bit:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"sdp4bit has 8 bytes of parameters, not {len(params)}")
+    bits, log_group, turn, rounding = params[:4]
+    check(bits in (4, 8), "bad_header", f"codes of {bits} bits")
+    check(5 <= log_group <= 12, "bad_header", f"group size 2^{log_group}")
+    check(turn <= 3 and rounding <= 1, "bad_header", f"rotate {turn}, rounding {rounding}")
+    check(not any(params[4:]), "bad_header", "nonzero end of the parameters")
+    return Sdp4bit(bits, 2**log_group, turn)
+
+
+# sdp4bit.md, "Layout"
+
+
+def sdp4bit_sections(sdp: Sdp4bit, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where sdp4bit takes the dtype and number of elements."""
+    name, nbytes = DTYPES[dtype_id][:2]
+    check(dtype_id in (16, 17, 18), "bad_header", f"sdp4bit does not take {name}")
+    check(chunk_nelem <= 2**39 - 128, "bad_header", f"{chunk_nelem} elements in an sdp4bit chunk")
+    payload = align(ceil_div(sdp.bits * chunk_nelem, 8))
+    scales = align(4 * ceil_div(chunk_nelem, sdp.group))
+    gains = payload + scales < align(chunk_nelem * nbytes)
+    check(gains or sdp.rotate in (1, 2), "bad_header", "sdp4bit gains nothing for this size")
+    return [Section(1, 0, payload // 128), Section(4, 0, scales // 128)]
+
+
+# sdp4bit.md, "Decoding"
+
+
+def sdp4bit_code(sdp: Sdp4bit, static: bytes, i: int) -> int:
+    """Code i of a chunk."""
+    code = static[i] if sdp.bits == 8 else static[i // 2] >> 4 * (i % 2) & 15
+    sign = 2 ** (sdp.bits - 1)
+    check(code != sign, "bad_payload", f"code {-sign}")
+    return code - 2 * sign if code > sign else code
+
+
+def sdp4bit_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    sdp = sdp4bit_parameters(h.params)
+    scales_at = align(ceil_div(sdp.bits * h.chunk_nelem, 8))
+    if sdp.bits == 4 and nelem % 2:
+        check(static[nelem // 2] < 16, "bad_payload", "half a byte behind the last code")
+    out = bytearray()
+    for first in range(0, nelem, sdp.group):
+        last = min(first + sdp.group, nelem)
+        w = [float(sdp4bit_code(sdp, static, i)) for i in range(first, last)]
+        scale = u32(static, scales_at + first // sdp.group * 4)
+        if scale == 0x7FC00000:
+            check(not any(w), "bad_payload", "codes of a lost group")
+            nan = {16: 0x7E00, 17: 0x7FC0, 18: 0x7FC00000}[h.dtype_id]
+            out += nan.to_bytes(h.dtype.nbytes, "little") * len(w)
+            continue
+        check(0 < scale < 0x7F800000, "bad_payload", f"scale {scale:08x}")
+        s = float_of_bits(scale)
+        check(2.0**-107 <= s <= 2.0**126, "bad_payload", f"scale {s}")
+        if sdp.rotate & 2:
+            for at in range(0, len(w), 32):
+                run = w[at : at + 32]
+                if len(run) == 32:
+                    rotate(run)
+                else:
+                    run = [8 * value for value in run]
+                w[at : at + 32] = run
+        for value in w:
+            out += taco_bits(f32(value * s), h.dtype)
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -659,7 +739,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2, 3, 4, 5), "unknown_codec", f"codec {codec}")
+    check(codec in (1, 2, 3, 4, 5, 6), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -697,6 +777,8 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
         expected = mx_sections(mx_element(data[params:nbytes]), dtype, chunk_nelem)
     elif codec == 5:
         expected = taco_sections(taco_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
+    elif codec == 6:
+        expected = sdp4bit_sections(sdp4bit_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -771,6 +853,11 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
     if h.codec == 5:
         codes, scales, end = taco_used(taco_parameters(h.params), h.chunk_nelem, nelem)
         return static[codes:scales] + static[end:]
+    if h.codec == 6:
+        sdp = sdp4bit_parameters(h.params)
+        scales = align(ceil_div(sdp.bits * h.chunk_nelem, 8))
+        end = scales + 4 * ceil_div(nelem, sdp.group)
+        return static[ceil_div(sdp.bits * nelem, 8) : scales] + static[end:]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -807,6 +894,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += mx_decode(h, nelem, static)
         elif h.codec == 5:
             out += taco_decode(h, nelem, static)
+        elif h.codec == 6:
+            out += sdp4bit_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

@@ -376,6 +376,68 @@ def taco_vectors() -> Iterator[tuple[str, bytes, bytes, bytes]]:
     yield coded("bfloat16_no_checksum", x, checksum=False)
 
 
+SDP4BIT_PARAMS: dict[str, dict[str, Any]] = {
+    "4": {},
+    "8": {"bits": 8},
+    "weights": {"group": 2048, "rotate": "none"},
+    "8_encode": {"bits": 8, "rotate": "encode"},
+    "4_decode": {"group": 32, "rotate": "decode"},
+    "8_none": {"bits": 8, "group": 4096, "rotate": "none"},
+    "4_stochastic": {"rounding": "stochastic"},
+    "8_stochastic": {"bits": 8, "group": 64, "rounding": "stochastic", "rotate": "none"},
+}
+
+
+def sdp4bit_vectors() -> Iterator[LossyVector | Vector]:
+    """Vectors of codec sdp4bit."""
+
+    def coded(name: str, x: Array, params: dict[str, Any], **options: Any) -> LossyVector:
+        return lossy(name, x, tw.codec("sdp4bit", **params), key=TACO_KEY, **options)
+
+    x = np.zeros(257, BY_NAME["bfloat16"].numpy)
+    x[:2] = 1.0, -3.5
+    yield coded("bfloat16_257_none", x, {"rotate": "none"})
+    for i, (name, params) in enumerate(SDP4BIT_PARAMS.items()):
+        dtype = TACO_DTYPES[i % 3]
+        n = 901 if params.get("group", 0) < 2048 else 4201
+        yield coded(f"{dtype}_{name}", bell(110 + i, dtype, n + i), params)
+    for i, dtype in enumerate(TACO_DTYPES):
+        yield coded(f"{dtype}_specials", specials(dtype, 1500), {"group": 32, "bits": 8})
+        yield coded(f"{dtype}_scaled", scaled_blocks(120 + i, dtype, 1001), {"group": 32})
+        yield coded(f"{dtype}_random_bits", random_bits(123, dtype, (3, 511)), {"rotate": "none"})
+        huge = np.full(1000, float(np.finfo(np.float16).max), np.float32)
+        if dtype != "float16":
+            huge = np.ldexp(huge, 111)
+        huge[1::3] *= -1
+        yield coded(f"{dtype}_huge", huge.astype(BY_NAME[dtype].numpy), {"bits": 8})
+    tiny = np.ldexp(bell(124, "float32", 2000), -80 - np.arange(2000) // 64).astype(np.float32)
+    yield coded("float32_tiny", tiny, {"group": 64})
+    yield coded("float32_tiny_none", tiny, {"group": 64, "bits": 8, "rotate": "none"})
+    for n in (0, 1, 31, 32, 33):
+        yield coded(f"bfloat16_{n}_encode", bell(n, "bfloat16", n), {"rotate": "encode"})
+    yield coded("float16_scalar_decode", bell(125, "float16", 1).reshape(()), {"rotate": "decode"})
+    x = bell(126, "bfloat16", 3001)
+    for name in ("4", "8_encode", "4_stochastic"):
+        yield coded(f"bfloat16_3_chunks_{name}", x, SDP4BIT_PARAMS[name], chunks=3)
+    yield coded("bfloat16_no_checksum", x, {}, checksum=False)
+    for bits in (8, 4):
+        yield sdp4bit_all_codes(bits)
+
+
+def sdp4bit_all_codes(bits: int) -> Vector:
+    """Every code but that of no encoder, in groups with the least, the largest and other scales."""
+    n = 32 * 15
+    parts = sdp4bit_parts(n, 1, bits=bits, group=32)
+    codes = np.resize(np.arange(1, 1 << bits, dtype=np.uint8) ^ (1 << bits - 1), n)
+    if bits == 4:
+        codes = codes[0::2] | codes[1::2] << 4
+    put(parts, 0, 0, codes.tobytes())
+    scales = np.resize(np.array([-107, 126, -20, 0, 110], np.float32), 15)
+    put(parts, 0, parts.header.sections[0].nbytes, np.exp2(scales).astype("<f4").tobytes())
+    data = parts.join()
+    return f"sdp4bit/float32_{bits}_all_codes", data, tw.decode(data, backend="ref").tobytes()
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -1089,6 +1151,80 @@ def taco_invalid() -> Invalid:
     )
 
 
+def sdp4bit_parts(n: int = 2001, chunks: int = 2, **params: Any) -> Parts:
+    """Usually chunks of 1001 and 1000 elements, whose group 2 is lost, with scales at 512."""
+    x = bell(127, "float32", n)
+    x[300:1000:1001] = math.inf
+    codec = tw.codec("sdp4bit", **params)
+    return Parts.of(codec.encode(x, chunks=chunks, backend="ref"))
+
+
+def sdp4bit_invalid() -> Invalid:
+    """Step 9 of "Reading" for sdp4bit, and sdp4bit.md, "Checks"; group 2 of chunk 0 is lost."""
+    params = sdp4bit_parts().header.params
+    sections = sdp4bit_parts().header.sections
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "bits_5": poked(params, 0, b"\5"),
+        "group_16": poked(params, 1, b"\4"),
+        "group_8192": poked(params, 1, b"\15"),
+        "group_2_255": poked(params, 1, b"\xff"),
+        "rotate_4": poked(params, 2, b"\4"),
+        "rounding_2": poked(params, 3, b"\2"),
+        "parameters_reserved": poked(params, 4, b"\1"),
+        "parameters_end": poked(params, 7, b"\1"),
+        "other_bits": poked(params, 0, b"\x08"),
+    }
+    encode = sdp4bit_parts(33, 1, rotate="encode")
+    vectors: Invalid = {
+        "version_2": (changed(sdp4bit_parts(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(sdp4bit_parts(), dtype=BY_NAME["float64"]), "bad_header"),
+        "encode_of_float64": (changed(encode, dtype=BY_NAME["float64"]), "bad_header"),
+        "sections_swapped": (sectioned(sdp4bit_parts(), 1, 0), "bad_header"),
+        "one_section": (sectioned(sdp4bit_parts(), 0), "bad_header"),
+        "payload_too_large": (
+            changed(
+                sdp4bit_parts(),
+                sections=(replace(sections[0], nbytes=sections[0].nbytes + ALIGN), sections[1]),
+            ),
+            "bad_header",
+        ),
+        "gains_nothing": (changed(encode, params=params), "bad_header"),
+        "raw_flag": (edited(sdp4bit_parts, lambda p: record(p, 1, "flags", RAW)), "bad_record"),
+        "dynamic": (edited(sdp4bit_parts, lambda p: grow(p, 1, 1)), "bad_record"),
+        "info": (edited(sdp4bit_parts, lambda p: record(p, 0, "info", 1)), "bad_record"),
+    }
+    for name, data in wrong.items():
+        vectors[name] = changed(sdp4bit_parts(), params=data), "bad_header"
+
+    def with_bytes(chunk: int, at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: sdp4bit_parts(**params), lambda p: put(p, chunk, at, new))
+
+    word = struct.Struct("<f").pack
+    vectors |= {
+        name: (with_bytes(chunk, 512 + at, new), "bad_payload")
+        for name, chunk, at, new in (
+            ("scale_zero", 0, 0, bytes(4)),
+            ("scale_negative", 1, 4, word(-1.0)),
+            ("scale_infinite", 1, 28, word(math.inf)),
+            ("scale_other_nan", 0, 8, b"\1\0\xc0\x7f"),
+            ("scale_too_small", 0, 28, word(2.0**-108)),
+            ("scale_too_large", 0, 4, word(2.0**127)),
+        )
+    }
+    vectors |= {
+        "minus_8_low": (with_bytes(0, 7, b"\x18"), "bad_payload"),
+        "minus_8_high": (with_bytes(1, 499, b"\x81"), "bad_payload"),
+        "minus_128": (with_bytes(1, 999, b"\x80", bits=8), "bad_payload"),
+        "code_of_lost_group": (with_bytes(0, 150, b"\x10"), "bad_payload"),
+        "tail": (with_bytes(0, 500, b"\x11"), "bad_payload"),
+        "padding_of_payload": (with_bytes(1, 500, b"\1"), "reserved_not_zero"),
+        "padding_of_scales": (with_bytes(0, 512 + 32, b"\1"), "reserved_not_zero"),
+    }
+    return {f"sdp4bit_{name}": vector for name, vector in vectors.items()}
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -1100,13 +1236,21 @@ def all_invalid() -> Invalid:
         | mx_invalid()
         | nvfp4_invalid()
         | taco_invalid()
+        | sdp4bit_invalid()
     )
 
 
 def all_files() -> dict[str, bytes]:
     """Every file but reasons.json, by its path in the folder."""
     files = {}
-    for vectors in (raw_vectors, zipccl_vectors, mx_vectors, nvfp4_vectors, taco_vectors):
+    for vectors in (
+        raw_vectors,
+        zipccl_vectors,
+        mx_vectors,
+        nvfp4_vectors,
+        taco_vectors,
+        sdp4bit_vectors,
+    ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
             files |= {f"{name}.input": data for data in given}

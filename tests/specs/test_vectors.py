@@ -257,6 +257,26 @@ def test_worked_example_of_taco_page() -> None:
     assert tensor == b"\x80\x3f" * n
 
 
+def test_worked_example_of_sdp4bit_page() -> None:
+    data, tensor = vector("sdp4bit/bfloat16_257_none")
+    text = page("sdp4bit.md")
+    example = text[text.index("## Worked example") :]
+    numbers = re.search(
+        r"(\d+) elements: 1\.0, -3\.5,.* s = 1 = `(\w{8})`: scales are\s+`([^`]*)`",
+        example,
+        re.DOTALL,
+    )
+    assert numbers is not None
+    n, scales = int(numbers[1]), bytes.fromhex(numbers[3])
+    start = re.search(r"payload starts `(\w\w)`, the other (\d+) bytes are 00", example)
+    assert start is not None
+    codes = bytes.fromhex(start[1]) + bytes(int(start[2]))
+    assert (len(codes), len(scales)) == (-(-n // 2), 4 * -(-n // 128))
+    assert scales[4:] == 2 * bytes.fromhex(numbers[2])[::-1]
+    assert data[128:] == codes.ljust(256, b"\0") + scales.ljust(128, b"\0")
+    assert tensor == b"\x80\x3f\x60\xc0" + bytes(2 * (n - 2))
+
+
 def test_worked_example_of_zipccl_page() -> None:
     data, tensor = vector("zipccl/bfloat16_2048_ones")
     text = page("zipccl.md")
