@@ -22,6 +22,13 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "mx": [{"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")],
     "nvfp4": [{}],
     "zipccl": [{}, {"window": "sigma"}, {"window": "histogram"}, {"window": 5}],
+    "sdp4bit": [
+        {},
+        {"bits": 8, "group": 32},
+        {"group": 2048, "rotate": "none"},
+        {"bits": 8, "group": 4096, "rounding": "stochastic"},
+        {"group": 64, "rotate": "none", "rounding": "stochastic"},
+    ],
     "taco": [
         {},
         {"format": "e5m2", "transform": "hadamard", "scales": "merged", "block": 128},
