@@ -884,6 +884,7 @@ def _check_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
+    SCALE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """A chunk's record and last code; if it was decoded whole its padding and checksum.
@@ -931,7 +932,7 @@ def _check_kernel(
         words_end = (n * BITS + 31) // 32 * 4
         _, last = padding_of(static_ptr, used, words_end)
         total, padding = padding_of(static_ptr, words_end, scales_at * 128)
-        scales_end = scales_at * 128 + HEAD + (n + BLOCK - 1) // BLOCK
+        scales_end = scales_at * 128 + HEAD + (n + BLOCK - 1) // BLOCK * SCALE
         more, behind_scales = padding_of(static_ptr, scales_end, static_stride * 128)
         padding |= last | behind_scales
         if HEAD > 0:
@@ -1009,8 +1010,8 @@ def decode_variant(
 
 
 @functools.cache
-def _check_variant(blocks: Blocks, sums: bool) -> Variant:
-    sizes = {"BITS": blocks.element.bits, "BLOCK": blocks.block, "HEAD": blocks.head}
+def _check_variant(bits: int, block: int, head: int, scale: int, sums: bool) -> Variant:
+    sizes = {"BITS": bits, "BLOCK": block, "HEAD": head, "SCALE": scale}
     return Variant(_check_kernel, options(1), **sizes, SUMS=sums)
 
 
@@ -1135,12 +1136,35 @@ def decode_blocks(
 def _check(
     blocks: Blocks, plan: Plan, src, scratch, status, start, stop, check, sums, planned
 ) -> None:
-    """Check the chunks that elements `start` to `stop` lie in, after they were decoded."""
+    checks = (start, stop, check, sums, planned, blocks.element.bits, blocks.block, blocks.head)
+    check_chunks(plan, src, scratch, status, *checks)
+
+
+def check_chunks(
+    plan: Plan,
+    src,
+    scratch,
+    status,
+    start,
+    stop,
+    check,
+    sums,
+    planned,
+    bits,
+    block,
+    head=0,
+    scale=1,
+) -> None:
+    """Check the chunks that elements `start` to `stop` lie in, after they were decoded.
+
+    `bits` are those of a code, `head` the bytes before the scales of blocks of `block` elements,
+    which have `scale` bytes each.
+    """
     first, end, first_whole, end_whole = touched(plan, start, stop)
     if not check:
         end_whole = first_whole
     header = header_words(plan)
-    _check_variant(blocks, sums).launch(
+    _check_variant(bits, block, head, scale, sums).launch(
         end - first,
         (src, scratch, status),
         *header[:HEADER_WORDS],
