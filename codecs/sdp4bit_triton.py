@@ -32,8 +32,7 @@ from .device import (
 )
 from .hadamard_triton import LOW, rotate, spread, unzip
 from .minifloat import INFINITY
-from .minifloat_triton import aligned_for, check_chunks, elements_at, narrow, store_words, widen
-from .minifloat_triton import unpack as unpack_words
+from .minifloat_triton import aligned_for, check_chunks, elements_at, narrow, widen
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .sdp4bit import (
     FLOOR,
@@ -62,15 +61,17 @@ _SHORT_BACK = tl.constexpr(SHORT_BACK)
 _SCALE_LOW, _SCALE_HIGH = (tl.constexpr(b) for b in SCALE_BITS)
 _OPTIONS = options(num_warps=4)
 
-# Values of a tile have the shape (runs, words of codes, codes of a word).
+# Values of a tile have the shape (runs, words of codes, codes of a word). Only loads and stores of
+# codes and elements, and what the end of a chunk asks for, are other than those of `whole` tiles.
 
 
 @triton.jit
-def _rotated(v, before, short, factor, BITS: tl.constexpr, MASKED: tl.constexpr):
-    """Values rotated, multiplied by `before`; those of the runs `short` times `factor` instead."""
+def _rotated(v, before, factor, tile, n, whole, BITS: tl.constexpr):
+    """Values rotated, multiplied by `before`; those of a short run times `factor` instead."""
     low = unzip(tl.reshape(v * before, [_TILE // LOW, LOW]), _TILE // LOW, LOW, 4)
     t = tl.reshape(rotate(low, _RUNS, 1), [_RUNS, BITS, _RUN // BITS])
-    if MASKED:
+    if whole == 0:
+        short = (tile * _RUNS + tl.arange(0, _RUNS)) * _RUN + _RUN > n
         t = tl.where(short[:, None, None], v * factor, t)
     return t
 
@@ -102,11 +103,18 @@ def _random_words(group, seed, step, rank, BITS: tl.constexpr):
 
 
 @triton.jit
-def _element(tile, BITS: tl.constexpr):
+def _elements(tile, BITS: tl.constexpr):
     """Numbers of a tile's elements in their chunk."""
     CODES: tl.constexpr = _RUN // BITS
     i = tl.arange(0, _RUNS)[:, None, None] * _RUN + tl.arange(0, BITS)[None, :, None] * CODES
     return tile * _TILE + (i + tl.arange(0, CODES)[None, None, :])
+
+
+@triton.jit
+def _words(tile, BITS: tl.constexpr):
+    """Numbers of a tile's words of codes, shape (runs, words of a run)."""
+    rows = tile * _RUNS + tl.arange(0, _RUNS)[:, None]
+    return rows * BITS + tl.arange(0, BITS)[None, :]
 
 
 @triton.jit
@@ -117,139 +125,49 @@ def _values(
     n,
     lo,
     hi,
+    whole,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BACK: tl.constexpr,
     TOP: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """(float32 values of a tile, NaN where lost; whether a scale or code is wrong; checksum terms).
 
     Wrong counts only in groups that hold some of the elements `lo` to `hi` of the chunk.
     """
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    words = (n * BITS + 31) // 32
-    found, total = unpack_words(payload, tile * _RUNS, words, _RUNS, BITS, BITS, MASKED)
-    codes = (found << (32 - BITS)) >> (32 - BITS)
+    at = _words(tile, BITS)
+    if whole:
+        word = tl.load(payload + at)
+    else:
+        word = tl.load(payload + at, mask=at < (n * BITS + 31) // 32, other=0)
+    total = tl.sum(tl.sum(weigh(word, at), 1), 0)
+    shift = (32 - BITS - BITS * tl.arange(0, _RUN // BITS)[None, None, :]).to(tl.uint32)
+    codes = (word[:, :, None] << shift).to(tl.int32, bitcast=True) >> (32 - BITS)
     group = tile * (_TILE // GROUP) + tl.arange(0, _TILE // GROUP)
     where = scales_at * 32 + group
-    if MASKED:
-        s = tl.load(payload + where, mask=group * GROUP < n, other=0)
-        wanted = (group * GROUP < hi) & (group * GROUP + GROUP > lo)
-    else:
-        s = tl.load(payload + where)
-        wanted = group >= 0
+    s = tl.load(payload + where, mask=group * GROUP < n, other=0)
+    wanted = (group * GROUP < hi) & (group * GROUP + GROUP > lo)
     total += tl.sum(weigh(s, where), 0)
     lost = s == _LOST
     good = (s >= _SCALE_LOW) & (s <= _SCALE_HIGH)
     lost_runs = _of_runs(lost, GROUP)
-    most = tl.where(lost_runs[:, None, None], found, (codes == -(1 << (BITS - 1))).to(tl.int32))
-    if MASKED:
-        most = tl.where(_element(tile, BITS) < n, most, 0)
-    most = _of_groups(tl.max(tl.max(most, 2), 1), GROUP)
-    bad = (most != 0) | ((good | lost) == 0)
+    bad = codes == -(1 << (BITS - 1))
+    bad = (bad | (lost_runs[:, None, None] & (codes != 0))).to(tl.int32)
+    if whole == 0:
+        bad = tl.where(_elements(tile, BITS) < n, bad, 0)
+    bad = _of_groups(tl.max(tl.max(bad, 2), 1), GROUP)
+    bad = (bad != 0) | ((good | lost) == 0)
     wrong = tl.max((bad & wanted).to(tl.int32), 0)
     w = codes.to(tl.float32)
     if BACK:
-        short = (tile * _RUNS + tl.arange(0, _RUNS)) * _RUN + _RUN > n
-        w = _rotated(w, 1.0, short, _SHORT_BACK, BITS, MASKED)
+        w = _rotated(w, 1.0, _SHORT_BACK, tile, n, whole, BITS)
     scale = _of_runs(tl.where(good, s, 0), GROUP).to(tl.float32, bitcast=True)
     y = w * scale[:, None, None]
     y = tl.where(y < TOP, y, TOP)
     y = tl.where(y > -TOP, y, -TOP)
     nan = tl.full([1, 1, 1], _LOST, tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(lost_runs[:, None, None], nan, y), wrong, total
-
-
-@triton.jit
-def _encode_tile(
-    x,
-    static_ptr,
-    scales_at,
-    tile,
-    n,
-    source_ptr,
-    source_scales_at,
-    key_ptr,
-    group4,
-    seed,
-    step,
-    rank,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROTATE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    RANDOM: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    ADD: tl.constexpr,
-    ADD_GROUP: tl.constexpr,
-    ADD_BACK: tl.constexpr,
-    TOP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Encode a tile of a chunk of `n` elements; its first random word is number 4 * `group4`.
-
-    With ADD, the bits of its codes, the elements of the static part at `source_ptr` are added.
-    Gives the checksum terms of what is written and of what is added, and whether that is wrong.
-    """
-    i = _element(tile, BITS)
-    if MASKED:
-        v = tl.load(x + i, mask=i < n, other=0)
-    else:
-        v = tl.load(x + i)
-    words = widen(v, EXP, ITEM)
-    added = tl.zeros([], tl.uint64)
-    wrong = tl.zeros([], tl.int32)
-    if ADD > 0:
-        y, wrong, added = _values(
-            source_ptr, source_scales_at, tile, n, n * 0, n, ADD, ADD_GROUP, ADD_BACK, TOP, MASKED
-        )
-        y = tl.reshape(y, [_RUNS, BITS, _RUN // BITS])
-        y = widen(narrow(y, EXP, ITEM), EXP, ITEM).to(tl.float32, bitcast=True)
-        total = y + words.to(tl.float32, bitcast=True)
-        words = widen(narrow(total, EXP, ITEM), EXP, ITEM)
-        if MASKED:
-            words = tl.where(i < n, words, 0)
-    tops = tl.max(tl.max(words & 0x7FFFFFFF, 2), 1)
-    lost = _of_groups(tops, GROUP) >= _INFINITY
-    lost_runs = _of_runs(lost, GROUP)
-    t = tl.where(lost_runs[:, None, None], 0, words).to(tl.float32, bitcast=True)
-    if ROTATE:
-        short = (tile * _RUNS + tl.arange(0, _RUNS)) * _RUN + _RUN > n
-        t = _rotated(t, _RUN_FACTOR, short, _SHORT_FACTOR, BITS, MASKED)
-    a = _of_groups(tl.max(tl.max(tl.abs(t), 2), 1), GROUP)
-    a = tl.where(a < _FLOOR, LARGEST, a)
-    largest = tl.full([_TILE // GROUP], LARGEST, tl.float32)
-    s = tl.div_rn(a, largest).to(tl.uint32, bitcast=True)
-    r = _of_runs(tl.div_rn(largest, a), GROUP)
-    q = t * r[:, None, None]
-    q = tl.where(q < LARGEST, q, LARGEST)
-    q = tl.where(q > -LARGEST, q, -LARGEST)
-    if RANDOM == _NO_KEY:
-        codes = (q + 12582912.0).to(tl.int32, bitcast=True)
-    else:
-        if RANDOM == _KEY_ON_DEVICE:
-            seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
-            step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
-        drawn = _random_words(group4 + tile * (_TILE // 4), seed, step, rank, BITS)
-        steps = ((q + (LARGEST + 1.0)) * 65536.0).to(tl.uint32)
-        codes = ((steps + (drawn >> 16)) >> 16).to(tl.int32) - (1 << (BITS - 1))
-    codes = tl.where(lost_runs[:, None, None], 0, codes & ((1 << BITS) - 1))
-    if MASKED:
-        codes = tl.where(i < n, codes, 0)
-    payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    stop = (n * BITS + 31) // 32
-    total = store_words(payload, codes, tile * _RUNS, stop, _RUNS, BITS, BITS, MASKED)
-    s = tl.where(lost, _LOST, s)
-    group = tile * (_TILE // GROUP) + tl.arange(0, _TILE // GROUP)
-    where = scales_at * 32 + group
-    if MASKED:
-        tl.store(payload + where, s, mask=group * GROUP < n)
-        s = tl.where(group * GROUP < n, s, 0)
-    else:
-        tl.store(payload + where, s)
-    return total + tl.sum(weigh(s, where), 0), added, wrong
 
 
 @kernel
@@ -302,90 +220,95 @@ def _encode_kernel(
 ):
     """Encode one tile of one chunk. Header and records were cleared before.
 
-    With ADD the elements of the sdp4bit buffer at `src_ptr` with codes of so many bits are added.
+    With ADD the elements of the sdp4bit buffer at `src_ptr`, whose codes have so many bits, are
+    added before: in float32, and rounded to the dtype.
     """
     pid = tl.program_id(0)
     chunk = pid // tiles
-    tile = pid % tiles
+    tile = (pid % tiles).to(tl.int64)
     first = chunk.to(tl.int64) * chunk_nelem
     if ALIGNED:
         first = tl.multiple_of(first, 16)
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    whole = (tile + 1) * _TILE <= n
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    source_ptr = src_ptr + (source_static_at + chunk.to(tl.int64) * source_stride) * 128
     x = elements_at(x_ptr, ITEM) + first
-    here = tile.to(tl.int64)
-    group4 = chunk.to(tl.int64) * scales_at * (256 // BITS)
-    # fmt: off
-    if (here + 1) * _TILE <= n:
-        total, added, wrong = _encode_tile(
-            x, static_ptr, scales_at, here, n, source_ptr, source_scales_at, key_ptr, group4, seed,
-            step, rank, BITS, GROUP, ROTATE, LARGEST, RANDOM, EXP, ITEM, ADD, ADD_GROUP, ADD_BACK,
-            TOP, False,
-        )
+    i = _elements(tile, BITS)
+    if whole:
+        v = tl.load(x + i)
     else:
-        total, added, wrong = _encode_tile(
-            x, static_ptr, scales_at, here, n, source_ptr, source_scales_at, key_ptr, group4, seed,
-            step, rank, BITS, GROUP, ROTATE, LARGEST, RANDOM, EXP, ITEM, ADD, ADD_GROUP, ADD_BACK,
-            TOP, True,
+        v = tl.load(x + i, mask=i < n, other=0)
+    words = widen(v, EXP, ITEM)
+    if ADD > 0:
+        source_ptr = src_ptr + (source_static_at + chunk.to(tl.int64) * source_stride) * 128
+        # fmt: off
+        y, wrong, added = _values(
+            source_ptr, source_scales_at, tile, n, n * 0, n, whole, ADD, ADD_GROUP, ADD_BACK, TOP
         )
-    # fmt: on
+        # fmt: on
+        if wrong != 0:
+            report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
+        if SUMS:
+            tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
+        y = tl.reshape(y, [_RUNS, BITS, _RUN // BITS])
+        y = widen(narrow(y, EXP, ITEM), EXP, ITEM).to(tl.float32, bitcast=True)
+        y += words.to(tl.float32, bitcast=True)
+        words = widen(narrow(y, EXP, ITEM), EXP, ITEM)
+        if whole == 0:
+            words = tl.where(i < n, words, 0)
+    tops = tl.max(tl.max(words & 0x7FFFFFFF, 2), 1)
+    lost = _of_groups(tops, GROUP) >= _INFINITY
+    lost_runs = _of_runs(lost, GROUP)
+    t = tl.where(lost_runs[:, None, None], 0, words).to(tl.float32, bitcast=True)
+    if ROTATE:
+        t = _rotated(t, _RUN_FACTOR, _SHORT_FACTOR, tile, n, whole, BITS)
+    a = _of_groups(tl.max(tl.max(tl.abs(t), 2), 1), GROUP)
+    a = tl.where(a < _FLOOR, LARGEST, a)
+    largest = tl.full([_TILE // GROUP], LARGEST, tl.float32)
+    s = tl.div_rn(a, largest).to(tl.uint32, bitcast=True)
+    r = _of_runs(tl.div_rn(largest, a), GROUP)
+    q = t * r[:, None, None]
+    q = tl.where(q < LARGEST, q, LARGEST)
+    q = tl.where(q > -LARGEST, q, -LARGEST)
+    if RANDOM == _NO_KEY:
+        codes = (q + 12582912.0).to(tl.int32, bitcast=True)
+    else:
+        if RANDOM == _KEY_ON_DEVICE:
+            seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
+            step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
+        group4 = chunk.to(tl.int64) * scales_at * (256 // BITS) + tile * (_TILE // 4)
+        drawn = _random_words(group4, seed, step, rank, BITS)
+        steps = ((q + (LARGEST + 1.0)) * 65536.0).to(tl.uint32)
+        codes = ((steps + (drawn >> 16)) >> 16).to(tl.int32) - (1 << (BITS - 1))
+    codes = tl.where(lost_runs[:, None, None], 0, codes & ((1 << BITS) - 1))
+    placed = codes << (BITS * tl.arange(0, _RUN // BITS)[None, None, :])
+    word = tl.sum(placed, 2).to(tl.uint32, bitcast=True)
+    payload = static_ptr.to(tl.pointer_type(tl.uint32))
+    at = _words(tile, BITS)
+    words_end = (n * BITS + 31) // 32
+    if whole:
+        tl.store(payload + at, word)
+    else:
+        tl.store(payload + at, word, mask=at < words_end)
+    s = tl.where(lost, _LOST, s)
+    group = tile * (_TILE // GROUP) + tl.arange(0, _TILE // GROUP)
+    where = scales_at * 32 + group
+    tl.store(payload + where, s, mask=group * GROUP < n)
+    total = tl.sum(tl.sum(weigh(word, at), 1), 0)
+    total += tl.sum(tl.where(group * GROUP < n, weigh(s, where), 0), 0)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     if tile == tiles - 1:
-        words_end = (n * BITS + 31) // 32 * 4
-        clear(static_ptr, words_end, scales_at * 128, tile * 0, tile * 0 + 1)
+        clear(static_ptr, words_end * 4, scales_at * 128, chunk * 0, chunk * 0 + 1)
         scales_end = scales_at * 128 + (n + GROUP - 1) // GROUP * 4
-        clear(static_ptr, scales_end, static_stride * 128, tile * 0, tile * 0 + 1)
+        clear(static_ptr, scales_end, static_stride * 128, chunk * 0, chunk * 0 + 1)
         tl.store(record + 2, chunk.to(tl.int64) << 32)
         total += identity + record_term(n, n * 0, chunk * 0, chunk)
         if chunk == 0:
             k = tl.arange(0, 16)
             w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
             tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
-    if ADD > 0:
-        if wrong != 0:
-            report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
-        if ADD > 0:
-            tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def _decode_tile(
-    static_ptr,
-    scales_at,
-    out_ptr,
-    at,
-    lo,
-    hi,
-    tile,
-    n,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BACK: tl.constexpr,
-    TOP: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    ADD: tl.constexpr,
-    STORE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Decode a tile; element i of the chunk goes to `at + i` if it is in [lo, hi).
-
-    Gives whether a scale or code is wrong, and checksum terms.
-    """
-    y, wrong, total = _values(
-        static_ptr, scales_at, tile, n, lo, hi, BITS, GROUP, BACK, TOP, MASKED
-    )
-    if STORE:
-        bits = narrow(y, EXP, ITEM)
-        i = _element(tile, BITS)
-        if MASKED:
-            store_element(out_ptr, at + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
-        else:
-            store_element(out_ptr, at + i, bits, None, EXP, ITEM, ADD)
-    return wrong, total
 
 
 @kernel
@@ -421,27 +344,24 @@ def _decode_kernel(
     first = chunk.to(tl.int64) * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    at = first - start
+    to = first - start
     if ALIGNED:
-        at = tl.multiple_of(at, 16)
+        to = tl.multiple_of(to, 16)
     lo = tl.maximum(start - first, 0)
     hi = tl.minimum(stop - first, n)
-    # fmt: off
-    if (tile * _TILE >= lo) & ((tile + 1) * _TILE <= hi):
-        wrong, total = _decode_tile(
-            static_ptr, scales_at, out_ptr, at, lo, hi, tile, n, BITS, GROUP, BACK, TOP, EXP, ITEM,
-            ADD, STORE, False,
-        )
-    else:
-        wrong, total = _decode_tile(
-            static_ptr, scales_at, out_ptr, at, lo, hi, tile, n, BITS, GROUP, BACK, TOP, EXP, ITEM,
-            ADD, STORE, True,
-        )
-    # fmt: on
+    whole = (tile + 1) * _TILE <= n
+    y, wrong, total = _values(static_ptr, scales_at, tile, n, lo, hi, whole, BITS, GROUP, BACK, TOP)
     if wrong != 0:
         report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
     if SUMS:
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+    if STORE:
+        bits = narrow(y, EXP, ITEM)
+        i = _elements(tile, BITS)
+        if (tile * _TILE >= lo) & ((tile + 1) * _TILE <= hi):
+            store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
+        else:
+            store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
 
 
 def supports(dtype: DType) -> bool:

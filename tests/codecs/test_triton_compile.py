@@ -34,6 +34,12 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"block": 32},
         {"rounding": "stochastic"},
     ],
+    "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
+}
+#: Of codecs with many forms, what those have that are compiled for other targets than sm_90.
+MAIN: dict[str, dict[str, Any]] = {
+    "taco": {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False},
+    "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
 }
 WORKERS = 2
 
@@ -88,10 +94,9 @@ class Form(NamedTuple):
 
     def eligible(self, target: str) -> bool:
         """Whether to compile the form for this target, if none covers what it has."""
-        c = self.constexprs
-        default = {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False}
-        own = self.kernel.startswith("taco.") and any(c.get(k, v) != v for k, v in default.items())
-        return target == "sm_90" or (self.dtype == "bfloat16" and not own)
+        main = MAIN.get(self.kernel.partition(".")[0], {})
+        usual = all(self.constexprs.get(k, v) == v for k, v in main.items())
+        return target == "sm_90" or (self.dtype == "bfloat16" and usual)
 
     def values(self) -> list[tuple[str, Any]]:
         """What the form differs in from others of its kernel."""
@@ -232,6 +237,10 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         kernels.encode(planned(window="sigma", checksum=False)[0], x, room, room, stats)
         for window in ("sigma", "histogram"):
             kernels.measure(tw.codec(name, window=window).spec, plan.dtype, x)
+    if name == "sdp4bit":
+        inside, inside_src = planned(checksum=False, bits=8, rotate="encode")
+        between, between_src = planned(checksum=False, rotate="decode")
+        kernels.decode_add_encode(between, inside, inside_src, x, between_src, room, status)
     for params in PARAMS.get(name, ()):
         other = planned(checksum=False, **params)[0]
         keys = (tw.Key(1), tw.Key(1, stats)) if "rounding" in params else (None,)
