@@ -35,6 +35,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "one_window": {"dtype": "bfloat16", "n": 4096, "window": "histogram", "pattern": "scales"},
     "taco": {"codec": "taco", "dtype": "bfloat16", "n": 4096 + 700, "chunks": 2},
     "taco_unsummed": {"codec": "taco", "dtype": "float32", "n": 4500, "checksum": False},
+    "sdp4bit": {"codec": "sdp4bit", "dtype": "bfloat16", "n": 4096 + 701, "chunks": 2},
     "raw": {"codec": "raw", "dtype": "int16", "n": 1000, "chunks": 3},
 }
 SECTIONS = ("header", "record", "padding", "tiles", "offsets", "windows", "dynamic")
@@ -76,7 +77,7 @@ def sample(
 def spans(plan: Any, data: Bytes, chunk: int, section: str) -> tuple[int, int]:
     """Where a section of a chunk lies in a buffer; the length is 0 if there is none.
 
-    Of taco "tiles" are its codes and "windows" its scales.
+    Of taco and sdp4bit "tiles" are the codes and "windows" the scales.
     """
     from tightwire.codecs.zipccl import TILE
 

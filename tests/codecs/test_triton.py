@@ -550,6 +550,7 @@ LOSSY = {
     "mx_e2m1": tw.codec("mx", element="e2m1", scale_rule="ceil"),
     "mx_int8": tw.codec("mx", element="int8", scale_rule="ceil"),
     "nvfp4": tw.codec("nvfp4"),
+    "sdp4bit": tw.codec("sdp4bit"),
 }
 
 
@@ -857,6 +858,52 @@ def test_taco_keys_on_the_device(place: str) -> None:
             codec.encode(x, key=key, backend="triton")
     with pytest.raises(ValueError, match="needs key"):
         codec.encode(x, backend="triton")
+
+
+#: Pairs of codecs: of a buffer, and of the sum that is made of it.
+SDP4BIT = {
+    "two_levels": (
+        tw.codec("sdp4bit", bits=8, rotate="encode"),
+        tw.codec("sdp4bit", rotate="decode", rounding="stochastic"),
+    ),
+    "weights": (
+        tw.codec("sdp4bit", rotate="none", group=4096),
+        tw.codec("sdp4bit", bits=8, group=32, rounding="stochastic"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", TACO_DTYPES)
+@pytest.mark.parametrize("pair", SDP4BIT.values(), ids=SDP4BIT)
+def test_sdp4bit_sums(
+    place: str, pair: tuple[tw.Codec, tw.Codec], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoded by one codec, added in one pass to what the other encodes, and that decoded."""
+    from tightwire import device
+
+    monkeypatch.setattr(device, "added", None)
+    dtype, (source, codec) = BY_NAME[name], pair
+    for pattern, n, chunks, first in (("special", TILE + 700, 1, 0), ("normal", 1301, 2, 1)):
+        bits, other = make_bits(pattern, dtype, n), make_bits("scales", dtype, n, seed=1)
+        memory = Memory(place)
+        src = check_encode(memory, bits, dtype, source, chunks=chunks)
+        x = memory.put(other, dtype, first)
+        out, scratch = memory.take(src.plan.nbytes + 4096), memory.take(src.plan.scratch_nbytes)
+        total = codec.decode_add_encode(
+            src, x, key=KEY, out=out, scratch=scratch, chunks=chunks, backend="triton"
+        )
+        src.check()
+        expected = codec.decode_add_encode(
+            bytes(src), other.view(dtype.numpy), key=KEY, chunks=chunks, backend="ref"
+        )
+        assert bytes(total) == bytes(expected)
+        check_decode(memory, total, decoded_bits(expected, bits), dtype, start=40, stop=n - 1)
+        memory.check()
+    src.array[200] ^= 1
+    codec.decode_add_encode(src, x, key=KEY, chunks=chunks, backend="triton")
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        src.check()
 
 
 def vectors(codec: str) -> list[str]:
