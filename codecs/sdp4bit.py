@@ -197,8 +197,8 @@ def encode_chunk(
             x[whole:n] *= np.float32(SHORT_FACTOR)
         groups = x.reshape(-1, size)
         a = np.abs(groups).max(axis=1)
-        a = np.where(a < np.float32(FLOOR), largest, a)
-        v = np.clip(groups * (largest / a)[:, None], -largest, largest)
+        a[a < np.float32(FLOOR)] = largest
+        v: Floats = np.clip(groups * (largest / a)[:, None], -largest, largest)
         lost = wild.reshape(-1, size).any(axis=1)
         scales[first : first + a.size] = np.where(lost, LOST, (a / largest).view(np.uint32))
         v[lost] = 0

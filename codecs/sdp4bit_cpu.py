@@ -287,10 +287,10 @@ def decode_chunk(
 
 
 def _decode_arguments(spec: Sdp4bit, chunk: Chunk) -> tuple[Any, ...]:
-    payload, scales = map(_read_only, static_views(spec, chunk))
+    payload, scales = static_views(spec, chunk)
     top = F4(largest_number(chunk.dtype))
     fixed = (spec.bits, spec.group, spec.rotates_back, top, kind_of(chunk.dtype))
-    return payload, scales, chunk.nelem, *fixed
+    return _read_only(payload), _read_only(scales), chunk.nelem, *fixed
 
 
 def decode_add_chunk(

@@ -936,7 +936,7 @@ def test_vectors(place: str, name: str) -> None:
         given = VECTORS / f"{name}.input"
         if not given.exists():
             return
-        out.view(torch.uint8).reshape(-1).copy_(
+        out.reshape(-1).view(torch.uint8).copy_(
             torch.from_numpy(np.frombuffer(given.read_bytes(), np.uint8).copy())
         )
     buf = codec.encode(
