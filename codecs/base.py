@@ -239,8 +239,10 @@ class Plan:
 
         Their codecs may differ as far as `CodecSpec.fuses` allows, and nothing else.
         """
-        same = replace(source, codec=self.codec, layout=self.layout) == self
-        return same and self.codec.fuses(source.codec)
+        if source == self:
+            return True
+        alike = self.codec.fuses(source.codec)
+        return alike and replace(source, codec=self.codec, layout=self.layout) == self
 
     def identity_term(self, i: int) -> int:
         """Checksum contribution of what is planned about chunk `i`."""

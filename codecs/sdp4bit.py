@@ -53,7 +53,8 @@ class Sdp4bit(CodecSpec):
 
     `rotate`: "both" rotates runs of 32 values when encoding, and back when decoding; "none" does
     neither. With "encode" what decodes is the rotated tensor, and with "decode" what is encoded is
-    one, so that sums can be made in between. `rounding`: "nearest" or "stochastic", which needs
+    one, so that sums can be made in between; with these two a dtype that is not coded is a
+    ValueError. `rounding`: "nearest" or "stochastic", which needs
     `key` when encoding.
     """
 
