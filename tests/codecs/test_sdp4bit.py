@@ -43,9 +43,9 @@ def vnmse(x: Array, y: Array) -> float:
 
 def hadamard(x: Array) -> npt.NDArray[np.float64]:
     """The page's rotation as a product with the matrix, float64."""
-    i = np.arange(RUN)
-    ones = np.bitwise_count(i[:, None] & i)
-    matrix = np.where(ones % 2 == 0, 1.0, -1.0)
+    matrix = np.ones((1, 1))
+    while matrix.shape[0] < RUN:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     whole = x.size // RUN * RUN
     rotated = x[:whole].astype(np.float64).reshape(-1, RUN) @ matrix / RUN
     return np.concatenate([rotated.reshape(-1), x[whole:].astype(np.float64) / 8])
