@@ -13,10 +13,12 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Key, Plan
+from .columns_triton import to_columns
 from .device import (
     CHUNK,
     CHUNK_PAYLOAD,
     HEADER_WORDS,
+    PTX,
     Variant,
     add_header,
     clear,
@@ -30,7 +32,7 @@ from .device import (
     touched,
     weigh,
 )
-from .hadamard_triton import LOW, rotate, spread, unzip
+from .hadamard_triton import LOW, rotate, spread
 from .minifloat import INFINITY
 from .minifloat_triton import aligned_for, check_chunks, elements_at, narrow, widen
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
@@ -68,7 +70,7 @@ _OPTIONS = options(num_warps=4)
 @triton.jit
 def _rotated(v, before, factor, tile, n, whole, BITS: tl.constexpr):
     """Values rotated, multiplied by `before`; those of a short run times `factor` instead."""
-    low = unzip(tl.reshape(v * before, [_TILE // LOW, LOW]), _TILE // LOW, LOW, 4)
+    low = to_columns(tl.reshape(v * before, [_TILE // LOW, LOW]), _TILE // LOW, LOW, 4)
     t = tl.reshape(rotate(low, _RUNS, 1), [_RUNS, BITS, _RUN // BITS])
     if whole == 0:
         short = (tile * _RUNS + tl.arange(0, _RUNS)) * _RUN + _RUN > n
@@ -215,13 +217,16 @@ def _encode_kernel(
     ADD: tl.constexpr,
     ADD_GROUP: tl.constexpr,
     ADD_BACK: tl.constexpr,
+    X_ITEM: tl.constexpr,
     TOP: tl.constexpr,
+    PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Encode one tile of one chunk. Header and records were cleared before.
 
     With ADD the elements of the sdp4bit buffer at `src_ptr`, whose codes have so many bits, are
-    added before: in float32, and rounded to the dtype.
+    added before: in float32, and rounded to the plan's dtype. Those at `x_ptr` have X_ITEM bytes:
+    ITEM, or where they are added 4, float32.
     """
     pid = tl.program_id(0)
     chunk = pid // tiles
@@ -232,13 +237,13 @@ def _encode_kernel(
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     whole = (tile + 1) * _TILE <= n
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    x = elements_at(x_ptr, ITEM) + first
+    x = elements_at(x_ptr, X_ITEM) + first
     i = _elements(tile, BITS)
     if whole:
         v = tl.load(x + i)
     else:
         v = tl.load(x + i, mask=i < n, other=0)
-    words = widen(v, EXP, ITEM)
+    words = widen(v, EXP, X_ITEM)
     if ADD > 0:
         source_ptr = src_ptr + (source_static_at + chunk.to(tl.int64) * source_stride) * 128
         # fmt: off
@@ -251,9 +256,9 @@ def _encode_kernel(
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
         y = tl.reshape(y, [_RUNS, BITS, _RUN // BITS])
-        y = widen(narrow(y, EXP, ITEM), EXP, ITEM).to(tl.float32, bitcast=True)
+        y = widen(narrow(y, EXP, ITEM, PTX), EXP, ITEM).to(tl.float32, bitcast=True)
         y += words.to(tl.float32, bitcast=True)
-        words = widen(narrow(y, EXP, ITEM), EXP, ITEM)
+        words = widen(narrow(y, EXP, ITEM, PTX), EXP, ITEM)
         if whole == 0:
             words = tl.where(i < n, words, 0)
     tops = tl.max(tl.max(words & 0x7FFFFFFF, 2), 1)
@@ -335,6 +340,7 @@ def _decode_kernel(
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr,
     STORE: tl.constexpr,
+    PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk."""
@@ -356,7 +362,7 @@ def _decode_kernel(
     if SUMS:
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
     if STORE:
-        bits = narrow(y, EXP, ITEM)
+        bits = narrow(y, EXP, ITEM, PTX)
         i = _elements(tile, BITS)
         if (tile * _TILE >= lo) & ((tile + 1) * _TILE <= hi):
             store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
@@ -376,7 +382,13 @@ def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | No
 
 @functools.cache
 def _encode_variant(
-    spec: Sdp4bit, dtype: DType, aligned: bool, source: Sdp4bit | None, random: int, sums: bool
+    spec: Sdp4bit,
+    dtype: DType,
+    aligned: bool,
+    source: Sdp4bit | None,
+    item: int,
+    random: int,
+    sums: bool,
 ) -> Variant:
     added = {"ADD": 0, "ADD_GROUP": RUN, "ADD_BACK": False}
     if source is not None:
@@ -393,7 +405,9 @@ def _encode_variant(
         ITEM=dtype.itemsize,
         ALIGNED=aligned,
         **added,
+        X_ITEM=item,
         TOP=largest_number(dtype),
+        PTX=PTX,
         SUMS=sums,
     )
 
@@ -414,6 +428,7 @@ def _decode_variant(
         ALIGNED=aligned,
         ADD=add,
         STORE=store,
+        PTX=PTX,
         SUMS=sums,
     )
 
@@ -448,12 +463,14 @@ def decode_add_encode(
     scratch,
     status,
     *,
+    stats=None,
     key: Key | None = None,
     planned: bool = True,
 ) -> None:
     """Encode what `src`, a buffer of `source_plan`, decodes to plus `x` into `out`, in one pass.
 
-    Sums are in float32, rounded to the dtype. See `tightwire.device` for the contract.
+    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
+    `tightwire.device` for the contract.
     """
     if plan.checksum:
         scratch[: 8 * plan.chunks].zero_()
@@ -469,8 +486,8 @@ def _encode(plan: Plan, x, out, key, source_plan: Plan | None, sources) -> None:
     out[: plan.static_offset].zero_()
     header = header_words(plan)
     source = None if source_plan is None else _spec(source_plan)
-    aligned = aligned_for(plan, x)
-    _encode_variant(spec, plan.dtype, aligned, source, random, plan.checksum).launch(
+    aligned, item = aligned_for(plan, x), x.element_size()
+    _encode_variant(spec, plan.dtype, aligned, source, item, random, plan.checksum).launch(
         tiles * plan.chunks,
         (x, out, out if on_device is None else on_device, *sources),
         *header[:HEADER_WORDS],
