@@ -97,6 +97,10 @@ class CodecSpec:
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
 
+    def bind(self, shape: tuple[int, ...]) -> CodecSpec:
+        """The codec that plans tensors of `shape`: itself, unless a parameter comes from there."""
+        return self
+
     def layout(self, dtype: DType, nelem: int) -> Layout:
         """Sections of a chunk of `nelem` elements; depends on nothing else."""
         raise NotImplementedError

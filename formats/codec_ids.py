@@ -10,5 +10,6 @@ CODEC_IDS = {
     "nvfp4": (4, "nvfp4"),
     "taco": (5, "taco"),
     "sdp4bit": (6, "sdp4bit"),
+    "tahquant": (7, "tahquant"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

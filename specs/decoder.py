@@ -717,6 +717,131 @@ def sdp4bit_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# tahquant.md, "Parameters" and "Layout"
+
+
+class Tahquant(NamedTuple):
+    """What the parameters say."""
+
+    forward: bool
+    hidden: int
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile."""
+        return 64 if self.forward else 32
+
+    @property
+    def planes(self) -> int:
+        """Planes of all tiles."""
+        return 3 if self.forward else 6
+
+    @property
+    def token_tiles(self) -> int:
+        """G."""
+        return ceil_div(self.hidden, self.tile)
+
+    def tiles(self, nelem: int) -> int:
+        """N."""
+        return self.token_tiles * (nelem // self.hidden) + ceil_div(nelem % self.hidden, self.tile)
+
+    def narrow(self, nelem: int) -> int:
+        """K."""
+        return nelem // self.hidden // 5 if self.forward and self.hidden <= 2**24 else 0
+
+    def used(self, nelem: int) -> list[int]:
+        """Bytes in use in payload, scales and index."""
+        words = self.planes * self.tiles(nelem)
+        if not self.forward:
+            return [4 * words, 4 * self.tiles(nelem), 0]
+        words += self.tiles(nelem) - self.token_tiles * self.narrow(nelem)
+        tokens = ceil_div(nelem, self.hidden)
+        return [8 * words, 5 * self.tiles(nelem), ceil_div(tokens, 8)]
+
+
+def tahquant_parameters(params: bytes) -> Tahquant:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 16, "bad_header", f"tahquant has 16 parameter bytes, not {len(params)}")
+    check(params[0] <= 1 and not any(params[1:8]), "bad_header", "direction")
+    hidden = int.from_bytes(params[8:], "little")
+    check(1 <= hidden < 2**63, "bad_header", f"tokens of {hidden} elements")
+    return Tahquant(params[0] == 0, hidden)
+
+
+def tahquant_sections(tahquant: Tahquant, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where tahquant takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"tahquant does not take dtype {dtype_id}")
+    check(chunk_nelem <= 2**36, "bad_header", f"{chunk_nelem} elements in a tahquant chunk")
+    sizes = [align(n) for n in tahquant.used(chunk_nelem)]
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(sum(sizes) < raw, "bad_header", "tahquant gains nothing for this size")
+    return [Section(kind, 0, n // 128) for kind, n in zip((1, 4, 3), sizes)]
+
+
+def tahquant_starts(tahquant: Tahquant, chunk_nelem: int) -> tuple[int, int, int]:
+    """Where the sections of a static part start."""
+    payload, scales, _ = (align(n) for n in tahquant.used(chunk_nelem))
+    return 0, payload, payload + scales
+
+
+# tahquant.md, "Decoding" and "Checks"
+
+
+def float16(bits: int) -> float:
+    """The value of a float16."""
+    return float(struct.unpack("<e", bits.to_bytes(2, "little"))[0])
+
+
+def tahquant_index(tahquant: Tahquant, nelem: int, index: bytes) -> list[bool]:
+    """Which tokens are narrow."""
+    narrow = [bool(index[i // 8] >> i % 8 & 1) for i in range(8 * len(index))]
+    whole = nelem // tahquant.hidden
+    good = not any(narrow[whole:]) and sum(narrow) == tahquant.narrow(nelem)
+    check(not tahquant.forward or good, "bad_payload", "the index")
+    return narrow if tahquant.forward else [False] * ceil_div(nelem, tahquant.hidden)
+
+
+def tahquant_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    tahquant = tahquant_parameters(h.params)
+    size, tiles, words = tahquant.tile, tahquant.tiles(nelem), tahquant.tile // 8
+    _, scales, index = tahquant_starts(tahquant, h.chunk_nelem)
+    narrow = tahquant_index(tahquant, nelem, static[index : index + tahquant.used(nelem)[2]])
+
+    def plane_word(i: int) -> int:
+        return int.from_bytes(static[words * i : words * (i + 1)], "little")
+
+    out = bytearray()
+    slot = tahquant.planes * tiles
+    for t in range(tiles):
+        token, within = divmod(t, tahquant.token_tiles)
+        codes = [0] * size
+        bits = [plane_word(p * tiles + t) for p in range(tahquant.planes)]
+        if tahquant.forward and not narrow[token]:
+            bits.append(plane_word(slot))
+            slot += 1
+        for p, word in enumerate(bits):
+            codes = [code | (word >> i & 1) << p for i, code in enumerate(codes)]
+        pivot = static[scales + 4 * tiles + t] if tahquant.forward else 0
+        check(pivot == 0 or pivot // 64 == 2, "bad_payload", f"pivot {pivot}")
+        left = min(tahquant.hidden, nelem - token * tahquant.hidden) - within * size
+        scale = u32(static, scales + 4 * t)
+        if scale == 0x7E007E00:
+            nan = {16: 0x7E00, 17: 0x7FC0, 18: 0x7FC00000}[h.dtype_id]
+            out += nan.to_bytes(h.dtype.nbytes, "little") * min(size, left)
+            continue
+        check(scale & 0x7C00 != 0x7C00 and scale >> 16 < 0x7C00, "bad_payload", f"{scale:08x}")
+        m, s = float16(scale & 0xFFFF), float16(scale >> 16)
+        y = [f32(m + code * s) for code in codes]
+        if pivot:
+            rotate(y)
+            y = [f32(v / 8) for v in y]
+            y[0], y[pivot & 63] = y[pivot & 63], y[0]
+        for v in y[:left]:
+            out += taco_bits(v, h.dtype)
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -739,7 +864,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2, 3, 4, 5, 6), "unknown_codec", f"codec {codec}")
+    check(codec in (1, 2, 3, 4, 5, 6, 7), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -779,6 +904,9 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
         expected = taco_sections(taco_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
     elif codec == 6:
         expected = sdp4bit_sections(sdp4bit_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
+    elif codec == 7:
+        tahquant = tahquant_parameters(data[params:nbytes])
+        expected = tahquant_sections(tahquant, dtype_id, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -858,6 +986,12 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         scales = align(ceil_div(sdp.bits * h.chunk_nelem, 8))
         end = scales + 4 * ceil_div(nelem, sdp.group)
         return static[ceil_div(sdp.bits * nelem, 8) : scales] + static[end:]
+    if h.codec == 7:
+        tahquant = tahquant_parameters(h.params)
+        starts = tahquant_starts(tahquant, h.chunk_nelem)
+        ends = [at + n for at, n in zip(starts, tahquant.used(nelem))]
+        gaps = zip(ends, (*starts[1:], len(static)))
+        return b"".join(static[lo:hi] for lo, hi in gaps)
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -896,6 +1030,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += taco_decode(h, nelem, static)
         elif h.codec == 6:
             out += sdp4bit_decode(h, nelem, static)
+        elif h.codec == 7:
+            out += tahquant_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

@@ -438,6 +438,49 @@ def sdp4bit_all_codes(bits: int) -> Vector:
     return f"sdp4bit/float32_{bits}_all_codes", data, tw.decode(data, backend="ref").tobytes()
 
 
+def activations(seed: int, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Tokens of unlike entropy, with an outlier here and there."""
+    nelem = math.prod(shape)
+    powers = np.abs(bell(seed, "float32", nelem)).reshape(shape)
+    x = bell(seed + 1, "float32", nelem).reshape(shape)
+    tokens = np.arange(nelem // shape[-1]).reshape(shape[:-1])
+    for k in range(1, 4):
+        x[tokens % 4 >= k] *= powers[tokens % 4 >= k]
+    x.reshape(-1)[random_words(seed, nelem) % 150 == 0] *= 20
+    return x.astype(BY_NAME[dtype].numpy)
+
+
+def tahquant_vectors() -> Iterator[LossyVector]:
+    """Vectors of codec tahquant: buffer, decoded tensor, encoded tensor."""
+
+    def coded(name: str, x: Array, **options: Any) -> LossyVector:
+        fields = ("direction", "hidden")
+        params = {k: options.pop(k) for k in fields if k in options}
+        return lossy(f"{x.dtype.name}_{name}", x, tw.codec("tahquant", **params), **options)
+
+    ramp = np.resize(np.arange(16, dtype=np.float32), (1, 1024))
+    yield coded("ramp", ramp.astype(BY_NAME["bfloat16"].numpy))
+    for i, dtype in enumerate(TACO_DTYPES):
+        x = activations(120 + i, dtype, (12, 128))
+        yield coded("tokens", x)
+        yield coded("backward", x, direction="backward")
+        yield coded("short_tiles", activations(130 + i, dtype, (3, 7, 100)))
+        yield coded("specials", specials(dtype, 1500).reshape(15, 100))
+        yield coded("random_bits", random_bits(140, dtype, (11, 192)), hidden=64)
+        yield coded("zeros", with_zeros(141, dtype, 1200).reshape(10, 120))
+    x = activations(142, "bfloat16", (2000,))
+    yield coded("one_token", x)
+    yield coded("short_last_token", x, hidden=190)
+    yield coded("3_chunks", x.reshape(20, 100), chunks=3)
+    yield coded("4_chunks_of_tokens", x, hidden=100, chunks=4)
+    yield coded("backward_3_chunks", x.reshape(50, 40), chunks=3, direction="backward")
+    yield coded("no_checksum", x.reshape(10, 200), checksum=False)
+    wide = activations(143, "float32", (12, 100))
+    for name, power in (("huge", 13), ("small", -18), ("lost", 40), ("subnormal", -140)):
+        yield coded(name, np.ldexp(wide, power - np.arange(100) // 25).astype(np.float32))
+    yield coded("equal_tokens", np.tile(wide[0], (12, 1)))
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -1225,6 +1268,72 @@ def sdp4bit_invalid() -> Invalid:
     return {f"sdp4bit_{name}": vector for name, vector in vectors.items()}
 
 
+def tahquant_parts(**params: Any) -> Parts:
+    """Two chunks of 7 tokens of 144 elements, 3 tiles each, the last one short; one is narrow.
+
+    In a chunk of 21 tiles, words lie at 768, pivots at 852 to 873, the index is at 896.
+    """
+    x = activations(144, "bfloat16", (14, 144))
+    return Parts.of(tw.codec("tahquant", **params).encode(x, chunks=2, backend="ref"))
+
+
+def tahquant_invalid() -> Invalid:
+    """Step 9 of "Reading" for tahquant, and tahquant.md, "Checks"."""
+    make = tahquant_parts
+    params, index = make().header.params, make().static[0][896]
+    free = (index ^ 0x7F) & -(index ^ 0x7F)
+
+    def with_bytes(chunk: int, at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: make(**params), lambda p: put(p, chunk, at, new))
+
+    wrong = {
+        "no_parameters": b"",
+        "8_byte_parameters": params[:8],
+        "direction_2": poked(params, 0, b"\2"),
+        "other_direction": poked(params, 0, b"\1"),
+        "parameters_reserved": poked(params, 1, b"\1"),
+        "parameters_end": poked(params, 7, b"\1"),
+        "hidden_0": params[:8] + bytes(8),
+        "hidden_2_63": params[:8] + (1 << 63).to_bytes(8, "little"),
+        "hidden_1": params[:8] + (1).to_bytes(8, "little"),
+        "hidden_64": params[:8] + (64).to_bytes(8, "little"),
+    }
+    headers = {name: (changed(make(), params=bad), "bad_header") for name, bad in wrong.items()}
+    headers |= {
+        "version_2": (changed(make(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(make(), dtype=BY_NAME["float64"]), "bad_header"),
+        "sections_swapped": (sectioned(make(), 0, 2, 1), "bad_header"),
+        "no_index_section": (sectioned(make(), 0, 1), "bad_header"),
+        "dynamic_stride": (changed(make(), dynamic_stride=ALIGN), "bad_header"),
+        "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_bytes": (edited(make, lambda p: grow(p, 1, 1)), "bad_record"),
+    }
+    bad = {
+        "no_narrow_token": with_bytes(0, 896, b"\0"),
+        "two_narrow_tokens": with_bytes(0, 896, bytes([index | free])),
+        "narrow_token_behind_the_last": with_bytes(1, 896, b"\x80"),
+        "least_infinite": with_bytes(0, 768, b"\0\x7c\0\x3c"),
+        "least_nan": with_bytes(0, 772, b"\0\x7e\0\x3c"),
+        "least_minus_infinity": with_bytes(1, 768 + 80, b"\0\xfc\0\x3c"),
+        "step_infinite": with_bytes(0, 768, b"\0\0\0\x7c"),
+        "step_negative": with_bytes(1, 780, b"\0\0\0\x80"),
+        "step_lost": with_bytes(0, 768, b"\0\0\0\x7e"),
+        "backward_step_nan": with_bytes(0, 896, b"\0\0\1\x7c", direction="backward"),
+        "pivot_1": with_bytes(0, 852, b"\1"),
+        "pivot_64": with_bytes(0, 860, b"\x40"),
+        "pivot_192": with_bytes(1, 872, b"\xc0"),
+    }
+    padding = {
+        "padding_of_payload": with_bytes(0, 8 * (4 * 21 - 3), b"\1"),
+        "padding_of_scales": with_bytes(1, 873, b"\x80"),
+        "padding_of_index": with_bytes(1, 897, b"\1"),
+    }
+    found = headers
+    found |= {name: (data, "bad_payload") for name, data in bad.items()}
+    found |= {name: (data, "reserved_not_zero") for name, data in padding.items()}
+    return {f"tahquant_{name}": pair for name, pair in found.items()}
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -1237,6 +1346,7 @@ def all_invalid() -> Invalid:
         | nvfp4_invalid()
         | taco_invalid()
         | sdp4bit_invalid()
+        | tahquant_invalid()
     )
 
 
@@ -1250,6 +1360,7 @@ def all_files() -> dict[str, bytes]:
         nvfp4_vectors,
         taco_vectors,
         sdp4bit_vectors,
+        tahquant_vectors,
     ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor

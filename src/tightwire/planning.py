@@ -116,6 +116,7 @@ def _make_plan(
         raise ValueError(f"{len(shape)} dimensions; allowed: at most {MAX_RANK}")
     if any(d < 0 for d in shape):
         raise ValueError(f"shape is {shape}; allowed: sizes >= 0")
+    spec = spec.bind(shape)
     nelem = math.prod(shape)
     if math.prod(d for d in shape if d) * dtype.itemsize > MAX_NBYTES:
         raise ValueError(f"shape {shape} has more than 2**63 - 1 bytes")

@@ -37,6 +37,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"rounding": "stochastic"},
         {"rounding": "stochastic", "format": "int8", "transform": "none", "block": 64},
     ],
+    "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
 }
 KEY = tw.Key(0xFEDCBA9876543210, step=5, rank=2)
 

@@ -277,6 +277,25 @@ def test_worked_example_of_sdp4bit_page() -> None:
     assert tensor == b"\x80\x3f\x60\xc0" + bytes(2 * (n - 2))
 
 
+def test_worked_example_of_tahquant_page() -> None:
+    data, tensor = vector("tahquant/bfloat16_ramp")
+    text = page("tahquant.md")
+    example = text[text.index("## Worked example") :]
+    planes = re.findall(r"`(\w{16})`", example)
+    scales = re.search(r"scales (\d+) times `(.{11})`, then (\d+) pivot bytes 00", example)
+    assert scales is not None
+    tiles = int(scales[1])
+    assert len(planes) == 4
+    assert tiles == int(scales[3]) == 16
+    static = data[128:]
+    words = b"".join(bytes.fromhex(word)[::-1] * tiles for word in planes)
+    assert static[: len(words)] == words
+    scale_bytes = bytes.fromhex(scales[2]) * tiles + bytes(tiles)
+    assert static[len(words) :] == scale_bytes.ljust(128, b"\0") + bytes(128)
+    expected = (np.arange(1024) % 16).astype(np.float32).view("<u4") >> 16
+    assert tensor == expected.astype("<u2").tobytes()
+
+
 def test_worked_example_of_zipccl_page() -> None:
     data, tensor = vector("zipccl/bfloat16_2048_ones")
     text = page("zipccl.md")

@@ -1,0 +1,418 @@
+"""tahquant: activations in 3 or 4 bits by token entropy, gradients in 6. specs/tahquant.md.
+
+After TahQuant: tiles with a float16 range each, the least telling fifth of the tokens in 3 bits, an
+outlier moved to slot 0 and spread by a Hadamard transform. Float operations are single precision,
+each rounded to nearest, in the page's order. This module holds layout, constants and the NumPy
+reference.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.codec_ids import CODEC_IDS
+from ..formats.dtypes import DType
+from ..formats.errors import FormatError
+from ..formats.header import SECTION_KINDS, Section, align
+from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .minifloat import widen
+from .taco import _rotate as rotate
+from .taco import _to_bits as to_bits
+
+Words = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+DIRECTIONS = ("forward", "backward")
+_PARAMS = struct.Struct("<B7xQ")
+MAX_HIDDEN = (1 << 63) - 1
+#: One token in NARROW_SHARE is narrow, where tokens have no more elements than this.
+NARROW_SHARE = 5
+MAX_RANKED = 1 << 24
+#: Coefficients of log2 between powers of two, in units of 2^-16.
+LOG = 28710, 15512, 5263
+#: Bits of the least magnitude, as float32, that loses a tile; and a lost tile's word.
+TOO_LARGE = 0x49800000
+LOST = 0x7E007E00
+PIVOT = 128
+#: Added to a number below 2^22, leaves it rounded in the low bits of the sum.
+ANCHOR = 1.5 * 2.0**23
+INDEX_PROBLEM = "the index names the wrong number of tokens"
+TILE_PROBLEM = "a scale or a pivot of a tile"
+
+_BATCH_TILES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Tahquant(CodecSpec):
+    """Lossy, for activations ("forward": 3 or 4 bits a value) and gradients ("backward": 6 bits).
+
+    `hidden`: elements of a token; 0 takes the tensor's last dimension.
+    """
+
+    direction: str = "forward"
+    hidden: int = 0
+
+    name: ClassVar[str] = "tahquant"
+    id: ClassVar[int] = CODEC_IDS["tahquant"][0]
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a parameter that is none."""
+        allowed = f"direction is {self.direction!r}; allowed: {', '.join(DIRECTIONS)}"
+        if not isinstance(self.direction, str):
+            raise TypeError(allowed)
+        if self.direction not in DIRECTIONS:
+            raise ValueError(allowed)
+        allowed = f"hidden is {self.hidden!r}; allowed: 0 to 2**63 - 1"
+        if isinstance(self.hidden, bool) or not isinstance(self.hidden, int):
+            raise TypeError(allowed)
+        if not 0 <= self.hidden <= MAX_HIDDEN:
+            raise ValueError(allowed)
+
+    @property
+    def forward(self) -> bool:
+        """Whether tokens have widths, and tiles pivots."""
+        return self.direction == "forward"
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile."""
+        return 64 if self.forward else 32
+
+    @property
+    def planes(self) -> int:
+        """Bit planes that all tiles have."""
+        return 3 if self.forward else 6
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of a whole token."""
+        return -(-self.hidden // self.tile)
+
+    def tiles(self, nelem: int) -> int:
+        """Tiles of a chunk of `nelem` elements."""
+        whole, rest = divmod(nelem, self.hidden)
+        return self.token_tiles * whole + -(-rest // self.tile)
+
+    def narrow_tokens(self, nelem: int) -> int:
+        """Tokens of a chunk that are coded in 3 bits."""
+        if not self.forward or self.hidden > MAX_RANKED:
+            return 0
+        return nelem // self.hidden // NARROW_SHARE
+
+    def wide_tiles(self, nelem: int) -> int:
+        """Tiles of a chunk in the plane of wide tokens."""
+        if not self.forward:
+            return 0
+        return self.tiles(nelem) - self.token_tiles * self.narrow_tokens(nelem)
+
+    def used(self, nelem: int) -> tuple[int, int, int]:
+        """Bytes in use in each of a chunk's sections."""
+        tiles = self.tiles(nelem)
+        payload = self.tile // 8 * (self.planes * tiles + self.wide_tiles(nelem))
+        tokens = -(-nelem // self.hidden)
+        return payload, (5 if self.forward else 4) * tiles, -(-tokens // 8) * self.forward
+
+    def bind(self, shape: tuple[int, ...]) -> Tahquant:
+        """The codec that knows the size of a token."""
+        if self.hidden:
+            return self
+        return replace(self, hidden=max(shape[-1], 1) if shape else 1)
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """Static sections with the planes, the scales and the index of narrow tokens."""
+        kinds = ("payload", "scales", "index")
+        sizes = self.used(nelem)
+        pairs = zip(kinds, sizes, strict=True)
+        return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """Every section of a chunk that gains anything has then less than 2^39 bytes."""
+        return 1 << 36
+
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """True for dtypes it codes where the chunk gets smaller."""
+        if not super().accepts(dtype, nelem):
+            return False
+        return sum(map(align, self.used(nelem))) < align(nelem * dtype.itemsize)
+
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: per chunk a sum and, twice, a number of each token."""
+        ranked = self.narrow_tokens(nelem) > 0
+        return align(8 * chunks * (1 + 2 * ranked * -(-nelem // self.hidden)))
+
+    def pack_params(self) -> bytes:
+        """Direction and size of a token."""
+        return _PARAMS.pack(DIRECTIONS.index(self.direction), self.hidden)
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> Tahquant:
+        """Inverse of `pack_params`."""
+        if len(data) != _PARAMS.size:
+            raise FormatError("bad_header", f"tahquant has 16 parameter bytes, found {len(data)}")
+        direction, hidden = _PARAMS.unpack(data)
+        if direction > 1 or any(data[1:8]) or not 1 <= hidden <= MAX_HIDDEN:
+            raise FormatError("bad_header", f"direction {direction}, tokens of {hidden} elements")
+        return cls(DIRECTIONS[direction], hidden)
+
+
+SPEC = Tahquant
+
+
+def encode_chunk(
+    spec: Tahquant,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """Encode the chunk's elements `bits` (1-D) into its static part."""
+    v = static_views(spec, chunk)
+    narrow = narrow_tokens(spec, bits, chunk.dtype)
+    if spec.forward:
+        v.index[:] = np.packbits(narrow, bitorder="little")
+    slots = slots_of(spec, narrow)
+    for first in range(0, v.words.size, _BATCH_TILES):
+        tiles = np.arange(first, min(first + _BATCH_TILES, v.words.size))
+        at, inside = _elements(spec, bits.size, tiles)
+        x = widen(np.where(inside, bits[at], chunk.dtype.bits.type(0)), chunk.dtype)
+        is_narrow = narrow[tiles // spec.token_tiles]
+        most = np.where(is_narrow, 7, (1 << spec.planes + spec.forward) - 1)
+        codes, v.words[tiles], pivots = _encode_tiles(spec, x, most.astype(np.float32))
+        for p in range(spec.planes):
+            v.planes[p, tiles] = _pack(codes >> p)
+        if spec.forward:
+            v.pivots[tiles] = pivots
+            v.wide[_slot(spec, slots, tiles[~is_narrow])] = _pack(codes[~is_narrow] >> 3)
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Tahquant, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
+
+    Only the index and the tiles that hold those elements are looked at.
+    """
+    v = static_views(spec, chunk)
+    narrow = index_of(spec, chunk)
+    if narrow is None:
+        return ChunkDecoded(INDEX_PROBLEM)
+    slots = slots_of(spec, narrow)
+    problem = None
+    stop = start + out.size
+    first, last = tile_range(spec, start, stop)
+    for at_tile in range(first, last, _BATCH_TILES):
+        tiles = np.arange(at_tile, min(at_tile + _BATCH_TILES, last))
+        words, pivots = v.words[tiles], v.pivots[tiles] if spec.forward else None
+        if bad_tiles(words, pivots):
+            problem = TILE_PROBLEM
+        codes = np.zeros((tiles.size, spec.tile), np.uint32)
+        for p in range(spec.planes):
+            codes |= _unpack(v.planes[p, tiles]) << p
+        if spec.forward:
+            wide = ~narrow[tiles // spec.token_tiles]
+            codes[wide] |= _unpack(v.wide[_slot(spec, slots, tiles[wide])]) << 3
+        found = to_bits(_decode_tiles(words, pivots, codes), chunk.dtype)
+        found[words == LOST] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
+        at, inside = _elements(spec, chunk.nelem, tiles)
+        inside &= (at >= start) & (at < stop)
+        out[at[inside] - start] = found[inside]
+    return ChunkDecoded(problem)
+
+
+class Views(NamedTuple):
+    """A chunk's static part: planes (planes, N, tile / 8), wide (wide tiles, tile / 8), words (N)
+    uint32, pivots (N, of the backward direction 0) and index, uint8 but for the words."""
+
+    planes: Bytes
+    wide: Bytes
+    words: Words
+    pivots: Bytes
+    index: Bytes
+
+
+def static_views(spec: Tahquant, chunk: Chunk) -> Views:
+    """See `Views`."""
+    n, nbytes = spec.tiles(chunk.nelem), spec.tile // 8
+    payload, scales, index = spec.used(chunk.nelem)
+    scales_at = chunk.sections[0].nbytes
+    index_at = scales_at + chunk.sections[1].nbytes
+    wide_at = spec.planes * n * nbytes
+    return Views(
+        chunk.static[:wide_at].reshape(spec.planes, n, nbytes),
+        chunk.static[wide_at:payload].reshape(-1, nbytes),
+        chunk.static[scales_at : scales_at + 4 * n].view("<u4"),
+        chunk.static[scales_at + 4 * n : scales_at + scales],
+        chunk.static[index_at : index_at + index],
+    )
+
+
+def static_used(
+    spec: Tahquant, dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    scales_at = sections[0].nbytes
+    index_at = scales_at + sections[1].nbytes
+    starts = (0, scales_at, index_at)
+    return tuple((at, at + n) for at, n in zip(starts, spec.used(nelem), strict=True))
+
+
+def narrow_tokens(spec: Tahquant, bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:
+    """Which of a chunk's tokens are coded in 3 bits, bool, shape (tokens,)."""
+    narrow = np.zeros(-(-bits.size // spec.hidden), bool)
+    count = spec.narrow_tokens(bits.size)
+    if count:
+        whole = bits.size // spec.hidden
+        rows = bits[: whole * spec.hidden].reshape(whole, spec.hidden)
+        entropies = np.array([_entropy(widen(row, dtype)) for row in rows])
+        narrow[np.argsort(entropies, kind="stable")[:count]] = True
+    return narrow
+
+
+def _entropy(words: Words) -> int:
+    """Entropy of a token's magnitudes, in bits times 2^12."""
+    fields = words >> np.uint32(23) & np.uint32(0xFF)
+    significands = words & np.uint32(0x7FFFFF) | (fields > 0).astype(np.uint32) << np.uint32(23)
+    fields = np.maximum(fields, 1)
+    q = significands >> np.uint32(8) >> np.minimum(fields.max() - fields, 31)
+    total = int(q.sum(dtype=np.int64))
+    if total == 0:
+        return 0
+    weighted = int((q.astype(np.int64) * _log2(q)).sum())
+    return max(int(_log2(np.array([total]))[0]) - weighted // total, 0)
+
+
+def _log2(numbers: npt.NDArray[Any]) -> Ints:
+    """log2 in units of 2^-12; of 0 something finite."""
+    a, b, c = LOG
+    words = numbers.astype(np.float32).view(np.uint32).astype(np.int64)
+    f = words >> 7 & 0xFFFF
+    h = a - ((b - (c * f >> 16)) * f >> 16)
+    return ((words >> 23) - 127 << 16) + f + ((f * (65536 - f) >> 16) * h >> 16) >> 4
+
+
+def slots_of(spec: Tahquant, narrow: npt.NDArray[np.bool]) -> Ints:
+    """Of each token, how many tiles of narrow tokens are before it."""
+    before = np.cumsum(narrow, dtype=np.int64) - narrow
+    return before * spec.token_tiles
+
+
+def _slot(spec: Tahquant, slots: Ints, tiles: Ints) -> Ints:
+    """Where tiles of wide tokens are in their plane."""
+    return tiles - slots[tiles // spec.token_tiles]
+
+
+def index_of(spec: Tahquant, chunk: Chunk) -> npt.NDArray[np.bool] | None:
+    """Which tokens of the chunk are narrow, or None if they are the wrong number."""
+    tokens = -(-chunk.nelem // spec.hidden)
+    if not spec.forward:
+        return np.zeros(tokens, bool)
+    found = np.unpackbits(static_views(spec, chunk).index, bitorder="little")
+    whole = chunk.nelem // spec.hidden
+    if found[whole:].any() or np.count_nonzero(found) != spec.narrow_tokens(chunk.nelem):
+        return None
+    return found[:tokens].astype(bool)
+
+
+def tile_range(spec: Tahquant, start: int, stop: int) -> tuple[int, int]:
+    """First and past-the-last tile of a chunk's elements `start` to `stop`."""
+    if start >= stop:
+        return 0, 0
+    tokens, rests = zip(divmod(start, spec.hidden), divmod(stop - 1, spec.hidden), strict=True)
+    first, last = (
+        spec.token_tiles * t + r // spec.tile for t, r in zip(tokens, rests, strict=True)
+    )
+    return first, last + 1
+
+
+def bad_tiles(words: Words, pivots: Bytes | None) -> bool:
+    """True if there is a word or a pivot byte that no encoder writes."""
+    finite = ((words & 0x7C00) != 0x7C00) & (words >> np.uint32(16) < 0x7C00)
+    wrong = not (finite | (words == LOST)).all()
+    if pivots is not None:
+        wrong |= bool(((pivots != 0) & (pivots >> 6 != PIVOT >> 6)).any())
+    return wrong
+
+
+def _elements(spec: Tahquant, nelem: int, tiles: Ints) -> tuple[Ints, npt.NDArray[np.bool]]:
+    """Elements of the tiles, shape (tiles, tile), 0 where the tile is filled up, and where not."""
+    within = tiles % spec.token_tiles * spec.tile
+    columns = within[:, None] + np.arange(spec.tile)
+    at = (tiles // spec.token_tiles * spec.hidden)[:, None] + columns
+    inside = (columns < spec.hidden) & (at < nelem)
+    return np.where(inside, at, 0), inside
+
+
+def _encode_tiles(spec: Tahquant, words: Words, most: Floats) -> tuple[Words, Words, Bytes]:
+    """Codes, scale words and pivots of tiles, given as float32 bits, with codes up to `most`."""
+    magnitudes = words & np.uint32(0x7FFFFFFF)
+    lost = (magnitudes >= TOO_LARGE).any(axis=1)
+    x = np.where(lost[:, None], np.uint32(0), words).view(np.float32)
+    pivots = np.zeros(lost.size, np.uint8)
+    if spec.forward:
+        rows, at = np.arange(lost.size), magnitudes.argmax(axis=1)
+        top = np.abs(x[rows, at])
+        others = np.abs(x)
+        others[rows, at] = 0
+        spread = (top > 0) & (top >= 2 * others.max(axis=1))
+        pivots[spread] = PIVOT + at[spread]
+        x[spread] = _rotated(_swapped(x[spread], at[spread]))
+    low = x.min(axis=1) + np.float32(0)
+    with np.errstate(over="ignore"):
+        least = low.astype(np.float16)
+        least[np.isinf(least)], lost = 0, lost | np.isinf(least)
+        m = least.astype(np.float32)
+        span = x.max(axis=1) - m
+        step = (np.where(span > 0, span, np.float32(0)) / most).astype(np.float16)
+        step[np.isinf(step)], lost = 0, lost | np.isinf(step)
+    s = step.astype(np.float32)
+    r = np.where(s > 0, np.float32(1) / np.where(s > 0, s, np.float32(1)), np.float32(0))
+    v = np.clip((x - m[:, None]) * r[:, None], np.float32(0), most[:, None])
+    codes = (v + np.float32(ANCHOR)).view(np.uint32) & np.uint32(0xFF)
+    codes[lost], pivots[lost] = 0, 0
+    both = least.view(np.uint16) | step.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return codes, np.where(lost, np.uint32(LOST), both), pivots
+
+
+def _decode_tiles(words: Words, pivots: Bytes | None, codes: Words) -> Floats:
+    """Values of tiles, those of lost ones without meaning."""
+    words = np.where(((words & 0x7C00) == 0x7C00) | (words >> 16 >= 0x7C00), 0, words)
+    halves = words.astype("<u4").view("<f2").reshape(-1, 2).astype(np.float32)
+    y = halves[:, :1] + codes.astype(np.float32) * halves[:, 1:]
+    if pivots is not None:
+        spread = pivots != 0
+        y[spread] = _swapped(_rotated(y[spread]), pivots[spread] & 63)
+    return y
+
+
+def _rotated(x: Floats) -> Floats:
+    """The transform of each row."""
+    rotate(x)
+    return x * np.float32(0.125)
+
+
+def _swapped(x: Floats, at: npt.NDArray[Any]) -> Floats:
+    """Rows whose first value and that at `at` traded places."""
+    rows, swapped = np.arange(at.size), x.copy()
+    swapped[rows, 0], swapped[rows, at] = x[rows, at], x[rows, 0]
+    return swapped
+
+
+def _pack(bits: Words) -> Bytes:
+    """Lowest bits of each row as bytes."""
+    return np.packbits((bits & 1).astype(np.uint8), axis=1, bitorder="little")
+
+
+def _unpack(words: Bytes) -> Words:
+    """Inverse of `_pack`."""
+    return np.unpackbits(words, axis=1, bitorder="little").astype(np.uint32)
