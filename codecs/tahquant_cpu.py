@@ -1,0 +1,415 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""tahquant on the CPU with Numba: the bytes of codecs/tahquant.py.
+
+Loops have constant lengths and integer operands where that lets LLVM vectorise them; without
+fastmath it fuses nothing and keeps the order of additions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key
+from .minifloat import NAN
+from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
+from .tahquant import (
+    ANCHOR,
+    INDEX_PROBLEM,
+    LOG,
+    LOST,
+    PIVOT,
+    TILE_PROBLEM,
+    TOO_LARGE,
+    Tahquant,
+    bad_tiles,
+    index_of,
+    slots_of,
+    static_views,
+    tile_range,
+)
+from .threads import run, spans
+
+U1, U4, I4, I8, F4 = np.uint8, np.uint32, np.int32, np.int64, np.float32
+_MAGNITUDE = U4(0x7FFFFFFF)
+_LOG_A, _LOG_B, _LOG_C = (U4(c) for c in LOG)
+_TOO_LARGE, _LOST, _NAN = U4(TOO_LARGE), U4(LOST), U4(NAN)
+_ANCHOR, _FROM_HALF = F4(ANCHOR), F4(2.0**112)
+_INFINITE = U4(0x7C00)
+#: 2^23, beyond float16, as its float32 bits.
+_TALL = I4(150 << 23)
+
+
+@njit(nogil=True)
+def _log2(u):
+    """See `tahquant._log2`; of the bits of a float32."""
+    f = U4(U4(u >> U4(7)) & U4(0xFFFF))
+    h = U4(_LOG_B - U4(U4(_LOG_C * f) >> U4(16)))
+    h = U4(_LOG_A - U4(U4(h * f) >> U4(16)))
+    p = U4(U4(f * U4(U4(65536) - f)) >> U4(16))
+    e = U4(U4(U4(u >> U4(23)) - U4(127)) << U4(16))
+    return U4(U4(U4(e + f) + U4(U4(p * h) >> U4(16))) >> U4(4))
+
+
+@njit(nogil=True, cache=True)
+def _entropies(x, kind, hidden, out, first, last):
+    """Entropies of tokens `first` to `last`; see `tahquant._entropy`."""
+    words, q = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
+    floats, padded = np.empty(LANES, np.float32), np.zeros(LANES, x.dtype)
+    bits = floats.view(np.uint32)
+    one = np.empty(1, np.float32)
+    for token in range(first, last):
+        row = x[token * hidden : (token + 1) * hidden]
+        top = U4(0)
+        total, weighted = I8(0), I8(0)
+        for measured in range(2):
+            highest = max(U4(top >> U4(23)), U4(1))
+            for at in range(0, hidden, LANES):
+                count = min(LANES, hidden - at)
+                padded[:count] = row[at : at + count]
+                padded[count:] = 0
+                widen(padded, kind, words, floats)
+                if measured == 0:
+                    for i in range(LANES):
+                        top = max(top, U4(words[i] & _MAGNITUDE))
+                    continue
+                for i in range(LANES):
+                    u = U4(words[i] & _MAGNITUDE)
+                    field = U4(u >> U4(23))
+                    w = U4(U4(u & U4(0x7FFFFF)) | U4(U4(1 << 23) if field > U4(0) else U4(0)))
+                    shift = U4(min(U4(highest - max(field, U4(1))), U4(31)))
+                    q[i] = U4(U4(w >> U4(8)) >> shift)
+                for i in range(LANES):
+                    floats[i] = F4(q[i])
+                for i in range(LANES):
+                    total += I8(q[i])
+                    weighted += I8(U4(q[i] * _log2(bits[i])))
+        entropy = I8(0)
+        if total > 0:
+            one[0] = F4(total)
+            entropy = max(I8(_log2(one.view(np.uint32)[0])) - weighted // total, I8(0))
+        out[token] = entropy
+
+
+@njit(nogil=True)
+def _rotate(v):
+    """The transform of 64 values in place."""
+    h = 1
+    while h < 64:
+        for i in range(0, 64, 2 * h):
+            for j in range(i, i + h):
+                a = v[j]
+                b = v[j + h]
+                v[j] = a + b
+                v[j + h] = a - b
+        h *= 2
+    for i in range(64):
+        v[i] *= F4(0.125)
+
+
+@njit(nogil=True)
+def _half(u):
+    """Bits of the float16 nearest to a float32, given and returned as bits."""
+    part = min(I4(u & _MAGNITUDE), _TALL)
+    found = min(round_code(part, I4(10), I4(113 << 23)), I4(0x7C00))
+    return U4(U4(found) | U4(U4(u >> U4(16)) & U4(0x8000)))
+
+
+@njit(nogil=True)
+def _of_half(half, value, bits):
+    """`value`, one float32 whose bits are `bits`, becomes that of a finite float16."""
+    bits[0] = U4(U4(half & U4(0x7FFF)) << U4(13))
+    value[0] *= _FROM_HALF
+    bits[0] |= U4(U4(half & U4(0x8000)) << U4(16))
+    return value[0]
+
+
+@njit(nogil=True)
+def _pivot(v, magnitudes):
+    """Pivot byte of 64 values `v`, which are rotated if there is one."""
+    top = U4(0)
+    for i in range(64):
+        top = max(top, magnitudes[i])
+    at = 0
+    while magnitudes[at] != top:
+        at += 1
+    magnitudes[at] = U4(0)
+    second = U4(0)
+    for i in range(64):
+        second = max(second, magnitudes[i])
+    pair = np.empty(2, np.uint32)
+    pair[0], pair[1] = top, second
+    both = pair.view(np.float32)
+    if top == U4(0) or both[0] < F4(2) * both[1]:
+        return U1(0)
+    v[0], v[at] = v[at], v[0]
+    _rotate(v)
+    return U1(PIVOT + at)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, pivots, first, last):
+    """Encode tiles `first` to `last`; `sizes` is (hidden, tile, tiles of a token, forward)."""
+    hidden, tile, token_tiles, forward = sizes
+    words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
+    padded, codes = np.zeros(LANES, x.dtype), np.empty(tile, np.uint32)
+    magnitudes, g = np.empty(tile, np.uint32), np.empty(tile, np.float32)
+    gu, values = g.view(np.uint32), words.view(np.float32)
+    one = np.empty(1, np.float32)
+    bits = one.view(np.uint32)
+    per = LANES // tile
+    for group in range(first, last, per):
+        end = min(group + per, last)
+        padded[:] = 0
+        for t in range(group, end):
+            within = t % token_tiles * tile
+            at = t // token_tiles * hidden + within
+            count = min(tile, hidden - within, x.size - at)
+            here = (t - group) * tile
+            padded[here : here + count] = x[at : at + count]
+        widen(padded, kind, words, floats)
+        for t in range(group, end):
+            token = t // token_tiles
+            u = words[(t - group) * tile : (t - group + 1) * tile]
+            v = values[(t - group) * tile : (t - group + 1) * tile]
+            top = U4(0)
+            for i in range(tile):
+                magnitudes[i] = U4(u[i] & _MAGNITUDE)
+            for i in range(tile):
+                top = max(top, magnitudes[i])
+            lost = top >= _TOO_LARGE
+            if lost:
+                v[:] = F4(0)
+                magnitudes[:] = U4(0)
+            pivot = U1(0)
+            if forward:
+                pivot = _pivot(v, magnitudes)
+            # Floats in the order of integers, whose extremes LLVM finds with vectors.
+            low, high = I4(0x7FFFFFFF), I4(-0x80000000)
+            for i in range(tile):
+                order = I4(u[i])
+                order = I4(order ^ I4(I4(order >> I4(31)) & I4(0x7FFFFFFF)))
+                low, high = min(low, order), max(high, order)
+            bits[0] = U4(I4(low ^ I4(I4(low >> I4(31)) & I4(0x7FFFFFFF))))
+            one[0] += F4(0)
+            least = _half(bits[0])
+            if U4(least & U4(0x7FFF)) == _INFINITE:
+                lost = True
+                least = U4(0)
+            m = _of_half(least, one, bits)
+            bits[0] = U4(I4(high ^ I4(I4(high >> I4(31)) & I4(0x7FFFFFFF))))
+            span = F4(one[0] - m)
+            narrow_here = narrow_token[token]
+            most = F4(7) if narrow_here else F4(15) if forward else F4(63)
+            one[0] = F4((span if span > F4(0) else F4(0)) / most)
+            step = _half(bits[0])
+            if step == _INFINITE:
+                lost = True
+                step = U4(0)
+            s = _of_half(step, one, bits)
+            r = F4(F4(1) / s) if s > F4(0) else F4(0)
+            for i in range(tile):
+                c = F4(F4(v[i] - m) * r)
+                c = c if c > F4(0) else F4(0)
+                c = c if c < most else most
+                g[i] = c + _ANCHOR
+            for i in range(tile):
+                codes[i] = U4(0) if lost else U4(gu[i] & U4(0xFF))
+            scales[t] = _LOST if lost else U4(least | U4(step << U4(16)))
+            if forward:
+                pivots[t] = U1(0) if lost else pivot
+            for part in range(tile // 32):
+                some = codes[part * 32 : part * 32 + 32]
+                for p in range(planes.shape[0]):
+                    planes[p, t, part] = _plane(some, U4(p))
+                if forward and not narrow_here:
+                    wide[t - slots[token], part] = _plane(some, U4(3))
+
+
+@njit(nogil=True)
+def _plane(codes, p):
+    """Bit `p` of 32 codes."""
+    word = U4(0)
+    for i in range(32):
+        word |= U4(U4(U4(codes[i] >> p) & U4(1)) << U4(i))
+    return word
+
+
+@njit(nogil=True, cache=True)
+def _decode_tiles(
+    planes, wide, scales, pivots, narrow_token, slots, sizes, kind, nelem, out, start, first, last
+):
+    """Decode tiles `first` to `last` to `out`, elements `start` on; bad ones to anything."""
+    hidden, tile, token_tiles, forward = sizes
+    values, code = np.empty(LANES, np.float32), np.empty(32, np.uint32)
+    words, room = values.view(np.uint32), np.empty(LANES, out.dtype)
+    one = np.empty(1, np.float32)
+    bits = one.view(np.uint32)
+    values[:] = F4(0)
+    limit = F4(65504) if kind == 1 else F4(np.inf)
+    per = LANES // tile
+    for group in range(first, last, per):
+        end = min(group + per, last)
+        for t in range(group, end):
+            token, here = t // token_tiles, (t - group) * tile
+            v = values[here : here + tile]
+            if scales[t] == _LOST:
+                words[here : here + tile] = _NAN
+                continue
+            m = _of_half(U4(scales[t] & U4(0xFFFF)), one, bits)
+            s = _of_half(U4(scales[t] >> U4(16)), one, bits)
+            for part in range(tile // 32):
+                code[:] = U4(0)
+                for p in range(planes.shape[0]):
+                    word = U4(planes[p, t, part])
+                    for i in range(32):
+                        code[i] |= U4(U4(U4(word >> U4(i)) & U4(1)) << U4(p))
+                if forward and not narrow_token[token]:
+                    word = U4(wide[t - slots[token], part])
+                    for i in range(32):
+                        code[i] |= U4(U4(U4(word >> U4(i)) & U4(1)) << U4(3))
+                for i in range(32):
+                    v[part * 32 + i] = m + F4(F4(code[i]) * s)
+            if forward and pivots[t] != 0:
+                _rotate(v)
+                at = pivots[t] & 63
+                v[0], v[at] = v[at], v[0]
+            for i in range(tile):
+                y = v[i]
+                y = y if y < limit else limit
+                v[i] = y if y > -limit else F4(-limit)
+        narrow(words, kind, room)
+        for t in range(group, end):
+            within = t % token_tiles * tile
+            at = t // token_tiles * hidden + within
+            lo = max(at, start)
+            hi = min(at + min(tile, hidden - within), nelem, start + out.size)
+            here = (t - group) * tile - at
+            out[lo - start : hi - start] = room[here + lo : here + hi]
+
+
+def encode_chunk(
+    spec: Tahquant,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `tahquant.encode_chunk`."""
+    kind, v = kind_of(chunk.dtype), static_views(spec, chunk)
+    narrow_token = np.zeros(-(-bits.size // spec.hidden), bool)
+    count, whole = spec.narrow_tokens(bits.size), bits.size // spec.hidden
+    x = _read_only(bits)
+    if count:
+        entropies = np.empty(whole, np.int64)
+        cuts = spans(whole, bits.nbytes, threads)
+        run(_entropies, [(x, kind, spec.hidden, entropies, *cut) for cut in cuts])
+        narrow_token[np.argsort(entropies, kind="stable")[:count]] = True
+    if spec.forward:
+        v.index[:] = np.packbits(narrow_token, bitorder="little")
+    fixed = (x, kind, _sizes(spec), narrow_token, slots_of(spec, narrow_token))
+    views = (_words(v.planes), _words(v.wide), v.words, v.pivots)
+    cuts = spans(v.words.size, bits.nbytes, threads)
+    run(_encode_tiles, [(*fixed, *views, *cut) for cut in cuts])
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Tahquant, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `tahquant.decode_chunk`; where there is a problem, `out` may be left alone."""
+    first, last = tile_range(spec, start, start + out.size)
+    problem, fixed = _source(spec, chunk, first, last)
+    if problem is None:
+        cuts = spans(last - first, out.nbytes, threads)
+        calls = [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts]
+        run(_decode_tiles, calls)
+    return ChunkDecoded(problem)
+
+
+def decode_add_chunk(
+    spec: Tahquant, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
+) -> ChunkDecoded:
+    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
+    problem, fixed = _source(spec, chunk, 0, spec.tiles(chunk.nelem))
+    if problem is None:
+        cuts = spans(_pieces(chunk.nelem), acc.nbytes, threads)
+        run(_add_pieces, [(spec, chunk, fixed, acc, *cut) for cut in cuts])
+    return ChunkDecoded(problem)
+
+
+def decode_add_encode_chunk(
+    spec: Tahquant, source: Chunk, bits: Bits, chunk: Chunk, *, threads: int = 1
+) -> ChunkDecoded:
+    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
+
+    The sum is kept as a whole: which tokens are narrow has to be known before one is encoded.
+    """
+    problem, fixed = _source(spec, source, 0, spec.tiles(source.nelem))
+    if problem is None:
+        total = np.empty(bits.size, bits.dtype)
+        cuts = spans(_pieces(bits.size), bits.nbytes, threads)
+        run(_sum_pieces, [(spec, source, fixed, bits, total, *cut) for cut in cuts])
+        encode_chunk(spec, chunk, total, threads=threads)
+    return ChunkDecoded(problem)
+
+
+#: Elements that are decoded and added while they are in cache.
+_PIECE = 1 << 15
+
+
+def _pieces(nelem: int) -> int:
+    return -(-nelem // _PIECE)
+
+
+def _add_pieces(spec: Tahquant, chunk: Chunk, fixed: Any, acc: Bits, first: int, last: int) -> None:
+    room = np.empty(_PIECE, chunk.dtype.bits)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        _decode_tiles(*fixed, part, at, *tile_range(spec, at, at + part.size))
+        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
+
+
+def _sum_pieces(
+    spec: Tahquant, chunk: Chunk, fixed: Any, bits: Bits, total: Bits, first: int, last: int
+) -> None:
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = total[at : at + _PIECE]
+        _decode_tiles(*fixed, part, at, *tile_range(spec, at, at + part.size))
+        add(part, bits[at : at + part.size], kind_of(chunk.dtype))
+
+
+def _source(
+    spec: Tahquant, chunk: Chunk, first: int, last: int
+) -> tuple[str | None, tuple[Any, ...]]:
+    """What is wrong with a chunk's index or tiles `first` to `last`; what decodes its tiles."""
+    v = static_views(spec, chunk._replace(static=_read_only(chunk.static)))
+    narrow_token = index_of(spec, chunk)
+    if narrow_token is None:
+        return INDEX_PROBLEM, ()
+    if bad_tiles(v.words[first:last], v.pivots[first:last] if spec.forward else None):
+        return TILE_PROBLEM, ()
+    views = (_words(v.planes), _words(v.wide), v.words, v.pivots)
+    fixed = (narrow_token, slots_of(spec, narrow_token), _sizes(spec), kind_of(chunk.dtype))
+    return None, (*views, *fixed, chunk.nelem)
+
+
+def _sizes(spec: Tahquant) -> tuple[int, int, int, bool]:
+    return spec.hidden, spec.tile, spec.token_tiles, spec.forward
+
+
+def _words(planes: Bytes) -> npt.NDArray[np.uint32]:
+    """A plane's words in halves, where they have 64 bits."""
+    return planes.view("<u4")
+
+
+def _read_only(array: Bits) -> Bits:
+    """A read-only view: so that each kernel is compiled for one kind of array."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
