@@ -145,8 +145,8 @@ class Tahquant(CodecSpec):
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: per chunk a sum and, twice, a number of each token."""
-        ranked = self.narrow_tokens(nelem) > 0
-        return align(8 * chunks * (1 + 2 * ranked * -(-nelem // self.hidden)))
+        tokens = -(-nelem // self.hidden) if self.narrow_tokens(nelem) else 0
+        return align(8 * chunks) + 2 * align(8 * chunks * tokens)
 
     def pack_params(self) -> bytes:
         """Direction and size of a token."""
@@ -282,7 +282,8 @@ def narrow_tokens(spec: Tahquant, bits: Bits, dtype: DType) -> npt.NDArray[np.bo
 def _entropy(words: Words) -> int:
     """Entropy of a token's magnitudes, in bits times 2^12."""
     fields = words >> np.uint32(23) & np.uint32(0xFF)
-    significands = words & np.uint32(0x7FFFFF) | (fields > 0).astype(np.uint32) << np.uint32(23)
+    fractions = np.where(fields == 255, np.uint32(0), words & np.uint32(0x7FFFFF))
+    significands = fractions | (fields > 0).astype(np.uint32) << np.uint32(23)
     fields = np.maximum(fields, 1)
     q = significands >> np.uint32(8) >> np.minimum(fields.max() - fields, 31)
     total = int(q.sum(dtype=np.int64))

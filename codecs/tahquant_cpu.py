@@ -79,7 +79,8 @@ def _entropies(x, kind, hidden, out, first, last):
                 for i in range(LANES):
                     u = U4(words[i] & _MAGNITUDE)
                     field = U4(u >> U4(23))
-                    w = U4(U4(u & U4(0x7FFFFF)) | U4(U4(1 << 23) if field > U4(0) else U4(0)))
+                    w = U4(0) if field == U4(255) else U4(u & U4(0x7FFFFF))
+                    w = U4(w | U4(U4(1 << 23) if field > U4(0) else U4(0)))
                     shift = U4(min(U4(highest - max(field, U4(1))), U4(31)))
                     q[i] = U4(U4(w >> U4(8)) >> shift)
                 for i in range(LANES):
