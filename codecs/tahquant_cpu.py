@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
 from .tahquant import (
@@ -33,12 +33,15 @@ from .tahquant import (
 )
 from .threads import run, spans
 
-U1, U4, I4, I8, F4 = np.uint8, np.uint32, np.int32, np.int64, np.float32
+U1, U4, U8, I4, I8, F4 = np.uint8, np.uint32, np.uint64, np.int32, np.int64, np.float32
 _MAGNITUDE = U4(0x7FFFFFFF)
 _LOG_A, _LOG_B, _LOG_C = (U4(c) for c in LOG)
 _TOO_LARGE, _LOST, _NAN = U4(TOO_LARGE), U4(LOST), U4(NAN)
 _ANCHOR, _FROM_HALF = F4(ANCHOR), F4(2.0**112)
 _INFINITE = U4(0x7C00)
+#: Every eighth bit, the bits on the diagonal of 8 bytes, and what gathers the former in the top byte.
+_ONES, _DIAGONAL = U8(0x0101010101010101), U8(0x8040201008040201)
+_GATHER, _CARRY = U8(0x0102040810204080), U8(0x7F7F7F7F7F7F7F7F)
 #: 2^23, beyond float16, as its float32 bits.
 _TALL = I4(150 << 23)
 
@@ -156,7 +159,8 @@ def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, piv
     """Encode tiles `first` to `last`; `sizes` is (hidden, tile, tiles of a token, forward)."""
     hidden, tile, token_tiles, forward = sizes
     words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
-    padded, codes = np.zeros(LANES, x.dtype), np.empty(tile, np.uint32)
+    padded, codes = np.zeros(LANES, x.dtype), np.empty(tile, np.uint8)
+    eights = codes.view(np.uint64)
     magnitudes, g = np.empty(tile, np.uint32), np.empty(tile, np.float32)
     gu, values = g.view(np.uint32), words.view(np.float32)
     one = np.empty(1, np.float32)
@@ -218,25 +222,28 @@ def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, piv
                 c = c if c < most else most
                 g[i] = c + _ANCHOR
             for i in range(tile):
-                codes[i] = U4(0) if lost else U4(gu[i] & U4(0xFF))
+                codes[i] = U1(0) if lost else U1(gu[i])
             scales[t] = _LOST if lost else U4(least | U4(step << U4(16)))
             if forward:
                 pivots[t] = U1(0) if lost else pivot
-            for part in range(tile // 32):
-                some = codes[part * 32 : part * 32 + 32]
+            for w in range(tile // 8):
                 for p in range(planes.shape[0]):
-                    planes[p, t, part] = _plane(some, U4(p))
+                    planes[p, t, w] = _bits(eights[w], U8(p))
                 if forward and not narrow_here:
-                    wide[t - slots[token], part] = _plane(some, U4(3))
+                    wide[t - slots[token], w] = _bits(eights[w], U8(3))
 
 
 @njit(nogil=True)
-def _plane(codes, p):
-    """Bit `p` of 32 codes."""
-    word = U4(0)
-    for i in range(32):
-        word |= U4(U4(U4(codes[i] >> p) & U4(1)) << U4(i))
-    return word
+def _bits(codes, p):
+    """Bit `p` of 8 codes in one word, as a byte."""
+    return U1(U8(U8(U8(codes >> p) & _ONES) * _GATHER) >> U8(56))
+
+
+@njit(nogil=True)
+def _spread(byte):
+    """Inverse of `_bits`: 8 codes that are 0 or 1."""
+    bits = U8(U8(U8(byte) * _ONES) & _DIAGONAL)
+    return U8(U8(U8(bits + _CARRY) >> U8(7)) & _ONES)
 
 
 @njit(nogil=True, cache=True)
@@ -245,7 +252,8 @@ def _decode_tiles(
 ):
     """Decode tiles `first` to `last` to `out`, elements `start` on; bad ones to anything."""
     hidden, tile, token_tiles, forward = sizes
-    values, code = np.empty(LANES, np.float32), np.empty(32, np.uint32)
+    values, codes = np.empty(LANES, np.float32), np.empty(tile, np.uint8)
+    eights = codes.view(np.uint64)
     words, room = values.view(np.uint32), np.empty(LANES, out.dtype)
     one = np.empty(1, np.float32)
     bits = one.view(np.uint32)
@@ -262,18 +270,15 @@ def _decode_tiles(
                 continue
             m = _of_half(U4(scales[t] & U4(0xFFFF)), one, bits)
             s = _of_half(U4(scales[t] >> U4(16)), one, bits)
-            for part in range(tile // 32):
-                code[:] = U4(0)
+            for w in range(tile // 8):
+                found = U8(0)
                 for p in range(planes.shape[0]):
-                    word = U4(planes[p, t, part])
-                    for i in range(32):
-                        code[i] |= U4(U4(U4(word >> U4(i)) & U4(1)) << U4(p))
+                    found |= U8(_spread(planes[p, t, w]) << U8(p))
                 if forward and not narrow_token[token]:
-                    word = U4(wide[t - slots[token], part])
-                    for i in range(32):
-                        code[i] |= U4(U4(U4(word >> U4(i)) & U4(1)) << U4(3))
-                for i in range(32):
-                    v[part * 32 + i] = m + F4(F4(code[i]) * s)
+                    found |= U8(_spread(wide[t - slots[token], w]) << U8(3))
+                eights[w] = found
+            for i in range(tile):
+                v[i] = m + F4(F4(codes[i]) * s)
             if forward and pivots[t] != 0:
                 _rotate(v)
                 at = pivots[t] & 63
@@ -314,7 +319,7 @@ def encode_chunk(
     if spec.forward:
         v.index[:] = np.packbits(narrow_token, bitorder="little")
     fixed = (x, kind, _sizes(spec), narrow_token, slots_of(spec, narrow_token))
-    views = (_words(v.planes), _words(v.wide), v.words, v.pivots)
+    views = (v.planes, v.wide, v.words, v.pivots)
     cuts = spans(v.words.size, bits.nbytes, threads)
     run(_encode_tiles, [(*fixed, *views, *cut) for cut in cuts])
     return ChunkResult(0)
@@ -395,18 +400,13 @@ def _source(
         return INDEX_PROBLEM, ()
     if bad_tiles(v.words[first:last], v.pivots[first:last] if spec.forward else None):
         return TILE_PROBLEM, ()
-    views = (_words(v.planes), _words(v.wide), v.words, v.pivots)
+    views = (v.planes, v.wide, v.words, v.pivots)
     fixed = (narrow_token, slots_of(spec, narrow_token), _sizes(spec), kind_of(chunk.dtype))
     return None, (*views, *fixed, chunk.nelem)
 
 
 def _sizes(spec: Tahquant) -> tuple[int, int, int, bool]:
     return spec.hidden, spec.tile, spec.token_tiles, spec.forward
-
-
-def _words(planes: Bytes) -> npt.NDArray[np.uint32]:
-    """A plane's words in halves, where they have 64 bits."""
-    return planes.view("<u4")
 
 
 def _read_only(array: Bits) -> Bits:

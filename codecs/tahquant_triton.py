@@ -65,6 +65,8 @@ from .taco_triton import _unzip as unzip
 
 _GROUP = tl.constexpr(4096)
 _WARPS = 4
+#: Of groups whose elements may lie anywhere: each has its own address and mask.
+_WARPS_ANYWHERE = 8
 _LOST, _TOO_LARGE = tl.constexpr(LOST), tl.constexpr(TOO_LARGE)
 _PIVOT, _ANCHOR = tl.constexpr(PIVOT), tl.constexpr(ANCHOR)
 _SHARE = tl.constexpr(NARROW_SHARE)
@@ -418,6 +420,7 @@ def _encode_kernel(
     token_tiles: tl.int64,
     tokens: tl.int64,
     groups: tl.int64,
+    ranked: tl.int32,
     head: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -427,7 +430,6 @@ def _encode_kernel(
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     TILE: tl.constexpr,
-    RANKED: tl.constexpr,
     SUMS: tl.constexpr,
     FUSED: tl.constexpr,
 ):
@@ -435,7 +437,7 @@ def _encode_kernel(
 
     MODE 0: whole groups whose tiles follow one another without gaps; 1: the group at the end of a
     chunk of those, which may be empty, with what else a chunk has; 2: both, tiles anywhere.
-    RANKED: there are narrow tokens; FUSED: as `_entropy_kernel`.
+    `ranked`: there are narrow tokens. FUSED: as `_entropy_kernel`.
     """
     ROWS: tl.constexpr = _GROUP // TILE
     PARTS: tl.constexpr = TILE // 32
@@ -459,9 +461,8 @@ def _encode_kernel(
         t = group * ROWS + tl.arange(0, ROWS)
         token = t // token_tiles
         here = t < tiles
-        rank = t * 0
-        if RANKED:
-            rank = tl.load(counts_ptr + chunk * tokens + token, mask=here, other=0)
+        use = t < tiles * ranked
+        rank = tl.load(counts_ptr + chunk * tokens + token, mask=use, other=0)
         narrow = rank & 1
         slot = t - (rank >> 1) * token_tiles
         if MODE == 0:
@@ -480,19 +481,14 @@ def _encode_kernel(
             e = tl.load(x + spread(at, ROWS, TILE // 16)[:, None] + i, mask=inside, other=0)
             e = e.to(tl.uint32)
         if FUSED:
-            rank = t * 0
-            if RANKED:
-                rank = tl.load(base_ptr + chunk * tokens + token, mask=here, other=0)
-            wide = tiles
-            if RANKED:
-                wide -= n // hidden // _SHARE * token_tiles
+            rank = tl.load(base_ptr + chunk * tokens + token, mask=use, other=0)
             b, wrong, weighed = _decode_rows(
                 src_ptr + (static_at + chunk * static_stride) * 128,
                 t,
                 here,
                 here,
                 tiles,
-                wide,
+                tiles - ranked * (n // hidden // _SHARE) * token_tiles,
                 t - (rank >> 1) * token_tiles,
                 rank & 1,
                 payload,
@@ -581,10 +577,9 @@ def _encode_kernel(
     if MODE != 0:
         if group == last:
             zero = (chunk * 0).to(tl.int32)
-            ends = _ends(n, tiles, hidden, token_tiles, payload, index, TILE, RANKED)
+            ends = _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE)
             payload_end, scales_end, index_end = ends
-            if not RANKED:
-                index_end = index * 128
+            index_end = tl.where(ranked != 0, index_end, index * 128)
             clear(static_ptr, payload_end, payload * 128, zero, zero + 1)
             clear(static_ptr, scales_end, index * 128, zero, zero + 1)
             clear(static_ptr, index_end, static_stride * 128, zero, zero + 1)
@@ -600,14 +595,10 @@ def _encode_kernel(
 
 
 @triton.jit
-def _ends(
-    n, tiles, hidden, token_tiles, payload, index, TILE: tl.constexpr, RANKED: tl.constexpr
-):
+def _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE: tl.constexpr):
     """Where the bytes in use of a chunk's sections end."""
     if TILE == 64:
-        wide = tiles
-        if RANKED:
-            wide -= n // hidden // _SHARE * token_tiles
+        wide = tiles - ranked * (n // hidden // _SHARE) * token_tiles
         tokens = (n + hidden - 1) // hidden
         return 8 * (3 * tiles + wide), payload * 128 + tiles * 5, index * 128 + (tokens + 7) // 8
     else:
@@ -632,6 +623,7 @@ def _decode_kernel(
     token_tiles: tl.int64,
     tokens: tl.int64,
     groups: tl.int64,
+    ranked: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
     payload: tl.int64,
@@ -639,7 +631,6 @@ def _decode_kernel(
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     TILE: tl.constexpr,
-    RANKED: tl.constexpr,
     STORE: tl.constexpr,
     ADD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -681,18 +672,15 @@ def _decode_kernel(
         begin = token * hidden + within
         count = tl.where(here, tl.minimum(tl.minimum(hidden - within, n - begin), TILE), 0)
         wanted = (first + begin < stop) & (first + begin + count > start)
-        rank = t * 0
-        wide = tiles
-        if RANKED:
-            rank = tl.load(counts_ptr + chunk * tokens + token, mask=here, other=0)
-            wide -= n // hidden // _SHARE * token_tiles
+        use = t < tiles * ranked
+        rank = tl.load(counts_ptr + chunk * tokens + token, mask=use, other=0)
         b, wrong, total = _decode_rows(
             src_ptr + (static_at + chunk * static_stride) * 128,
             t,
             here,
             wanted,
             tiles,
-            wide,
+            tiles - ranked * (n // hidden // _SHARE) * token_tiles,
             t - (rank >> 1) * token_tiles,
             rank & 1,
             payload,
@@ -756,9 +744,9 @@ def _check_kernel(
     static_stride: tl.int64,
     payload: tl.int64,
     index: tl.int64,
+    ranked: tl.int32,
     summed: tl.int32,
     TILE: tl.constexpr,
-    RANKED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """A chunk's record and empty index; if it was decoded whole its padding and checksum; once, the
@@ -801,12 +789,11 @@ def _check_kernel(
         report(status_ptr, RECORD + where)
     static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     tiles = _tiles(n, hidden, token_tiles, TILE)
-    ends = _ends(n, tiles, hidden, token_tiles, payload, index, TILE, RANKED)
+    ends = _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE)
     payload_end, scales_end, index_end = ends
     total, narrow = padding_of(static_ptr, index * 128, index_end)
-    if not RANKED:
-        if narrow != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    if (ranked == 0) & (narrow != 0):
+        report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
     if (chunk >= first_whole) & (chunk < end_whole):
         part, padding = padding_of(static_ptr, payload_end, payload * 128)
         total += part
@@ -850,8 +837,8 @@ _SELECTS = {sums: Variant(_select_kernel, options(_WARPS), SUMS=sums) for sums i
 
 
 @functools.cache
-def _check_variant(tile: int, ranked: bool, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), TILE=tile, RANKED=ranked, SUMS=sums)
+def _check_variant(tile: int, sums: bool) -> Variant:
+    return Variant(_check_kernel, options(1), TILE=tile, SUMS=sums)
 
 
 class _Launches:
@@ -953,9 +940,9 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
         modes = [(0, g.whole, g.whole * plan.chunks), (1, 1, plan.chunks)]
     for mode, groups, programs in modes:
         if programs:
-            values = {"MODE": mode, "TILE": g.spec.tile, "RANKED": g.ranked}
-            values |= {"SUMS": plan.checksum, "FUSED": fused}
-            _variant("encode", plan.dtype, _WARPS, **values).launch(
+            values = {"MODE": mode, "TILE": g.spec.tile, "SUMS": plan.checksum, "FUSED": fused}
+            warps = _WARPS if mode == 0 else _WARPS_ANYWHERE
+            _variant("encode", plan.dtype, warps, **values).launch(
                 programs,
                 (x, out, *tensors),
                 *g.first_words,
@@ -964,6 +951,7 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
                 *g.hidden,
                 g.tokens,
                 groups,
+                int(g.ranked),
                 g.head,
                 *g.static,
                 g.payload,
@@ -999,11 +987,12 @@ def decode(
     first, end, first_whole, end_whole = touched(plan, start, stop)
     _rank(plan, src, counts, status, first, end)
     adding = out.element_size() if add else 0
-    values = {"TILE": g.spec.tile, "RANKED": g.ranked, "STORE": store, "ADD": adding}
+    values = {"TILE": g.spec.tile, "STORE": store, "ADD": adding}
     aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
     for mode, groups, lo, programs in _programs(plan, start, stop, aligned, end - first):
         if programs > 0:
-            _variant("decode", plan.dtype, _WARPS, MODE=mode, SUMS=summed, **values).launch(
+            warps = _WARPS if mode == 0 else _WARPS_ANYWHERE
+            _variant("decode", plan.dtype, warps, MODE=mode, SUMS=summed, **values).launch(
                 programs,
                 (src, out, counts, sums, status),
                 start,
@@ -1015,6 +1004,7 @@ def decode(
                 *g.hidden,
                 g.tokens,
                 groups,
+                int(g.ranked),
                 *g.static,
                 g.payload,
             )
@@ -1060,7 +1050,7 @@ def _check(plan: Plan, src, scratch, status, chunks, planned: bool, sums: bool) 
     """Check chunks `first` to `end`, of which some are decoded whole; see `touched`."""
     g = _launches(plan)
     first, end, first_whole, end_whole = chunks
-    _check_variant(g.spec.tile, g.ranked, sums).launch(
+    _check_variant(g.spec.tile, sums).launch(
         end - first,
         (src, scratch, status),
         *g.first_words,
@@ -1076,6 +1066,7 @@ def _check(plan: Plan, src, scratch, status, chunks, planned: bool, sums: bool) 
         *g.static,
         g.payload,
         g.index,
+        int(g.ranked),
         int(plan.checksum),
     )
     if planned:

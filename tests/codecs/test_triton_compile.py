@@ -35,11 +35,13 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"rounding": "stochastic"},
     ],
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
+    "tahquant": [{"hidden": 512}, {"direction": "backward"}],
 }
 #: Of codecs with many forms, what those have that are compiled for other targets than sm_90.
 MAIN: dict[str, dict[str, Any]] = {
     "taco": {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False},
     "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
+    "tahquant": {"MODE": 0, "TILE": 64, "SUMS": False, "FUSED": False, "ADD": 0, "STORE": True},
 }
 WORKERS = 2
 
