@@ -473,7 +473,8 @@ def _encode_kernel(
         else:
             within = (t - token * token_tiles) * TILE
             at = token * hidden + within
-            count = tl.where(here, tl.minimum(tl.minimum(hidden - within, n - at), TILE), 0)
+            count = tl.minimum(tl.minimum(hidden - within, n - at), TILE)
+            count = tl.where(here, count, 0).to(tl.int32)
             part = tl.arange(0, _GROUP // 16) % (TILE // 16) * 16
             i = part[:, None] + tl.arange(0, 16)[None, :]
             inside = i < spread(count, ROWS, TILE // 16)[:, None]
@@ -695,15 +696,21 @@ def _decode_kernel(
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
         if STORE:
-            column = tl.arange(0, TILE)[None, :]
+            b = tl.reshape(b, [_GROUP // 16, 16])
+            row = tl.arange(0, _GROUP // 16)
+            column = tl.arange(0, 16)[None, :]
             if MODE == 0:
                 use = None
-                i = tl.arange(0, ROWS)[:, None] * TILE + column
+                i = row[:, None] * 16 + column
                 to = tl.multiple_of(first + at - start, 16)
             else:
-                i = begin[:, None] + column
-                to = first - start
-                use = (column < count[:, None]) & (i + to >= 0) & (i + to < stop - start)
+                to = first + begin - start
+                low = tl.minimum(tl.maximum(-to, 0), TILE).to(tl.int32)
+                high = tl.maximum(tl.minimum(count, stop - start - to), 0).to(tl.int32)
+                i = (row % (TILE // 16) * 16)[:, None] + column
+                use = i >= spread(low, ROWS, TILE // 16)[:, None]
+                use &= i < spread(high, ROWS, TILE // 16)[:, None]
+                to = spread(to, ROWS, TILE // 16)[:, None]
             if ADD == 0:
                 kind = tl.uint16 if ITEM == 2 else tl.uint32
                 tl.store(elements(out_ptr, ITEM) + to + i, b.to(kind), mask=use)

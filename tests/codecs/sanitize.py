@@ -36,6 +36,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "taco": {"codec": "taco", "dtype": "bfloat16", "n": 4096 + 700, "chunks": 2},
     "taco_unsummed": {"codec": "taco", "dtype": "float32", "n": 4500, "checksum": False},
     "sdp4bit": {"codec": "sdp4bit", "dtype": "bfloat16", "n": 4096 + 701, "chunks": 2},
+    "tahquant": {"codec": "tahquant", "dtype": "bfloat16", "n": 2700, "chunks": 2},
     "raw": {"codec": "raw", "dtype": "int16", "n": 1000, "chunks": 3},
 }
 SECTIONS = ("header", "record", "padding", "tiles", "offsets", "windows", "dynamic")
@@ -63,7 +64,9 @@ def sample(
     from support import make_bits
     from tightwire.formats.dtypes import BY_NAME
 
-    params = {"window": window} if codec == "zipccl" else {}
+    params: dict[str, Any] = {"zipccl": {"window": window}, "tahquant": {"hidden": 256}}.get(
+        codec, {}
+    )
     kind = BY_NAME[dtype]
     x = make_bits(pattern, kind, n).view(kind.numpy)
     plan = tw.codec(codec, **params).plan(
@@ -77,7 +80,7 @@ def sample(
 def spans(plan: Any, data: Bytes, chunk: int, section: str) -> tuple[int, int]:
     """Where a section of a chunk lies in a buffer; the length is 0 if there is none.
 
-    Of taco and sdp4bit "tiles" are the codes and "windows" the scales.
+    Of lossy codecs "tiles" are the codes and "windows" what is behind them.
     """
     from tightwire.codecs.zipccl import TILE
 

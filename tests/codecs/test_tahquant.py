@@ -211,9 +211,10 @@ def test_shapes_say_what_a_token_is() -> None:
     assert (one.plan.codec, narrow_tokens(one)) == (Tahquant("forward", 6400), [])
     two = codec.encode(x, chunks=2)
     assert [len(narrow_tokens(two, i)) for i in range(2)] == [5, 5]
-    assert tw.decode(two).tobytes() == tw.decode(codec.encode(x[:1])).tobytes() + tw.decode(
-        codec.encode(x[1:])
-    ).tobytes()
+    assert (
+        tw.decode(two).tobytes()
+        == tw.decode(codec.encode(x[:1])).tobytes() + tw.decode(codec.encode(x[1:])).tobytes()
+    )
 
 
 def test_huge_tokens_have_one_width(backend: str) -> None:

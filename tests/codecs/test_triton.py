@@ -906,6 +906,117 @@ def test_sdp4bit_sums(
         src.check()
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "n", "chunks", "first"),
+    [
+        ("float32", {}, TILE + 700, 1, 0),
+        ("bfloat16", {"hidden": 1024}, 6 * 1024, 1, 0),
+        ("float16", {"hidden": 399}, 4500, 2, 0),
+        ("bfloat16", {"hidden": 400}, 3 * 2800, 3, 1),
+        ("float32", {"direction": "backward", "hidden": 100}, TILE + 700, 1, 0),
+        ("bfloat16", {"direction": "backward"}, 2 * (TILE + 64), 2, 0),
+    ],
+)
+def test_tahquant(
+    place: str,
+    name: str,
+    params: dict[str, Any],
+    n: int,
+    chunks: int,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ways, in part, added to float32, and added and encoded again without a temporary sum."""
+    from tightwire import device
+
+    monkeypatch.setattr(device, "added", None)
+    dtype, kind, codec = BY_NAME[name], BY_NAME["float32"], tw.codec("tahquant", **params)
+    for pattern in PATTERNS if place == "cuda" else ("special",):
+        bits, other = make_bits("scales", dtype, n), make_bits(pattern, dtype, n, seed=1)
+        memory = Memory(place)
+        buf = check_encode(memory, bits, dtype, codec, first=first, chunks=chunks)
+        assert buf.plan.codec.name == "tahquant"
+        expected = decoded_bits(buf, bits)
+        for start, stop in ((0, None), (100, n - 9), (n // 2, n // 2 + 70)):
+            check_decode(memory, buf, expected, dtype, first=first, start=start, stop=stop)
+        check_decode(memory, buf, expected, dtype, start=n - 3, stop=n, verify=True)
+        sums = make_bits("normal", kind, n, seed=2).view(np.float32)
+        acc = memory.put(sums.view(np.uint32), kind)
+        codec.decode_add(buf, acc)
+        buf.check()
+        codec.decode_add(bytes(buf), sums)
+        assert raw(acc).tobytes() == sums.tobytes()
+        out, scratch = memory.take(buf.plan.nbytes), memory.take(buf.plan.scratch_nbytes)
+        x = memory.put(other, dtype, first)
+        total = codec.decode_add_encode(
+            buf, x, out=out, scratch=scratch, chunks=chunks, backend="triton"
+        )
+        buf.check()
+        again = codec.decode_add_encode(
+            bytes(buf), other.view(dtype.numpy), chunks=chunks, backend="ref"
+        )
+        assert bytes(total) == bytes(again)
+        memory.check()
+
+
+def test_tahquant_with_more_tokens_than_a_program_looks_at(place: str) -> None:
+    """A thousand tokens and more, equal ones among them, in the kernels that rank them."""
+    from tightwire.codecs import tahquant_triton
+
+    dtype, hidden = BY_NAME["bfloat16"], 64
+    codec = tw.codec("tahquant", hidden=hidden)
+    plan = codec.plan((1100 * hidden,), dtype.name)
+    bits = make_bits("normal", dtype, 1100 * hidden)
+    expected = np.frombuffer(bytes(codec.encode(bits.view(dtype.numpy))), np.uint8)
+    index = slice(plan.dynamic_offset - plan.layout.sections[2].nbytes, plan.dynamic_offset)
+    spec = plan.codec
+    narrow = np.unpackbits(expected[index], bitorder="little")[:1100].astype(np.int64)
+    assert isinstance(spec, tahquant_triton.Tahquant)
+    launches = tahquant_triton._launches(plan)
+    memory = Memory(place)
+    src = memory.put(expected, BY_NAME["uint8"])
+    counts = memory.elements(BY_NAME["int64"], 1100)
+    status = memory.put(np.zeros(1, np.uint64), BY_NAME["int64"])
+    tahquant_triton._rank(plan, src, counts.view(torch.uint8), status, 0, 1)
+    ranks = 2 * (np.cumsum(narrow) - narrow) + narrow
+    assert raw(counts).view(np.int64).tolist() == ranks.tolist()
+    assert int(status.item()) == 0
+    entropies = np.where(narrow != 0, 7, 1000 + np.arange(1100) % 3)
+    entropies[np.flatnonzero(narrow)[-1]] = 1000
+    again = memory.put(entropies.view(np.uint64), BY_NAME["int64"])
+    out = memory.take(plan.nbytes)
+    tahquant_triton._SELECTS[False].launch(
+        1,
+        (out, again.view(torch.uint8)),
+        plan.nelem,
+        plan.nelem,
+        hidden,
+        1100,
+        launches.head,
+        *launches.static,
+        launches.index,
+    )
+    chosen = np.zeros(1100, np.int64)
+    chosen[np.argsort(entropies, kind="stable")[:220]] = 1
+    found = np.unpackbits(raw(out)[index][:138], bitorder="little")[:1100]
+    assert found.tolist() == chosen.tolist()
+    ranks = 2 * (np.cumsum(chosen) - chosen) + chosen
+    assert raw(again).view(np.int64).tolist() == ranks.tolist()
+    memory.check()
+
+
+@pytest.mark.parametrize(("at", "reason"), [(300, "checksum_mismatch"), (104, "bad_record")])
+def test_tahquant_decode_add_encode_finds_damage(place: str, at: int, reason: str) -> None:
+    dtype, codec = BY_NAME["bfloat16"], tw.codec("tahquant")
+    memory = Memory(place)
+    x = memory.put(make_bits("normal", dtype, TILE + 700), dtype)
+    src = codec.encode(x, backend="triton")
+    src.array[at] ^= 4
+    codec.decode_add_encode(src, x, backend="triton")
+    with pytest.raises(tw.FormatError, match=reason):
+        src.check()
+
+
 def vectors(codec: str) -> list[str]:
     return sorted(f"{codec}/{path.stem}" for path in (VECTORS / codec).glob("*.tw"))
 

@@ -79,6 +79,9 @@ ALLOWED = (
         "such tiles are few",
     ),
     Allowed("taco._encode_kernel", {"MODE": [1, 2]}, 0, 16, "such tiles are few"),
+    Allowed(
+        "tahquant._decode_kernel", {"MODE": [1, 2]}, 192, 0, "such tiles are few, or unaligned"
+    ),
     Allowed("taco._decode_kernel", {"MODE": [1, 2]}, 0, 16, "such tiles are few"),
     Allowed("sdp4bit._decode_kernel", {"BITS": [8]}, 32, 0, "the assembler stops at 80 registers"),
     Allowed(
