@@ -179,7 +179,7 @@ def encode_chunk(
     v = static_views(spec, chunk)
     narrow = narrow_tokens(spec, bits, chunk.dtype)
     if spec.forward:
-        v.index[:] = np.packbits(narrow, bitorder="little")
+        v.narrow[:] = np.packbits(narrow, bitorder="little")
     slots = slots_of(spec, narrow)
     for first in range(0, v.words.size, _BATCH_TILES):
         tiles = np.arange(first, min(first + _BATCH_TILES, v.words.size))
@@ -189,10 +189,10 @@ def encode_chunk(
         most = np.where(is_narrow, 7, (1 << spec.planes + spec.forward) - 1)
         codes, v.words[tiles], pivots = _encode_tiles(spec, x, most.astype(np.float32))
         for p in range(spec.planes):
-            v.planes[p, tiles] = _pack(codes >> p)
+            v.planes[p, tiles] = _pack(codes, p)
         if spec.forward:
             v.pivots[tiles] = pivots
-            v.wide[_slot(spec, slots, tiles[~is_narrow])] = _pack(codes[~is_narrow] >> 3)
+            v.wide[_slot(spec, slots, tiles[~is_narrow])] = _pack(codes[~is_narrow], 3)
     return ChunkResult(0)
 
 
@@ -231,14 +231,15 @@ def decode_chunk(
 
 
 class Views(NamedTuple):
-    """A chunk's static part: planes (planes, N, tile / 8), wide (wide tiles, tile / 8), words (N)
-    uint32, pivots (N, of the backward direction 0) and index, uint8 but for the words."""
+    """A chunk's static part: with N tiles in words of w bytes, and W tiles of wide tokens."""
 
+    #: Shape (planes, N, w), and of the plane of wide tokens (W, w).
     planes: Bytes
     wide: Bytes
+    #: Shape (N,); of the backward direction there are no pivots.
     words: Words
     pivots: Bytes
-    index: Bytes
+    narrow: Bytes
 
 
 def static_views(spec: Tahquant, chunk: Chunk) -> Views:
@@ -299,7 +300,8 @@ def _log2(numbers: npt.NDArray[Any]) -> Ints:
     words = numbers.astype(np.float32).view(np.uint32).astype(np.int64)
     f = words >> 7 & 0xFFFF
     h = a - ((b - (c * f >> 16)) * f >> 16)
-    return ((words >> 23) - 127 << 16) + f + ((f * (65536 - f) >> 16) * h >> 16) >> 4
+    found: Ints = ((words >> 23) - 127 << 16) + f + ((f * (65536 - f) >> 16) * h >> 16) >> 4
+    return found
 
 
 def slots_of(spec: Tahquant, narrow: npt.NDArray[np.bool]) -> Ints:
@@ -318,7 +320,7 @@ def index_of(spec: Tahquant, chunk: Chunk) -> npt.NDArray[np.bool] | None:
     tokens = -(-chunk.nelem // spec.hidden)
     if not spec.forward:
         return np.zeros(tokens, bool)
-    found = np.unpackbits(static_views(spec, chunk).index, bitorder="little")
+    found = np.unpackbits(static_views(spec, chunk).narrow, bitorder="little")
     whole = chunk.nelem // spec.hidden
     if found[whole:].any() or np.count_nonzero(found) != spec.narrow_tokens(chunk.nelem):
         return None
@@ -357,7 +359,7 @@ def _elements(spec: Tahquant, nelem: int, tiles: Ints) -> tuple[Ints, npt.NDArra
 def _encode_tiles(spec: Tahquant, words: Words, most: Floats) -> tuple[Words, Words, Bytes]:
     """Codes, scale words and pivots of tiles, given as float32 bits, with codes up to `most`."""
     magnitudes = words & np.uint32(0x7FFFFFFF)
-    lost = (magnitudes >= TOO_LARGE).any(axis=1)
+    lost = magnitudes.max(axis=1) >= TOO_LARGE
     x = np.where(lost[:, None], np.uint32(0), words).view(np.float32)
     pivots = np.zeros(lost.size, np.uint8)
     if spec.forward:
@@ -409,11 +411,12 @@ def _swapped(x: Floats, at: npt.NDArray[Any]) -> Floats:
     return swapped
 
 
-def _pack(bits: Words) -> Bytes:
-    """Lowest bits of each row as bytes."""
-    return np.packbits((bits & 1).astype(np.uint8), axis=1, bitorder="little")
+def _pack(codes: Words, plane: int) -> Bytes:
+    """Bit `plane` of the codes of each row."""
+    bits = codes >> np.uint32(plane) & np.uint32(1)
+    return np.packbits(bits.astype(np.uint8), axis=1, bitorder="little")
 
 
 def _unpack(words: Bytes) -> Words:
-    """Inverse of `_pack`."""
+    """Inverse of `_pack`: codes that are 0 or 1."""
     return np.unpackbits(words, axis=1, bitorder="little").astype(np.uint32)

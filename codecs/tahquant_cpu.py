@@ -39,7 +39,7 @@ _LOG_A, _LOG_B, _LOG_C = (U4(c) for c in LOG)
 _TOO_LARGE, _LOST, _NAN = U4(TOO_LARGE), U4(LOST), U4(NAN)
 _ANCHOR, _FROM_HALF = F4(ANCHOR), F4(2.0**112)
 _INFINITE = U4(0x7C00)
-#: Every eighth bit, the bits on the diagonal of 8 bytes, and what gathers the former in the top byte.
+#: Every eighth bit, the diagonal of 8 bytes, and what gathers the former in the top byte.
 _ONES, _DIAGONAL = U8(0x0101010101010101), U8(0x8040201008040201)
 _GATHER, _CARRY = U8(0x0102040810204080), U8(0x7F7F7F7F7F7F7F7F)
 #: 2^23, beyond float16, as its float32 bits.
@@ -185,7 +185,7 @@ def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, piv
                 magnitudes[i] = U4(u[i] & _MAGNITUDE)
             for i in range(tile):
                 top = max(top, magnitudes[i])
-            lost = top >= _TOO_LARGE
+            lost = bool(top >= _TOO_LARGE)
             if lost:
                 v[:] = F4(0)
                 magnitudes[:] = U4(0)
@@ -317,7 +317,7 @@ def encode_chunk(
         run(_entropies, [(x, kind, spec.hidden, entropies, *cut) for cut in cuts])
         narrow_token[np.argsort(entropies, kind="stable")[:count]] = True
     if spec.forward:
-        v.index[:] = np.packbits(narrow_token, bitorder="little")
+        v.narrow[:] = np.packbits(narrow_token, bitorder="little")
     fixed = (x, kind, _sizes(spec), narrow_token, slots_of(spec, narrow_token))
     views = (v.planes, v.wide, v.words, v.pivots)
     cuts = spans(v.words.size, bits.nbytes, threads)

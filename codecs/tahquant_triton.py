@@ -48,6 +48,10 @@ from .device import (
     weigh,
     weigh_bytes,
 )
+from .taco_triton import _elements as elements
+from .taco_triton import _rotate as rotate
+from .taco_triton import _spread as spread
+from .taco_triton import _unzip as unzip
 from .tahquant import (
     ANCHOR,
     LOG,
@@ -58,10 +62,6 @@ from .tahquant import (
     Tahquant,
     tile_range,
 )
-from .taco_triton import _elements as elements
-from .taco_triton import _rotate as rotate
-from .taco_triton import _spread as spread
-from .taco_triton import _unzip as unzip
 
 _GROUP = tl.constexpr(4096)
 _WARPS = 4
@@ -756,8 +756,7 @@ def _check_kernel(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """A chunk's record and empty index; if it was decoded whole its padding and checksum; once, the
-    header."""
+    """A chunk's record and empty index; of whole ones padding and checksum; once, the header."""
     chunk = first_chunk + tl.program_id(0)
     _, n = _nelem(chunk, nelem, chunk_nelem)
     record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4

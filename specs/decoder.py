@@ -775,7 +775,7 @@ def tahquant_sections(tahquant: Tahquant, dtype_id: int, chunk_nelem: int) -> li
     sizes = [align(n) for n in tahquant.used(chunk_nelem)]
     raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
     check(sum(sizes) < raw, "bad_header", "tahquant gains nothing for this size")
-    return [Section(kind, 0, n // 128) for kind, n in zip((1, 4, 3), sizes)]
+    return [Section(kind, 0, n // 128) for kind, n in zip((1, 4, 3), sizes, strict=True)]
 
 
 def tahquant_starts(tahquant: Tahquant, chunk_nelem: int) -> tuple[int, int, int]:
@@ -989,8 +989,8 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
     if h.codec == 7:
         tahquant = tahquant_parameters(h.params)
         starts = tahquant_starts(tahquant, h.chunk_nelem)
-        ends = [at + n for at, n in zip(starts, tahquant.used(nelem))]
-        gaps = zip(ends, (*starts[1:], len(static)))
+        ends = [at + n for at, n in zip(starts, tahquant.used(nelem), strict=True)]
+        gaps = zip(ends, (*starts[1:], len(static)), strict=True)
         return b"".join(static[lo:hi] for lo, hi in gaps)
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)

@@ -64,9 +64,8 @@ def sample(
     from support import make_bits
     from tightwire.formats.dtypes import BY_NAME
 
-    params: dict[str, Any] = {"zipccl": {"window": window}, "tahquant": {"hidden": 256}}.get(
-        codec, {}
-    )
+    own: dict[str, dict[str, Any]] = {"zipccl": {"window": window}, "tahquant": {"hidden": 256}}
+    params = own.get(codec, {})
     kind = BY_NAME[dtype]
     x = make_bits(pattern, kind, n).view(kind.numpy)
     plan = tw.codec(codec, **params).plan(

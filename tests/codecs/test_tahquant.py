@@ -40,7 +40,7 @@ def views(buf: tw.Buffer, chunk: int = 0) -> Views:
 
 
 def narrow_tokens(buf: tw.Buffer, chunk: int = 0) -> list[int]:
-    found = np.unpackbits(views(buf, chunk).index, bitorder="little")
+    found = np.unpackbits(views(buf, chunk).narrow, bitorder="little")
     return [int(i) for i in np.flatnonzero(found)]
 
 
@@ -71,7 +71,7 @@ def bounds(x: npt.NDArray[Any], y: npt.NDArray[Any], buf: tw.Buffer) -> npt.NDAr
     unit = np.maximum(np.spacing(np.abs(halves[:, 0])).astype(np.float64), 2.0**-24)
     most = np.full(m.size, 15.0 if spec.forward else 63.0)
     if spec.forward:
-        narrow = np.unpackbits(v.index, bitorder="little").astype(bool)
+        narrow = np.unpackbits(v.narrow, bitorder="little").astype(bool)
         most[narrow[np.arange(m.size) // spec.token_tiles]] = 7
     tiles = rows_of_tiles(x, spec.tile)
     largest = np.abs(tiles).max(axis=1)
@@ -84,7 +84,8 @@ def bounds(x: npt.NDArray[Any], y: npt.NDArray[Any], buf: tw.Buffer) -> npt.NDAr
     info = finfo(y.dtype)
     rounded = np.abs(rows_of_tiles(y, spec.tile)) * float(info.eps) / 2
     rounded += float(info.smallest_subnormal) / 2
-    return np.where(spread, turned, plain)[:, None] + rounded
+    found: npt.NDArray[np.float64] = np.where(spread, turned, plain)[:, None] + rounded
+    return found
 
 
 @settings(max_examples=200, deadline=None)

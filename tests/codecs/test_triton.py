@@ -932,7 +932,7 @@ def test_tahquant(
     monkeypatch.setattr(device, "added", None)
     dtype, kind, codec = BY_NAME[name], BY_NAME["float32"], tw.codec("tahquant", **params)
     for pattern in PATTERNS if place == "cuda" else ("special",):
-        bits, other = make_bits("scales", dtype, n), make_bits(pattern, dtype, n, seed=1)
+        bits, other = make_bits(pattern, dtype, n), make_bits("scales", dtype, n, seed=1)
         memory = Memory(place)
         buf = check_encode(memory, bits, dtype, codec, first=first, chunks=chunks)
         assert buf.plan.codec.name == "tahquant"
@@ -962,6 +962,7 @@ def test_tahquant(
 def test_tahquant_with_more_tokens_than_a_program_looks_at(place: str) -> None:
     """A thousand tokens and more, equal ones among them, in the kernels that rank them."""
     from tightwire.codecs import tahquant_triton
+    from tightwire.codecs.tahquant import Tahquant
 
     dtype, hidden = BY_NAME["bfloat16"], 64
     codec = tw.codec("tahquant", hidden=hidden)
@@ -971,7 +972,7 @@ def test_tahquant_with_more_tokens_than_a_program_looks_at(place: str) -> None:
     index = slice(plan.dynamic_offset - plan.layout.sections[2].nbytes, plan.dynamic_offset)
     spec = plan.codec
     narrow = np.unpackbits(expected[index], bitorder="little")[:1100].astype(np.int64)
-    assert isinstance(spec, tahquant_triton.Tahquant)
+    assert isinstance(spec, Tahquant)
     launches = tahquant_triton._launches(plan)
     memory = Memory(place)
     src = memory.put(expected, BY_NAME["uint8"])
