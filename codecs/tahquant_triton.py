@@ -369,7 +369,7 @@ def _rank_kernel(
     index: tl.int64,
 ):
     """Count a chunk's narrow tokens; `counts_ptr` gets what `_select_kernel` leaves there."""
-    chunk = first_chunk + tl.program_id(0)
+    chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
     _, n = _nelem(chunk, nelem, chunk_nelem)
     counts_ptr += chunk * tokens
     whole = n // hidden
