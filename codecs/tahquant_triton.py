@@ -390,6 +390,11 @@ def _rank_kernel(
         at += _TOKENS
     if (odd != 0) | (before != whole // _SHARE):
         report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+        # Of a wrong index no token is narrow: every word is weighed once all the same.
+        at = whole * 0
+        while at < count:
+            tl.store(counts_ptr + at + i, i * 0, mask=at + i < count)
+            at += _TOKENS
 
 
 @kernel
