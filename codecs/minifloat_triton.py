@@ -217,7 +217,7 @@ def _element_value(
         value = _float(code) * (2.0 ** (127 - BIAS))
         if INF < 256:
             value = tl.where(code >= INF << (23 - M), float("inf"), value)
-        bits = _bits(value * factor) | (q.to(tl.int32, bitcast=True) & _SIGN)
+        bits = _bits(value * factor) ^ (q.to(tl.int32, bitcast=True) & _SIGN)
         if NAN < 256:
             bits = tl.where(code >= NAN << (23 - M), _NAN, bits)
         return _float(bits)
@@ -639,7 +639,8 @@ def _encode_kernel(
     # fmt: on
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     if tile == tiles - 1:
-        clear(static_ptr, (n * BITS + 31) // 32 * 4, scales_at * 128, tile * 0, tile * 0 + 1)
+        # The codes of 8 elements, which were stored whole, are BITS bytes.
+        clear(static_ptr, (n + 7) // 8 * BITS, scales_at * 128, tile * 0, tile * 0 + 1)
         if HEAD > 0:
             j = tl.arange(0, 4)
             g_bits = tl.where(j == 0, g.to(tl.uint32, bitcast=True), tl.zeros([4], tl.uint32))

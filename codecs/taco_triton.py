@@ -279,6 +279,8 @@ def _encode_tile(
             stop = (left + BLOCK - 1) // BLOCK * BLOCK
         tl.store(codes_ptr + w, word, mask=w * 4 < stop)
         here = row * BLOCK < left
+        # What lies behind the end is not stored, and not weighed either.
+        word = tl.where(w * 4 < stop, word, 0)
     if SUMS:
         total += tl.sum(weigh(word, at // 4 + w), 0)
     where = payload * 32 + block * WORDS
@@ -288,14 +290,14 @@ def _encode_tile(
         tl.store(scales_ptr + block * 2, a, mask=here)
         tl.store(scales_ptr + block * 2 + 1, b, mask=here)
         if SUMS:
-            terms = weigh(a, where) + weigh(b, where + 1)
-            total += tl.sum(tl.where(here, terms, 0), 0)
+            a, b = tl.where(here, a, 0), tl.where(here, b, 0)
+            total += tl.sum(weigh(a, where) + weigh(b, where + 1), 0)
     else:
         m = tl.div_rn(s, alpha)
         b = tl.where(lost, _LOST, m.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block, b, mask=here)
         if SUMS:
-            total += tl.sum(tl.where(here, weigh(b, where), 0), 0)
+            total += tl.sum(weigh(tl.where(here, b, 0), where), 0)
     return total
 
 
