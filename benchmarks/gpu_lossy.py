@@ -64,9 +64,8 @@ def cases() -> list[Lossy]:
         ("taco merged", "taco", {"scales": "merged"}, False),
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
-    found = [
-        Lossy(n, c, tuple(p.items()), mib, given=g) for n, c, p, g in kinds for mib in (256, 1024)
-    ]
+    found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
+    found += [dataclasses.replace(case, mib=1024) for case in found[:5]]
     stochastic = (("rounding", "stochastic"),)
     found.append(Lossy("taco stochastic", "taco", stochastic, 256))
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
@@ -250,6 +249,8 @@ def run_case(case: Lossy, problem: str) -> dict[str, Any]:
             run = bench.captured(call)
             work.check(op, run)
             us = bench.measure(run, case.sets)
+            if op == "copy":  # a graph may copy in a slower way
+                us = min(us, bench.measure(call, case.sets), key=lambda us: us["median"])
             work.check(op, run)
         except Exception as error:
             record["errors"].append(f"{op}: {bench.told(error)}")
