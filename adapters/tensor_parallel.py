@@ -1,0 +1,269 @@
+"""Tensor parallelism whose activations and gradients travel encoded, after Megatron-LM and TACO.
+
+TACO, section 2.1 and figure 2: a column-parallel linear, which all-reduces the gradient of its
+input, and a row-parallel linear, which all-reduces its output; with sequence parallelism these
+become an all-gather and a reduce-scatter along the sequence.
+
+To try it, `torchrun --nproc-per-node 2 example.py` with
+
+    import torch
+    import torch.distributed as dist
+    from tightwire.adapters import tensor_parallel as tp
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    parallel = tp.connect("taco", "taco", wire="bfloat16")
+    model = torch.nn.Sequential(
+        tp.ColumnParallelLinear(torch.nn.Linear(256, 1024), parallel),
+        torch.nn.GELU(),
+        tp.RowParallelLinear(torch.nn.Linear(1024, 256), parallel),
+    )
+    x = torch.randn(64, 256, requires_grad=True)
+    model(x).square().mean().backward()
+    print(parallel.raw_bytes, parallel.wire_bytes)
+    dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..codec import Codec
+from .calls import TraceRecord
+from .collectives import Communicator
+from .hooks import Channel, communicator
+
+WIRES = (None, "bfloat16", "float16")
+
+
+class TensorParallel:
+    """The ranks that share a model's layers, and the four collectives that autograd sees.
+
+    Tensors are floating-point, of any shape and on one device, and equal in shape and dtype on all
+    ranks; results are bit-identical on all ranks where they are equal at all, also with a lossy
+    codec. All ranks make the same calls in the same order, forward and backward, or CollectiveError
+    is raised. Gradients of gradients are not to be had.
+    """
+
+    def __init__(
+        self,
+        forward: Communicator,
+        backward: Communicator | None = None,
+        *,
+        wire: str | None = None,
+    ) -> None:
+        """Communicators of the same ranks, for nothing else; `backward` None: the same for both.
+
+        `wire` "bfloat16" or "float16" rounds wider tensors to that before they are encoded. Raises
+        ValueError for another `wire` and for communicators whose ranks differ.
+        """
+        if wire not in WIRES:
+            raise ValueError(f"wire is {wire!r}; allowed: {WIRES}")
+        if backward is None:
+            backward = forward
+        places = [(comm.rank, comm.world_size) for comm in (forward, backward)]
+        if places[0] != places[1]:
+            raise ValueError(f"rank and world size are {places[0]} forward, {places[1]} backward")
+        self.rank, self.world_size = places[0]
+        self._wire = wire
+        self._forward = Channel(forward)
+        self._backward = self._forward if backward is forward else Channel(backward)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that would have gone to other ranks in all calls so far, as what `wire` makes."""
+        return sum(channel.raw_bytes for channel in self._channels())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that went to other ranks in all calls so far."""
+        return sum(channel.wire_bytes for channel in self._channels())
+
+    def trace(self) -> list[TraceRecord]:
+        """The last calls: those of forward, then those of backward if it has its own."""
+        return [record for channel in self._channels() for record in channel.comm.trace()]
+
+    def copy(self, x: Any) -> Any:
+        """`x`, which all ranks have; its gradient is the sum over ranks (f in TACO, figure 2).
+
+        Also for replicated parameters that are applied to one rank's share of a sequence.
+        """
+        return _Collective.apply(x, _identity, self._sum(self._backward))
+
+    def all_reduce(self, x: Any) -> Any:
+        """The sum of all ranks' `x`; the gradient is the same on all ranks (g in figure 2)."""
+        return _Collective.apply(x, self._sum(self._forward), _identity)
+
+    def all_gather(self, x: Any, dim: int = 0) -> Any:
+        """All ranks' `x`, one behind the other along `dim`; the gradient is reduce-scattered."""
+        gather = functools.partial(self._gather, self._forward, dim)
+        scatter = functools.partial(self._scatter, self._backward, dim)
+        return _Collective.apply(x, gather, scatter)
+
+    def reduce_scatter(self, x: Any, dim: int = 0) -> Any:
+        """Share r of the sum of all ranks' `x` for rank r; the gradient is all-gathered.
+
+        Shares are equal, along `dim`; raises ValueError where its size cannot be divided.
+        """
+        scatter = functools.partial(self._scatter, self._forward, dim)
+        gather = functools.partial(self._gather, self._backward, dim)
+        return _Collective.apply(x, scatter, gather)
+
+    def _channels(self) -> list[Channel]:
+        one = self._backward is self._forward
+        return [self._forward] if one else [self._forward, self._backward]
+
+    def _narrow(self, x: Any) -> str | None:
+        return self._wire if x.is_floating_point() and x.element_size() > 2 else None
+
+    def _sum(self, channel: Channel) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            x = x.detach().contiguous()
+            out = torch.empty_like(x)
+            wire = self._narrow(x)
+            return channel.run(out, lambda: channel.comm.all_reduce(x, out, wire=wire)).wait()
+
+        return run
+
+    def _gather(self, channel: Channel, dim: int, x: Any) -> Any:
+        wire = self._narrow(x)
+        rows = x.detach().movedim(dim, 0).contiguous()
+        sent = rows if wire is None else rows.to(getattr(torch, wire))
+        out = sent.new_empty((self.world_size * sent.shape[0], *sent.shape[1:]))
+        channel.run(out, lambda: channel.comm.all_gather(sent, out)).wait()
+        return out.to(x.dtype).movedim(0, dim)
+
+    def _scatter(self, channel: Channel, dim: int, x: Any) -> Any:
+        rows = x.detach().movedim(dim, 0).contiguous()
+        out = rows.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
+        wire = self._narrow(x)
+        channel.run(out, lambda: channel.comm.reduce_scatter(rows, out, wire=wire)).wait()
+        return out.movedim(0, dim)
+
+
+def connect(
+    forward: str | Codec | None,
+    backward: str | Codec | None,
+    *,
+    group: Any = None,
+    device: Any = "cpu",
+    wire: str | None = None,
+    **options: Any,
+) -> TensorParallel:
+    """Tensor parallelism of the ranks of a process group, None for the default one.
+
+    `forward` and `backward` are the codecs of activations and of their gradients; None sends them
+    as they are. All ranks of `group` call this; each direction gets a process group of its own.
+    `options` are those of `Communicator` for both directions.
+    """
+    comms = []
+    for codec in (forward, backward):
+        path = {"algorithm": "native"} if codec is None else {"codec": codec}
+        comms.append(communicator(group, torch.device(device), **options | path))
+    return TensorParallel(*comms, wire=wire)
+
+
+class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
+    """This rank's output features of a linear layer: (..., in) to (..., out / world_size).
+
+    The gradient of the input is all-reduced; with `sequence_dim` the input is this rank's share
+    along that dimension, which is all-gathered, and its gradient reduce-scattered.
+    """
+
+    def __init__(
+        self,
+        linear: Any,
+        parallel: TensorParallel,
+        *,
+        parts: int = 1,
+        sequence_dim: int | None = None,
+    ) -> None:
+        """Copies its share of `linear`, an `nn.Linear` equal on all ranks.
+
+        `parts` is the number of matrices that lie one on the other in its weight, each of which is
+        divided: 3 where query, key and value are one layer. Raises ValueError where the features
+        cannot be divided.
+        """
+        super().__init__()
+        self._parallel, self._sequence_dim = parallel, sequence_dim
+        self.weight = _share(linear.weight, 0, parallel, parts)
+        bias = linear.bias
+        self.bias = None if bias is None else _share(bias, 0, parallel, parts)
+
+    def forward(self, x: Any) -> Any:
+        """`x` of shape (..., in), equal on all ranks, or with `sequence_dim` a share of it."""
+        if self._sequence_dim is None:
+            x = self._parallel.copy(x)
+        else:
+            x = self._parallel.all_gather(x, self._sequence_dim)
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
+    """This rank's input features of a linear layer: (..., in / world_size) to (..., out).
+
+    The output is all-reduced; with `sequence_dim` it is reduce-scattered along that dimension, and
+    its gradient all-gathered. The bias is added after that, once.
+    """
+
+    def __init__(
+        self, linear: Any, parallel: TensorParallel, *, sequence_dim: int | None = None
+    ) -> None:
+        """Copies its share of `linear`, an `nn.Linear` equal on all ranks.
+
+        Raises ValueError where the features cannot be divided.
+        """
+        super().__init__()
+        self._parallel, self._sequence_dim = parallel, sequence_dim
+        self.weight = _share(linear.weight, 1, parallel)
+        bias = linear.bias
+        self.bias = None if bias is None else _parameter(bias, bias.requires_grad)
+
+    def forward(self, x: Any) -> Any:
+        """`x` of shape (..., in / world_size): what a column-parallel layer gives."""
+        y = torch.nn.functional.linear(x, self.weight)
+        bias = self.bias
+        if self._sequence_dim is None:
+            y = self._parallel.all_reduce(y)
+        else:
+            y = self._parallel.reduce_scatter(y, self._sequence_dim)
+            # Each rank sees the gradients of its own share only.
+            bias = None if bias is None else self._parallel.copy(bias)
+        return y if bias is None else y + bias
+
+
+class _Collective(torch.autograd.Function):  # type: ignore[misc]
+    """`forward(x)`, whose gradient is `backward(gradient)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, forward: Any, backward: Any) -> Any:
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return ctx.of_gradient(gradient), None, None
+
+
+def _identity(x: Any) -> Any:
+    return x.view_as(x)
+
+
+def _parameter(x: Any, requires_grad: bool) -> Any:
+    return torch.nn.Parameter(x.detach().clone(), requires_grad)
+
+
+def _share(x: Any, dim: int, parallel: TensorParallel, parts: int = 1) -> Any:
+    """A parameter: this rank's share along `dim` of each of the `parts` of the parameter x."""
+    size = x.shape[dim]
+    if size % (parts * parallel.world_size):
+        allowed = f"a multiple of {parts} parts times {parallel.world_size} ranks"
+        raise ValueError(f"linear has {size} features to divide; allowed: {allowed}")
+    shares = x.unflatten(dim, (parts, parallel.world_size, -1))
+    return _parameter(shares.select(dim + 1, parallel.rank).flatten(dim, dim + 1), x.requires_grad)

@@ -1,0 +1,295 @@
+"""What encoding tensor-parallel activations and gradients does to the loss of a small GPT.
+
+    python benchmarks/study_accuracy.py --out benchmarks/results/accuracy.json
+
+A byte-level GPT of a million parameters is trained on sources of Python's standard library with two
+tensor-parallel ranks, real processes on gloo; every tenth file is kept for validation. Arithmetic
+is float32; what ranks exchange is rounded to bfloat16 before it is encoded. Runs of one seed have
+the same initial weights and batches, so the effect of a codec is their difference. A run that the
+file has already is not made again; `--config` and `--seed` choose some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pathlib
+import platform
+import sysconfig
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import tightwire as tw
+from tightwire.adapters import tensor_parallel as tp
+
+RANKS, SEEDS = 2, (0, 1, 2)
+VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 256, 160, 4, 3, 64
+STEPS, BATCH, WARMUP, LEARNING_RATE, LAST_RATE = 300, 8, 30, 2e-3, 2e-4
+EVERY, VALIDATION, CURVE = 50, 512, 64  # steps between points of the curve; windows
+
+#: Codec, its parameters, and what tensors are rounded to before they are encoded.
+CONFIGS: dict[str, tuple[str | None, dict[str, Any], str | None]] = {
+    "float32": (None, {}, None),
+    "bfloat16": (None, {}, "bfloat16"),
+    "taco": ("taco", {}, "bfloat16"),
+    "taco none": ("taco", {"transform": "none"}, "bfloat16"),
+    "mxfp8": ("mx", {"element": "e4m3"}, "bfloat16"),
+    "mxfp4": ("mx", {"element": "e2m1"}, "bfloat16"),
+    "taco int8": ("taco", {"format": "int8"}, "bfloat16"),
+    "nvfp4": ("nvfp4", {}, "bfloat16"),
+    "taco hadamard": ("taco", {"transform": "hadamard"}, "bfloat16"),
+    "taco e5m2": ("taco", {"format": "e5m2"}, "bfloat16"),
+    "taco int8 none": ("taco", {"format": "int8", "transform": "none"}, "bfloat16"),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block of (batch, time, width) whose two halves are tensor-parallel."""
+
+    def __init__(self, parallel: tp.TensorParallel) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = tp.ColumnParallelLinear(linear(WIDTH, 3 * WIDTH), parallel, parts=3)
+        self.proj = tp.RowParallelLinear(linear(WIDTH, WIDTH), parallel)
+        self.up = tp.ColumnParallelLinear(linear(WIDTH, 4 * WIDTH), parallel)
+        self.down = tp.RowParallelLinear(linear(4 * WIDTH, WIDTH), parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Residual attention over this rank's heads, then a residual MLP."""
+        split = self.qkv(self.ln1(x)).unflatten(-1, (3, HEADS // RANKS, WIDTH // HEADS))
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """Embedding and head are on every rank, and get the same gradients there."""
+
+    def __init__(self, parallel: tp.TensorParallel) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(parallel) for _ in range(LAYERS))
+        self.ln_f, self.head = nn.LayerNorm(WIDTH), linear(WIDTH, VOCAB)
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Next-byte cross-entropy, in nats, of windows of shape (batch, CONTEXT + 1)."""
+        x = self.tokens(windows[:, :-1]) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def linear(width: int, out: int) -> nn.Linear:
+    """A layer initialised with N(0, 0.02); the same on all ranks, which have the same seed."""
+    layer = nn.Linear(width, out)
+    nn.init.normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def load_bytes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the standard library's sources, for training and, of other files, for validation."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not skipped.intersection(path.relative_to(root).parts)
+    ]
+    parts = [paths[k::10] for k in range(10)]
+    sources = [path for part in parts[1:] for path in part], parts[0]
+    found = [b"\n".join(path.read_bytes() for path in part) for part in sources]
+    train, validation = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in found)
+    return train, validation
+
+
+def draw(data: torch.Tensor, count: int, rng: torch.Generator) -> torch.Tensor:
+    """`count` random windows of CONTEXT + 1 bytes, as int64."""
+    starts = torch.randint(len(data) - CONTEXT, (count, 1), generator=rng)
+    return data[starts + torch.arange(CONTEXT + 1)].long()
+
+
+def rate(step: int) -> float:
+    """Linear warm-up, then half a cosine down to LAST_RATE."""
+    if step < WARMUP:
+        return LEARNING_RATE * (step + 1) / WARMUP
+    done = (step - WARMUP) / (STEPS - WARMUP)
+    return LAST_RATE + (LEARNING_RATE - LAST_RATE) * 0.5 * (1 + float(np.cos(np.pi * done)))
+
+
+def evaluate(model: GPT, windows: torch.Tensor) -> float:
+    """Mean loss of the windows, with what the ranks exchange encoded as in training."""
+    with torch.no_grad():
+        return float(np.mean([model.loss(part).item() for part in windows.split(64)]))
+
+
+def train(config: str, seed: int) -> dict[str, Any]:
+    """One run, on one rank of all."""
+    codec, params, wire = CONFIGS[config]
+    chosen = None if codec is None else tw.codec(codec, **params)
+    parallel = tp.connect(chosen, chosen, wire=wire)
+    torch.manual_seed(seed)
+    model = GPT(parallel)
+    data, held_back = load_bytes()
+    windows = draw(held_back, VALIDATION, torch.Generator().manual_seed(0))
+    rng = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    curve: list[tuple[int, float]] = []
+    start = time.perf_counter()
+    for step in range(STEPS):
+        if step % EVERY == 0:
+            curve.append((step, evaluate(model, windows[:CURVE])))
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        model.loss(draw(data, BATCH, rng)).backward()
+        optimizer.step()
+    curve.append((STEPS, evaluate(model, windows[:CURVE])))
+    seconds = time.perf_counter() - start
+    trained = parallel.raw_bytes, parallel.wire_bytes
+    loss = evaluate(model, windows)
+    same_everywhere(model)
+    parameters = sum(p.numel() for p in model.parameters())
+    shared = sum(p.numel() for p in replicated(model))
+    return {
+        "config": config,
+        "seed": seed,
+        "loss": loss,
+        "curve": curve,
+        "raw_bytes": trained[0],
+        "wire_bytes": trained[1],
+        "seconds": seconds,
+        "parameters": shared + RANKS * (parameters - shared),
+        "train_bytes": len(data),
+        "validation_bytes": len(held_back),
+    }
+
+
+def replicated(model: GPT) -> list[Any]:
+    """Parameters that every rank has whole."""
+    cut = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, (tp.ColumnParallelLinear, tp.RowParallelLinear))
+        for p in (m.weight, m.bias if isinstance(m, tp.ColumnParallelLinear) else None)
+    }
+    return [p for p in model.parameters() if id(p) not in cut]
+
+
+def same_everywhere(model: GPT) -> None:
+    """Raise RuntimeError unless replicated parameters have the same bits on all ranks."""
+    mine = torch.cat([p.detach().reshape(-1) for p in replicated(model)]).view(torch.int32)
+    parts = [torch.empty_like(mine) for _ in range(RANKS)]
+    dist.all_gather(parts, mine)
+    if not all(torch.equal(mine, part) for part in parts):
+        raise RuntimeError("replicated parameters have come apart")
+
+
+def run_rank(rank: int, store: str, jobs: list[tuple[str, int]], out: pathlib.Path) -> None:
+    """What the process of a rank does: all runs, which rank 0 writes down one by one."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(minutes=5),
+    )
+    for config, seed in jobs:
+        found = train(config, seed)
+        if rank == 0:
+            record(out, found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def record(out: pathlib.Path, found: dict[str, Any]) -> None:
+    """Add a run to the file."""
+    recorded: dict[str, Any] = {"setting": setting(), "runs": []}
+    if out.exists():
+        recorded = json.loads(out.read_text())
+    recorded |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    recorded["runs"].append(found)
+    out.write_text(json.dumps(recorded, indent=1) + "\n")
+    print(f"{found['config']}, seed {found['seed']}: {found['loss']:.4f}, {found['seconds']:.0f} s")
+
+
+def setting() -> dict[str, Any]:
+    """All that runs of one file must have in common."""
+    return {
+        "ranks": RANKS,
+        "model": {"vocabulary": VOCAB, "width": WIDTH, "heads": HEADS, "layers": LAYERS}
+        | {"context": CONTEXT},
+        "steps": STEPS,
+        "batch": BATCH,
+        "learning_rate": [LEARNING_RATE, LAST_RATE],
+        "warmup": WARMUP,
+        "validation_windows": VALIDATION,
+        "curve_windows": CURVE,
+        "optimizer": "AdamW, betas 0.9 and 0.95, weight decay 0.1, no clipping",
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor and versions."""
+    info = pathlib.Path("/proc/cpuinfo")
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": multiprocessing.cpu_count(),
+        "versions": {
+            "tightwire": tw.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+
+
+def main() -> None:
+    """Make the runs that are missing, and write each down when it is done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--config", choices=CONFIGS, nargs="+", default=list(CONFIGS))
+    parser.add_argument("--seed", type=int, nargs="+", default=list(SEEDS))
+    arguments = parser.parse_args()
+    done = set()
+    if arguments.out.exists():
+        recorded = json.loads(arguments.out.read_text())
+        if recorded["setting"] != setting():
+            parser.error(f"{arguments.out} has runs of another setting")
+        done = {(r["config"], r["seed"]) for r in recorded["runs"]}
+    wanted = [(config, seed) for seed in arguments.seed for config in arguments.config]
+    jobs = [job for job in wanted if job not in done]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=run_rank, args=(rank, f"{folder}/store", jobs, arguments.out))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError("a rank has failed")
+
+
+if __name__ == "__main__":
+    main()
