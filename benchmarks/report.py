@@ -1,6 +1,6 @@
 """Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
 
-If there are a gpu.json and collectives_*.json, their pages as well.
+If there are a gpu.json, collectives_*.json, error.json and accuracy.json, their pages as well.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import collectives_report
 import gpu_report
+import lossy_report
 
 RESULTS = Path(__file__).parent / "results"
 COPY = "test_copyto[64]"
@@ -126,6 +127,9 @@ def main() -> None:
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
     if collectives_report.write_page(RESULTS):
         lines += ["", "## Collectives", "", "[collectives.md](collectives.md)"]
+    links = lossy_report.write_pages(RESULTS)
+    if links:
+        lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 
 

@@ -25,15 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from study_error import BY_HAND, CODECS
 from torch import nn
 from torch.nn import functional as F
 
 import tightwire as tw
 from tightwire.adapters import tensor_parallel as tp
+from tightwire.adapters.torch_dist import TorchDist
 
 RANKS, SEEDS = 2, (0, 1, 2)
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 256, 160, 4, 3, 64
 STEPS, BATCH, WARMUP, LEARNING_RATE, LAST_RATE = 300, 8, 30, 2e-3, 2e-4
+TENSORS, BASELINE = "tensors", "bfloat16"
 EVERY, VALIDATION, CURVE = 50, 512, 64  # steps between points of the curve; windows
 
 #: Codec, its parameters, and what tensors are rounded to before they are encoded.
@@ -135,6 +138,21 @@ def evaluate(model: GPT, windows: torch.Tensor) -> float:
         return float(np.mean([model.loss(part).item() for part in windows.split(64)]))
 
 
+def fit(model: GPT, data: torch.Tensor, windows: torch.Tensor, seed: int) -> list[Any]:
+    """Train in place, and return steps and losses on the way."""
+    rng = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    curve: list[tuple[int, float]] = []
+    for step in range(STEPS):
+        if step % EVERY == 0:
+            curve.append((step, evaluate(model, windows[:CURVE])))
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        model.loss(draw(data, BATCH, rng)).backward()
+        optimizer.step()
+    return [*curve, (STEPS, evaluate(model, windows[:CURVE]))]
+
+
 def train(config: str, seed: int) -> dict[str, Any]:
     """One run, on one rank of all."""
     codec, params, wire = CONFIGS[config]
@@ -144,20 +162,10 @@ def train(config: str, seed: int) -> dict[str, Any]:
     model = GPT(parallel)
     data, held_back = load_bytes()
     windows = draw(held_back, VALIDATION, torch.Generator().manual_seed(0))
-    rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    curve: list[tuple[int, float]] = []
     start = time.perf_counter()
-    for step in range(STEPS):
-        if step % EVERY == 0:
-            curve.append((step, evaluate(model, windows[:CURVE])))
-        optimizer.param_groups[0]["lr"] = rate(step)
-        optimizer.zero_grad()
-        model.loss(draw(data, BATCH, rng)).backward()
-        optimizer.step()
-    curve.append((STEPS, evaluate(model, windows[:CURVE])))
+    curve = fit(model, data, windows, seed)
     seconds = time.perf_counter() - start
-    trained = parallel.raw_bytes, parallel.wire_bytes
+    sent = {"raw_bytes": parallel.raw_bytes, "wire_bytes": parallel.wire_bytes}
     loss = evaluate(model, windows)
     same_everywhere(model)
     parameters = sum(p.numel() for p in model.parameters())
@@ -167,13 +175,60 @@ def train(config: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "loss": loss,
         "curve": curve,
-        "raw_bytes": trained[0],
-        "wire_bytes": trained[1],
+        **sent,
         "seconds": seconds,
         "parameters": shared + RANKS * (parameters - shared),
         "train_bytes": len(data),
         "validation_bytes": len(held_back),
     }
+
+
+class Spy(tw.Communicator):
+    """Keeps a rank's tensors that are summed, as bfloat16, while `kept` is a list."""
+
+    kept: list[torch.Tensor] | None = None
+
+    def all_reduce(self, x: Any, out: Any = None, *, wire: str | None = None) -> Any:
+        """As a communicator's."""
+        if self.kept is not None:
+            self.kept.append(x.to(torch.bfloat16).reshape(-1))
+        return super().all_reduce(x, out, wire=wire)
+
+
+def exchanged(seed: int) -> dict[str, Any]:
+    """Errors of codecs on what this rank of a trained model has to exchange in one step."""
+    spies = [Spy(TorchDist(dist.new_group()), algorithm="native") for _ in range(2)]
+    torch.manual_seed(seed)
+    model = GPT(tp.TensorParallel(*spies, wire=BASELINE))
+    data, held_back = load_bytes()
+    windows = draw(held_back, VALIDATION, torch.Generator().manual_seed(0))
+    fit(model, data, windows, seed)
+    for spy in spies:
+        spy.kept = []
+    model.loss(windows[:BATCH]).backward()
+    found = {}
+    for name, spy in zip(("activations", "gradients"), spies, strict=True):
+        assert spy.kept is not None
+        assert len(spy.kept) == 2 * LAYERS
+        wide = [x.float() for x in spy.kept]
+        errors = {
+            method: [tw.error(x, quantize(x.numpy())).vnmse for x in wide]
+            for method, quantize in BY_HAND.items()
+        }
+        for method, (codec, params) in CODECS.items():
+            chosen = tw.codec(codec, **params)
+            coded = [(x, tw.decode(tw.encode(x, chosen))) for x in spy.kept]
+            errors[method] = [tw.error(x, y).vnmse for x, y in coded]
+        found[name] = {
+            "tensors": len(wide),
+            "rms": [x.square().mean().sqrt().item() for x in wide],
+            "kurtosis": [(x**4).mean().div(x.square().mean() ** 2).item() for x in wide],
+            "below a tenth of rms": [
+                (x.abs() < 0.1 * x.square().mean().sqrt()).float().mean().item() for x in wide
+            ],
+            "vnmse": {method: [float(np.mean(v)), max(v)] for method, v in errors.items()},
+        }
+    return found
 
 
 def replicated(model: GPT) -> list[Any]:
@@ -208,22 +263,25 @@ def run_rank(rank: int, store: str, jobs: list[tuple[str, int]], out: pathlib.Pa
         timeout=timedelta(minutes=5),
     )
     for config, seed in jobs:
-        found = train(config, seed)
+        found = exchanged(seed) if config == TENSORS else train(config, seed)
         if rank == 0:
-            record(out, found)
+            record(out, config, found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def record(out: pathlib.Path, found: dict[str, Any]) -> None:
-    """Add a run to the file."""
+def record(out: pathlib.Path, config: str, found: dict[str, Any]) -> None:
+    """Add a run, or the errors on its tensors, to the file."""
     recorded: dict[str, Any] = {"setting": setting(), "runs": []}
     if out.exists():
         recorded = json.loads(out.read_text())
     recorded |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    recorded["runs"].append(found)
+    if config == TENSORS:
+        recorded[TENSORS] = found
+    else:
+        recorded["runs"].append(found)
+        print(f"{config}, seed {found['seed']}: {found['loss']:.4f}, {found['seconds']:.0f} s")
     out.write_text(json.dumps(recorded, indent=1) + "\n")
-    print(f"{found['config']}, seed {found['seed']}: {found['loss']:.4f}, {found['seconds']:.0f} s")
 
 
 def setting() -> dict[str, Any]:
@@ -268,6 +326,11 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--config", choices=CONFIGS, nargs="+", default=list(CONFIGS))
     parser.add_argument("--seed", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="instead: errors on the tensors that a trained model exchanges",
+    )
     arguments = parser.parse_args()
     done = set()
     if arguments.out.exists():
@@ -277,6 +340,8 @@ def main() -> None:
         done = {(r["config"], r["seed"]) for r in recorded["runs"]}
     wanted = [(config, seed) for seed in arguments.seed for config in arguments.config]
     jobs = [job for job in wanted if job not in done]
+    if arguments.tensors:
+        jobs = [(TENSORS, arguments.seed[0])]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

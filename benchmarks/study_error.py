@@ -147,7 +147,7 @@ def codec_errors(name: str) -> dict[str, dict[str, float]]:
         for method, quantize in BY_HAND.items():
             found[method].append(tw.error(x, quantize(x)).vnmse)
         for method, (codec, params) in CODECS.items():
-            buf = tw.encode(x, codec, **params)
+            buf = tw.encode(x, tw.codec(codec, **params))
             found[method].append(tw.error(x, tw.decode(buf)).vnmse)
             bits[method] = {"bits": 8 * buf.nbytes / N}
     return {method: summary(values) | bits.get(method, {}) for method, values in found.items()}
