@@ -44,10 +44,11 @@ WIRES = (None, "bfloat16", "float16")
 class TensorParallel:
     """The ranks that share a model's layers, and the four collectives that autograd sees.
 
-    Tensors are floating-point, of any shape and on one device, and equal in shape and dtype on all
-    ranks; results are bit-identical on all ranks where they are equal at all, also with a lossy
-    codec. All ranks make the same calls in the same order, forward and backward, or CollectiveError
-    is raised. Gradients of gradients are not to be had.
+    Tensors have any shape and lie on the communicators' device; floating-point ones may need
+    gradients, others are taken as they are. Shapes and dtypes are equal on all ranks. What all
+    ranks get is bit-identical on all of them, with a lossy codec too: a rank sees its own part as
+    the others do. All ranks make the same calls in the same order, forward and backward; what goes
+    wrong on the wire raises CollectiveError. Gradients of gradients are not to be had.
     """
 
     def __init__(
