@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from tightwire.adapters import tensor_parallel as tp  # noqa: E402
 from tightwire.adapters.memory import MemoryTransport, connect, run_ranks  # noqa: E402
 
-BATCH, TIME, WIDTH, INNER = 5, 12, 37, 132
+BATCH, TIME, WIDTH, INNER = 7, 44, 37, 132
 
 #: Codecs forward and backward, and what the error of a sum by each may be: at least, at most.
 LOSSY: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
