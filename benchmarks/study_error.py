@@ -86,6 +86,12 @@ def scaled(x: Floats) -> Floats:
     return e4m3(x / s) * s
 
 
+def integers(x: Floats) -> Floats:
+    """INT8 with one scale for the whole array, as in TACO's section 2.3."""
+    s = np.abs(x).max() / np.float32(127)
+    return np.rint(x / s) * s
+
+
 def hadamard(quantize: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
     """Rotate, quantize, rotate back."""
     return lambda x: rotated(quantize(rotated(x)))
@@ -109,6 +115,7 @@ BY_HAND: dict[str, Callable[[Floats], Floats]] = {
     "e4m3, scale per tensor": scaled,
     "hadamard, e4m3, scale per tensor": hadamard(scaled),
     "ash, e4m3, second scale per tensor": ash(scaled),
+    "int8, scale per tensor": integers,
 }
 
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
