@@ -96,8 +96,9 @@ def error_lines(recorded: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "Bits are those of a whole buffer for each element. Rows without them are no codecs of the "
-        "library: blocks of 256 cast to E4M3 with saturation, or to INT8, without a scale or with one "
-        "for the tensor. In the first three the size of the data matters.",
+        "library: a cast to E4M3 with saturation, or to INT8, without a scale or with one for the "
+        "tensor, of blocks of 256 that may be rotated. In the first three the size of the data "
+        "matters.",
         "",
         "## All-reduces",
         "",
