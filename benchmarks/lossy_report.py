@@ -146,6 +146,11 @@ def spread(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
+def plus_minus(values: Sequence[float]) -> str:
+    """The spread as it stands behind a mean, if there is one."""
+    return f" ± {spread(values):.4f}" if len(values) > 1 else ""
+
+
 def accuracy_lines(recorded: dict[str, Any]) -> list[str]:
     """The page of the accuracy study without the part that is written by hand."""
     configs, setting, machine = by_config(recorded), recorded["setting"], recorded["machine"]
@@ -172,8 +177,8 @@ def accuracy_lines(recorded: dict[str, Any]) -> list[str]:
         f"thread a rank; {named}; {recorded['date']}. Runs of one seed share initial weights and "
         "batches. Loss in nats; ± is the standard deviation over seeds, of the loss or of its "
         f"difference from {LABELS[BASELINE]} with the same seed; the interval is Student's, 95 %, "
-        "for the mean difference. MB and ratio: what a rank sent in training, by the trace of its "
-        "communicators, and over what bfloat16 takes.",
+        "for the mean difference; % is of the mean loss of that. MB and ratio: what a rank sent in "
+        "training, by the trace of its communicators, and over what bfloat16 takes.",
         "",
         "| what travels | seeds | validation loss | difference | 95 % interval | % | MB | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -182,16 +187,18 @@ def accuracy_lines(recorded: dict[str, Any]) -> list[str]:
     for config, runs in configs.items():
         values = [r["loss"] for r in runs.values()]
         apart = differences(runs, base)
-        mean, wide = float(np.mean(apart)), spread(apart)
-        half = STUDENT.get(len(apart) - 1, math.nan) * wide / math.sqrt(len(apart))
+        mean = float(np.mean(apart))
         wire = float(np.mean([r["wire_bytes"] for r in runs.values()]))
-        gap = f"{mean:+.4f} ± {wide:.4f} | {mean - half:+.3f} to {mean + half:+.3f}"
+        gap, interval = f"{mean:+.4f}{plus_minus(apart)}", ""
+        if len(apart) > 1:
+            half = STUDENT[len(apart) - 1] * spread(apart) / math.sqrt(len(apart))
+            interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
         percent = f"{100 * mean / float(np.mean(losses)):+.2f}"
         if config == BASELINE:
-            gap, percent = " | ", ""
+            gap = interval = percent = ""
         lines.append(
-            f"| {LABELS[config]} | {len(runs)} | {np.mean(values):.4f} ± {spread(values):.4f} | "
-            f"{gap} | {percent} | {wire / 1e6:.0f} | {wire / plain:.3f} |"
+            f"| {LABELS[config]} | {len(runs)} | {np.mean(values):.4f}{plus_minus(values)} | "
+            f"{gap} | {interval} | {percent} | {wire / 1e6:.0f} | {wire / plain:.3f} |"
         )
     seeds = sorted(base)
     lines += [
