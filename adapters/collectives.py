@@ -201,7 +201,7 @@ class Communicator(Group):
         decode of `x`: what is missing is what a lossy codec (or `wire`) has lost of it.
 
         Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
-        own order.
+        own order; with a lossy codec on a GPU also bfloat16 and float16.
         """
         before = self._switch.as_before("reduce_scatter", x, wire)
         if before is not None and decoded is None:
@@ -777,7 +777,7 @@ class Communicator(Group):
         if shape is None:
             shape = before.shape = self._native_shape(collective, x)
             before.nbytes = _native_nbytes(collective, x.nbytes, self._size)
-            before.summed = plain and self._sums(tensors.dtype_of(x))
+            before.summed = plain and self._sums(tensors.dtype_of(x), x)
         if collective in SUMS and not before.summed:
             return None
         if out is None:
@@ -869,7 +869,7 @@ class Communicator(Group):
 
     def _sum_native(self, call: Call, flat: Any, result: Any, info: ArrayInfo) -> bool:
         """The network's own all-reduce; False if it has none for this dtype."""
-        if not self._sums(info.dtype):
+        if not self._sums(info.dtype, result):
             return False
         self._compare_shape(call, flat, info)
         with call.stage("native"):
@@ -881,12 +881,17 @@ class Communicator(Group):
         self._sent_plain(call, 2 * (self._size - 1) * share)
         return True
 
-    def _sums(self, dtype: DType) -> bool:
-        """True for what networks sum as we do but for the order."""
+    def _sums(self, dtype: DType, x: Any) -> bool:
+        """True for what networks sum as we do but for the order.
+
+        In narrow floats those of GPUs round after every term: no worse than a lossy codec.
+        """
+        if dtype.name in ("bfloat16", "float16"):
+            return tensors.is_cuda(x) and not self._codec.lossless
         return dtype.name in ("float32", "float64", "int32", "int64")
 
     def _sums_to(self, total: Any, dtype: DType) -> bool:
-        return self._sums(dtype) and tensors.dtype_of(total) == dtype
+        return self._sums(dtype, total) and tensors.dtype_of(total) == dtype
 
     def _broadcast_native(self, call: Call, into: Any, root: int) -> None:
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""
