@@ -263,7 +263,7 @@ def lossy(rank: Rank, link: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def agreed_error(rank: Rank, run: Run, total: torch.Tensor, allowed: float) -> float:
-    """vNMSE of a sum, which must be the same on all ranks, and as good as is allowed."""
+    """The vNMSE of a sum, which must be the same on all ranks, and as good as is allowed."""
     run.prepare()
     run.call()
     first = run.out.clone()
