@@ -250,7 +250,7 @@ def decode_chunk(
             rotate(w)
         with np.errstate(over="ignore"):
             w *= (merged * np.float32(norm(spec)))[:, None]
-        found = _to_bits(w, chunk.dtype)
+        found = to_bits(w, chunk.dtype)
         found[lost] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
         lo, hi = max(start - first * size, 0), min(stop - first * size, found.size)
         at = first * size + lo - start
@@ -383,7 +383,7 @@ def _within(words: Words, limits: tuple[int, int]) -> npt.NDArray[np.bool]:
     return inside
 
 
-def _to_bits(y: Floats, dtype: DType) -> Bits:
+def to_bits(y: Floats, dtype: DType) -> Bits:
     """`y` limited to the finite range of `dtype` and rounded to it, as bits."""
     top = dtype.bits.type((((1 << dtype.exponent) - 1) << dtype.mantissa) - 1)
     if dtype.name == "float32":

@@ -20,9 +20,9 @@ from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .hadamard import rotate
 from .minifloat import widen
-from .taco import _rotate as rotate
-from .taco import _to_bits as to_bits
+from .taco import to_bits
 
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]

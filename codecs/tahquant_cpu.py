@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
 from .tahquant import (
@@ -350,11 +350,19 @@ def decode_add_chunk(
 
 
 def decode_add_encode_chunk(
-    spec: Tahquant, source: Chunk, bits: Bits, chunk: Chunk, *, threads: int = 1
+    spec: Tahquant,
+    source_spec: CodecSpec,
+    source: Chunk,
+    bits: Bits,
+    chunk: Chunk,
+    *,
+    key: Key | None = None,
+    threads: int = 1,
 ) -> ChunkDecoded:
     """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
 
-    The sum is kept as a whole: which tokens are narrow has to be known before one is encoded.
+    `source_spec` is `spec`: tahquant fuses nothing else. The sum is kept as a whole: which tokens
+    are narrow has to be known before one is encoded.
     """
     problem, fixed = _source(spec, source, 0, spec.tiles(source.nelem))
     if problem is None:

@@ -19,6 +19,7 @@ from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from ..formats.header import align
 from .base import CodecSpec, Key, Plan
+from .columns_triton import to_columns
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -48,10 +49,8 @@ from .device import (
     weigh,
     weigh_bytes,
 )
-from .taco_triton import _elements as elements
-from .taco_triton import _rotate as rotate
-from .taco_triton import _spread as spread
-from .taco_triton import _unzip as unzip
+from .hadamard_triton import rotate, spread
+from .minifloat_triton import elements_at
 from .tahquant import (
     ANCHOR,
     LOG,
@@ -101,9 +100,9 @@ def _log2(number):
 
 
 @triton.jit
-def _sum_bits(a, b, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """Bits of a + b, elements given as bits, summed in float32."""
-    y = float_of(a, EXP, ITEM) + float_of(b, EXP, ITEM)
+def _sum_bits(a, b, EXP: tl.constexpr, ITEM: tl.constexpr, X_ITEM: tl.constexpr):
+    """Bits of a + b, elements given as bits, those of `b` X_ITEM bytes, summed in float32."""
+    y = float_of(a, EXP, ITEM) + float_of(b, EXP, X_ITEM)
     if ITEM == 4:
         return y.to(tl.uint32, bitcast=True)
     elif EXP == 8:
@@ -124,7 +123,7 @@ def _swap(u, p, col):
 def _rotated(u, ROWS: tl.constexpr):
     """The transform of rows of 64 values, given as bits."""
     v = tl.reshape(u.to(tl.float32, bitcast=True), [ROWS * 4, 16])
-    return rotate(unzip(v, ROWS * 4, 16, 4), ROWS, 2) * 0.125
+    return rotate(to_columns(v, ROWS * 4, 16, 4), ROWS, 2) * 0.125
 
 
 @triton.jit
@@ -219,11 +218,13 @@ def _entropy_kernel(
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     FUSED: tl.constexpr,
+    X_ITEM: tl.constexpr,
 ):
     """The entropy of one of the `whole` tokens of a chunk, in bits times 2^12.
 
     FUSED: of the elements plus those that the buffer `src_ptr` decodes to, `base_ptr` being what
-    `_rank_kernel` says of its tokens.
+    `_rank_kernel` says of its tokens; the elements at `x_ptr` then have X_ITEM bytes, the plan's
+    ITEM or float32's 4.
     """
     TILE: tl.constexpr = 64
     pid = tl.program_id(0).to(tl.int64)
@@ -231,7 +232,7 @@ def _entropy_kernel(
     token = pid % whole
     first, n = _nelem(chunk, nelem, chunk_nelem)
     if token < n // hidden:
-        x = elements(x_ptr, ITEM) + first + token * hidden
+        x = elements_at(x_ptr, X_ITEM) + first + token * hidden
         row = tl.arange(0, _ROWS)
         i = row[:, None] * TILE + tl.arange(0, TILE)[None, :]
         rank = token * 0
@@ -266,7 +267,7 @@ def _entropy_kernel(
                         ITEM,
                         False,
                     )
-                    e = tl.where(at + i < hidden, _sum_bits(b, e, EXP, ITEM), 0)
+                    e = tl.where(at + i < hidden, _sum_bits(b, e, EXP, ITEM, X_ITEM), 0)
                 u = float_of(e, EXP, ITEM).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
                 if measured == 0:
                     top = tl.maximum(top, u.to(tl.int32))
@@ -437,6 +438,7 @@ def _encode_kernel(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
     FUSED: tl.constexpr,
+    X_ITEM: tl.constexpr,
 ):
     """Encode a group of tiles. Header and records were cleared, the index written before.
 
@@ -472,7 +474,7 @@ def _encode_kernel(
         slot = t - (rank >> 1) * token_tiles
         if MODE == 0:
             i = tl.arange(0, _GROUP // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-            x = elements(x_ptr, ITEM) + tl.multiple_of(first + group * _GROUP, 16)
+            x = elements_at(x_ptr, X_ITEM) + tl.multiple_of(first + group * _GROUP, 16)
             inside = i >= 0
             e = tl.load(x + i).to(tl.uint32)
         else:
@@ -483,7 +485,7 @@ def _encode_kernel(
             part = tl.arange(0, _GROUP // 16) % (TILE // 16) * 16
             i = part[:, None] + tl.arange(0, 16)[None, :]
             inside = i < spread(count, ROWS, TILE // 16)[:, None]
-            x = elements(x_ptr, ITEM) + first
+            x = elements_at(x_ptr, X_ITEM) + first
             e = tl.load(x + spread(at, ROWS, TILE // 16)[:, None] + i, mask=inside, other=0)
             e = e.to(tl.uint32)
         if FUSED:
@@ -508,7 +510,7 @@ def _encode_kernel(
                 report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            e = _sum_bits(tl.reshape(b, [_GROUP // 16, 16]), e, EXP, ITEM)
+            e = _sum_bits(tl.reshape(b, [_GROUP // 16, 16]), e, EXP, ITEM, X_ITEM)
             # What fills a tile up decodes to errors.
             e = tl.where(inside, e, 0)
         u = tl.reshape(float_of(e, EXP, ITEM).to(tl.uint32, bitcast=True), [ROWS, TILE])
@@ -718,7 +720,7 @@ def _decode_kernel(
                 to = spread(to, ROWS, TILE // 16)[:, None]
             if ADD == 0:
                 kind = tl.uint16 if ITEM == 2 else tl.uint32
-                tl.store(elements(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
+                tl.store(elements_at(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
             else:
                 value = float_of(b, EXP, ITEM)
                 add_to(accumulator(out_ptr, EXP, ADD) + to + i, value, use, EXP, ADD)
@@ -903,12 +905,22 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
 
 
 def decode_add_encode(
-    plan: Plan, src, x, out, scratch, status, *, key: Key | None = None, planned: bool = True
+    plan: Plan,
+    source_plan: Plan,
+    src,
+    x,
+    out,
+    scratch,
+    status,
+    *,
+    stats=None,
+    key: Key | None = None,
+    planned: bool = True,
 ) -> None:
     """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`.
 
-    Sums are in float32, rounded to the dtype, and kept nowhere: where tokens have widths they are
-    made twice. See `tightwire.device` for the contract.
+    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's, and kept
+    nowhere: where tokens have widths they are made twice. See `tightwire.device` for the contract.
     """
     g = _launches(plan)
     sums, counts, base = g.split(plan, scratch)
@@ -921,12 +933,12 @@ def decode_add_encode(
 
 def _encode(plan: Plan, x, out, src, tensors) -> None:
     g = _launches(plan)
-    fused = src is not None
+    summed = {"FUSED": src is not None, "X_ITEM": x.element_size()}
     out[: plan.static_offset].zero_()
     source, counts, base, *_ = tensors
     if g.ranked:
         whole = plan.chunk_nelem // g.spec.hidden
-        _variant("entropy", plan.dtype, _WARPS, FUSED=fused).launch(
+        _variant("entropy", plan.dtype, _WARPS, **summed).launch(
             whole * plan.chunks,
             (x, source, base, counts),
             *g.sizes,
@@ -951,7 +963,7 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
         modes = [(0, g.whole, g.whole * plan.chunks), (1, 1, plan.chunks)]
     for mode, groups, programs in modes:
         if programs:
-            values = {"MODE": mode, "TILE": g.spec.tile, "SUMS": plan.checksum, "FUSED": fused}
+            values = {"MODE": mode, "TILE": g.spec.tile, "SUMS": plan.checksum} | summed
             warps = _WARPS if mode == 0 else _WARPS_ANYWHERE
             _variant("encode", plan.dtype, warps, **values).launch(
                 programs,

@@ -306,7 +306,7 @@ def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
         # Compressing half of the bytes would not pay, compressing a seventh of them does.
         rows = [[1e-4, 1e-4, 1e-1], [1e-1, 9e-2, 1e-1]]
         measured = Measured((1 << 10, 1 << 20), rows, 4, 0.14)
-        comm._switch._measure = lambda collective, like, info: measured
+        comm._switch._measure = lambda collective, like, info, source: measured
         comm.all_gather(np.ones(1 << 16, np.float32))
         return [record.algorithm for record in comm.trace()]
 

@@ -656,7 +656,7 @@ def test_nvfp4_sums_with_given_stats(place: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("codec", ["mx", "nvfp4", "sdp4bit", "taco"])
+@pytest.mark.parametrize("codec", ["mx", "nvfp4", "sdp4bit", "taco", "tahquant"])
 def test_sums_of_float32_and_a_narrow_buffer(
     place: str, codec: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
