@@ -47,7 +47,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "auto": {"algorithm": "auto"},
 }
 #: Codecs of two-shot all-reduces that are held against NCCL's in bfloat16, and the error allowed.
-LOSSY = {"taco": 3e-3, "mx": 3e-3}
+LOSSY = {"mx": 3e-3}
 LOSSY_PATHS = ("compressed", "auto")
 SMALL = (4 << 10, 64 << 10)
 LATE_SECONDS = 0.02

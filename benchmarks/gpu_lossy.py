@@ -58,16 +58,10 @@ def cases() -> list[Lossy]:
         ("mx e4m3", "mx", {}, False),
         ("nvfp4", "nvfp4", {}, False),
         ("nvfp4, stats given", "nvfp4", {}, True),
-        ("taco", "taco", {}, False),
-        ("taco none", "taco", {"transform": "none"}, False),
-        ("taco int8", "taco", {"format": "int8"}, False),
-        ("taco merged", "taco", {"scales": "merged"}, False),
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
-    found += [dataclasses.replace(case, mib=1024) for case in found[:5]]
-    stochastic = (("rounding", "stochastic"),)
-    found.append(Lossy("taco stochastic", "taco", stochastic, 256))
+    found += [dataclasses.replace(case, mib=1024) for case in found[:3]]
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
 
 

@@ -27,6 +27,7 @@ from .device import (
     CHUNK_SUM,
     FLAGS,
     HEADER_WORDS,
+    INTERPRETED,
     OVERFLOWED,
     RECORD,
     Variant,
@@ -825,8 +826,8 @@ def _check_kernel(
 
 
 def supports(dtype: DType) -> bool:
-    """True for the dtypes that tahquant codes."""
-    return dtype.name in Tahquant.dtypes
+    """False on devices, where these kernels do not give the page's bytes in every case yet."""
+    return INTERPRETED and dtype.name in Tahquant.dtypes
 
 
 def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
