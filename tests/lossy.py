@@ -24,6 +24,8 @@ CODECS = (
     tw.codec("nvfp4"),
     tw.codec("taco"),
     tw.codec("taco", format="int8", rounding="stochastic", block=32),
+    tw.codec("sdp4bit", rounding="stochastic"),
+    tw.codec("tahquant", hidden=48),
 )
 DTYPES = ("float32", "bfloat16", "float16")
 
