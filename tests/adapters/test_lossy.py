@@ -284,7 +284,9 @@ def test_damaged_payload(name: str) -> None:
     assert "checksum_mismatch" in found[1]
 
 
-@pytest.mark.parametrize(("codec", "times"), [("mx", 3), ("sdp4bit", 3), ("tahquant", 3), ("taco", 0)])
+@pytest.mark.parametrize(
+    ("codec", "times"), [("mx", 3), ("sdp4bit", 3), ("tahquant", 3), ("taco", 0)]
+)
 def test_sums_are_encoded_in_one_pass_where_that_can_be(
     codec: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,6 @@ ALLOWED = (
         0,
         "fewer registers, so more tiles in flight: faster than without the spills",
     ),
-    Allowed("mx._encode_kernel", {"ADD": [True], "X_ITEM": [4]}, 0, 4, "none of it to memory"),
     Allowed(
         "taco._encode_kernel",
         {"MODE": [1, 2], "FUSED": [True], "SUMS": [True]},
