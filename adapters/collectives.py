@@ -563,8 +563,8 @@ class Communicator(Group):
         n = total.shape[0]
         if choice.algorithm == "native":
             if decoded is not None:
-                whole = x if self._sums_to(total, info.dtype) else tensors.cast(x, sent)
-                tensors.put(decoded, whole.reshape(-1))
+                arrived = x if self._sums_to(total, info.dtype) else tensors.cast(x, sent)
+                tensors.put(decoded, arrived.reshape(-1))
             self._compare_shape(call, x, info)
             if self._scatter_native(call, x, total, info):
                 return None
