@@ -15,6 +15,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..formats.dtypes import DType
+from ..numba_cache import cached
 from .minifloat import INFINITY, NAN, Element, values_of
 
 U1, U2, U4 = np.uint8, np.uint16, np.uint32
@@ -70,7 +71,7 @@ def kind_of(dtype: DType) -> int:
     return {"bfloat16": 0, "float16": 1, "float32": 2}[dtype.name]
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def widen(x, kind, words, floats):
     """float32 bits of the elements `x` to `words`; `floats` is float32 scratch, all of a length."""
     if kind == 0:
@@ -103,7 +104,7 @@ def largest_magnitudes_by(block):
     """A function that puts the largest magnitude of each `block` words, as bits, into `tops`."""
     half, quarter = block // 2, block // 4
 
-    @njit(nogil=True, cache=True)
+    @cached(nogil=True)
     def largest_magnitudes(words, lanes, tops):
         for b in range(LANES // block):
             low = words[b * block : b * block + half]
@@ -150,7 +151,7 @@ def _round_by(mantissa):
 _round1, _round2, _round3, _round6 = (_round_by(m) for m in (1, 2, 3, 6))
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def round_codes(words, offsets, mantissa, bias, largest, bits, integer, found, codes):
     """Codes of `words` to `codes`; see `minifloat.round_codes`.
 
@@ -181,7 +182,7 @@ def round_codes(words, offsets, mantissa, bias, largest, bits, integer, found, c
             codes[i] = U1(U4(found[i]) | U4(U4(words[i] & _SIGN) >> U4(28)))
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def round_small(words, scale, mantissa, bias, largest, bits, integer, codes):
     """As `round_codes`, of words of one scale, all of them finite."""
     for i in range(words.size):
@@ -192,7 +193,7 @@ def round_small(words, scale, mantissa, bias, largest, bits, integer, codes):
         codes[i] = U1(code)
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def pack(codes, bits, target):
     """Codes of a whole block to the bytes `target`."""
     if bits == 8:
@@ -209,7 +210,7 @@ def pack(codes, bits, target):
             target[3 * i + 2] = U1(U1(c >> U1(4)) | U1(d << U1(2)))
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def unpack(source, bits, codes):
     """Inverse of `pack`."""
     if bits == 8:
@@ -228,7 +229,7 @@ def unpack(source, bits, codes):
             codes[4 * i + 3] = U1(c >> U1(2))
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def narrow(words, kind, out):
     """Elements nearest to float32 bits; see `minifloat.narrow`."""
     if kind == 2:
@@ -249,7 +250,7 @@ def narrow(words, kind, out):
             out[i] = U2(0x7FC0) if U4(w & _MAGNITUDE) > U4(INFINITY) else found
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, out):
     """Elements of codes; `offsets` are (scale - 127) << 23, int32, `parts` int32 scratch.
 
@@ -285,7 +286,7 @@ def decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, out):
             out[i] = U2(0x7FC0) if U1(code & mask) >= nan else low
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def add(a, b, kind):
     """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
     u, v = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
@@ -302,7 +303,7 @@ def add(a, b, kind):
         a[at : at + count] = padded[:count]
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def add_to(acc, a, kind):
     """Add the elements `a` to the float32 values `acc`."""
     words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
@@ -320,7 +321,7 @@ def add_to(acc, a, kind):
 LEAST, MOST = 17, 237
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def decode_extreme(codes, scale, table, bits, infinity, nan, kind, out):
     """As `decode_codes`, of codes of one scale, whatever it is, as bfloat16 or float32."""
     m = 23 if kind == 2 else 7

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import INFINITY, NAN, narrow, tail_is_zero
 from .minifloat_cpu import (
@@ -54,7 +55,7 @@ def _scale(top, emax, max_fraction, ceil):
     return min(max(scale, 0), MAX_SCALE)
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _encode_tiles(x, kind, payload, scales, element, ceil, first, last):
     bits, mantissa, bias, largest, emax, max_fraction, integer = element
     words, tops = np.empty(LANES, np.uint32), np.empty(_TILE_BLOCKS, np.uint32)
@@ -95,7 +96,7 @@ def _encode_tiles(x, kind, payload, scales, element, ceil, first, last):
             payload[tile * nbytes : tile * nbytes + used] = packed[:used]
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _decode_tiles(payload, scales, nelem, element, table, kind, quiet, out, start, first, last):
     bits, infinity, nan = element
     codes, source = np.empty(LANES, np.uint8), np.zeros(LANES, np.uint8)

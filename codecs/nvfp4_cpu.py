@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .minifloat import INFINITY, tail_is_zero, values_of
 from .minifloat_cpu import (
@@ -51,7 +51,7 @@ _ELEMENT = (ELEMENT.mantissa, ELEMENT.bias, ELEMENT.largest, ELEMENT.bits, False
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(x, kind, payload, g, scales, values, first, last):
     words, tops = np.empty(LANES, np.uint32), np.empty(_BLOCKS, np.uint32)
     floats, lanes = np.empty(LANES, np.float32), np.empty(BLOCK // 2, np.uint32)
@@ -99,7 +99,7 @@ def _encode_tiles(x, kind, payload, g, scales, values, first, last):
             payload[tile * _NBYTES : tile * _NBYTES + used] = packed[:used]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _decode_tiles(payload, g, scales, nelem, elements, values, kind, out, start, first, last):
     codes, source = np.empty(LANES, np.uint8), np.zeros(_NBYTES, np.uint8)
     floats, steps = np.empty(LANES, np.float32), np.zeros(LANES, np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .hadamard_cpu import LANES as RUNS
 from .hadamard_cpu import rotate
@@ -111,7 +112,7 @@ def _encode_group(t, words, codes, lost, largest, random):
     return bits[1]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(
     x, kind, payload, scales, bits, group, rotates, random, seed, step, rank, start, first, last
 ):
@@ -187,7 +188,7 @@ def _values(payload, bits, at, n, t):
     return least
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _decode_tiles(payload, scales, nelem, bits, group, back, top, kind, out, start, first, last):
     """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
 

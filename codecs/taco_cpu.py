@@ -17,6 +17,7 @@ from numba import njit
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes, sum_words
 from ..formats.dtypes import DType
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES, rotate
 from .philox import key_numbers
@@ -182,7 +183,7 @@ def _round_stochastic(v, u, g, gu, code, words, mantissa, bias):
         code[i] = U4(rounded | U4(U4(u[i] >> U4(24)) & U4(0x80)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _encode_span(
     x, codes, scales, first, last, size, transform, top, half, f, k, random, seed, step, rank, start
 ):
@@ -290,7 +291,7 @@ def _codes_fit(codes, bad, mantissa, lost):
     return most < bad
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _decode_span(
     codes, scales, table, x, nelem, first, last, size, transform, exponent, mantissa, bad, top, k
 ):

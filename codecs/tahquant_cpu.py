@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
@@ -57,7 +58,7 @@ def _log2(u):
     return U4(U4(U4(e + f) + U4(U4(p * h) >> U4(16))) >> U4(4))
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _entropies(x, kind, hidden, out, first, last):
     """Entropies of tokens `first` to `last`; see `tahquant._entropy`."""
     words, q = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
@@ -154,7 +155,7 @@ def _pivot(v, magnitudes):
     return U1(PIVOT + at)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, pivots, first, last):
     """Encode tiles `first` to `last`; `sizes` is (hidden, tile, tiles of a token, forward)."""
     hidden, tile, token_tiles, forward = sizes
@@ -246,7 +247,7 @@ def _spread(byte):
     return U8(U8(U8(bits + _CARRY) >> U8(7)) & _ONES)
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _decode_tiles(
     planes, wide, scales, pivots, narrow_token, slots, sizes, kind, nelem, out, start, first, last
 ):

@@ -16,6 +16,7 @@ from numba.extending import intrinsic, overload
 
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes, sum_words
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .threads import run, spans
 from .zipccl import (
@@ -534,7 +535,7 @@ def _columns_of(nelem):
     return (nelem % TILE + step - 1) // step * COLUMN_STEP
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _encode_span(x, first, last, tiles, offsets, entries, escapes, mantissa, extra, fixed):
     """Encode tiles `first` to `last` of the chunk `x`; offsets count from the span's first escape.
 
@@ -609,7 +610,7 @@ def _encode_span(x, first, last, tiles, offsets, entries, escapes, mantissa, ext
     return count, total
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def _decode_span(
     tiles, offsets, entries, escapes, x, nelem, first, last, mantissa, exponent, extra, with_sum
 ):

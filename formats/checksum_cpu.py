@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from ..numba_cache import cached
 from .checksum import KEY_STEP, MASK64
 
 _STEP = np.uint32(KEY_STEP)
 _ONE = np.uint32(1)
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def sum_words(words, first_word):
     """Keyed sum of whole words (uint32) whose first is word `first_word` of the part."""
     total = np.uint64(0)
@@ -22,7 +22,7 @@ def sum_words(words, first_word):
     return total
 
 
-@njit(nogil=True, cache=True)
+@cached(nogil=True)
 def sum_bytes(data, first_word):
     """Keyed sum of `data` (uint8), its last partial word padded with zeros."""
     whole = data.size // 4

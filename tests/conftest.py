@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import pytest
+from hypothesis import settings
 
 from support import FLOATS
 from tightwire.formats.dtypes import BY_NAME, DType
@@ -16,7 +17,10 @@ def pytest_configure() -> None:
     """Without a GPU, Triton kernels are interpreted; Triton asks when it is imported.
 
     JAX takes most of a GPU's memory when it starts, and other libraries and processes need some.
+    The first example of a property may have to wait for a compiler.
     """
+    settings.register_profile("compiled", deadline=None)
+    settings.load_profile("compiled")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if importlib.util.find_spec("torch") is not None:
         import torch

@@ -43,7 +43,7 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
     try:
         return importlib.import_module(f"{stem}_cpu")
     except ModuleNotFoundError as error:
-        if error.name not in ("numba", f"{stem}_cpu"):
+        if error.name not in ("numba", "filelock", f"{stem}_cpu"):
             raise
         if backend == "cpu":
             raise ValueError(
