@@ -69,7 +69,7 @@ class Communicator(Group):
     in an all-reduce the bound of the sum, which is encoded again. Tensor statistics (nvfp4's
     largest magnitude) are taken of what a rank encodes at once, and travel with every chunk: ranks
     need not agree on them. Random rounding is by `seed`, rank, and number of call and encoding.
-    Native calls, which `algorithm="auto"` may take, lose nothing.
+    Native calls, which `algorithm="auto"` may take, lose nothing but what sums round.
 
     `algorithm` is "compressed", "pipelined" (in `pieces` pieces or, if that is None, as many as
     have `granularity` bytes of a rank's tensor, so that encoding, wire and decoding overlap; TACO,
@@ -202,7 +202,8 @@ class Communicator(Group):
         decode of `x`: what is missing is what a lossy codec (or `wire`) has lost of it.
 
         Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
-        own order; with a lossy codec on a GPU also bfloat16 and float16.
+        own order; an all-reduce by a lossy codec on a GPU
+        also bfloat16 and float16.
         """
         before = self._switch.as_before("reduce_scatter", x, wire)
         if before is not None and decoded is None:
@@ -569,7 +570,10 @@ class Communicator(Group):
             self._compare_shape(call, x, info)
             if self._scatter_native(call, x, total, info):
                 return None
+            # A network without such sums: nothing has been written yet.
             flat = tensors.contiguous(tensors.cast(x, sent)).reshape(-1)
+            if decoded is not None:
+                tensors.put(decoded, flat)
             nbytes = flat.shape[0] * sent.itemsize
             came = tensors.view(self._bytes("plain", nbytes, x)[:nbytes], sent)
             equal = [n] * self._size
@@ -772,13 +776,15 @@ class Communicator(Group):
             return None
         plain = x.dtype in self._plain_dtypes
         # Backends differ in what they make of a scalar.
-        if x.numel() < 2 or x.requires_grad:
+        if x.numel() < 2 or x.requires_grad or x.is_conj() or x.is_neg():
             return None
         shape = before.shape
         if shape is None:
             shape = before.shape = self._native_shape(collective, x)
             before.nbytes = _native_nbytes(collective, x.nbytes, self._size)
-            before.summed = plain and self._sums(tensors.dtype_of(x), x)
+            dtype = tensors.dtype_of(x)
+            sums = self._reduces(dtype, x) if collective == "all_reduce" else self._sums(dtype)
+            before.summed = plain and sums
         if collective in SUMS and not before.summed:
             return None
         if out is None:
@@ -789,6 +795,7 @@ class Communicator(Group):
             or out.dtype != x.dtype
             or out.device != x.device
             or not out.is_contiguous()
+            or out.requires_grad
             or tensors.overlap(x, out)
         ):
             return None
@@ -870,7 +877,7 @@ class Communicator(Group):
 
     def _sum_native(self, call: Call, flat: Any, result: Any, info: ArrayInfo) -> bool:
         """The network's own all-reduce; False if it has none for this dtype."""
-        if not self._sums(info.dtype, result):
+        if not self._reduces(info.dtype, result):
             return False
         self._compare_shape(call, flat, info)
         with call.stage("native"):
@@ -882,17 +889,22 @@ class Communicator(Group):
         self._sent_plain(call, 2 * (self._size - 1) * share)
         return True
 
-    def _sums(self, dtype: DType, x: Any) -> bool:
-        """True for what networks sum as we do but for the order.
-
-        In narrow floats those of GPUs round after every term: no worse than a lossy codec.
-        """
-        if dtype.name in ("bfloat16", "float16"):
-            return tensors.is_cuda(x) and not self._codec.lossless
+    def _sums(self, dtype: DType) -> bool:
+        """True for what networks sum as we do but for the order."""
         return dtype.name in ("float32", "float64", "int32", "int64")
 
+    def _reduces(self, dtype: DType, x: Any) -> bool:
+        """True if `_sum_native` sums `x`.
+
+        In narrow floats GPUs round after every term: no worse than a lossy codec.
+        """
+        if dtype.name in ("bfloat16", "float16"):
+            takes = tensors.is_cuda(x) and x.dtype in self._plain_dtypes
+            return takes and not self._codec.lossless
+        return self._sums(dtype)
+
     def _sums_to(self, total: Any, dtype: DType) -> bool:
-        return self._sums(dtype, total) and tensors.dtype_of(total) == dtype
+        return self._sums(dtype) and tensors.dtype_of(total) == dtype
 
     def _broadcast_native(self, call: Call, into: Any, root: int) -> None:
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""

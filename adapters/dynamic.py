@@ -390,6 +390,8 @@ class FixedRateAllToAll(_Exchange):
         shape = (capacity, *row_shape)
         if dynamic_capacity is None:
             dynamic_capacity = comm.codec.plan(shape, dtype).dtype.itemsize * math.prod(shape) // 16
+        if getattr(comm.codec.spec, "rounding", "nearest") != "nearest":
+            raise ValueError(f"codec is {comm.codec!r}; allowed: codecs that round to nearest")
         self._plan = comm.codec.plan(shape, dtype, dynamic_capacity=dynamic_capacity)
         super().__init__(
             comm, row_shape, dtype, max_splits, max_indices, capacity, self._plan.dynamic_stride

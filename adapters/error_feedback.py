@@ -8,6 +8,7 @@ decoding has lost of it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,9 +104,12 @@ class ErrorFeedback:
         self.reset()
         self._residuals = {name: tensors.copied(e) for name, e in state.items()}
 
+    @tensors.kept
     def _residual(self, parts: Parts, dtype: DType, like: Any) -> Any:
         """The residuals of `parts` in one array of the library and device of `like`."""
         key = tuple(parts)
+        if len({name for name, _ in key}) < len(key):
+            raise ValueError(f"parts are {[name for name, _ in key]}; allowed: different names")
         joined = self._joined.get(key)
         if joined is not None and _is_like(joined, dtype, like):
             return joined
@@ -115,6 +119,9 @@ class ErrorFeedback:
             here, before = joined[at : at + n], self._residuals.get(name)
             if before is not None and tuple(before.shape) == (n,):
                 tensors.put(here, _beside(before, like))
+                if tensors.is_cuda(before):
+                    # It may be of another stream, on which its memory would be used again.
+                    before.record_stream(sys.modules["torch"].cuda.current_stream(before.device))
             else:
                 tensors.fill(here, 0)
             self._residuals[name] = here

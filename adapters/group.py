@@ -261,7 +261,8 @@ class Group:
             self._finish(call)
         except BaseException as caught:
             error = str(caught)
-            if not call.exchanged:
+            # Cards that have not been read may say that ranks are out of step.
+            if not call.exchanged or call.late:
                 self._broken = error
             raise
         finally:
@@ -297,6 +298,7 @@ class Group:
             )
         return plan
 
+    @tensors.kept
     def _bytes(self, name: str, nbytes: int, like: Any) -> Any:
         """The communicator's own memory called `name`, which grows."""
         key = name, tensors.device_of(like)
@@ -309,6 +311,7 @@ class Group:
             room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
         return room
 
+    @tensors.kept
     def _room(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Shares of these plans, which `_plan` has made, in the memory called `name`."""
         # Plans are kept as long as their layouts, so that ids tell them apart.
@@ -329,6 +332,7 @@ class Group:
         self._holders[key] = shares
         return fresh
 
+    @tensors.kept
     def _words_of(self, like: Any) -> Any:
         """What decoding finds, int64, shape (world_size,), on the device of `like`."""
         device = tensors.device_of(like)

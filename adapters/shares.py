@@ -85,6 +85,7 @@ class Shares:
         self._parcels: list[list[Any]] = []
 
     @property
+    @tensors.kept
     def parcels(self) -> list[list[Any]]:
         """Of each share its card and its static part: what travels if there is no dynamic part."""
         if not self._parcels:
@@ -95,6 +96,7 @@ class Shares:
             ]
         return self._parcels
 
+    @tensors.kept
     def paired(self, other: Shares) -> Any:
         """Cards of these shares and of `other` as one array, which comes to the host at once."""
         pair = self._partner
@@ -112,6 +114,7 @@ class Shares:
         self._arriving = tensors.OnTheWay(cards, self._arriving)
         return self._arriving
 
+    @tensors.kept
     def arriving_late(self) -> tensors.OnTheWay:
         """`cards` on their way to the host, where they may come after the next call has begun."""
         return tensors.OnTheWay(self.cards, self.spare.pop() if self.spare else None)
@@ -137,6 +140,7 @@ class Shares:
         for plan, data in zip(self.plans, self.data, strict=True):
             data[: plan.static_offset] = _head(plan, tensors.device_of(data))
 
+    @tensors.kept
     def buffers(self, words: Any) -> list[Buffer]:
         """The buffers that were received: their records came with the cards.
 

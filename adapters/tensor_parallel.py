@@ -119,32 +119,34 @@ class TensorParallel:
         one = self._backward is self._forward
         return [self._forward] if one else [self._forward, self._backward]
 
-    def _narrow(self, x: Any) -> str | None:
-        return self._wire if x.is_floating_point() and x.element_size() > 2 else None
+    def _narrow(self, x: Any) -> Any:
+        """`x` as it travels. A native call would not round by itself."""
+        if self._wire is None or not x.is_floating_point() or x.element_size() <= 2:
+            return x
+        return x.to(getattr(torch, self._wire))
 
     def _sum(self, channel: Channel) -> Callable[[Any], Any]:
         def run(x: Any) -> Any:
-            x = x.detach().contiguous()
-            out = torch.empty_like(x)
-            wire = self._narrow(x)
-            return channel.run(out, lambda: channel.comm.all_reduce(x, out, wire=wire)).wait()
+            sent = self._narrow(x.detach().contiguous())
+            out = torch.empty_like(sent)
+            channel.run(out, lambda: channel.comm.all_reduce(sent, out)).wait()
+            return out.to(x.dtype)
 
         return run
 
     def _gather(self, channel: Channel, dim: int, x: Any) -> Any:
-        wire = self._narrow(x)
-        rows = x.detach().movedim(dim, 0).contiguous()
-        sent = rows if wire is None else rows.to(getattr(torch, wire))
+        sent = self._narrow(x.detach().movedim(dim, 0).contiguous())
         out = sent.new_empty((self.world_size * sent.shape[0], *sent.shape[1:]))
         channel.run(out, lambda: channel.comm.all_gather(sent, out)).wait()
         return out.to(x.dtype).movedim(0, dim)
 
     def _scatter(self, channel: Channel, dim: int, x: Any) -> Any:
-        rows = x.detach().movedim(dim, 0).contiguous()
-        out = rows.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
-        wire = self._narrow(x)
-        channel.run(out, lambda: channel.comm.reduce_scatter(rows, out, wire=wire)).wait()
-        return out.movedim(0, dim)
+        sent = self._narrow(x.detach().movedim(dim, 0).contiguous())
+        # Sums of what was narrowed stay in float32.
+        dtype = x.dtype if sent.dtype == x.dtype else torch.float32
+        out = sent.new_empty((sent.shape[0] // self.world_size, *sent.shape[1:]), dtype=dtype)
+        channel.run(out, lambda: channel.comm.reduce_scatter(sent, out)).wait()
+        return out.to(x.dtype).movedim(0, dim)
 
 
 def connect(

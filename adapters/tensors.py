@@ -5,9 +5,11 @@ Arrays of CuPy and JAX cross by DLPack where they are: to PyTorch on a GPU, to N
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from ..arrays import ArrayInfo, Target
 from ..formats.dtypes import BY_NAME, DType
 
 Array = npt.NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _UINT8 = BY_NAME["uint8"]
 
@@ -122,6 +125,20 @@ def torch_dtype(dtype: DType) -> Any:
     import torch
 
     return getattr(torch, dtype.name)
+
+
+def kept(function: F) -> F:
+    """For functions that make what is kept: memory of inference mode is of no use outside."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.is_inference_mode_enabled():
+            return function(*args, **options)
+        with torch.inference_mode(False):
+            return function(*args, **options)
+
+    return run  # type: ignore[return-value]
 
 
 def empty(shape: tuple[int, ...], dtype: DType, like: Any) -> Any:
@@ -266,6 +283,7 @@ def synchronize(x: Any) -> None:
 class OnTheWay:
     """A small int64 array that is copied to the host, behind what is queued on the device now."""
 
+    @kept
     def __init__(self, x: Any, room: OnTheWay | None = None) -> None:
         """`room` is one that is over; its memory is used again if it has the same shape."""
         self._host: Any = x

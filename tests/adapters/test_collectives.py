@@ -664,6 +664,24 @@ def test_sums_of_what_is_rounded_before_it_travels(library: str, algorithm: Any)
         run_ranks(n, task)
 
 
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_evaluation_before_training(codec: str) -> None:
+    """What is kept from a call in inference mode is used outside."""
+    torch = pytest.importorskip("torch")
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, codec)
+        x = torch.full((5000,), float(transport.rank + 1))
+        with torch.inference_mode():
+            first = comm.all_reduce(x)
+            comm.all_gather(x)
+        assert torch.equal(comm.all_reduce(x), first)
+        assert first.unique().tolist() == [3.0]
+        comm.all_gather(x)
+
+    run_ranks(2, task)
+
+
 def test_a_slow_rank_is_told_to_everybody() -> None:
     def task(transport: MemoryTransport) -> list[tuple[int, float]]:
         comm = tw.Communicator(transport)

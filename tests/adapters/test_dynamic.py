@@ -875,3 +875,14 @@ def test_a_captured_graph_is_replayed_on_changing_metadata(dtype: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_codecs_that_draw_are_refused() -> None:
+    """A captured graph would draw the same every time."""
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, tw.codec("taco", rounding="stochastic"))
+        with pytest.raises(ValueError, match="round to nearest"):
+            FixedRateAllToAll(comm, (256,), "float32", max_splits=2, capacity=4)
+
+    run_ranks(1, task)

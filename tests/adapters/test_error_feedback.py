@@ -123,6 +123,11 @@ def test_a_step_that_overflowed_leaves_no_trace(library: str) -> None:
     assert not e[64:].any()
 
 
+def test_parts_have_names_of_their_own() -> None:
+    with pytest.raises(ValueError, match="different names"):
+        ErrorFeedback().corrected(np.zeros(4, np.float32), [("a", 2), ("a", 2)])
+
+
 def test_bad_calls() -> None:
     feedback = ErrorFeedback()
     with pytest.raises(TypeError, match="x is int32; allowed: float dtypes"):
@@ -160,6 +165,29 @@ def test_what_arrives_of_ones_own(
         exact(decoded, wanted.reshape(-1))
         with pytest.raises(ValueError, match="decoded is"):
             comm.reduce_scatter(x, decoded=decoded[:5])
+
+    run_ranks(2, task)
+
+
+class SumsNothing(MemoryTransport):
+    """A network that has no sum of its own, as UCX."""
+
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        raise NotImplementedError("no sum")
+
+
+def test_what_arrives_where_the_network_sums_nothing() -> None:
+    """What travels is rounded then, also natively."""
+    xs = [np.linspace(1, 2, 202, dtype=np.float32) * (r + 1) for r in range(2)]
+    rounded = [x.astype(BY_NAME["bfloat16"].numpy).astype(np.float32) for x in xs]
+
+    def task(transport: MemoryTransport) -> None:
+        transport.__class__ = SumsNothing
+        comm = tw.Communicator(transport, "mx", algorithm="native")
+        me, decoded = transport.rank, np.empty(202, np.float32)
+        share = comm.reduce_scatter(xs[me], wire="bfloat16", decoded=decoded)
+        exact(decoded, rounded[me])
+        exact(share, sum(rounded)[me * 101 :][:101])  # type: ignore[index]
 
     run_ranks(2, task)
 
