@@ -17,20 +17,23 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
-    """The index of a function and the files of its signatures, under a lock."""
+    """The index of a function and the files of its signatures, under a lock.
+
+    Each call makes a lock of its own: none may be carried into a forked child.
+    """
 
     def __init__(self, cache_path: str, filename_base: str, source_stamp: Any) -> None:
         super().__init__(cache_path, filename_base, source_stamp)
-        self._lock = FileLock(Path(cache_path, f"{filename_base}.lock"))
+        self._lock = Path(cache_path, f"{filename_base}.lock")
 
     def load(self, key: Any) -> Any:
         if not Path(self._cache_path).is_dir():
             return None
-        with self._lock:
+        with FileLock(self._lock):
             return super().load(key)
 
     def save(self, key: Any, data: Any) -> None:
-        with self._lock:
+        with FileLock(self._lock):
             super().save(key, data)
 
 
