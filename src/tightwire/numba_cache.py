@@ -3,17 +3,35 @@
 Numba gives the code of each signature a numbered file: it reads the index, takes the next number,
 and writes both. Two processes that do so at once, for two signatures, take the same number, and
 from then on one signature finds the code of the other. Here one process does it after the other.
+
+Numba also numbers the functions that it compiles, from 1 in each process, and that number is all
+that tells functions of one factory apart by their symbols. A process that loads what two others
+have compiled would take the first of two equal symbols for both, so here each process counts from
+a random number (https://github.com/numba/numba/issues/10486).
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 from numba import njit
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+
+def _count_from_anywhere() -> None:
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+
+_count_from_anywhere()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_from_anywhere)
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -47,6 +50,81 @@ def test_two_signatures_at_once_get_files_of_their_own(
     assert [files.load(key) for key in ("a", "b")] == ["code of a", "code of b"]
     assert files.load("c") is None
     assert _Files(str(tmp_path / "absent"), "function", "stamp").load("a") is None
+
+
+#: Two functions of a factory, too long to be inlined, and a function that is kept for each.
+FACTORY = """
+import sys
+import numpy as np
+from numba import njit
+from tightwire.numba_cache import cached
+
+def factory(factor):
+    @njit
+    def total(x):
+        found = 0
+        for i in range(x.size):
+            for j in range(i):
+                if x[j] % 3 == 1: found = found * x[j] % 1001
+                if x[j] % 7 == 1: found = found * x[i] % 1001
+                if x[j] % 5 == 1: found += found % x[i]
+            for j in range(i):
+                if x[j] % 4 == 1: found = found * x[j] % 1001
+                if x[j] % 9 == 1: found = found * x[i] % 1001
+                found += x[i]
+        return found * factor
+    return total
+
+three, five = factory(3), factory(5)
+
+@cached()
+def by_three(x):
+    return three(x) + three(x[1:]) * three(x[2:])
+
+@cached()
+def by_five(x):
+    return five(x) + five(x[1:]) * five(x[2:])
+
+for name in sys.argv[1:]:
+    function = {"three": by_three, "five": by_five}[name]
+    print(function(np.arange(20)), sum(function.stats.cache_hits.values()))
+"""
+
+
+def test_functions_of_two_processes_keep_their_callees(tmp_path: Path) -> None:
+    """Both are the first that their process compiles; a third process loads what they kept."""
+    module = tmp_path / "two_of_a_factory.py"
+    module.write_text(FACTORY)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def call(*names: str) -> list[list[str]]:
+        command = [sys.executable, str(module), *names]
+        found = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        return [line.split() for line in found.stdout.splitlines()]
+
+    (three,), (five,) = call("three"), call("five")
+    assert three[0] != five[0]
+    assert three[1] == five[1] == "0"
+    assert call("three", "five") == [[three[0], "1"], [five[0], "1"]]
+    assert call("five", "three") == [[five[0], "1"], [three[0], "1"]]
+
+
+def test_a_forked_child_counts_on_its_own() -> None:
+    from multiprocessing import get_context
+
+    from numba.core.bytecode import FunctionIdentity
+
+    context = get_context("fork")
+    queue = context.SimpleQueue()
+    children = [
+        context.Process(target=lambda: queue.put(next(FunctionIdentity._unique_ids)))
+        for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+        child.join()
+    numbers = [queue.get(), queue.get(), next(FunctionIdentity._unique_ids)]
+    assert min(abs(a - b) for a in numbers for b in numbers if a is not b) > 1000
 
 
 @pytest.mark.parametrize("name", sorted(tw.codecs()))
