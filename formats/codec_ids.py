@@ -11,5 +11,6 @@ CODEC_IDS = {
     "taco": (5, "taco"),
     "sdp4bit": (6, "sdp4bit"),
     "tahquant": (7, "tahquant"),
+    "dynamiq": (8, "dynamiq"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

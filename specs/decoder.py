@@ -842,6 +842,146 @@ def tahquant_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# dynamiq.md, "Parameters" and "Layout"
+
+
+class Dynamiq(NamedTuple):
+    """What the parameters say."""
+
+    budget: int
+    group: int
+    size: int
+    widths: int
+    grid: int
+    wide: bool
+    mean: bool
+
+    @property
+    def groups(self) -> int:
+        """K."""
+        return self.size // self.group
+
+    @property
+    def side(self) -> int:
+        """m, with the bits of a mean."""
+        return (16 * self.groups + 4 if self.wide else 8 * self.groups + 20) + 16 * self.mean
+
+    def units(self, nelem: int) -> int:
+        """U."""
+        n = ceil_div(nelem, self.size)
+        return min(n * (self.budget * self.size - 16 * self.side) // (16 * self.size), 8 * n)
+
+    def used(self, nelem: int) -> list[int]:
+        """Bytes in use in payload, scales and index."""
+        n = ceil_div(nelem, self.size)
+        scales = 2 * self.groups if self.wide else self.groups + 2
+        return [self.units(nelem) * self.size // 8, (scales + 2 * self.mean) * n, ceil_div(n, 2)]
+
+
+def dynamiq_parameters(params: bytes) -> Dynamiq:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"dynamiq has 8 bytes of parameters, not {len(params)}")
+    budget, group, size, widths, grid, scales, rounding, mean = params
+    check(48 <= budget <= 128, "bad_header", f"budget of {budget} / 16 bits")
+    check(3 <= group <= 6 and 7 <= size <= 10, "bad_header", "size of groups or super-groups")
+    choices = max(widths, grid, scales, rounding)
+    check(choices <= 2 and mean <= 1, "bad_header", f"choices {params[3:].hex()}")
+    found = Dynamiq(budget, 2**group, 2**size, widths, grid, scales == 2, mean == 1)
+    room = budget * found.size - 16 * found.side >= 32 * found.size
+    check(room, "bad_header", "the budget has no room for widths of 2")
+    return found
+
+
+def dynamiq_sections(dynamiq: Dynamiq, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where dynamiq takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"dynamiq does not take dtype {dtype_id}")
+    check(chunk_nelem <= 2**39 - 1024, "bad_header", f"{chunk_nelem} elements in a dynamiq chunk")
+    sizes = [align(n) for n in dynamiq.used(chunk_nelem)]
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(sum(sizes) < raw, "bad_header", "dynamiq gains nothing for this size")
+    return [Section(kind, 0, n // 128) for kind, n in zip((1, 4, 3), sizes, strict=True)]
+
+
+def dynamiq_starts(dynamiq: Dynamiq, chunk_nelem: int) -> tuple[int, int, int]:
+    """Where the sections of a static part start."""
+    payload, scales, _ = (align(n) for n in dynamiq.used(chunk_nelem))
+    return 0, payload, payload + scales
+
+
+# dynamiq.md, "Grids", "Decoding" and "Checks"
+
+GROWTH = [1, 1.5, 1.1875, 1.078125, 1.03515625, 1.015625, 1.0078125]
+
+
+def dynamiq_grid(grid: int, width: int) -> list[float]:
+    """The values of all codes of a width."""
+    growth = 1.0 if grid == 2 else GROWTH[width - 2]
+    shift = 0.5 if grid == 0 else 0.0
+    a = [0.0]
+    while len(a) < 2 ** (width - 1):
+        a.append(a[-1] * growth + 1.0)
+    half = [f32((value + shift) / (a[-1] + shift)) for value in a]
+    return [-value for value in reversed(half)] + half
+
+
+def dynamiq_widths(dynamiq: Dynamiq, nelem: int, index: bytes) -> list[int]:
+    """The widths of the super-groups."""
+    n = ceil_div(nelem, dynamiq.size)
+    halves = [half for byte in index for half in (byte % 16, byte // 16)]
+    widths = halves[:n]
+    units = dynamiq.units(nelem)
+    allowed = [set(range(2, 9)), {2, 4, 8}, {units // max(n, 1)}][dynamiq.widths]
+    check(set(widths) <= allowed and sum(widths) <= units, "bad_payload", "widths")
+    check(not any(halves[n:]), "bad_payload", "half a byte behind the last width")
+    return widths
+
+
+def dynamiq_scale(word: int) -> float:
+    """The value of a scale word that is not that of a lost super-group."""
+    value = float_of_bits(word << 16)
+    good = word == 0 or (word <= 0x7F7F and value >= 2.0**-100)
+    check(good, "bad_payload", f"scale {word:04x}")
+    return value
+
+
+def dynamiq_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    dynamiq = dynamiq_parameters(h.params)
+    size, groups, n = dynamiq.size, dynamiq.groups, ceil_div(nelem, dynamiq.size)
+    payload, _, half_bytes = dynamiq.used(nelem)
+    _, scales, index = dynamiq_starts(dynamiq, h.chunk_nelem)
+    widths = dynamiq_widths(dynamiq, nelem, static[index : index + half_bytes])
+    means = scales + 2 * n * (groups if dynamiq.wide else 1)
+    fractions = means + 2 * n * dynamiq.mean
+    check(not any(static[sum(widths) * size // 8 : payload]), "bad_payload", "rows without a use")
+    rows, row = [0] * n, 0
+    for j in sorted(range(n), key=lambda j: widths[j]):
+        rows[j] = row
+        row += widths[j]
+    out = bytearray()
+    for j, width in enumerate(widths):
+        count = groups if dynamiq.wide else 1
+        words = [u16(static, scales + 2 * (j * count + i)) for i in range(count)]
+        mean = u16(static, means + 2 * j) if dynamiq.mean else 0
+        check(mean & 0x7F80 != 0x7F80, "bad_payload", f"mean {mean:04x}")
+        elements = min(size, nelem - j * size)
+        if all(word == 0x7FC0 for word in words):
+            nan = {16: 0x7E00, 17: 0x7FC0, 18: 0x7FC00000}[h.dtype_id]
+            out += nan.to_bytes(h.dtype.nbytes, "little") * elements
+            continue
+        steps = [dynamiq_scale(word) for word in words]
+        if not dynamiq.wide:
+            unit = f32(steps[0] / 255)
+            steps = [f32(static[fractions + j * groups + i] * unit) for i in range(groups)]
+        grid, b = dynamiq_grid(dynamiq.grid, width), float_of_bits(mean << 16)
+        for i in range(elements):
+            k, column = divmod(i, size // 8)
+            planes = [static[(rows[j] + p) * size // 8 + column] >> k & 1 for p in range(width)]
+            code = sum(bit << p for p, bit in enumerate(planes))
+            out += taco_bits(f32(f32(grid[code] * steps[i // dynamiq.group]) + b), h.dtype)
+    return bytes(out)
+
+
 # buffer.md, "Reading"
 
 
@@ -864,7 +1004,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (1, 2, 3, 4, 5, 6, 7), "unknown_codec", f"codec {codec}")
+    check(1 <= codec <= 8, "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -907,6 +1047,9 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     elif codec == 7:
         tahquant = tahquant_parameters(data[params:nbytes])
         expected = tahquant_sections(tahquant, dtype_id, chunk_nelem)
+    elif codec == 8:
+        dynamiq = dynamiq_parameters(data[params:nbytes])
+        expected = dynamiq_sections(dynamiq, dtype_id, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -986,10 +1129,14 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         scales = align(ceil_div(sdp.bits * h.chunk_nelem, 8))
         end = scales + 4 * ceil_div(nelem, sdp.group)
         return static[ceil_div(sdp.bits * nelem, 8) : scales] + static[end:]
-    if h.codec == 7:
-        tahquant = tahquant_parameters(h.params)
-        starts = tahquant_starts(tahquant, h.chunk_nelem)
-        ends = [at + n for at, n in zip(starts, tahquant.used(nelem), strict=True)]
+    if h.codec in (7, 8):
+        if h.codec == 7:
+            tahquant = tahquant_parameters(h.params)
+            starts, used = tahquant_starts(tahquant, h.chunk_nelem), tahquant.used(nelem)
+        else:
+            dynamiq = dynamiq_parameters(h.params)
+            starts, used = dynamiq_starts(dynamiq, h.chunk_nelem), dynamiq.used(nelem)
+        ends = [at + n for at, n in zip(starts, used, strict=True)]
         gaps = zip(ends, (*starts[1:], len(static)), strict=True)
         return b"".join(static[lo:hi] for lo, hi in gaps)
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
@@ -1032,6 +1179,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += sdp4bit_decode(h, nelem, static)
         elif h.codec == 7:
             out += tahquant_decode(h, nelem, static)
+        elif h.codec == 8:
+            out += dynamiq_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

@@ -481,6 +481,60 @@ def tahquant_vectors() -> Iterator[LossyVector]:
     yield coded("equal_tokens", np.tile(wide[0], (12, 1)))
 
 
+DYNAMIQ_PARAMS: dict[str, dict[str, Any]] = {
+    "5": {},
+    "pow2": {"widths": "pow2", "grid": "signed"},
+    "paper": {"widths": "pow2", "grid": "signed", "scales": "stochastic"},
+    "fixed_uniform": {"widths": "fixed", "grid": "uniform", "rounding": "stochastic"},
+    "wide": {"scales": "wide", "group": 32, "rounding": "nearest"},
+    "8": {"bits": 8, "super_group": 512, "group": 8},
+    "3": {"bits": 3, "super_group": 128, "grid": "signed"},
+    "center": {"bits": 4.0625, "center": True, "super_group": 1024, "group": 64},
+    "wide_center": {"scales": "wide", "center": True, "group": 64, "widths": "fixed"},
+}
+
+
+def scaled_super_groups(seed: int, dtype: str, n: int) -> Array:
+    """Values whose scale is another one at every 128 elements, some of which are zeros."""
+    powers = random_words(seed + 1, -(-n // 128)).astype("<i8") % 9
+    x = np.ldexp(bell(seed, "float64", n), np.repeat(powers - 6, 128)[:n]).astype(np.float32)
+    x[np.arange(n) // 128 % 7 == 3] = 0
+    return x.astype(BY_NAME[dtype].numpy)
+
+
+def dynamiq_vectors() -> Iterator[LossyVector]:
+    """Vectors of codec dynamiq: buffer, decoded tensor, encoded tensor."""
+
+    def coded(name: str, x: Array, params: dict[str, Any], **options: Any) -> LossyVector:
+        codec = tw.codec("dynamiq", **params)
+        return lossy(f"{x.dtype.name}_{name}", x, codec, key=TACO_KEY, **options)
+
+    turns = np.resize(np.array([1.0, -1.0], np.float32), 512).astype(BY_NAME["bfloat16"].numpy)
+    params = {"widths": "fixed", "grid": "signed", "rounding": "nearest"}
+    yield coded("512_fixed", turns, params)
+    for i, (name, params) in enumerate(DYNAMIQ_PARAMS.items()):
+        yield coded(name, scaled_super_groups(150 + i, TACO_DTYPES[i % 3], 3500 + i), params)
+    small = {"super_group": 128, "group": 16}
+    for i, dtype in enumerate(TACO_DTYPES):
+        yield coded("specials", specials(dtype, 1500), small)
+        yield coded("scaled", scaled_blocks(160 + i, dtype, 1701), small)
+        yield coded("random_bits", random_bits(163, dtype, (3, 511)), small)
+        yield coded("zeros", with_zeros(164, dtype, 900), {"grid": "signed"})
+        yield coded("flat", bell(165 + i, dtype, 2000), {})
+    huge = np.ldexp(bell(168, "float32", 2000), 125).astype(np.float32)
+    yield coded("huge", huge, {"center": True})
+    yield coded("huge_wide", huge, {"scales": "wide", "group": 32})
+    tiny = np.ldexp(bell(169, "float32", 4000), -80 - np.arange(4000) // 128).astype(np.float32)
+    for scales in ("up", "stochastic", "wide"):
+        yield coded(f"tiny_{scales}", tiny, {"scales": scales, "group": 64, "center": True})
+    yield coded("offset", bell(170, "float32", 2100) + np.float32(40), {"center": True})
+    x = scaled_super_groups(171, "bfloat16", 4001)
+    yield coded("3_chunks", x, {}, chunks=3)
+    yield coded("3_chunks_paper", x, DYNAMIQ_PARAMS["paper"], chunks=3)
+    yield coded("4_chunks_aligned", x[:2048].reshape(4, 512), {}, chunks=4)
+    yield coded("no_checksum", x, {}, checksum=False)
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -1334,6 +1388,82 @@ def tahquant_invalid() -> Invalid:
     return {f"tahquant_{name}": pair for name, pair in found.items()}
 
 
+def dynamiq_parts(**params: Any) -> Parts:
+    """Two chunks of 1501 and 1500 elements, 6 super-groups each; number 2 of chunk 0 is lost.
+
+    Payload has 832 bytes in use of 896, scales 108 at 896, the index 3 at 1024.
+    """
+    x = scaled_super_groups(172, "bfloat16", 3001)
+    bits_of(x)[600] = 0x7F80
+    codec = tw.codec("dynamiq", **params)
+    return Parts.of(codec.encode(x, chunks=2, key=TACO_KEY, backend="ref"))
+
+
+def dynamiq_invalid() -> Invalid:
+    """Step 9 of "Reading" for dynamiq, and dynamiq.md, "Checks"."""
+    make = dynamiq_parts
+    params = make().header.params
+
+    def with_bytes(chunk: int, at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: make(**params), lambda p: put(p, chunk, at, new))
+
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "budget_47": poked(params, 0, b"\x2f"),
+        "budget_129": poked(params, 0, b"\x81"),
+        "other_budget": poked(params, 0, b"\x60"),
+        "group_4": poked(params, 1, b"\2"),
+        "group_128": poked(params, 1, b"\7"),
+        "super_group_64": poked(params, 2, b"\6"),
+        "super_group_2_255": poked(params, 2, b"\xff"),
+        "widths_3": poked(params, 3, b"\3"),
+        "grid_3": poked(params, 4, b"\3"),
+        "scales_3": poked(params, 5, b"\3"),
+        "rounding_3": poked(params, 6, b"\3"),
+        "center_2": poked(params, 7, b"\2"),
+        "budget_too_small": poked(poked(params, 0, b"\x30"), 1, b"\3"),
+    }
+    headers = {name: (changed(make(), params=bad), "bad_header") for name, bad in wrong.items()}
+    headers |= {
+        "version_2": (changed(make(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(make(), dtype=BY_NAME["float64"]), "bad_header"),
+        "sections_swapped": (sectioned(make(), 0, 2, 1), "bad_header"),
+        "no_index_section": (sectioned(make(), 0, 1), "bad_header"),
+        "dynamic_stride": (changed(make(), dynamic_stride=ALIGN), "bad_header"),
+        "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_bytes": (edited(make, lambda p: grow(p, 1, 1)), "bad_record"),
+    }
+    fixed, pow2, wide = {"widths": "fixed"}, {"widths": "pow2"}, {"scales": "wide", "group": 64}
+    bad = {
+        "width_0": with_bytes(0, 1024, b"\x20"),
+        "width_1": with_bytes(0, 1024, b"\x21"),
+        "width_9": with_bytes(1, 1026, b"\x92"),
+        "widths_above_the_budget": with_bytes(0, 1024, b"\x88\x88\x88"),
+        "width_5_pow2": with_bytes(0, 1024, b"\x25\x22\x22", **pow2),
+        "width_2_fixed": with_bytes(0, 1024, b"\x24\x44\x44", **fixed),
+        "rows_without_a_use": with_bytes(0, 1024, b"\x22\x22\x22"),
+        "row_behind_fixed": with_bytes(0, 6 * 4 * 32, b"\1", **fixed),
+        "scale_infinite": with_bytes(0, 896, b"\x80\x7f"),
+        "scale_other_nan": with_bytes(0, 900, b"\xc1\x7f"),
+        "scale_negative": with_bytes(1, 898, b"\x80\xbf"),
+        "scale_minus_zero": with_bytes(1, 898, b"\0\x80"),
+        "scale_too_small": with_bytes(1, 906, b"\x7f\x0d"),
+        "mean_infinite": with_bytes(0, 896 + 12, b"\x80\x7f", center=True),
+        "mean_nan": with_bytes(0, 896 + 16, b"\xc0\xff", center=True),
+        "part_of_wide_lost": with_bytes(0, 896, b"\xc0\x7f", **wide),
+    }
+    padding = {
+        "padding_of_payload": with_bytes(0, 26 * 32, b"\1"),
+        "padding_of_scales": with_bytes(1, 896 + 108, b"\x80"),
+        "padding_of_index": with_bytes(1, 1024 + 3, b"\1"),
+    }
+    found = headers
+    found |= {name: (data, "bad_payload") for name, data in bad.items()}
+    found |= {name: (data, "reserved_not_zero") for name, data in padding.items()}
+    return {f"dynamiq_{name}": pair for name, pair in found.items()}
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -1347,6 +1477,7 @@ def all_invalid() -> Invalid:
         | taco_invalid()
         | sdp4bit_invalid()
         | tahquant_invalid()
+        | dynamiq_invalid()
     )
 
 
@@ -1361,6 +1492,7 @@ def all_files() -> dict[str, bytes]:
         taco_vectors,
         sdp4bit_vectors,
         tahquant_vectors,
+        dynamiq_vectors,
     ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor

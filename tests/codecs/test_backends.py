@@ -37,6 +37,13 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"rounding": "stochastic"},
         {"rounding": "stochastic", "format": "int8", "transform": "none", "block": 64},
     ],
+    "dynamiq": [
+        {},
+        {"widths": "pow2", "grid": "signed", "scales": "stochastic", "group": 8},
+        {"widths": "fixed", "grid": "uniform", "scales": "wide", "rounding": "nearest", "bits": 8},
+        {"center": True, "super_group": 1024, "group": 64, "rounding": "stochastic"},
+        {"bits": 3.5, "super_group": 128, "rounding": "nearest"},
+    ],
     "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
 }
 KEY = tw.Key(0xFEDCBA9876543210, step=5, rank=2)

@@ -65,6 +65,7 @@ SAMPLES = {
     "sdp4bit": sample("sdp4bit", n=301),
     "sdp4bit_8_bits": sample(tw.codec("sdp4bit", bits=8, group=32), "float32", 120),
     "tahquant": sample(tw.codec("tahquant", hidden=144), n=1008),
+    "dynamiq": sample("dynamiq", n=600, key=tw.Key(1)),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
     "zeros": bytes(tw.encode(make_bits("mixed_zeros", BY_NAME["float32"], 1000).view(np.float32))),

@@ -296,6 +296,29 @@ def test_worked_example_of_tahquant_page() -> None:
     assert tensor == expected.astype("<u2").tobytes()
 
 
+def test_worked_example_of_dynamiq_page() -> None:
+    data, tensor = vector("dynamiq/bfloat16_512_fixed")
+    text = page("dynamiq.md")
+    example = text[text.index("## Worked example") :]
+    numbers = re.search(
+        r"(\d+) elements, 1\.0 and -1\.0 .* index `(\w\w)`\..*"
+        r"scales `([^`]*)` and (\d+) bytes `ff`.*"
+        r"planes is `(\w\w)` .*, `(\w\w)` .*: (\d+) times `([^`]*)` in each of (\d+) planes",
+        example,
+        re.DOTALL,
+    )
+    assert numbers is not None
+    n, ones, times, planes = (int(numbers[i]) for i in (1, 4, 7, 9))
+    pair = bytes.fromhex(numbers[8])
+    assert pair == bytes.fromhex(numbers[5] + numbers[6])
+    payload = pair * (times * planes)
+    scales = bytes.fromhex(numbers[3]) + b"\xff" * ones
+    index = bytes.fromhex(numbers[2])
+    expected = [part.ljust(-(-len(part) // 128) * 128, b"\0") for part in (payload, scales, index)]
+    assert data[128:] == b"".join(expected)
+    assert tensor == b"\x80\x3f\x80\xbf" * (n // 2)
+
+
 def test_worked_example_of_zipccl_page() -> None:
     data, tensor = vector("zipccl/bfloat16_2048_ones")
     text = page("zipccl.md")

@@ -1,0 +1,653 @@
+"""dynamiq: a width for every super-group, under a budget of bits an element. specs/dynamiq.md.
+
+After DynamiQ (sections 3.1 to 3.3): widths follow from the energies of super-groups, which ranks
+may sum before; groups have scales of 8 bits under one of their super-group; codes stand for values
+of a non-uniform grid and are rounded at random, so that the errors of ranks cancel. Widths travel
+in the buffer. Float operations are single precision, each rounded to nearest, in the page's order.
+This module holds layout, constants and the NumPy reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.codec_ids import CODEC_IDS
+from ..formats.dtypes import DType
+from ..formats.errors import FormatError
+from ..formats.header import SECTION_KINDS, Section, align
+from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout, ReduceOp
+from .hadamard import Floats
+from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .philox import KeyNumbers, key_numbers, random_words
+from .sdp4bit import largest_number
+
+GROUPS = (8, 16, 32, 64)
+SUPER_GROUPS = (128, 256, 512, 1024)
+#: In the order of their numbers on the page.
+WIDTHS = ("any", "pow2", "fixed")
+GRIDS = ("balanced", "signed", "uniform")
+SCALES = ("up", "stochastic", "wide")
+ROUNDINGS = ("correlated", "stochastic", "nearest")
+MIN_WIDTH, MAX_WIDTH = 2, 8
+#: A budget counts in steps of 1 / BUDGET_STEPS bits.
+BUDGET_STEPS = 16
+_PARAMS = struct.Struct("<8B")
+
+#: Of each width the quotient of neighbouring steps of grids that are not uniform.
+GROWTH = {2: 1.0, 3: 1.5, 4: 1.1875, 5: 1.078125, 6: 1.03515625, 7: 1.015625, 8: 1.0078125}
+#: (width, what it costs, what it gains a unit of energy) of the steps up from 2 bits; the gains
+#: are by how much less error the balanced grid was measured to have.
+ANY_STEPS = ((3, 1, 0.4), (4, 1, 0.045), (5, 1, 0.01), (6, 1, 0.0024), (7, 1, 6e-4), (8, 1, 1.5e-4))
+#: The paper's: T24 = 17/512 T48.
+POW2_STEPS = ((4, 2, 15 / 2**9), (8, 4, 255 / 2**18))
+
+#: Super-groups whose largest magnitude is below this become zeros: nothing that counts is
+#: subnormal. The same of means; and of energies, which then count as 0.
+FLOOR = 2.0**-100
+#: Super-groups with a magnitude from here on keep their mean, whose sum might overflow.
+CENTER_LIMIT = 2.0**110
+#: The word of a lost super-group, and the largest finite one.
+LOST = 0x7FC0
+MAX_SCALE_WORD = 0x7F7F
+FLOOR_WORD = (127 - 100) << 7
+MAX_WORLD = 1 << 16
+#: Streams of random words: a rank's own for codes, that of all ranks, a rank's own for scales.
+CODE_STREAM, SHARED_STREAM, SCALE_STREAM = 0, 1, 2
+INDEX_PROBLEM = "the widths in the index"
+PAYLOAD_PROBLEM = "a scale or a mean, or bytes behind the last code"
+
+_BATCH_NELEM = 1 << 18
+
+
+@dataclass(frozen=True)
+class Dynamiq(CodecSpec):
+    """Lossy: `bits` (3 to 8, in steps of 1/16) an element, scales and widths counted.
+
+    `group` (8 to 64 elements) share a scale and `super_group` (128 to 1024) a width. `widths`:
+    "any" integer from 2 to 8, "pow2" (2, 4 or 8, by the paper's thresholds) or "fixed". `grid`:
+    "balanced" has no zero, "signed" (the paper's) has two, and both have finer steps near it;
+    "uniform" is signed with equal steps. `scales`: of groups in 8 bits, rounded "up" or
+    "stochastic", or "wide", 16 bits without any of super-groups. `rounding`: "correlated" with the
+    other ranks that `key` counts, "stochastic" or "nearest"; encoding needs `key` unless it is
+    "nearest" and scales are not "stochastic". `center`: super-groups are coded about their means.
+
+    `stats` are the energies of the tensor's super-groups, float32, which ranks may sum; widths
+    follow from them. A buffer has its widths, and decode_add_encode keeps them.
+    """
+
+    bits: float = 5
+    group: int = 16
+    super_group: int = 256
+    widths: str = "any"
+    grid: str = "balanced"
+    scales: str = "up"
+    rounding: str = "correlated"
+    center: bool = False
+
+    name: ClassVar[str] = "dynamiq"
+    id: ClassVar[int] = CODEC_IDS["dynamiq"][0]
+    lossless: ClassVar[bool] = False
+    reduce_op: ClassVar[ReduceOp | None] = "sum"
+    dtypes: ClassVar[tuple[str, ...]] = WIDENED
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a parameter that is none, or a budget not to be met."""
+        for name, numbers in (("group", GROUPS), ("super_group", SUPER_GROUPS)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; allowed: {numbers}")
+            if value not in numbers:
+                raise ValueError(f"{name} is {value}; allowed: {numbers}")
+        choices = (("widths", WIDTHS), ("grid", GRIDS), ("scales", SCALES), ("rounding", ROUNDINGS))
+        for name, values in choices:
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+            if value not in values:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+        if not isinstance(self.center, bool):
+            raise TypeError(f"center is {self.center!r}; allowed: True, False")
+        allowed = f"bits is {self.bits!r}; allowed: 3 to 8 in steps of 1/{BUDGET_STEPS}"
+        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):
+            raise TypeError(allowed)
+        if not 3 <= self.bits <= 8 or self.bits * BUDGET_STEPS % 1:
+            raise ValueError(allowed)
+        if self.units(self.super_group) < MIN_WIDTH:
+            least = MIN_WIDTH + self._side_bits / self.super_group
+            raise ValueError(
+                f"bits is {self.bits}; with groups of {self.group} and super-groups of "
+                f"{self.super_group} the least is {least}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Groups of a super-group."""
+        return self.super_group // self.group
+
+    @property
+    def _side_bits(self) -> int:
+        """Bits of a super-group beside its codes."""
+        scales = 16 * self.groups if self.scales == "wide" else 8 * self.groups + 16
+        return scales + 4 + 16 * self.center
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding needs a key."""
+        return self.rounding != "nearest" or self.scales == "stochastic"
+
+    def super_groups(self, nelem: int) -> int:
+        """Super-groups of a chunk of `nelem` elements."""
+        return -(-nelem // self.super_group)
+
+    def units(self, nelem: int) -> int:
+        """The most that the widths of a chunk's super-groups may sum up to."""
+        n = self.super_groups(nelem)
+        budget = int(self.bits * BUDGET_STEPS) * self.super_group - BUDGET_STEPS * self._side_bits
+        return min(n * budget // (BUDGET_STEPS * self.super_group), MAX_WIDTH * n)
+
+    def used(self, nelem: int) -> tuple[int, int, int]:
+        """Bytes in use in each of a chunk's sections; of the payload at most."""
+        n = self.super_groups(nelem)
+        scales = 2 * self.groups if self.scales == "wide" else self.groups + 2
+        return self.units(nelem) * self.super_group // 8, (scales + 2 * self.center) * n, -(-n // 2)
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """Static sections with the planes, the scales and the widths."""
+        pairs = zip(("payload", "scales", "index"), self.used(nelem), strict=True)
+        return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """A section entry counts 128-byte blocks in 32 bits; the last super-group is whole."""
+        return (1 << 39) - 1024
+
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """True for dtypes it codes where the chunk gets smaller."""
+        if not super().accepts(dtype, nelem):
+            return False
+        return sum(map(align, self.used(nelem))) < align(nelem * dtype.itemsize)
+
+    def pack_params(self) -> bytes:
+        """Budget in 1/16 bits, log2 of both sizes, then the choices."""
+        return _PARAMS.pack(
+            int(self.bits * BUDGET_STEPS),
+            self.group.bit_length() - 1,
+            self.super_group.bit_length() - 1,
+            WIDTHS.index(self.widths),
+            GRIDS.index(self.grid),
+            SCALES.index(self.scales),
+            ROUNDINGS.index(self.rounding),
+            self.center,
+        )
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> Dynamiq:
+        """Inverse of `pack_params`."""
+        if len(data) != _PARAMS.size:
+            raise FormatError("bad_header", f"dynamiq has 8 parameter bytes, found {len(data)}")
+        steps, group, super_group, widths, grid, scales, rounding, center = _PARAMS.unpack(data)
+        try:
+            if center > 1:
+                raise ValueError
+            return cls(
+                steps / BUDGET_STEPS,
+                1 << group,
+                1 << super_group,
+                WIDTHS[widths],
+                GRIDS[grid],
+                SCALES[scales],
+                ROUNDINGS[rounding],
+                bool(center),
+            )
+        except (IndexError, ValueError):
+            raise FormatError("bad_header", f"dynamiq parameters {data.hex()}") from None
+
+    def measure(self, bits: Bits, dtype: DType) -> Floats | None:
+        """Energies of the tensor's super-groups, float32, shape (super-groups,).
+
+        The sum of squares, about the mean with `center`. What ranks measured may be added up.
+        """
+        if dtype.name not in self.dtypes:
+            return None
+        energies = np.empty(self.super_groups(bits.size), np.float32)
+        batch = _BATCH_NELEM // self.super_group
+        for first in range(0, energies.size, batch):
+            at = first * self.super_group
+            x, _, _ = _load(self, bits[at : at + batch * self.super_group], dtype)
+            with np.errstate(over="ignore"):
+                sums = _tree_sum(x * x)
+            energies[first : first + batch] = np.minimum(sums, np.finfo(np.float32).max)
+        return energies
+
+    def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
+        """Stats are energies: float32, 1-D, none of them negative or not finite."""
+        if stats.ndim != 1 or stats.dtype != np.float32:
+            found = f"{stats.dtype} of shape {stats.shape}"
+            raise ValueError(f"stats are {found}; allowed: float32, one of each super-group")
+        if not (np.isfinite(stats) & (stats >= 0)).all():
+            raise ValueError("stats are negative or not finite; allowed: energies")
+
+
+SPEC = Dynamiq
+
+
+def encode_chunk(
+    spec: Dynamiq,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """Encode the chunk's elements `bits` (1-D) into its static part."""
+    widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
+    _encode(spec, chunk, bits, widths, rounding_of(spec, key))
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Dynamiq, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
+
+    Only the index and the super-groups that hold those elements are looked at; with the last
+    element also what is behind the codes.
+    """
+    widths = widths_of(spec, chunk)
+    if widths is None:
+        return ChunkDecoded(INDEX_PROBLEM)
+    v, size, stop = static_views(spec, chunk), spec.super_group, start + out.size
+    wrong = stop == chunk.nelem and bool(v.planes[widths.sum() :].any())
+    rows = first_rows(widths)
+    batch = _BATCH_NELEM // size
+    for first in range(start // size, -(-stop // size), batch):
+        here = slice(first, min(first + batch, -(-stop // size)))
+        wrong |= bad_words(spec, v, here)
+        y = np.empty((here.stop - first, size), np.float32)
+        for w in np.unique(widths[here]).tolist():
+            at = np.flatnonzero(widths[here] == w)
+            codes = _gather(v.planes, rows[first + at], w)
+            y[at] = _decode_codes(spec, v, first + at, codes, w)
+        limit = np.float32(largest_number(chunk.dtype))
+        limited = np.clip(y, -limit, limit).view(np.uint32)
+        lost = (v.words[here] == LOST).any(axis=1)
+        limited[lost] = NAN
+        found = narrow(limited, chunk.dtype).reshape(-1)
+        at_elem = first * size
+        lo, hi = max(start - at_elem, 0), min(stop - at_elem, found.size)
+        out[at_elem + lo - start : at_elem + hi - start] = found[lo:hi]
+    return ChunkDecoded(PAYLOAD_PROBLEM if wrong else None)
+
+
+def decode_add_encode_chunk(
+    spec: Dynamiq,
+    source_spec: CodecSpec,
+    source: Chunk,
+    bits: Bits,
+    chunk: Chunk,
+    *,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkDecoded:
+    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
+
+    `source_spec` is `spec`: dynamiq fuses nothing else. The sum gets the widths of `source`.
+    """
+    rounding = rounding_of(spec, key)
+    total = np.empty(bits.size, bits.dtype)
+    decoded = decode_chunk(spec, source, total)
+    widths = widths_of(spec, source)
+    if decoded.problem is None and widths is not None:
+        a, b = (widen(part, chunk.dtype).view(np.float32) for part in (total, bits))
+        with np.errstate(over="ignore", invalid="ignore"):
+            summed = narrow((a + b).view(np.uint32), chunk.dtype)
+        _encode(spec, chunk, summed, widths, rounding)
+    return decoded
+
+
+class Rounding(NamedTuple):
+    """How codes are rounded: to nearest, or at random in one of `strata` equal parts of [0, 1).
+
+    Ranks 2 i and 2 i + 1, by `turn`, are in parts opposite to each other.
+    """
+
+    numbers: KeyNumbers | None
+    random: bool = False
+    strata: int = 1
+    turn: int = 0
+
+
+def rounding_of(spec: Dynamiq, key: Key | None) -> Rounding:
+    """What `key` means to this codec. ValueError if it is needed and missing, or out of range."""
+    if not spec.draws:
+        return Rounding(None)
+    numbers = key_numbers(key)
+    assert key is not None
+    if isinstance(key.world, bool) or not isinstance(key.world, int):
+        raise TypeError(f"world of the key is {key.world!r}; allowed: an integer")
+    if not 1 <= key.world <= MAX_WORLD:
+        raise ValueError(f"world of the key is {key.world}; allowed: 1 to {MAX_WORLD}")
+    if spec.rounding != "correlated" or key.world == 1:
+        return Rounding(numbers, spec.rounding != "nearest")
+    return Rounding(numbers, True, key.world + key.world % 2, numbers.rank % key.world)
+
+
+class Views(NamedTuple):
+    """A chunk's static part: of N super-groups with K groups each."""
+
+    #: Rows of super_group / 8 bytes, as many as there are units.
+    planes: Bytes
+    #: Scales that are words, shape (N, 1), or with wide ones (N, K).
+    words: npt.NDArray[np.uint16]
+    #: Words of the means, shape (N,), or (0,).
+    means: npt.NDArray[np.uint16]
+    #: Scales of groups, shape (N, K), or with wide ones (N, 0).
+    fractions: Bytes
+    index: Bytes
+
+
+def static_views(spec: Dynamiq, chunk: Chunk) -> Views:
+    """See `Views`."""
+    n = spec.super_groups(chunk.nelem)
+    payload, scales, index = spec.used(chunk.nelem)
+    at = chunk.sections[0].nbytes
+    index_at = at + chunk.sections[1].nbytes
+    each = spec.groups if spec.scales == "wide" else 1
+    means_at = at + 2 * each * n
+    bytes_at = means_at + 2 * n * spec.center
+    return Views(
+        chunk.static[:payload].reshape(-1, spec.super_group // 8),
+        chunk.static[at:means_at].view("<u2").reshape(n, each),
+        chunk.static[means_at:bytes_at].view("<u2"),
+        chunk.static[bytes_at : at + scales].reshape(n, 0 if each > 1 else spec.groups),
+        chunk.static[index_at : index_at + index],
+    )
+
+
+def static_used(
+    spec: Dynamiq, dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    scales_at = sections[0].nbytes
+    starts = (0, scales_at, scales_at + sections[1].nbytes)
+    return tuple((at, at + n) for at, n in zip(starts, spec.used(nelem), strict=True))
+
+
+def chunk_energies(spec: Dynamiq, chunk: Chunk, stats: npt.NDArray[Any] | None) -> Floats:
+    """Energies of a chunk's super-groups, of those of the tensor's.
+
+    A super-group that lies on two of the tensor's takes the larger. ValueError for a wrong number.
+    """
+    size, last = spec.super_group, spec.super_groups(math.prod(chunk.shape)) - 1
+    if stats is None or stats.shape != (last + 1,):
+        found = None if stats is None else stats.shape
+        raise ValueError(f"stats have shape {found}; allowed: ({last + 1},) for {chunk.shape}")
+    at = chunk.first // size + np.arange(spec.super_groups(chunk.nelem))
+    found = stats[at]
+    if chunk.first % size:
+        found = np.maximum(found, stats[np.minimum(at + 1, last)])
+    return np.where(found < np.float32(FLOOR), np.float32(0), found)
+
+
+def choose_widths(spec: Dynamiq, energies: Floats, units: int) -> npt.NDArray[np.int64]:
+    """Widths of super-groups that sum up to at most `units`, by their energies.
+
+    Paper section 3.2: the steps up that gain most for a bit are taken as long as they fit.
+    """
+    n = energies.size
+    if spec.widths == "fixed":
+        return np.full(n, units // max(n, 1), np.int64)
+    steps = ANY_STEPS if spec.widths == "any" else POW2_STEPS
+    found = np.full(n, MIN_WIDTH, np.int64)
+    left = units - MIN_WIDTH * n
+    gains = [energies * np.float32(gain) for _, _, gain in steps]
+    costs = [cost for _, cost, _ in steps]
+
+    def spent(bound: Any) -> int:
+        pairs = zip(gains, costs, strict=True)
+        return sum(cost * int(np.count_nonzero(g > bound)) for g, cost in pairs)
+
+    # The least bound above which all steps fit; positive floats have the order of their bits.
+    low, high = -1, INFINITY
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = spent(np.uint32(middle).view(np.float32)) <= left
+        low, high = (low, middle) if fits else (middle, high)
+    bound = np.uint32(high).view(np.float32)
+    before, extra, cost_of = MIN_WIDTH, np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for (width, cost, _), gain in zip(steps, gains, strict=True):
+        found[gain > bound] = width
+        if bound > 0:
+            extra[gain == bound], cost_of[gain == bound] = width - before, cost
+        before = width
+    left -= spent(bound)
+    extra[np.cumsum(cost_of) > left] = 0
+    return found + extra
+
+
+def widths_of(spec: Dynamiq, chunk: Chunk) -> npt.NDArray[np.int64] | None:
+    """Widths in a chunk's index, or None if no encoder chooses such ones."""
+    index, n = static_views(spec, chunk).index, spec.super_groups(chunk.nelem)
+    found = np.stack([index & 15, index >> 4], axis=1).reshape(-1).astype(np.int64)
+    widths = found[:n]
+    good = not found[n:].any() and int(widths.sum()) <= spec.units(chunk.nelem)
+    if spec.widths == "fixed":
+        good = good and bool((widths == spec.units(chunk.nelem) // max(n, 1)).all())
+    elif spec.widths == "pow2":
+        good = good and bool(np.isin(widths, (2, 4, 8)).all())
+    else:
+        good = good and bool(((widths >= MIN_WIDTH) & (widths <= MAX_WIDTH)).all())
+    return widths if good else None
+
+
+def first_rows(widths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Row of the payload where each super-group starts: they are stored in the order of widths."""
+    order = np.argsort(widths, kind="stable")
+    rows = np.empty(widths.size, np.int64)
+    rows[order] = np.cumsum(widths[order]) - widths[order]
+    return rows
+
+
+def bad_words(spec: Dynamiq, v: Views, here: slice) -> bool:
+    """True if super-groups have a scale or a mean that no encoder writes."""
+    words = v.words[here].astype(np.int64)
+    finite = (words == 0) | ((words >= FLOOR_WORD) & (words <= MAX_SCALE_WORD))
+    lost = (words == LOST).all(axis=1)
+    means = v.means[here] if spec.center else v.means
+    return not (finite.all(axis=1) | lost).all() or bool(((means & 0x7F80) == 0x7F80).any())
+
+
+@functools.cache
+def grid_of(grid: str, width: int) -> tuple[Floats, Floats]:
+    """Values of all codes, from -1 to 1, and of each the inverse of the step up from it, or 0."""
+    growth = 1.0 if grid == "uniform" else GROWTH[width]
+    sums = [0.0]
+    for _ in range((1 << width - 1) - 1):
+        sums.append(sums[-1] * growth + 1.0)
+    shifted = np.array(sums) + (0.5 if grid == "balanced" else 0.0)
+    half = (shifted / shifted[-1]).astype(np.float32)
+    values = np.concatenate([-half[::-1], half])
+    inverse = np.append(_inverse(np.diff(values)), np.float32(0))
+    values.flags.writeable = inverse.flags.writeable = False
+    return values, inverse
+
+
+def _tree_sum(x: Floats) -> Floats:
+    """Sums of the rows of `x`, shape (rows, 2^k), in the page's order."""
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
+
+
+def _load(
+    spec: Dynamiq, bits: Bits, dtype: DType
+) -> tuple[Floats, npt.NDArray[np.bool], npt.NDArray[np.uint16]]:
+    """Values of super-groups about their means, which are lost, and the means' words.
+
+    The last super-group is filled up with zeros; of a lost one all is zero.
+    """
+    size = spec.super_group
+    x = np.zeros(-(-bits.size // size) * size, np.float32)
+    x.view(np.uint32)[: bits.size] = widen(bits, dtype)
+    x = x.reshape(-1, size)
+    lost = ((x.view(np.uint32) & np.uint32(0x7FFFFFFF)) >= INFINITY).any(axis=1)
+    x[lost] = 0
+    means = np.zeros(lost.size, np.uint16)
+    if spec.center and bits.size:
+        counts = np.full(lost.size, size, np.float32)
+        counts[-1] = bits.size - size * (lost.size - 1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = _tree_sum(x) / counts
+        bad = (np.abs(x).max(axis=1) >= CENTER_LIMIT) | (np.abs(mean) < np.float32(FLOOR))
+        mean[bad] = 0
+        word = mean.view(np.uint32)
+        means = ((word + np.uint32(0x7FFF) + (word >> 16 & 1)) >> 16).astype(np.uint16)
+        x = x - _of_words(means)[:, None]
+        x.reshape(-1)[bits.size :] = 0
+    return x, lost, means
+
+
+def _of_words(words: npt.NDArray[np.uint16]) -> Floats:
+    """Values of bfloat16 bits."""
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _words_up(x: Floats) -> npt.NDArray[np.uint16]:
+    """Bits of the least bfloat16 that is not below `x`, at most the largest finite one."""
+    words = (x.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
+    words = np.where(x < np.float32(FLOOR), np.uint32(0), words)
+    return np.minimum(words, MAX_SCALE_WORD).astype(np.uint16)
+
+
+def _encode(
+    spec: Dynamiq,
+    chunk: Chunk,
+    bits: Bits,
+    widths: npt.NDArray[np.int64],
+    rounding: Rounding,
+) -> None:
+    v, size = static_views(spec, chunk), spec.super_group
+    padded = np.zeros(-(-widths.size // 2) * 2, np.uint8)
+    padded[: widths.size] = widths
+    v.index[:] = padded[0::2] | padded[1::2] << 4
+    v.planes[widths.sum() :] = 0
+    rows = first_rows(widths)
+    batch = _BATCH_NELEM // size
+    for first in range(0, widths.size, batch):
+        here = slice(first, min(first + batch, widths.size))
+        at = first * size
+        x, lost, means = _load(spec, bits[at : at + batch * size], chunk.dtype)
+        inverse = _store_scales(spec, v, here, x, rounding, chunk.first // spec.group)
+        v.words[here][lost] = LOST
+        if spec.center:
+            v.means[here] = means
+        scaled = (x.reshape(-1, spec.group) * inverse.reshape(-1, 1)).reshape(x.shape)
+        scaled = np.clip(scaled, np.float32(-1), np.float32(1))
+        empty = np.repeat(inverse.reshape(len(x), -1) == 0, spec.group, axis=1)
+        place, drawn = _limits(rounding, chunk.first + at, x.shape)
+        for w in np.unique(widths[here]).tolist():
+            chosen = np.flatnonzero(widths[here] == w)
+            values, steps = grid_of(spec.grid, w)
+            below = np.searchsorted(values, scaled[chosen], side="right") - 1
+            part = (scaled[chosen] - values[below]) * steps[below]
+            up = part * np.float32(rounding.strata) - place[chosen] > drawn[chosen]
+            codes = np.where(empty[chosen], 0, below + up).astype(np.uint8)
+            _scatter(v.planes, rows[first + chosen], codes, w)
+
+
+def _store_scales(
+    spec: Dynamiq, v: Views, here: slice, x: Floats, rounding: Rounding, first_group: int
+) -> Floats:
+    """Store scales of super-groups; the inverses that their values are multiplied by, by group."""
+    largest = np.abs(x).reshape(-1, spec.groups, spec.group).max(axis=2)
+    if spec.scales == "wide":
+        words = _words_up(largest)
+        v.words[here] = words
+        return _inverse(_of_words(words))
+    words = _words_up(largest.max(axis=1))
+    v.words[here, 0] = words
+    step = _of_words(words)[:, None] / np.float32(255)
+    quotient = largest * _inverse(step)
+    if spec.scales == "up":
+        fractions = np.minimum(np.ceil(quotient), np.float32(255))
+        scale = fractions * step
+    else:
+        assert rounding.numbers is not None
+        at = first_group + here.start * spec.groups
+        drawn = random_words(rounding.numbers, at, largest.size, SCALE_STREAM).reshape(
+            largest.shape
+        )
+        steps = (np.minimum(quotient, np.float32(255)) * np.float32(1 << 16)).astype(np.uint32)
+        fractions = ((steps + (drawn >> np.uint32(16))) >> np.uint32(16)).astype(np.float32)
+        scale = np.where((step > 0) & (largest >= np.float32(FLOOR)), largest, np.float32(0))
+    v.fractions[here] = fractions.astype(np.uint8)
+    return _inverse(scale)
+
+
+def _inverse(x: Floats) -> Floats:
+    """1 / x, or 0 of 0."""
+    return np.divide(np.float32(1), x, out=np.zeros_like(x), where=x > 0)
+
+
+def _limits(rounding: Rounding, first: int, shape: tuple[int, int]) -> tuple[Floats, Floats]:
+    """Of each element the number of its stratum, and what is drawn in it."""
+    n = shape[0] * shape[1]
+    if not rounding.random:
+        return np.zeros(shape, np.float32), np.full(shape, 0.5, np.float32)
+    assert rounding.numbers is not None
+    own = _halves(rounding.numbers, first, n, CODE_STREAM)
+    drawn = (own.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+    place = np.zeros(n, np.int64)
+    if rounding.strata > 1:
+        shared = _halves(rounding.numbers._replace(rank=0), first, n, SHARED_STREAM)
+        turn = shared.astype(np.int64) * rounding.strata >> 16
+        place = (rounding.turn // 2 + (turn >> 1)) % (rounding.strata // 2)
+        other = (turn ^ rounding.turn) & 1 == 1
+        place[other] = rounding.strata - 1 - place[other]
+    return place.astype(np.float32).reshape(shape), drawn.reshape(shape)
+
+
+def _halves(numbers: KeyNumbers, first: int, n: int, stream: int) -> npt.NDArray[np.uint16]:
+    """Halves number `first` to `first + n` of a stream's words, the low one of each first."""
+    words = random_words(numbers, first // 2, n // 2 + 1, stream)
+    halves: npt.NDArray[np.uint16] = words.astype("<u4").view("<u2")[first % 2 :][:n]
+    return halves
+
+
+def _decode_codes(
+    spec: Dynamiq, v: Views, at: npt.NDArray[np.int64], codes: Bytes, width: int
+) -> Floats:
+    """Values of codes of super-groups `at`, shape (super-groups, size)."""
+    words = np.where(v.words[at] <= MAX_SCALE_WORD, v.words[at], np.uint16(0))
+    scale = _of_words(words)
+    if spec.scales != "wide":
+        scale = v.fractions[at].astype(np.float32) * (scale / np.float32(255))
+    values = grid_of(spec.grid, width)[0][codes]
+    y: Floats = (values.reshape(-1, spec.group) * scale.reshape(-1, 1)).reshape(codes.shape)
+    means = _of_words(v.means[at])[:, None] if spec.center else np.float32(0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return y + means
+
+
+def _scatter(planes: Bytes, rows: npt.NDArray[np.int64], codes: Bytes, width: int) -> None:
+    """Store codes as planes, 8 rows of elements deep."""
+    blocks = codes.reshape(rows.size, 8, -1)
+    for p in range(width):
+        bits = np.packbits(blocks >> p & 1, axis=1, bitorder="little")
+        planes[rows + p] = bits[:, 0]
+
+
+def _gather(planes: Bytes, rows: npt.NDArray[np.int64], width: int) -> Bytes:
+    """Inverse of `_scatter`."""
+    codes = np.zeros((rows.size, 8, planes.shape[1]), np.uint8)
+    for p in range(width):
+        codes |= np.unpackbits(planes[rows + p][:, None], axis=1, bitorder="little") << p
+    return codes.reshape(rows.size, -1)
