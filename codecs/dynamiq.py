@@ -28,6 +28,10 @@ from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 from .philox import KeyNumbers, key_numbers, random_words
 from .sdp4bit import largest_number
 
+Ints = npt.NDArray[np.int64]
+Halves = npt.NDArray[np.uint16]
+Flags = npt.NDArray[np.bool]
+
 GROUPS = (8, 16, 32, 64)
 SUPER_GROUPS = (128, 256, 512, 1024)
 #: In the order of their numbers on the page.
@@ -345,12 +349,13 @@ class Views(NamedTuple):
     #: Rows of super_group / 8 bytes, as many as there are units.
     planes: Bytes
     #: Scales that are words, shape (N, 1), or with wide ones (N, K).
-    words: npt.NDArray[np.uint16]
+    words: Halves
     #: Words of the means, shape (N,), or (0,).
-    means: npt.NDArray[np.uint16]
+    means: Halves
     #: Scales of groups, shape (N, K), or with wide ones (N, 0).
     fractions: Bytes
-    index: Bytes
+    #: The widths, two in a byte.
+    nibbles: Bytes
 
 
 def static_views(spec: Dynamiq, chunk: Chunk) -> Views:
@@ -390,13 +395,13 @@ def chunk_energies(spec: Dynamiq, chunk: Chunk, stats: npt.NDArray[Any] | None) 
         found = None if stats is None else stats.shape
         raise ValueError(f"stats have shape {found}; allowed: ({last + 1},) for {chunk.shape}")
     at = chunk.first // size + np.arange(spec.super_groups(chunk.nelem))
-    found = stats[at]
+    energies: Floats = stats[at]
     if chunk.first % size:
-        found = np.maximum(found, stats[np.minimum(at + 1, last)])
-    return np.where(found < np.float32(FLOOR), np.float32(0), found)
+        energies = np.maximum(energies, stats[np.minimum(at + 1, last)])
+    return np.where(energies < np.float32(FLOOR), np.float32(0), energies)
 
 
-def choose_widths(spec: Dynamiq, energies: Floats, units: int) -> npt.NDArray[np.int64]:
+def choose_widths(spec: Dynamiq, energies: Floats, units: int) -> Ints:
     """Widths of super-groups that sum up to at most `units`, by their energies.
 
     Paper section 3.2: the steps up that gain most for a bit are taken as long as they fit.
@@ -432,10 +437,10 @@ def choose_widths(spec: Dynamiq, energies: Floats, units: int) -> npt.NDArray[np
     return found + extra
 
 
-def widths_of(spec: Dynamiq, chunk: Chunk) -> npt.NDArray[np.int64] | None:
+def widths_of(spec: Dynamiq, chunk: Chunk) -> Ints | None:
     """Widths in a chunk's index, or None if no encoder chooses such ones."""
-    index, n = static_views(spec, chunk).index, spec.super_groups(chunk.nelem)
-    found = np.stack([index & 15, index >> 4], axis=1).reshape(-1).astype(np.int64)
+    nibbles, n = static_views(spec, chunk).nibbles, spec.super_groups(chunk.nelem)
+    found = np.stack([nibbles & 15, nibbles >> 4], axis=1).reshape(-1).astype(np.int64)
     widths = found[:n]
     good = not found[n:].any() and int(widths.sum()) <= spec.units(chunk.nelem)
     if spec.widths == "fixed":
@@ -447,7 +452,15 @@ def widths_of(spec: Dynamiq, chunk: Chunk) -> npt.NDArray[np.int64] | None:
     return widths if good else None
 
 
-def first_rows(widths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def store_widths(v: Views, widths: Ints) -> None:
+    """Write the index, and zeros behind the planes."""
+    padded = np.zeros(-(-widths.size // 2) * 2, np.uint8)
+    padded[: widths.size] = widths
+    v.nibbles[:] = padded[0::2] | padded[1::2] << 4
+    v.planes[widths.sum() :] = 0
+
+
+def first_rows(widths: Ints) -> Ints:
     """Row of the payload where each super-group starts: they are stored in the order of widths."""
     order = np.argsort(widths, kind="stable")
     rows = np.empty(widths.size, np.int64)
@@ -487,18 +500,17 @@ def _tree_sum(x: Floats) -> Floats:
     return x[:, 0]
 
 
-def _load(
-    spec: Dynamiq, bits: Bits, dtype: DType
-) -> tuple[Floats, npt.NDArray[np.bool], npt.NDArray[np.uint16]]:
+def _load(spec: Dynamiq, bits: Bits, dtype: DType) -> tuple[Floats, Flags, Halves]:
     """Values of super-groups about their means, which are lost, and the means' words.
 
     The last super-group is filled up with zeros; of a lost one all is zero.
     """
     size = spec.super_group
-    x = np.zeros(-(-bits.size // size) * size, np.float32)
-    x.view(np.uint32)[: bits.size] = widen(bits, dtype)
-    x = x.reshape(-1, size)
-    lost = ((x.view(np.uint32) & np.uint32(0x7FFFFFFF)) >= INFINITY).any(axis=1)
+    padded = np.zeros(-(-bits.size // size) * size, np.float32)
+    padded.view(np.uint32)[: bits.size] = widen(bits, dtype)
+    x: Floats = padded.reshape(-1, size)
+    magnitudes = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    lost: Flags = magnitudes.max(axis=1) >= INFINITY
     x[lost] = 0
     means = np.zeros(lost.size, np.uint16)
     if spec.center and bits.size:
@@ -515,30 +527,28 @@ def _load(
     return x, lost, means
 
 
-def _of_words(words: npt.NDArray[np.uint16]) -> Floats:
+def _of_words(words: Halves) -> Floats:
     """Values of bfloat16 bits."""
     return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _words_up(x: Floats) -> npt.NDArray[np.uint16]:
+def _words_up(x: Floats) -> Halves:
     """Bits of the least bfloat16 that is not below `x`, at most the largest finite one."""
     words = (x.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
     words = np.where(x < np.float32(FLOOR), np.uint32(0), words)
-    return np.minimum(words, MAX_SCALE_WORD).astype(np.uint16)
+    limited: Halves = np.minimum(words, MAX_SCALE_WORD).astype(np.uint16)
+    return limited
 
 
 def _encode(
     spec: Dynamiq,
     chunk: Chunk,
     bits: Bits,
-    widths: npt.NDArray[np.int64],
+    widths: Ints,
     rounding: Rounding,
 ) -> None:
     v, size = static_views(spec, chunk), spec.super_group
-    padded = np.zeros(-(-widths.size // 2) * 2, np.uint8)
-    padded[: widths.size] = widths
-    v.index[:] = padded[0::2] | padded[1::2] << 4
-    v.planes[widths.sum() :] = 0
+    store_widths(v, widths)
     rows = first_rows(widths)
     batch = _BATCH_NELEM // size
     for first in range(0, widths.size, batch):
@@ -615,16 +625,14 @@ def _limits(rounding: Rounding, first: int, shape: tuple[int, int]) -> tuple[Flo
     return place.astype(np.float32).reshape(shape), drawn.reshape(shape)
 
 
-def _halves(numbers: KeyNumbers, first: int, n: int, stream: int) -> npt.NDArray[np.uint16]:
+def _halves(numbers: KeyNumbers, first: int, n: int, stream: int) -> Halves:
     """Halves number `first` to `first + n` of a stream's words, the low one of each first."""
     words = random_words(numbers, first // 2, n // 2 + 1, stream)
-    halves: npt.NDArray[np.uint16] = words.astype("<u4").view("<u2")[first % 2 :][:n]
+    halves: Halves = words.astype("<u4").view("<u2")[first % 2 :][:n]
     return halves
 
 
-def _decode_codes(
-    spec: Dynamiq, v: Views, at: npt.NDArray[np.int64], codes: Bytes, width: int
-) -> Floats:
+def _decode_codes(spec: Dynamiq, v: Views, at: Ints, codes: Bytes, width: int) -> Floats:
     """Values of codes of super-groups `at`, shape (super-groups, size)."""
     words = np.where(v.words[at] <= MAX_SCALE_WORD, v.words[at], np.uint16(0))
     scale = _of_words(words)
@@ -637,7 +645,7 @@ def _decode_codes(
         return y + means
 
 
-def _scatter(planes: Bytes, rows: npt.NDArray[np.int64], codes: Bytes, width: int) -> None:
+def _scatter(planes: Bytes, rows: Ints, codes: Bytes, width: int) -> None:
     """Store codes as planes, 8 rows of elements deep."""
     blocks = codes.reshape(rows.size, 8, -1)
     for p in range(width):
@@ -645,7 +653,7 @@ def _scatter(planes: Bytes, rows: npt.NDArray[np.int64], codes: Bytes, width: in
         planes[rows + p] = bits[:, 0]
 
 
-def _gather(planes: Bytes, rows: npt.NDArray[np.int64], width: int) -> Bytes:
+def _gather(planes: Bytes, rows: Ints, width: int) -> Bytes:
     """Inverse of `_scatter`."""
     codes = np.zeros((rows.size, 8, planes.shape[1]), np.uint8)
     for p in range(width):

@@ -1,0 +1,444 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""dynamiq on the CPU with Numba: the bytes of codecs/dynamiq.py, one super-group after another."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .dynamiq import (
+    CENTER_LIMIT,
+    CODE_STREAM,
+    FLOOR,
+    INDEX_PROBLEM,
+    LOST,
+    MAX_SCALE_WORD,
+    MAX_WIDTH,
+    MIN_WIDTH,
+    PAYLOAD_PROBLEM,
+    SCALE_STREAM,
+    SCALES,
+    SHARED_STREAM,
+    Dynamiq,
+    Ints,
+    Views,
+    bad_words,
+    choose_widths,
+    chunk_energies,
+    first_rows,
+    grid_of,
+    rounding_of,
+    static_views,
+    store_widths,
+    widths_of,
+)
+from .minifloat import INFINITY, NAN
+from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
+from .philox_cpu import fill_words
+from .sdp4bit import largest_number
+from .threads import run, spans
+
+U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
+F4, I4, I8 = np.float32, np.int32, np.int64
+_UP, _STOCHASTIC, _WIDE = range(len(SCALES))
+_FLOOR, _CENTER_LIMIT = F4(FLOOR), F4(CENTER_LIMIT)
+_MAGNITUDE, _INFINITY, _NAN = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN)
+_LOST, _MAX_SCALE_WORD = U2(LOST), U4(MAX_SCALE_WORD)
+_CODES, _SHARED, _SCALES = U8(CODE_STREAM), U8(SHARED_STREAM), U8(SCALE_STREAM)
+#: Elements that are decoded, added and encoded while they are in cache; whole super-groups.
+_PIECE = 1 << 15
+
+
+@cache
+def _tables(grid: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Values and inverse steps of the codes of every width, shape (9, 256)."""
+    values = np.zeros((MAX_WIDTH + 1, 256), np.float32)
+    inverse = np.zeros_like(values)
+    for width in range(MIN_WIDTH, MAX_WIDTH + 1):
+        values[width, : 1 << width], inverse[width, : 1 << width] = grid_of(grid, width)
+    return values, inverse
+
+
+@njit(nogil=True)
+def _center(v, size, count, room, one):
+    """Take its mean off a super-group of `count` elements; the word of the mean."""
+    half = size // 2
+    for i in range(half):
+        room[i] = v[i] + v[i + half]
+    while half > 1:
+        half //= 2
+        for i in range(half):
+            room[i] += room[i + half]
+    mean = F4(room[0] / F4(count))
+    for i in range(count):
+        if abs(v[i]) >= _CENTER_LIMIT:
+            mean = F4(0)
+    if abs(mean) < _FLOOR:
+        mean = F4(0)
+    bits = one.view(np.uint32)
+    one[0] = mean
+    word = U4(U4(bits[0] + U4(U4(0x7FFF) + U4(U4(bits[0] >> U4(16)) & U4(1)))) >> U4(16))
+    bits[0] = U4(word << U4(16))
+    for i in range(count):
+        v[i] -= one[0]
+    return U2(word)
+
+
+@njit(nogil=True)
+def _word_up(x, one):
+    """Scale word of a largest magnitude; `one` becomes its value."""
+    bits = one.view(np.uint32)
+    one[0] = x
+    word = U4(U4(bits[0] + U4(0xFFFF)) >> U4(16)) if x >= _FLOOR else U4(0)
+    word = min(word, _MAX_SCALE_WORD)
+    bits[0] = U4(word << U4(16))
+    return U2(word)
+
+
+@njit(nogil=True, error_model="numpy")
+def _inverse(x):
+    return F4(F4(1) / x) if x > F4(0) else F4(0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
+    """Scales of a super-group of values `v`, and the inverses by group."""
+    size, group, how = sizes
+    groups = size // group
+    largest = F4(0)
+    for k in range(groups):
+        top = F4(0)
+        for i in range(k * group, (k + 1) * group):
+            top = max(top, abs(v[i]))
+        inverse[k] = top
+        largest = max(largest, top)
+    if how == _WIDE:
+        for k in range(groups):
+            words[k] = _word_up(inverse[k], one)
+            inverse[k] = _inverse(one[0])
+        return
+    words[0] = _word_up(largest, one)
+    step = F4(one[0] / F4(255))
+    finer = _inverse(step)
+    for k in range(groups):
+        top = inverse[k]
+        quotient = F4(top * finer)
+        if how == _UP:
+            fraction = min(np.ceil(quotient), F4(255))
+            fractions[k] = U1(fraction)
+            inverse[k] = _inverse(F4(fraction * step))
+        else:
+            steps = U4(F4(min(quotient, F4(255)) * F4(65536)))
+            fractions[k] = U1(U4(steps + U4(drawn[k] >> U4(16))) >> U4(16))
+            inverse[k] = _inverse(top) if step > F4(0) and top >= _FLOOR else F4(0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _set_codes(v, values, steps, width, strata, turn, own, shared, at, code, below):
+    """Codes of a super-group of values from -1 to 1; `at` is where its random halves start."""
+    n = code.size
+    for i in range(n):
+        below[i] = 0
+    half = I4(1 << (width - 1))
+    while half > 0:
+        for i in range(n):
+            above = I4(below[i] + half)
+            below[i] = above if values[above] <= v[i] else below[i]
+        half = I4(half >> 1)
+    if strata == 0:
+        for i in range(n):
+            part = F4(F4(v[i] - values[below[i]]) * steps[below[i]])
+            code[i] = U1(below[i] + (1 if part > F4(0.5) else 0))
+    elif strata == 1:
+        for i in range(n):
+            part = F4(F4(v[i] - values[below[i]]) * steps[below[i]])
+            drawn = F4(F4(F4(own[at + i]) + F4(0.5)) * F4(2.0**-16))
+            code[i] = U1(below[i] + (1 if part > drawn else 0))
+    else:
+        pairs, first, odd = U4(strata // 2), U4(turn // 2), U4(turn & 1)
+        for i in range(n):
+            part = F4(F4(v[i] - values[below[i]]) * steps[below[i]])
+            drawn = F4(F4(F4(own[at + i]) + F4(0.5)) * F4(2.0**-16))
+            found = U4(U8(U8(shared[at + i]) * U8(strata)) >> U8(16))
+            place = U4(first + U4(found >> U4(1)))
+            place = U4(place - pairs) if place >= pairs else place
+            place = U4(U4(strata - 1) - place) if U4(found & U4(1)) != odd else place
+            up = F4(F4(part * F4(strata)) - F4(place)) > drawn
+            code[i] = U1(below[i] + (1 if up else 0))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_span(
+    x, x_first, kind, sizes, centered, views, widths, rows, tables, rounding, starts, first, last
+):
+    """Encode super-groups `first` to `last`; the first element of `x` is that of `x_first`.
+
+    `starts` are the numbers, for random words, of the chunk's first element and group.
+    """
+    size, group, how = sizes
+    planes, scale_words, means, fractions = views
+    strata, turn, seed, step, rank = rounding
+    groups, columns = size // group, size // 8
+    room = max(size, LANES)
+    words, floats = np.empty(room, np.uint32), np.empty(LANES, np.float32)
+    v = words.view(np.float32)
+    padded = np.zeros(LANES, x.dtype)
+    one, sums = np.empty(1, np.float32), np.empty(size, np.float32)
+    inverse = np.empty(groups, np.float32)
+    code, below = np.empty(size, np.uint8), np.empty(size, np.int32)
+    own_words, shared_words = np.zeros(size // 2 + 8, np.uint32), np.zeros(size // 2 + 8, np.uint32)
+    own, shared = own_words.view(np.uint16), shared_words.view(np.uint16)
+    drawn = np.zeros(groups + 8, np.uint32)
+    for j in range(first, last):
+        at = (j - x_first) * size
+        count = min(size, x.size - at)
+        for i in range(0, size, LANES):
+            here = min(LANES, max(count - i, 0))
+            padded[:] = 0
+            padded[:here] = x[at + i : at + i + here]
+            widen(padded, kind, words[i : i + LANES], floats)
+        top = U4(0)
+        for i in range(size):
+            top = max(top, U4(words[i] & _MAGNITUDE))
+        lost = top >= _INFINITY
+        if lost:
+            words[:] = U4(0)
+        mean = U2(0)
+        if centered:
+            mean = _center(v, size, count, sums, one)
+            means[j] = mean
+        number = starts[1] + j * groups
+        base = number // 4 * 4
+        if how == _STOCHASTIC:
+            fill_words(drawn, seed, step, rank, _SCALES, U8(base))
+        _set_scales(v, sizes, scale_words[j], fractions[j], drawn[number - base :], one, inverse)
+        if lost:
+            scale_words[j, :] = _LOST
+        for k in range(groups):
+            for i in range(k * group, (k + 1) * group):
+                scaled = F4(v[i] * inverse[k])
+                scaled = scaled if scaled > F4(-1) else F4(-1)
+                v[i] = scaled if scaled < F4(1) else F4(1)
+        number = starts[0] + j * size
+        base = number // 8 * 4
+        if strata > 0:
+            fill_words(own_words, seed, step, rank, _CODES, U8(base))
+        if strata > 1:
+            fill_words(shared_words, seed, step, U8(0), _SHARED, U8(base))
+        width = widths[j]
+        values, steps = tables[0][width], tables[1][width]
+        behind = number - 2 * base
+        _set_codes(v, values, steps, width, strata, turn, own, shared, behind, code, below)
+        for k in range(groups):
+            if inverse[k] == F4(0):
+                code[k * group : (k + 1) * group] = U1(0)
+        for p in range(width):
+            plane = planes[rows[j] + p]
+            for c in range(columns):
+                plane[c] = U1(U1(code[c] >> U1(p)) & U1(1))
+            for k in range(1, 8):
+                bits = code[k * columns : (k + 1) * columns]
+                for c in range(columns):
+                    plane[c] |= U1(U1(U1(bits[c] >> U1(p)) & U1(1)) << U1(k))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_span(
+    views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
+):
+    """Decode super-groups `first` to `last` to `out`, which starts with element `start`."""
+    size, group, how = sizes
+    planes, scale_words, means, fractions = views
+    groups, columns = size // group, size // 8
+    room = max(size, LANES)
+    v = np.zeros(room, np.float32)
+    words, narrowed = v.view(np.uint32), np.empty(room, out.dtype)
+    code, one = np.empty(size, np.uint8), np.empty(1, np.float32)
+    bits = one.view(np.uint32)
+    for j in range(first, last):
+        width = widths[j]
+        table = values[width]
+        code[:] = U1(0)
+        for p in range(width):
+            plane = planes[rows[j] + p]
+            for k in range(8):
+                here = code[k * columns : (k + 1) * columns]
+                for c in range(columns):
+                    here[c] |= U1(U1(U1(plane[c] >> U1(k)) & U1(1)) << U1(p))
+        mean = F4(0)
+        if centered:
+            bits[0] = U4(U4(means[j]) << U4(16))
+            mean = one[0]
+        bits[0] = U4(U4(scale_words[j, 0]) << U4(16))
+        step = F4(one[0] / F4(255))
+        for k in range(groups):
+            if how == _WIDE:
+                bits[0] = U4(U4(scale_words[j, k]) << U4(16))
+                scale = one[0]
+            else:
+                scale = F4(F4(fractions[j, k]) * step)
+            for i in range(k * group, (k + 1) * group):
+                y = F4(F4(table[code[i]] * scale) + mean)
+                y = y if y < limit else limit
+                v[i] = y if y > -limit else F4(-limit)
+        if scale_words[j, 0] == _LOST:
+            words[:] = _NAN
+        for i in range(0, size, LANES):
+            narrow(words[i : i + LANES], kind, narrowed[i : i + LANES])
+        at = j * size
+        lo, hi = max(at, start), min(at + size, nelem, start + out.size)
+        out[lo - start : hi - start] = narrowed[lo - at : hi - at]
+
+
+def _views(v: Views) -> tuple[Any, ...]:
+    return v.planes, v.words, v.means, v.fractions
+
+
+def _sizes(spec: Dynamiq) -> tuple[int, int, int]:
+    return spec.super_group, spec.group, SCALES.index(spec.scales)
+
+
+def _read_only(array: Bits) -> Bits:
+    """A read-only view: so that each kernel is compiled for one kind of array."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None) -> Any:
+    """What `_encode_span` takes between the elements and the super-groups; stores the widths."""
+    rounding, v = rounding_of(spec, key), static_views(spec, chunk)
+    store_widths(v, widths)
+    numbers = map(U8, rounding.numbers or (0, 0, 0))
+    strata = rounding.strata if rounding.random else 0
+    starts = chunk.first, chunk.first // spec.group
+    return (
+        kind_of(chunk.dtype),
+        _sizes(spec),
+        spec.center,
+        _views(v),
+        widths,
+        first_rows(widths),
+        _tables(spec.grid),
+        (strata, rounding.turn, *numbers),
+        starts,
+    )
+
+
+def _decode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints) -> Any:
+    """What `_decode_span` takes before `out`."""
+    return (
+        _views(static_views(spec, chunk._replace(static=_read_only(chunk.static)))),
+        widths,
+        first_rows(widths),
+        _tables(spec.grid)[0],
+        _sizes(spec),
+        spec.center,
+        kind_of(chunk.dtype),
+        F4(largest_number(chunk.dtype)),
+        chunk.nelem,
+    )
+
+
+def encode_chunk(
+    spec: Dynamiq,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `dynamiq.encode_chunk`."""
+    widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
+    arguments = _encode_arguments(spec, chunk, widths, key)
+    cuts = spans(widths.size, bits.nbytes, threads)
+    run(_encode_span, [(_read_only(bits), 0, *arguments, *cut) for cut in cuts])
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Dynamiq, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `dynamiq.decode_chunk`; where there is a problem, `out` may be left alone."""
+    stop = start + out.size
+    first, last = start // spec.super_group, -(-stop // spec.super_group)
+    problem, widths = _source(spec, chunk, first, last, stop == chunk.nelem)
+    if problem is None and out.size:
+        fixed = (*_decode_arguments(spec, chunk, widths), out, start)
+        cuts = spans(last - first, out.nbytes, threads)
+        run(_decode_span, [(*fixed, first + lo, first + hi) for lo, hi in cuts])
+    return ChunkDecoded(problem)
+
+
+def _source(
+    spec: Dynamiq, chunk: Chunk, first: int, last: int, end: bool
+) -> tuple[str | None, Ints]:
+    """What is wrong with a chunk's super-groups `first` to `last`, and its widths."""
+    widths, v = widths_of(spec, chunk), static_views(spec, chunk)
+    if widths is None:
+        return INDEX_PROBLEM, np.zeros(0, np.int64)
+    wrong = end and bool(v.planes[widths.sum() :].any())
+    wrong |= bad_words(spec, v, slice(first, last))
+    return PAYLOAD_PROBLEM if wrong else None, widths
+
+
+def decode_add_chunk(
+    spec: Dynamiq, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
+) -> ChunkDecoded:
+    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
+    problem, widths = _source(spec, chunk, 0, spec.super_groups(chunk.nelem), True)
+    if problem is None:
+        fixed = _decode_arguments(spec, chunk, widths)
+        cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
+        run(_add_pieces, [(spec, chunk, fixed, acc, *cut) for cut in cuts])
+    return ChunkDecoded(problem)
+
+
+def _add_pieces(spec: Dynamiq, chunk: Chunk, fixed: Any, acc: Bits, first: int, last: int) -> None:
+    room, kind = np.empty(_PIECE, chunk.dtype.bits), kind_of(chunk.dtype)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        _decode_span(*fixed, part, at, *_piece(spec, at, part.size))
+        add_to(acc[at : at + part.size], part, kind)
+
+
+def _piece(spec: Dynamiq, at: int, nelem: int) -> tuple[int, int]:
+    return at // spec.super_group, -(-(at + nelem) // spec.super_group)
+
+
+def decode_add_encode_chunk(
+    spec: Dynamiq,
+    source_spec: CodecSpec,
+    source: Chunk,
+    bits: Bits,
+    chunk: Chunk,
+    *,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkDecoded:
+    """See `dynamiq.decode_add_encode_chunk`."""
+    problem, widths = _source(spec, source, 0, spec.super_groups(source.nelem), True)
+    arguments = _encode_arguments(spec, chunk, widths, key) if problem is None else ()
+    if problem is None:
+        fixed = _decode_arguments(spec, source, widths)
+        cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
+        run(_add_encode_pieces, [(spec, chunk, fixed, bits, arguments, *cut) for cut in cuts])
+    return ChunkDecoded(problem)
+
+
+def _add_encode_pieces(
+    spec: Dynamiq, chunk: Chunk, fixed: Any, bits: Bits, arguments: Any, first: int, last: int
+) -> None:
+    room, kind = np.empty(_PIECE, chunk.dtype.bits), kind_of(chunk.dtype)
+    for at in range(first * _PIECE, last * _PIECE, _PIECE):
+        part = room[: max(chunk.nelem - at, 0)]
+        cut = _piece(spec, at, part.size)
+        _decode_span(*fixed, part, at, *cut)
+        add(part, bits[at : at + part.size], kind)
+        _encode_span(_read_only(part), cut[0], *arguments, *cut)
