@@ -26,6 +26,7 @@ CODECS = (
     tw.codec("taco", format="int8", rounding="stochastic", block=32),
     tw.codec("sdp4bit", rounding="stochastic"),
     tw.codec("tahquant", hidden=48),
+    tw.codec("dynamiq"),
 )
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .codec import Codec, codec, codecs, decode
-from .codecs.base import Bytes
+from .codecs.base import Bytes, Key
 from .codecs.threads import cpu_count
 from .convert import plain_tensors
 from .files import PathLike, atomic_file
@@ -22,6 +22,8 @@ from .formats.dtypes import DType
 
 #: Fills outputs before they are written, so that a byte left out does not go unseen.
 POISON = 0xA5
+#: What codecs that round at random draw by.
+KEY = Key(0)
 
 Array = np.ndarray[Any, Any]
 
@@ -132,7 +134,7 @@ def _codec(c: Codec, arrays: list[Array], threads: int) -> _Contestant:
     outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
 
     def encode_one(i: int) -> None:
-        rooms[i] = c.encode(arrays[i], out=rooms[i], chunks=None, threads=threads)
+        rooms[i] = c.encode(arrays[i], key=KEY, out=rooms[i], chunks=None, threads=threads)
 
     def decode_one(i: int) -> None:
         decode(rooms[i], out=outs[i], threads=threads)
