@@ -199,7 +199,7 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
     assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
-    assert sum(map(len, made.values())) < 3_000_000
+    assert sum(map(len, made.values())) < 3_500_000
 
     changed = tmp_path / "raw" / "uint8_3.bin"
     changed.write_bytes(b"\1\2\4")
