@@ -982,6 +982,145 @@ def dynamiq_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# lhc.md, "Parameters" and "Layout"
+
+
+class Lhc(NamedTuple):
+    """What the parameters say; `cells` is a dtype id."""
+
+    steps: int
+    cells: int
+    published: bool
+
+    def rows(self, chunk_nelem: int) -> int:
+        """R."""
+        return ceil_div(1000 * ceil_div(chunk_nelem, 1024), self.steps)
+
+
+def lhc_parameters(params: bytes, dtype_id: int) -> Lhc:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"lhc has 8 parameter bytes, not {len(params)}")
+    steps, cells, mapping, zero = struct.unpack("<IBBH", params)
+    check(1001 <= steps <= 1000000, "bad_header", f"ratio {steps}")
+    check(cells <= 3 and mapping <= 1 and zero == 0, "bad_header", "parameters")
+    return Lhc(steps, (dtype_id, 16, 17, 18)[cells], mapping == 1)
+
+
+def lhc_sections(lhc: Lhc, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where lhc takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"lhc does not take dtype {dtype_id}")
+    check(chunk_nelem <= 2**36, "bad_header", f"{chunk_nelem} elements in an lhc chunk")
+    sketch = 1024 * lhc.rows(chunk_nelem) * DTYPES[lhc.cells].nbytes
+    index = align(ceil_div(chunk_nelem, 8))
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(sketch + index < raw, "bad_header", "lhc gains nothing for this size")
+    return [Section(1, 0, sketch // 128), Section(3, 0, index // 128)]
+
+
+# lhc.md, "Mapping"
+
+
+def murmur3(key: int, seed: int) -> int:
+    """MurmurHash3_x86_32 of a u32."""
+
+    def rotl(x: int, by: int) -> int:
+        return (x << by | x >> 32 - by) & 0xFFFFFFFF
+
+    k = rotl(key * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+    h = (rotl(seed ^ k, 13) * 5 + 0xE6546B64 & 0xFFFFFFFF) ^ 4
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def lhc_row(lhc: Lhc, g: int, rows: int) -> list[tuple[int, int, float]]:
+    """Row of the sketch, lane offset and sign for each hash of row g."""
+    h = [murmur3(g, seed) for seed in range(3)]
+    signs = [-1.0 if x >> 31 else 1.0 for x in h]
+    if lhc.published:
+        return [(x % rows, 0, sign) for x, sign in zip(h, signs, strict=True)]
+    q = g // rows
+    r = [g % rows, (g + q + rows // 3) % rows, (g + 3 * q + 2 * rows // 3) % rows]
+    o = [x >> 21 & 1023 for x in h]
+    while o[1] == o[0]:
+        o[1] = (o[1] + 1) % 1024
+    while o[2] in o[:2]:
+        o[2] = (o[2] + 1) % 1024
+    return list(zip(r, o, signs, strict=True))
+
+
+# lhc.md, "Peeling" and "Decoding"
+
+
+def lhc_peel(cells_of: dict[int, list[int]]) -> dict[int, int]:
+    """The own cell of every element that is peeled."""
+    own: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    for cells in cells_of.values():
+        for c in cells:
+            counts[c] = counts.get(c, 0) + 1
+    while True:
+        peeled = {}
+        for i, cells in cells_of.items():
+            alone = [c for c in cells if counts[c] == 1]
+            if i not in own and alone:
+                peeled[i] = alone[0]
+        if not peeled:
+            return own
+        own |= peeled
+        for i in peeled:
+            for c in cells_of[i]:
+                counts[c] -= 1
+
+
+def lhc_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    lhc = lhc_parameters(h.params, h.dtype_id)
+    rows, size = lhc.rows(h.chunk_nelem), DTYPES[lhc.cells].nbytes
+    n_cells = 1024 * rows
+    sketch = [static[size * c : size * (c + 1)] for c in range(n_cells)]
+    index = int.from_bytes(static[size * n_cells :][: ceil_div(nelem, 8)], "little")
+    check(index >> nelem == 0, "bad_payload", "bits of the index behind the last element")
+
+    hashed = [lhc_row(lhc, g, rows) for g in range(ceil_div(nelem, 1024))]
+    cells_of = {
+        i: [1024 * r + (i + o) % 1024 for r, o, _ in hashed[i // 1024]]
+        for i, bit in enumerate(reversed(bin(index)[2:]))
+        if bit == "1"
+    }
+    own = lhc_peel(cells_of)
+    used = set(own.values())
+    used.update(c for i, cells in cells_of.items() if i not in own for c in cells)
+    unused = (any(sketch[c]) for c in range(n_cells) if c not in used)
+    check(not any(unused), "bad_payload", "a cell that no element has")
+
+    out = bytearray(nelem * h.dtype.nbytes)
+    for i, cells in cells_of.items():
+        if i in own and lhc.cells == h.dtype_id:
+            value = sketch[own[i]]
+        elif i in own:
+            value = lhc_rounded(lhc_value(lhc, sketch[own[i]]), h)
+        else:
+            signs = [sign for _, _, sign in hashed[i // 1024]]
+            three = [s * lhc_value(lhc, sketch[c]) for s, c in zip(signs, cells, strict=True)]
+            median = sorted(three, key=lambda v: (v, math.copysign(1.0, v)))[1]
+            value = lhc_rounded(math.nan if any(map(math.isnan, three)) else median, h)
+        out[h.dtype.nbytes * i : h.dtype.nbytes * (i + 1)] = value
+    return bytes(out)
+
+
+def lhc_value(lhc: Lhc, cell: bytes) -> float:
+    """The value of a cell."""
+    if lhc.cells == 17:
+        cell = b"\0\0" + cell
+    return float(struct.unpack("<e" if lhc.cells == 16 else "<f", cell)[0])
+
+
+def lhc_rounded(value: float, h: Header) -> bytes:
+    """A value in the tensor's dtype."""
+    return float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
+
+
 # buffer.md, "Reading"
 
 
@@ -1004,7 +1143,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(1 <= codec <= 8, "unknown_codec", f"codec {codec}")
+    check(codec in (*range(1, 9), 11), "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -1050,6 +1189,9 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     elif codec == 8:
         dynamiq = dynamiq_parameters(data[params:nbytes])
         expected = dynamiq_sections(dynamiq, dtype_id, chunk_nelem)
+    elif codec == 11:
+        lhc = lhc_parameters(data[params:nbytes], dtype_id)
+        expected = lhc_sections(lhc, dtype_id, chunk_nelem)
     else:
         zipccl_parameters(data[params:nbytes], dtype)
         expected = zipccl_sections(dtype, chunk_nelem)
@@ -1139,6 +1281,10 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         ends = [at + n for at, n in zip(starts, used, strict=True)]
         gaps = zip(ends, (*starts[1:], len(static)), strict=True)
         return b"".join(static[lo:hi] for lo, hi in gaps)
+    if h.codec == 11:
+        lhc = lhc_parameters(h.params, h.dtype_id)
+        sketch = 1024 * lhc.rows(h.chunk_nelem) * DTYPES[lhc.cells].nbytes
+        return static[sketch + ceil_div(nelem, 8) :]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)
     return static[blocks_nbytes(h.dtype, nelem) : index] + static[index_end:]
@@ -1181,6 +1327,8 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += tahquant_decode(h, nelem, static)
         elif h.codec == 8:
             out += dynamiq_decode(h, nelem, static)
+        elif h.codec == 11:
+            out += lhc_decode(h, nelem, static)
         else:
             out += zipccl_decode(h, nelem, static, dynamic)
     return h.dtype.name, h.shape, bytes(out)

@@ -538,6 +538,45 @@ def dynamiq_vectors() -> Iterator[LossyVector]:
     yield coded("no_checksum", x, {}, checksum=False)
 
 
+def sparse(seed: int, dtype: str, n: int, one_in: int) -> Array:
+    """One element in so many, on average, is not zero; some are special."""
+    x = np.zeros(n, BY_NAME[dtype].numpy)
+    words = random_words(seed, n)
+    chosen = words % one_in == 0
+    x[chosen] = bell(seed + 1, dtype, n)[chosen]
+    odd = chosen & (words // one_in % 50 == 0)
+    bits_of(x)[odd] = bits_of(random_bits(seed + 2, dtype, (n,)))[odd]
+    return x
+
+
+def lhc_vectors() -> Iterator[LossyVector]:
+    """Vectors of codec lhc: buffer, decoded tensor, encoded tensor."""
+
+    def coded(name: str, x: Array, **options: Any) -> LossyVector:
+        fields = ("ratio", "sketch", "mapping")
+        params = {k: options.pop(k) for k in fields if k in options}
+        return lossy(f"{x.dtype.name}_{name}", x, tw.codec("lhc", **params), **options)
+
+    example = np.zeros(2048, np.float32)
+    example[[0, 1023, 1029]] = 1.5, -2, 3
+    yield coded("example", example, ratio=2)
+    for i, dtype in enumerate(TACO_DTYPES):
+        x = sparse(150 + 10 * i, dtype, 8 * 1024, 6)
+        yield coded("peeled", x)
+        yield coded("estimated", sparse(153 + 10 * i, dtype, 6 * 1024, 3), ratio=3)
+        yield coded("published", x[: 5 * 1024], mapping="published", ratio=2.5)
+    x = sparse(180, "float32", 9999, 7)
+    for cells in ("bfloat16", "float16"):
+        yield coded(f"in_{cells}", x, sketch=cells)
+    yield coded("dense_in_float16", x[x != 0].repeat(3), sketch="float16", ratio=1.5)
+    narrow = sparse(183, "bfloat16", 10000, 12)
+    yield coded("in_float32", narrow, sketch="float32", ratio=5)
+    yield coded("3_chunks", x, chunks=3, ratio=2)
+    yield coded("tail", x[: 4 * 1024 + 1])
+    yield coded("zeros", np.zeros((3, 1024), np.float32))
+    yield coded("no_checksum", narrow.reshape(100, 100), checksum=False)
+
+
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
 
 
@@ -1467,6 +1506,57 @@ def dynamiq_invalid() -> Invalid:
     return {f"dynamiq_{name}": pair for name, pair in found.items()}
 
 
+def lhc_parts(nelem: int = 3 * 1024 + 3, **params: Any) -> Parts:
+    """A chunk of 4 rows and a sketch of one row: cells to 4096, index to 4481, padding to 4608."""
+    x = np.zeros(nelem, np.float32)
+    x[:5] = 1, 2, 3, 4, 5
+    return Parts.of(tw.codec("lhc", **params).encode(x, backend="ref"))
+
+
+def lhc_invalid() -> Invalid:
+    """Step 9 of "Reading" for lhc, and lhc.md, "Checks"."""
+    make = lhc_parts
+    params = make().header.params
+
+    def with_bytes(at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: make(**params), lambda p: put(p, 0, at, new))
+
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "ratio_1": struct.pack("<IBBH", 1000, 0, 0, 0),
+        "ratio_1001": struct.pack("<IBBH", 1000001, 0, 0, 0),
+        "other_ratio": struct.pack("<IBBH", 2000, 0, 0, 0),
+        "cells_4": poked(params, 4, b"\4"),
+        "other_cells": poked(params, 4, b"\2"),
+        "mapping_2": poked(params, 5, b"\2"),
+        "parameters_reserved": poked(params, 6, b"\1"),
+        "parameters_end": poked(params, 7, b"\1"),
+    }
+    headers = {name: (changed(make(), params=bad), "bad_header") for name, bad in wrong.items()}
+    headers |= {
+        "version_2": (changed(make(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(make(), dtype=BY_NAME["float64"]), "bad_header"),
+        "gains_nothing": (changed(make(), shape=(1024,)), "bad_header"),
+        "sections_swapped": (sectioned(make(), 1, 0), "bad_header"),
+        "no_index_section": (sectioned(make(), 0), "bad_header"),
+        "dynamic_stride": (changed(make(), dynamic_stride=ALIGN), "bad_header"),
+        "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_bytes": (edited(make, lambda p: grow(p, 0, 1)), "bad_record"),
+    }
+    # The five cells are 283 to 287, their elements' first.
+    bad = {
+        "cell_of_nobody": with_bytes(4 * 282, b"\1"),
+        "minus_zero_of_nobody": with_bytes(4 * 288 + 3, b"\x80"),
+        "second_cell": with_bytes(4 * 967, b"\0\0\x80\x3f"),
+        "element_missing_in_index": with_bytes(4096, b"\x1e"),
+        "index_behind_the_end": with_bytes(4096 + 384, b"\x08"),
+    }
+    found = headers | {name: (data, "bad_payload") for name, data in bad.items()}
+    found["padding_of_index"] = with_bytes(4096 + 385, b"\1"), "reserved_not_zero"
+    return {f"lhc_{name}": pair for name, pair in found.items()}
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -1481,6 +1571,7 @@ def all_invalid() -> Invalid:
         | sdp4bit_invalid()
         | tahquant_invalid()
         | dynamiq_invalid()
+        | lhc_invalid()
     )
 
 
@@ -1496,6 +1587,7 @@ def all_files() -> dict[str, bytes]:
         sdp4bit_vectors,
         tahquant_vectors,
         dynamiq_vectors,
+        lhc_vectors,
     ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor

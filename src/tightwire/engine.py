@@ -409,14 +409,31 @@ def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1
     module = backend_module(parsed.plan.codec.name, None)
     if not hasattr(module, "decode_add_chunk"):
         return False
-    for i in range(parsed.plan.chunks):
-        _check_chunk(parsed, i, module)
+    check_chunks(parsed)
     for i in range(parsed.plan.chunks):
         lo, hi = parsed.plan.chunk_range(i)
         chunk = parsed.chunk(i)
         decoded = module.decode_add_chunk(parsed.plan.codec, chunk, acc[lo:hi], threads=threads)
         _raise_problem(i, decoded.problem)
     return True
+
+
+def check_chunks(parsed: Parsed) -> None:
+    """Checksum and padding of every chunk, none of which is stored raw. Raises FormatError."""
+    module = backend_module(parsed.plan.codec.name, None)
+    for i in range(parsed.plan.chunks):
+        _check_chunk(parsed, i, module)
+
+
+def seal(plan: Plan, data: Bytes) -> None:
+    """Write the checksum of every chunk anew; for plans without dynamic parts or raw chunks."""
+    module = backend_module(plan.codec.name, None)
+    start = plan.header.nbytes
+    records = data[start : start + RECORD.itemsize * plan.chunks].view(RECORD)
+    for i in range(plan.chunks):
+        total = _chunk_sum(module, plan.chunk(i, data, data[:0])) + plan.identity_term(i)
+        total += record_term(0, 0, int(records["ordinal"][i]), int(records["info"][i]))
+        records["checksum"][i] = total & MASK64
 
 
 def verify_chunks(parsed: Parsed, threads: int = 1) -> None:

@@ -70,10 +70,11 @@ def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
         return importlib.import_module(module)
     except ImportError as error:
         # Triton before 3.4 has not all that is imported from it.
-        name = (error.name or "").split(".")[0]
-        if name not in packages:
-            raise
-        return name
+        name = error.name or ""
+        for missing in (name, name.split(".")[0]):
+            if missing in packages:
+                return missing
+        raise
 
 
 def integer(name: str, value: Any) -> int:

@@ -20,7 +20,8 @@ from tightwire.adapters import collectives, shares, tensors
 from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.switch import Measured
 
-LOSSY = [codec for codec in map(tw.codec, tw.codecs()) if not codec.lossless]
+#: Homomorphic ones are made for sums of their sketches, by hooks and not by a Communicator.
+LOSSY = [c for c in map(tw.codec, tw.codecs()) if not c.lossless and not c.homomorphic]
 
 
 def test_every_lossy_codec_is_tested() -> None:

@@ -45,6 +45,12 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"bits": 3.5, "super_group": 128, "rounding": "nearest"},
     ],
     "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
+    "lhc": [
+        {},
+        {"ratio": 2.5, "mapping": "published"},
+        {"sketch": "float16"},
+        {"sketch": "float32"},
+    ],
 }
 KEY = tw.Key(0xFEDCBA9876543210, step=5, rank=2)
 

@@ -38,6 +38,15 @@ def slotted() -> tw.Buffer:
     return tw.encode(x, out=room, dynamic_capacity=300, chunks=2)
 
 
+def sparse() -> bytes:
+    """One element in eight of lhc, some of them estimated."""
+    kind = BY_NAME["bfloat16"]
+    x = make_bits("scales", kind, 2060).view(kind.numpy)
+    x[np.arange(2060) % 8 > 0] = 0
+    x[:1590:2] = 1
+    return bytes(tw.encode(x, tw.codec("lhc", ratio=10)))
+
+
 SAMPLES = {
     "raw": sample("raw", n=1900),
     "zipccl": sample("zipccl"),
@@ -66,6 +75,7 @@ SAMPLES = {
     "sdp4bit_8_bits": sample(tw.codec("sdp4bit", bits=8, group=32), "float32", 120),
     "tahquant": sample(tw.codec("tahquant", hidden=144), n=1008),
     "dynamiq": sample("dynamiq", n=600, key=tw.Key(1)),
+    "lhc": sparse(),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
     "zeros": bytes(tw.encode(make_bits("mixed_zeros", BY_NAME["float32"], 1000).view(np.float32))),

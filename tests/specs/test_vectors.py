@@ -199,7 +199,7 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
     assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
-    assert sum(map(len, made.values())) < 3_500_000
+    assert sum(map(len, made.values())) < 5_000_000
 
     changed = tmp_path / "raw" / "uint8_3.bin"
     changed.write_bytes(b"\1\2\4")
@@ -338,3 +338,23 @@ def test_worked_example_of_zipccl_page() -> None:
     assert static[:block] == bytes(zeros) + b"\xff" * (3 * ones)
     assert static[block:] == bytes(4) + window.to_bytes(2, "little") + bytes(122)
     assert tw.inspect(data).dynamic_nbytes == (0,)
+
+
+def test_worked_example_of_lhc_page() -> None:
+    data, tensor = vector("lhc/float32_example")
+    text = page("lhc.md")
+    example = text[text.index("## Worked example") :]
+    hashes = [int(h, 16) for h in re.findall(r"`(\w{8})`", example)]
+    offsets = re.search(r"offsets (\d+), (\d+) and (\d+)", example)
+    assert offsets is not None
+    assert [h >> 21 & 1023 for h in hashes] == [int(o) for o in offsets.groups()]
+    expected = bytearray(4096 + 256)
+    for word, at in re.findall(r"`(\w\w \w\w \w\w \w\w)` at (?:byte )?(\d+)", example):
+        expected[int(at) : int(at) + 4] = bytes.fromhex(word)
+    for byte, at in re.findall(r"`(\w\w)` at (?:byte )?(\d+)", example):
+        expected[4096 + int(at)] = int(byte, 16)
+    assert sum(b > 0 for b in expected) == 5 + 3
+    assert data[128:] == expected
+    x = np.zeros(2048, np.float32)
+    x[[0, 1023, 1029]] = 1.5, -2, 3
+    assert tensor == x.tobytes()

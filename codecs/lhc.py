@@ -1,0 +1,382 @@
+"""lhc: an index of nonzero elements and a sketch of their values, which add up. specs/lhc.md.
+
+After TAGC (section 2.2) and the lossless homomorphic compression that it builds on. Ranks agree on
+the index before they encode; their sketches then add element by element. This module holds layout,
+constants and the NumPy reference.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.codec_ids import CODEC_IDS
+from ..formats.dtypes import BY_NAME, DType
+from ..formats.errors import FormatError
+from ..formats.header import SECTION_KINDS, Section, align
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    ReduceOp,
+)
+from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+#: Elements of a row, and cells of a row of the sketch.
+LANES = 1024
+HASHES = 3
+#: In the order of their numbers on the page.
+SKETCHES = ("same", *WIDENED)
+MAPPINGS = ("rotated", "published")
+#: The parameter bytes hold the ratio in steps of this.
+RATIO_STEPS = 1000
+MAX_RATIO = 1000
+_PARAMS = struct.Struct("<IBBH")
+
+INDEX_PROBLEM = "bits of the index behind the last element"
+CELL_PROBLEM = "a cell that no element has is not zero"
+_SIGN = np.uint32(1 << 31)
+
+
+@dataclass(frozen=True)
+class Lhc(CodecSpec):
+    """Homomorphic: a bit of index for each value, and `ratio` times fewer cells than values.
+
+    `ratio` is above 1 and at most 1000, in steps of 0.001. Values come back exactly if no more
+    than about 0.75 / `ratio` of the elements are in the index; beyond that some are estimated.
+    `sketch` is the dtype of the cells: "same" as the tensor, "float32", "bfloat16" or "float16".
+    `mapping`: "rotated", or "published", the paper's, which peels worse. `stats` is the index.
+    """
+
+    ratio: float = 4
+    sketch: str = "same"
+    mapping: str = "rotated"
+
+    name: ClassVar[str] = "lhc"
+    id: ClassVar[int] = CODEC_IDS["lhc"][0]
+    lossless: ClassVar[bool] = False
+    homomorphic: ClassVar[bool] = True
+    reduce_op: ClassVar[ReduceOp | None] = "or"
+    dtypes: ClassVar[tuple[str, ...]] = WIDENED
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a parameter that is none."""
+        allowed = f"ratio is {self.ratio!r}; allowed: 1.001 to {MAX_RATIO} in steps of 0.001"
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
+            raise TypeError(allowed)
+        if not 1 < self.ratio <= MAX_RATIO or self.steps / RATIO_STEPS != self.ratio:
+            raise ValueError(allowed)
+        for name, values in (("sketch", SKETCHES), ("mapping", MAPPINGS)):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+            if value not in values:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+
+    @property
+    def steps(self) -> int:
+        """The ratio in thousandths."""
+        return round(self.ratio * RATIO_STEPS)
+
+    def rows(self, nelem: int) -> int:
+        """Rows of the sketch of chunks that have `nelem` elements when whole."""
+        rows = -(-nelem // LANES)
+        return -(-rows * RATIO_STEPS // self.steps)
+
+    def cell_dtype(self, dtype: DType) -> DType:
+        """The dtype of the cells of tensors of `dtype`."""
+        return dtype if self.sketch == "same" else BY_NAME[self.sketch]
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """Static sections with the sketch and with the index."""
+        sketch = self.rows(nelem) * LANES * self.cell_dtype(dtype).itemsize
+        index = align(-(-nelem // 8))
+        return Layout(
+            (Section(SECTION_KINDS["payload"], sketch), Section(SECTION_KINDS["index"], index))
+        )
+
+    def max_chunk_nelem(self, dtype: DType) -> int:
+        """Sections have then less than 2^39 bytes, and rows numbers of 32 bits."""
+        return 1 << 36
+
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """True for dtypes it codes where the chunk gets smaller."""
+        if not super().accepts(dtype, nelem):
+            return False
+        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
+        return static < align(nelem * dtype.itemsize)
+
+    def pack_params(self) -> bytes:
+        """Ratio in thousandths, dtype of the cells, mapping, zero."""
+        return _PARAMS.pack(
+            self.steps, SKETCHES.index(self.sketch), MAPPINGS.index(self.mapping), 0
+        )
+
+    @classmethod
+    def unpack_params(cls, data: bytes) -> Lhc:
+        """Inverse of `pack_params`."""
+        if len(data) != _PARAMS.size:
+            raise FormatError("bad_header", f"lhc has 8 parameter bytes, found {len(data)}")
+        steps, sketch, mapping, reserved = _PARAMS.unpack(data)
+        try:
+            spec = cls(steps / RATIO_STEPS, SKETCHES[sketch], MAPPINGS[mapping])
+        except (IndexError, ValueError):
+            reserved = 1
+        if reserved:
+            raise FormatError("bad_header", f"lhc parameters {data.hex()}")
+        return spec
+
+    def measure(self, bits: Bits, dtype: DType) -> Bytes | None:
+        """The index: a bit for each element that is not zero, the first in bit 0 of byte 0.
+
+        uint8, shape (ceil(elements / 8),). Ranks take the bitwise OR of theirs.
+        """
+        if dtype.name not in self.dtypes:
+            return None
+        return np.packbits(occupied(bits, dtype), bitorder="little")
+
+    def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
+        """Stats are bytes in one dimension; encode() compares their number."""
+        if stats.ndim != 1 or stats.dtype != np.uint8:
+            found = f"{stats.dtype}{list(stats.shape)}"
+            raise ValueError(f"stats are {found}; allowed: uint8, one dimension, of measure()")
+
+
+SPEC = Lhc
+
+
+def occupied(bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:
+    """Which elements are neither 0 nor -0."""
+    magnitude = bits.dtype.type((1 << 8 * dtype.itemsize - 1) - 1)
+    found: npt.NDArray[np.bool] = (bits & magnitude) != 0
+    return found
+
+
+class Peeling(NamedTuple):
+    """Where the K elements of a chunk's index have their values."""
+
+    #: Numbers of the elements, ascending, shape (K,).
+    elements: Ints
+    #: The cells of each, shape (K, 3).
+    cells: Ints
+    #: The cell that an element has for itself; -1 if it is estimated. Shape (K,).
+    own: Ints
+    rounds: int
+
+
+def hashes(rows: int) -> Words:
+    """MurmurHash3_x86_32 of the row numbers as 4 bytes, with seeds 0, 1, 2: shape (rows, 3)."""
+    k = np.arange(rows, dtype=np.uint32)[:, None] * np.uint32(0xCC9E2D51)
+    k = _rotl(k, 15) * np.uint32(0x1B873593)
+    h = _rotl(k ^ np.arange(HASHES, dtype=np.uint32), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    h ^= np.uint32(4)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)
+    found: Words = h ^ h >> np.uint32(16)
+    return found
+
+
+def _rotl(x: Words, by: int) -> Words:
+    found: Words = x << np.uint32(by) | x >> np.uint32(32 - by)
+    return found
+
+
+class Mapping(NamedTuple):
+    """Of each row of a chunk, by hash: row of the sketch, lane offset, sign. Shapes (rows, 3)."""
+
+    rows: Ints
+    offsets: Ints
+    #: The sign bit, or 0.
+    signs: Words
+
+
+def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
+    """See `Mapping`."""
+    h = hashes(-(-nelem // LANES))
+    if spec.mapping == "published":
+        rows = (h % np.uint32(max(sketch_rows, 1))).astype(np.int64)
+        return Mapping(rows, np.zeros(h.shape, np.int64), h & _SIGN)
+    g = np.arange(len(h))[:, None]
+    turns = g // max(sketch_rows, 1) * np.array([0, 1, 3])
+    thirds = np.arange(HASHES) * sketch_rows // HASHES
+    rows = (g + turns + thirds) % max(sketch_rows, 1)
+    offsets = (h >> np.uint32(21)).astype(np.int64) % LANES
+    a, b, c = offsets.T
+    # Three different offsets, so that the three cells of an element differ.
+    b += b == a
+    b %= LANES
+    for _ in range(2):
+        c += (c == a) | (c == b)
+        c %= LANES
+    return Mapping(rows, offsets, h & _SIGN)
+
+
+def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
+    """Peel by rounds: who is alone in a cell gets it, in the first of its cells, and leaves."""
+    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little"))
+    row = elements // LANES
+    lanes = (elements[:, None] + mapping.offsets[row]) % LANES
+    cells = mapping.rows[row] * LANES + lanes
+    own = np.full(elements.size, -1)
+    counts = np.bincount(cells.reshape(-1), minlength=n_cells)
+    left, rounds = np.arange(elements.size), 0
+    while left.size:
+        alone = counts[cells[left]] == 1
+        found = alone.any(axis=1)
+        if not found.any():
+            break
+        peeled = left[found]
+        own[peeled] = cells[peeled, alone[found].argmax(axis=1)]
+        counts -= np.bincount(cells[peeled].reshape(-1), minlength=n_cells)
+        left, rounds = left[~found], rounds + 1
+    return Peeling(elements, cells, own, rounds)
+
+
+Peel = Callable[[Bytes, int, Mapping, int], Peeling]
+
+
+def encode_chunk(
+    spec: Lhc,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+    peeler: Peel = peel,
+) -> ChunkResult:
+    """Encode the chunk's elements `bits` (1-D) into its static part.
+
+    ValueError if `stats` are of another size, or lack an element that is not zero.
+    """
+    here = occupied(bits, chunk.dtype)
+    if stats is not None:
+        total = math.prod(chunk.shape)
+        if stats.size != -(-total // 8):
+            raise ValueError(f"stats have {stats.size} bytes; allowed: {-(-total // 8)}")
+        agreed = chunk_bits(stats, chunk.first, bits.size)
+        if (here > agreed).any():
+            missing = np.count_nonzero(here > agreed)
+            raise ValueError(
+                f"the index in stats lacks {missing} elements that are not zero; allowed: the "
+                "bitwise OR of the measure() of all ranks"
+            )
+        here = agreed
+    cells, index = static_views(spec, chunk)
+    index[:] = np.packbits(here, bitorder="little")
+    cells[:] = 0
+    mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
+    found = peeler(index, chunk.nelem, mapping, cells.size)
+    kind = spec.cell_dtype(chunk.dtype)
+    alone = found.own >= 0
+    values = bits[found.elements[alone]]
+    if kind != chunk.dtype:
+        values = narrow(widen(values, chunk.dtype), kind)
+    cells[found.own[alone]] = values
+    if not alone.all():
+        _add_up(found, mapping, widen(bits[found.elements[~alone]], chunk.dtype), cells, kind)
+    return ChunkResult(0)
+
+
+def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: DType) -> None:
+    """Add the elements that were not peeled, float32 bits `words`, with signs to their cells.
+
+    In float32, by row, hash and lane.
+    """
+    stay = found.own < 0
+    row = found.elements[stay] // LANES
+    order = np.argsort((row[:, None] * HASHES + np.arange(HASHES)).reshape(-1), kind="stable")
+    at = found.cells[stay].reshape(-1)[order]
+    signed = (words[:, None] ^ mapping.signs[row]).reshape(-1)[order]
+    sums = np.zeros(cells.size, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add.at(sums, at, signed.view(np.float32))
+    touched = np.zeros(cells.size, bool)
+    touched[at] = True
+    cells[touched] = narrow(sums[touched].view(np.uint32), kind)
+
+
+def decode_chunk(
+    spec: Lhc,
+    chunk: Chunk,
+    out: Bits,
+    start: int = 0,
+    *,
+    threads: int = 1,
+    peeler: Peel = peel,
+) -> ChunkDecoded:
+    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
+
+    All of the chunk is peeled, however few they are.
+    """
+    cells, index = static_views(spec, chunk)
+    out[:] = 0
+    if chunk.nelem % 8 and int(index[-1]) >> chunk.nelem % 8:
+        return ChunkDecoded(INDEX_PROBLEM)
+    mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
+    found = peeler(index, chunk.nelem, mapping, cells.size)
+    stay = found.own < 0
+    unused = np.ones(cells.size, bool)
+    unused[found.own[~stay]] = False
+    unused[found.cells[stay]] = False
+    if cells[unused].any():
+        return ChunkDecoded(CELL_PROBLEM)
+    kind = spec.cell_dtype(chunk.dtype)
+    inside = (found.elements >= start) & (found.elements < start + out.size)
+    alone = inside & ~stay
+    values = cells[found.own[alone]]
+    if kind != chunk.dtype:
+        values = narrow(widen(values, kind), chunk.dtype)
+    out[found.elements[alone] - start] = values
+    stay &= inside
+    if stay.any():
+        words = widen(cells[found.cells[stay]], kind)
+        words = words ^ mapping.signs[found.elements[stay] // LANES]
+        out[found.elements[stay] - start] = narrow(median(words), chunk.dtype)
+    return ChunkDecoded()
+
+
+def median(words: Words) -> Words:
+    """The middle one of each row of three, float32 bits; a NaN if one of them is. -0 is below 0."""
+    negative = words >> np.uint32(31) != 0
+    a, b, c = np.where(negative, ~words, words | _SIGN).T
+    keys = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    middle = np.where(keys >= _SIGN, keys ^ _SIGN, ~keys)
+    nan = ((words & ~_SIGN) > INFINITY).any(axis=1)
+    return np.where(nan, np.uint32(NAN), middle)
+
+
+def chunk_bits(index: Bytes, first: int, nelem: int) -> npt.NDArray[np.bool]:
+    """Bits `first` to `first + nelem` of a tensor's index."""
+    part = index[first // 8 : -(-(first + nelem) // 8)]
+    found = np.unpackbits(part, bitorder="little")[first % 8 :][:nelem]
+    return found.astype(bool)
+
+
+def static_views(spec: Lhc, chunk: Chunk) -> tuple[Bits, Bytes]:
+    """The bits of the chunk's cells, shape (rows * 1024,), and its index (uint8)."""
+    at = chunk.sections[0].nbytes
+    cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
+    return cells, chunk.static[at : at + -(-chunk.nelem // 8)]
+
+
+def static_used(
+    spec: Lhc, dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
+    at = sections[0].nbytes
+    return (0, at), (at, at + -(-nelem // 8))

@@ -1,0 +1,84 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""lhc on the CPU: the peeling of codecs/lhc.py with Numba; the rest is NumPy's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import njit
+
+from . import lhc
+from .base import Bytes
+from .lhc import HASHES, LANES, Mapping, Peeling
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _peel(elements, rows, offsets, counts, members, cells, own, queue, peeled):
+    """Fill `cells` and `own`; the number of rounds.
+
+    A cell is known by how many elements are in it and the XOR of their places in `elements`. It
+    enters `queue` once, when one is left; `peeled` has room for every element.
+    """
+    for i in range(elements.size):
+        g = elements[i] // LANES
+        for j in range(HASHES):
+            c = rows[g, j] * LANES + (elements[i] + offsets[g, j]) % LANES
+            cells[i, j] = c
+            counts[c] += 1
+            members[c] ^= i
+        own[i] = -1
+    last = 0
+    for c in range(counts.size):
+        if counts[c] == 1:
+            queue[last] = c
+            last += 1
+    first, done, rounds = 0, 0, 0
+    while True:
+        gone = done
+        for k in range(first, last):
+            if counts[queue[k]] == 1:
+                i = members[queue[k]]
+                if own[i] < 0:
+                    for j in range(HASHES):
+                        if counts[cells[i, j]] == 1:
+                            own[i] = cells[i, j]
+                            break
+                    peeled[done] = i
+                    done += 1
+        if done == gone:
+            return rounds
+        rounds += 1
+        first = last
+        for k in range(gone, done):
+            i = peeled[k]
+            for j in range(HASHES):
+                c = cells[i, j]
+                counts[c] -= 1
+                members[c] ^= i
+                if counts[c] == 1:
+                    queue[last] = c
+                    last += 1
+
+
+def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
+    """See `lhc.peel`."""
+    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little"))
+    cells = np.empty((elements.size, HASHES), np.int64)
+    own = np.empty(elements.size, np.int64)
+    rounds = _peel(
+        elements,
+        mapping.rows,
+        mapping.offsets,
+        np.zeros(n_cells, np.int64),
+        np.zeros(n_cells, np.int64),
+        cells,
+        own,
+        np.empty(n_cells, np.int64),
+        np.empty(elements.size, np.int64),
+    )
+    return Peeling(elements, cells, own, rounds)
+
+
+encode_chunk = partial(lhc.encode_chunk, peeler=peel)
+decode_chunk = partial(lhc.decode_chunk, peeler=peel)

@@ -1,0 +1,239 @@
+"""Sums of buffers of the codec lhc without decoding them, and what an index means for peeling.
+
+Ranks agree on an index (`Codec.measure`, bitwise OR), encode with it as `stats`, and reduce their
+sketches by any transport:
+
+    index = all_reduce_or(codec.measure(x))
+    buf = codec.encode(x, stats=index)
+    all_reduce_sum(sketch(buf, 0))      # in place
+    seal(buf)
+    total = tw.decode(buf)
+
+After TAGC, algorithm 1. specs/lhc.md, "Sums" says what is exact.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import arrays, engine
+from .buffer import Buffer
+from .codec import Codec, as_codec
+from .codecs.base import Bytes
+from .codecs.lhc import Lhc, chunk_bits, mapping_of
+from .planning import backend_module
+
+#: Peeling ends fully up to this share of the cells, as specs/lhc.md says.
+SAFE_LOAD = 0.75
+MAX_NIBBLE_RANKS = 15
+INDEX_MODES = ("or", "4bit", "1bit")
+
+
+def sketch(buf: Buffer, chunk: int = 0) -> Any:
+    """The cells of a chunk: floats of the codec's cell dtype, shape (cells,), a view of the buffer.
+
+    In the library and on the device of the buffer (JAX: a copy). Once changed, the chunk's checksum
+    is wrong until `seal`. Raises ValueError if the buffer is not of lhc, TypeError for CuPy and
+    bfloat16 cells.
+    """
+    spec = _spec(buf)
+    kind = spec.cell_dtype(buf.plan.dtype)
+    part = buf.static(chunk)[: buf.plan.layout.sections[0].nbytes]
+    if buf.target.library == "torch":
+        return part.view(getattr(importlib.import_module("torch"), kind.name))
+    return part.view(kind.numpy)
+
+
+def seal(buf: Buffer) -> Buffer:
+    """Write the checksums of a buffer on the host anew, after its sketch was changed; gives `buf`.
+
+    Whatever the buffer holds counts as right from then on. Nothing to do without checksums.
+    Raises ValueError for a buffer with checksums in GPU memory: encode with `checksum=False`.
+    """
+    _spec(buf)
+    if buf.plan.checksum:
+        if buf._host is None:
+            raise ValueError("the buffer is in GPU memory; allowed there: checksum=False")
+        engine.seal(buf.plan, buf._bytes)
+    return buf
+
+
+def add(first: Buffer, *others: Buffer) -> Buffer:
+    """The buffer of the sum, made of buffers on the host that were encoded with one index.
+
+    Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer and
+    ValueError if plans or indexes differ.
+    """
+    spec = _spec(first)
+    for buf in (first, *others):
+        if buf._host is None:
+            raise ValueError("a buffer is in GPU memory; allowed: buffers on the host")
+        if buf.plan != first.plan:
+            raise ValueError(f"{buf!r} beside {first!r}; allowed: buffers of one plan")
+        engine.check_chunks(buf.parsed())
+    total = Buffer(first.plan, first._bytes.copy(), first.target)
+    kind, at = spec.cell_dtype(first.plan.dtype), first.plan.layout.sections[0].nbytes
+    for i in range(first.plan.chunks):
+        where = first.plan.static_range(i)
+        static = total._bytes[where]
+        for other in others:
+            part = other._bytes[where]
+            if (part[at:] != static[at:]).any():
+                raise ValueError(
+                    "the indexes differ; allowed: buffers encoded with the OR of all indexes"
+                )
+            cells = static[:at].view(kind.numpy)
+            with np.errstate(over="ignore", invalid="ignore"):
+                cells += part[:at].view(kind.numpy)
+    return seal(total)
+
+
+def _spec(buf: Buffer) -> Lhc:
+    spec = buf.plan.codec
+    if not isinstance(spec, Lhc):
+        raise ValueError(f"{buf!r} has no sketch; allowed: buffers of lhc")
+    return spec
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an index, that of all ranks, means for a codec. Numbers are of all chunks together."""
+
+    ratio: float
+    nelem: int
+    #: Elements in the index, those of them that come back exactly, and rounds of the slowest chunk.
+    occupied: int
+    peeled: int
+    rounds: int
+
+    @property
+    def estimated(self) -> int:
+        """Elements that are not peeled."""
+        return self.occupied - self.peeled
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that are in the index."""
+        return self.occupied / max(self.nelem, 1)
+
+    @property
+    def limit(self) -> float:
+        """The density up to which peeling is known to end, with the rotated mapping."""
+        return SAFE_LOAD / self.ratio
+
+    @property
+    def advice(self) -> str | None:
+        """What to change, if a value is estimated."""
+        if not self.estimated:
+            return None
+        what = (
+            f"{self.estimated} of {self.occupied} values are estimated: {self.density:.3g} of the "
+            f"elements are in the index, at most {self.limit:.3g} peel for sure at {self.ratio:g}x"
+        )
+        if self.density <= self.limit:
+            return f"{what}; take the mapping 'rotated' and 16 rows of 1024 elements or more"
+        if self.density > SAFE_LOAD:
+            return f"{what}; send it uncompressed, or zero more entries"
+        most = math.floor(SAFE_LOAD / self.density * 100) / 100
+        return f"{what}; take a ratio of at most {most:g}, or zero more entries"
+
+
+def diagnose(
+    codec: str | Codec, index: Any, shape: tuple[int, ...], dtype: Any, *, chunks: int = 1
+) -> Diagnosis:
+    """Peel an index (`Codec.measure`, agreed) as encoding `shape` and `dtype` would.
+
+    Raises ValueError if the codec is not lhc, would store such a tensor raw, or the index has
+    another size.
+    """
+    chosen = as_codec(codec)
+    plan = chosen.plan(shape, dtype, chunks=chunks)
+    spec = plan.codec
+    if not isinstance(spec, Lhc):
+        raise ValueError(f"{chosen.name} stores {shape} by {spec.name}; allowed: what lhc codes")
+    found = _host_index(index, plan.nelem)
+    peel = backend_module("lhc", None).peel
+    rows, occupied, peeled, rounds = spec.rows(plan.chunk_nelem), 0, 0, 0
+    for i in range(plan.chunks):
+        lo, hi = plan.chunk_range(i)
+        own = np.packbits(chunk_bits(found, lo, hi - lo), bitorder="little")
+        peeling = peel(own, hi - lo, mapping_of(spec, hi - lo, rows), rows * 1024)
+        occupied += peeling.own.size
+        peeled += int(np.count_nonzero(peeling.own >= 0))
+        rounds = max(rounds, peeling.rounds)
+    return Diagnosis(float(spec.ratio), plan.nelem, occupied, peeled, rounds)
+
+
+def safe_codec(
+    codec: str | Codec, index: Any, nelem: int, ratios: Sequence[float] = (10, 4, 2)
+) -> Codec | None:
+    """`codec` if an index of `nelem` elements is sparse enough for its ratio, else a safer one.
+
+    That is the codec with the highest of the lower `ratios` for which it is; None if there is none,
+    and the tensor should go uncompressed. It counts bits and does not peel; ranks with one index
+    choose the same. Raises ValueError if `codec` is not lhc.
+    """
+    chosen = as_codec(codec)
+    spec = chosen.spec
+    if not isinstance(spec, Lhc):
+        raise ValueError(f"codec is {chosen.name}; allowed: lhc")
+    found = _host_index(index, nelem)
+    occupied = int(np.count_nonzero(chunk_bits(found, 0, nelem)))
+    lower = sorted((r for r in ratios if r < spec.ratio), reverse=True)
+    for ratio in (spec.ratio, *lower):
+        if occupied * ratio <= SAFE_LOAD * nelem:
+            return chosen if ratio == spec.ratio else Codec(replace(spec, ratio=ratio))
+    return None
+
+
+def index_to_reduce(
+    index: Any, mode: str, world_size: int
+) -> tuple[Bytes, Literal["bitwise_or", "sum"]]:
+    """The bytes of an index that `world_size` ranks reduce, uint8, and by which operation.
+
+    "or": the index itself, by bitwise OR. "4bit": half a byte for each element, by SUM, for at most
+    15 ranks. "1bit": the index itself, by SUM, as in the paper: elements that ranks share are lost
+    from the agreed index, and others may appear (TAGC, section 2.2). Raises ValueError for another
+    mode and for too many ranks.
+    """
+    if mode not in INDEX_MODES:
+        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(INDEX_MODES)}")
+    found = arrays.host_array(index)
+    if mode == "or":
+        return found, "bitwise_or"
+    if mode == "1bit":
+        return found, "sum"
+    if world_size > MAX_NIBBLE_RANKS:
+        raise ValueError(
+            f"mode is '4bit' for {world_size} ranks; allowed: at most {MAX_NIBBLE_RANKS}, or 'or'"
+        )
+    pairs = np.unpackbits(found, bitorder="little").reshape(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << np.uint8(4), "sum"
+
+
+def agreed_index(reduced: Bytes, mode: str) -> Bytes:
+    """The index, for `stats`, from what `index_to_reduce` gave and ranks reduced.
+
+    With "1bit" it may lack elements that are not zero, which encode() refuses: set them to zero
+    before, and keep them for the next step.
+    """
+    if mode != "4bit":
+        return reduced
+    pairs = np.stack([reduced & np.uint8(15), reduced >> np.uint8(4)], axis=1)
+    found: Bytes = np.packbits(pairs.reshape(-1) != 0, bitorder="little")
+    return found
+
+
+def _host_index(index: Any, nelem: int) -> Bytes:
+    found: npt.NDArray[Any] = arrays.host_array(index)
+    if found.dtype != np.uint8 or found.shape != (-(-nelem // 8),):
+        given = f"{found.dtype}{list(found.shape)}"
+        raise ValueError(f"index is {given}; allowed: uint8[{-(-nelem // 8)}]")
+    return found

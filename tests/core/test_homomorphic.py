@@ -1,0 +1,194 @@
+"""Sums of sketches in place and of buffers, diagnoses of an index, ways to reduce it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import tightwire as tw
+from tightwire.homomorphic import (
+    SAFE_LOAD,
+    add,
+    agreed_index,
+    diagnose,
+    index_to_reduce,
+    safe_codec,
+    seal,
+    sketch,
+)
+
+N = 18 * 1024 + 5
+CODEC = tw.codec("lhc", ratio=4)
+
+
+def ranks(world: int, seed: int = 0) -> list[npt.NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    found = np.zeros((world, N), np.float32)
+    for x in found:
+        x[rng.choice(N, N // 25, replace=False)] = rng.standard_normal(N // 25)
+    return list(found)
+
+
+def test_sketches_add_in_place() -> None:
+    """As a reduce of any transport does it, for chunks of two owners."""
+    xs = ranks(3)
+    index = np.bitwise_or.reduce([CODEC.measure(x) for x in xs])
+    buffers = [CODEC.encode(x, stats=index, chunks=2) for x in xs]
+    for chunk in range(2):
+        total = sketch(buffers[0], chunk)
+        assert (total.dtype, total.shape) == (np.float32, (3 * 1024,))
+        for buf in buffers[1:]:
+            total += sketch(buf, chunk)
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        tw.decode(buffers[0])
+    assert seal(buffers[0]) is buffers[0]
+    assert tw.decode(bytes(buffers[0])).tobytes() == (xs[0] + xs[1] + xs[2]).tobytes()
+
+
+def test_sketches_of_torch_without_checksums() -> None:
+    torch = pytest.importorskip("torch")
+    xs = [torch.from_numpy(x).to(torch.bfloat16) for x in ranks(2)]
+    index = np.bitwise_or(*(CODEC.measure(x) for x in xs))
+    a, b = (CODEC.encode(x, stats=index, checksum=False) for x in xs)
+    assert sketch(a).dtype == torch.bfloat16
+    sketch(a).add_(sketch(b))
+    assert torch.equal(tw.decode(seal(a)), xs[0] + xs[1])
+
+
+def test_sums_of_buffers_leave_them_alone() -> None:
+    xs = ranks(2)
+    index = np.bitwise_or(*(CODEC.measure(x) for x in xs))
+    buffers = [CODEC.encode(x, stats=index) for x in xs]
+    before = [bytes(b) for b in buffers]
+    assert tw.decode(add(*buffers)).tobytes() == (xs[0] + xs[1]).tobytes()
+    assert [bytes(b) for b in buffers] == before
+    assert bytes(add(buffers[0])) == before[0]
+
+
+def test_sums_of_unlike_buffers_are_refused() -> None:
+    x, y = ranks(2)
+    index = CODEC.measure(x)
+    a = CODEC.encode(x)
+    others: list[tw.Buffer] = [
+        CODEC.encode(y),
+        tw.codec("lhc", ratio=5).encode(x, stats=index),
+        CODEC.encode(x, stats=index, chunks=2),
+        tw.encode(x, "zipccl"),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="allowed"):
+            add(a, other)
+    for call in (sketch, seal, add):
+        with pytest.raises(ValueError, match="buffers of lhc"):
+            call(others[-1])
+
+
+def test_damage_is_not_sealed_by_a_sum() -> None:
+    a, b = (CODEC.encode(ranks(1)[0]) for _ in range(2))
+    sketch(b)[7] += 1
+    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+        add(a, b)
+
+
+def test_a_sum_over_different_indexes_is_found() -> None:
+    x, y = ranks(2)
+    a, b = CODEC.encode(x), CODEC.encode(y)
+    sketch(a)[:] += sketch(b)
+    with pytest.raises(tw.FormatError, match="a cell that no element has"):
+        tw.decode(seal(a))
+
+
+def index_with(share: float) -> Any:
+    rng = np.random.default_rng(3)
+    chosen = np.zeros(N, np.float32)
+    chosen[rng.choice(N, int(share * N), replace=False)] = 1
+    return CODEC.measure(chosen)
+
+
+def test_diagnosis() -> None:
+    good = diagnose(CODEC, index_with(0.18), (N,), "float32")
+    assert (good.estimated, good.advice, good.limit) == (0, None, SAFE_LOAD / 4)
+    assert good.density == pytest.approx(0.18, abs=1e-4)
+    assert good.rounds > 3
+    dense = diagnose(CODEC, index_with(0.30), (N,), "float32")
+    assert dense.peeled + dense.estimated == dense.occupied == int(0.3 * N)
+    assert dense.advice is not None
+    assert f"{dense.estimated} of {dense.occupied}" in dense.advice
+    assert "ratio of at most 2.5" in dense.advice
+    full = diagnose(CODEC, index_with(1), (N,), "float32")
+    assert full.advice is not None
+    assert "uncompressed" in full.advice
+    published = tw.codec("lhc", mapping="published")
+    small = diagnose(published, index_with(0.1), (N,), "float32", chunks=2)
+    assert small.advice is not None
+    assert "'rotated'" in small.advice
+    empty = diagnose(CODEC, index_with(0), (N,), "float32")
+    assert (empty.occupied, empty.rounds, empty.density, empty.advice) == (0, 0, 0, None)
+
+
+def test_the_diagnosis_is_what_decoding_gives() -> None:
+    rng = np.random.default_rng(5)
+    x = np.zeros(N, np.float32)
+    x[rng.choice(N, int(0.3 * N), replace=False)] = 1 + rng.random(int(0.3 * N))
+    found = diagnose(CODEC, CODEC.measure(x), (N,), "float32", chunks=2)
+    wrong = np.count_nonzero(tw.decode(CODEC.encode(x, chunks=2)) != x)
+    assert 0 < wrong <= found.estimated
+
+
+def test_safe_codec() -> None:
+    assert safe_codec(CODEC, index_with(0.18), N) is CODEC
+    assert safe_codec("lhc", index_with(0.3), N) == tw.codec("lhc", ratio=2)
+    assert safe_codec(tw.codec("lhc", ratio=50, sketch="float16"), index_with(0.1), N) == tw.codec(
+        "lhc", ratio=4, sketch="float16"
+    )
+    assert safe_codec(CODEC, index_with(0.3), N, ratios=(2.5, 1.5, 8)) == tw.codec("lhc", ratio=2.5)
+    assert safe_codec(CODEC, index_with(0.5), N) is None
+    with pytest.raises(ValueError, match="allowed: lhc"):
+        safe_codec("mx", index_with(0.1), N)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda i, n: safe_codec(CODEC, i, n), lambda i, n: diagnose(CODEC, i, (n,), "float32")]
+)
+def test_an_index_of_another_size(call: Any) -> None:
+    index = index_with(0.1)
+    for bad in (index[1:], index.astype(np.int32), index[None]):
+        with pytest.raises(ValueError, match="allowed: uint8"):
+            call(bad, N)
+    with pytest.raises(ValueError, match="by raw"):
+        diagnose(CODEC, index[:1], (8,), "float32")
+
+
+@pytest.mark.parametrize("world", [1, 2, 15])
+def test_index_modes(world: int) -> None:
+    indexes = [CODEC.measure(x) for x in ranks(world, 4)]
+    expected = np.bitwise_or.reduce(indexes)
+    for mode, operation in (("or", "bitwise_or"), ("4bit", "sum")):
+        sent = [index_to_reduce(i, mode, world) for i in indexes]
+        assert {name for _, name in sent} == {operation}
+        ufunc = np.bitwise_or if mode == "or" else np.add
+        reduced = ufunc.reduce([data for data, _ in sent])
+        assert reduced.size == len(indexes[0]) * (4 if mode == "4bit" else 1)
+        assert agreed_index(reduced, mode).tobytes() == expected.tobytes()
+
+
+def test_one_bit_sums_lose_shared_elements() -> None:
+    """Both ranks have element 0: the carry gives element 1 instead. encode() refuses that."""
+    x = np.zeros(4096, np.float32)
+    x[0] = 1
+    data, operation = index_to_reduce(CODEC.measure(x), "1bit", 2)
+    index = agreed_index(data + data, "1bit")
+    assert (operation, index[0]) == ("sum", 2)
+    with pytest.raises(ValueError, match="lacks 1 elements"):
+        CODEC.encode(x, stats=index)
+
+
+def test_bad_index_modes() -> None:
+    index = index_with(0.1)
+    with pytest.raises(ValueError, match="at most 15"):
+        index_to_reduce(index, "4bit", 16)
+    with pytest.raises(ValueError, match="allowed: or, 4bit, 1bit"):
+        index_to_reduce(index, "2bit", 2)
