@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .dynamiq import (
     CENTER_LIMIT,
@@ -172,7 +173,7 @@ def _set_codes(v, values, steps, width, strata, turn, own, shared, at, code, bel
             code[i] = U1(below[i] + (1 if up else 0))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _encode_span(
     x, x_first, kind, sizes, centered, views, widths, rows, tables, rounding, starts, first, last
 ):
@@ -247,7 +248,7 @@ def _encode_span(
                     plane[c] |= U1(U1(U1(bits[c] >> U1(p)) & U1(1)) << U1(k))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _decode_span(
     views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
 ):

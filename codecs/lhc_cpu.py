@@ -6,14 +6,14 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from numba import njit
 
+from ..numba_cache import cached
 from . import lhc
 from .base import Bytes
 from .lhc import HASHES, LANES, Mapping, Peeling
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy")
 def _peel(elements, rows, offsets, counts, members, cells, own, queue, peeled):
     """Fill `cells` and `own`; the number of rounds.
 

@@ -127,11 +127,12 @@ def test_any_number_of_threads_gives_the_same_bytes(name: str, float_dtype: DTyp
     n = (6 << 20) // float_dtype.itemsize + 77
     bits = make_bits("mixed_zeros", float_dtype, n)
     x = bits.view(float_dtype.numpy)
-    buf = tw.encode(x, name, threads=1)
+    key = tw.Key(3)
+    buf = tw.encode(x, name, threads=1, key=key)
     packed, expected = bytes(buf), tw.decode(buf, threads=1).tobytes()
     assert expected == bits.tobytes() or not tw.codec(buf.header.codec).lossless
     for threads in (2, 3, 7):
-        assert bytes(tw.encode(x, name, threads=threads)) == packed
+        assert bytes(tw.encode(x, name, threads=threads, key=key)) == packed
         assert tw.decode(packed, threads=threads).tobytes() == expected
 
 
