@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("numba")
 
 from numba.core import caching
+from numba.core.bytecode import FunctionIdentity
 from numba.core.dispatcher import Dispatcher
 
 import tightwire as tw
@@ -109,22 +111,21 @@ def test_functions_of_two_processes_keep_their_callees(tmp_path: Path) -> None:
     assert call("five", "three") == [[five[0], "1"], [three[0], "1"]]
 
 
-def test_a_forked_child_counts_on_its_own() -> None:
-    from multiprocessing import get_context
-
-    from numba.core.bytecode import FunctionIdentity
-
-    context = get_context("fork")
-    queue = context.SimpleQueue()
-    children = [
-        context.Process(target=lambda: queue.put(next(FunctionIdentity._unique_ids)))
-        for _ in range(2)
-    ]
-    for child in children:
-        child.start()
-        child.join()
-    numbers = [queue.get(), queue.get(), next(FunctionIdentity._unique_ids)]
-    assert min(abs(a - b) for a in numbers for b in numbers if a is not b) > 1000
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children_count_on_their_own() -> None:
+    numbers = [next(FunctionIdentity._unique_ids)]
+    for _ in range(2):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, str(next(FunctionIdentity._unique_ids)).encode())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        numbers.append(int(os.read(read, 100)))
+        os.close(read)
+        os.close(write)
+    gaps = [abs(a - b) for a, b in itertools.combinations(numbers, 2)]
+    assert min(gaps) > 1000, numbers
 
 
 @pytest.mark.parametrize("name", sorted(tw.codecs()))

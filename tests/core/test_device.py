@@ -175,7 +175,7 @@ def damaged(x: Any, **options: Any) -> tw.Buffer:
 
 
 def test_damage_is_raised_when_the_device_is_read(place: str) -> None:
-    x = tensor(place, n=9000)
+    x = tensor(place, n=1400)
     buf = damaged(x)
     for look in (
         tw.Buffer.check,
@@ -196,19 +196,19 @@ def test_damage_is_raised_when_the_device_is_read(place: str) -> None:
     with pytest.raises(tw.FormatError, match="checksum_mismatch"):
         tw.verify(buf)
     tw.decode(buf, verify=False)
-    tw.decode(buf, stop=4500, verify=True)
-    tw.decode(buf, start=4501, stop=4600)
+    tw.decode(buf, stop=700, verify=True)
+    tw.decode(buf, start=701, stop=800)
     buf.check()
     with pytest.raises(tw.FormatError, match="checksum_mismatch"):
-        tw.decode(buf, start=4501, stop=4600, verify=True)
+        tw.decode(buf, start=701, stop=800, verify=True)
     assert same(tw.decode(encode(x, chunks=2, out=buf), verify=True), x)
 
 
 def test_a_buffer_keeps_what_decoding_found_while_its_memory_is_reused(place: str) -> None:
-    x = tensor(place, n=9000)
+    x = tensor(place, n=1400)
     buf = damaged(x)
     tw.decode(buf)
-    again = encode(x[:5000], out=buf)
+    again = encode(x[:900], out=buf)
     with pytest.raises(tw.FormatError, match="checksum_mismatch"):
         again.check()
     buf.check()
@@ -265,15 +265,15 @@ def test_a_plan_that_was_used_is_sent_without_its_launches(place: str) -> None:
 
 
 def test_foreign_bytes_are_checked_at_once(place: str) -> None:
-    x = tensor(place, n=9000)
+    x = tensor(place, n=1400)
     buf = encode(x, chunks=2)
     packed = buf.packed()
     for source in (packed, buf.array, torch.cat([packed[:3], packed])[3:], bytes(buf)):
         y = tw.decode(source, like=x, backend="triton")
         assert same(y, x)
         assert y.device == x.device
-        part = tw.decode(source, like=x, start=4000, stop=5000, backend="triton")
-        assert same(part, x[4000:5000])
+        part = tw.decode(source, like=x, start=600, stop=1000, backend="triton")
+        assert same(part, x[600:1000])
     wrong = packed.clone()
     wrong[buf.plan.static_range(1)][100] ^= 4
     for source in (wrong, bytes(raw(wrong))):

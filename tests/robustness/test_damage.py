@@ -41,9 +41,9 @@ def slotted() -> tw.Buffer:
 def sparse() -> bytes:
     """One element in eight of lhc, some of them estimated."""
     kind = BY_NAME["bfloat16"]
-    x = make_bits("scales", kind, 2060).view(kind.numpy)
-    x[np.arange(2060) % 8 > 0] = 0
-    x[:1590:2] = 1
+    x = make_bits("scales", kind, 1030).view(kind.numpy)
+    x[np.arange(1030) % 8 > 0] = 0
+    x[:790:2] = 1
     return bytes(tw.encode(x, tw.codec("lhc", ratio=10)))
 
 
