@@ -134,6 +134,13 @@ class CodecSpec:
         """Whether `decode_add_encode` may take a buffer of `source` in one pass."""
         return source == self
 
+    def cell_dtype(self, dtype: DType) -> DType:
+        """Of a homomorphic codec: the dtype in which payload sections of `dtype` add up."""
+        raise NotImplementedError
+
+    def check_sum(self, cells: Bits) -> None:
+        """Raise ValueError if the cells of a chunk, summed, are of more ranks than they hold."""
+
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Raise ValueError for `stats` that encode() cannot use."""
         raise ValueError(f"{self.name} takes no stats")

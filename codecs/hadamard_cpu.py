@@ -48,12 +48,13 @@ def _two_stages(distance):
 
 _stages_1_2, _stages_4_8 = _two_stages(LANES), _two_stages(4 * LANES)
 _stages_16_32, _stages_64_128 = _two_stages(16 * LANES), _two_stages(64 * LANES)
+_stages_256_512 = _two_stages(256 * LANES)
 _stage_16, _stage_64, _stage_256 = (_one_stage(h * LANES) for h in (16, 64, 256))
 
 
 @njit(nogil=True, error_model="numpy")
 def rotate(v, size):
-    """The transform, without its factor, of `LANES` blocks of `size` (32 to 512) values, in place.
+    """The transform, without its factor, of `LANES` blocks of `size` (32 to 1024) values, in place.
 
     Value i of block `lane` is `v[i * LANES + lane]`.
     """
@@ -69,3 +70,5 @@ def rotate(v, size):
         _stages_64_128(v)
         if size == 512:
             _stage_256(v)
+        elif size > 512:
+            _stages_256_512(v)

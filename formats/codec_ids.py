@@ -12,6 +12,8 @@ CODEC_IDS = {
     "sdp4bit": (6, "sdp4bit"),
     "tahquant": (7, "tahquant"),
     "dynamiq": (8, "dynamiq"),
+    "thc": (9, "thc"),
+    "omnireduce": (10, "omnireduce"),
     "lhc": (11, "lhc"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

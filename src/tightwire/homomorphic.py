@@ -1,15 +1,15 @@
-"""Sums of buffers of the codec lhc without decoding them, and what an index means for peeling.
+"""Sums of homomorphic buffers without decoding them, and what an index of lhc means for peeling.
 
-Ranks agree on an index (`Codec.measure`, bitwise OR), encode with it as `stats`, and reduce their
-sketches by any transport:
+Ranks agree on what they measure (`Codec.measure`, by `Codec.reduce_op`: lhc by bitwise OR, thc and
+omnireduce by maximum), encode with it as `stats`, and reduce their cells by any transport:
 
-    index = all_reduce_or(codec.measure(x))
-    buf = codec.encode(x, stats=index)
+    stats = all_reduce(codec.measure(x), codec.reduce_op)
+    buf = codec.encode(x, stats=stats)
     all_reduce_sum(sketch(buf, 0))      # in place
     seal(buf)
     total = tw.decode(buf)
 
-After TAGC, algorithm 1. specs/lhc.md, "Sums" says what is exact.
+After TAGC, algorithm 1. "Sums" on the codecs' pages in specs/ says what is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from . import arrays, engine
 from .buffer import Buffer
 from .codec import Codec, as_codec
-from .codecs.base import Bytes
+from .codecs.base import Bytes, CodecSpec
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .planning import backend_module
 
@@ -37,22 +37,23 @@ INDEX_MODES = ("or", "4bit", "1bit")
 
 
 def sketch(buf: Buffer, chunk: int = 0) -> Any:
-    """The cells of a chunk: floats of the codec's cell dtype, shape (cells,), a view of the buffer.
+    """The cells of a chunk, of the codec's cell dtype, shape (cells,), a view of the buffer.
 
-    In the library and on the device of the buffer (JAX: a copy). Once changed, the chunk's checksum
-    is wrong until `seal`. Raises ValueError if the buffer is not of lhc, TypeError for CuPy and
-    bfloat16 cells.
+    In the library and on the device of the buffer (JAX: a copy; PyTorch: int16 for uint16, which it
+    does not add). Once changed, the chunk's checksum is wrong until `seal`. Raises ValueError if
+    the buffer is not of a homomorphic codec, TypeError for CuPy and bfloat16 cells.
     """
     spec = _spec(buf)
     kind = spec.cell_dtype(buf.plan.dtype)
     part = buf.static(chunk)[: buf.plan.layout.sections[0].nbytes]
     if buf.target.library == "torch":
-        return part.view(getattr(importlib.import_module("torch"), kind.name))
+        name = "int16" if kind.name == "uint16" else kind.name
+        return part.view(getattr(importlib.import_module("torch"), name))
     return part.view(kind.numpy)
 
 
 def seal(buf: Buffer) -> Buffer:
-    """Write the checksums of a buffer on the host anew, after its sketch was changed; gives `buf`.
+    """Write the checksums of a buffer on the host anew, after its cells were changed; gives `buf`.
 
     Whatever the buffer holds counts as right from then on. Nothing to do without checksums.
     Raises ValueError for a buffer with checksums in GPU memory: encode with `checksum=False`.
@@ -66,10 +67,10 @@ def seal(buf: Buffer) -> Buffer:
 
 
 def add(first: Buffer, *others: Buffer) -> Buffer:
-    """The buffer of the sum, made of buffers on the host that were encoded with one index.
+    """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
     Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer and
-    ValueError if plans or indexes differ.
+    ValueError if plans, indexes, norms or seeds of signs differ, or cells do not hold such a sum.
     """
     spec = _spec(first)
     for buf in (first, *others):
@@ -87,18 +88,20 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
             part = other._bytes[where]
             if (part[at:] != static[at:]).any():
                 raise ValueError(
-                    "the indexes differ; allowed: buffers encoded with the OR of all indexes"
+                    "what is beside the cells differs; allowed: buffers encoded with stats that "
+                    f"all ranks agreed on (by {spec.reduce_op}), and keys of one seed and step"
                 )
             cells = static[:at].view(kind.numpy)
             with np.errstate(over="ignore", invalid="ignore"):
                 cells += part[:at].view(kind.numpy)
+            spec.check_sum(cells)
     return seal(total)
 
 
-def _spec(buf: Buffer) -> Lhc:
+def _spec(buf: Buffer) -> CodecSpec:
     spec = buf.plan.codec
-    if not isinstance(spec, Lhc):
-        raise ValueError(f"{buf!r} has no sketch; allowed: buffers of lhc")
+    if not spec.homomorphic:
+        raise ValueError(f"{buf!r} does not add up; allowed: buffers of homomorphic codecs")
     return spec
 
 

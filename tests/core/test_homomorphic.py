@@ -82,7 +82,7 @@ def test_sums_of_unlike_buffers_are_refused() -> None:
         with pytest.raises(ValueError, match="allowed"):
             add(a, other)
     for call in (sketch, seal, add):
-        with pytest.raises(ValueError, match="buffers of lhc"):
+        with pytest.raises(ValueError, match="buffers of homomorphic codecs"):
             call(others[-1])
 
 

@@ -1,0 +1,215 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""thc on the CPU with Numba: the bytes of codecs/thc.py.
+
+Work goes by tiles of sixteen blocks, which are laid side by side to be rotated (hadamard_cpu).
+Without fastmath LLVM fuses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..numba_cache import cached
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .hadamard_cpu import LANES as SIDE
+from .hadamard_cpu import rotate
+from .minifloat import INFINITY, NAN
+from .minifloat_cpu import LANES, kind_of, narrow, widen
+from .philox import key_numbers
+from .philox_cpu import fill_words
+from .sdp4bit import largest_number
+from .thc import (
+    BELOW,
+    BLOCK,
+    GAPS,
+    LEVEL_STREAM,
+    LOST,
+    MIDDLE,
+    NORM_BITS,
+    PAYLOAD_PROBLEM,
+    RANKS_PROBLEM,
+    ROTATE_FACTOR,
+    SIGN_STREAM,
+    STEPS,
+    TOP,
+    Thc,
+    check_finite,
+    norms_are_right,
+    prepare,
+    seed_of,
+    static_views,
+    word_index,
+)
+from .threads import run, spans
+
+U1, U4, U8, F4 = np.uint8, np.uint32, np.uint64, np.float32
+_TILE = SIDE * BLOCK
+_ABS, _INFINITY, _NAN, _LOST = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(LOST)
+_LOW, _HIGH = U4(NORM_BITS[0]), U4(NORM_BITS[1])
+_FACTOR, _STEPS, _MIDDLE, _TOP = F4(ROTATE_FACTOR), F4(STEPS), F4(MIDDLE), F4(TOP)
+_BELOW, _GAPS = BELOW, GAPS.astype(np.uint32)
+
+
+@cached(nogil=True, error_model="numpy")
+def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
+    """Encode tiles `first` to `last` of a chunk; whether all elements to be coded are finite.
+
+    The random words of the chunk's levels start at index `start`.
+    """
+    t, floats = np.empty(_TILE, np.float32), np.empty(LANES, np.float32)
+    u, side = t.view(np.uint32), np.zeros(_TILE, np.float32)
+    padded = np.zeros(_TILE, x.dtype)
+    words, signs = np.empty(BLOCK, np.uint32), np.empty(BLOCK // 32, np.uint32)
+    norm = np.empty(1, np.float32)
+    norm_word = norm.view(np.uint32)
+    finite = True
+    for tile in range(first, last):
+        at = tile * _TILE
+        n = min(_TILE, x.size - at)
+        source = x[at : at + n]
+        if n < _TILE:
+            padded[:n] = source
+            source = padded
+        blocks = (n + BLOCK - 1) // BLOCK
+        for i in range(0, blocks * BLOCK, LANES):
+            widen(source[i : i + LANES], kind, u[i : i + LANES], floats)
+        for lane in range(blocks):
+            b = tile * SIDE + lane
+            word = norms[b] if norms.size > 1 else norms[0]
+            coded = word != U4(0) and word != _LOST
+            part = u[lane * BLOCK : (lane + 1) * BLOCK]
+            top = U4(0)
+            for i in range(BLOCK):
+                top = max(top, U4(part[i] & _ABS))
+            if not coded:
+                part[:] = U4(0)
+            elif top >= _INFINITY:
+                finite = False
+            each = U8(BLOCK // 32)
+            fill_words(signs, seed, step, U8(0), U8(SIGN_STREAM), U8(b) * each)
+            values = t[lane * BLOCK : (lane + 1) * BLOCK]
+            for i in range(BLOCK):
+                sign = U4(U4(signs[i // 32] >> U4(i % 32)) << U4(31))
+                part[i] = U4(part[i] ^ sign)
+            for i in range(BLOCK):
+                side[i * SIDE + lane] = values[i] * _FACTOR
+        rotate(side, BLOCK)
+        for lane in range(blocks):
+            b = tile * SIDE + lane
+            norm_word[0] = norms[b] if norms.size > 1 else norms[0]
+            target = cells[b]
+            if norm_word[0] == U4(0) or norm_word[0] == _LOST:
+                target[:] = 0
+                continue
+            r = F4(_STEPS / norm[0])
+            fill_words(words, seed, step, rank, U8(LEVEL_STREAM), U8(start + b * BLOCK))
+            for i in range(BLOCK):
+                v = F4(F4(side[i * SIDE + lane] * r) + _MIDDLE)
+                v = v if v < _TOP else _TOP
+                v = v if v > F4(0) else F4(0)
+                steps = U4(F4(v * F4(65536)))
+                whole = U4(steps >> U4(16))
+                below, gap = _BELOW[whole], _GAPS[whole]
+                above = U4(steps - U4(below << U4(16))) > U4(U4(words[i] >> U4(16)) * gap)
+                target[i] = U4(below + gap) if above else below
+    return finite
+
+
+@cached(nogil=True, error_model="numpy")
+def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first, last):
+    """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
+
+    Gives whether a cell of a block that holds some of them is wrong.
+    """
+    t, room = np.empty(_TILE, np.float32), np.empty(_TILE, out.dtype)
+    u, side = t.view(np.uint32), np.zeros(_TILE, np.float32)
+    signs = np.empty(BLOCK // 32, np.uint32)
+    scale = np.empty(1, np.float32)
+    word = scale.view(np.uint32)
+    zero, most, wrong = MIDDLE * ranks, TOP * ranks, False
+    for tile in range(first, last):
+        at = tile * _TILE
+        lo = max(start - at, 0)
+        hi = min(start + out.size - at, _TILE)
+        lanes = range(lo // BLOCK, (hi + BLOCK - 1) // BLOCK)
+        for lane in lanes:
+            b = tile * SIDE + lane
+            word[0] = norms[b] if norms.size > 1 else norms[0]
+            good = _LOW <= word[0] <= _HIGH
+            largest = 0
+            source = cells[b]
+            for i in range(BLOCK):
+                largest = max(largest, int(source[i]))
+                side[i * SIDE + lane] = F4(int(source[i]) - zero)
+            wrong |= largest > (most if good else 0)
+        rotate(side, BLOCK)
+        for lane in lanes:
+            b = tile * SIDE + lane
+            word[0] = norms[b] if norms.size > 1 else norms[0]
+            part = t[lane * BLOCK : (lane + 1) * BLOCK]
+            bits = u[lane * BLOCK : (lane + 1) * BLOCK]
+            if not _LOW <= word[0] <= _HIGH:
+                bits[:] = _NAN if word[0] == _LOST else U4(0)
+                continue
+            s = F4(scale[0] / _STEPS)
+            each = U8(BLOCK // 32)
+            fill_words(signs, seed, step, U8(0), U8(SIGN_STREAM), U8(b) * each)
+            for i in range(BLOCK):
+                part[i] = side[i * SIDE + lane]
+            for i in range(BLOCK):
+                bits[i] = U4(bits[i] ^ U4(U4(signs[i // 32] >> U4(i % 32)) << U4(31)))
+            for i in range(BLOCK):
+                y = F4(part[i] * s)
+                y = y if y < top else top
+                part[i] = y if y > -top else F4(-top)
+        for i in range(lo // BLOCK * BLOCK, hi, LANES):
+            narrow(u[i : i + LANES], kind, room[i : i + LANES])
+        target = out[at + lo - start : at + hi - start]
+        for i in range(target.size):
+            target[i] = room[lo + i]
+    return wrong
+
+
+def encode_chunk(
+    spec: Thc,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """See `thc.encode_chunk`."""
+    numbers, views = key_numbers(key), prepare(spec, chunk, stats, key)
+    x = bits.view()
+    x.flags.writeable = False
+    fixed = (x, kind_of(chunk.dtype), views.cells, views.norms, *map(U8, numbers))
+    at = word_index(spec, chunk)
+    cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
+    check_finite(all(run(_encode_tiles, [(*fixed, at, *cut) for cut in cuts])))
+    return ChunkResult(0)
+
+
+def decode_chunk(
+    spec: Thc, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """See `thc.decode_chunk`."""
+    views, stop = static_views(spec, chunk), start + out.size
+    ranks = int(views.ranks[0])
+    if not 1 <= ranks <= spec.max_ranks:
+        return ChunkDecoded(RANKS_PROBLEM)
+    wrong = not norms_are_right(views)
+    if out.size:
+        cells, norms = views.cells.view(), views.norms.view()
+        cells.flags.writeable = norms.flags.writeable = False
+        numbers, top = seed_of(views), F4(largest_number(chunk.dtype))
+        fixed = (cells, norms, ranks, U8(numbers.seed), U8(numbers.step), top)
+        first, last = start // _TILE, -(-stop // _TILE)
+        cuts = spans(last - first, out.nbytes, threads)
+        rest = (kind_of(chunk.dtype), out, start)
+        calls = [(*fixed, *rest, first + lo, first + hi) for lo, hi in cuts]
+        wrong |= any(run(_decode_tiles, calls))
+    return ChunkDecoded(PAYLOAD_PROBLEM if wrong else None)
