@@ -982,6 +982,172 @@ def dynamiq_decode(h: Header, nelem: int, static: bytes) -> bytes:
     return bytes(out)
 
 
+# philox.md
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """The four words of a counter."""
+    c, (k0, k1) = counter, key
+    for _ in range(10):
+        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [q >> 32 ^ c[1] ^ k0, q & 0xFFFFFFFF, p >> 32 ^ c[3] ^ k1, p & 0xFFFFFFFF]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c
+
+
+# thc.md, "Parameters" and "Layout"
+
+
+class Thc(NamedTuple):
+    """What the parameters say; `size` is that of a cell in bytes."""
+
+    size: int
+    tensor: bool
+
+    def used(self, chunk_nelem: int, nelem: int) -> list[tuple[int, int]]:
+        """Where in a static part cells, number of ranks, seed and norms begin and end."""
+        count_at = 1024 * self.size * ceil_div(chunk_nelem, 1024)
+        cells = 1024 * self.size * ceil_div(nelem, 1024)
+        scales_at = count_at + 128
+        norms = scales_at + 16
+        return [
+            (0, cells),
+            (count_at, count_at + self.size),
+            (scales_at, scales_at + 12),
+            (norms, norms + 4 * (1 if self.tensor else ceil_div(nelem, 1024))),
+        ]
+
+
+def thc_parameters(params: bytes) -> Thc:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"thc has 8 parameter bytes, not {len(params)}")
+    bits, norm, *zeros = params
+    check(bits in (8, 16) and norm <= 1 and not any(zeros), "bad_header", "parameters")
+    return Thc(bits // 8, norm == 1)
+
+
+def thc_sections(thc: Thc, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where thc takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"thc does not take dtype {dtype_id}")
+    check(chunk_nelem <= 2**37, "bad_header", f"{chunk_nelem} elements in a thc chunk")
+    *_, (scales_at, _), (_, end) = thc.used(chunk_nelem, chunk_nelem)
+    scales = align(end - scales_at)
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(scales_at + scales < raw, "bad_header", "thc gains nothing for this size")
+    return [Section(1, 0, scales_at // 128), Section(4, 0, scales // 128)]
+
+
+# thc.md, "Decoding"
+
+
+def thc_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    thc = thc_parameters(h.params)
+    _, count, (seed_at, _), (norms_at, norms_end) = thc.used(h.chunk_nelem, nelem)
+    ranks = int.from_bytes(static[slice(*count)], "little")
+    check(1 <= ranks <= (8, 2184)[thc.size - 1], "bad_payload", f"a sum of {ranks} ranks")
+    key, step = [u32(static, seed_at), u32(static, seed_at + 4)], u32(static, seed_at + 8)
+    for at in range(norms_at, norms_end, 4):
+        word = u32(static, at)
+        good = word in (0, 0x7FC00000) or 2.0**-90 <= float_of_bits(word) < float("inf")
+        check(good, "bad_payload", f"norm {word:08x}")
+
+    out = bytearray()
+    for b in range(ceil_div(nelem, 1024)):
+        size, at = thc.size, 1024 * thc.size * b
+        cells = [
+            int.from_bytes(static[at + size * i : at + size * (i + 1)], "little")
+            for i in range(1024)
+        ]
+        word = u32(static, norms_at + (0 if thc.tensor else 4 * b))
+        kept = min(1024, nelem - 1024 * b)
+        if word in (0, 0x7FC00000):
+            check(not any(cells), "bad_payload", "cells of a block without a norm")
+            out += (
+                float_bits(float_of_bits(word), h.dtype).to_bytes(h.dtype.nbytes, "little") * kept
+            )
+            continue
+        check(max(cells) <= 30 * ranks, "bad_payload", f"cell {max(cells)} of {ranks} ranks")
+        v = [float(c - 15 * ranks) for c in cells]
+        rotate(v)
+        scale = f32(float_of_bits(word) / float_of_bits(0x435EDA01))
+        signs: list[int] = []
+        for g in range(8 * b, 8 * b + 8):
+            signs += philox([g % 2**32, g // 2**32 + 2**29, step, 0], key)
+        for i in range(kept):
+            value = -v[i] if signs[i // 32] >> i % 32 & 1 else v[i]
+            out += taco_bits(f32(value * scale), h.dtype)
+    return bytes(out)
+
+
+# omnireduce.md, "Parameters" and "Layout"
+
+
+class Omnireduce(NamedTuple):
+    """What the parameters say; `cells` is a dtype."""
+
+    steps: int
+    block: int
+    cells: Dtype
+
+    def slots(self, chunk_nelem: int) -> int:
+        """K."""
+        blocks = ceil_div(chunk_nelem, self.block)
+        return min(max(blocks * self.steps // (128 * self.cells.nbytes), 1), blocks)
+
+    def payload(self, chunk_nelem: int) -> int:
+        """Bytes of the section with the cells."""
+        return self.slots(chunk_nelem) * self.block * self.cells.nbytes
+
+
+def omnireduce_parameters(params: bytes) -> Omnireduce:
+    """Refuse parameters that no encoder writes."""
+    check(len(params) == 8, "bad_header", f"omnireduce has 8 parameter bytes, not {len(params)}")
+    steps, log_block, cells, zero = struct.unpack("<HBBI", params)
+    check(1 <= steps <= 512, "bad_header", f"budget {steps}")
+    check(6 <= log_block <= 12, "bad_header", f"blocks of 2^{log_block}")
+    check(cells <= 2 and zero == 0, "bad_header", "parameters")
+    return Omnireduce(steps, 2**log_block, DTYPES[16 + cells])
+
+
+def omnireduce_sections(omni: Omnireduce, dtype_id: int, chunk_nelem: int) -> list[Section]:
+    """The section table, where omnireduce takes the dtype and number of elements."""
+    check(dtype_id in (16, 17, 18), "bad_header", f"omnireduce does not take dtype {dtype_id}")
+    check(chunk_nelem <= 2**36, "bad_header", f"{chunk_nelem} elements in an omnireduce chunk")
+    payload = omni.payload(chunk_nelem)
+    index = align(ceil_div(ceil_div(chunk_nelem, omni.block), 8))
+    raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
+    check(payload + index < raw, "bad_header", "omnireduce gains nothing for this size")
+    return [Section(1, 0, payload // 128), Section(3, 0, index // 128)]
+
+
+# omnireduce.md, "Decoding"
+
+
+def omnireduce_decode(h: Header, nelem: int, static: bytes) -> bytes:
+    """Decode a chunk; static padding has been checked."""
+    omni = omnireduce_parameters(h.params)
+    size, payload = omni.cells.nbytes, omni.payload(h.chunk_nelem)
+    blocks = ceil_div(nelem, omni.block)
+    index = int.from_bytes(static[payload : payload + ceil_div(blocks, 8)], "little")
+    kept = [b for b in range(index.bit_length()) if index >> b & 1]
+    check(index >> blocks == 0, "bad_payload", "bits of the index behind the last block")
+    check(len(kept) <= omni.slots(h.chunk_nelem), "bad_payload", "blocks without a slot")
+    out = bytearray(nelem * h.dtype.nbytes)
+    at = 0
+    for b in kept:
+        for i in range(b * omni.block, min((b + 1) * omni.block, nelem)):
+            cell = static[at : at + size]
+            if omni.cells != h.dtype:
+                wide = b"\0\0" + cell if omni.cells.name == "bfloat16" else cell
+                value = struct.unpack("<e" if omni.cells.name == "float16" else "<f", wide)[0]
+                cell = float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
+            out[h.dtype.nbytes * i : h.dtype.nbytes * (i + 1)] = cell
+            at += size
+    check(not any(static[at:payload]), "bad_payload", "a cell that no element has")
+    return bytes(out)
+
+
 # lhc.md, "Parameters" and "Layout"
 
 
@@ -1143,7 +1309,7 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     required = u16(data, 16)  # 5
     check(required & ~(CHECKSUM | ASSEMBLED) == 0, "unknown_feature", f"bits {required:#x}")
     codec = u16(data, 6)
-    check(codec in (*range(1, 9), 11), "unknown_codec", f"codec {codec}")
+    check(1 <= codec <= 11, "unknown_codec", f"codec {codec}")
 
     version, dtype_id, ndim, nsections = data[12:16]  # 6
     chunks, stride = u32(data, 20), 128 * u32(data, 24)
@@ -1189,6 +1355,11 @@ def read_header(data: bytes, max_nbytes: int) -> Header:
     elif codec == 8:
         dynamiq = dynamiq_parameters(data[params:nbytes])
         expected = dynamiq_sections(dynamiq, dtype_id, chunk_nelem)
+    elif codec == 9:
+        expected = thc_sections(thc_parameters(data[params:nbytes]), dtype_id, chunk_nelem)
+    elif codec == 10:
+        omni = omnireduce_parameters(data[params:nbytes])
+        expected = omnireduce_sections(omni, dtype_id, chunk_nelem)
     elif codec == 11:
         lhc = lhc_parameters(data[params:nbytes], dtype_id)
         expected = lhc_sections(lhc, dtype_id, chunk_nelem)
@@ -1281,6 +1452,14 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         ends = [at + n for at, n in zip(starts, used, strict=True)]
         gaps = zip(ends, (*starts[1:], len(static)), strict=True)
         return b"".join(static[lo:hi] for lo, hi in gaps)
+    if h.codec == 9:
+        used = thc_parameters(h.params).used(h.chunk_nelem, nelem)
+        ends, starts = [end for _, end in used], [at for at, _ in used[1:]]
+        gaps = zip(ends, (*starts, len(static)), strict=True)
+        return b"".join(static[lo:hi] for lo, hi in gaps)
+    if h.codec == 10:
+        omni = omnireduce_parameters(h.params)
+        return static[omni.payload(h.chunk_nelem) + ceil_div(ceil_div(nelem, omni.block), 8) :]
     if h.codec == 11:
         lhc = lhc_parameters(h.params, h.dtype_id)
         sketch = 1024 * lhc.rows(h.chunk_nelem) * DTYPES[lhc.cells].nbytes
@@ -1327,6 +1506,10 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             out += tahquant_decode(h, nelem, static)
         elif h.codec == 8:
             out += dynamiq_decode(h, nelem, static)
+        elif h.codec == 9:
+            out += thc_decode(h, nelem, static)
+        elif h.codec == 10:
+            out += omnireduce_decode(h, nelem, static)
         elif h.codec == 11:
             out += lhc_decode(h, nelem, static)
         else:

@@ -22,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 import tightwire as tw
+from tightwire import homomorphic
 from tightwire.codecs import minifloat, zipccl
 from tightwire.codecs.base import Chunk
+from tightwire.codecs.thc import NORMS
 from tightwire.engine import encode_into
 from tightwire.formats.checksum import MASK64, identity_term, record_term, words_sum
 from tightwire.formats.dtypes import BY_NAME, DTYPES
@@ -575,6 +577,80 @@ def lhc_vectors() -> Iterator[LossyVector]:
     yield coded("tail", x[: 4 * 1024 + 1])
     yield coded("zeros", np.zeros((3, 1024), np.float32))
     yield coded("no_checksum", narrow.reshape(100, 100), checksum=False)
+
+
+def summed(name: str, codec: tw.Codec, xs: list[Array], **options: Any) -> Vector:
+    """The sum of the buffers of ranks 0, 1, ..., which no encoder writes."""
+    stats = np.maximum.reduce([codec.measure(x) for x in xs])
+    keys = [TACO_KEY._replace(rank=rank) for rank in range(len(xs))]
+    pairs = zip(xs, keys, strict=True)
+    parts = [codec.encode(x, stats=stats, key=k, backend="ref", **options) for x, k in pairs]
+    total = homomorphic.add(*parts)
+    tensor = tw.decode(total, backend="ref").tobytes()
+    return f"{codec.name}/{xs[0].dtype.name}_{name}_sum", bytes(total), tensor
+
+
+def thc_vectors() -> Iterator[LossyVector | Vector]:
+    """Vectors of codec thc."""
+
+    def coded(name: str, x: Array, **options: Any) -> LossyVector:
+        params = {k: options.pop(k) for k in ("bits", "norm") if k in options}
+        codec = tw.codec("thc", **params)
+        return lossy(f"{x.dtype.name}_{name}", x, codec, key=TACO_KEY, **options)
+
+    one = np.zeros(1024, np.float32)
+    one[0] = 1.0
+    yield coded("example", one)
+    for i, dtype in enumerate(TACO_DTYPES):
+        yield coded("block", bell(190 + i, dtype, 1250 + i), norm=NORMS[i % 2])
+        x = specials(dtype, 1200)
+        bits_of(x)[1024:] = bits_of(with_zeros(193 + i, dtype, 176))
+        yield coded("specials", x)
+    yield coded("scaled", scaled_super_groups(196, "float32", 1111))
+    tiny = np.ldexp(bell(197, "float32", 1100), -80 - np.arange(1100) // 1024 * 12)
+    yield coded("tiny", tiny.astype(np.float32))
+    yield coded("tiny_tensor", tiny[:650].astype(np.float32), norm="tensor", bits=16)
+    huge = np.full(1100, np.finfo(np.float32).max)
+    huge[::2] *= -1
+    yield coded("huge", huge, bits=16)
+    yield coded("lost_tensor", specials("float32", 500), norm="tensor")
+    yield coded("zeros", np.zeros((2, 700), BY_NAME["bfloat16"].numpy))
+    yield coded("3_chunks", bell(198, "bfloat16", 3901), chunks=3)
+    yield coded("no_checksum", bell(199, "float16", 900), checksum=False)
+    ranks = [bell(200 + i, "float32", 1100) for i in range(8)]
+    yield summed("8", tw.codec("thc"), ranks)
+    codec = tw.codec("thc", bits=16, norm="tensor")
+    yield summed("9", codec, [*ranks, -ranks[3]])
+    yield summed(
+        "2_chunks", tw.codec("thc"), [bell(208 + i, "bfloat16", 2701) for i in range(2)], chunks=2
+    )
+
+
+def omnireduce_vectors() -> Iterator[LossyVector | Vector]:
+    """Vectors of codec omnireduce."""
+
+    def coded(name: str, x: Array, **options: Any) -> LossyVector:
+        fields = ("bits", "block", "values")
+        params = {k: options.pop(k) for k in fields if k in options}
+        return lossy(f"{x.dtype.name}_{name}", x, tw.codec("omnireduce", **params), **options)
+
+    example = np.zeros(513, np.float32)
+    example[[0, 300, 512]] = 1, -2, 1
+    yield coded("example", example, bits=11)
+    for i, dtype in enumerate(TACO_DTYPES):
+        for values in sorted(set(TACO_DTYPES) - {dtype}):
+            params: dict[str, Any] = {"bits": 4 + i, "block": 64, "values": values}
+            yield coded(f"in_{values}", scaled_super_groups(210 + i, dtype, 601 + i), **params)
+        yield coded("specials", specials(dtype, 900), block=64, values=dtype)
+    x = np.ldexp(bell(213, "float32", 900), -70 - np.arange(900) // 64 * 5)
+    yield coded("tiny", x.astype(np.float32), block=64, values="float32", bits=20)
+    yield coded("zeros", with_zeros(214, "bfloat16", 1050) * 0)
+    yield coded("few", np.concatenate([bell(215, "float32", 300), np.zeros(900, np.float32)]))
+    yield coded("equal", np.ones((21, 51), BY_NAME["float16"].numpy), bits=3.0625, block=64)
+    yield coded("3_chunks", scaled_super_groups(216, "float32", 1501), chunks=3, block=64)
+    yield coded("no_checksum", bell(217, "bfloat16", 1537), block=256, bits=1, checksum=False)
+    ranks = [scaled_super_groups(218 + i, "float32", 1100) for i in range(3)]
+    yield summed("3", tw.codec("omnireduce", block=64), ranks)
 
 
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
@@ -1557,6 +1633,125 @@ def lhc_invalid() -> Invalid:
     return {f"lhc_{name}": pair for name, pair in found.items()}
 
 
+def thc_parts(**params: Any) -> Parts:
+    """Two blocks, the second of which is lost.
+
+    Of 8-bit cells 2048 bytes, the count at 2048, seed and norms at 2176 and 2192.
+    """
+    x = bell(221, "float32", 1250)
+    x[-1] = np.inf
+    codec = tw.codec("thc", **params)
+    return Parts.of(codec.encode(x, key=TACO_KEY, backend="ref"))
+
+
+def thc_invalid() -> Invalid:
+    """Step 9 of "Reading" for thc, and thc.md, "Checks"."""
+    make = thc_parts
+    params = make().header.params
+
+    def with_bytes(at: int, new: bytes, **params: Any) -> bytes:
+        return edited(lambda: make(**params), lambda p: put(p, 0, at, new))
+
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "bits_12": poked(params, 0, b"\x0c"),
+        "other_bits": poked(params, 0, b"\x10"),
+        "norm_2": poked(params, 1, b"\2"),
+        "parameters_reserved": poked(params, 2, b"\1"),
+        "parameters_end": poked(params, 7, b"\1"),
+    }
+    headers = {name: (changed(make(), params=bad), "bad_header") for name, bad in wrong.items()}
+    headers |= {
+        "version_2": (changed(make(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(make(), dtype=BY_NAME["float64"]), "bad_header"),
+        "gains_nothing": (changed(make(), shape=(300,)), "bad_header"),
+        "sections_swapped": (sectioned(make(), 1, 0), "bad_header"),
+        "no_scales_section": (sectioned(make(), 0), "bad_header"),
+        "dynamic_stride": (changed(make(), dynamic_stride=ALIGN), "bad_header"),
+        "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_bytes": (edited(make, lambda p: grow(p, 0, 1)), "bad_record"),
+    }
+    wide = {"bits": 16, "norm": "tensor"}
+    bad = {
+        "no_ranks": with_bytes(2048, b"\0"),
+        "9_ranks": with_bytes(2048, b"\x09"),
+        "2185_ranks": with_bytes(4096, b"\x89\x08", **wide),
+        "cell_31": with_bytes(1023, b"\x1f"),
+        "cell_of_lost_block": with_bytes(2047, b"\1"),
+        "cell_of_lost_tensor": with_bytes(4095, b"\1", **wide),
+        "norm_infinite": with_bytes(2192, b"\0\0\x80\x7f"),
+        "norm_other_nan": with_bytes(2196, b"\1\0\xc0\x7f"),
+        "norm_negative": with_bytes(2192 + 3, b"\xbf"),
+        "norm_minus_zero": with_bytes(2192, b"\0\0\0\x80"),
+        "norm_too_small": with_bytes(2192, b"\xff\xff\x7f\x12"),
+        "cells_of_a_zero_norm": with_bytes(2192, bytes(4)),
+    }
+    padding = {
+        "padding_behind_the_count": with_bytes(2049, b"\1"),
+        "padding_of_seed": with_bytes(2176 + 12, b"\1"),
+        "padding_of_norms": with_bytes(2200, b"\1"),
+    }
+    found = headers
+    found |= {name: (data, "bad_payload") for name, data in bad.items()}
+    found |= {name: (data, "reserved_not_zero") for name, data in padding.items()}
+    return {f"thc_{name}": pair for name, pair in found.items()}
+
+
+def omnireduce_parts(**params: Any) -> Parts:
+    """Two chunks of 12 blocks, the last one of 46 elements, with 6 slots each.
+
+    Cells to 768, the index to 770. Chunk 0 keeps blocks 3 and 11, chunk 1 block 0, whose elements
+    lie in the same block of the tensor as the last of chunk 0, and which is all zeros.
+    """
+    x = np.zeros(1500, np.float32)
+    x[[200, 749]] = 1, 2
+    codec = tw.codec("omnireduce", block=64, **params)
+    return Parts.of(codec.encode(x, chunks=2, backend="ref"))
+
+
+def omnireduce_invalid() -> Invalid:
+    """Step 9 of "Reading" for omnireduce, and omnireduce.md, "Checks"."""
+    make = omnireduce_parts
+    params = make().header.params
+
+    def with_bytes(chunk: int, at: int, new: bytes) -> bytes:
+        return edited(make, lambda p: put(p, chunk, at, new))
+
+    wrong = {
+        "no_parameters": b"",
+        "16_byte_parameters": params + bytes(8),
+        "budget_0": poked(params, 0, b"\0"),
+        "budget_513": poked(params, 0, b"\1\2"),
+        "other_budget": poked(params, 0, b"\x40"),
+        "block_32": poked(params, 2, b"\5"),
+        "block_8192": poked(params, 2, b"\x0d"),
+        "values_3": poked(params, 3, b"\3"),
+        "parameters_reserved": poked(params, 4, b"\1"),
+    }
+    headers = {name: (changed(make(), params=bad), "bad_header") for name, bad in wrong.items()}
+    headers |= {
+        "version_2": (changed(make(), codec_version=2), "unsupported_version"),
+        "of_float64": (changed(make(), dtype=BY_NAME["float64"]), "bad_header"),
+        "gains_nothing": (changed(make(), shape=(20,)), "bad_header"),
+        "sections_swapped": (sectioned(make(), 1, 0), "bad_header"),
+        "no_index_section": (sectioned(make(), 0), "bad_header"),
+        "dynamic_stride": (changed(make(), dynamic_stride=ALIGN), "bad_header"),
+        "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
+        "dynamic_bytes": (edited(make, lambda p: grow(p, 0, 1)), "bad_record"),
+    }
+    bad = {
+        "cell_behind_the_end": with_bytes(0, 2 * (64 + 46), b"\1"),
+        "cell_of_no_block": with_bytes(1, 2 * 64, b"\1"),
+        "minus_zero_of_no_block": with_bytes(1, 767, b"\x80"),
+        "index_behind_the_end": with_bytes(1, 769, b"\x10"),
+        "7_blocks": with_bytes(1, 768, b"\x7f"),
+    }
+    found = headers | {name: (data, "bad_payload") for name, data in bad.items()}
+    found["padding_of_index"] = with_bytes(0, 770, b"\1"), "reserved_not_zero"
+    return {f"omnireduce_{name}": pair for name, pair in found.items()}
+
+
 def all_invalid() -> Invalid:
     """Every invalid buffer with its reason."""
     return (
@@ -1572,6 +1767,8 @@ def all_invalid() -> Invalid:
         | tahquant_invalid()
         | dynamiq_invalid()
         | lhc_invalid()
+        | thc_invalid()
+        | omnireduce_invalid()
     )
 
 
@@ -1588,6 +1785,8 @@ def all_files() -> dict[str, bytes]:
         tahquant_vectors,
         dynamiq_vectors,
         lhc_vectors,
+        thc_vectors,
+        omnireduce_vectors,
     ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
