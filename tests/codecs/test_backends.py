@@ -45,6 +45,8 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"bits": 3.5, "super_group": 128, "rounding": "nearest"},
     ],
     "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
+    "thc": [{}, {"norm": "tensor"}, {"bits": 16}],
+    "omnireduce": [{}, {"block": 64, "bits": 3}, {"values": "float16"}, {"values": "float32"}],
     "lhc": [
         {},
         {"ratio": 2.5, "mapping": "published"},

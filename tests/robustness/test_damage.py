@@ -75,6 +75,8 @@ SAMPLES = {
     "sdp4bit_8_bits": sample(tw.codec("sdp4bit", bits=8, group=32), "float32", 120),
     "tahquant": sample(tw.codec("tahquant", hidden=144), n=1008),
     "dynamiq": sample("dynamiq", n=600, key=tw.Key(1)),
+    "thc": sample("thc", n=700, key=tw.Key(1)),
+    "omnireduce": sample(tw.codec("omnireduce", block=64), n=490),
     "lhc": sparse(),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),

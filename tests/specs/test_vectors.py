@@ -34,7 +34,7 @@ NOT_PACKED_ENCODINGS = {
     "raw/uint8_newer_minor",
     "zipccl/bfloat16_fixed_rate",
     "zipccl/bfloat16_slotted",
-    *(name for name in VALID_NAMES if name.endswith("_all_codes")),
+    *(name for name in VALID_NAMES if name.endswith(("_all_codes", "_sum"))),
 }
 RAW_CHUNKS = {
     "zipccl/bfloat16_one_raw_chunk": (1,),
@@ -357,4 +357,42 @@ def test_worked_example_of_lhc_page() -> None:
     assert data[128:] == expected
     x = np.zeros(2048, np.float32)
     x[[0, 1023, 1029]] = 1.5, -2, 3
+    assert tensor == x.tobytes()
+
+
+def test_worked_example_of_thc_page() -> None:
+    data, tensor = vector("thc/float32_example")
+    text = page("thc.md")
+    example = text[text.index("## Worked example") :]
+    words = [int(w, 16) for w in re.findall(r"`(\w{8})`", example)]
+    sign, norm, *drawn = words
+    assert (sign & 1, norm, len(drawn)) == (1, 0x3D000000, 4)
+    runs = re.findall(r"`((?:\w\w ?)+)`", example)
+    first, count, scales = (bytes.fromhex(run) for run in runs if len(run) != 8)
+    steps = np.float32(480 / 2.1539) / np.uint32(norm).view(np.float32) * np.float32(-(2.0**-10))
+    u = float(steps + np.float32(15))
+    assert f"u = {u:.4f}" in example
+    assert first == bytes(9 if (w >> 16) * 2 < (u - 7) * 2**16 else 7 for w in drawn)
+    assert data[128 : 128 + 4] == first
+    assert set(data[128 : 128 + 1024]) == {7, 9}
+    assert data[128 + 1024 :] == count.ljust(128, b"\0") + scales.ljust(128, b"\0")
+    assert (
+        tw.error(np.frombuffer(tensor, np.float32), np.eye(1, 1024, dtype=np.float32)[0]).max < 0.1
+    )
+
+
+def test_worked_example_of_omnireduce_page() -> None:
+    data, tensor = vector("omnireduce/float32_example")
+    text = page("omnireduce.md")
+    example = text[text.index("## Worked example") :]
+    expected = bytearray(2 * 256 * 2 + 128)
+    for cell, at in re.findall(r"`(\w\w \w\w)` at (?:byte )?(\d+)", example):
+        expected[int(at) : int(at) + 2] = bytes.fromhex(cell)
+    index = re.search(r"index is `(\w\w)`", example)
+    assert index is not None
+    expected[1024] = int(index[1], 16)
+    assert sum(b > 0 for b in expected) == 4
+    assert data[128:] == expected
+    x = np.zeros(513, np.float32)
+    x[[0, 300]] = 1, -2
     assert tensor == x.tobytes()
