@@ -167,8 +167,8 @@ class Views(NamedTuple):
 
     #: Shape (slots, block).
     cells: Bits
-    #: A bit for each of the chunk's blocks.
-    index: Bytes
+    #: A bit for each of the chunk's blocks: the index.
+    bits: Bytes
 
 
 def static_views(spec: Omnireduce, chunk: Chunk) -> Views:

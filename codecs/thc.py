@@ -181,9 +181,11 @@ SPEC = Thc
 def roots(spec: Thc, energies: norms.Doubles, nelem: int) -> Floats:
     """Root mean squares of blocks, or of the tensor, as float32."""
     if spec.norm == "block":
-        return np.sqrt(energies / BLOCK).astype(np.float32)
-    mean = norms.total(energies) / max(nelem, 1)
-    return np.sqrt(np.array([mean])).astype(np.float32)
+        means = energies / BLOCK
+    else:
+        means = np.array([norms.total(energies) / max(nelem, 1)])
+    found: Floats = np.sqrt(means).astype(np.float32)
+    return found
 
 
 class Views(NamedTuple):
@@ -361,4 +363,5 @@ def round_to_level(u: Floats, words: Words) -> Words:
     whole = steps >> np.uint32(16)
     below, gaps = BELOW[whole], GAPS[whole].astype(np.uint32)
     above = steps - (below << np.uint32(16)) > (words >> np.uint32(16)) * gaps
-    return np.where(above, below + gaps, below)
+    levels: Words = np.where(above, below + gaps, below)
+    return levels

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from support import make_bits
 from tightwire.codecs import thc
+from tightwire.codecs.philox import key_numbers
 from tightwire.codecs.thc import LEVELS, MAX_RANKS, NORMS, STEPS, Thc
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import add, seal, sketch
@@ -39,7 +40,7 @@ def rotated(x: Array, key: tw.Key = KEY) -> Array:
     blocks = -(-x.size // 1024)
     v = np.zeros((blocks, 1024))
     v.reshape(-1)[: x.size] = x
-    signs = thc.sign_bits(thc.key_numbers(key), 0, blocks) >> np.uint32(31)
+    signs = thc.sign_bits(key_numbers(key), 0, blocks) >> np.uint32(31)
     v *= 1.0 - 2.0 * signs
     i = np.arange(1024)
     hadamard = 1.0 - 2.0 * (np.bitwise_count(i[:, None] & i) % 2)
