@@ -230,6 +230,17 @@ def test_bad_stats(backend: str) -> None:
     assert codec.measure(np.ones(5)) is None
 
 
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_a_chunk_without_elements(backend: str) -> None:
+    n, chunks = 340 * 320 + 1, 340
+    x = local(n)
+    buf = tw.codec("omnireduce", block=64).encode(x, chunks=chunks, backend=backend)
+    assert buf.plan.codec.name == "omnireduce"
+    assert buf.plan.chunk_range(chunks - 1) == (n, n)
+    assert not buf.static(chunks - 1).any()
+    assert tw.error(x, tw.decode(buf, backend=backend)).vnmse < 0.2
+
+
 def test_small_tensors_and_other_dtypes_are_raw() -> None:
     for n, dtype in ((0, "float32"), (128, "float32"), (9999, "float64")):
         assert tw.codec("omnireduce").plan((n,), dtype).codec.name == "raw"

@@ -287,6 +287,20 @@ def test_measure_does_not_overflow_and_takes_all() -> None:
     assert tw.codec("thc").measure(x[:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_a_chunk_without_elements_counts_ranks_too(backend: str) -> None:
+    n, chunks = 340 * 320 + 1, 340
+    codec = tw.codec("thc")
+    xs = [normal(n, r) for r in range(2)]
+    buffers = summed(codec, xs, chunks=chunks, backend=backend)
+    assert buffers[0].plan.codec.name == "thc"
+    assert buffers[0].plan.chunk_range(chunks - 1) == (n, n)
+    total = add(*buffers)
+    assert sketch(total, chunks - 1).tolist() == [0] * 1024 + [2] + [0] * 127
+    y = tw.decode(total, backend=backend)
+    assert tw.error(xs[0].astype(np.float64) + xs[1], y).vnmse < 0.1
+
+
 def test_small_tensors_and_other_dtypes_are_raw() -> None:
     cases = ((0, "float32", 8), (320, "float32", 8), (4000, "float64", 8), (9999, "bfloat16", 16))
     for n, dtype, bits in cases:
