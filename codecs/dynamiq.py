@@ -67,6 +67,12 @@ CODE_STREAM, SHARED_STREAM, SCALE_STREAM = 0, 1, 2
 INDEX_PROBLEM = "the widths in the index"
 PAYLOAD_PROBLEM = "a scale or a mean, or bytes behind the last code"
 
+#: The GPU backend finds widths by blocks of super-groups, digit by digit of 31 bits; of a chunk it
+#: has so many numbers: a sum for each value of a digit, and a few.
+BLOCK = 1 << 10
+DIGITS = (11, 10, 10)
+STATE = sum(1 << bits for bits in DIGITS) + 16
+
 _BATCH_NELEM = 1 << 18
 
 
@@ -153,8 +159,12 @@ class Dynamiq(CodecSpec):
     def units(self, nelem: int) -> int:
         """The most that the widths of a chunk's super-groups may sum up to."""
         n = self.super_groups(nelem)
-        budget = int(self.bits * BUDGET_STEPS) * self.super_group - BUDGET_STEPS * self._side_bits
-        return min(n * budget // (BUDGET_STEPS * self.super_group), MAX_WIDTH * n)
+        return min(n * self.budget // (BUDGET_STEPS * self.super_group), MAX_WIDTH * n)
+
+    @property
+    def budget(self) -> int:
+        """Bits that the codes of a super-group may take, in 1 / BUDGET_STEPS."""
+        return int(self.bits * BUDGET_STEPS) * self.super_group - BUDGET_STEPS * self._side_bits
 
     def used(self, nelem: int) -> tuple[int, int, int]:
         """Bytes in use in each of a chunk's sections; of the payload at most."""
@@ -176,6 +186,10 @@ class Dynamiq(CodecSpec):
         if not super().accepts(dtype, nelem):
             return False
         return sum(map(align, self.used(nelem))) < align(nelem * dtype.itemsize)
+
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: see `workspace`."""
+        return sum(workspace(self, nelem, chunks))
 
     def pack_params(self) -> bytes:
         """Budget in 1/16 bits, log2 of both sizes, then the choices."""
@@ -239,6 +253,19 @@ class Dynamiq(CodecSpec):
 
 
 SPEC = Dynamiq
+
+
+def workspace(spec: Dynamiq, nelem: int, chunks: int) -> tuple[int, ...]:
+    """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
+
+    A sum per chunk; the tensor's energies; sums by digit of chunks; 8 numbers of each block; where
+    super-groups are. The third and the last once more, for the source of a sum.
+    """
+    groups = spec.super_groups(nelem)
+    blocks = max(1, -(-groups // BLOCK))
+    state, places = align(8 * STATE * chunks), align(8 * groups * chunks)
+    energies, counts = align(4 * groups * chunks), align(8 * 8 * blocks * chunks)
+    return align(8 * chunks), energies, state, counts, places, state, places
 
 
 def encode_chunk(
@@ -333,14 +360,25 @@ def rounding_of(spec: Dynamiq, key: Key | None) -> Rounding:
     if not spec.draws:
         return Rounding(None)
     numbers = key_numbers(key)
-    assert key is not None
+    how, strata, turn = shares_of(spec, key)
+    return Rounding(numbers, how != ROUNDINGS.index("nearest"), strata, turn)
+
+
+def shares_of(spec: Dynamiq, key: Key | None) -> tuple[int, int, int]:
+    """(number of the rounding, strata, turn) of a key whose seed and step are not looked at.
+
+    TypeError or ValueError for a world that is none; a key that is needed and missing passes.
+    """
+    how = ROUNDINGS.index(spec.rounding)
+    if not spec.draws or key is None:
+        return how, 1, 0
     if isinstance(key.world, bool) or not isinstance(key.world, int):
         raise TypeError(f"world of the key is {key.world!r}; allowed: an integer")
     if not 1 <= key.world <= MAX_WORLD:
         raise ValueError(f"world of the key is {key.world}; allowed: 1 to {MAX_WORLD}")
     if spec.rounding != "correlated" or key.world == 1:
-        return Rounding(numbers, spec.rounding != "nearest")
-    return Rounding(numbers, True, key.world + key.world % 2, numbers.rank % key.world)
+        return how if spec.rounding == "nearest" else ROUNDINGS.index("stochastic"), 1, 0
+    return how, key.world + key.world % 2, key.rank % key.world
 
 
 class Views(NamedTuple):

@@ -202,7 +202,7 @@ def encode(
         if stats is not None:
             stats = _stats(spec, stats, info.dtype, place)
         if stats is None or plan.codec != spec:
-            stats = kernels.measure(plan.codec, info.dtype, elements)
+            stats = _measured(kernels, plan, elements)
         kernels.encode(plan, elements, memory.data, work, stats, key)
         if library == "jax":
             memory.lease(tensor)
@@ -239,11 +239,11 @@ def measure(spec: CodecSpec, x: Any, *, required: bool) -> Any:
         if found is None or info.library == "torch":
             return found
         target = Target(info.library, info.device)
-        if info.library == "cupy":
-            return _export(found, _INT64, target)
-        # JAX may reuse the memory of `x` as soon as this returns.
-        torch.cuda.current_stream(place).synchronize()
-        return _export(found.to(torch.int32), BY_NAME["int32"], target)
+        if info.library == "jax":
+            # JAX may reuse the memory of `x` as soon as this returns; it has no int64.
+            torch.cuda.current_stream(place).synchronize()
+            found = found.to(torch.int32) if found.dtype == torch.int64 else found
+        return _export(found, _DTYPES[found.dtype], target)
 
 
 def decode(
@@ -426,8 +426,7 @@ def encode_into(
     if kernels is None:
         return False
     with _scope(data.device, "torch"):
-        stats = kernels.measure(plan.codec, plan.dtype, x)
-        kernels.encode(plan, x, data, work, stats, key)
+        kernels.encode(plan, x, data, work, _measured(kernels, plan, x), key)
     return True
 
 
@@ -753,9 +752,23 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * x.element_size()
 
 
+def _measured(kernels: ModuleType, plan: Plan, x: torch.Tensor) -> torch.Tensor | None:
+    """Statistics of `x` for encode, None where it measures by itself or needs none."""
+    if getattr(kernels, "MEASURES", False):
+        return None
+    found: torch.Tensor | None = kernels.measure(plan.codec, plan.dtype, x)
+    return found
+
+
 @functools.lru_cache(maxsize=256)
+def _stats_kind(spec: CodecSpec, dtype: DType) -> str | None:
+    """Name of the dtype of a tensor's statistics, None if there are none."""
+    found = spec.measure(np.zeros(1, dtype.bits), dtype)
+    return None if found is None else found.dtype.name
+
+
 def _takes_stats(spec: CodecSpec, dtype: DType) -> bool:
-    return spec.measure(np.zeros(1, dtype.bits), dtype) is not None
+    return _stats_kind(spec, dtype) is not None
 
 
 def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> torch.Tensor:
@@ -763,18 +776,25 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     if not (arrays.on_gpu(stats) or (place.type == "cpu" and isinstance(stats, torch.Tensor))):
         stats = np.asarray(stats)
         spec.check_stats(stats, dtype)
+        if stats.dtype == np.float32:
+            return _upload(np.ascontiguousarray(stats), place)
         # A fill takes the value along: nothing waits, and a captured graph keeps it.
         return torch.full((1,), int(stats[0]), dtype=torch.int64, device=place)
-    if not _takes_stats(spec, dtype):
+    kind = _stats_kind(spec, dtype)
+    if kind is None:
         raise ValueError(f"{spec.name} takes no stats for {dtype.name} with these parameters")
     info = _describe(stats)
-    if info.shape != (1,) or info.dtype.name not in ("int32", "int64"):
-        found = f"{info.dtype.name}{list(info.shape)}"
-        raise ValueError(f"stats are {found}; allowed: one int32 or int64")
+    if kind == "float32":
+        fits, allowed = info.dtype.name == kind and len(info.shape) == 1, "float32, 1-D"
+    else:
+        fits, allowed = info.dtype.name in ("int32", "int64"), "one int32 or int64"
+        fits = fits and info.shape == (1,)
+    if not fits:
+        raise ValueError(f"stats are {info.dtype.name}{list(info.shape)}; allowed: {allowed}")
     tensor = _as_torch(stats, info)
     if tensor.device != place:
         raise ValueError(f"stats are on {tensor.device}; needed: {place}")
-    return tensor.view(_TORCH[info.dtype])
+    return tensor.contiguous().view(_TORCH[info.dtype])
 
 
 def _open(src: Any, place: torch.device, max_nbytes: int, required: bool) -> _Source | None:

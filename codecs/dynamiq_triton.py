@@ -1,0 +1,1679 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,attr-defined,misc"
+"""dynamiq on a GPU: one pass over the elements each way. specs/dynamiq.md.
+
+A thread holds slots of 8 neighbouring columns, with all 8 rows of them: codes become planes, and
+planes codes, by exchanging bits between its own registers. A program has a tile of SLOTS slots,
+which are whole super-groups. Where a super-group's codes are in the payload follows from the widths
+of all of its chunk; small kernels over super-groups find that out before, without the host, and
+leave row and width of each in the workspace as `row << 4 | width`:
+
+1. `_histogram_kernel`, three times: what the steps up cost by the next digit of their gains' bits,
+   summed in integers. The bound B is read off these sums digit by digit.
+2. `_ties_kernel`: B, and of every block of super-groups what the steps that gain just B cost.
+3. `_widths_kernel`: a block adds up the ties of the blocks before it and knows its widths; it
+   counts each. A decoder's `_index_kernel` counts those in the index instead.
+4. `_places_kernel`: a block adds up what the blocks before it, and all, have of each width.
+
+Nothing depends on the order in which programs run. Energies are a pass over the tensor of their
+own: no element can be coded before all are known. With given stats, and in `decode_add_encode`,
+whose sums have the widths of the source if no stats are given, there is no such pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from .base import CodecSpec, Key, Plan
+from .columns_triton import from_columns
+from .device import (
+    CHUNK,
+    CHUNK_PADDING,
+    CHUNK_PAYLOAD,
+    CHUNK_SUM,
+    FLAGS,
+    HEADER_WORDS,
+    INTERPRETED,
+    OVERFLOWED,
+    PTX,
+    RECORD,
+    Variant,
+    add_header,
+    check_header,
+    clear,
+    header_word,
+    header_words,
+    kernel,
+    match_header,
+    options,
+    padding_of,
+    record_term,
+    report,
+    round_bfloat16,
+    store_element,
+    touched,
+    weigh,
+    weigh_bytes,
+)
+from .dynamiq import (
+    ANY_STEPS,
+    BLOCK,
+    BUDGET_STEPS,
+    CENTER_LIMIT,
+    CODE_STREAM,
+    DIGITS,
+    FLOOR,
+    FLOOR_WORD,
+    LOST,
+    MAX_SCALE_WORD,
+    MAX_WIDTH,
+    MIN_WIDTH,
+    POW2_STEPS,
+    ROUNDINGS,
+    SCALE_STREAM,
+    SCALES,
+    SHARED_STREAM,
+    STATE,
+    WIDTHS,
+    Dynamiq,
+    grid_of,
+    shares_of,
+    workspace,
+)
+from .hadamard_triton import spread
+from .minifloat import INFINITY
+from .minifloat_triton import Tiling, aligned_for, elements_at, narrow, widen
+from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
+from .sdp4bit import largest_number
+
+#: Neighbouring columns of a slot.
+_SLOT = tl.constexpr(8)
+_MAGNITUDE = tl.constexpr((1 << 31) - 1)
+_INFINITY = tl.constexpr(INFINITY)
+_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
+_FLOOR = tl.constexpr(FLOOR)
+_CENTER_LIMIT = tl.constexpr(int(np.float32(CENTER_LIMIT).view(np.int32)))
+_LOST, _FLOOR_WORD = tl.constexpr(LOST), tl.constexpr(FLOOR_WORD)
+_MAX_SCALE_WORD = tl.constexpr(MAX_SCALE_WORD)
+_MIN_WIDTH, _MAX_WIDTH = tl.constexpr(MIN_WIDTH), tl.constexpr(MAX_WIDTH)
+_BUDGET_STEPS = tl.constexpr(BUDGET_STEPS)
+_CODES, _SHARED = tl.constexpr(CODE_STREAM), tl.constexpr(SHARED_STREAM)
+_DRAWN_SCALES = tl.constexpr(SCALE_STREAM)
+_KEY_ON_DEVICE = tl.constexpr(KEY_ON_DEVICE)
+_STOCHASTIC, _WIDE = (tl.constexpr(SCALES.index(name)) for name in ("stochastic", "wide"))
+_CORRELATED, _RANDOM, _NEAREST = (tl.constexpr(i) for i in range(len(ROUNDINGS)))
+_ANY, _POW2, _FIXED = (tl.constexpr(i) for i in range(len(WIDTHS)))
+_ANY_FACTORS = [tl.constexpr(float(np.float32(gain))) for _, _, gain in ANY_STEPS]
+_TO_3, _TO_4, _TO_5, _TO_6, _TO_7, _TO_8 = _ANY_FACTORS
+_POW2_TO_4, _POW2_TO_8 = (tl.constexpr(float(np.float32(gain))) for _, _, gain in POW2_STEPS)
+
+_BLOCK, _STATE = tl.constexpr(BLOCK), tl.constexpr(STATE)
+_BINS_0, _BINS_1, _BINS_2 = (tl.constexpr(1 << bits) for bits in DIGITS)
+_SHIFT_0, _SHIFT_1 = tl.constexpr(DIGITS[1] + DIGITS[2]), tl.constexpr(DIGITS[2])
+#: Where the state of a chunk has, behind the sums by digit, the bound, what is left, and the rows.
+_BOUND = tl.constexpr(sum(1 << bits for bits in DIGITS))
+#: Numbers of a block: the cost of its ties, then how many super-groups have widths 2 to 8.
+_COUNTS = tl.constexpr(8)
+_TABLE = tl.constexpr(512)
+_BLOCK_OPTIONS = options(num_warps=4)
+
+#: Launch parameters: slots that a program takes, and its warps. The slots of a tile hold whole
+#: super-groups, an even number of them, of any size.
+ENCODE = Tiling(128, 4)
+DECODE = Tiling(128, 4)
+DECODE_ADD_ENCODE = Tiling(128, 4)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(value):
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _log2(x, PTX: tl.constexpr):
+    """About log2, of numbers near 1."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x, or 0 of 0."""
+    return tl.where(x > 0, tl.div_rn(x * 0.0 + 1.0, tl.where(x > 0, x, 1.0)), 0.0)
+
+
+@triton.jit
+def _of_word(word):
+    """Values of bfloat16 bits."""
+    return _float(word.to(tl.int32) << 16)
+
+
+@triton.jit
+def _word_up(x):
+    """Bits of the least bfloat16 not below `x`, at most the largest finite one, int32."""
+    words = (_bits(x).to(tl.uint32, bitcast=True) + 0xFFFF) >> 16
+    words = tl.minimum(words.to(tl.int32), _MAX_SCALE_WORD)
+    return tl.where(x < _FLOOR, 0, words)
+
+
+@triton.jit
+def _chunk_at(chunk, nelem, chunk_nelem):
+    """First element of a chunk, and how many it has."""
+    first = chunk.to(tl.int64) * chunk_nelem
+    return first, tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+
+
+@triton.jit
+def _units(n, budget, SIZE: tl.constexpr):
+    """Super-groups of a chunk of `n` elements, and rows of its payload."""
+    groups = (n + SIZE - 1) // SIZE
+    return groups, tl.minimum(groups * budget // (_BUDGET_STEPS * SIZE), _MAX_WIDTH * groups)
+
+
+# Widths: a program has a block of super-groups of a chunk.
+
+
+@triton.jit
+def _block_at(pid, blocks, nelem, chunk_nelem, budget, SIZE: tl.constexpr):
+    """(chunk, block, first element, super-groups of the chunk, its units, those of the block)."""
+    chunk = (pid // blocks).to(tl.int64)
+    block = (pid % blocks).to(tl.int64)
+    first, n = _chunk_at(chunk, nelem, chunk_nelem)
+    groups, units = _units(n, budget, SIZE)
+    return chunk, block, first, groups, units, block * _BLOCK + tl.arange(0, _BLOCK)
+
+
+@triton.jit
+def _energies(energies_ptr, j, groups, first, nelem, SIZE: tl.constexpr):
+    """Energies of super-groups `j` of the chunk that starts with element `first`; 0 behind it.
+
+    Those that come from the device may be any floats.
+    """
+    energies = energies_ptr.to(tl.pointer_type(tl.float32))
+    at = first // SIZE + j
+    f = tl.load(energies + at, mask=j < groups, other=0)
+    last = tl.where(first % SIZE != 0, (nelem + SIZE - 1) // SIZE - 1, 0)
+    f = tl.maximum(f, tl.load(energies + at + 1, mask=(j < groups) & (at < last), other=0))
+    return tl.where(f >= _FLOOR, tl.minimum(f, _LARGEST), 0.0)
+
+
+@triton.jit
+def _gain(f, k: tl.constexpr, HOW: tl.constexpr):
+    """Bits of what step `k` gains, int32: they have the order of the floats."""
+    if HOW == _POW2:
+        return _bits(f * (_POW2_TO_4 if k == 0 else _POW2_TO_8))
+    elif k == 0:
+        return _bits(f * _TO_3)
+    elif k == 1:
+        return _bits(f * _TO_4)
+    elif k == 2:
+        return _bits(f * _TO_5)
+    elif k == 3:
+        return _bits(f * _TO_6)
+    elif k == 4:
+        return _bits(f * _TO_7)
+    else:
+        return _bits(f * _TO_8)
+
+
+@triton.jit
+def _digit(sums_ptr, left, BINS: tl.constexpr):
+    """The least digit such that what costs more than `left` has none above it, and what stays."""
+    i = tl.arange(0, BINS)
+    costs = tl.load(sums_ptr + i)
+    above = tl.sum(costs, 0) - tl.cumsum(costs, 0)
+    digit = tl.sum((above > left).to(tl.int64), 0)
+    return digit, left - tl.sum(tl.where(i == digit, above, 0), 0)
+
+
+@triton.jit
+def _bound(state, left, DIGITS: tl.constexpr):
+    """The first digits of the bound's bits, the others 0, and what is left of `left`."""
+    bound = left * 0
+    if DIGITS > 0:
+        digit, left = _digit(state, left, _BINS_0)
+        bound = digit << _SHIFT_0
+    if DIGITS > 1:
+        digit, left = _digit(state + _BINS_0, left, _BINS_1)
+        bound |= digit << _SHIFT_1
+    if DIGITS > 2:
+        digit, left = _digit(state + _BINS_0 + _BINS_1, left, _BINS_2)
+        bound |= digit
+    return bound, left
+
+
+@kernel
+def _histogram_kernel(
+    energies_ptr,
+    state_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    blocks: tl.int64,
+    budget: tl.int64,
+    SIZE: tl.constexpr,
+    HOW: tl.constexpr,
+    LEVEL: tl.constexpr,
+):
+    """Sums of what the steps of a block cost, by digit LEVEL of their gains.
+
+    Of steps whose digits before are those of the bound. No sum counts those of digit 0.
+    """
+    where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
+    chunk, _, first, groups, units, j = where
+    state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
+    f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
+    bound, _ = _bound(state, units - _MIN_WIDTH * groups, LEVEL)
+    if LEVEL == 0:
+        BINS: tl.constexpr = _BINS_0
+        SHIFT: tl.constexpr = _SHIFT_0
+    elif LEVEL == 1:
+        state += _BINS_0
+        BINS: tl.constexpr = _BINS_1
+        SHIFT: tl.constexpr = _SHIFT_1
+    else:
+        state += _BINS_0 + _BINS_1
+        BINS: tl.constexpr = _BINS_2
+        SHIFT: tl.constexpr = 0
+    costs = tl.zeros([BINS], tl.int32)
+    for k in tl.static_range(2 if HOW == _POW2 else 6):
+        gain = _gain(f, k, HOW)
+        digit = (gain >> SHIFT) & (BINS - 1)
+        if LEVEL > 0:
+            digit = tl.where((gain ^ bound.to(tl.int32)) < (BINS << SHIFT), digit, 0)
+        costs += tl.histogram(digit, BINS) * ((2 + 2 * k) if HOW == _POW2 else 1)
+    i = tl.arange(0, BINS)
+    tl.atomic_add(state + i, costs.to(tl.int64), mask=(i > 0) & (costs > 0), sem="relaxed")
+
+
+@triton.jit
+def _tie_costs(f, bound, HOW: tl.constexpr):
+    """What the steps cost that gain just the bound: at most one of a super-group."""
+    costs = _bits(f) * 0
+    bound = tl.where(bound > 0, bound, -1)
+    for k in tl.static_range(2 if HOW == _POW2 else 6):
+        costs += tl.where(_gain(f, k, HOW) == bound, (2 + 2 * k) if HOW == _POW2 else 1, 0)
+    return costs.to(tl.int64)
+
+
+@kernel
+def _ties_kernel(
+    energies_ptr,
+    state_ptr,
+    counts_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    blocks: tl.int64,
+    budget: tl.int64,
+    SIZE: tl.constexpr,
+    HOW: tl.constexpr,
+):
+    """What a block's ties cost; of the first of a chunk, the bound and what ties may cost in all."""
+    where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
+    chunk, block, first, groups, units, j = where
+    state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
+    bound, left = _bound(state, units - _MIN_WIDTH * groups, 3)
+    f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
+    ties = tl.sum(_tie_costs(f, bound, HOW), 0)
+    tl.store(counts_ptr + (chunk * blocks + block) * _COUNTS, ties)
+    if block == 0:
+        tl.store(state + _BOUND, bound)
+        tl.store(state + _BOUND + 1, left)
+
+
+@triton.jit
+def _store_widths(widths, j, groups, places, counts):
+    """Leave widths of a block, int64, in `places`, and how often it has each in `counts`."""
+    tl.store(places + j, widths, mask=j < groups)
+    for w in tl.static_range(_MIN_WIDTH, _MAX_WIDTH + 1):
+        found = (widths == w) & (j < groups)
+        tl.store(counts + w - 1, tl.sum(found.to(tl.int64), 0))
+
+
+@kernel
+def _widths_kernel(
+    energies_ptr,
+    state_ptr,
+    counts_ptr,
+    places_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    blocks: tl.int64,
+    budget: tl.int64,
+    group_stride: tl.int64,
+    SIZE: tl.constexpr,
+    HOW: tl.constexpr,
+):
+    """Widths of a block. `group_stride`: super-groups of a whole chunk."""
+    where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
+    chunk, block, first, groups, units, j = where
+    counts = counts_ptr + chunk * blocks * _COUNTS
+    if HOW == _FIXED:
+        widths = j * 0 + units // tl.maximum(groups, 1)
+    else:
+        state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
+        bound = tl.load(state + _BOUND)
+        left = tl.load(state + _BOUND + 1)
+        f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
+        i = tl.arange(0, 256)
+        at = block * 0
+        while at < block:
+            before = tl.load(counts + (at + i) * _COUNTS, mask=at + i < block, other=0)
+            left -= tl.sum(before, 0)
+            at += 256
+        ties = _tie_costs(f, bound, HOW)
+        widths = tl.where(tl.cumsum(ties, 0) <= left, ties, 0) + _MIN_WIDTH
+        for k in tl.static_range(2 if HOW == _POW2 else 6):
+            cost = (2 + 2 * k) if HOW == _POW2 else 1
+            widths += tl.where(_gain(f, k, HOW) > bound, cost, 0).to(tl.int64)
+    places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+    _store_widths(widths, j, groups, places, counts + block * _COUNTS)
+
+
+@kernel
+def _index_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    counts_ptr,
+    places_ptr,
+    first_chunk: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    blocks: tl.int64,
+    budget: tl.int64,
+    group_stride: tl.int64,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    SIZE: tl.constexpr,
+    HOW: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Widths of a block of a chunk's index, and whether an encoder chooses such ones."""
+    pid = tl.program_id(0).to(tl.int64) + first_chunk * blocks
+    where = _block_at(pid, blocks, nelem, chunk_nelem, budget, SIZE)
+    chunk, block, _, groups, units, j = where
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    at = index_at * 128 + j // 2
+    pair = tl.load(static_ptr + at, mask=j // 2 < (groups + 1) // 2, other=0).to(tl.int64)
+    widths = tl.where(j % 2 == 0, pair & 15, pair >> 4)
+    if HOW == _FIXED:
+        good = widths == units // tl.maximum(groups, 1)
+    elif HOW == _POW2:
+        good = (widths == 2) | (widths == 4) | (widths == 8)
+    else:
+        good = (widths >= _MIN_WIDTH) & (widths <= _MAX_WIDTH)
+    good = tl.where(j < groups, good, widths == 0)
+    if tl.min(good.to(tl.int32), 0) == 0:
+        report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+    if SUMS:
+        terms = tl.sum(tl.where(j % 2 == 0, weigh_bytes(pair, at), 0), 0)
+        tl.atomic_add(sums_ptr + chunk, terms.to(tl.int64, bitcast=True), sem="relaxed")
+    widths = tl.minimum(tl.maximum(widths, _MIN_WIDTH), _MAX_WIDTH)
+    places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+    _store_widths(widths, j, groups, places, counts_ptr + (chunk * blocks + block) * _COUNTS)
+
+
+@kernel
+def _places_kernel(
+    counts_ptr,
+    places_ptr,
+    state_ptr,
+    status_ptr,
+    first_chunk: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    blocks: tl.int64,
+    budget: tl.int64,
+    group_stride: tl.int64,
+    SIZE: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """Rows of a block's super-groups, by the widths of all; of the first of a chunk, rows in use.
+
+    READ: the widths come from an index and may be too many.
+    """
+    pid = tl.program_id(0).to(tl.int64) + first_chunk * blocks
+    where = _block_at(pid, blocks, nelem, chunk_nelem, budget, SIZE)
+    chunk, block, _, groups, units, j = where
+    counts = counts_ptr + chunk * blocks * _COUNTS
+    slot = tl.arange(0, _COUNTS)[None, :]
+    i = tl.arange(0, 128)[:, None]
+    before = tl.zeros([128, _COUNTS], tl.int64)
+    total = tl.zeros([128, _COUNTS], tl.int64)
+    at = block * 0
+    while at < blocks:
+        number = tl.load(counts + (at + i) * _COUNTS + slot, mask=at + i < blocks, other=0)
+        total += number
+        before += tl.where(at + i < block, number, 0)
+        at += 128
+    before = tl.sum(before, 0)
+    total = tl.sum(total, 0)
+    slot = tl.arange(0, _COUNTS)
+    places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+    widths = tl.load(places + j, mask=j < groups, other=0)
+    rows = widths * 0
+    base = block * 0
+    for w in tl.static_range(_MIN_WIDTH, _MAX_WIDTH + 1):
+        mine = (widths == w).to(tl.int64)
+        rank = tl.cumsum(mine, 0) - mine + tl.sum(tl.where(slot == w - 1, before, 0), 0)
+        rows += mine * (base + w * rank)
+        base += w * tl.sum(tl.where(slot == w - 1, total, 0), 0)
+    tl.store(places + j, (rows << 4) | widths, mask=j < groups)
+    if block == 0:
+        state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
+        tl.store(state + _BOUND + 2, tl.minimum(base, units))
+        if READ:
+            if base > units:
+                report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+
+
+# Elements: a program has a tile of slots. Columns of a row of a super-group are SIZE / 8, its
+# slots LANES; elements and codes are 8 tensors, one for each row, of shape [SLOTS, 8].
+
+
+@triton.jit
+def _load_rows(
+    x, base, n, COLUMNS: tl.constexpr, EXP: tl.constexpr, ITEM: tl.constexpr, MASKED: tl.constexpr
+):
+    """float32 bits, int32, of the rows of slots that start with elements `base`; 0 behind `n`."""
+    rows = ()
+    for k in tl.static_range(8):
+        i = base[:, None] + (k * COLUMNS + tl.arange(0, _SLOT))[None, :]
+        if MASKED:
+            v = tl.load(x + i, mask=i < n, other=0)
+        else:
+            v = tl.load(x + i)
+        rows = rows + (widen(v, EXP, ITEM),)
+    return rows
+
+
+@triton.jit
+def _tree_sum(rows, GROUPS: tl.constexpr, LOG_COLUMNS: tl.constexpr):
+    """Sums of super-groups, in the page's order; shape [GROUPS]."""
+    a = (rows[0] + rows[4]) + (rows[2] + rows[6])
+    b = (rows[1] + rows[5]) + (rows[3] + rows[7])
+    t = a + b
+    for k in tl.static_range(LOG_COLUMNS):
+        t = tl.sum(tl.reshape(t, [GROUPS, 2, (1 << LOG_COLUMNS) >> (k + 1)]), 1)
+    return tl.reshape(t, [GROUPS])
+
+
+@triton.jit
+def _values(
+    rows,
+    base,
+    group,
+    n,
+    SIZE: tl.constexpr,
+    LOG_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CENTER: tl.constexpr,
+):
+    """(float32 values about their means, those of lost super-groups 0; which are lost; words of
+    means) of rows of float32 bits; `group` are the numbers of the super-groups.
+    """
+    LANES: tl.constexpr = SIZE // 64
+    GROUPS: tl.constexpr = SLOTS // LANES
+    top = rows[0] & _MAGNITUDE
+    for k in tl.static_range(1, 8):
+        top = tl.maximum(top, rows[k] & _MAGNITUDE)
+    top = tl.max(tl.reshape(tl.max(top, 1), [GROUPS, LANES]), 1)
+    lost = top >= _INFINITY
+    lost_slots = spread(lost, GROUPS, LANES)[:, None]
+    v = ()
+    for k in tl.static_range(8):
+        v = v + (_float(tl.where(lost_slots, 0, rows[k])),)
+    words = top * 0
+    if CENTER:
+        count = tl.minimum(tl.maximum(n - group * SIZE, 1), SIZE).to(tl.float32)
+        mean = tl.div_rn(_tree_sum(v, GROUPS, LOG_COLUMNS), count)
+        none = (top >= _CENTER_LIMIT) | (tl.abs(mean) < _FLOOR)
+        words = round_bfloat16(tl.where(none, 0.0, mean)).to(tl.int32)
+        mean = spread(_of_word(words), GROUPS, LANES)[:, None]
+        about = ()
+        for k in tl.static_range(8):
+            i = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
+            about = about + (tl.where(i < n, v[k] - mean, 0.0),)
+        v = about
+    return v, lost, words
+
+
+@kernel
+def _measure_kernel(
+    x_ptr,
+    energies_ptr,
+    nelem: tl.int64,
+    SIZE: tl.constexpr,
+    LOG_COLUMNS: tl.constexpr,
+    CENTER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Energies of a tile of a tensor's super-groups."""
+    LANES: tl.constexpr = SIZE // 64
+    GROUPS: tl.constexpr = SLOTS // LANES
+    tile = tl.program_id(0).to(tl.int64)
+    base = _bases(tile, SIZE, SLOTS)
+    x = elements_at(x_ptr, ITEM)
+    if (tile + 1) * (SLOTS * 64) <= nelem:
+        rows = _load_rows(x, base, nelem, SIZE // 8, EXP, ITEM, False)
+    else:
+        rows = _load_rows(x, base, nelem, SIZE // 8, EXP, ITEM, True)
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    v, _, _ = _values(rows, base, group, nelem, SIZE, LOG_COLUMNS, SLOTS, CENTER)
+    squares = ()
+    for k in tl.static_range(8):
+        squares = squares + (v[k] * v[k],)
+    found = tl.minimum(_tree_sum(squares, GROUPS, LOG_COLUMNS), _LARGEST)
+    energies = energies_ptr.to(tl.pointer_type(tl.float32))
+    tl.store(energies + group, found, mask=group * SIZE < nelem)
+
+
+@triton.jit
+def _bases(tile, SIZE: tl.constexpr, SLOTS: tl.constexpr):
+    """Numbers of the first elements of a tile's slots."""
+    LANES: tl.constexpr = SIZE // 64
+    slot = tl.arange(0, SLOTS)
+    return tile * (SLOTS * 64) + slot // LANES * SIZE + slot % LANES * _SLOT
+
+
+@triton.jit
+def _halves(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
+    """The random halves of 8 elements each, from number `e` on; shape [SLOTS, 8], uint32.
+
+    EVEN: all of `e` are multiples of 8; else they are so far from such a one as the first is.
+    """
+    w0, w1, w2, w3 = philox4(seed, step, rank, STREAM, e >> 3)
+    if not EVEN:
+        w4, w5, w6, w7 = philox4(seed, step, rank, STREAM, (e >> 3) + 1)
+        two = (e & 4) != 0
+        w0 = tl.where(two, w2, w0)
+        w1 = tl.where(two, w3, w1)
+        w2 = tl.where(two, w4, w2)
+        w3 = tl.where(two, w5, w3)
+        w4 = tl.where(two, w6, w4)
+        w5 = tl.where(two, w7, w5)
+        one = (e & 2) != 0
+        w0 = tl.where(one, w1, w0)
+        w1 = tl.where(one, w2, w1)
+        w2 = tl.where(one, w3, w2)
+        w3 = tl.where(one, w4, w3)
+        w4 = tl.where(one, w5, w4)
+        odd = (e & 1) != 0
+        w0 = tl.where(odd, (w0 >> 16) | (w1 << 16), w0)
+        w1 = tl.where(odd, (w1 >> 16) | (w2 << 16), w1)
+        w2 = tl.where(odd, (w2 >> 16) | (w3 << 16), w2)
+        w3 = tl.where(odd, (w3 >> 16) | (w4 << 16), w3)
+    low = (w0 & 0xFFFF, w0 >> 16, w1 & 0xFFFF, w1 >> 16)
+    return from_columns(low + (w2 & 0xFFFF, w2 >> 16, w3 & 0xFFFF, w3 >> 16), 8, 3)
+
+
+@triton.jit
+def _limits(e, seed, step, rank, strata, turn, ROUNDING: tl.constexpr, EVEN: tl.constexpr):
+    """Of elements from number `e` on their strata, and what is drawn in them."""
+    own = _halves(e, seed, step, rank, _CODES, EVEN)
+    # 1 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
+    drawn = (own << 7 | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-17)
+    place = drawn * 0.0
+    if ROUNDING == _CORRELATED:
+        shared = _halves(e, seed, step, seed * 0, _SHARED, EVEN)
+        found = (shared * strata.to(tl.uint32)) >> 16
+        at = (found >> 1).to(tl.int32) + (turn >> 1)
+        at = tl.where(at >= strata >> 1, at - (strata >> 1), at)
+        at = tl.where(((found.to(tl.int32) ^ turn) & 1) != 0, strata - 1 - at, at)
+        place = _float(at | 0x4B000000) - 8388608.0
+    return place, drawn
+
+
+@triton.jit
+def _transposed(words):
+    """Words whose bits trade places with their numbers, byte by byte."""
+    for j in tl.static_range(3):
+        STEP: tl.constexpr = 4 >> j
+        MASK: tl.constexpr = 0x0F0F0F0F if j == 0 else (0x33333333 if j == 1 else 0x55555555)
+        found = ()
+        for k in tl.static_range(8):
+            if k & STEP == 0:
+                changed = ((words[k] >> STEP) ^ words[k + STEP]) & MASK
+                found = found + (words[k] ^ (changed << STEP),)
+            else:
+                changed = ((words[k - STEP] >> STEP) ^ words[k]) & MASK
+                found = found + (words[k] ^ changed,)
+        words = found
+    return words
+
+
+@triton.jit
+def _group_tops(
+    v, GROUP: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr
+):
+    """Largest magnitudes of groups, a tensor for every `ROWS` rows that groups share.
+
+    A row has SHARE slots of a group.
+    """
+    ROWS: tl.constexpr = 1 if GROUP <= SIZE // 8 else GROUP // (SIZE // 8)
+    tops = ()
+    for r in tl.static_range(8 // ROWS):
+        top = tl.abs(v[r * ROWS])
+        for k in tl.static_range(1, ROWS):
+            top = tl.maximum(top, tl.abs(v[r * ROWS + k]))
+        top = tl.max(tl.reshape(tl.max(top, 1), [SLOTS // SHARE, SHARE]), 1)
+        tops = tops + (top,)
+    return tops
+
+
+@triton.jit
+def _codes(
+    v,
+    inverse,
+    e,
+    width,
+    table,
+    seed,
+    step,
+    rank,
+    strata,
+    turn,
+    SLOTS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    EVEN: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; `inverse` and `width` have
+    the shape [SLOTS, 1].
+    """
+    v = v * inverse
+    v = tl.where(v > -1.0, v, -1.0)
+    v = tl.where(v < 1.0, v, 1.0)
+    half = (width * 0 + 1) << (width - 1)
+    shape = table + 2 * _TABLE + 4 * width
+    # Less than 0.5 off the number of the last value not above |v|, counted in steps.
+    about = tl.load(shape) + tl.abs(v) * tl.load(shape + 1)
+    about = _log2(about, PTX) * tl.load(shape + 2)
+    about = tl.minimum(tl.maximum(about, 0.0), (half - 1).to(tl.float32))
+    number = _bits(about + 12582912.0) - 0x4B400000
+    near = tl.where(v < 0.0, half - 1 - number, half + number) + 2 * half
+    i = near - (v < tl.load(table + near)).to(tl.int32)
+    part = (v - tl.load(table + i)) * tl.load(table + _TABLE + i)
+    if ROUNDING == _NEAREST:
+        up = part > 0.5
+    else:
+        place, drawn = _limits(e, seed, step, rank, strata, turn, ROUNDING, EVEN)
+        if ROUNDING == _CORRELATED:
+            part = part * strata.to(tl.float32) - place
+        up = part > drawn
+    code = tl.where(inverse > 0.0, i - 2 * half + up.to(tl.int32), 0)
+    placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
+    return tl.sum(placed, 2)
+
+
+@triton.jit
+def _sections(
+    groups,
+    scales_at,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+):
+    """Where in a static part the means, the scales of one byte, and the section's padding start."""
+    means = scales_at * 128 + groups * (2 * (SIZE // GROUP) if SCALES == _WIDE else 2)
+    fractions = means + groups * (2 if CENTER else 0)
+    return means, fractions, fractions + groups * (0 if SCALES == _WIDE else SIZE // GROUP)
+
+
+@triton.jit
+def _encode_tile(
+    rows,
+    static_ptr,
+    places_ptr,
+    table_ptr,
+    tile,
+    first,
+    n,
+    scales_at,
+    index_at,
+    budget,
+    seed,
+    step,
+    rank,
+    strata,
+    turn,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    EVEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Encode a tile's rows of float32 bits; gives the checksum terms."""
+    LANES: tl.constexpr = SIZE // 64
+    COLUMNS: tl.constexpr = SIZE // 8
+    TILE_GROUPS: tl.constexpr = SLOTS // LANES
+    # Of a group a row has SHARE slots; of a super-group it has SIDE groups, or parts of one.
+    SHARE: tl.constexpr = (GROUP if GROUP < COLUMNS else COLUMNS) // 8
+    SIDE: tl.constexpr = LANES // SHARE
+    ROWS: tl.constexpr = 1 if GROUP <= COLUMNS else GROUP // COLUMNS
+    group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    groups, units = _units(n, budget, SIZE)
+    here = group < groups
+    place = tl.load(places_ptr + group, mask=here, other=0)
+    width = (place & 15).to(tl.int32)
+    means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+    base = _bases(tile, SIZE, SLOTS)
+    v, lost, means = _values(rows, base, group, n, SIZE, LOG_COLUMNS, SLOTS, CENTER)
+    total = tl.zeros([], tl.uint64)
+    if CENTER:
+        at = means_at + group * 2
+        tl.store((static_ptr + at).to(tl.pointer_type(tl.uint16)), means.to(tl.uint16), mask=here)
+        total += tl.sum(tl.where(here, weigh_bytes(means, at), 0), 0)
+    tops = _group_tops(v, GROUP, SIZE, SLOTS, SHARE)
+    number = tl.arange(0, SLOTS // SHARE) % SIDE
+    part = spread(group, TILE_GROUPS, SIDE) * (SIZE // GROUP) + number
+    part_here = spread(here, TILE_GROUPS, SIDE)
+    inverses = ()
+    if SCALES == _WIDE:
+        lost_parts = spread(lost, TILE_GROUPS, SIDE)
+        for r in tl.static_range(8 // ROWS):
+            words = _word_up(tops[r])
+            inverses = inverses + (_inverse(_of_word(words)),)
+            words = tl.where(lost_parts, _LOST, words)
+            at = scales_at * 128 + (part + r * SIDE) * 2
+            words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
+            tl.store(words_ptr, words.to(tl.uint16), mask=part_here)
+            total += tl.sum(tl.where(part_here, weigh_bytes(words, at), 0), 0)
+    else:
+        top = tops[0]
+        for r in tl.static_range(1, 8 // ROWS):
+            top = tl.maximum(top, tops[r])
+        words = _word_up(tl.max(tl.reshape(top, [TILE_GROUPS, SIDE]), 1))
+        unit = _of_word(words)
+        unit = tl.div_rn(unit, unit * 0.0 + 255.0)
+        finer = spread(_inverse(unit), TILE_GROUPS, SIDE)
+        unit = spread(unit, TILE_GROUPS, SIDE)
+        words = tl.where(lost, _LOST, words)
+        at = scales_at * 128 + group * 2
+        tl.store((static_ptr + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=here)
+        total += tl.sum(tl.where(here, weigh_bytes(words, at), 0), 0)
+        for r in tl.static_range(8 // ROWS):
+            quotient = tops[r] * finer
+            if SCALES == _STOCHASTIC:
+                steps = (tl.minimum(quotient, 255.0) * 65536.0).to(tl.uint32)
+                word = first // GROUP + part + r * SIDE
+                w0, w1, w2, w3 = philox4(seed, step, rank, _DRAWN_SCALES, word >> 2)
+                low = tl.where((word & 1) != 0, w1, w0)
+                high = tl.where((word & 1) != 0, w3, w2)
+                drawn = tl.where((word & 2) != 0, high, low)
+                fraction = ((steps + (drawn >> 16)) >> 16).to(tl.int32)
+                some = (unit > 0.0) & (tops[r] >= _FLOOR)
+                inverses = inverses + (_inverse(tl.where(some, tops[r], 0.0)),)
+            else:
+                whole = tl.minimum(tl.ceil(quotient), 255.0)
+                fraction = whole.to(tl.int32)
+                inverses = inverses + (_inverse(whole * unit),)
+            at = bytes_at + part + r * SIDE
+            tl.store(static_ptr + at, fraction.to(tl.uint8), mask=part_here)
+            total += tl.sum(tl.where(part_here, weigh_bytes(fraction, at), 0), 0)
+    slot_width = spread(width, TILE_GROUPS, LANES)[:, None]
+    table = table_ptr.to(tl.pointer_type(tl.float32))
+    words = ()
+    # fmt: off
+    for k in tl.static_range(8):
+        inverse = spread(inverses[k // ROWS], SLOTS // SHARE, SHARE)[:, None]
+        words = words + (_codes(
+            v[k], inverse, first + base + k * COLUMNS, tl.maximum(slot_width, _MIN_WIDTH), table,
+            seed, step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
+        ),)
+    # fmt: on
+    planes = _transposed(words)
+    payload = static_ptr.to(tl.pointer_type(tl.uint32))
+    row = spread(place >> 4, TILE_GROUPS, LANES)
+    # Of a sum whose source has an index that is wrong there may be too many planes.
+    most = tl.minimum(spread(width, TILE_GROUPS, LANES), units - row).to(tl.int32)[:, None]
+    at = row * (COLUMNS // 4) + tl.arange(0, SLOTS) % LANES * 2
+    at = at[:, None] + tl.arange(0, 2)[None, :]
+    terms = tl.zeros([SLOTS, 2], tl.uint64)
+    for p in tl.static_range(_MAX_WIDTH):
+        use = p < most
+        where = at + p * (COLUMNS // 4)
+        tl.store(payload + where, planes[p], mask=use)
+        terms += tl.where(use, weigh(planes[p], where), 0)
+    total += tl.sum(tl.sum(terms, 1), 0)
+    pair = tl.reshape(width, [TILE_GROUPS // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
+    pair = tl.sum(pair, 1)
+    number = tile * (TILE_GROUPS // 2) + tl.arange(0, TILE_GROUPS // 2)
+    use = number * 2 < groups
+    at = index_at * 128 + number
+    tl.store(static_ptr + at, pair.to(tl.uint8), mask=use)
+    return total + tl.sum(tl.where(use, weigh_bytes(pair, at), 0), 0)
+
+
+@triton.jit
+def _decode_tile(
+    static_ptr,
+    places_ptr,
+    table_ptr,
+    tile,
+    n,
+    lo,
+    hi,
+    scales_at,
+    budget,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    """(float32 values of a tile's rows, NaN where lost; whether a scale or a mean is wrong;
+    checksum terms). Wrong counts in super-groups with some of the elements `lo` to `hi` only.
+    """
+    LANES: tl.constexpr = SIZE // 64
+    COLUMNS: tl.constexpr = SIZE // 8
+    TILE_GROUPS: tl.constexpr = SLOTS // LANES
+    SHARE: tl.constexpr = (GROUP if GROUP < COLUMNS else COLUMNS) // 8
+    SIDE: tl.constexpr = LANES // SHARE
+    ROWS: tl.constexpr = 1 if GROUP <= COLUMNS else GROUP // COLUMNS
+    group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    groups, units = _units(n, budget, SIZE)
+    here = group < groups
+    wanted = here & (group * SIZE < hi) & (group * SIZE + SIZE > lo)
+    place = tl.load(places_ptr + group, mask=here, other=0)
+    means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+    payload = static_ptr.to(tl.pointer_type(tl.uint32))
+    row = spread(place >> 4, TILE_GROUPS, LANES)
+    width = spread((place & 15).to(tl.int32), TILE_GROUPS, LANES)[:, None]
+    # An index that is wrong may have too many planes.
+    most = tl.minimum(spread(place & 15, TILE_GROUPS, LANES), units - row).to(tl.int32)[:, None]
+    at = row * (COLUMNS // 4) + tl.arange(0, SLOTS) % LANES * 2
+    at = at[:, None] + tl.arange(0, 2)[None, :]
+    words = ()
+    terms = tl.zeros([SLOTS, 2], tl.uint64)
+    for p in tl.static_range(_MAX_WIDTH):
+        where = at + p * (COLUMNS // 4)
+        word = tl.load(payload + where, mask=p < most, other=0)
+        terms += weigh(word, where)
+        words = words + (word,)
+    total = tl.sum(tl.sum(terms, 1), 0)
+    words = _transposed(words)
+    number = tl.arange(0, SLOTS // SHARE) % SIDE
+    part = spread(group, TILE_GROUPS, SIDE) * (SIZE // GROUP) + number
+    part_here = spread(here, TILE_GROUPS, SIDE)
+    scales = ()
+    if SCALES == _WIDE:
+        lost_in = part.to(tl.int32) * 0
+        bad_in = lost_in
+        for r in tl.static_range(8 // ROWS):
+            at = scales_at * 128 + (part + r * SIDE) * 2
+            words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
+            word = tl.load(words_ptr, mask=part_here, other=0).to(tl.int32)
+            total += tl.sum(weigh_bytes(word, at), 0)
+            lost_in += (word == _LOST).to(tl.int32)
+            finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
+            bad_in += 1 - finite.to(tl.int32)
+            scales = scales + (_of_word(tl.where(finite, word, 0)),)
+        lost_in = tl.sum(tl.reshape(lost_in, [TILE_GROUPS, SIDE]), 1)
+        bad_in = tl.sum(tl.reshape(bad_in, [TILE_GROUPS, SIDE]), 1)
+        lost = lost_in > 0
+        bad = (bad_in > 0) & (lost_in < SIZE // GROUP)
+    else:
+        at = scales_at * 128 + group * 2
+        words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
+        word = tl.load(words_ptr, mask=here, other=0).to(tl.int32)
+        total += tl.sum(weigh_bytes(word, at), 0)
+        lost = word == _LOST
+        finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
+        bad = (finite | lost) == 0
+        unit = _of_word(tl.where(finite, word, 0))
+        unit = spread(tl.div_rn(unit, unit * 0.0 + 255.0), TILE_GROUPS, SIDE)
+        for r in tl.static_range(8 // ROWS):
+            at = bytes_at + part + r * SIDE
+            fraction = tl.load(static_ptr + at, mask=part_here, other=0)
+            total += tl.sum(weigh_bytes(fraction, at), 0)
+            scales = scales + (fraction.to(tl.float32) * unit,)
+    mean = tl.zeros([SLOTS, 1], tl.float32)
+    if CENTER:
+        at = means_at + group * 2
+        words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
+        word = tl.load(words_ptr, mask=here, other=0).to(tl.int32)
+        total += tl.sum(weigh_bytes(word, at), 0)
+        finite = (word & 0x7F80) != 0x7F80
+        bad |= finite == 0
+        mean = spread(_of_word(tl.where(finite, word, 0)), TILE_GROUPS, LANES)[:, None]
+    lost = spread(lost, TILE_GROUPS, LANES)[:, None]
+    table = table_ptr.to(tl.pointer_type(tl.float32)) + ((width * 0 + 1) << width)
+    rows = ()
+    for k in tl.static_range(8):
+        code = words[k][:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+        code = tl.reshape(code & 0xFF, [SLOTS, _SLOT]).to(tl.int32)
+        y = tl.load(table + code) * spread(scales[k // ROWS], SLOTS // SHARE, SHARE)[:, None]
+        y = y + mean
+        y = tl.where(y < TOP, y, TOP)
+        y = tl.where(y > -TOP, y, -TOP)
+        rows = rows + (tl.where(lost, float("nan"), y),)
+    return rows, tl.max((bad & wanted).to(tl.int32), 0), total
+
+
+@triton.jit
+def _behind(static_ptr, start, stop, part, parts):
+    """This program's share of `padding_of` bytes `start` to `stop`."""
+    total = tl.zeros([128], tl.uint64)
+    any_set = tl.zeros([128], tl.int32)
+    at = start + part * 128
+    while at < stop:
+        i = at + tl.arange(0, 128)
+        v = tl.load(static_ptr + i, mask=i < stop, other=0)
+        total += weigh_bytes(v, i)
+        any_set |= v.to(tl.int32)
+        at += parts.to(tl.int64) * 128
+    return tl.sum(total, 0), tl.max(any_set, 0)
+
+
+@kernel
+def _encode_kernel(
+    x_ptr,
+    out_ptr,
+    places_ptr,
+    state_ptr,
+    table_ptr,
+    key_ptr,
+    src_ptr,
+    source_places_ptr,
+    source_state_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int64,
+    budget: tl.int64,
+    group_stride: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    index_at: tl.int64,
+    strata: tl.int32,
+    turn: tl.int32,
+    seed: tl.uint64,
+    step: tl.uint64,
+    rank: tl.uint64,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    RANDOM: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    TOP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Encode one tile of one chunk. Header and records were cleared, places found before.
+
+    With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before: in
+    float32, and rounded to the plan's dtype. Those at `x_ptr` have ADD bytes then.
+    """
+    pid = tl.program_id(0)
+    chunk = (pid // tiles).to(tl.int64)
+    tile = (pid % tiles).to(tl.int64)
+    first, n = _chunk_at(chunk, nelem, chunk_nelem)
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
+    places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+    X_ITEM: tl.constexpr = ADD if ADD > 0 else ITEM
+    x = elements_at(x_ptr, X_ITEM) + first
+    base = _bases(tile, SIZE, SLOTS)
+    if (tile + 1) * (SLOTS * 64) <= n:
+        rows = _load_rows(x, base, n, SIZE // 8, EXP, X_ITEM, False)
+    else:
+        rows = _load_rows(x, base, n, SIZE // 8, EXP, X_ITEM, True)
+    if ADD > 0:
+        source_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+        source_places = source_places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+        used = tl.load(source_state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+        _, units = _units(n, budget, SIZE)
+        added, behind = _behind(source_ptr, used * (SIZE // 8), units * (SIZE // 8), tile, tiles)
+        # fmt: off
+        y, wrong, terms = _decode_tile(
+            source_ptr, source_places, table_ptr, tile, n, n * 0, n, scales_at, budget, SIZE,
+            GROUP, SCALES, CENTER, SLOTS, TOP,
+        )
+        # fmt: on
+        if (wrong | behind) != 0:
+            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+        if SUMS:
+            added += terms
+            tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
+        summed = ()
+        for k in tl.static_range(8):
+            value = _float(widen(narrow(y[k], EXP, ITEM, PTX), EXP, ITEM))
+            value = narrow(value + _float(rows[k]), EXP, ITEM, PTX)
+            i = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
+            summed = summed + (tl.where(i < n, widen(value, EXP, ITEM), 0),)
+        rows = summed
+    if RANDOM == _KEY_ON_DEVICE:
+        seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
+        step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
+    # fmt: off
+    total = _encode_tile(
+        rows, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget, seed, step,
+        rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN, SLOTS, PTX,
+    )
+    # fmt: on
+    used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+    clear(static_ptr, used * (SIZE // 8), scales_at * 128, tile, tiles)
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+    if tile == tiles - 1:
+        zero = chunk * 0
+        groups = (n + SIZE - 1) // SIZE
+        _, _, scales_end = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+        clear(static_ptr, scales_end, index_at * 128, zero, zero + 1)
+        index_end = index_at * 128 + (groups + 1) // 2
+        clear(static_ptr, index_end, static_stride * 128, zero, zero + 1)
+        tl.store(record + 2, chunk << 32)
+        total += identity + record_term(n, zero, zero, chunk)
+        if chunk == 0:
+            k = tl.arange(0, 16)
+            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+    if SUMS:
+        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _decode_kernel(
+    src_ptr,
+    out_ptr,
+    places_ptr,
+    state_ptr,
+    table_ptr,
+    sums_ptr,
+    status_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int64,
+    budget: tl.int64,
+    group_stride: tl.int64,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    TOP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk.
+
+    Rows behind the last plane are looked at with a chunk's last element.
+    """
+    pid = tl.program_id(0)
+    chunk = first_chunk + pid // tiles
+    tile = (pid % tiles).to(tl.int64)
+    first, n = _chunk_at(chunk, nelem, chunk_nelem)
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
+    to = first - start
+    if ALIGNED:
+        to = tl.multiple_of(to, 16)
+    lo = tl.maximum(start - first, 0)
+    hi = tl.minimum(stop - first, n)
+    begin = tile * (SLOTS * 64)
+    total = tl.zeros([], tl.uint64)
+    behind = tl.zeros([], tl.int32)
+    if hi == n:
+        used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+        _, units = _units(n, budget, SIZE)
+        total, behind = _behind(static_ptr, used * (SIZE // 8), units * (SIZE // 8), tile, tiles)
+    if (begin < hi) & (begin + SLOTS * 64 > lo):
+        # fmt: off
+        y, wrong, terms = _decode_tile(
+            static_ptr, places, table_ptr, tile, n, lo, hi, scales_at, budget, SIZE, GROUP, SCALES,
+            CENTER, SLOTS, TOP,
+        )
+        # fmt: on
+        behind |= wrong
+        total += terms
+        if STORE:
+            base = _bases(tile, SIZE, SLOTS)
+            inside = (begin >= lo) & (begin + SLOTS * 64 <= hi)
+            if inside:
+                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, PTX, False)
+            else:
+                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, PTX, True)
+    if behind != 0:
+        report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+    if SUMS:
+        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _store_rows(
+    out_ptr,
+    to,
+    y,
+    base,
+    lo,
+    hi,
+    COLUMNS: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
+    PTX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Store rows of values, or add them; element i of the chunk to `to + i` if in [lo, hi)."""
+    for k in tl.static_range(8):
+        bits = narrow(y[k], EXP, ITEM, PTX)
+        i = base[:, None] + (k * COLUMNS + tl.arange(0, _SLOT))[None, :]
+        if MASKED:
+            store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
+        else:
+            store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
+
+
+@kernel
+def _check_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    first_chunk: tl.int32,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    budget: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    scales_at: tl.int64,
+    index_at: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    CENTER: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
+    chunk = first_chunk + tl.program_id(0)
+    _, n = _chunk_at(chunk, nelem, chunk_nelem)
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
+    both = tl.load(record + 2)
+    where = chunk.to(tl.int64) << 8
+    # fmt: off
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr, status_ptr, head, chunks, static_at,
+            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
+        )
+    # fmt: on
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if planned != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if summed == 0:
+        odd |= tl.load(record)
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
+        groups, units = _units(n, budget, SIZE)
+        _, _, scales_end = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+        total, padding = padding_of(static_ptr, units * (SIZE // 8), scales_at * 128)
+        part, more = padding_of(static_ptr, scales_end, index_at * 128)
+        total += part
+        padding |= more
+        index_end = index_at * 128 + (groups + 1) // 2
+        part, more = padding_of(static_ptr, index_end, static_stride * 128)
+        total += part
+        if (padding | more) != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
+            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+def supports(dtype: DType) -> bool:
+    """False on devices, where these kernels have not run yet."""
+    return INTERPRETED and dtype.name in Dynamiq.dtypes
+
+
+#: `encode` measures what it is given no stats of, in its workspace.
+MEASURES = True
+
+
+@functools.cache
+def _tables(grid: str, device: torch.device) -> torch.Tensor:
+    """Of codes number 2^width + code the values, then the inverse steps; of width w at 4 w behind,
+    what `_codes` takes the logarithm of, and what it multiplies that with. float32, on `device`.
+
+    Made once: the first use of a grid on a device may not be in a captured graph.
+    """
+    table = np.zeros(1024 + 4 * (MAX_WIDTH + 1), np.float32)
+    for width in range(MIN_WIDTH, MAX_WIDTH + 1):
+        codes = slice(1 << width, 2 << width)
+        values, inverse = grid_of(grid, width)
+        table[:512][codes], table[512:1024][codes] = values, inverse
+        half = values[1 << width - 1 :].astype(np.float64)
+        # Values are about (growth^i - 1) * c + h[0]; of even steps with a growth close to 1.
+        steps = np.diff(half)
+        growth = max((steps[-1] / steps[0]) ** (1 / max(steps.size - 1, 1)), 1 + 2.0**-15)
+        scale = (growth ** (half.size - 1) - 1) / (half[-1] - half[0])
+        table[1024 + 4 * width :][:3] = 1 - half[0] * scale, scale, 1 / math.log2(growth)
+    with torch.inference_mode(False):
+        return torch.from_numpy(table).to(device)
+
+
+class _Launches:
+    """What a plan's kernels take, put together once."""
+
+    def __init__(self, plan: Plan) -> None:
+        if not isinstance(plan.codec, Dynamiq):
+            raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: dynamiq")
+        spec = self.spec = plan.codec
+        self.header = header_words(plan)
+        self.first_words = self.header[:HEADER_WORDS]
+        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
+        self.sizes = plan.nelem, plan.chunk_nelem
+        self.groups = spec.super_groups(plan.chunk_nelem)
+        self.stats = spec.super_groups(plan.nelem)
+        self.blocks = max(1, -(-self.groups // BLOCK))
+        self.budget = spec.budget
+        self.head = plan.header.nbytes // 8
+        payload, scales, _ = (s.nbytes // 128 for s in plan.layout.sections)
+        # In units of 128 bytes, so that kernels know the alignment.
+        self.static = plan.static_offset // 128, plan.static_stride // 128
+        self.scales, self.index = payload, payload + scales
+        self.how = WIDTHS.index(spec.widths)
+        self.work = workspace(spec, plan.chunk_nelem, plan.chunks)
+
+    def split(self, scratch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of the workspace."""
+        ends = np.cumsum(self.work).tolist()
+        return tuple(scratch[end - n : end] for end, n in zip(ends, self.work, strict=True))
+
+    def tiles(self, tiling: Tiling) -> int:
+        """Programs of a chunk."""
+        return max(1, -(-self.sizes[1] // (64 * tiling.slots)))
+
+
+def _launches(plan: Plan) -> _Launches:
+    found = plan.__dict__.get("_dynamiq_launches")
+    if found is None:
+        found = plan.__dict__["_dynamiq_launches"] = _Launches(plan)
+    return found
+
+
+def _grouping(spec: Dynamiq) -> dict[str, int]:
+    return {
+        "SIZE": spec.super_group,
+        "GROUP": spec.group,
+        "SCALES": SCALES.index(spec.scales),
+        "CENTER": spec.center,
+    }
+
+
+@functools.cache
+def _measure_variant(spec: Dynamiq, dtype: DType, tiling: Tiling) -> Variant:
+    return Variant(
+        _measure_kernel,
+        options(tiling.warps),
+        SIZE=spec.super_group,
+        LOG_COLUMNS=spec.super_group.bit_length() - 4,
+        CENTER=spec.center,
+        EXP=dtype.exponent,
+        ITEM=dtype.itemsize,
+        SLOTS=tiling.slots,
+    )
+
+
+@functools.cache
+def _width_variants(size: int, how: int) -> tuple[Variant, ...]:
+    """The histograms by digit, the ties, the widths."""
+    values = {"SIZE": size, "HOW": how}
+    histograms = [
+        Variant(_histogram_kernel, _BLOCK_OPTIONS, **values, LEVEL=level) for level in range(3)
+    ]
+    later = [Variant(k, _BLOCK_OPTIONS, **values) for k in (_ties_kernel, _widths_kernel)]
+    return (*histograms, *later)
+
+
+@functools.cache
+def _index_variant(size: int, how: int, sums: bool) -> Variant:
+    return Variant(_index_kernel, _BLOCK_OPTIONS, SIZE=size, HOW=how, SUMS=sums)
+
+
+@functools.cache
+def _places_variant(size: int, read: bool) -> Variant:
+    return Variant(_places_kernel, _BLOCK_OPTIONS, SIZE=size, READ=read)
+
+
+@functools.cache
+def _encode_variant(
+    spec: Dynamiq,
+    dtype: DType,
+    tiling: Tiling,
+    rounding: int,
+    random: int,
+    even: bool,
+    aligned: bool,
+    add: int,
+    sums: bool,
+) -> Variant:
+    grouping = _grouping(spec)
+    return Variant(
+        _encode_kernel,
+        options(tiling.warps),
+        **grouping,
+        LOG_COLUMNS=spec.super_group.bit_length() - 4,
+        ROUNDING=rounding,
+        RANDOM=random,
+        EVEN=even,
+        EXP=dtype.exponent,
+        ITEM=dtype.itemsize,
+        ALIGNED=aligned,
+        ADD=add,
+        TOP=largest_number(dtype),
+        SLOTS=tiling.slots,
+        PTX=PTX,
+        SUMS=sums,
+    )
+
+
+@functools.cache
+def _decode_variant(
+    spec: Dynamiq, dtype: DType, tiling: Tiling, aligned: bool, add: int, store: bool, sums: bool
+) -> Variant:
+    return Variant(
+        _decode_kernel,
+        options(tiling.warps),
+        **_grouping(spec),
+        EXP=dtype.exponent,
+        ITEM=dtype.itemsize,
+        ALIGNED=aligned,
+        ADD=add,
+        STORE=store,
+        TOP=largest_number(dtype),
+        SLOTS=tiling.slots,
+        PTX=PTX,
+        SUMS=sums,
+    )
+
+
+@functools.cache
+def _check_variant(spec: Dynamiq, sums: bool) -> Variant:
+    return Variant(_check_kernel, options(1), **_grouping(spec), SUMS=sums)
+
+
+def measure(spec: Dynamiq, dtype: DType, x: torch.Tensor) -> torch.Tensor:
+    """Energies of the super-groups of `x`, float32, shape (super-groups,), on its device."""
+    energies = torch.empty(spec.super_groups(x.numel()), dtype=torch.float32, device=x.device)
+    _measure(spec, dtype, x, energies)
+    return energies
+
+
+def _measure(spec: Dynamiq, dtype: DType, x, energies) -> None:
+    if x.numel():
+        tiles = -(-x.numel() // (64 * ENCODE.slots))
+        _measure_variant(spec, dtype, ENCODE).launch(tiles, (x, energies), x.numel())
+
+
+def _choose(plan: Plan, energies, state, counts, places) -> None:
+    """Leave in `places` where super-groups are that get their widths by `energies`."""
+    g = _launches(plan)
+    programs = g.blocks * plan.chunks
+    *histograms, ties, widths = _width_variants(g.spec.super_group, g.how)
+    numbers = *g.sizes, g.blocks, g.budget
+    if g.spec.widths != "fixed":
+        state.zero_()
+        for histogram in histograms:
+            histogram.launch(programs, (energies, state), *numbers)
+        ties.launch(programs, (energies, state, counts), *numbers)
+    widths.launch(programs, (energies, state, counts, places), *numbers, g.groups)
+    _places_variant(g.spec.super_group, False).launch(
+        programs, (counts, places, state, counts), 0, *numbers, g.groups
+    )
+
+
+def _read(plan: Plan, src, sums, status, state, counts, places, first, end, summed) -> None:
+    """Leave in `places` where the super-groups of chunks `first` to `end` of `src` are."""
+    g = _launches(plan)
+    programs = g.blocks * (end - first)
+    numbers = first, *g.sizes, g.blocks, g.budget, g.groups
+    _index_variant(g.spec.super_group, g.how, summed).launch(
+        programs, (src, sums, status, counts, places), *numbers, *g.static, g.index
+    )
+    _places_variant(g.spec.super_group, True).launch(
+        programs, (counts, places, state, status), *numbers
+    )
+
+
+def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
+    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    g = _launches(plan)
+    shares = shares_of(g.spec, key)
+    _, energies, state, counts, places, _, _ = g.split(scratch)
+    if stats is None and g.spec.widths != "fixed":
+        _measure(g.spec, plan.dtype, x, energies)
+    _choose(plan, _checked(g, stats, energies), state, counts, places)
+    sources = out, places, state, out, out
+    _encode(plan, x, out, key, shares, places, state, sources, 0)
+
+
+def _checked(g: _Launches, stats, energies):
+    if stats is None:
+        return energies
+    if stats.numel() != g.stats:
+        raise ValueError(f"stats have shape {tuple(stats.shape)}; allowed: ({g.stats},)")
+    return stats
+
+
+def decode_add_encode(
+    plan: Plan,
+    source_plan: Plan,
+    src,
+    x,
+    out,
+    scratch,
+    status,
+    *,
+    stats=None,
+    key: Key | None = None,
+    planned: bool = True,
+) -> None:
+    """Encode what `src`, a buffer of `plan`, decodes to plus `x` into `out`, in one pass.
+
+    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. Widths are
+    those of `src`, or with `stats` those that the stats ask for. See `tightwire.device` for the
+    contract.
+    """
+    g = _launches(plan)
+    shares = shares_of(g.spec, key)
+    sums, energies, state, counts, places, source_state, source_places = g.split(scratch)
+    if plan.checksum:
+        sums.zero_()
+    work = source_state, counts, source_places
+    _read(plan, src, sums, status, *work, 0, plan.chunks, plan.checksum)
+    if stats is None:
+        places, state = source_places, source_state
+    else:
+        _choose(plan, _checked(g, stats, energies), state, counts, places)
+    sources = src, source_places, source_state, sums, status
+    _encode(plan, x, out, key, shares, places, state, sources, x.element_size())
+    _check(plan, src, sums, status, 0, plan.nelem, True, plan.checksum, planned)
+
+
+def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -> None:
+    g = _launches(plan)
+    random, on_device, numbers = NO_KEY, None, (0, 0, 0)
+    if g.spec.draws:
+        random, on_device, numbers = key_arguments(key, out.device)
+    rounding, strata, turn = shares
+    tiling = DECODE_ADD_ENCODE if add else ENCODE
+    tiles = g.tiles(tiling)
+    even = plan.chunks == 1 or plan.chunk_nelem % 8 == 0 or rounding == int(_NEAREST.value)
+    out[: plan.static_offset].zero_()
+    # fmt: off
+    _encode_variant(
+        g.spec, plan.dtype, tiling, rounding, random, even, aligned_for(plan, x), add,
+        plan.checksum,
+    ).launch(
+        tiles * plan.chunks,
+        (
+            x, out, places, state, _tables(g.spec.grid, out.device),
+            out if on_device is None else on_device, *sources,
+        ),
+        *g.first_words, g.identity, *g.sizes, tiles, g.budget, g.groups, g.head, *g.static,
+        g.scales, g.index, strata, turn, *numbers,
+    )
+    # fmt: on
+    add_header(plan, out, g.header)
+
+
+def decode(
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    check: bool = True,
+    dynamic_starts=None,
+    store: bool = True,
+    add: bool = False,
+    planned: bool = True,
+) -> None:
+    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    g = _launches(plan)
+    stop = plan.nelem if stop is None else stop
+    tiling = DECODE
+    tiles = g.tiles(tiling)
+    summed = check and plan.checksum and (start < stop or not plan.nelem)
+    sums, _, _, counts, _, state, places = g.split(scratch)
+    if summed:
+        sums.zero_()
+    if out is None:
+        out = src
+    first, end, _, _ = touched(plan, start, stop)
+    if start < stop:
+        _read(plan, src, sums, status, state, counts, places, first, end, summed)
+        adding = out.element_size() if add else 0
+        even = aligned_for(plan, out, start)
+        _decode_variant(g.spec, plan.dtype, tiling, even, adding, store, summed).launch(
+            tiles * (end - first),
+            (src, out, places, state, _tables(g.spec.grid, src.device), sums, status),
+            start,
+            stop,
+            first,
+            *g.sizes,
+            tiles,
+            g.budget,
+            g.groups,
+            *g.static,
+            g.scales,
+        )
+    _check(plan, src, sums, status, start, stop, check, summed, planned)
+
+
+def _check(plan: Plan, src, sums, status, start, stop, check, summed, planned) -> None:
+    g = _launches(plan)
+    first, end, first_whole, end_whole = touched(plan, start, stop)
+    if not check:
+        end_whole = first_whole
+    _check_variant(g.spec, summed).launch(
+        end - first,
+        (src, sums, status),
+        *g.first_words,
+        first,
+        first_whole,
+        end_whole,
+        g.identity,
+        *g.sizes,
+        plan.chunks,
+        g.budget,
+        g.head,
+        *g.static,
+        g.scales,
+        g.index,
+        int(planned),
+        int(plan.checksum),
+    )
+    if planned:
+        match_header(plan, src, status, g.header)
