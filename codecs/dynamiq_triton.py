@@ -32,7 +32,7 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import CodecSpec, Key, Plan
+from .base import Key, Plan
 from .columns_triton import from_columns
 from .device import (
     CHUNK,
@@ -123,7 +123,7 @@ _BOUND = tl.constexpr(sum(1 << bits for bits in DIGITS))
 #: Numbers of a block: the cost of its ties, then how many super-groups have widths 2 to 8.
 _COUNTS = tl.constexpr(8)
 _TABLE = tl.constexpr(512)
-_BLOCK_OPTIONS = options(num_warps=4)
+_BLOCK_OPTIONS = options(num_warps=8)
 
 #: Launch parameters: slots that a program takes, and its warps. The slots of a tile hold whole
 #: super-groups, an even number of them, of any size.
@@ -280,17 +280,9 @@ def _histogram_kernel(
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
     f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
     bound, _ = _bound(state, units - _MIN_WIDTH * groups, LEVEL)
-    if LEVEL == 0:
-        BINS: tl.constexpr = _BINS_0
-        SHIFT: tl.constexpr = _SHIFT_0
-    elif LEVEL == 1:
-        state += _BINS_0
-        BINS: tl.constexpr = _BINS_1
-        SHIFT: tl.constexpr = _SHIFT_1
-    else:
-        state += _BINS_0 + _BINS_1
-        BINS: tl.constexpr = _BINS_2
-        SHIFT: tl.constexpr = 0
+    state += 0 if LEVEL == 0 else (_BINS_0 if LEVEL == 1 else _BINS_0 + _BINS_1)
+    BINS: tl.constexpr = _BINS_0 if LEVEL == 0 else (_BINS_1 if LEVEL == 1 else _BINS_2)
+    SHIFT: tl.constexpr = _SHIFT_0 if LEVEL == 0 else (_SHIFT_1 if LEVEL == 1 else 0)
     costs = tl.zeros([BINS], tl.int32)
     for k in tl.static_range(2 if HOW == _POW2 else 6):
         gain = _gain(f, k, HOW)
@@ -309,7 +301,7 @@ def _tie_costs(f, bound, HOW: tl.constexpr):
     bound = tl.where(bound > 0, bound, -1)
     for k in tl.static_range(2 if HOW == _POW2 else 6):
         costs += tl.where(_gain(f, k, HOW) == bound, (2 + 2 * k) if HOW == _POW2 else 1, 0)
-    return costs.to(tl.int64)
+    return costs
 
 
 @kernel
@@ -324,26 +316,47 @@ def _ties_kernel(
     SIZE: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """What a block's ties cost; of the first of a chunk, the bound and what ties may cost in all."""
+    """What a block's ties cost; of a chunk's first block, the bound and what ties may cost."""
     where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
     chunk, block, first, groups, units, j = where
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
     bound, left = _bound(state, units - _MIN_WIDTH * groups, 3)
     f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
     ties = tl.sum(_tie_costs(f, bound, HOW), 0)
-    tl.store(counts_ptr + (chunk * blocks + block) * _COUNTS, ties)
+    tl.store(counts_ptr + (chunk * blocks + block) * _COUNTS, ties.to(tl.int64))
     if block == 0:
         tl.store(state + _BOUND, bound)
         tl.store(state + _BOUND + 1, left)
 
 
 @triton.jit
+def _fields(widths):
+    """A one in a field of 16 bits, int64: of widths 2 to 5, and of 6 to 8. Sums are counts."""
+    one = (widths * 0 + 1).to(tl.int64)
+    low = (widths >= _MIN_WIDTH) & (widths < 6)
+    low = tl.where(low, one << (16 * tl.maximum(widths - _MIN_WIDTH, 0)).to(tl.int64), 0)
+    high = tl.where(widths >= 6, one << (16 * tl.maximum(widths - 6, 0)).to(tl.int64), 0)
+    return low, high
+
+
+@triton.jit
+def _field(low, high, w: tl.constexpr):
+    """Of sums of `_fields` that of width `w`."""
+    if w < 6:
+        return (low >> (16 * (w - _MIN_WIDTH))) & 0xFFFF
+    else:
+        return (high >> (16 * (w - 6))) & 0xFFFF
+
+
+@triton.jit
 def _store_widths(widths, j, groups, places, counts):
-    """Leave widths of a block, int64, in `places`, and how often it has each in `counts`."""
-    tl.store(places + j, widths, mask=j < groups)
+    """Leave widths of a block, int32, in `places`, and how often it has each in `counts`."""
+    tl.store(places + j, widths.to(tl.int64), mask=j < groups)
+    low, high = _fields(tl.where(j < groups, widths, 0))
+    low = tl.sum(low, 0)
+    high = tl.sum(high, 0)
     for w in tl.static_range(_MIN_WIDTH, _MAX_WIDTH + 1):
-        found = (widths == w) & (j < groups)
-        tl.store(counts + w - 1, tl.sum(found.to(tl.int64), 0))
+        tl.store(counts + w - 1, _field(low, high, w))
 
 
 @kernel
@@ -365,7 +378,7 @@ def _widths_kernel(
     chunk, block, first, groups, units, j = where
     counts = counts_ptr + chunk * blocks * _COUNTS
     if HOW == _FIXED:
-        widths = j * 0 + units // tl.maximum(groups, 1)
+        widths = (j * 0 + units // tl.maximum(groups, 1)).to(tl.int32)
     else:
         state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
         bound = tl.load(state + _BOUND)
@@ -381,7 +394,7 @@ def _widths_kernel(
         widths = tl.where(tl.cumsum(ties, 0) <= left, ties, 0) + _MIN_WIDTH
         for k in tl.static_range(2 if HOW == _POW2 else 6):
             cost = (2 + 2 * k) if HOW == _POW2 else 1
-            widths += tl.where(_gain(f, k, HOW) > bound, cost, 0).to(tl.int64)
+            widths += tl.where(_gain(f, k, HOW) > bound, cost, 0)
     places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
     _store_widths(widths, j, groups, places, counts + block * _COUNTS)
 
@@ -412,7 +425,7 @@ def _index_kernel(
     chunk, block, _, groups, units, j = where
     static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
     at = index_at * 128 + j // 2
-    pair = tl.load(static_ptr + at, mask=j // 2 < (groups + 1) // 2, other=0).to(tl.int64)
+    pair = tl.load(static_ptr + at, mask=j // 2 < (groups + 1) // 2, other=0).to(tl.int32)
     widths = tl.where(j % 2 == 0, pair & 15, pair >> 4)
     if HOW == _FIXED:
         good = widths == units // tl.maximum(groups, 1)
@@ -470,11 +483,13 @@ def _places_kernel(
     places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
     widths = tl.load(places + j, mask=j < groups, other=0)
     rows = widths * 0
+    ones_low, ones_high = _fields(widths.to(tl.int32))
+    low = tl.cumsum(ones_low, 0) - ones_low
+    high = tl.cumsum(ones_high, 0) - ones_high
     base = block * 0
     for w in tl.static_range(_MIN_WIDTH, _MAX_WIDTH + 1):
-        mine = (widths == w).to(tl.int64)
-        rank = tl.cumsum(mine, 0) - mine + tl.sum(tl.where(slot == w - 1, before, 0), 0)
-        rows += mine * (base + w * rank)
+        start = base + w * tl.sum(tl.where(slot == w - 1, before, 0), 0)
+        rows = tl.where(widths == w, start + w * _field(low, high, w), rows)
         base += w * tl.sum(tl.where(slot == w - 1, total, 0), 0)
     tl.store(places + j, (rows << 4) | widths, mask=j < groups)
     if block == 0:
@@ -645,21 +660,25 @@ def _limits(e, seed, step, rank, strata, turn, ROUNDING: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
+def _exchanged(words, STEP: tl.constexpr, MASK: tl.constexpr):
+    """Words k and k + STEP trade bits: those of MASK of the second for those STEP above them."""
+    found = ()
+    for k in tl.static_range(8):
+        if k & STEP == 0:
+            changed = ((words[k] >> STEP) ^ words[k + STEP]) & MASK
+            found = found + (words[k] ^ (changed << STEP),)
+        else:
+            changed = ((words[k - STEP] >> STEP) ^ words[k]) & MASK
+            found = found + (words[k] ^ changed,)
+    return found
+
+
+@triton.jit
 def _transposed(words):
-    """Words whose bits trade places with their numbers, byte by byte."""
-    for j in tl.static_range(3):
-        STEP: tl.constexpr = 4 >> j
-        MASK: tl.constexpr = 0x0F0F0F0F if j == 0 else (0x33333333 if j == 1 else 0x55555555)
-        found = ()
-        for k in tl.static_range(8):
-            if k & STEP == 0:
-                changed = ((words[k] >> STEP) ^ words[k + STEP]) & MASK
-                found = found + (words[k] ^ (changed << STEP),)
-            else:
-                changed = ((words[k - STEP] >> STEP) ^ words[k]) & MASK
-                found = found + (words[k] ^ changed,)
-        words = found
-    return words
+    """8 words whose bits trade places with the words, byte by byte."""
+    words = _exchanged(words, 4, 0x0F0F0F0F)
+    words = _exchanged(words, 2, 0x33333333)
+    return _exchanged(words, 1, 0x55555555)
 
 
 @triton.jit
@@ -1091,16 +1110,17 @@ def _encode_kernel(
         for k in tl.static_range(8):
             value = _float(widen(narrow(y[k], EXP, ITEM, PTX), EXP, ITEM))
             value = narrow(value + _float(rows[k]), EXP, ITEM, PTX)
-            i = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
-            summed = summed + (tl.where(i < n, widen(value, EXP, ITEM), 0),)
+            at = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
+            summed = summed + (tl.where(at < n, widen(value, EXP, ITEM), 0),)
         rows = summed
     if RANDOM == _KEY_ON_DEVICE:
         seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
         step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
     # fmt: off
     total = _encode_tile(
-        rows, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget, seed, step,
-        rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN, SLOTS, PTX,
+        rows, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget, seed,
+        step, rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN, SLOTS,
+        PTX,
     )
     # fmt: on
     used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
@@ -1116,9 +1136,9 @@ def _encode_kernel(
         tl.store(record + 2, chunk << 32)
         total += identity + record_term(n, zero, zero, chunk)
         if chunk == 0:
-            k = tl.arange(0, 16)
-            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+            i = tl.arange(0, 16)
+            w = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + i, w, mask=i < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
