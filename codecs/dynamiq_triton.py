@@ -707,6 +707,9 @@ def _codes(
     e,
     width,
     table,
+    offset,
+    slope,
+    factor,
     seed,
     step,
     rank,
@@ -717,17 +720,15 @@ def _codes(
     EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; `inverse` and `width` have
-    the shape [SLOTS, 1].
+    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; `inverse`, `width` and
+    what `_tables` says of the width, `offset`, `slope` and `factor`, have the shape [SLOTS, 1].
     """
     v = v * inverse
     v = tl.where(v > -1.0, v, -1.0)
     v = tl.where(v < 1.0, v, 1.0)
     half = (width * 0 + 1) << (width - 1)
-    shape = table + 2 * _TABLE + 4 * width
     # Less than 0.5 off the number of the last value not above |v|, counted in steps.
-    about = tl.load(shape) + tl.abs(v) * tl.load(shape + 1)
-    about = _log2(about, PTX) * tl.load(shape + 2)
+    about = _log2(offset + tl.abs(v) * slope, PTX) * factor
     about = tl.minimum(tl.maximum(about, 0.0), (half - 1).to(tl.float32))
     number = _bits(about + 12582912.0) - 0x4B400000
     near = tl.where(v < 0.0, half - 1 - number, half + number) + 2 * half
@@ -855,14 +856,18 @@ def _encode_tile(
             at = bytes_at + part + r * SIDE
             tl.store(static_ptr + at, fraction.to(tl.uint8), mask=part_here)
             total += tl.sum(tl.where(part_here, weigh_bytes(fraction, at), 0), 0)
-    slot_width = spread(width, TILE_GROUPS, LANES)[:, None]
+    slot_width = tl.maximum(spread(width, TILE_GROUPS, LANES), _MIN_WIDTH)[:, None]
     table = table_ptr.to(tl.pointer_type(tl.float32))
+    shape = table + 2 * _TABLE + 4 * slot_width
+    offset = tl.load(shape)
+    slope = tl.load(shape + 1)
+    factor = tl.load(shape + 2)
     words = ()
     # fmt: off
     for k in tl.static_range(8):
         inverse = spread(inverses[k // ROWS], SLOTS // SHARE, SHARE)[:, None]
         words = words + (_codes(
-            v[k], inverse, first + base + k * COLUMNS, tl.maximum(slot_width, _MIN_WIDTH), table,
+            v[k], inverse, first + base + k * COLUMNS, slot_width, table, offset, slope, factor,
             seed, step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
         ),)
     # fmt: on
