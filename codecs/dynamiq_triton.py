@@ -1187,7 +1187,7 @@ def _decode_kernel(
     Rows behind the last plane are looked at with a chunk's last element.
     """
     pid = tl.program_id(0)
-    chunk = first_chunk + pid // tiles
+    chunk = (first_chunk + pid // tiles).to(tl.int64)
     tile = (pid % tiles).to(tl.int64)
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     static_ptr = src_ptr + (static_at + chunk * static_stride) * 128

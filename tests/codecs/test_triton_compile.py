@@ -36,15 +36,21 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     ],
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
     "tahquant": [{"hidden": 512}, {"direction": "backward"}],
+    "dynamiq": [
+        {"scales": "wide", "center": True, "rounding": "stochastic"},
+        {"scales": "stochastic", "widths": "pow2", "super_group": 1024, "rounding": "nearest"},
+        {"widths": "fixed", "super_group": 128, "group": 64, "rounding": "nearest"},
+    ],
 }
 #: Of codecs with many forms, what those have that are compiled for other targets than sm_90.
 MAIN: dict[str, dict[str, Any]] = {
     "taco": {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False},
     "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
     "tahquant": {"MODE": 0, "TILE": 64, "SUMS": False, "FUSED": False, "ADD": 0, "STORE": True},
+    "dynamiq": {"ROUNDING": 0, "SUMS": False, "ADD": 0, "STORE": True},
 }
 #: Codecs whose `supports` says False on devices.
-UNPROVEN = ("taco", "sdp4bit", "tahquant")
+UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq")
 WORKERS = 2
 
 
@@ -229,15 +235,16 @@ def launches(name: str, dtype: str, everything: bool) -> None:
 
     plan, src = planned()
     plain, plain_src = planned(checksum=False)
-    kernels.encode(plain, x, plain_src, room)
-    kernels.encode(plan, x, src, room)
+    drawn = tw.Key(1, world=2) if name == "dynamiq" else None
+    kernels.encode(plain, x, plain_src, room, key=drawn)
+    kernels.encode(plan, x, src, room, key=drawn)
     kernels.decode(plain, plain_src, x, room, status)
     kernels.decode(plan, src, x, room, status)
     if not everything:
         return
-    kernels.encode(plain, apart, plain_src, room)
+    kernels.encode(plain, apart, plain_src, room, key=drawn)
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
-    kernels.encode(long_header, x, room, room)
+    kernels.encode(long_header, x, room, room, key=drawn)
     kernels.decode(long_header, room, x, room, status)
     if name == "mx":
         for element in ("e5m2", "e3m2", "e2m1", "int8"):
@@ -261,8 +268,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
             kernels.encode(other, x, room, room, key=key)
         kernels.decode(other, room, x, room, status)
     if hasattr(kernels, "decode_add_encode"):
-        kernels.decode_add_encode(plain, plain, plain_src, x, plain_src, room, status)
-        kernels.decode_add_encode(plan, plan, src, wide, src, room, status)
+        kernels.decode_add_encode(plain, plain, plain_src, x, plain_src, room, status, key=drawn)
+        kernels.decode_add_encode(plan, plan, src, wide, src, room, status, key=drawn)
     kernels.decode(plain, plain_src, apart, room, status)
     kernels.decode(plan, src, x, room, status, dynamic_starts=starts)
     kernels.decode(plan, src, None, room, status, store=False)
@@ -490,7 +497,7 @@ def test_nothing_spills_that_may_not(report: Report) -> None:
     assert not wrong, "\n".join(["", *wrong, "of all:", report.table()])
 
 
-@pytest.mark.parametrize("codec", ["taco", "sdp4bit"])
+@pytest.mark.parametrize("codec", ["taco", "sdp4bit", "dynamiq"])
 def test_every_operation_is_rounded_once(report: Report, codec: str) -> None:
     rows = [r for r in report.rows if r.form.kernel.startswith(f"{codec}.") and "sm_" in r.target]
     assert rows
