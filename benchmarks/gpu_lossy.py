@@ -2,7 +2,9 @@
 
 Bytes that an operation moves: encode and decode the raw and the packed bytes, decode_add the packed
 bytes and a float32 accumulator twice, decode_add_encode the packed bytes twice and the raw ones.
-Where nvfp4 looks for the largest magnitude first, what it reads for that counts as well.
+Where nvfp4 looks for the largest magnitude first, or dynamiq for energies, what it reads for that
+counts as well. What dynamiq's statistics take is timed by itself; what its widths take is the time
+between encode with given stats and encode with fixed widths.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import torch
 
 import tightwire as tw
 from tightwire.formats.dtypes import BY_NAME
+from tightwire.planning import device_module
 
 MIB = 1 << 20
-KEY = tw.Key(5, 1, 0, 1)
+KEY = tw.Key(5, 1, 1, 8)
 MX = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 #: Compilers at work side by side.
 WORKERS = 8
@@ -53,16 +56,27 @@ class Lossy:
 
 
 def cases() -> list[Lossy]:
-    """What is measured, the most important first."""
+    """What is measured, the most important first; of codecs that have kernels for devices."""
     kinds: list[tuple[str, str, dict[str, Any], bool]] = [
         ("mx e4m3", "mx", {}, False),
         ("nvfp4", "nvfp4", {}, False),
         ("nvfp4, stats given", "nvfp4", {}, True),
+        ("dynamiq", "dynamiq", {}, False),
+        ("dynamiq, stats given", "dynamiq", {}, True),
+        ("dynamiq, fixed widths", "dynamiq", {"widths": "fixed"}, False),
+        ("dynamiq, nearest, stats given", "dynamiq", {"rounding": "nearest"}, True),
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
+    kinds = [kind for kind in kinds if codes(kind[1])]
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
     found += [dataclasses.replace(case, mib=1024) for case in found[:3]]
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
+
+
+def codes(codec: str) -> bool:
+    """Whether devices use the kernels of a codec."""
+    module: Any = device_module(codec)
+    return bool(module.supports(BY_NAME["bfloat16"]))
 
 
 class LossyWork:
@@ -83,6 +97,7 @@ class LossyWork:
         self.every = range(sets)
         self.stats = [self.codec.measure(row) if case.given else None for row in self.x]
         self.sum_stats: list[Any] = [None] * sets
+        self.found: list[Any] = [None] * sets
         self.buffers = [self.encode(i) for i in self.every]
         self._expect()
 
@@ -91,8 +106,13 @@ class LossyWork:
         threads = os.cpu_count()
         dtype = BY_NAME[self.case.dtype]
         packed, values, sums = [], [], []
+        self.measured: list[Any] = []
+        # A sum keeps the widths of its source, as if encoded with the same stats.
+        kept = self.case.codec == "dynamiq" and not self.case.given
         for row, local in zip(self.x, self.x.flip(0).flip(1), strict=True):
             host = on_host(row, dtype)
+            measured = self.codec.measure(host)
+            self.measured.append(measured)
             buffer = self.codec.encode(
                 host, key=KEY, checksum=False, backend="cpu", threads=threads
             )
@@ -105,7 +125,12 @@ class LossyWork:
                 found = torch.from_numpy(self.codec.measure(total)).cuda()
                 self.sum_stats[len(sums)] = found
             again = self.codec.encode(
-                total, key=KEY, checksum=False, backend="cpu", threads=threads
+                total,
+                stats=measured if kept else None,
+                key=KEY,
+                checksum=False,
+                backend="cpu",
+                threads=threads,
             )
             sums.append(on_device(bytes_of(again)))
         self.packed, self.values, self.totals = packed, values, sums
@@ -121,6 +146,10 @@ class LossyWork:
             scratch=self.scratch,
             checksum=False,
         )
+
+    def measure(self, i: int) -> None:
+        """Statistics of tensor `i`."""
+        self.found[i] = self.codec.measure(self.x[i])
 
     def decode(self, i: int) -> None:
         """Decode buffer `i` into its output."""
@@ -160,6 +189,11 @@ class LossyWork:
             bench.poison(self.y)
             run()
             self._same(self.y.view(torch.uint8), self.values, op)
+        elif op == "measure":
+            run()
+            for found, wanted in zip(self.found, self.measured, strict=True):
+                same = found.cpu().numpy().tobytes() == wanted.tobytes()
+                bench.require(same, "the statistics differ from the CPU's")
         elif op == "copy":
             bench.poison(self.y)
             run()
@@ -185,10 +219,13 @@ class LossyWork:
     def moved(self, op: str) -> int:
         """Bytes that an operation must move for one tensor."""
         raw, packed = self.x[0].nbytes, self.plan.nbytes
-        twice = self.case.codec == "nvfp4" and not self.case.given
+        measures = {"nvfp4": True, "dynamiq": ("widths", "fixed") not in self.case.params}
+        again = measures.get(self.case.codec, False) and not self.case.given
+        twice = again and self.case.codec == "nvfp4"
         return {
             "copy": 2 * raw,
-            "encode": raw + packed + twice * raw,
+            "measure": raw,
+            "encode": raw + packed + again * raw,
             "decode": raw + packed,
             "decode_add": packed + 2 * self.acc[0].nbytes,
             "decode_add_encode": raw + 2 * packed + twice * (raw + packed),
@@ -213,11 +250,16 @@ def on_device(data: np.ndarray[Any, Any]) -> torch.Tensor:
 OPS = ("encode", "decode", "decode_add", "decode_add_encode")
 
 
+def ops(case: Lossy) -> tuple[str, ...]:
+    """What is measured of a case."""
+    return (*OPS, "measure") if case.name == "dynamiq" else OPS
+
+
 def compare(case: Lossy) -> str:
     """Check a small tensor in a process of its own, so that kernels compile side by side."""
     try:
         work = LossyWork(case, 1, MIB // BY_NAME[case.dtype].itemsize)
-        for op in OPS:
+        for op in ops(case):
             work.check(op, work.each(getattr(work, op)))
     except Exception as error:
         return bench.told(error)
@@ -236,7 +278,7 @@ def run_case(case: Lossy, problem: str) -> dict[str, Any]:
     nelem = case.mib * MIB // BY_NAME[case.dtype].itemsize
     work = LossyWork(case, case.sets, nelem)
     record |= {"ratio": work.plan.nbytes / work.x[0].nbytes}
-    for op in ("copy", *OPS):
+    for op in ("copy", *ops(case)):
         try:
             call = work.each(getattr(work, op))
             work.check(op, call)

@@ -83,8 +83,8 @@ class Codec:
     def measure(self, x: Any, *, backend: str | None = None) -> Any:
         """Statistics that ranks may agree on and pass to encode() as `stats`, or None.
 
-        A NumPy array; of a GPU array an int64 array (JAX: int32) of its library on its device,
-        without waiting for it (JAX: it waits).
+        A NumPy array; of a GPU array one of its library on its device, int64 (JAX: int32) or what
+        the codec measures in float32, without waiting for it (JAX: it waits).
         """
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -217,8 +217,9 @@ class Codec:
         sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
         the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
         of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
-        buffer's dtype); nvfp4 needs another one on a GPU unless `stats` are given. On a GPU nothing
-        waits; damage of `src` is raised by `src.check()`.
+        buffer's dtype); nvfp4 needs another one on a GPU unless `stats` are given. Unless they are,
+        dynamiq keeps the widths of `src`. On a GPU nothing waits; damage of `src` is raised by
+        `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")

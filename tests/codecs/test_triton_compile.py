@@ -90,6 +90,7 @@ ALLOWED = (
         "tahquant._decode_kernel", {"MODE": [1, 2]}, 192, 0, "such tiles are few, or unaligned"
     ),
     Allowed("taco._decode_kernel", {"MODE": [1, 2]}, 0, 16, "such tiles are few"),
+    Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
     Allowed("sdp4bit._decode_kernel", {}, 32, 0, "the assembler stops at 80 registers"),
     Allowed(
         "taco._decode_kernel", {"MODE": [0]}, 64, 0, "sm_100's assembler stops at 80 registers"
