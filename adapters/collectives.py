@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -28,13 +28,14 @@ from ..formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call, TraceRecord
 from .cost import Choice
-from .group import DESIGNS, Design, Exchange, Group
+from .group import DESIGNS, TOPOLOGIES, Design, Exchange, Topology
 from .lanes import Lanes
+from .multihop import MultiHop
 from .shares import CARD_NBYTES, Shares, pieces, split
 from .switch import AS_BEFORE, SUMS, Before, Measured
 from .tensors import as_input, as_output, as_result
 
-__all__ = ["DESIGNS", "Communicator", "Design"]
+__all__ = ["DESIGNS", "TOPOLOGIES", "Communicator", "Design", "Topology"]
 
 #: Elements of a piece of a pipelined message are a multiple of this, so that tiles are whole.
 _PIECE = 1 << 16
@@ -52,9 +53,11 @@ _PATHS = (
 )
 
 Span = tuple[int, int]
+Op = Literal["sum", "mean"]
+OPS: tuple[Op, ...] = get_args(Op)
 
 
-class Communicator(Group):
+class Communicator(MultiHop):
     """Collectives of a group of ranks that send every tensor encoded.
 
     Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU also CuPy and JAX,
@@ -81,6 +84,13 @@ class Communicator(Group):
     anything else, "between" sends them behind the static parts, which need not wait for slow ranks.
     Codecs whose buffers have no dynamic part (all lossy ones) have no use for either: one step on
     the wire takes everything, and nobody waits for it to decode.
+
+    `topology` is how sums of such codecs are made that do not name one: in "two-shot", or growing
+    from hop to hop, by "ring" or "butterfly" (DynamiQ, section 3.4). Then every rank encodes the
+    sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
+    at a time. Statistics that add up (dynamiq's energies) are summed over ranks first, and with
+    random rounding the key of a share differs between ranks in the rank alone, as correlated
+    rounding needs it. Results are bit-identical on all ranks.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
@@ -189,7 +199,13 @@ class Communicator(Group):
         return as_result(into, info.dtype, target) if out is None else out
 
     def reduce_scatter(
-        self, x: Any, out: Any = None, *, wire: str | None = None, decoded: Any = None
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        wire: str | None = None,
+        decoded: Any = None,
+        topology: Topology | None = None,
     ) -> Any:
         """Share r, of equal shares along the first dimension, of the sum of all ranks' `x`.
 
@@ -200,6 +216,11 @@ class Communicator(Group):
 
         `decoded`, an array like `x` that does not overlap it, is filled with what the other ranks
         decode of `x`: what is missing is what a lossy codec (or `wire`) has lost of it.
+
+        `topology` is that of the communicator if it is None; dtypes that the codec does not code go
+        in two shots. By hops the order of terms is that of the hops, what a rank passes on is
+        rounded to what travels, and its own term and the last sum are not encoded; `decoded` is
+        refused, as others decode no rank's `x`.
 
         Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
         own order; an all-reduce by a lossy codec on a GPU
@@ -218,41 +239,77 @@ class Communicator(Group):
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
         sent = _wire_dtype(wire, info.dtype)
         kept = as_output(decoded, info, info.shape, target, "decoded")
+        by = self._topology_for(topology, sent)
+        if kept is not None and by != "two-shot":
+            raise ValueError(f"decoded is given, topology is {by!r}; allowed: 'two-shot'")
         choice = self._choose("reduce_scatter", x, info._replace(dtype=sent), before, info.dtype)
-        with self._call("reduce_scatter", "all-to-all and sum", info, choice, sent) as call:
-            call.nbytes = _nbytes(info._replace(dtype=sent))
+        name = "all-to-all and sum" if by == "two-shot" else by
+        with self._call("reduce_scatter", name, info, choice, sent) as call:
+            part = info._replace(dtype=sent)
+            call.nbytes = _nbytes(part)
             total = self._result(x, into if is_wide else None, shape, wide, choice)
             kept = None if kept is None else kept.reshape(-1)
-            self._scatter_sums(call, x, total.reshape(-1), info, sent, choice, decoded=kept)
+            flat = total.reshape(-1)
+            if choice.algorithm == "native" or by == "two-shot":
+                self._scatter_sums(call, x, flat, info, sent, choice, decoded=kept)
+            else:
+                self._compare_shape(call, x, part)
+                terms = tensors.cast(x, sent).reshape(-1)
+                spans = self._spans(flat.shape[0], choice.pieces)
+                self._reduce_scatter_by_hops(call, terms, flat, part, by, spans)
             result = total if is_wide else tensors.cast(total, info.dtype)
             into = _placed(into, result)
         return as_result(into, info.dtype, target) if out is None else out
 
-    def all_reduce(self, x: Any, out: Any = None, *, wire: str | None = None) -> Any:
+    def all_reduce(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        wire: str | None = None,
+        op: Op = "sum",
+        topology: Topology | None = None,
+    ) -> Any:
         """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
+
+        With `op` "mean" (of floats) every rank divides the sum that it gets, in float32 (float64).
+        `topology` is as in `reduce_scatter`: by hops each rank encodes its share of the sum, and
+        all ranks decode that. Shares are equally long, with zeros behind the last elements.
 
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
         of its results, rounded to what travels; natively as there. So all ranks get the same bits,
         of a lossy codec too: every term is encoded once, and so is the sum. The last
         x.size % world_size elements are sent as they are.
         """
+        if op not in OPS:
+            raise ValueError(f"op is {op!r}; allowed: {OPS}")
         before = self._switch.as_before("all_reduce", x, wire)
-        if before is not None:
+        if before is not None and op == "sum":
             found = self._again("all_reduce", before, x, out, self._reduce_plain)
             if found is not None:
                 return found
         x, info, target = as_input(x)
         wide = tensors.sum_dtype(info.dtype)
+        if op == "mean" and not wide.is_float:
+            raise TypeError(f"x is {info.dtype.name}; allowed for a mean: floats")
         into = as_output(out, info, info.shape, target)
         sent = _wire_dtype(wire, info.dtype)
         part = info._replace(dtype=sent)
+        by = self._topology_for(topology, sent)
         choice = self._choose("all_reduce", x, part, before, info.dtype)
-        with self._call("all_reduce", "two-shot", info, choice, sent) as call:
+        with self._call("all_reduce", by, info, choice, sent) as call:
             call.nbytes = _nbytes(part)
+            if choice.algorithm != "native" and by != "two-shot":
+                whole = self._result(x, into, info.shape, info.dtype, choice)
+                self._reduce_by_hops(call, x.reshape(-1), whole.reshape(-1), part, by, choice)
+                self._divide(whole, op)
+                into = _placed(into, whole)
+                return as_result(into, info.dtype, target) if out is None else out
             # In place is fine: what is gathered is gathered after all of `x` was read.
             whole = tensors.empty(info.shape, info.dtype, x) if into is None else into
             flat, result = x.reshape(-1), whole.reshape(-1)
             if choice.algorithm == "native" and self._sum_native(call, flat, result, info):
+                self._divide(whole, op)
                 return as_result(whole, info.dtype, target) if out is None else out
             # What equal shares leave over is less than an element for each rank: it goes as it is.
             each, rest = divmod(math.prod(info.shape), self._size)
@@ -279,6 +336,7 @@ class Communicator(Group):
             if sent != info.dtype:
                 tensors.put(result[:main], gathered)
             tensors.put(result[main:], tensors.cast(left, sent))
+            self._divide(whole, op)
         return as_result(whole, info.dtype, target) if out is None else out
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -544,6 +602,50 @@ class Communicator(Group):
         self._decoded(call, buffer, note)
 
     # Sums.
+
+    def _topology_for(self, topology: Topology | None, sent: DType) -> Topology:
+        """The topology of a sum that travels as `sent`."""
+        chosen = self._topology if topology is None else self._checked_topology(topology)
+        return chosen if sent.is_float and sent.name in self._codec.dtypes else "two-shot"
+
+    def _divide(self, total: Any, op: Op) -> None:
+        """Make `total` a mean if that was asked for."""
+        if op == "mean":
+            wide = tensors.sum_dtype(arrays.describe(total).dtype)
+            with np.errstate(all="ignore"):
+                tensors.put(total, tensors.cast(total, wide) / self._size)
+
+    def _reduce_by_hops(
+        self,
+        call: Call,
+        flat: Any,
+        result: Any,
+        info: ArrayInfo,
+        topology: Topology,
+        choice: Choice,
+    ) -> None:
+        """The sum of all ranks' `flat`, shape (n,), to `result`; `info` is what travels."""
+        self._compare_shape(call, flat, info)
+        n, sent = flat.shape[0], info.dtype
+        each = -(-n // self._size)
+        terms, gathered = tensors.cast(flat, sent), result
+        if n < each * self._size:
+            terms = tensors.empty((each * self._size,), sent, flat)
+            tensors.put(terms[:n], flat)
+            tensors.fill(terms[n:], 0)
+        if terms.shape[0] != n or arrays.describe(result).dtype != sent:
+            gathered = tensors.empty(terms.shape, sent, flat)
+        spans = self._spans(each, choice.pieces)
+
+        def put(buffer: Buffer, k: int) -> None:
+            if len(spans) == 1:
+                self._decode(call, buffer, gathered, None)
+            else:
+                self._decode_rows(call, buffer, gathered, spans[k])
+
+        self._all_reduce_by_hops(call, terms, info, topology, spans, put)
+        if gathered is not result:
+            tensors.put(result, gathered[:n])
 
     def _scatter_sums(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,10 +29,13 @@ from .transport import Transport
 
 Design = Literal["first", "between"]
 DESIGNS = ("first", "between")
+Topology = Literal["two-shot", "ring", "butterfly"]
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 #: Collectives that come in both designs, and that all ranks take part in alike.
 TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 
 _INT64 = BY_NAME["int64"]
+_OTHER_CALL = "make another call, or of another dtype or shape"
 #: Elements from which on their number says nothing about the codec that is taken.
 _NAMED = 1 << 20
 #: Layouts that are kept: a model has so many sizes of buckets.
@@ -80,12 +84,14 @@ class Group:
         verify: bool = False,
         trace: int = 1000,
         seed: int = 0,
+        topology: Topology = "two-shot",
     ) -> None:
         """Made by all ranks together: raises CollectiveError on each of them if they differ.
 
         Compared are the versions of format and codec and all parameters. `trace` is the number of
         calls that `trace()` remembers. `seed`, below 2^64, is what codecs that round at random draw
-        by, with the number of the call and the rank (`calls.rounding_key`).
+        by, with the number of the call and the rank (`calls.rounding_key`). `topology` is that of
+        sums that do not name one.
         """
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
@@ -108,6 +114,8 @@ class Group:
         self._trace: deque[_Traced] = deque(maxlen=trace)
         self._counts: Counter[str] = Counter()
         self._plans: dict[tuple[DType, int, int], Plan] = {}
+        #: Pieces are laid out by the thread that encodes, too.
+        self._layout_lock = threading.RLock()
         self._rooms: dict[tuple[str, Any], Any] = {}
         self._layouts: dict[tuple[Any, ...], Shares] = {}
         #: Whose layout a room has at present.
@@ -126,8 +134,10 @@ class Group:
         self._fixed = not any(
             self._plan(BY_NAME[name], _NAMED).dynamic_stride for name in self._codec.dtypes
         )
+        self._topology = self._checked_topology(topology)
         cut = f"{granularity} bytes" if pieces is None else f"{pieces} pieces"
-        self._agree(sizes, f"pipelined in {cut}" if algorithm == "pipelined" else algorithm, seed)
+        path = f"pipelined in {cut}" if algorithm == "pipelined" else algorithm
+        self._agree(sizes, path, seed)
 
     @property
     def rank(self) -> int:
@@ -143,6 +153,11 @@ class Group:
     def codec(self) -> Codec:
         """The codec of all ranks."""
         return self._codec
+
+    @property
+    def topology(self) -> Topology:
+        """That of sums that do not name one."""
+        return self._topology
 
     @property
     def transport(self) -> Transport:
@@ -197,6 +212,7 @@ class Group:
             "sizes": sizes,
             "checksum": self._checksum,
             "seed": seed,
+            "topology": self._topology,
         }
         mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
         call = Call(self._rank, "Communicator", 0, "")
@@ -237,7 +253,7 @@ class Group:
         sequence = self._counts[counter]
         self._counts[counter] += 1
         call = Call(self._rank, collective, sequence, key)
-        call.kind = collective, (sent or info.dtype).name, info.shape, choice.algorithm
+        call.kind = collective, (sent or info.dtype).name, info.shape, choice.algorithm, algorithm
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason
@@ -267,6 +283,16 @@ class Group:
             raise
         finally:
             self._trace.append(call.record(error))
+
+    def _checked_topology(self, topology: Topology) -> Topology:
+        if topology not in TOPOLOGIES:
+            raise ValueError(f"topology is {topology!r}; allowed: {TOPOLOGIES}")
+        if topology != "two-shot" and not (self._fixed and not self._codec.homomorphic):
+            raise ValueError(
+                f"topology is {topology!r}, codec {self._codec.name!r}, the size of whose buffers "
+                "depends on the data; allowed: 'two-shot'"
+            )
+        return topology
 
     def _equal_splits(self, rows: int) -> list[int]:
         if rows % self._size:
@@ -301,29 +327,31 @@ class Group:
     @tensors.kept
     def _bytes(self, name: str, nbytes: int, like: Any) -> Any:
         """The communicator's own memory called `name`, which grows."""
-        key = name, tensors.device_of(like)
-        room = self._rooms.get(key)
-        if room is None or room.shape[0] < nbytes:
-            # The old one goes first, with all views: there may not be room for both.
-            self._rooms.pop(key, None)
-            self._holders.pop(key, None)
-            self._layouts = {k: s for k, s in self._layouts.items() if k[:2] != key}
-            room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
-        return room
+        with self._layout_lock:
+            key = name, tensors.device_of(like)
+            room = self._rooms.get(key)
+            if room is None or room.shape[0] < nbytes:
+                # The old one goes first, with all views: there may not be room for both.
+                self._rooms.pop(key, None)
+                self._holders.pop(key, None)
+                self._layouts = {k: s for k, s in self._layouts.items() if k[:2] != key}
+                room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
+            return room
 
     @tensors.kept
     def _room(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Shares of these plans, which `_plan` has made, in the memory called `name`."""
-        # Plans are kept as long as their layouts, so that ids tell them apart.
-        ids = tuple(map(id, plans))
-        key = (name, tensors.device_of(like), ids)
-        found = self._layouts.get(key)
-        if found is None:
-            if len(self._layouts) >= _KEPT:
-                self._layouts.clear()
-            room = self._bytes(name, sum(plan.nbytes for plan in plans), like)
-            found = self._layouts[key] = Shares(list(plans), room)
-        return found
+        with self._layout_lock:
+            # Plans are kept as long as their layouts, so that ids tell them apart.
+            ids = tuple(map(id, plans))
+            key = (name, tensors.device_of(like), ids)
+            found = self._layouts.get(key)
+            if found is None:
+                if len(self._layouts) >= _KEPT:
+                    self._layouts.clear()
+                room = self._bytes(name, sum(plan.nbytes for plan in plans), like)
+                found = self._layouts[key] = Shares(list(plans), room)
+            return found
 
     def _take(self, name: str, shares: Shares) -> bool:
         """Lay the memory called `name` out as `shares`; True if it was something else."""
@@ -440,7 +468,7 @@ class Group:
         try:
             with call.stage("sizes"):
                 for late in call.late:
-                    self._cards(call, late.arriving, late.digests, late.source)
+                    self._cards(call, late.arriving, late.digests, late.source, late.note)
                     late.spare.append(late.arriving)
         except CollectiveError as strange:
             # Ranks are out of step, whatever has gone well since.
@@ -483,6 +511,7 @@ class Group:
         arriving: tensors.OnTheWay,
         digests: Sequence[int],
         source: int | None = None,
+        note: str = "",
     ) -> Any:
         """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call.
 
@@ -493,12 +522,16 @@ class Group:
         strange = [i for i, digest in enumerate(digests) if seals[i] != sealed(digest, said[i])]
         if strange:
             strange = strange if source is None else [source]
-            detail = f"ranks {strange} make another call, or of another dtype or shape"
-            raise call.failure("sizes", detail)
+            raise call.failure("sizes", f"ranks {strange} {_OTHER_CALL}{note}")
         return host
 
     def _compare_late(
-        self, call: Call, shares: Shares, digests: Sequence[int], source: int | None = None
+        self,
+        call: Call,
+        shares: Shares,
+        digests: Sequence[int],
+        source: int | None = None,
+        note: str = "",
     ) -> None:
         """Have the cards compared: now if they are on the host, else with the call's verdict.
 
@@ -507,10 +540,10 @@ class Group:
         with call.stage("sizes"):
             arriving = shares.arriving_late()
             if self._verify or arriving.done():
-                self._cards(call, arriving, digests, source)
+                self._cards(call, arriving, digests, source, note)
                 shares.spare.append(arriving)
             else:
-                call.late.append(LateCards(arriving, digests, source, shares.spare))
+                call.late.append(LateCards(arriving, digests, source, shares.spare, note))
 
     def _exchange_fixed(
         self,
@@ -652,9 +685,20 @@ class Group:
         dtype = send.plans[0].dtype
         return self._switch.ratio(call.collective, dtype, call.nbytes) if call.nbytes else 0
 
-    def _compare(self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]) -> None:
-        """Raise if another rank makes another call: `there` are digests for them, `here` theirs."""
-        with call.stage("sizes"):
+    def _compare(
+        self,
+        call: Call,
+        like: Any,
+        there: Sequence[int],
+        here: Sequence[int],
+        stage: str = "sizes",
+        what: str = _OTHER_CALL,
+    ) -> None:
+        """Raise if another rank makes another call: `there` are digests for them, `here` theirs.
+
+        Of other things that ranks must agree on `what` says what those do that differ.
+        """
+        with call.stage(stage):
             mine = tensors.on_device(np.array(there, np.int64), tensors.device_of(like))
             came = tensors.empty((self._size,), _INT64, mine)
             self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(mine))
@@ -662,8 +706,7 @@ class Group:
         call.wire_bytes += 8 * (self._size - 1)
         strange = [rank for rank, digest in enumerate(here) if found[rank] != digest]
         if strange:
-            detail = f"ranks {strange} make another call, or of another dtype or shape"
-            raise call.failure("sizes", detail)
+            raise call.failure(stage, f"ranks {strange} {what}")
 
     def _compare_new(
         self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]

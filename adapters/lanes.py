@@ -53,12 +53,17 @@ class Lanes:
             for future in self._waiting:
                 future.result()
 
-    def encode(self, task: Task) -> Task:
-        """Start `task`; what is returned makes the wire wait for it, and gives its result."""
+    def encode(self, task: Task, *, behind: bool = False) -> Task:
+        """Start `task`; what is returned makes the wire wait for it, and gives its result.
+
+        With `behind` it starts behind what is on the wire now.
+        """
         if not self._cuda:
             return self._encoder.submit(task).result
         import torch
 
+        if behind:
+            self._encoding.wait_stream(self._wire)
         with torch.cuda.stream(self._encoding):
             result = task()
             done = torch.cuda.Event()
@@ -82,3 +87,26 @@ class Lanes:
         self._decoding.wait_event(done)
         with torch.cuda.stream(self._decoding):
             task()
+
+
+class Inline:
+    """`Lanes` for a single piece: tasks run where and when somebody waits for them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def encode(self, task: Task, *, behind: bool = False) -> Task:
+        """The task itself."""
+        return task
+
+    def decode(self, task: Task) -> None:
+        """Run `task`."""
+        task()

@@ -287,11 +287,15 @@ class Codec:
         )
 
     def _fuses(self, x: Any, dtype: DType) -> bool:
-        """True if `decode_add_encode` of buffers of `dtype` and of `x`, float32, is one pass."""
+        """True if `decode_add_encode` of buffers of `dtype` and of `x` is one pass.
+
+        `x` is of that dtype or float32.
+        """
         if dtype.name not in self.dtypes:
             return False
         if device_for(None, x) is None:
-            return dtype.name == "float32" and hasattr(backend_module(self.name, None), _FUSED)
+            alike = arrays.describe(x).dtype == dtype
+            return alike and hasattr(backend_module(self.name, None), _FUSED)
         return hasattr(device_module(self.name), "decode_add_encode")
 
 

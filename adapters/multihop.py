@@ -1,0 +1,351 @@
+"""Sums that grow from hop to hop: reduce-scatter and all-reduce by ring and by butterfly.
+
+After DynamiQ, sections 2.1, 3.4 and 4 and appendix B. Each rank has a share of the sum in the end.
+A share's first rank encodes its own term, every next one decodes what comes, adds its term and
+encodes, and the last one has the sum; so each rank encodes each share once. In an all-reduce the
+last one encodes too, and its buffer is what all ranks decode.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import ArrayInfo
+from ..buffer import Buffer
+from ..codecs.base import Key, Plan
+from . import tensors
+from .calls import Call, rounding_key
+from .group import Group, Topology
+from .lanes import Inline, Lanes
+from .shares import CARD_NBYTES, Shares
+
+Span = tuple[int, int]
+
+
+class Hop(NamedTuple):
+    """What one rank does in one step: shares go to a rank, others come from one, or nothing."""
+
+    to: int | None = None
+    out: tuple[int, ...] = ()
+    source: int | None = None
+    into: tuple[int, ...] = ()
+
+
+def hops(topology: Topology, rank: int, size: int) -> list[Hop]:
+    """The steps of rank `rank` by which share r of a sum comes to rank r, as many on all ranks.
+
+    "ring": share r starts at rank r + 1 and goes once around. "butterfly": of 2^k ranks, those
+    whose numbers differ in one bit swap halves of what they have, the highest bit first (appendix
+    B). Of others, let 2^k be the largest below: each rank from there on gives all shares to the
+    rank 2^k below it first, which has that rank's share in the end and gives it back.
+    """
+    if topology == "ring":
+        after, before = (rank + 1) % size, (rank - 1) % size
+        return [
+            Hop(after, ((rank - 1 - h) % size,), before, ((rank - 2 - h) % size,))
+            for h in range(size - 1)
+        ]
+    core = 1 << size.bit_length() - 1
+    extra, held = size - core, tuple(range(size))
+    giver, taker = rank >= core, rank < extra
+    found = []
+    if extra:
+        comes = Hop(source=rank + core, into=held) if taker else Hop()
+        found.append(Hop(rank - core, held) if giver else comes)
+    bit = core // 2
+    while bit:
+        kept = tuple(c for c in held if c % core & bit == rank & bit)
+        given = tuple(c for c in held if c % core & bit != rank & bit)
+        found.append(Hop() if giver else Hop(rank ^ bit, given, rank ^ bit, kept))
+        held, bit = kept, bit // 2
+    if extra:
+        goes = Hop(rank + core, (rank + core,)) if taker else Hop()
+        found.append(Hop(source=rank - core, into=(rank,)) if giver else goes)
+    return found
+
+
+class _Came(NamedTuple):
+    """A partial sum that has come: its number in the hop, and how errors say where from."""
+
+    buffer: Buffer
+    data: Any
+    word: int
+    note: str
+
+
+@dataclass
+class _Part:
+    """What a rank has of one piece of one share: its own part, and what came last."""
+
+    #: None when it is in what was sent.
+    own: Any
+    stats: Any
+    #: `own` is float32, and no longer what was given.
+    summed: bool = False
+    came: _Came | None = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The parts of all shares, as long as `plan` says."""
+
+    number: int
+    plan: Plan
+    parts: list[_Part]
+    #: Any array of their library and device.
+    like: Any
+
+
+class MultiHop(Group):
+    """A `Group` that sums hop by hop, for codecs whose buffers have no dynamic part."""
+
+    def _all_reduce_by_hops(
+        self,
+        call: Call,
+        flat: Any,
+        info: ArrayInfo,
+        topology: Topology,
+        spans: Sequence[Span],
+        put: Callable[[Buffer, int], None],
+    ) -> None:
+        """Have `put(buffer, k)` called with piece k of the sum: chunk r is span k of share r.
+
+        `flat`, shape (ranks * n,), is what travels, a share behind the other; `spans` are those of
+        the n elements of a share that pieces have.
+        """
+        pieces = self._pieces(call, flat, info, spans)
+        digest = functools.partial(call.digest, info, info.shape)
+
+        def finish(piece: _Piece) -> Shares | None:
+            return self._encode_parts(call, pieces, piece, [self._rank])
+
+        def deliver(lanes: Lanes | Inline, piece: _Piece, send: Shares) -> None:
+            k = piece.number
+            began = self._begin_gather(call, send, digest(-1 - k), f"gathered {k}")
+            buffer = self._end_gather(call, began)
+            call.exchanged = k == len(pieces) - 1
+            lanes.decode(functools.partial(put, buffer, k))
+
+        self._by_hops(call, pieces, topology, digest, finish, deliver)
+
+    def _reduce_scatter_by_hops(
+        self,
+        call: Call,
+        flat: Any,
+        total: Any,
+        info: ArrayInfo,
+        topology: Topology,
+        spans: Sequence[Span],
+    ) -> None:
+        """This rank's share of the sum, shape (n,), to `total`, as wide as sums are made.
+
+        Its own term is added as it is, and so is the sum: what has been encoded is what came.
+        """
+        pieces = self._pieces(call, flat, info, spans)
+        digest = functools.partial(call.digest, info, info.shape)
+
+        def finish(piece: _Piece) -> None:
+            part, (a, b) = piece.parts[self._rank], spans[piece.number]
+            here = total[a:b]
+            if part.own is None:
+                tensors.clear(here)
+            else:
+                tensors.put(here, part.own)
+            if part.came is not None:
+                self._add_came(call, part.came, here)
+
+        self._by_hops(call, pieces, topology, digest, finish, None)
+
+    def _pieces(
+        self, call: Call, flat: Any, info: ArrayInfo, spans: Sequence[Span]
+    ) -> list[_Piece]:
+        """The pieces of `flat`, with statistics that all ranks have agreed on."""
+        rows = flat.reshape(self._size, -1)
+        own = [[row[a:b] for row in rows] for a, b in spans]
+        plans = [self._plan(info.dtype, b - a) for a, b in spans]
+        stats = iter(self._agreed(call, [x for xs in own for x in xs], plans, info))
+        return [
+            _Piece(k, plan, [_Part(x, next(stats)) for x in xs], flat)
+            for k, (plan, xs) in enumerate(zip(plans, own, strict=True))
+        ]
+
+    def _agreed(
+        self, call: Call, xs: Sequence[Any], plans: Sequence[Plan], info: ArrayInfo
+    ) -> list[Any]:
+        """Statistics of each array of `xs`, summed over ranks; None where nobody needs them.
+
+        Raises CollectiveError, on all ranks, if one of them has got other sums. Largest magnitudes
+        are not agreed on: those of terms say nothing of sums, which every hop measures for itself.
+        """
+        codec = self._codec
+        if codec.reduce_op != "sum" or all(plan.codec != codec.spec for plan in plans):
+            return [None] * len(xs)
+        with call.stage("statistics"), np.errstate(all="ignore"):
+            found = [codec.measure(x) for x in xs]
+            joined = _joined(found, xs[0])
+            self._transport.all_reduce(joined, "sum")
+            _limit(joined)
+            host = np.ascontiguousarray(arrays.host_array(joined))
+            try:
+                codec.spec.check_stats(host, info.dtype)
+            except ValueError as error:
+                raise call.failure("statistics", str(error)) from error
+        call.wire_bytes += 2 * (self._size - 1) * host.nbytes // self._size
+        word = int.from_bytes(hashlib.blake2b(host.tobytes(), digest_size=8).digest(), "little")
+        digests = [call.digest(info, (word, *info.shape))] * self._size
+        self._compare(call, xs[0], digests, digests, "statistics", "have other sums of statistics")
+        stops = np.cumsum([part.shape[0] for part in found]).tolist()
+        return [joined[stop - s.shape[0] : stop] for s, stop in zip(found, stops, strict=True)]
+
+    def _by_hops(
+        self,
+        call: Call,
+        pieces: Sequence[_Piece],
+        topology: Topology,
+        digest: Callable[[int], int],
+        finish: Callable[[_Piece], Any],
+        deliver: Callable[[Lanes | Inline, _Piece, Any], None] | None,
+    ) -> None:
+        """All hops of all pieces, then of each what `finish` makes and `deliver` puts on the wire.
+
+        A piece is encoded while the one before is on the wire. `deliver` None: nothing is left to
+        exchange then.
+        """
+        steps, count = hops(topology, self._rank, self._size), len(pieces)
+        last = (len(steps) + 1) * count - 1
+        if count > 1:
+            call.algorithm += f", {count} pieces"
+
+        def make(at: int) -> Any:
+            h, k = divmod(at, count)
+            if h == len(steps):
+                return finish(pieces[k])
+            send = self._encode_parts(call, pieces, pieces[k], steps[h].out)
+            for c in steps[h].into:
+                self._add_to_own(call, pieces[k], pieces[k].parts[c])
+            return send
+
+        with Lanes(pieces[0].like) if count > 1 else Inline() as lanes:
+            ready = lanes.encode(functools.partial(make, 0))
+            for at in range(last + 1):
+                h, k = divmod(at, count)
+                call.exchanged = deliver is None and h == len(steps)
+                made = ready()
+                if at < last:
+                    # Of several pieces what this one needs has come a step ago or before.
+                    ready = lanes.encode(functools.partial(make, at + 1), behind=True)
+                if h == len(steps):
+                    if deliver is not None:
+                        deliver(lanes, pieces[k], made)
+                else:
+                    self._hop(call, steps[h], h, pieces[k], made, digest(at + 1))
+
+    def _hop(
+        self,
+        call: Call,
+        hop: Hop,
+        number: int,
+        piece: _Piece,
+        send: Shares | None,
+        digest: int,
+    ) -> None:
+        """Move what is encoded in `send`, and have the parts of `piece` know what has come."""
+        outs: list[list[Any]] = [[] for _ in range(self._size)]
+        xs: list[list[Any]] = [[] for _ in range(self._size)]
+        if send is not None and hop.to is not None:
+            send.write_cards([digest] * len(hop.out), 0)
+            xs[hop.to] = [array for parcel in send.parcels for array in parcel]
+            call.raw_bytes += send.raw_nbytes
+            call.wire_bytes += CARD_NBYTES * len(hop.out) + send.static_nbytes
+        if hop.source is None:
+            with call.stage("exchange", f" (hop {number})"):
+                self._transport.all_to_all_v(outs, xs)
+            return
+        note = f" (hop {number}, from rank {hop.source})"
+        receive = self._receive(f"receive {piece.number}", [piece.plan] * len(hop.into), piece.like)
+        outs[hop.source] = [array for parcel in receive.parcels for array in parcel]
+        with call.stage("exchange", note):
+            self._transport.all_to_all_v(outs, xs)
+        self._compare_late(call, receive, [digest] * len(hop.into), hop.source, note)
+        buffers = receive.buffers(self._words_of(receive.room))
+        for word, (c, data) in enumerate(zip(hop.into, receive.data, strict=True)):
+            piece.parts[c].came = _Came(buffers[word], data, word, note)
+
+    # Parts.
+
+    def _encode_parts(
+        self, call: Call, pieces: Sequence[_Piece], piece: _Piece, shares: Sequence[int]
+    ) -> Shares | None:
+        """What this rank knows of these shares, encoded; None if there are none."""
+        if not shares:
+            return None
+        name, plan = f"send {piece.number}", piece.plan
+        send = self._room(name, [plan] * len(shares), piece.like)
+        self._take(name, send)
+        for c, data in zip(shares, send.data, strict=True):
+            # All ranks encode a share once: what they draw by differs in the rank alone, so that
+            # correlated rounding finds the others.
+            number = c * len(pieces) + piece.number
+            key = rounding_key(self._seed, call.sequence, number, self._rank, self._size)
+            self._encode_part(call, plan, piece.parts[c], data, key)
+        return send
+
+    def _encode_part(self, call: Call, plan: Plan, part: _Part, data: Any, key: Key) -> None:
+        """Encode the sum of the rank's own part and what came to `data`, and forget them."""
+        codec, own, came, stats = self._codec, part.own, part.came, part.stats
+        part.own = part.came = None
+        if came is None:
+            with call.stage("encode"), np.errstate(all="ignore"):
+                if stats is not None or not self._encode_here(own, plan, data, key):
+                    codec.encode(own, stats=stats, key=key, out=data, checksum=self._checksum)
+        elif own is None:
+            tensors.put(data, came.data)
+        else:
+            # In one pass what came says which widths there are; they follow from the same numbers.
+            stats = None if codec._fuses(own, plan.dtype) else stats
+            with call.stage("sum", came.note), np.errstate(all="ignore"):
+                codec.decode_add_encode(
+                    came.buffer, own, stats=stats, key=key, out=data, checksum=self._checksum
+                )
+            self._decoded(call, came.buffer, came.note, came.word)
+
+    def _add_to_own(self, call: Call, piece: _Piece, part: _Part) -> None:
+        """Add what came to the rank's own part, as more is to come."""
+        came, part.came = part.came, None
+        if came is None:
+            return
+        if not part.summed:
+            wide = tensors.sum_dtype(piece.plan.dtype)
+            total = tensors.empty((piece.plan.nelem,), wide, piece.like)
+            tensors.put(total, part.own)
+            part.own, part.summed = total, True
+        self._add_came(call, came, part.own)
+
+    def _add_came(self, call: Call, came: _Came, total: Any) -> None:
+        with call.stage("sum", came.note), np.errstate(all="ignore"):
+            self._codec.decode_add(came.buffer, total)
+        self._decoded(call, came.buffer, came.note, came.word)
+
+
+def _joined(parts: Sequence[Any], like: Any) -> Any:
+    """Arrays of shape (n,) one behind the other, in new memory on the device of `like`."""
+    if tensors.is_torch(parts[0]):
+        return sys.modules["torch"].cat(list(parts))
+    host = np.concatenate(parts)
+    return tensors.on_device(host, tensors.device_of(like)) if tensors.is_cuda(like) else host
+
+
+def _limit(x: Any) -> None:
+    """Make sums that are too large the largest finite number."""
+    if tensors.is_torch(x):
+        x.clamp_(max=sys.modules["torch"].finfo(x.dtype).max)
+    else:
+        np.minimum(x, np.finfo(x.dtype).max, out=x)
