@@ -253,7 +253,7 @@ class Communicator(MultiHop):
             if choice.algorithm == "native" or by == "two-shot":
                 self._scatter_sums(call, x, flat, info, sent, choice, decoded=kept)
             else:
-                self._compare_shape(call, x, part)
+                self._compare_shape(call, x, part, TOPOLOGIES.index(by))
                 terms = tensors.cast(x, sent).reshape(-1)
                 spans = self._spans(flat.shape[0], choice.pieces)
                 self._reduce_scatter_by_hops(call, terms, flat, part, by, spans)
@@ -625,7 +625,7 @@ class Communicator(MultiHop):
         choice: Choice,
     ) -> None:
         """The sum of all ranks' `flat`, shape (n,), to `result`; `info` is what travels."""
-        self._compare_shape(call, flat, info)
+        self._compare_shape(call, flat, info, TOPOLOGIES.index(topology))
         n, sent = flat.shape[0], info.dtype
         each = -(-n // self._size)
         terms, gathered = tensors.cast(flat, sent), result

@@ -23,7 +23,7 @@ from ..buffer import Buffer
 from ..codecs.base import Key, Plan
 from . import tensors
 from .calls import Call, rounding_key
-from .group import Group, Topology
+from .group import TOPOLOGIES, Group, Topology
 from .lanes import Inline, Lanes
 from .shares import CARD_NBYTES, Shares
 
@@ -122,7 +122,7 @@ class MultiHop(Group):
         the n elements of a share that pieces have.
         """
         pieces = self._pieces(call, flat, info, spans)
-        digest = functools.partial(call.digest, info, info.shape)
+        digest = functools.partial(call.digest, info, (TOPOLOGIES.index(topology), *info.shape))
 
         def finish(piece: _Piece) -> Shares | None:
             return self._encode_parts(call, pieces, piece, [self._rank])
@@ -150,7 +150,7 @@ class MultiHop(Group):
         Its own term is added as it is, and so is the sum: what has been encoded is what came.
         """
         pieces = self._pieces(call, flat, info, spans)
-        digest = functools.partial(call.digest, info, info.shape)
+        digest = functools.partial(call.digest, info, (TOPOLOGIES.index(topology), *info.shape))
 
         def finish(piece: _Piece) -> None:
             part, (a, b) = piece.parts[self._rank], spans[piece.number]

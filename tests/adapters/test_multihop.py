@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,12 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import DTYPES, inputs
+from processes import join, launch
 from ranks import exact
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import rounding_key
 from tightwire.adapters.group import Topology
-from tightwire.adapters.memory import run_ranks
+from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.multihop import Hop, hops
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
@@ -241,3 +245,305 @@ def test_sums_of_tensors() -> None:
     pytest.importorskip("torch")
     wanted = Wanted(CODECS[0], "ring", "bfloat16", 3, 1999)
     run_ranks(3, lambda t: check_sums(t, wanted, "torch"))
+
+
+class Noted(MemoryTransport):
+    """Counts bytes to others; `damage(outs)` sees what came, `change(x)` what was summed."""
+
+    def __init__(
+        self,
+        inner: MemoryTransport,
+        damage: Callable[[int, Any], None] | None = None,
+        change: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.damage, self.change = damage, change
+        self.sent: list[tuple[int, int]] = []
+        self.steps = 0
+
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        super().all_to_all_v(outs, xs)
+        self.sent += [(r, sum(x.size for x in part)) for r, part in enumerate(xs) if part]
+        if self.damage is not None:
+            self.damage(self.steps, outs)
+        self.steps += 1
+
+    def all_reduce(self, x: Any, op: Any = "sum") -> None:
+        super().all_reduce(x, op)
+        if self.change is not None:
+            self.change(x)
+
+
+def failures(size: int, task: Callable[[MemoryTransport], Any]) -> list[tw.CollectiveError | None]:
+    """The error of each rank, None of those that had none; a rank that fails leaves the group."""
+
+    def caught(transport: MemoryTransport) -> tw.CollectiveError | None:
+        try:
+            task(transport)
+        except tw.CollectiveError as error:
+            transport.close()
+            return error
+        return None
+
+    return run_ranks(size, caught, timeout=10)
+
+
+@pytest.mark.parametrize("topology", HOPS)
+def test_bytes_on_the_wire(topology: Topology) -> None:
+    """Of 4 ranks each sends three of four shares in hops, and its own to three others."""
+
+    def task(transport: MemoryTransport) -> None:
+        noted = Noted(transport)
+        comm = tw.Communicator(noted, "mx", topology=topology)
+        x = np.ones(4 * 8192, np.float32)
+        comm.all_reduce(x)
+        # The first call of a kind is compared with the other ranks'.
+        noted.sent.clear()
+        noted.steps = 0
+        comm.all_reduce(x)
+        record = comm.trace()[-1]
+        others = [(r, nbytes) for r, nbytes in noted.sent if r != comm.rank]
+        assert sum(nbytes for _, nbytes in others) == record.wire_bytes
+        assert record.raw_bytes == 6 * 8192 * 4
+        assert record.algorithm == f"{topology}, no sizes, mx"
+        assert noted.steps == (3 if topology == "ring" else 2) + 1
+        # Before what all ranks gather.
+        to = {r for r, _ in others[:-3]}
+        ring = {(comm.rank + 1) % 4}
+        assert to == (ring if topology == "ring" else {comm.rank ^ 1, comm.rank ^ 2})
+
+    run_ranks(4, task)
+
+
+@pytest.mark.parametrize("topology", HOPS)
+def test_statistics_that_differ_are_refused(topology: Topology) -> None:
+    """By all ranks, before anything is encoded."""
+
+    def task(transport: MemoryTransport) -> None:
+        def change(x: Any) -> None:
+            x[2] = np.nextafter(x[2], np.float32(np.inf))
+
+        noted = Noted(transport, change=change if transport.rank == 1 else None)
+        comm = tw.Communicator(noted, "dynamiq", topology=topology)
+        with pytest.raises(tw.CollectiveError, match="have other sums of statistics") as caught:
+            comm.all_reduce(np.ones(3000, np.float32))
+        assert caught.value.stage == "statistics"
+        strange = "[0, 2]" if comm.rank == 1 else "[1]"
+        assert strange in caught.value.detail
+        assert noted.steps == 0
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            comm.all_reduce(np.ones(3000, np.float32))
+
+    run_ranks(3, task)
+
+
+def test_statistics_that_no_codec_takes_are_refused() -> None:
+    def task(transport: MemoryTransport) -> None:
+        noted = Noted(transport, change=lambda x: x.fill(np.nan))
+        comm = tw.Communicator(noted, "dynamiq", topology="ring")
+        with pytest.raises(tw.CollectiveError, match="not finite") as caught:
+            comm.all_reduce(np.ones(3000, np.float32))
+        assert caught.value.stage == "statistics"
+
+    run_ranks(2, task)
+
+
+@pytest.mark.parametrize("codec", ["dynamiq", "mx"])
+@pytest.mark.parametrize("in_card", [False, True])
+@pytest.mark.parametrize(
+    ("topology", "collective", "at", "source"),
+    [
+        ("ring", "all_reduce", 1, 0),
+        ("ring", "reduce_scatter", 2, 0),
+        ("butterfly", "all_reduce", 0, 3),
+        ("butterfly", "reduce_scatter", 1, 0),
+    ],
+)
+def test_a_damaged_hop_is_named(
+    codec: str, in_card: bool, topology: Topology, collective: str, at: int, source: int
+) -> None:
+    """Rank 1 receives it, and the others notice that it has left."""
+
+    def damage(step: int, outs: Any) -> None:
+        if step == at:
+            outs[source][0 if in_card else 1][5] ^= 4
+
+    def task(transport: MemoryTransport) -> None:
+        noted = Noted(transport, damage if transport.rank == 1 else None)
+        comm = tw.Communicator(noted, codec, topology=topology)
+        x = np.random.default_rng(comm.rank).standard_normal(4 * 1000, np.float32)
+        getattr(comm, collective)(x)
+
+    found = failures(4, task)
+    error = found[1]
+    assert error is not None
+    assert error.rank == 1
+    assert f"(hop {at}, from rank {source})" in error.detail
+    assert error.stage == ("sizes" if in_card else "sum")
+    assert ("another call" if in_card else "checksum_mismatch") in error.detail
+    for other in found:
+        assert other is error or other is None or other.stage in ("exchange", "sizes")
+    # Nobody waits for rank 1 after the last hop of a reduce-scatter.
+    assert collective == "reduce_scatter" or any(found[r] is not None for r in (0, 2, 3))
+
+
+def test_damage_in_a_reduce_scatters_last_hop_leaves_ranks_in_step() -> None:
+    armed = True
+
+    def damage(step: int, outs: Any) -> None:
+        if armed:
+            outs[0][1][5] ^= 4
+
+    def task(transport: MemoryTransport) -> None:
+        nonlocal armed
+        noted = Noted(transport, damage if transport.rank else None)
+        comm = tw.Communicator(noted, "mx", topology="ring")
+        x = np.ones(2000, np.float32)
+        if comm.rank:
+            with pytest.raises(tw.CollectiveError, match="checksum"):
+                comm.reduce_scatter(x)
+            armed = False
+        else:
+            comm.reduce_scatter(x)
+        transport.barrier()
+        exact(comm.reduce_scatter(x), np.full(1000, 2, np.float32))
+
+    run_ranks(2, task)
+
+
+def test_a_rank_that_has_left_is_named() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx", topology="ring")
+        comm.all_reduce(np.ones(3000, np.float32))
+        if comm.rank != 1:
+            comm.all_reduce(np.ones(3000, np.float32))
+        transport.close()
+
+    found = failures(3, task)
+    assert found[1] is None
+    assert found[2] is not None
+    assert "rank 1 has left (hop 0, from rank 1)" in found[2].detail
+
+
+@pytest.mark.parametrize("topology", HOPS)
+def test_special_values(topology: Topology) -> None:
+    """Of one rank: its super-group is lost, and no other; energies may overflow."""
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "dynamiq", topology=topology)
+        x = np.zeros(3 * 1024, np.float32)
+        found = comm.all_reduce(x)
+        assert not found.any()
+        if comm.rank == 2:
+            x[300], x[2000] = np.nan, -np.inf
+        x[700] = 1e38
+        found = comm.all_reduce(x).reshape(-1, 256)
+        lost = np.isnan(found).all(axis=1)
+        assert np.flatnonzero(lost).tolist() == [1, 7]
+        assert np.isfinite(found[~lost]).all()
+        assert abs(found.reshape(-1)[700] / 3e38 - 1) < 0.1
+
+    run_ranks(3, task)
+
+
+@pytest.mark.parametrize("topology", HOPS)
+def test_correlated_rounding_finds_the_other_ranks(topology: Topology) -> None:
+    """Errors of ranks cancel as far as they are drawn from different parts of [0, 1)."""
+    codecs = [tw.codec("dynamiq", rounding=name) for name in ("correlated", "stochastic")]
+    rng = np.random.default_rng(0)
+    scale = np.repeat(np.exp(rng.standard_normal(1 << 7)), 256)
+    xs = (rng.standard_t(4, (4, scale.size)) * scale).astype(np.float32)
+    total = xs.sum(axis=0, dtype=np.float64)
+
+    def task(transport: MemoryTransport) -> list[float]:
+        comms = [tw.Communicator(transport, codec, topology=topology) for codec in codecs]
+        found = [comm.all_reduce(xs[transport.rank]) for comm in comms]
+        return [float(((y - total) ** 2).sum() / (total**2).sum()) for y in found]
+
+    first, *others = run_ranks(4, task)
+    assert others == [first] * 3
+    correlated, independent = first
+    assert correlated < 0.9 * independent < 5e-3
+
+
+def test_calls_that_are_refused() -> None:
+    def task(transport: MemoryTransport) -> None:
+        with pytest.raises(ValueError, match="topology is 'tree'; allowed"):
+            tw.Communicator(transport, "mx", topology="tree")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="depends on the data; allowed: 'two-shot'"):
+            tw.Communicator(transport, topology="ring")
+        with pytest.raises(ValueError, match="depends on the data"):
+            tw.Communicator(transport).all_reduce(np.ones(4), topology="ring")
+        comm = tw.Communicator(transport, "mx", topology="ring")
+        assert comm.topology == "ring"
+        x = np.ones(640, np.float32)
+        with pytest.raises(ValueError, match="decoded is given, topology is 'ring'"):
+            comm.reduce_scatter(x, decoded=np.empty_like(x))
+        with pytest.raises(ValueError, match="op is 'max'; allowed"):
+            comm.all_reduce(x, op="max")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="allowed for a mean: floats"):
+            comm.all_reduce(np.ones(4, np.int32), op="mean")
+        # None of these has counted as a call.
+        comm.all_reduce(x, topology="two-shot")
+        (record,) = comm.trace()
+        assert (record.sequence, record.algorithm) == (0, "two-shot, no sizes, mx")
+
+    run_ranks(1, task)
+
+
+def test_topologies_that_differ_are_refused() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx")
+        own = HOPS[transport.rank]
+        with pytest.raises(tw.CollectiveError, match="make another call"):
+            comm.all_reduce(np.ones(3000, np.float32), topology=own)
+        with pytest.raises(tw.CollectiveError, match=r"ranks differ.*topology"):
+            tw.Communicator(transport, "mx", topology=own)
+
+    run_ranks(2, task)
+
+
+def test_means_of_other_paths() -> None:
+    def task(transport: MemoryTransport) -> None:
+        x = np.arange(5, dtype=np.float32) * (1 + transport.rank)
+        for codec, algorithm in (("zipccl", "compressed"), ("mx", "native")):
+            comm = tw.Communicator(transport, codec, algorithm=algorithm)  # type: ignore[arg-type]
+            exact(comm.all_reduce(x, op="mean"), np.arange(5, dtype=np.float32) * 2)
+        narrow = comm.all_reduce(x, op="mean", wire="bfloat16", topology="ring")
+        assert np.abs(narrow - np.arange(5, dtype=np.float32) * 2).max() < 0.5
+
+    run_ranks(3, task)
+
+
+def between_processes(device: Any) -> list[str]:
+    """Sums by hops over gloo; digests of what all ranks must have alike."""
+    import torch.distributed as dist
+
+    from tightwire.adapters.torch_dist import TorchDist
+
+    transport = TorchDist(dist.new_group(), device)
+    size, found = transport.world_size, []
+    for topology in HOPS:
+        for i, codec in enumerate((CODECS[0], CODECS[3], CODECS[6])):
+            if codec.reduce_op is None or size == 2:
+                # Sums of more than two statistics depend on the network's order.
+                wanted = Wanted(codec, topology, DTYPES[i], size, 700 + i)
+                check_sums(transport, wanted, "torch" if i else "numpy")
+            comm = tw.Communicator(transport, codec, topology=topology)
+            xs = inputs(codec, "float32", size, 70_000)
+            total = comm.all_reduce(xs[comm.rank])
+            assert np.abs(total - sum(xs)).max() < np.abs(xs).max() / 4
+            found.append(hashlib.sha256(total.tobytes()).hexdigest())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_between_processes(world_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed")
+    first, *others = launch(__file__, "between_processes", world_size, tmp_path)
+    assert len(first) == 6
+    assert others == [first] * (world_size - 1)
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])
