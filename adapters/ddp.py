@@ -19,7 +19,8 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
     dist.destroy_process_group()
 
 With `ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())` gradients travel in
-4.5 bits each, and what that loses goes with the next ones.
+4.5 bits each, and what that loses goes with the next ones; with
+`ddp.register(model, codec="dynamiq", topology="ring")` their sums go around a ring in 5 bits each.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -31,7 +32,7 @@ import torch.distributed as dist
 
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
-from .hooks import Channel, average, communicator
+from .hooks import Channel, average, check_feedback, collectives_of_average, communicator
 
 
 class DdpHook:
@@ -40,7 +41,8 @@ class DdpHook:
     `error_feedback` keeps what a lossy codec loses of the gradients of each parameter, by its name
     in `names`; so buckets may change, and its `state_dict()` of every rank goes into a checkpoint.
 
-    A bucket is one reduce-scatter and one all-gather; `raw_bytes` and `wire_bytes` of all buckets
+    A bucket is one reduce-scatter and one all-gather, or with a communicator that sums by hops one
+    all-reduce (DynamiQ, section 4); `raw_bytes` and `wire_bytes` of all buckets
     so far went to other ranks, uncompressed and in fact (with a communicator made with `trace=0`
     they stay 0).
     """
@@ -51,7 +53,11 @@ class DdpHook:
         error_feedback: ErrorFeedback | None = None,
         names: Mapping[Any, str] | None = None,
     ) -> None:
-        """`names` are those of the model's parameters; ValueError if feedback comes without."""
+        """`names` are those of the model's parameters; ValueError if feedback comes without.
+
+        And if it comes with a communicator that sums by hops.
+        """
+        check_feedback(error_feedback, comm.topology)
         if error_feedback is not None and names is None:
             raise ValueError("error_feedback is given, names are not; needed: both or none")
         self._channel = Channel(comm)
@@ -87,12 +93,13 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     For `model.register_comm_hook(DdpHook(comm), ddp_hook)`. Gradients travel encoded, and
     their means again; sums are made in float32 (float64 in float64) in the order of ranks, divided
     there and rounded once, and are bit-identical on all ranks (with `algorithm` "auto" or
-    "native" sums of float32 are the network's own). On a GPU all of it runs on a stream
+    "native" sums of float32 are the network's own; by hops see `all_reduce`). On a GPU all of it runs on a stream
     of its own; the host waits there for sizes. Raises TypeError for sparse or complex
     gradients, CollectiveError for what goes wrong on the wire; backward() raises them.
     """
     gradients = bucket.buffer()
-    return state._channel.run(gradients, lambda: state._average(bucket), collectives=2)
+    collectives = collectives_of_average(state.comm.topology)
+    return state._channel.run(gradients, lambda: state._average(bucket), collectives)
 
 
 def register(

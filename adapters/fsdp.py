@@ -25,7 +25,8 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
     dist.destroy_process_group()
 
 With `fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())` parameters arrive bit
-for bit, and gradients travel in 4.5 bits each.
+for bit, and gradients travel in 4.5 bits each; with
+`fsdp.compress(model, gradients="dynamiq", topology="ring")` in 5, summed around a ring.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ from ..codec import Codec
 from .calls import TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
-from .hooks import Channel, average, communicator, scatter, wide
+from .group import Topology
+from .hooks import (
+    Channel,
+    average,
+    check_feedback,
+    collectives_of_average,
+    communicator,
+    scatter,
+    wide,
+)
 from .memory import connect
 
 
@@ -195,8 +205,9 @@ class AllReduce(_Hook):
 
         Sums are made in float32, divided there and rounded once. Raises CollectiveError.
         """
+        collectives = collectives_of_average(self._options.get("topology", "two-shot"))
         done = self._run(
-            self._group, reduce_output, lambda comm: average(comm, reduce_output), collectives=2
+            self._group, reduce_output, lambda comm: average(comm, reduce_output), collectives
         )
         done.wait()
 
@@ -213,6 +224,7 @@ def compress(
     *,
     gradients: str | Codec | None = None,
     error_feedback: ErrorFeedback | None = None,
+    topology: Topology = "two-shot",
     **options: Any,
 ) -> Hooks:
     """Compress all-gather and reduce-scatter of every FSDP module in `module`, itself included.
@@ -221,6 +233,8 @@ def compress(
     say, while parameters arrive bit for bit. `error_feedback`, one of each rank, sends what was
     lost of a module's gradients with the next ones; it has a residual for each module by its name,
     as large as the unsharded gradients, which starts anew when other parameters get gradients.
+    `topology` is how gradients are summed: by hops a rank decodes its share at the end of the
+    reduce-scatter, without error feedback.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
     two communicators on new process groups when it is first used, which all its ranks must do in
@@ -228,7 +242,10 @@ def compress(
     no divide factor or forced sum; those that are set are respected. Raises ValueError if there is
     no FSDP module, or one with several meshes.
     """
-    reducing = options if gradients is None else options | {"codec": gradients}
+    check_feedback(error_feedback, topology)
+    reducing = options | {"topology": topology}
+    if gradients is not None:
+        reducing["codec"] = gradients
     hooks = Hooks(AllGather(**options), ReduceScatter(**reducing))
     modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     if not modules:

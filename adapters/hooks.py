@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
+from .group import Topology
 from .torch_dist import TorchDist
 
 
@@ -70,21 +71,39 @@ def communicator(group: Any, device: torch.device, **options: Any) -> Communicat
     return Communicator(TorchDist(own, device), **options)
 
 
+def collectives_of_average(topology: Topology) -> int:
+    """A reduce-scatter and an all-gather; by hops an all-reduce."""
+    return 2 if topology == "two-shot" else 1
+
+
+def check_feedback(feedback: ErrorFeedback | None, topology: Topology) -> None:
+    """Raise ValueError for error feedback where ranks encode sums of others' tensors."""
+    if feedback is not None and topology != "two-shot":
+        raise ValueError(
+            f"error_feedback is given, topology is {topology!r}; allowed with it: 'two-shot'"
+        )
+
+
 def average(
     comm: Communicator,
     x: Any,
     feedback: ErrorFeedback | None = None,
     parts: Parts = (),
 ) -> None:
-    """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks: two collectives.
+    """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks.
 
-    Sums are made in float32 (float64 in float64) in the order of ranks, divided there and rounded
+    That is as many collectives as `collectives_of_average` says. By hops it is an all-reduce, whose
+    sums are rounded to what travels before they are divided. Else sums are made in float32 (float64 in float64) in the order of ranks, divided there and rounded
     once; all ranks get the same bits. With `feedback` the residuals of `parts`, which `x` is made
     of, are added to what this rank sends, and become what its encoding loses of that, and of
     this rank's share of the sum. Raises TypeError for another dtype and for sparse tensors.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
+    check_feedback(feedback, comm.topology)
+    if comm.topology != "two-shot":
+        comm.all_reduce(x, x, op="mean")
+        return
     padding = -x.numel() % comm.world_size
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)

@@ -21,6 +21,7 @@ from processes import join, launch
 from ranks import exact
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import rounding_key
+from tightwire.adapters.error_feedback import ErrorFeedback
 from tightwire.adapters.group import Topology
 from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.multihop import Hop, hops
@@ -207,7 +208,7 @@ def check_sums(transport: Any, wanted: Wanted, library: str = "numpy") -> tw.Com
     return comm
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     size=st.integers(1, 5),
     topology=st.sampled_from(HOPS),
@@ -503,6 +504,26 @@ def test_topologies_that_differ_are_refused() -> None:
     run_ranks(2, task)
 
 
+def test_feedback_is_for_two_shots() -> None:
+    torch = pytest.importorskip("torch")
+    from tightwire.adapters import ddp, fsdp, hooks
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx", topology="ring")
+        feedback = ErrorFeedback()
+        for call in (
+            lambda: ddp.DdpHook(comm, feedback, {}),
+            lambda: hooks.average(comm, torch.ones(4), feedback, [("x", 4)]),
+            lambda: fsdp.compress(
+                torch.nn.Linear(1, 1), error_feedback=feedback, topology="ring", gradients="mx"
+            ),
+        ):
+            with pytest.raises(ValueError, match="allowed with it: 'two-shot'"):
+                call()
+
+    run_ranks(1, task)
+
+
 def test_means_of_other_paths() -> None:
     def task(transport: MemoryTransport) -> None:
         x = np.arange(5, dtype=np.float32) * (1 + transport.rank)
@@ -534,14 +555,69 @@ def between_processes(device: Any) -> list[str]:
             total = comm.all_reduce(xs[comm.rank])
             assert np.abs(total - sum(xs)).max() < np.abs(xs).max() / 4
             found.append(hashlib.sha256(total.tobytes()).hexdigest())
-    return found
+    return [*found, trained(device)]
+
+
+def trained(device: Any) -> str:
+    """Gradients of DDP and FSDP against sums of the communicator; their digest."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tightwire.adapters import ddp, fsdp
+    from tightwire.adapters.torch_dist import TorchDist
+
+    size, me = dist.get_world_size(), dist.get_rank()
+
+    def linear() -> torch.nn.Linear:
+        torch.manual_seed(0)
+        return torch.nn.Linear(100, 40 * size, bias=False, device=device)
+
+    def step(model: Any, rank: int) -> None:
+        torch.manual_seed(1 + rank)
+        model(torch.randn(8, 100, device=device)).square().mean().backward()
+
+    terms = []
+    for rank in range(size):
+        plain = linear()
+        step(plain, rank)
+        assert plain.weight.grad is not None
+        terms.append(plain.weight.grad.reshape(-1))
+    comm = tw.Communicator(TorchDist(dist.new_group()), "dynamiq", topology="ring")
+
+    model = DistributedDataParallel(linear())
+    hook = ddp.register(model, codec="dynamiq", topology="ring")
+    step(model, me)
+    wanted = comm.all_reduce(terms[me], op="mean")
+    gradients = model.module.weight.grad.reshape(-1)
+    assert torch.equal(gradients, wanted)
+    # They have no locality, which is hard on 5 bits.
+    assert (gradients - sum(terms) / size).norm() < 0.25 * gradients.norm()
+    (record,) = hook.comm.trace()
+    assert record.algorithm == "ring, no sizes, dynamiq"
+    assert (hook.raw_bytes, hook.wire_bytes) == (record.raw_bytes, record.wire_bytes)
+    assert hook.wire_bytes < 0.2 * hook.raw_bytes
+
+    sharded = linear()
+    fully_shard(sharded)
+    hooks = fsdp.compress(sharded, gradients="dynamiq", topology="ring")
+    # The number of the call is what is drawn by.
+    comm = tw.Communicator(TorchDist(dist.new_group()), "dynamiq", topology="ring")
+    step(sharded, me)
+    wanted = comm.reduce_scatter(terms[me]) / size
+    share: Any = sharded.weight.grad
+    assert torch.equal(share.to_local().reshape(-1), wanted)
+    (record,) = hooks.reduce_scatter.trace()
+    assert record.algorithm == "ring, no sizes, dynamiq"
+    return hashlib.sha256(gradients.cpu().numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_between_processes(world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     first, *others = launch(__file__, "between_processes", world_size, tmp_path)
-    assert len(first) == 6
+    assert len(first) == 7
     assert others == [first] * (world_size - 1)
 
 
