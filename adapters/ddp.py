@@ -93,9 +93,10 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     For `model.register_comm_hook(DdpHook(comm), ddp_hook)`. Gradients travel encoded, and
     their means again; sums are made in float32 (float64 in float64) in the order of ranks, divided
     there and rounded once, and are bit-identical on all ranks (with `algorithm` "auto" or
-    "native" sums of float32 are the network's own; by hops see `all_reduce`). On a GPU all of it runs on a stream
-    of its own; the host waits there for sizes. Raises TypeError for sparse or complex
-    gradients, CollectiveError for what goes wrong on the wire; backward() raises them.
+    "native" sums of float32 are the network's own; by hops see `Communicator.all_reduce`). On a GPU
+    all of it runs on a stream of its own; the host waits there for sizes. Raises TypeError for
+    sparse or complex gradients, CollectiveError for what goes wrong on the wire; backward() raises
+    them.
     """
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)
