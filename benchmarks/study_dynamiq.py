@@ -1,11 +1,11 @@
-"""The error of dynamiq around a ring of ranks, by budget, component and number of ranks.
+"""The error of dynamiq in sums by hops, by budget, component and number of ranks.
 
     python benchmarks/study_dynamiq.py [--out FILE.json]
 
-vNMSE is sum((x - y)^2) / sum(x^2) of the sum of all ranks. Every rank adds its gradient to the
-buffer that comes in and encodes the sum, as `decode_add_encode` does it; the last one's buffer is
-what all decode. Gradients are of Student's t(4), with a scale for each 256 elements that ranks
-share, whose logarithm is normal: the more it spreads, the more locality there is.
+vNMSE is sum((x - y)^2) / sum(x^2) of the sum of all ranks. It is what `Communicator.all_reduce`
+makes of it, the ranks being threads of one process. Gradients are of Student's t(4), with a scale
+for each 256 elements that ranks share, whose logarithm is normal: the more it spreads, the more
+locality there is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 import tightwire as tw
+from tightwire.adapters.collectives import TOPOLOGIES, Topology
+from tightwire.adapters.memory import MemoryTransport, run_ranks
 
 Floats = npt.NDArray[np.float32]
 
@@ -53,22 +55,30 @@ def gradients(ranks: int, n: int, spread: float, seed: int) -> Floats:
     return x
 
 
-def ring_error(codec: tw.Codec, xs: Floats, seed: int) -> float:
-    """VNMSE of the sum of the rows of `xs`."""
-    world, stats = len(xs), None
-    if codec.name == "dynamiq":
-        stats = np.sum([codec.measure(x) for x in xs], axis=0, dtype=np.float32)
-    buf = codec.encode(xs[0], stats=stats, key=tw.Key(seed, 0, 0, world))
-    for rank in range(1, world):
-        buf = codec.decode_add_encode(buf, xs[rank], key=tw.Key(seed, 0, rank, world))
+def sum_error(codec: tw.Codec, xs: Floats, seed: int, topology: Topology) -> float:
+    """VNMSE of the sum of the rows of `xs`, which all ranks get bit for bit."""
+
+    def task(transport: MemoryTransport) -> Floats:
+        comm = tw.Communicator(transport, codec, seed=seed, topology=topology)
+        found: Floats = comm.all_reduce(xs[transport.rank])
+        return found
+
+    first, *others = run_ranks(len(xs), task, timeout=600)
+    if any(y.tobytes() != first.tobytes() for y in others):
+        raise RuntimeError(f"{codec}: ranks got different sums")
     exact = xs.sum(axis=0, dtype=np.float64)
-    return float(((tw.decode(buf) - exact) ** 2).sum() / (exact**2).sum())
+    return float(((first - exact) ** 2).sum() / (exact**2).sum())
 
 
-def errors(codec: tw.Codec, ranks: int, n: int, draws: int) -> list[float]:
+def errors(
+    codec: tw.Codec, ranks: int, n: int, draws: int, topology: Topology = "ring"
+) -> list[float]:
     """Mean errors, one of each spread."""
     found = [
-        [ring_error(codec, gradients(ranks, n, spread, seed), seed) for seed in range(draws)]
+        [
+            sum_error(codec, gradients(ranks, n, spread, seed), seed, topology)
+            for seed in range(draws)
+        ]
         for spread in SPREADS
     ]
     return np.mean(found, axis=1).tolist()
@@ -82,8 +92,8 @@ def main() -> None:
     given = parser.parse_args()
     rows: dict[str, list[float]] = {}
 
-    def note(name: str, codec: tw.Codec, ranks: int = RANKS) -> None:
-        rows[name] = errors(codec, ranks, given.elements, given.draws)
+    def note(name: str, codec: tw.Codec, ranks: int = RANKS, topology: Topology = "ring") -> None:
+        rows[name] = errors(codec, ranks, given.elements, given.draws, topology)
         print(f"| {name} | " + " | ".join(f"{e:.2e}" for e in rows[name]) + " |", flush=True)
 
     print("| | " + " | ".join(f"spread {s}" for s in SPREADS) + " |\n|---|" + "---|" * len(SPREADS))
@@ -91,8 +101,13 @@ def main() -> None:
         note(f"mx {element}, {bits} bits", tw.codec("mx", element=element))
     for name, params in VARIANTS.items():
         note(name, tw.codec("dynamiq", **params))
-    for ranks in (2, 4, 16, 32):
-        note(f"{ranks} ranks", tw.codec("dynamiq"), ranks)
+    for ranks in (2, 4, 16, 32, 64):
+        for name in ("dynamiq", "mx"):
+            note(f"{name}, {ranks} ranks", tw.codec(name), ranks)
+    for name in ("dynamiq", "mx"):
+        for topology in TOPOLOGIES:
+            if topology != "ring":
+                note(f"{name}, {topology}", tw.codec(name), RANKS, topology)
     if given.out:
         record = {"elements": given.elements, "draws": given.draws, "spreads": SPREADS}
         given.out.write_text(json.dumps(record | {"vnmse": rows}, indent=1) + "\n")
