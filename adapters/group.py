@@ -442,7 +442,10 @@ class Group:
             with call.stage("decode", note):
                 buffer.check()
         else:
-            call.unchecked[word] = note
+            # A word may be that of several buffers, one after the other.
+            before = call.unchecked.get(word, "")
+            if note not in before:
+                call.unchecked[word] = f"{before} or{note}" if before else note
             call.place = buffer._memory.data
 
     def _finish(self, call: Call) -> None:
