@@ -25,6 +25,7 @@ from tightwire.adapters.error_feedback import ErrorFeedback
 from tightwire.adapters.group import Topology
 from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.multihop import Hop, hops
+from tightwire.adapters.switch import Measured
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 
@@ -525,6 +526,23 @@ def test_feedback_is_for_two_shots() -> None:
                 call()
 
     run_ranks(1, task)
+
+
+def test_the_switch_takes_hops_where_they_are_faster() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "dynamiq", algorithm="auto", topology="ring")
+        # Small sums are faster natively, large ones by hops.
+        rows = [[1e-4, 1e-2, 1e-1], [1e-1, 2e-2, 1e-1]]
+        measured = Measured((1 << 10, 1 << 20), rows, 4, 0.14)
+        comm._switch._measure = lambda collective, like, info, source: measured
+        for n in (100, 1 << 18):
+            comm.all_reduce(np.ones(n, np.float32))
+        small, large = comm.trace()
+        assert small.algorithm == "native"
+        assert large.algorithm == "ring, no sizes, dynamiq"
+        assert {"statistics", "encode", "exchange", "sum", "decode"} <= set(large.seconds)
+
+    run_ranks(2, task)
 
 
 def test_means_of_other_paths() -> None:
