@@ -89,11 +89,11 @@ class Tagc:
         cells = _DTYPES[dtype] if self.sketch == "same" else self.sketch
         return codec("lhc", ratio=ratio or self.ratio, sketch=cells, mapping=self.mapping)
 
-    def pays(self, nelem: int, dtype: torch.dtype) -> bool:
+    def pays(self, nelem: int, dtype: torch.dtype, ratio: float | None = None) -> bool:
         """True if a share of `nelem` elements takes fewer bytes than uncompressed."""
         if dtype not in _DTYPES or not nelem:
             return False
-        plan = self.codec(dtype).plan((nelem,), "float32")
+        plan = self.codec(dtype, ratio).plan((nelem,), "float32")
         if plan.codec.name != "lhc":
             return False
         index = -(-nelem // 8) * (8 if self.index == "4bit" else 2)
@@ -299,15 +299,15 @@ class Sketches:
         if first.estimated and tagc.fallback is not None:
             ratio = None
             for lower in sorted(tagc.fallback, reverse=True):
+                if not tagc.pays(layer.x.shape[1], layer.x.dtype, lower):
+                    continue
                 found = self._diagnosis(layer, index, lower)
                 if not found.estimated:
                     asked, ratio = found, lower
                     break
         reason = first.advice or ""
         if lost:
-            reason = (
-                f"{lost} kept values are not in the index, which was agreed by '1bit'; {reason}"
-            )
+            reason = f"'1bit' lost {lost} of this rank's values; {reason}"
         self.state.note(
             layer.name,
             warn=bool(first.estimated) and tagc.fallback is None,

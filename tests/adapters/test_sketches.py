@@ -1,0 +1,413 @@
+"""Sums by index and sketch over threads as ranks: values, traffic, reports, bad input."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightwire as tw
+from tightwire.adapters.memory import MemoryTransport, run_ranks
+
+torch = pytest.importorskip("torch")
+
+from tightwire.adapters.layers import Rule  # noqa: E402
+from tightwire.adapters.sketches import CARD_NBYTES, Report, Sketches, State, Tagc  # noqa: E402
+
+Floats = npt.NDArray[np.float32]
+
+#: Bits an element and rank of figure 2 (TAGC), where uncompressed is 32: index twice, sketch once.
+FIGURE_2 = {
+    (2, "or"): 18.0,
+    (4, "or"): 10.0,
+    (10, "or"): 5.2,
+    (2, "1bit"): 18.0,
+    (4, "1bit"): 10.0,
+    (10, "1bit"): 5.2,
+    (2, "4bit"): 24.0,
+    (4, "4bit"): 16.0,
+    (10, "4bit"): 11.2,
+}
+
+
+class Reference:
+    """All ranks of one layer in NumPy, written from algorithm 1."""
+
+    def __init__(self, theta: float, dtype: Any, accumulate: bool = True) -> None:
+        self.theta, self.dtype, self.accumulate = theta, dtype, accumulate
+        self.e: Floats | None = None
+
+    def step(self, xs: Floats) -> Floats:
+        """The sums, shape (ranks, m), of gradients of shape (ranks, ranks, m)."""
+        corrected = xs if self.e is None else xs + self.e
+        sent = np.zeros_like(corrected)
+        keep = xs.shape[2] - math.ceil(Fraction(str(self.theta)) * xs.shape[2])
+        for rank in np.ndindex(*xs.shape[:2]):
+            most = np.argsort(-np.abs(corrected[rank]), kind="stable")[:keep]
+            sent[rank][most] = self.rounded(corrected[rank][most])
+        if self.accumulate:
+            self.e = corrected - sent
+        total = np.zeros_like(xs[0])
+        for part in sent:
+            total += part
+        return self.rounded(total)
+
+    def rounded(self, x: Floats) -> Floats:
+        found: Floats = torch.from_numpy(x).to(self.dtype).float().numpy()
+        return found
+
+
+class Counted(MemoryTransport):
+    """Counts the bytes that go to other ranks, and damages message number `damage`."""
+
+    def __init__(self, inner: MemoryTransport, damage: int = -1) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.sent = 0
+        self.messages = 0
+        self.damage = damage
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        self.sent += x.shape[0] // self.world_size * (self.world_size - 1)
+        super().all_to_all(out, x)
+        self._arrived(out)
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        self.sent += x.shape[0] * (self.world_size - 1)
+        super().all_gather(out, x)
+        self._arrived(out)
+
+    def _arrived(self, out: Any) -> None:
+        self.messages += 1
+        if self.messages == self.damage:
+            out[-9] ^= 4
+
+
+def gradients(ranks: int, m: int, dtype: Any, seed: int = 0) -> Any:
+    """Of all ranks, shape (ranks, ranks, m), heavy-tailed."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_t(3, (ranks, ranks, m)).astype(np.float32)).to(dtype)
+
+
+def one(tagc: Tagc, xs: Any, everywhere: bool = False) -> list[tuple[Any, Report, State]]:
+    """A step of one layer on every rank: the sum, its report and the state."""
+
+    def task(transport: MemoryTransport) -> tuple[Any, Report, State]:
+        state = State()
+        sums = Sketches(tw.Communicator(transport), tagc, state)
+        found = sums.sums([("w", xs[transport.rank])], everywhere)[0]
+        return found, state.reports[-1], state
+
+    return run_ranks(len(xs), task)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_sums_are_those_of_numpy(ranks: int) -> None:
+    """Two layers, three steps, an index mode and a dtype; every other time for all ranks."""
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[ranks % 3]
+    tagc = Tagc(ratio=(2, 4, 10)[ranks // 3], index=("or", "4bit")[ranks % 2])
+    theta, everywhere = tagc.share_zeroed(ranks), ranks % 2 == 0
+    sizes = {"a": 16 * 1024 + 5, "b": 20 * 1024}
+    steps = [
+        {name: gradients(ranks, m, dtype, seed) for name, m in sizes.items()} for seed in range(3)
+    ]
+
+    def task(transport: MemoryTransport) -> Any:
+        state = State()
+        sums = Sketches(tw.Communicator(transport), tagc, state)
+        found = []
+        for xs in steps:
+            layers = [(name, x[transport.rank].clone()) for name, x in xs.items()]
+            found.append(sums.sums(layers, everywhere))
+            for name, given in layers:
+                assert torch.equal(given, xs[name][transport.rank])
+        return found, state
+
+    results = run_ranks(ranks, task)
+    references = {name: Reference(theta, dtype) for name in sizes}
+    for i, xs in enumerate(steps):
+        for j, (name, x) in enumerate(xs.items()):
+            wanted = references[name].step(x.float().numpy())
+            for rank, (found, _) in enumerate(results):
+                mine = wanted if everywhere else wanted[rank]
+                np.testing.assert_array_equal(found[i][j].numpy(), mine)
+    for rank, (_, state) in enumerate(results):
+        for name, reference in references.items():
+            assert reference.e is not None
+            e = state.residuals.residual(name).numpy()
+            np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
+        assert [(r.name, r.step) for r in state.reports] == [
+            (name, step) for step in range(3) for name in sizes
+        ]
+        for report in state.reports:
+            assert (report.ratio, report.reason, report.estimated) == (tagc.ratio, "", 0)
+            share = report.nelem // ranks
+            assert report.kept == ranks * (share - math.ceil(Fraction(str(theta)) * share))
+            assert report.kept <= report.density * report.nelem <= ranks * report.kept
+
+
+@pytest.mark.parametrize(("ratio", "index"), FIGURE_2)
+def test_bytes_are_those_of_figure_2(ratio: float, index: str) -> None:
+    """As many of uncompressed: an all-to-all sends (ranks - 1) / ranks of the tensor."""
+    ranks, m = 4, 20 * 1024
+    xs = gradients(ranks, m, torch.float32)
+
+    def task(transport: MemoryTransport) -> None:
+        counted = Counted(transport)
+        comm = tw.Communicator(counted)
+        before = counted.sent
+        sums = Sketches(comm, Tagc(ratio=ratio, index=index), State())
+        sums.sums([("w", xs[comm.rank])])
+        assert sums.wire_bytes == counted.sent - before
+        payload = sums.wire_bytes - 3 * CARD_NBYTES * (ranks - 1)
+        share = ranks * m * (ranks - 1) / ranks
+        assert 8 * payload / share == FIGURE_2[ratio, index]
+        assert 8 * sums.raw_bytes / share == 32
+        # For all ranks, as in figure 1, the sketches go twice.
+        sums.sums([("w", xs[comm.rank])], everywhere=True)
+        twice = sums.wire_bytes - payload - (3 + 4) * CARD_NBYTES * (ranks - 1)
+        assert 8 * twice / share == pytest.approx(FIGURE_2[ratio, index] + 32 / ratio)
+
+    run_ranks(ranks, task)
+
+
+@pytest.mark.parametrize("sketch", ["bfloat16", "float16"])
+def test_cells_of_16_bits_keep_their_rounding_for_the_next_step(sketch: str) -> None:
+    xs = gradients(2, 16 * 1024, torch.float32)
+    dtype = getattr(torch, sketch)
+    tagc = Tagc(ratio=4, sketch=sketch)
+    reference = Reference(tagc.share_zeroed(2), dtype)
+    wanted = reference.step(xs.numpy())
+    assert reference.e is not None
+    for rank, (found, _, state) in enumerate(one(tagc, xs)):
+        np.testing.assert_array_equal(found.numpy(), wanted[rank])
+        e = state.residuals.residual("w").numpy()
+        np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
+
+
+def test_without_accumulation_what_is_zeroed_is_gone() -> None:
+    tagc = Tagc(ratio=4, theta=0.95, accumulate=False)
+    wanted = Reference(0.95, torch.float32, accumulate=False)
+    xs = gradients(3, 16 * 1024, torch.float32)
+    total = wanted.step(xs.numpy())
+    for rank, (found, report, state) in enumerate(one(tagc, xs)):
+        np.testing.assert_array_equal(found.numpy(), total[rank])
+        assert state.residuals.state_dict() == {}
+        assert report.kept == 3 * (16 * 1024 - math.ceil(0.95 * 16 * 1024))
+
+
+def test_a_sum_of_bits_loses_values_that_stay_with_their_ranks() -> None:
+    """With "1bit", entries that two ranks keep; nothing disappears between sum and residuals."""
+    rng = np.random.default_rng(0)
+    xs = torch.from_numpy(rng.integers(-9, 10, (3, 3, 16 * 1024)).astype(np.float32))
+    xs[1] = xs[0]
+    results = one(Tagc(ratio=4, index="1bit"), xs, everywhere=True)
+    kept = sum(state.residuals.residual("w") for _, _, state in results).view(3, -1)
+    for found, report, _ in results:
+        assert torch.equal(found + kept, xs.sum(0))
+        assert report.estimated == 0
+    lost = [report.lost for _, report, _ in results]
+    assert lost[0] == lost[1] > 0
+    assert f"'1bit' lost {lost[0]} of this rank's values" in results[0][1].reason
+
+
+def test_too_dense_an_index_is_warned_of_once() -> None:
+    """Run alone, since filters of warnings are the process's."""
+    x = gradients(1, 16 * 1024, torch.float32)[0]
+    state = State()
+
+    def task(transport: MemoryTransport) -> None:
+        sums = Sketches(tw.Communicator(transport), Tagc(ratio=4, theta=0.5), state)
+        with pytest.warns(RuntimeWarning, match=r"w: .* estimated.*take a ratio of at most 1\.5"):
+            sums.sums([("w", x)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sums.sums([("w", x)])
+
+    run_ranks(1, task)
+    for report in state.reports:
+        assert report.density == 0.5
+        assert report.diagnosis is not None
+        assert report.diagnosis.limit == 0.75 / 4
+        assert 0.9 < report.estimated <= 1 == report.estimated + report.peeled
+
+
+def test_fall_back_to_the_highest_ratio_that_peels() -> None:
+    xs = gradients(2, 16 * 1024, torch.float32)
+    for theta, ratio in ((0.9, 2), (0.2, None)):
+        tagc = Tagc(ratio=10, theta=theta, fallback=(1.5, 2, 8))
+        # Uncompressed nothing is zeroed either.
+        reference = Reference(theta if ratio else 0, torch.float32)
+        total = reference.step(xs.numpy())
+        assert reference.e is not None
+        for rank, (found, report, state) in enumerate(one(tagc, xs)):
+            np.testing.assert_array_equal(found.numpy(), total[rank])
+            assert (report.ratio, report.estimated) == (ratio, 0)
+            assert "take a ratio of at most" in report.reason or "uncompressed" in report.reason
+            e = state.residuals.residual("w").numpy()
+            np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
+    for found, report, _ in one(tagc, xs, everywhere=True):
+        np.testing.assert_array_equal(found.numpy(), total)
+        assert report.ratio is None
+
+
+def test_nan_and_infinity_arrive_and_leave_no_residual() -> None:
+    xs = gradients(2, 16 * 1024, torch.float32)
+    xs[0, 0, 5], xs[1, 0, 6], xs[0, 1, 7], xs[1, 1, 7] = math.nan, -math.inf, math.inf, -math.inf
+    reference = Reference(0.95, torch.float32)
+    with np.errstate(invalid="ignore"):
+        # NaN has to count as largest.
+        order = xs.nan_to_num(nan=1e38).numpy()
+        total = reference.step(order)
+    total[0, 5], total[1, 7] = math.nan, math.nan
+    total[0, 6] = -math.inf
+    for rank, (found, report, state) in enumerate(one(Tagc(ratio=4, theta=0.95), xs)):
+        np.testing.assert_array_equal(found.numpy(), total[rank])
+        assert report.estimated == 0
+        assert state.residuals.residual("w").isfinite().all()
+
+
+def test_all_zero_and_nothing_kept() -> None:
+    xs = torch.zeros(2, 2, 16 * 1024)
+    for found, report, _ in one(Tagc(), xs):
+        assert not found.any()
+        assert (report.density, report.kept, report.peeled) == (0, 0, 1)
+    for found, report, state in one(Tagc(theta=1), xs + 3):
+        assert not found.any()
+        assert report.kept == 0
+        assert (state.residuals.residual("w") == 3).all()
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_nothing_disappears(data: st.DataObject) -> None:
+    """Sums and residuals add up to the gradients, whatever the size and settings."""
+    ranks = data.draw(st.integers(1, 3))
+    m = data.draw(st.integers(700, 3000))
+    tagc = Tagc(
+        ratio=data.draw(st.sampled_from([1.5, 3, 10])),
+        theta=data.draw(st.none() | st.floats(0, 1)),
+        index=data.draw(st.sampled_from(["or", "4bit", "1bit"])),
+        mapping=data.draw(st.sampled_from(["rotated", "published"])),
+        fallback=(1.2,),
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    xs = torch.from_numpy(rng.integers(-99, 99, (ranks, ranks, m)).astype(np.float32))
+    if not tagc.pays(m, xs.dtype):
+        return
+    results = one(tagc, xs)
+    left = sum(state.residuals.residual("w") for _, _, state in results).view(ranks, m)
+    total = torch.stack([found for found, _, _ in results])
+    assert torch.equal(total + left, xs.sum(0))
+
+
+def errors(change: Any) -> list[str]:
+    """What ranks raise that differ as `change(rank)` says: settings, layers, damaged message."""
+    xs = gradients(3, 16 * 1024, torch.float32)
+    found = [""] * 3
+
+    def task(transport: MemoryTransport) -> None:
+        tagc, names, damage = change(transport.rank)
+        counted = Counted(transport)
+        sums = Sketches(tw.Communicator(counted), tagc, State())
+        counted.messages, counted.damage = 0, damage
+        layers = [(name, xs[transport.rank]) for name in names]
+        try:
+            sums.sums(layers)
+        except tw.CollectiveError as error:
+            found[transport.rank] = str(error)
+            with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+                sums.sums(layers)
+            # The others need not wait.
+            transport.close()
+
+    run_ranks(3, task)
+    return found
+
+
+@pytest.mark.parametrize(
+    "other", [Tagc(theta=0.99), Tagc(mapping="published"), Tagc(accumulate=False)]
+)
+def test_other_settings_are_named(other: Tagc) -> None:
+    found = errors(lambda rank: (other if rank == 1 else Tagc(), ["w"], -1))
+    assert all("other settings or layers" in text for text in found)
+    assert "rank 1 has" in found[0]
+    assert "rank 1 has" in found[2]
+
+
+def test_other_layers_are_named() -> None:
+    found = errors(lambda rank: (Tagc(), ["v" if rank == 2 else "w"], -1))
+    assert "rank 2 has other settings or layers" in found[0]
+    found = errors(lambda rank: (Tagc(), ["w", "w2"] if rank == 2 else ["w"], -1))
+    assert all("failed in stage 'index'" in text for text in found)
+
+
+@pytest.mark.parametrize(("message", "stage"), [(1, "index"), (2, "index"), (3, "sketch")])
+def test_damage_is_noticed(message: int, stage: str) -> None:
+    found = errors(lambda rank: (Tagc(), ["w"], message if rank == 0 else -1))
+    assert f"failed in stage {stage!r}: what came from rank 2 is damaged" in found[0]
+
+
+def test_bad_calls() -> None:
+    for options in (
+        {"ratio": 1},
+        {"theta": 1.5},
+        {"index": "xor"},
+        {"sketch": "int8"},
+        {"mapping": "none"},
+        {"fallback": (20,)},
+    ):
+        with pytest.raises(ValueError, match="allowed"):
+            Tagc(**options)  # type: ignore[arg-type]
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport)
+        with pytest.raises(ValueError, match="'4bit' for 16 ranks; allowed: at most 15"):
+            Sketches(comm, Tagc(index="4bit"), State())
+
+    run_ranks(16, task)
+
+
+def test_what_pays() -> None:
+    assert Tagc().pays(4096, torch.float32)
+    # One row of cells for less than a row of elements, and no sketch of float64.
+    assert not Tagc().pays(1000, torch.float32)
+    assert not Tagc().pays(1 << 20, torch.float64)
+    assert not Tagc().pays(0, torch.float32)
+    # 8 of 16 bits are index.
+    assert Tagc(ratio=4, index="4bit").pays(1 << 20, torch.bfloat16)
+    assert not Tagc(ratio=2, index="4bit").pays(1 << 20, torch.bfloat16)
+
+
+def test_the_rule() -> None:
+    big = (512, 512)
+    rule = Rule()
+    for name in (
+        "blocks.0.up.weight",
+        "h.3.attn.c_proj.weight",
+        "layers.1.self_attn.o_proj.weight",
+        "lm_head.weight",
+        "wte.weight",
+    ):
+        assert rule(name, big), name
+    for name in (
+        "h.3.attn.c_attn.weight",
+        "layers.1.self_attn.q_proj.weight",
+        "encoder.layer.0.attention.self.query.weight",
+        "attn.in_proj_weight",
+        "blocks.0.qkv.weight",
+        "attention.wk.weight",
+    ):
+        assert not rule(name, big), name
+    assert not rule("up.weight", (255, 256))
+    assert rule("up.weight", (256, 256))
+    assert not rule("up.bias", (1 << 20,))
+    assert Rule(include="qkv|up", exclude=None)("qkv.weight", big)
+    assert not Rule(include="qkv|up", exclude=None)("down.weight", big)
+    assert Rule(nelem=1, dimensions=1)("norm.weight", (3,))
