@@ -57,6 +57,9 @@ def _largest(magnitudes: Any, keep: int) -> Any:
 
 
 def _largest_torch(torch: Any, magnitudes: Any, keep: int) -> Any:
+    if magnitudes.device.type == "cpu":
+        # Several times as fast as kthvalue.
+        return torch.from_numpy(_largest(magnitudes.numpy(), keep))
     if keep == 0:
         return torch.zeros(magnitudes.shape, dtype=torch.bool, device=magnitudes.device)
     least = torch.kthvalue(magnitudes, magnitudes.numel() - keep + 1).values

@@ -24,7 +24,7 @@ from tightwire.adapters.sketches import CARD_NBYTES, Report, Sketches, State, Ta
 Floats = npt.NDArray[np.float32]
 
 #: Bits an element and rank of figure 2 (TAGC), where uncompressed is 32: index twice, sketch once.
-FIGURE_2 = {
+FIGURE_2: dict[tuple[float, str], float] = {
     (2, "or"): 18.0,
     (4, "or"): 10.0,
     (10, "or"): 5.2,
@@ -125,8 +125,8 @@ def test_sums_are_those_of_numpy(ranks: int) -> None:
         for xs in steps:
             layers = [(name, x[transport.rank].clone()) for name, x in xs.items()]
             found.append(sums.sums(layers, everywhere))
-            for name, given in layers:
-                assert torch.equal(given, xs[name][transport.rank])
+            for name, x in layers:
+                assert torch.equal(x, xs[name][transport.rank])
         return found, state
 
     results = run_ranks(ranks, task)
@@ -364,7 +364,7 @@ def test_bad_calls() -> None:
         {"fallback": (20,)},
     ):
         with pytest.raises(ValueError, match="allowed"):
-            Tagc(**options)  # type: ignore[arg-type]
+            Tagc(**options)
 
     def task(transport: MemoryTransport) -> None:
         comm = tw.Communicator(transport)

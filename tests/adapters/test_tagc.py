@@ -1,0 +1,316 @@
+"""Hooks that sum by index and sketch, between real processes: this file is also what they run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import join, launch, torchrun
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("PyTorch was built without gloo", allow_module_level=True)
+pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+    pytest.skip("this PyTorch has no custom collectives", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from tightwire.adapters import tagc  # noqa: E402
+from tightwire.adapters.hooks import communicator  # noqa: E402
+
+STEPS = 3
+RULE = tagc.Rule(nelem=1 << 15)
+
+
+class Block(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Odd sizes, which sharding pads; layers by sketch and not, one of them by name, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(131, 393)
+        self.frozen = torch.nn.Linear(131, 131).requires_grad_(False)
+        self.up = torch.nn.Linear(131, 517)
+        self.down = torch.nn.Linear(517, 131, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + self.frozen(q * k.tanh() + v)
+        return x + self.down(self.up(x).relu())
+
+
+class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(257, 256), torch.nn.Linear(257, 256)
+
+    def forward(self, x: Any) -> Any:
+        return self.used(x)
+
+
+SKETCHED = {f"{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")}
+
+
+def make(device: Any) -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(Block(), Block(), torch.nn.Linear(131, 5)).to(device)
+
+
+def train(model: Any, device: Any) -> list[float]:
+    """Losses of some steps."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    torch.manual_seed(100 + dist.get_rank())
+    x = torch.randn(7, 131, device=device)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Expected:
+    """Sums of layers by hand, from what all ranks gather uncompressed."""
+
+    def __init__(self, settings: tagc.Tagc, ranks: int) -> None:
+        self.theta, self.accumulate = settings.share_zeroed(ranks), settings.accumulate
+        self.ranks = ranks
+        self.e: dict[str, Any] = {}
+
+    def sum(self, name: str, xs: Any) -> Any:
+        """The sum, shape (ranks, m), of the layer's gradients, shape (ranks, ranks, m)."""
+        corrected = xs.float() + self.e.get(name, 0)
+        m = xs.shape[2]
+        keep = m - math.ceil(Fraction(str(self.theta)) * m)
+        order = corrected.abs().argsort(dim=2, descending=True, stable=True)[:, :, :keep]
+        sent = torch.zeros_like(corrected).scatter_(2, order, corrected.gather(2, order))
+        sent = sent.to(xs.dtype).float()
+        if self.accumulate:
+            self.e[name] = corrected - sent
+        total = torch.zeros_like(sent[0])
+        for part in sent:
+            total += part
+        return total.to(xs.dtype).float()
+
+
+def gathered(x: Any, group: Any = None) -> Any:
+    """The `x`, shape (n,), of all ranks, shape (ranks, n)."""
+    ranks = dist.get_world_size(group)
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)
+
+
+class CheckedUnit:
+    """The reduce-scatter of one FSDP module, compared with sums by hand."""
+
+    def __init__(self, inner: Any, expected: Expected, divisor: float) -> None:
+        self.inner, self.expected, self.divisor = inner, expected, divisor
+        self.calls = 0
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        room = self.inner.allocate(*args, **kwargs)
+        room.view(torch.uint8).fill_(0xAB)
+        return room
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        ranks, me = group.size(), group.rank()
+        before = input_tensor.clone()
+        xs = gathered(input_tensor, group).view(ranks, ranks, -1)
+        done = self.inner(output_tensor, input_tensor, group, op, async_op)
+        assert torch.equal(input_tensor, before)
+        total = torch.full(xs.shape[1:], -0.0)
+        for part in xs:
+            total += part.float()
+        at = 0
+        for name, _, n in self.inner._parameters:
+            if name in SKETCHED:
+                part = xs[:, :, at : at + n]
+                total[:, at : at + n] = self.expected.sum(name, part)
+            at += n
+        assert at == xs.shape[2]
+        if op == dist.ReduceOp.AVG:
+            total /= ranks
+        else:
+            assert op == dist.ReduceOp.PREMUL_SUM
+            total *= 1 / self.divisor
+        wanted = total[me].to(output_tensor.dtype)
+        assert torch.equal(output_tensor, wanted)
+        self.calls += 1
+        return done
+
+
+def sharded(device: Any, setup: str) -> dict[str, Any]:
+    """FSDP2; every reduce-scatter is compared."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    model = make(device)
+    narrow = torch.bfloat16 if setup == "bfloat16" else None
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=narrow))
+        if setup == "bfloat16":
+            module.set_gradient_divide_factor(3.0)
+    options = tagc.Tagc(ratio=4, layers=RULE, index="4bit" if setup == "bfloat16" else "or")
+    hooks = tagc.compress(model, options)
+    expected = Expected(options, ranks)
+    checks = []
+    for module in (model[0], model[1], model):
+        unit = hooks.reduce_scatter.unit(
+            tagc._parameters(module, {id(p): n for n, p in model.named_parameters()})
+        )
+        checks.append(CheckedUnit(unit, expected, 3.0))
+        module.set_custom_reduce_scatter(checks[-1])
+    losses = train(model, device)
+    reports = hooks.state.reports
+    if ranks > 1:
+        assert {check.calls for check in checks} == {STEPS}
+        assert {r.name for r in reports} == SKETCHED
+        assert len(reports) == STEPS * len(SKETCHED)
+        for name, e in expected.e.items():
+            mine = e[dist.get_rank()].reshape(-1)
+            assert torch.equal(hooks.state.residuals.residual(name), mine)
+    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()])
+    return {
+        "losses": losses,
+        "weights": full.double().sum().item(),
+        "bytes": [hooks.reduce_scatter.raw_bytes, hooks.reduce_scatter.wire_bytes],
+        "estimated": max([r.estimated for r in reports], default=0),
+    }
+
+
+def partial(device: Any) -> list[Any]:
+    """A unit of which a layer has no gradient goes by the communicator, and a report says so."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(1)
+    model = fully_shard(Half(), mesh=mesh)
+    hooks = tagc.compress(model, tagc.Tagc(layers=RULE))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 257)
+    model(x).sum().backward()
+    found = model.used.weight.grad.full_tensor()
+    wanted = gathered(x.sum(0)).mean(0).expand(256, -1)
+    torch.testing.assert_close(found, wanted)
+    return [[r.name, r.ratio, r.reason] for r in hooks.state.reports]
+
+
+def replicated(device: Any) -> dict[str, Any]:
+    """DDP; every bucket is compared, and all ranks have the same bits."""
+    ranks = dist.get_world_size()
+    model = DistributedDataParallel(make(device), bucket_cap_mb=0.5)
+    options = tagc.Tagc(ratio=10, theta=0.99, layers=RULE)
+    comm = communicator(None, device)
+    names = {p: name for name, p in model.module.named_parameters()}
+    hook = tagc.DdpHook(comm, options, tagc.State(), names)
+    expected = Expected(options, ranks)
+    buckets = []
+
+    def checked(state: Any, bucket: Any) -> Any:
+        xs = gathered(bucket.buffer())
+        future = tagc.ddp_hook(hook, bucket)
+        found, at = future.value(), 0
+        for p in bucket.parameters():
+            n = p.numel()
+            part = xs[:, at : at + n]
+            if names[p] in SKETCHED:
+                padded = torch.nn.functional.pad(part, (0, -n % ranks)).view(ranks, ranks, -1)
+                wanted = expected.sum(names[p], padded).view(-1)[:n] / ranks
+            else:
+                wanted = torch.full((n,), -0.0)
+                for row in part:
+                    wanted += row
+                wanted /= ranks
+            assert torch.equal(found[at : at + n], wanted)
+            at += n
+        buckets.append(names[bucket.parameters()[0]])
+        return future
+
+    # DDP compares annotations, which are strings here.
+    checked.__annotations__ = {}
+    model.register_comm_hook(None, checked)
+    losses = train(model, device)
+    assert len(buckets) > STEPS
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    for other in gathered(weights):
+        assert torch.equal(other, weights)
+    assert {r.name for r in hook.state.reports} == SKETCHED
+    registered = tagc.register(DistributedDataParallel(make(device)), options)
+    return {
+        "losses": losses,
+        "bytes": [hook.raw_bytes, hook.wire_bytes],
+        "reports": len(hook.state.reports),
+        "registered": registered.wire_bytes,
+    }
+
+
+def refused(device: Any) -> list[str]:
+    """What is raised for a module that is not sharded, and where options are given twice."""
+    model = DistributedDataParallel(make(device))
+    comm = communicator(None, device)
+    found = []
+    for call in (
+        lambda: tagc.compress(torch.nn.Linear(2, 2)),
+        lambda: tagc.register(model, comm=comm, trace=3),
+    ):
+        with pytest.raises(ValueError, match=r"comes first|allowed") as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def everything(device: Any) -> dict[str, Any]:
+    """All of the above; some of it between two ranks only."""
+    found: dict[str, Any] = {"float32": sharded(device, "float32"), "ddp": replicated(device)}
+    if dist.get_world_size() == 2:
+        found["bfloat16"] = sharded(device, "bfloat16")
+        found["partial"] = partial(device)
+        found["refused"] = refused(device)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_hooks_against_sums_by_hand(ranks: int, tmp_path: Path) -> None:
+    results = launch(__file__, "everything", ranks, tmp_path)
+    for found in results:
+        for setup in ("float32", "bfloat16") if ranks == 2 else ("float32",):
+            assert found[setup]["losses"][-1] < found[setup]["losses"][0]
+            assert found[setup]["weights"] == results[0][setup]["weights"]
+            assert found[setup]["estimated"] == 0
+            raw, wire = found[setup]["bytes"]
+            # FSDP calls no hook on a single rank. The rest, a quarter, goes by zipccl.
+            assert (raw > 0) == (ranks > 1)
+            assert wire <= {"float32": 0.55, "bfloat16": 0.85}[setup] * raw
+        assert found["ddp"]["losses"][-1] < found["ddp"]["losses"][0]
+        assert found["ddp"]["reports"] == STEPS * len(SKETCHED)
+        raw, wire = found["ddp"]["bytes"]
+        assert (wire > 0) == (ranks > 1)
+        assert wire <= 0.6 * raw
+        if ranks == 2:
+            reasons = [reason for _, _, reason in found["partial"]]
+            assert len(reasons) == 2
+            assert all("have no gradient" in reason for reason in reasons)
+            assert len(found["refused"]) == 2
+
+
+def test_the_example_in_the_docstring(tmp_path: Path) -> None:
+    found = torchrun(tagc, 2, tmp_path)
+    assert len(found) == 2
+    for raw, wire in found:
+        assert 0 < wire < 0.2 * raw
+
+
+if __name__ == "__main__":
+    join({"everything": everything}, sys.argv[1:])
