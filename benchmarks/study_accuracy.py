@@ -58,17 +58,21 @@ CONFIGS: dict[str, tuple[str | None, dict[str, Any], str | None]] = {
 class Block(nn.Module):
     """Pre-norm transformer block of (batch, time, width) whose two halves are tensor-parallel."""
 
-    def __init__(self, parallel: tp.TensorParallel) -> None:
+    def __init__(self, parallel: tp.TensorParallel | None) -> None:
         super().__init__()
+        self.heads = HEADS // (1 if parallel is None else RANKS)
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv = tp.ColumnParallelLinear(linear(WIDTH, 3 * WIDTH), parallel, parts=3)
-        self.proj = tp.RowParallelLinear(linear(WIDTH, WIDTH), parallel)
-        self.up = tp.ColumnParallelLinear(linear(WIDTH, 4 * WIDTH), parallel)
-        self.down = tp.RowParallelLinear(linear(4 * WIDTH, WIDTH), parallel)
+        self.qkv, self.proj = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
+        if parallel is not None:
+            self.qkv = tp.ColumnParallelLinear(self.qkv, parallel, parts=3)
+            self.proj = tp.RowParallelLinear(self.proj, parallel)
+            self.up = tp.ColumnParallelLinear(self.up, parallel)
+            self.down = tp.RowParallelLinear(self.down, parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Residual attention over this rank's heads, then a residual MLP."""
-        split = self.qkv(self.ln1(x)).unflatten(-1, (3, HEADS // RANKS, WIDTH // HEADS))
+        split = self.qkv(self.ln1(x)).unflatten(-1, (3, self.heads, WIDTH // HEADS))
         q, k, v = split.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(heads.transpose(1, 2).flatten(2))
@@ -76,9 +80,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding and head are on every rank, and get the same gradients there."""
+    """Embedding and head are on every rank, and get the same gradients there.
 
-    def __init__(self, parallel: tp.TensorParallel) -> None:
+    Without `parallel` the model is not tensor-parallel.
+    """
+
+    def __init__(self, parallel: tp.TensorParallel | None = None) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         for embedding in (self.tokens, self.positions):
@@ -124,11 +131,11 @@ def draw(data: torch.Tensor, count: int, rng: torch.Generator) -> torch.Tensor:
     return data[starts + torch.arange(CONTEXT + 1)].long()
 
 
-def rate(step: int) -> float:
+def rate(step: int, steps: int = STEPS) -> float:
     """Linear warm-up, then half a cosine down to LAST_RATE."""
     if step < WARMUP:
         return LEARNING_RATE * (step + 1) / WARMUP
-    done = (step - WARMUP) / (STEPS - WARMUP)
+    done = (step - WARMUP) / (steps - WARMUP)
     return LAST_RATE + (LEARNING_RATE - LAST_RATE) * 0.5 * (1 + float(np.cos(np.pi * done)))
 
 
@@ -138,19 +145,26 @@ def evaluate(model: GPT, windows: torch.Tensor) -> float:
         return float(np.mean([model.loss(part).item() for part in windows.split(64)]))
 
 
-def fit(model: GPT, data: torch.Tensor, windows: torch.Tensor, seed: int) -> list[Any]:
+def fit(
+    model: GPT,
+    data: torch.Tensor,
+    windows: torch.Tensor,
+    seed: int,
+    steps: int = STEPS,
+    batch: int = BATCH,
+) -> list[Any]:
     """Train in place, and return steps and losses on the way."""
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     curve: list[tuple[int, float]] = []
-    for step in range(STEPS):
+    for step in range(steps):
         if step % EVERY == 0:
             curve.append((step, evaluate(model, windows[:CURVE])))
-        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.param_groups[0]["lr"] = rate(step, steps)
         optimizer.zero_grad()
-        model.loss(draw(data, BATCH, rng)).backward()
+        model.loss(draw(data, batch, rng)).backward()
         optimizer.step()
-    return [*curve, (STEPS, evaluate(model, windows[:CURVE]))]
+    return [*curve, (steps, evaluate(model, windows[:CURVE]))]
 
 
 def train(config: str, seed: int) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""What sums of gradients by sketch do to the loss of a small GPT, and to the bytes on the wire.
+
+    python benchmarks/study_tagc.py --out benchmarks/results/tagc.json
+
+The model and the text of study_accuracy.py, under FSDP2 with four ranks, real processes on gloo;
+every rank draws its own windows. Arithmetic and gradients are float32; what does not go by sketch,
+parameters too, goes uncompressed. Runs of one seed have the same initial weights and batches.
+A run that the file has already is not made again; `--config` and `--seed` choose some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from study_accuracy import CONTEXT, GPT, draw, evaluate, fit, load_bytes, machine
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from tightwire.adapters import fsdp, tagc
+
+RANKS, SEEDS = 4, (0, 1, 2)
+STEPS, BATCH, VALIDATION, CURVE = 150, 2, 256, 64  # of a rank and step; windows
+BASELINE = "uncompressed"
+SELECTED = tagc.Rule()
+#: Biases and norms are named too, but take fewer bytes uncompressed.
+ALL = tagc.Rule(exclude=None, nelem=1, dimensions=1)
+
+#: None is no compression.
+CONFIGS: dict[str, tagc.Tagc | None] = {
+    BASELINE: None,
+    **{
+        f"{ratio}x, {'all' if rule is ALL else 'selected'}{'' if keep else ', no accumulation'}": (
+            tagc.Tagc(ratio=ratio, accumulate=keep, layers=rule)
+        )
+        for rule in (SELECTED, ALL)
+        for keep in (True, False)
+        for ratio in (2, 4, 10)
+    },
+    "10x, selected, 1bit": tagc.Tagc(ratio=10, index="1bit"),
+}
+
+
+def train(config: str, seed: int, steps: int) -> dict[str, Any]:
+    """One run, on one rank of all."""
+    torch.manual_seed(seed)
+    model = GPT()
+    parameters = sum(p.numel() for p in model.parameters())
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    register_fsdp_forward_method(model, "loss")
+    options = CONFIGS[config]
+    facts: dict[str, Any] = {}
+    if options is None:
+        reduce = fsdp.compress(model, algorithm="native").reduce_scatter
+    else:
+        hooks = tagc.compress(model, options, state=tagc.State(history=1 << 20), algorithm="native")
+        reduce = hooks.reduce_scatter
+    data, held_back = load_bytes()
+    windows = draw(held_back, VALIDATION, torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    curve = fit(model, data, windows[:CURVE], seed * RANKS + dist.get_rank(), steps, BATCH)
+    seconds = time.perf_counter() - start
+    if options is not None:
+        facts = diagnoses(hooks.state, parameters)
+    return {
+        "config": config,
+        "seed": seed,
+        "loss": evaluate(model, windows),
+        "curve": curve,
+        "raw_bytes": reduce.raw_bytes,
+        "wire_bytes": reduce.wire_bytes,
+        "seconds": seconds,
+        "parameters": parameters,
+        **facts,
+    }
+
+
+def diagnoses(state: tagc.State, parameters: int) -> dict[str, Any]:
+    """What the reports of a run say of its sketches."""
+    sketched = [r for r in state.reports if r.ratio is not None]
+    first = {r.name: r.nelem for r in sketched}
+    return {
+        "theta": sketched[0].theta,
+        "share_of_parameters": sum(first.values()) / parameters,
+        "density": float(np.mean([r.density for r in sketched])),
+        "estimated": [
+            float(np.average([r.estimated for r in sketched], weights=[r.nelem for r in sketched])),
+            max(r.estimated for r in sketched),
+        ],
+        "lost": sum(r.lost for r in sketched) / max(sum(r.kept for r in sketched), 1),
+    }
+
+
+def run_rank(rank: int, store: str, jobs: list[tuple[str, int]], steps: int, out: Path) -> None:
+    """What the process of a rank does: all runs, which rank 0 writes down one by one."""
+    torch.set_num_threads(1)
+    # Reports tell it, and the table does.
+    warnings.filterwarnings("ignore", message=".*values are estimated")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(minutes=5),
+    )
+    for config, seed in jobs:
+        found = train(config, seed, steps)
+        if rank == 0:
+            record(out, steps, found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def record(out: Path, steps: int, found: dict[str, Any]) -> None:
+    """Add a run to the file."""
+    recorded: dict[str, Any] = {"setting": setting(steps), "runs": []}
+    if out.exists():
+        recorded = json.loads(out.read_text())
+    recorded |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    recorded["runs"].append(found)
+    out.write_text(json.dumps(recorded, indent=1) + "\n")
+    took = f"{found['wire_bytes'] / 1e6:.1f} MB, {found['seconds']:.0f} s"
+    print(f"{found['config']}, seed {found['seed']}: {found['loss']:.4f}, {took}", flush=True)
+
+
+def setting(steps: int) -> dict[str, Any]:
+    """All that runs of one file must have in common."""
+    return {
+        "ranks": RANKS,
+        "steps": steps,
+        "batch": BATCH,
+        "context": CONTEXT,
+        "validation_windows": VALIDATION,
+        "curve_windows": CURVE,
+    }
+
+
+def main() -> None:
+    """Make the runs that are missing, and write each down when it is done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--config", choices=CONFIGS, nargs="+", default=list(CONFIGS))
+    parser.add_argument("--seed", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    given = parser.parse_args()
+    done = set()
+    if given.out.exists():
+        recorded = json.loads(given.out.read_text())
+        if recorded["setting"] != setting(given.steps):
+            parser.error(f"{given.out} has runs of another setting")
+        done = {(r["config"], r["seed"]) for r in recorded["runs"]}
+    wanted = [(config, seed) for seed in given.seed for config in given.config]
+    jobs = [job for job in wanted if job not in done]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        shared = f"{folder}/store", jobs, given.steps, given.out
+        ranks = [context.Process(target=run_rank, args=(r, *shared)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError("a rank has failed")
+
+
+if __name__ == "__main__":
+    main()
