@@ -1,4 +1,4 @@
-"""Turn error.json and accuracy.json into pages and a plot; report.py calls it.
+"""Turn error.json, accuracy.json and tagc.json into pages and a plot; report.py calls it.
 
 What stands on a page from the heading BY_HAND on is written by hand, and kept when the page is made
 anew.
@@ -16,7 +16,12 @@ import numpy as np
 
 #: Heading of the part of each page that is written by hand.
 BY_HAND = "## Against the paper"
-BASELINE = "bfloat16"
+BASELINE, UNCOMPRESSED = "bfloat16", "uncompressed"
+#: Of TAGC: seconds an iteration and ms/MB of gradients, by FSDP and by TAGC.
+TABLE_2 = {
+    "all": ((26.8, 28.5), (0.73, 0.64)),
+    "non-attention": ((25.2, 22.6), (0.76, 0.51)),
+}
 #: Quantile .975 of Student's t by the number of pairs, less one.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
@@ -151,6 +156,16 @@ def plus_minus(values: Sequence[float]) -> str:
     return f" ± {spread(values):.4f}" if len(values) > 1 else ""
 
 
+def compared(apart: Sequence[float], losses: Sequence[float]) -> tuple[str, str, str]:
+    """Mean difference and spread, its interval if there is one, and per cent of the mean loss."""
+    mean, interval = float(np.mean(apart)), ""
+    if len(apart) > 1:
+        half = STUDENT[len(apart) - 1] * spread(apart) / math.sqrt(len(apart))
+        interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
+    percent = f"{100 * mean / float(np.mean(losses)):+.2f}"
+    return f"{mean:+.4f}{plus_minus(apart)}", interval, percent
+
+
 def accuracy_lines(recorded: dict[str, Any]) -> list[str]:
     """The page of the accuracy study without the part that is written by hand."""
     configs, setting, machine = by_config(recorded), recorded["setting"], recorded["machine"]
@@ -187,13 +202,8 @@ def accuracy_lines(recorded: dict[str, Any]) -> list[str]:
     for config, runs in configs.items():
         values = [r["loss"] for r in runs.values()]
         apart = differences(runs, base)
-        mean = float(np.mean(apart))
         wire = float(np.mean([r["wire_bytes"] for r in runs.values()]))
-        gap, interval = f"{mean:+.4f}{plus_minus(apart)}", ""
-        if len(apart) > 1:
-            half = STUDENT[len(apart) - 1] * spread(apart) / math.sqrt(len(apart))
-            interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
-        percent = f"{100 * mean / float(np.mean(losses)):+.2f}"
+        gap, interval, percent = compared(apart, losses)
         if config == BASELINE:
             gap = interval = percent = ""
         lines.append(
@@ -235,6 +245,76 @@ def tensor_lines(tensors: dict[str, Any]) -> list[str]:
         pairs = [found["vnmse"][method] for found in tensors.values()]
         cells = [f"{mean:.2e}, {most:.2e}" for mean, most in pairs]
         lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def tagc_lines(recorded: dict[str, Any]) -> list[str]:
+    """The page of training with sums by sketch, without the part that is written by hand."""
+    setting, machine, first = recorded["setting"], recorded["machine"], recorded["runs"][0]
+    named = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    configs: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in recorded["runs"]:
+        configs.setdefault(run["config"], {})[run["seed"]] = run
+    base = configs[UNCOMPRESSED]
+    losses = [r["loss"] for r in base.values()]
+    plain = float(np.mean([r["wire_bytes"] for r in base.values()]))
+    tokens = setting["ranks"] * setting["batch"] * setting["context"]
+    lines = [
+        "# Training with gradients summed by sketch",
+        "",
+        f"The byte-level GPT of [the accuracy study](accuracy.md), {first['parameters'] / 1e6:.2f} "
+        f"M parameters, under FSDP2 with {setting['ranks']} ranks on gloo: {setting['steps']} "
+        f"steps of {tokens} bytes of text, {setting['validation_windows']} windows for "
+        "validation. Gradients are float32; parameters and the gradients of other layers go "
+        "uncompressed. Selected: embedding, head, feed-forward layers and the projection after "
+        "attention; all: queries, keys and values too. In both, what would take no fewer bytes "
+        "(biases, norms) goes uncompressed.",
+        "",
+        f"By `benchmarks/study_tagc.py` on {machine['cpu']}, {machine['cores']} cores, one thread "
+        f"a rank; {named}; {recorded['date']}. Loss in nats; ± is the standard deviation over "
+        "seeds, the interval Student's, 95 %, for the mean difference from uncompressed with the "
+        "same seed. MB: what a rank sent of gradients, by the hooks' count. Of the layers that go "
+        "by sketch: their share of the parameters, theta (zeroed by every rank), the density of "
+        "the agreed index, and the shares of values that are estimated (mean, and of the worst "
+        "layer and step) or, kept by a rank, lost by the index.",
+        "",
+        "| gradients | seeds | validation loss | difference | 95 % interval | % | MB | ratio | "
+        "share | theta | density | estimated | lost |",
+        f"|---|{'---|' * 12}",
+    ]
+    for config, runs in configs.items():
+        values = [r["loss"] for r in runs.values()]
+        wire = float(np.mean([r["wire_bytes"] for r in runs.values()]))
+        apart = differences(runs, base)
+        cells = ["", "", ""] if config == UNCOMPRESSED or not apart else compared(apart, losses)
+        facts = ["", "", "", "", ""]
+        if config != UNCOMPRESSED:
+            some = list(runs.values())
+            mean, worst = np.mean([r["estimated"] for r in some], axis=0)
+            facts = [
+                f"{some[0]['share_of_parameters']:.3f}",
+                f"{some[0]['theta']:.4g}",
+                f"{np.mean([r['density'] for r in some]):.4f}",
+                f"{mean:.1e}, {worst:.1e}",
+                f"{np.mean([r['lost'] for r in some]):.1e}",
+            ]
+        lines.append(
+            f"| {config} | {len(runs)} | {np.mean(values):.4f}{plus_minus(values)} | "
+            f"{' | '.join(cells)} | {wire / 1e6:.1f} | {wire / plain:.3f} | {' | '.join(facts)} |"
+        )
+    lines += [
+        "",
+        "The paper (162 M parameters, 2 ranks): validation loss +3.6 % at 10x with a 1-bit index; "
+        "its table 2, at the same setting, for FSDP and TAGC:",
+        "",
+        "| layers | seconds an iteration | ratio | gradient exchange, ms/MB | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for layers, ((before, after), (slow, fast)) in TABLE_2.items():
+        lines.append(
+            f"| {layers} | {before}, {after} | {after / before:.3f} | {slow}, {fast} | "
+            f"{fast / slow:.3f} |"
+        )
     return lines
 
 
@@ -281,4 +361,8 @@ def write_pages(folder: Path) -> list[str]:
         write_page(folder / "accuracy.md", accuracy_lines(recorded))
         plot(recorded, folder / "accuracy.png")
         links.append("Training a small GPT with them: [accuracy.md](accuracy.md)")
+    if (folder / "tagc.json").exists():
+        recorded = json.loads((folder / "tagc.json").read_text())
+        write_page(folder / "tagc.md", tagc_lines(recorded))
+        links.append("Training it with gradients summed by sketch: [tagc.md](tagc.md)")
     return links

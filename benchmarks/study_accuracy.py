@@ -152,10 +152,13 @@ def fit(
     seed: int,
     steps: int = STEPS,
     batch: int = BATCH,
+    foreach: bool | None = None,
 ) -> list[Any]:
     """Train in place, and return steps and losses on the way."""
     rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, foreach=foreach
+    )
     curve: list[tuple[int, float]] = []
     for step in range(steps):
         if step % EVERY == 0:
