@@ -30,7 +30,7 @@ from ..homomorphic import (
     sketch,
 )
 from ..sparsify import sparsify
-from .calls import Call
+from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
 from .hooks import scatter
@@ -186,6 +186,7 @@ class Sketches:
         self._theta = tagc.share_zeroed(comm.world_size)
         self._calls = 0
         self._broken: str | None = None
+        self._trace: deque[TraceRecord] = deque(maxlen=1000)
 
     def sums(self, layers: Sequence[tuple[str, Any]], everywhere: bool = False) -> list[Any]:
         """The sums of layers, float32, for their owners or for all.
@@ -201,21 +202,27 @@ class Sketches:
         """
         if not layers:
             return []
-        ranks, call = self.comm.world_size, Call(self.comm.rank, "sketches", self._calls, "sketch")
+        call = Call(self.comm.rank, "sketches", self._calls, "sketch")
         self._calls += 1
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
+        call.algorithm = f"{'all-reduce' if everywhere else 'reduce-scatter'} of sketches, lhc"
+        call.reason = f"the rule names {len(layers)} layers"
+        wire = _Wire(self.comm, call, self._digest(layers))
+        error: str | None = None
         try:
-            return self._sums(
-                call, _Wire(self.comm, call, self._digest(layers)), layers, everywhere
-            )
-        except BaseException as error:
-            self._broken = str(error)
+            return self._sums(call, wire, layers, everywhere)
+        except BaseException as caught:
+            error = self._broken = str(caught)
             raise
         finally:
+            self.raw_bytes += call.raw_bytes
             self.wire_bytes += call.wire_bytes
-            share = sum(x[0].numel() * x.element_size() for _, x in layers)
-            self.raw_bytes += (ranks - 1) * share * (2 if everywhere else 1)
+            self._trace.append(TraceRecord(*call.record(error)))
+
+    def trace(self) -> list[TraceRecord]:
+        """The last calls, oldest first; what went uncompressed is in the communicator's trace."""
+        return list(self._trace)
 
     def _sums(
         self, call: Call, wire: _Wire, layers: Sequence[tuple[str, Any]], everywhere: bool
@@ -234,13 +241,15 @@ class Sketches:
         if sketched:
             parts = [(found[i], indexes[i], chosen[i]) for i in sketched]
             sums.update(zip(sketched, self._by_sketch(call, wire, parts, everywhere), strict=True))
-        for i in (i for i, ratio in enumerate(chosen) if ratio is None):
+        for i in sorted(set(range(len(found))).difference(sketched)):
             sums[i] = self._uncompressed(found[i], everywhere)
         if self.tagc.accumulate:
             for i in sketched:
                 layer = found[i]
                 parts_of = [(layer.name, layer.nelem)]
                 self.state.residuals.keep(parts_of, layer.corrected, layer.sparse)
+        shares = sum(found[i].x[0].nbytes for i in sketched)
+        call.raw_bytes = (self.comm.world_size - 1) * shares * (2 if everywhere else 1)
         return [sums[i] for i in range(len(found))]
 
     def _digest(self, layers: Sequence[tuple[str, Any]]) -> int:
@@ -364,11 +373,13 @@ class Sketches:
         sums = []
         with call.stage("decode"):
             for buffer, (layer, _, _) in zip(buffers, parts, strict=True):
+                # The array: the sketches are views of it, and not of what the host has encoded for
+                # a GPU.
                 if everywhere:
-                    sums.append(decode(buffer).view(layer.x.shape))
+                    sums.append(decode(buffer.array).view(layer.x.shape))
                 else:
                     m = layer.x.shape[1]
-                    sums.append(decode(buffer, start=me * m, stop=(me + 1) * m))
+                    sums.append(decode(buffer.array, start=me * m, stop=(me + 1) * m))
         return sums
 
     def _uncompressed(self, layer: _Layer, everywhere: bool) -> Any:

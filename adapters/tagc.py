@@ -25,10 +25,13 @@ After TAGC (EuroMLSys '25), algorithm 1. To try it, `torchrun --nproc-per-node 2
     dist.destroy_process_group()
 
 Other layers than `Tagc.layers` names, and parameters, go by the codec of a `Communicator`, lossless
-unless another is asked for. On the CPU hooks run where backward waits for them. On a GPU all of a
-unit's work is queued on a stream of its own, behind its gradients, so that sparsification, index
-and sketch run beside the backward pass and the all-gather of the next unit, as far as the host,
-which waits for the index and its diagnosis, is ahead.
+unless another is asked for.
+
+On the CPU backward waits for the hooks, and nothing overlaps. On a GPU a unit's hook has a stream
+of its own, behind its gradients: sparsification, index and sketch run beside the all-gather of the
+next unit's parameters, which FSDP has queued before, and beside what is queued of the backward
+pass. The host waits for the index, which it diagnoses, before it queues more; where the codec lhc
+has no kernels, index, sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -39,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from .calls import TraceRecord
 from .collectives import Communicator
 from .fsdp import AllGather, _Comm, _finish, _scale
 from .hooks import Channel, average, communicator, wide
@@ -105,6 +109,10 @@ class ReduceScatter(_Comm):
         """Bytes that went to other ranks, in all calls so far."""
         return sum(sums.wire_bytes for sums in self._sums.values())
 
+    def trace(self) -> list[TraceRecord]:
+        """The last calls, group by group: those of the communicator, then those by sketch."""
+        return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
+
     def unit(self, parameters: Sequence[tuple[str, Any, int]]) -> Any:
         """For `set_custom_reduce_scatter` of one FSDP module.
 
@@ -166,14 +174,14 @@ class ReduceScatter(_Comm):
             at += n
         if not whole:
             others = [slice(0, rows.shape[1])]
+        for place, part in zip(places, sums.sketches.sums(layers), strict=True):
+            total[place] = part
         if others:
             rest = torch.cat([rows[:, place] for place in others], 1).view(-1)
             share = sums.comm.reduce_scatter(rest, total.new_empty(rest.numel() // len(rows)))
             sizes = [place.stop - place.start for place in others]
             for place, part in zip(others, share.split(sizes), strict=True):
                 total[place] = part
-        for place, part in zip(places, sums.sketches.sums(layers), strict=True):
-            total[place] = part
         return total
 
 
@@ -268,6 +276,10 @@ class DdpHook:
         """Bytes that went to other ranks."""
         return self._sums.wire_bytes
 
+    def trace(self) -> list[TraceRecord]:
+        """The last calls: those of the communicator, then those by sketch."""
+        return self._sums.comm.trace() + self._sums.sketches.trace()
+
     def _average(self, bucket: Any) -> None:
         x, comm = bucket.buffer(), self._sums.comm
         if x.layout != torch.strided or not x.dtype.is_floating_point:
@@ -287,14 +299,14 @@ class DdpHook:
                 _skip(self.state, name, p.numel(), reason)
             others.append(part)
         try:
+            sums = self._sums.sketches.sums(layers, everywhere=True)
+            for part, total in zip(places, sums, strict=True):
+                part.copy_(total.div_(ranks).view(-1)[: part.numel()])
             if others:
                 rest = torch.cat(others)
                 average(comm, rest)
                 for part, mean in zip(others, rest.split([o.numel() for o in others]), strict=True):
                     part.copy_(mean)
-            sums = self._sums.sketches.sums(layers, everywhere=True)
-            for part, total in zip(places, sums, strict=True):
-                part.copy_(total.div_(ranks).view(-1)[: part.numel()])
         finally:
             self._sums.count()
 

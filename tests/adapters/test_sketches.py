@@ -165,6 +165,10 @@ def test_bytes_are_those_of_figure_2(ratio: float, index: str) -> None:
         sums = Sketches(comm, Tagc(ratio=ratio, index=index), State())
         sums.sums([("w", xs[comm.rank])])
         assert sums.wire_bytes == counted.sent - before
+        (record,) = sums.trace()
+        assert (record.wire_bytes, record.raw_bytes) == (sums.wire_bytes, sums.raw_bytes)
+        assert record.algorithm == "reduce-scatter of sketches, lhc"
+        assert set(record.seconds) == {"sparsify", "index", "encode", "sketch", "add", "decode"}
         payload = sums.wire_bytes - 3 * CARD_NBYTES * (ranks - 1)
         share = ranks * m * (ranks - 1) / ranks
         assert 8 * payload / share == FIGURE_2[ratio, index]
@@ -255,6 +259,18 @@ def test_fall_back_to_the_highest_ratio_that_peels() -> None:
     for found, report, _ in one(tagc, xs, everywhere=True):
         np.testing.assert_array_equal(found.numpy(), total)
         assert report.ratio is None
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport)
+        sums = Sketches(comm, tagc, State())
+        before = len(comm.trace())
+        sums.sums([("w", xs[comm.rank])])
+        # Nothing is counted twice: the index here, the layer in the communicator's trace.
+        assert sums.raw_bytes == sums.trace()[-1].raw_bytes == 0
+        assert 0 < sums.wire_bytes < 4 * 16 * 1024
+        assert [r.raw_bytes for r in comm.trace()[before:]] == [4 * 16 * 1024]
+
+    run_ranks(2, task)
 
 
 def test_nan_and_infinity_arrive_and_leave_no_residual() -> None:

@@ -180,6 +180,10 @@ def sharded(device: Any, setup: str) -> dict[str, Any]:
         assert {check.calls for check in checks} == {STEPS}
         assert {r.name for r in reports} == SKETCHED
         assert len(reports) == STEPS * len(SKETCHED)
+        records = hooks.reduce_scatter.trace()
+        assert sum(r.collective == "sketches" for r in records) == 2 * STEPS
+        assert sum(r.wire_bytes for r in records) == hooks.reduce_scatter.wire_bytes
+        assert sum(r.raw_bytes for r in records) == hooks.reduce_scatter.raw_bytes
         for name, e in expected.e.items():
             mine = e[dist.get_rank()].reshape(-1)
             assert torch.equal(hooks.state.residuals.residual(name), mine)
@@ -201,6 +205,10 @@ def partial(device: Any) -> list[Any]:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(4, 257)
     model(x).sum().backward()
+    model.unshard()
+    with pytest.raises(ValueError, match=r"not sharded; allowed: .* after reshard"):
+        tagc.compress(model)
+    model.reshard()
     found = model.used.weight.grad.full_tensor()
     wanted = gathered(x.sum(0)).mean(0).expand(256, -1)
     torch.testing.assert_close(found, wanted)
