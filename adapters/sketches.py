@@ -52,7 +52,8 @@ class Tagc:
 
     `index` is how ranks agree on the index: "or", 2 bits of traffic for an element, "4bit", the
     same result with 8 bits, or "1bit", the paper's, with 2 bits and a loss, which `Report.lost`
-    counts. With `accumulate`, what was zeroed, lost or rounded goes with the next step's gradient.
+    counts. With `accumulate`, what was zeroed, lost or rounded goes with the next step's gradient:
+    every rank keeps a float32 number for each element of these layers, unsharded.
 
     `fallback` are lower ratios, tried in falling order if some values would be estimated; if they
     would be with each of them, the layer goes uncompressed. None: they are estimated, with a
