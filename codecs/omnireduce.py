@@ -256,10 +256,17 @@ def decode_chunk(
     if cells.reshape(-1)[used:].any():
         return ChunkDecoded(CELL_PROBLEM)
     kind = spec.cell_dtype(chunk.dtype)
-    first, last = (np.searchsorted(kept, b) for b in (start // spec.block, -(-stop // spec.block)))
-    for slot in range(first, last):
-        at = int(kept[slot]) * spec.block
-        lo, hi = max(start, at), min(stop, at + spec.block)
-        values = cells[slot, lo - at : hi - at]
-        out[lo - start : hi - start] = convert(values, kind, chunk.dtype)
+    size = spec.block
+    # Blocks that lie whole in `out` go together, those at its ends, two at most, one by one.
+    lo_block, hi_block = -(-start // size), max(stop // size, -(-start // size))
+    low, high = np.searchsorted(kept, [lo_block, hi_block])
+    rows = out[lo_block * size - start : hi_block * size - start].reshape(-1, size)
+    rows[kept[low:high] - lo_block] = convert(cells[low:high], kind, chunk.dtype)
+    for slot in (low - 1, high):
+        at = int(kept[slot]) * size if 0 <= slot < kept.size else stop
+        lo, hi = max(start, at), min(stop, at + size)
+        if lo < hi:
+            out[lo - start : hi - start] = convert(
+                cells[slot, lo - at : hi - at], kind, chunk.dtype
+            )
     return ChunkDecoded()
