@@ -250,6 +250,9 @@ def _encode_tile(
     q = t * r[:, None]
     q = tl.where(q < LARGEST, q, LARGEST)
     q = tl.where(q > -LARGEST, q, -LARGEST)
+    # Codes of lost blocks are 0: of the values, since Triton 3.6 adds up words in the layout that
+    # a mask of words has, where lanes hold the same words, with the wrong exchanges.
+    q = tl.where(lost[:, None], 0.0, q)
     q02, q13 = tl.split(tl.reshape(q, [_TILE // 4, 2, 2]))
     q0, q2 = tl.split(q02)
     q1, q3 = tl.split(q13)
@@ -266,7 +269,6 @@ def _encode_tile(
     word = _code(q0, r0, MAN, BIAS, DRAWN, CVT) | (_code(q1, r1, MAN, BIAS, DRAWN, CVT) << 8)
     word |= _code(q2, r2, MAN, BIAS, DRAWN, CVT) << 16
     word |= _code(q3, r3, MAN, BIAS, DRAWN, CVT) << 24
-    word = tl.where(spread(lost, ROWS, BLOCK // 4), 0, word)
     codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
     row = tl.arange(0, ROWS)
     block = (at // BLOCK) + row
