@@ -1088,6 +1088,33 @@ def test_dynamiq(
     memory.check()
 
 
+def test_dynamiq_chunks_of_hardly_any_elements(place: str) -> None:
+    """A plan that the planner would leave to raw, with chunks of 2, 1 and 0 elements."""
+    from tightwire.codecs.dynamiq import Dynamiq, decode_chunk
+
+    dtype, spec = BY_NAME["bfloat16"], Dynamiq(rounding="nearest")
+    plan = Plan(spec, dtype, (5,), 4, spec.layout(dtype, 2), 0)
+    kernels: Any = device_module("dynamiq")
+    bits = make_bits("normal", dtype, 5)
+    expected = np.full(plan.nbytes, 0x5A, np.uint8)
+    engine.encode_into(plan, bits, expected, backend="ref")
+    memory = Memory(place)
+    out = memory.take(plan.nbytes)
+    kernels.encode(plan, memory.put(bits, dtype), out, memory.take(plan.scratch_nbytes))
+    assert_same_buffer(plan, raw(out), expected)
+    y, status = memory.elements(dtype, 5), torch.zeros(1, dtype=torch.int64, device=place)
+    kernels.decode(plan, out, y, memory.take(plan.scratch_nbytes), status)
+    assert status.tolist() == [0]
+    found = raw(y).view(np.uint16)
+    for i in range(4):
+        lo, hi = plan.chunk_range(i)
+        decoded = np.empty(hi - lo, np.uint16)
+        problem = decode_chunk(spec, plan.chunk(i, expected, expected[:0]), decoded).problem
+        assert problem is None
+        assert found[lo:hi].tolist() == decoded.tolist()
+    memory.check()
+
+
 def test_dynamiq_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, given from the host or the device, of another tensor, for a sum; and wrong ones."""
     from tightwire import device

@@ -37,6 +37,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
     "tahquant": [{"hidden": 512}, {"direction": "backward"}],
     "dynamiq": [
+        {"rounding": "nearest"},
         {"scales": "wide", "center": True, "rounding": "stochastic"},
         {"scales": "stochastic", "widths": "pow2", "super_group": 1024, "rounding": "nearest"},
         {"widths": "fixed", "super_group": 128, "group": 64, "rounding": "nearest"},
@@ -47,7 +48,7 @@ MAIN: dict[str, dict[str, Any]] = {
     "taco": {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False},
     "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
     "tahquant": {"MODE": 0, "TILE": 64, "SUMS": False, "FUSED": False, "ADD": 0, "STORE": True},
-    "dynamiq": {"ROUNDING": 0, "SUMS": False, "ADD": 0, "STORE": True},
+    "dynamiq": {"ROUNDING": 2, "SUMS": False, "ADD": 0, "STORE": True},
 }
 #: Codecs whose `supports` says False on devices.
 UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq")
