@@ -188,6 +188,26 @@ class Sketches:
         self._calls = 0
         self._broken: str | None = None
         self._trace: deque[TraceRecord] = deque(maxlen=1000)
+        self._agreed: set[tuple[str, ...]] = set()
+
+    def agree(self, unit: Sequence[str], chosen: Sequence[str]) -> None:
+        """Compare what is `chosen` of the parameters of `unit`, once, before their first `sums`.
+
+        Raises CollectiveError where ranks have other settings or choose other layers.
+        """
+        key = tuple(unit)
+        if key in self._agreed:
+            return
+        call = Call(self.comm.rank, "sketches", self._calls, "sketch")
+        with call.stage("agree"):
+            mine = np.array([_digest(f"{self._settings()} {key} {list(chosen)}")])
+            found = self.comm._gather_plain(mine.view(np.uint8)).view(np.int64)[:, 0]
+            others = np.flatnonzero(found != mine).tolist()
+        if others:
+            where = f"{key[0]} to {key[-1]}"
+            detail = f"ranks {others} have other settings or choose other layers of {where}"
+            raise call.failure("agree", detail)
+        self._agreed.add(key)
 
     def sums(self, layers: Sequence[tuple[str, Any]], everywhere: bool = False) -> list[Any]:
         """The sums of layers, float32, for their owners or for all.
@@ -209,7 +229,8 @@ class Sketches:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm = f"{'all-reduce' if everywhere else 'reduce-scatter'} of sketches, lhc"
         call.reason = f"the rule names {len(layers)} layers"
-        wire = _Wire(self.comm, call, self._digest(layers))
+        shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in layers]
+        wire = _Wire(self.comm, call, _digest(f"{call.sequence} {self._settings()} {shapes}"))
         error: str | None = None
         try:
             return self._sums(call, wire, layers, everywhere)
@@ -253,14 +274,11 @@ class Sketches:
         call.raw_bytes = (self.comm.world_size - 1) * shares * (2 if everywhere else 1)
         return [sums[i] for i in range(len(found))]
 
-    def _digest(self, layers: Sequence[tuple[str, Any]]) -> int:
-        """What all ranks must have in common; without the rule, whose result they are."""
+    def _settings(self) -> str:
+        """What all ranks must have in common; without the rule, whose result is compared."""
         tagc = self.tagc
-        settings = tagc.ratio, self._theta, tagc.index, tagc.sketch, tagc.mapping, tagc.fallback
-        shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in layers]
-        text = f"{self._calls} {settings} {tagc.accumulate} {shapes}"
-        found = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(found, "little", signed=True)
+        same = tagc.ratio, self._theta, tagc.index, tagc.sketch, tagc.mapping, tagc.fallback
+        return f"{same} {tagc.accumulate}"
 
     def _sparsified(self, name: str, x: Any) -> _Layer:
         flat = x.reshape(-1)
@@ -434,6 +452,11 @@ class _Wire:
             if wrong:
                 raise self._call.failure(stage, f"what came from rank {rank} is damaged")
         return came[:, CARD_NBYTES : CARD_NBYTES + nbytes]
+
+
+def _digest(text: str) -> int:
+    found = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
 
 
 def _checksum(words: Any) -> Any:

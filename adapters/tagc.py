@@ -174,6 +174,7 @@ class ReduceScatter(_Comm):
             at += n
         if not whole:
             others = [slice(0, rows.shape[1])]
+        sums.sketches.agree([name for name, _, _ in parameters], [name for name, _ in layers])
         for place, part in zip(places, sums.sketches.sums(layers), strict=True):
             total[place] = part
         if others:
@@ -299,6 +300,8 @@ class DdpHook:
                 _skip(self.state, name, p.numel(), reason)
             others.append(part)
         try:
+            names = [self._names[p] for p in bucket.parameters()]
+            self._sums.sketches.agree(names, [name for name, _ in layers])
             sums = self._sums.sketches.sums(layers, everywhere=True)
             for part, total in zip(places, sums, strict=True):
                 part.copy_(total.div_(ranks).view(-1)[: part.numel()])

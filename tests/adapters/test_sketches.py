@@ -364,6 +364,24 @@ def test_other_layers_are_named() -> None:
     assert all("failed in stage 'index'" in text for text in found)
 
 
+def test_a_choice_of_other_layers_is_named() -> None:
+    """Before anything else is sent, also where a rank has chosen none."""
+
+    def task(transport: MemoryTransport) -> None:
+        counted = Counted(transport)
+        sums = Sketches(tw.Communicator(counted), Tagc(), State())
+        sums.agree(["a", "b"], ["b"])
+        sent = counted.sent
+        sums.agree(["a", "b"], ["b"])
+        assert counted.sent == sent
+        chosen = [] if transport.rank == 1 else ["d"]
+        others = r"\[0, 2\]" if transport.rank == 1 else r"\[1\]"
+        with pytest.raises(tw.CollectiveError, match=f"ranks {others} have .* layers of c to d"):
+            sums.agree(["c", "d"], chosen)
+
+    run_ranks(3, task)
+
+
 @pytest.mark.parametrize(("message", "stage"), [(1, "index"), (2, "index"), (3, "sketch")])
 def test_damage_is_noticed(message: int, stage: str) -> None:
     found = errors(lambda rank: (Tagc(), ["w"], message if rank == 0 else -1))
