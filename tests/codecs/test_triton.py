@@ -1161,7 +1161,7 @@ def test_dynamiq_widths_of_many_super_groups(place: str, widths: str) -> None:
     rng = np.random.default_rng(1)
     g = dynamiq_triton._launches(plan)
     assert g.blocks > 2
-    for spread in (0.3, 2.0, 40.0):
+    for spread in (0.3, 40.0):
         stats = np.exp(spread * rng.standard_normal(g.stats)).astype(np.float32)
         stats[rng.random(g.stats) < 0.3] = np.float32(1.5)
         stats[rng.random(g.stats) < 0.1] = 0
