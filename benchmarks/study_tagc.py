@@ -16,6 +16,7 @@ import multiprocessing
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ SELECTED = tagc.Rule(nelem=1 << 14)
 #: Biases and norms are named too, but take fewer bytes uncompressed.
 ALL = tagc.Rule(exclude=None, nelem=1, dimensions=1)
 
+#: Makes a run: configuration, seed, steps, text, windows for validation.
+Train = Callable[[str, int, int, torch.Tensor, torch.Tensor], dict[str, Any]]
 #: None is no compression.
 CONFIGS: dict[str, tagc.Tagc | None] = {
     BASELINE: None,
@@ -111,7 +114,9 @@ def diagnoses(state: tagc.State, parameters: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, store: str, jobs: list[tuple[str, int]], steps: int, out: Path) -> None:
+def run_rank(
+    rank: int, store: str, jobs: list[tuple[str, int]], train: Train, steps: int, out: Path
+) -> None:
     """What the process of a rank does: all runs, which rank 0 writes down one by one."""
     torch.set_num_threads(1)
     # Reports tell it, and the table does.
@@ -157,11 +162,14 @@ def setting(steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Make the runs that are missing, and write each down when it is done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def study(description: str, configs: Iterable[str], train: Train) -> None:
+    """Make the runs that the command line wants and the file lacks, and write each down.
+
+    `train` makes one, on one rank of all, and is a function of the module that was started.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--config", choices=CONFIGS, nargs="+", default=list(CONFIGS))
+    parser.add_argument("--config", choices=configs, nargs="+", default=list(configs))
     parser.add_argument("--seed", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
@@ -175,7 +183,7 @@ def main() -> None:
     jobs = [job for job in wanted if job not in done]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        shared = f"{folder}/store", jobs, given.steps, given.out
+        shared = f"{folder}/store", jobs, train, given.steps, given.out
         ranks = [context.Process(target=run_rank, args=(r, *shared)) for r in range(RANKS)]
         for process in ranks:
             process.start()
@@ -186,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    study(__doc__.splitlines()[0], CONFIGS, train)
