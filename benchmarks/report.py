@@ -1,6 +1,6 @@
 """Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
 
-If there are a gpu.json, collectives_*.json, error.json and accuracy.json, their pages as well.
+If there are a gpu.json, collectives_*.json and JSON of lossy codecs, their pages as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import collectives_report
+import dynamiq_report
 import gpu_report
 import lossy_report
 
@@ -127,7 +128,7 @@ def main() -> None:
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
     if collectives_report.write_page(RESULTS):
         lines += ["", "## Collectives", "", "[collectives.md](collectives.md)"]
-    links = lossy_report.write_pages(RESULTS)
+    links = lossy_report.write_pages(RESULTS) + dynamiq_report.write_pages(RESULTS)
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")

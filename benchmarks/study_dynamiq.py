@@ -44,9 +44,10 @@ MANY_RANKS = 16
 SCALING_STEPS, OVERFLOWS, SHRINKING = 40, 1e-5, 0.95
 #: Elements of what is scaled so, at most.
 SCALED = 1 << 16
-TRAINED = "GPT"
+#: All parameters, and one of them, which has less locality.
+TRAINED, LAYER, PARAMETER = "GPT", "GPT, one layer", "blocks.1.up.weight"
 SPREADS = (1.6, 0.8, 0.0)
-COLUMNS = (TRAINED, *(f"spread {s}" for s in SPREADS))
+COLUMNS = (TRAINED, LAYER, *(f"spread {s}" for s in SPREADS))
 
 Params = dict[str, Any]
 PAPER: Params = {"widths": "pow2", "grid": "signed", "scales": "stochastic"}
@@ -129,6 +130,7 @@ def rows() -> Iterator[Row]:
         yield Row("schemes", f"MXFP{bits}", mx)
         yield Row("schemes", f"MXFP{bits}, scales agreed on", mx, how="agreed scales")
     yield Row("schemes", "thc", thc(RANKS), how="cells")
+    yield Row("schemes", "thc, one norm", tw.codec("thc", norm="tensor"), how="cells")
     yield Row("schemes", "omnireduce", tw.codec("omnireduce"), how="cells")
     for bits in (3, 4, 5, 6, 8):
         yield Row("schemes", f"dynamiq pow2, {bits} bits", dynamiq(bits=bits, widths="pow2"))
@@ -192,11 +194,23 @@ def of_gpt(ranks: int, steps: int, seed: int) -> Floats:
     return np.stack(found)
 
 
+def of_layer(ranks: int, steps: int, seed: int) -> Floats:
+    """The columns of `of_gpt` that are of PARAMETER."""
+    at = 0
+    for name, parameter in trained(steps)[0].named_parameters():
+        if name == PARAMETER:
+            return of_gpt(ranks, steps, seed)[:, at : at + parameter.numel()]
+        at += parameter.numel()
+    raise ValueError(f"the model has no {PARAMETER}")
+
+
 def gradients(column: str, ranks: int, n: int, steps: int, seed: int) -> Floats:
     """Gradients of all ranks, shape (ranks, n); of the GPT as many as it has parameters."""
     if column == TRAINED:
         return of_gpt(ranks, steps, seed)
-    return synthetic(ranks, n, SPREADS[COLUMNS.index(column) - 1], seed)
+    if column == LAYER:
+        return of_layer(ranks, steps, seed)
+    return synthetic(ranks, n, SPREADS[COLUMNS.index(column) - 2], seed)
 
 
 def vnmse(y: npt.NDArray[Any], xs: Floats) -> float:
@@ -329,17 +343,18 @@ def main() -> None:
             parser.error(f"{given.out} has rows of another setting")
     todo = [r for r in wanted if r.table in given.table and r.name not in recorded["rows"]]
     if todo and "gpt" not in recorded:
-        gradient = of_gpt(RANKS, given.steps, 0)
+        found = [f(RANKS, given.steps, 0) for f in (of_gpt, of_layer)]
         recorded["gpt"] = {
             "loss": trained(given.steps)[2],
-            "parameters": gradient.shape[1],
-            "locality": locality(gradient.sum(axis=0)),
+            "parameters": found[0].shape[1],
+            "layer": PARAMETER,
+            "locality": [locality(x.sum(axis=0)) for x in found],
         }
     for row in todo:
-        found = recorded["rows"][row.name] = measured(row, given)
+        made = recorded["rows"][row.name] = measured(row, given)
         write(given.out, recorded)
-        cells = ", ".join(f"{np.mean(e):.2e}" for e in found["vnmse"].values())
-        print(f"{row.name}: {cells}; {found['seconds']:.0f} s", flush=True)
+        errors = ", ".join(f"{np.mean(e):.2e}" for e in made["vnmse"].values())
+        print(f"{row.name}: {errors}; {made['seconds']:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
