@@ -59,7 +59,8 @@ class TraceRecord:
     `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
     in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank, and so
     does "exchange", which is all of them where buffers have no dynamic part.
-    `reason` says why the algorithm was taken.
+    `reason` says why the algorithm was taken, and in sums by hops what the codec remarks on the
+    statistics that ranks agreed on.
     """
 
     collective: str

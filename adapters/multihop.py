@@ -198,6 +198,9 @@ class MultiHop(Group):
                 codec.spec.check_stats(host, info.dtype)
             except ValueError as error:
                 raise call.failure("statistics", str(error)) from error
+            remark = codec.spec.remark(host)
+        if remark:
+            call.reason += f"; {remark}"
         call.wire_bytes += 2 * (self._size - 1) * host.nbytes // self._size
         word = int.from_bytes(hashlib.blake2b(host.tobytes(), digest_size=8).digest(), "little")
         digests = [call.digest(info, (word, *info.shape))] * self._size

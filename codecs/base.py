@@ -145,6 +145,10 @@ class CodecSpec:
         """Raise ValueError for `stats` that encode() cannot use."""
         raise ValueError(f"{self.name} takes no stats")
 
+    def remark(self, stats: npt.NDArray[Any]) -> str | None:
+        """What a collective's trace should say of `stats` that ranks agreed on, if anything."""
+        return None
+
 
 @dataclass(frozen=True)
 class Plan:

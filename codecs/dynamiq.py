@@ -74,6 +74,9 @@ DIGITS = (11, 10, 10)
 STATE = sum(1 << bits for bits in DIGITS) + 16
 
 _BATCH_NELEM = 1 << 18
+#: Energies that differ by less have widths that differ by one step at most: the least quotient of
+#: neighbouring gains. Of many energies so many are looked at.
+FLAT, SAMPLED = 4, 4096
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,18 @@ class Dynamiq(CodecSpec):
             raise ValueError(f"stats are {found}; allowed: float32, one of each super-group")
         if not (np.isfinite(stats) & (stats >= 0)).all():
             raise ValueError("stats are negative or not finite; allowed: energies")
+
+    def remark(self, stats: npt.NDArray[Any]) -> str | None:
+        """Says so if energies are too much alike for widths to gain anything by them."""
+        if self.widths == "fixed" or not stats.size:
+            return None
+        low, high = np.quantile(stats[:: -(-stats.size // SAMPLED)], (0.05, 0.95))
+        if high >= FLAT * low:
+            return None
+        return (
+            f"energies are flat, nine of ten within a factor of {FLAT}: their widths are equal or "
+            "neighbours"
+        )
 
 
 SPEC = Dynamiq
