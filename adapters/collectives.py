@@ -704,7 +704,9 @@ class Communicator(MultiHop):
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
             call.exchanged = last
-            if encode and n and self._codec._fuses(total, sent) and not self._codec.lossless:
+            # Where statistics add up, in one pass the last rank's would be those of the sum.
+            fuses = self._codec._fuses(total, sent) and self._codec.reduce_op != "sum"
+            if encode and n and fuses and not self._codec.lossless:
                 return self._add_and_encode(call, buffers, total)
             self._add(call, buffers, total)
             return None

@@ -286,7 +286,7 @@ def test_damaged_payload(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "times"), [("mx", 3), ("sdp4bit", 3), ("tahquant", 3), ("taco", 0)]
+    ("codec", "times"), [("mx", 3), ("sdp4bit", 3), ("tahquant", 3), ("taco", 0), ("dynamiq", 0)]
 )
 def test_sums_are_encoded_in_one_pass_where_that_can_be(
     codec: str, times: int, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +301,18 @@ def test_sums_are_encoded_in_one_pass_where_that_can_be(
     monkeypatch.setattr(tw.Codec, "decode_add_encode", noted)
     run_ranks(3, lambda t: tw.Communicator(t, codec).all_reduce(np.ones(3000, np.float32)))
     assert steps == [codec] * times
+
+
+def test_widths_of_a_sum_in_two_shots_are_its_own() -> None:
+    """Not those of the last rank, which has nothing to add."""
+    x = np.random.default_rng(0).standard_normal(3 * 2048, np.float32)
+
+    def task(transport: MemoryTransport) -> Any:
+        own = x if transport.rank == 0 else np.zeros_like(x)
+        return tw.Communicator(transport, "dynamiq").all_reduce(own)
+
+    for found in run_ranks(3, task):
+        assert tw.error(x, found).vnmse < 0.01
 
 
 def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
