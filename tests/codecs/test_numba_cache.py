@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("numba")
 
 from numba.core import caching
-from numba.core.bytecode import FunctionIdentity
 from numba.core.dispatcher import Dispatcher
 
 import tightwire as tw
@@ -111,21 +110,27 @@ def test_functions_of_two_processes_keep_their_callees(tmp_path: Path) -> None:
     assert call("five", "three") == [[five[0], "1"], [three[0], "1"]]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+#: Prints the next number here and in two children, forked one after the other.
+FORKS = """
+import os
+import tightwire.numba_cache
+from numba.core.bytecode import FunctionIdentity
+
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        print(next(FunctionIdentity._unique_ids), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(next(FunctionIdentity._unique_ids))
+"""
+
+
 def test_forked_children_count_on_their_own() -> None:
-    numbers = [next(FunctionIdentity._unique_ids)]
-    for _ in range(2):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write, str(next(FunctionIdentity._unique_ids)).encode())
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        numbers.append(int(os.read(read, 100)))
-        os.close(read)
-        os.close(write)
-    gaps = [abs(a - b) for a, b in itertools.combinations(numbers, 2)]
-    assert min(gaps) > 1000, numbers
+    found = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, check=True, text=True)
+    numbers = [int(line) for line in found.stdout.split()]
+    assert len(numbers) == 3
+    assert min(abs(a - b) for a, b in itertools.combinations(numbers, 2)) > 1000, numbers
 
 
 @pytest.mark.parametrize("name", sorted(tw.codecs()))
