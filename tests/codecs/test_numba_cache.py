@@ -127,7 +127,9 @@ print(next(FunctionIdentity._unique_ids))
 
 
 def test_forked_children_count_on_their_own() -> None:
-    found = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, check=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, check=True, text=True
+    )
     numbers = [int(line) for line in found.stdout.split()]
     assert len(numbers) == 3
     assert min(abs(a - b) for a, b in itertools.combinations(numbers, 2)) > 1000, numbers
