@@ -89,7 +89,8 @@ def encode_into(
     header = plan.header_bytes
     out[: header.size] = header
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
-    if stats is None:
+    # Statistics of one term say nothing of a sum, and nobody asks for them.
+    if stats is None and source is None:
         stats = plan.codec.measure(bits, plan.dtype)
     for i in range(plan.chunks):
         lo, hi = plan.chunk_range(i)
