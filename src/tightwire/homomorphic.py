@@ -70,7 +70,8 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
     """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
     Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer and
-    ValueError if plans, indexes, norms or seeds of signs differ, or cells do not hold such a sum.
+    ValueError if plans, indexes, norms or seeds of signs differ, or cells do not hold such a sum or
+    one that is given.
     """
     spec = _spec(first)
     for buf in (first, *others):
@@ -84,6 +85,8 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
     for i in range(first.plan.chunks):
         where = first.plan.static_range(i)
         static = total._bytes[where]
+        cells = static[:at].view(kind.numpy)
+        spec.check_sum(cells)
         for other in others:
             part = other._bytes[where]
             if (part[at:] != static[at:]).any():
@@ -91,9 +94,11 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
                     "what is beside the cells differs; allowed: buffers encoded with stats that "
                     f"all ranks agreed on (by {spec.reduce_op}), and keys of one seed and step"
                 )
-            cells = static[:at].view(kind.numpy)
+            term = part[:at].view(kind.numpy)
+            # Before the count itself can overflow.
+            spec.check_sum(term)
             with np.errstate(over="ignore", invalid="ignore"):
-                cells += part[:at].view(kind.numpy)
+                cells += term
             spec.check_sum(cells)
     return seal(total)
 

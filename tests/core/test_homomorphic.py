@@ -101,6 +101,20 @@ def test_a_sum_over_different_indexes_is_found() -> None:
         tw.decode(seal(a))
 
 
+def test_terms_of_too_many_ranks_are_refused() -> None:
+    """Two of 200 and 60 ranks count 4 in 8 bits."""
+    codec = tw.codec("thc")
+    a, b = (codec.encode(ranks(1)[0], key=tw.Key(1)) for _ in range(2))
+    for buf, count in ((a, 200), (b, 60)):
+        sketch(buf)[-128] = count
+        seal(buf)
+    with pytest.raises(ValueError, match="a sum of 200 ranks; allowed: 8"):
+        add(a, b)
+    sketch(a)[-128] = 1
+    with pytest.raises(ValueError, match="a sum of 60 ranks; allowed: 8"):
+        add(seal(a), b)
+
+
 def index_with(share: float) -> Any:
     rng = np.random.default_rng(3)
     chosen = np.zeros(N, np.float32)
