@@ -179,8 +179,17 @@ class Sketches:
     """
 
     def __init__(self, comm: Communicator, tagc: Tagc, state: State) -> None:
-        """Raises ValueError if the index mode does not carry so many ranks."""
+        """Raises ValueError if the index mode does not carry so many ranks.
+
+        And for `accumulate` with a fall-back to a communicator that sums by hops: nobody knows then
+        what it loses of a rank's tensor.
+        """
         index_to_reduce(np.empty(0, np.uint8), tagc.index, comm.world_size)
+        if tagc.accumulate and tagc.fallback is not None and comm.topology != "two-shot":
+            raise ValueError(
+                f"accumulate and fallback are set, topology is {comm.topology!r}; allowed with "
+                "them: 'two-shot'"
+            )
         self.comm, self.tagc, self.state = comm, tagc, state
         self.raw_bytes = 0
         self.wire_bytes = 0

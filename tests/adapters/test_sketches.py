@@ -404,6 +404,10 @@ def test_bad_calls() -> None:
         comm = tw.Communicator(transport)
         with pytest.raises(ValueError, match="'4bit' for 16 ranks; allowed: at most 15"):
             Sketches(comm, Tagc(index="4bit"), State())
+        by_hops = tw.Communicator(transport, "mx", topology="ring")
+        with pytest.raises(ValueError, match="topology is 'ring'; allowed with them: 'two-shot'"):
+            Sketches(by_hops, Tagc(fallback=(2,)), State())
+        assert Sketches(by_hops, Tagc(), State()).wire_bytes == 0
 
     run_ranks(16, task)
 
