@@ -247,7 +247,11 @@ class Communicator(MultiHop):
         with self._call("reduce_scatter", name, info, choice, sent) as call:
             part = info._replace(dtype=sent)
             call.nbytes = _nbytes(part)
-            total = self._result(x, into if is_wide else None, shape, wide, choice)
+            here = into if is_wide else None
+            if here is not None and by != "two-shot" and tensors.overlap(x, here):
+                # By hops this rank's own term is read where the sum is written.
+                here = None
+            total = self._result(x, here, shape, wide, choice)
             kept = None if kept is None else kept.reshape(-1)
             flat = total.reshape(-1)
             if choice.algorithm == "native" or by == "two-shot":
