@@ -287,10 +287,10 @@ class Group:
     def _checked_topology(self, topology: Topology) -> Topology:
         if topology not in TOPOLOGIES:
             raise ValueError(f"topology is {topology!r}; allowed: {TOPOLOGIES}")
-        if topology != "two-shot" and not (self._fixed and not self._codec.homomorphic):
+        if topology != "two-shot" and (not self._fixed or self._codec.homomorphic):
+            why = "which adds up without" if self._fixed else "whose sizes depend on the data"
             raise ValueError(
-                f"topology is {topology!r}, codec {self._codec.name!r}, the size of whose buffers "
-                "depends on the data; allowed: 'two-shot'"
+                f"topology is {topology!r}, codec {self._codec.name!r}, {why}; allowed: 'two-shot'"
             )
         return topology
 
@@ -316,12 +316,12 @@ class Group:
         key = dtype, nelem, chunks
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _KEPT:
-                self._plans.clear()
-                self._layouts.clear()
-            plan = self._plans[key] = self._codec.plan(
-                (nelem,), dtype, chunks=chunks, checksum=self._checksum
-            )
+            plan = self._codec.plan((nelem,), dtype, chunks=chunks, checksum=self._checksum)
+            with self._layout_lock:
+                if len(self._plans) >= _KEPT:
+                    self._plans.clear()
+                    self._layouts.clear()
+                plan = self._plans.setdefault(key, plan)
         return plan
 
     @tensors.kept

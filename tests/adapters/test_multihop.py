@@ -252,6 +252,24 @@ def test_sums_of_tensors() -> None:
         run_ranks(3, functools.partial(check_sums, wanted=wanted, library="torch"))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_shares_that_lie_anywhere_in_the_input(library: str) -> None:
+    if library == "torch":
+        pytest.importorskip("torch")
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx", topology="ring")
+        given = inputs(comm.codec, "float32", 2, 2000)[comm.rank]
+        wanted = comm.reduce_scatter(given)
+        for at in (0, 3, 500, 1000):
+            x = from_bits(
+                given.view(np.uint32).copy(), BY_NAME["float32"], (2000,), Target(library)
+            )
+            exact(comm.reduce_scatter(x, x[at : at + 1000]), wanted)
+
+    run_ranks(2, task)
+
+
 class Noted(MemoryTransport):
     """Counts bytes to others; `damage(outs)` sees what came, `change(x)` what was summed."""
 
@@ -475,10 +493,12 @@ def test_calls_that_are_refused() -> None:
     def task(transport: MemoryTransport) -> None:
         with pytest.raises(ValueError, match="topology is 'tree'; allowed"):
             tw.Communicator(transport, "mx", topology="tree")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="depends on the data; allowed: 'two-shot'"):
+        with pytest.raises(ValueError, match="depend on the data; allowed: 'two-shot'"):
             tw.Communicator(transport, topology="ring")
-        with pytest.raises(ValueError, match="depends on the data"):
+        with pytest.raises(ValueError, match="depend on the data"):
             tw.Communicator(transport).all_reduce(np.ones(4), topology="ring")
+        with pytest.raises(ValueError, match="'thc', which adds up without; allowed"):
+            tw.Communicator(transport, "thc", topology="ring")
         comm = tw.Communicator(transport, "mx", topology="ring")
         assert comm.topology == "ring"
         x = np.ones(640, np.float32)
