@@ -850,8 +850,11 @@ def _encode_tile(
                 some = (unit > 0.0) & (tops[r] >= _FLOOR)
                 inverses = inverses + (_inverse(tl.where(some, tops[r], 0.0)),)
             else:
-                whole = tl.minimum(tl.ceil(quotient), 255.0)
-                fraction = whole.to(tl.int32)
+                # Rounded up by hand: `tl.ceil` takes subnormal numbers for 0 on NVIDIA's devices.
+                quotient = tl.minimum(quotient, 255.0)
+                fraction = quotient.to(tl.int32)
+                fraction += (quotient > fraction.to(tl.float32)).to(tl.int32)
+                whole = fraction.to(tl.float32)
                 inverses = inverses + (_inverse(whole * unit),)
             at = bytes_at + part + r * SIDE
             tl.store(static_ptr + at, fraction.to(tl.uint8), mask=part_here)
