@@ -493,7 +493,7 @@ def test_selections(place: str) -> None:
 
 
 def sums_agree(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
-    """Bit by bit the same, but for what is in a NaN."""
+    """Bit by bit the same, but for what is in a NaN: devices make others than hosts."""
     both = np.isnan(found) & np.isnan(expected)
     width = f"u{found.itemsize}"
     return bool((both | (found.view(width) == expected.view(width))).all())
@@ -789,7 +789,7 @@ def test_taco_decode_add(place: str, name: str) -> None:
         assert codec.decode_add(buf, acc) is acc
         buf.check()
         codec.decode_add(bytes(buf), expected)
-        assert raw(acc).tobytes() == expected.tobytes()
+        assert sums_agree(raw(acc).view(np.float32), expected)
         memory.check()
 
 
@@ -947,7 +947,7 @@ def test_tahquant(
         codec.decode_add(buf, acc)
         buf.check()
         codec.decode_add(bytes(buf), sums)
-        assert raw(acc).tobytes() == sums.tobytes()
+        assert sums_agree(raw(acc).view(np.float32), sums)
         out, scratch = memory.take(buf.plan.nbytes), memory.take(buf.plan.scratch_nbytes)
         x = memory.put(other, dtype, first)
         total = codec.decode_add_encode(
