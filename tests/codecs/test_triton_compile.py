@@ -30,6 +30,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "taco": [
         {"format": "e5m2", "transform": "none", "scales": "merged"},
+        {"transform": "none", "scales": "merged", "block": 64, "checksum": True},
         {"format": "int8", "transform": "hadamard", "block": 512},
         {"block": 32},
         {"rounding": "stochastic"},
@@ -52,6 +53,10 @@ MAIN: dict[str, dict[str, Any]] = {
 }
 #: Codecs whose `supports` says False on devices.
 UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq")
+#: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
+ONCE_WRONG: dict[str, dict[str, Any]] = {
+    "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
+}
 WORKERS = 2
 
 
@@ -114,6 +119,11 @@ class Form(NamedTuple):
             self.constexprs.get(k, v) == v for k, v in main.items()
         )
 
+    def was_wrong(self) -> bool:
+        """One of ONCE_WRONG."""
+        form = ONCE_WRONG.get(self.kernel)
+        return form is not None and all(self.constexprs[k] == v for k, v in form.items())
+
     def values(self) -> list[tuple[str, Any]]:
         """What the form differs in from others of its kernel."""
         own = {"dtype": self.dtype} | self.constexprs
@@ -156,6 +166,7 @@ def wanted(forms: list[Form], target: str) -> list[Form]:
     used = [form for form in forms if form.kernel.partition(".")[0] not in UNPROVEN]
     chosen = covering([form for form in used if form.dtype == "bfloat16"])
     chosen += [form for form in once if form not in used]
+    chosen += [form for form in forms if form.was_wrong() and form not in chosen]
     main = [form for form in forms if form.kernel.startswith("zipccl.") and form.is_main()]
     return chosen + [form for form in main if form not in chosen]
 
@@ -269,7 +280,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         between, between_src = planned(checksum=False, rotate="decode")
         kernels.decode_add_encode(between, inside, inside_src, x, between_src, room, status)
     for params in PARAMS.get(name, ()):
-        other = planned(checksum=False, **params)[0]
+        given: dict[str, Any] = {"checksum": False, **params}
+        other = planned(**given)[0]
         keys = (tw.Key(1), tw.Key(1, stats)) if "rounding" in params else (None,)
         for key in keys:
             kernels.encode(other, x, room, room, key=key)
@@ -320,13 +332,48 @@ def build(form: Form, target: str) -> dict[str, Any]:
     fused = re.search(
         r"fma\.rn\S*\.f32|div\.(approx|full)|sqrt\.approx", compiled.asm.get("ptx", "")
     )
+    # But for approximations: no byte depends on their last bits.
+    flushed = re.search(r"^(?!.*\.approx).*\.ftz\b", compiled.asm.get("ptx", ""), re.MULTILINE)
     return {
         "fused": bool(fused),
+        "flushed": bool(flushed),
+        "gaps": gaps(compiled.asm["ttgir"]),
         "elf": binary[:4] == b"\x7fELF" and len(binary) > 1000,
         "registers": registers,
         "stack": stack,
         "scalars": scalars,
     }
+
+
+def gaps(ttgir: str) -> list[str]:
+    """Reductions whose values lie in lanes, or warps, that differ in bits which are no one run.
+
+    Triton 3.6 exchanges values between lanes by runs of bits, whatever the layout says, and takes
+    wrong ones where lanes that differ in the bits in between hold the same values or other ones.
+    """
+    named = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    found = []
+    for axis, layout in re.findall(
+        r'"tt\.reduce"\([^\n]*axis = (\d+)(?:(?!"tt\.reduce")[\s\S])*?'
+        r"^ *\}\) : \(tensor<[^#\n]*, (#[^\n]*?)>(?:,[^\n]*)?\) -> ",
+        ttgir,
+        re.MULTILINE,
+    ):
+        sliced = []
+        while m := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
+            sliced.append(int(m[1]))
+            layout = m[2]
+        layout = named.get(layout, layout)
+        for kind in ("lane", "warp"):
+            # Blocked layouts have none.
+            for bases in re.findall(rf"#ttg\.linear<.*\b{kind} = (\[[^a-z]*\])", layout):
+                rows = json.loads(bases)
+                for dim in reversed(sliced):
+                    rows = [row[:dim] + row[dim + 1 :] for row in rows]
+                used = [i for i, row in enumerate(rows) if row[int(axis)]]
+                if used and used != list(range(used[0], used[-1] + 1)):
+                    found.append(f"axis {axis} of {layout}")
+    return found
 
 
 def resources(cubin: bytes) -> dict[str, str]:
@@ -353,6 +400,8 @@ class Row(NamedTuple):
     scalars: int
     elf: bool
     fused: bool
+    flushed: bool
+    gaps: list[str]
 
     def __str__(self) -> str:
         short = {k: v for k, v in self.form.constexprs.items() if k in SHOWN}
@@ -509,6 +558,36 @@ def test_every_operation_is_rounded_once(report: Report, codec: str) -> None:
     rows = [r for r in report.rows if r.form.kernel.startswith(f"{codec}.") and "sm_" in r.target]
     assert rows
     assert not [str(row) for row in rows if row.fused]
+
+
+def test_no_subnormal_number_is_taken_for_zero(report: Report) -> None:
+    assert report.rows
+    assert not [str(row) for row in report.rows if row.flushed]
+
+
+def test_no_reduction_is_over_lanes_with_gaps(report: Report) -> None:
+    """Layouts in which Triton 3.6 reduces wrongly; later versions choose the same ones."""
+    assert any(row.form.was_wrong() for row in report.rows)
+    assert not [f"{row}: {row.gaps}" for row in report.rows if row.gaps]
+
+
+def test_gaps() -> None:
+    ttgir = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [4, 8], order = [1, 0]}>
+#linear = #ttg.linear<{register = [[1]], lane = [[8], [0], [0], [16]], warp = [[64]], block = []}>
+#linear1 = #ttg.linear<{lane = [[0, 8], [1, 0], [0, 0], [0, 16]], warp = [], block = []}>
+  %a = "tt.reduce"(%b) <{axis = 0 : i32}> ({
+  ^bb0(%c: i64, %d: i64):
+    tt.reduce.return %e : i64 loc(#loc1)
+  }) : (tensor<1024xi64, LAYOUT>) -> i64 loc(#loc2)
+"""
+    assert gaps(ttgir.replace("LAYOUT", "#blocked")) == []
+    assert len(gaps(ttgir.replace("LAYOUT", "#linear"))) == 1
+    assert len(gaps(ttgir.replace("LAYOUT", "#linear").replace("[0], [0]", "[0], [32]"))) == 1
+    assert gaps(ttgir.replace("LAYOUT", "#linear").replace("[0], [0]", "[2], [32]")) == []
+    of_slice = ttgir.replace("LAYOUT", "#ttg.slice<{dim = 0, parent = #linear1}>")
+    assert len(gaps(of_slice)) == 1
+    assert gaps(of_slice.replace("dim = 0", "dim = 1")) == []
 
 
 def test_no_kernel_is_compiled_anew_for_a_number(report: Report) -> None:
