@@ -313,6 +313,7 @@ def test_hooks_against_sums_by_hand(ranks: int, tmp_path: Path) -> None:
             assert len(found["refused"]) == 2
 
 
+@pytest.mark.long
 def test_the_example_in_the_docstring(tmp_path: Path) -> None:
     found = torchrun(tagc, 2, tmp_path)
     assert len(found) == 2

@@ -225,6 +225,7 @@ def test_layers_are_those_of_one_process(tmp_path: Path) -> None:
     check(launch(__file__, "everything", 2, tmp_path))
 
 
+@pytest.mark.long
 def test_example(tmp_path: Path) -> None:
     found = torchrun(tp, 2, tmp_path)
     assert len(found) == 2
