@@ -42,6 +42,11 @@ HASHES = 3
 #: In the order of their numbers on the page.
 SKETCHES = ("same", *WIDENED)
 MAPPINGS = ("rotated", "published")
+#: Of the GPU backend's state of a chunk: rounds that have launches of their own, and the word each
+#: of them has; where it says that elements are left; words in all.
+ROUNDS = 24
+LEFT = ROUNDS
+STATE = 32
 #: The parameter bytes hold the ratio in steps of this.
 RATIO_STEPS = 1000
 MAX_RATIO = 1000
@@ -120,6 +125,10 @@ class Lhc(CodecSpec):
         static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
         return static < align(nelem * dtype.itemsize)
 
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: see `workspace`."""
+        return sum(workspace(self, nelem, chunks))
+
     def pack_params(self) -> bytes:
         """Ratio in thousandths, dtype of the cells, mapping, zero."""
         return _PARAMS.pack(
@@ -157,6 +166,15 @@ class Lhc(CodecSpec):
 
 
 SPEC = Lhc
+
+
+def workspace(spec: Lhc, nelem: int, chunks: int) -> tuple[int, ...]:
+    """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
+
+    A sum per chunk; STATE words of state; three bits an element and one a cell.
+    """
+    bits = 3 * -(-nelem // LANES) + spec.rows(nelem)
+    return align(8 * chunks), align(8 * STATE * chunks), bits * LANES // 8 * chunks
 
 
 def occupied(bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:

@@ -776,7 +776,7 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     if not (arrays.on_gpu(stats) or (place.type == "cpu" and isinstance(stats, torch.Tensor))):
         stats = np.asarray(stats)
         spec.check_stats(stats, dtype)
-        if stats.dtype == np.float32:
+        if stats.dtype in (np.float32, np.uint8):
             return _upload(np.ascontiguousarray(stats), place)
         # A fill takes the value along: nothing waits, and a captured graph keeps it.
         return torch.full((1,), int(stats[0]), dtype=torch.int64, device=place)
@@ -784,8 +784,8 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     if kind is None:
         raise ValueError(f"{spec.name} takes no stats for {dtype.name} with these parameters")
     info = _describe(stats)
-    if kind == "float32":
-        fits, allowed = info.dtype.name == kind and len(info.shape) == 1, "float32, 1-D"
+    if kind in ("float32", "uint8"):
+        fits, allowed = info.dtype.name == kind and len(info.shape) == 1, f"{kind}, 1-D"
     else:
         fits, allowed = info.dtype.name in ("int32", "int64"), "one int32 or int64"
         fits = fits and info.shape == (1,)
