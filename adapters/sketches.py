@@ -401,8 +401,7 @@ class Sketches:
         sums = []
         with call.stage("decode"):
             for buffer, (layer, _, _) in zip(buffers, parts, strict=True):
-                # The array: the sketches are views of it, and not of what the host has encoded for
-                # a GPU.
+                # The array and not the buffer, so that a GPU's verdict is raised at once.
                 if everywhere:
                     sums.append(decode(buffer.array).view(layer.x.shape))
                 else:

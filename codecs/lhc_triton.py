@@ -210,8 +210,8 @@ def _alone_kernel(
     ROWS: tl.constexpr,
 ):
     """The first half of round `turn`, for some rows of cells of a chunk."""
-    chunk = first_chunk + tl.program_id(0) // tiles
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
     if _going(_state_at(state_ptr, chunk), turn):
         left, _, _, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
         table = table_ptr.to(tl.pointer_type(tl.int64))
@@ -232,8 +232,8 @@ def _peel_kernel(
     ROWS: tl.constexpr,
 ):
     """The second half of round `turn`, for some rows of elements of a chunk."""
-    chunk = first_chunk + tl.program_id(0) // tiles
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
     state = _state_at(state_ptr, chunk)
     if _going(state, turn):
         left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
@@ -255,7 +255,7 @@ def _finish_kernel(
     ROWS: tl.constexpr,
 ):
     """All rounds of a chunk from round `turn` on."""
-    chunk = first_chunk + tl.program_id(0)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
     left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     going = _going(_state_at(state_ptr, chunk), turn).to(tl.int32)
@@ -323,9 +323,9 @@ def _index_kernel(
 
     With WORK all that is in the index is left, and nothing is peeled.
     """
-    chunk = first_chunk + tl.program_id(0) // tiles
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
-    word, mask = _words_of(tl.program_id(0) % tiles, n)
+    word, mask = _words_of(tl.program_id(0).to(tl.int64) % tiles, n)
     inside = word < rows * _ROW_WORDS
     static_ptr = index_ptr + (static_at + chunk * static_stride + index_at) * 128
     index = static_ptr.to(tl.pointer_type(tl.uint32)) + word
@@ -412,8 +412,8 @@ def _scatter_kernel(
     Says in the state if a chunk has elements to estimate, and in its record if one is not zero and
     not in the index.
     """
-    chunk = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    chunk = tl.program_id(0).to(tl.int64) // tiles
+    tile = tl.program_id(0).to(tl.int64) % tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     if ALIGNED:
         first = tl.multiple_of(first, 16)
@@ -474,8 +474,8 @@ def _estimate_kernel(
     PTX: tl.constexpr,
 ):
     """Add up a row of cells from the elements that stay left, in the order of its list."""
-    chunk = tl.program_id(0) // sketch_rows
-    row = tl.program_id(0) % sketch_rows
+    chunk = tl.program_id(0).to(tl.int64) // sketch_rows
+    row = tl.program_id(0).to(tl.int64) % sketch_rows
     if tl.load(_state_at(state_ptr, chunk) + _LEFT) != 0:
         first, _ = _chunk_at(chunk, nelem, chunk_nelem)
         left, _, _, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
@@ -519,8 +519,8 @@ def _sum_kernel(
     With WRITE `data_ptr` is being encoded, and its record gets them with those of the chunk, unless
     the index lacks an element.
     """
-    chunk = first_chunk + tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    tile = tl.program_id(0).to(tl.int64) % tiles
     static_ptr = data_ptr + (static_at + chunk * static_stride) * 128
     at = tile * _SUMMED + tl.arange(0, _SUMMED)
     words = static_ptr.to(tl.pointer_type(tl.uint32))
@@ -562,8 +562,8 @@ def _used_kernel(
     ROWS: tl.constexpr,
 ):
     """Set in the bitmap of some rows of cells which are own cells or those of estimates."""
-    chunk = first_chunk + tl.program_id(0) // tiles
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
     left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     lists, at, end = _list_at(table, row, rows, sketch_rows)
@@ -598,8 +598,8 @@ def _cells_kernel(
     ITEM: tl.constexpr,
 ):
     """Report a cell that is not zero and not used, of some words of the bitmap of cells."""
-    chunk = first_chunk + tl.program_id(0) // tiles
-    word = tl.program_id(0) % tiles * _WORDS + tl.arange(0, _WORDS)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    word = tl.program_id(0).to(tl.int64) % tiles * _WORDS + tl.arange(0, _WORDS)
     inside = word < sketch_rows * _ROW_WORDS
     _, _, _, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
     used = tl.load(cells + word, mask=inside, other=0)
@@ -658,8 +658,8 @@ def _decode_kernel(
     PTX: tl.constexpr,
 ):
     """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk."""
-    chunk = first_chunk + tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    tile = tl.program_id(0).to(tl.int64) % tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     to = first - start
     if ALIGNED:
@@ -733,7 +733,7 @@ def _check_kernel(
     SUMS: tl.constexpr,
 ):
     """A chunk's record and last bits; if it was decoded whole its padding and checksum."""
-    chunk = first_chunk + tl.program_id(0)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
     _, n = _chunk_at(chunk, nelem, chunk_nelem)
     record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
     both = tl.load(record + 2)

@@ -143,6 +143,9 @@ class Codec:
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
         target = Target(info.library, info.device)
         to_gpu = gpu is not None and _on_gpu(out)
+        if gpu is not None and out is None and self.homomorphic and info.library == "torch":
+            # Where its cells can be added to.
+            to_gpu = _on_gpu(x)
         buffer = Buffer(plan, _room(plan, None if to_gpu else out, bits), target)
         if stats is not None:
             stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)

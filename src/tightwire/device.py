@@ -213,10 +213,10 @@ def encode(
 
 
 def moved(buffer: Buffer, out: Any) -> Buffer:
-    """`buffer`, encoded on the host, in `out`: a uint8 array or a Buffer in GPU memory."""
+    """`buffer`, encoded on the host, in GPU memory: new, or `out`, a uint8 array or a Buffer."""
     plan, target = buffer.plan, buffer.target
     place = _place(target.library, target.device, "the array that is encoded")
-    with _scope(place, target.library, _library_of(out)):
+    with _scope(place, target.library, None if out is None else _library_of(out)):
         memory = _room(out, plan, place)
         memory.data[: plan.nbytes].copy_(_upload(buffer._bytes, place))
     return Buffer(plan, None, target, memory)

@@ -39,9 +39,10 @@ INDEX_MODES = ("or", "4bit", "1bit")
 def sketch(buf: Buffer, chunk: int = 0) -> Any:
     """The cells of a chunk, of the codec's cell dtype, shape (cells,), a view of the buffer.
 
-    In the library and on the device of the buffer (JAX: a copy; PyTorch: int16 for uint16, which it
-    does not add). Once changed, the chunk's checksum is wrong until `seal`. Raises ValueError if
-    the buffer is not of a homomorphic codec, TypeError for CuPy and bfloat16 cells.
+    In the library and on the device of the buffer (JAX, and CuPy where the host encodes: a copy;
+    PyTorch: int16 for uint16, which it does not add). Once changed, the chunk's checksum is wrong
+    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError for CuPy
+    and bfloat16 cells.
     """
     spec = _spec(buf)
     kind = spec.cell_dtype(buf.plan.dtype)

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
 #: Codecs whose `supports` says False on devices.
-UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq")
+UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq", "lhc")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -1262,6 +1262,131 @@ def test_dynamiq_keys_on_the_device(place: str) -> None:
         codec.encode(x, backend="triton")
 
 
+def sparse_bits(pattern: str, dtype: DType, n: int, share: float) -> npt.NDArray[Any]:
+    """Bits of a pattern, about `share` of which are not zero."""
+    bits = make_bits(pattern, dtype, n)
+    bits[np.random.default_rng(n).random(n) > share] = 0
+    return bits
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "params", "pattern", "n", "share", "chunks", "first", "rounds"),
+    [
+        # All peel, in launches of their own and in those that follow.
+        ("float32", {"ratio": 2}, "special", 4 * 1024 + 37, 0.36, 1, 0, 2),
+        # Most are estimated, some cells of an element coincide; a chunk of more than a tile.
+        ("bfloat16", {"mapping": "published"}, "normal", 2 * 5003 - 1, 0.5, 2, 1, 0),
+        ("float16", {"sketch": "bfloat16"}, "special", 3000, 0.3, 1, 0, 0),
+    ],
+)
+def test_lhc(
+    place: str,
+    name: str,
+    params: dict[str, Any],
+    pattern: str,
+    n: int,
+    share: float,
+    chunks: int,
+    first: int,
+    rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ways, in part, and added to float32."""
+    from tightwire.codecs import lhc_triton
+
+    if rounds:
+        monkeypatch.setattr(lhc_triton, "SMALL_ROWS", 0)
+        monkeypatch.setattr(lhc_triton, "ROUNDS", rounds)
+    dtype, codec, memory = BY_NAME[name], tw.codec("lhc", **params), Memory(place)
+    bits = sparse_bits(pattern, dtype, n, share)
+    buf = check_encode(memory, bits, dtype, codec, first=first, chunks=chunks)
+    assert buf.plan.codec.name == "lhc"
+    expected = decoded_bits(buf, bits)
+    if rounds:
+        assert expected.tobytes() == np.where(bits << 1, bits, 0).astype(bits.dtype).tobytes()
+    else:
+        assert expected.tobytes() != bits.tobytes()
+    check_decode(memory, buf, expected, dtype, first=first)
+    check_decode(memory, buf, expected, dtype, start=n // 2 + 3, stop=n - 9, verify=True)
+    sums = make_bits("normal", BY_NAME["float32"], n, seed=2).view(np.float32)
+    acc = memory.put(sums.view(np.uint32), BY_NAME["float32"])
+    codec.decode_add(buf, acc, scratch=memory.take(buf.plan.scratch_nbytes))
+    buf.check()
+    codec.decode_add(bytes(buf), sums)
+    assert sums_agree(raw(acc).view(np.float32), sums)
+    memory.check()
+
+
+def test_lhc_chunks_of_hardly_any_elements(place: str) -> None:
+    """A plan that the planner would leave to raw, with chunks of 2, 1 and 0 elements."""
+    from tightwire.codecs.lhc import Lhc
+
+    dtype, spec = BY_NAME["bfloat16"], Lhc()
+    plan = Plan(spec, dtype, (5,), 4, spec.layout(dtype, 2), 0)
+    kernels: Any = device_module("lhc")
+    bits = make_bits("normal", dtype, 5)
+    expected = np.full(plan.nbytes, 0x5A, np.uint8)
+    engine.encode_into(plan, bits, expected, backend="ref")
+    memory = Memory(place)
+    out, scratch = memory.take(plan.nbytes), memory.take(plan.scratch_nbytes)
+    kernels.encode(plan, memory.put(bits, dtype), out, scratch)
+    assert_same_buffer(plan, raw(out), expected)
+    y, status = memory.elements(dtype, 5), torch.zeros(1, dtype=torch.int64, device=place)
+    kernels.decode(plan, out, y, scratch, status)
+    assert status.tolist() == [0]
+    assert raw(y).tobytes() == bits.tobytes()
+    memory.check()
+
+
+def test_lhc_sums_of_ranks(place: str) -> None:
+    """An index measured on the device, and a union; sketches are views; chunks begin in a byte."""
+    from tightwire.homomorphic import sketch
+
+    dtype, codec, n, chunks = BY_NAME["float32"], tw.codec("lhc", ratio=2), 3 * 1001, 3
+    memory = Memory(place)
+    ranks = [sparse_bits("normal", dtype, n, 0.1 + 0.01 * i).view(np.float32) for i in range(2)]
+    xs = [memory.put(x.view(np.uint32), dtype) for x in ranks]
+    measured = [codec.measure(x, backend="triton") for x in xs]
+    for found, x in zip(measured, ranks, strict=True):
+        assert found.dtype == torch.uint8
+        assert raw(found).tobytes() == codec.measure(x).tobytes()
+    index = measured[0] | measured[1]
+    hosted = raw(index)
+    buffers = []
+    for x, rank, stats in zip(xs, ranks, (index, hosted), strict=True):
+        buf = codec.encode(x, stats=stats, chunks=chunks, checksum=False, backend="triton")
+        expected = codec.encode(rank, stats=hosted, chunks=chunks, checksum=False)
+        assert bytes(buf) == bytes(expected)
+        buffers.append(buf)
+    for i in range(chunks):
+        sketch(buffers[0], i).add_(sketch(buffers[1], i))
+    found = tw.decode(buffers[0], backend="triton", verify=True)
+    assert raw(found).tobytes() == (ranks[0] + ranks[1]).tobytes()
+    memory.check()
+
+
+def test_lhc_refuses_wrong_indexes(place: str) -> None:
+    """At once where the host sees it; else by a mark that decoding meets."""
+    dtype, codec, n = BY_NAME["bfloat16"], tw.codec("lhc", ratio=2), 5000
+    bits = sparse_bits("normal", dtype, n, 0.2)
+    x = Memory(place).put(bits, dtype)
+    stats = codec.measure(x, backend="triton")
+    for bad in (stats[:-1], stats.int(), stats.reshape(1, -1), raw(stats)[:-1], raw(stats)[None]):
+        with pytest.raises(ValueError, match=r"stats.*allowed"):
+            codec.encode(x, stats=bad, chunks=2, backend="triton")
+    # An element of the second chunk.
+    stats[500] = 0
+    buf = codec.encode(x, stats=stats, chunks=2, backend="triton")
+    assert buf.overflowed
+    assert raw(buf.array)[buf.plan.header.nbytes :][:64].view(RECORD)["flags"].tolist() == [0, 2]
+    with pytest.raises(tw.FormatError, match="dynamic_overflow"):
+        tw.decode(buf, backend="triton", verify=True)
+    for data in (buf.array, raw(buf.array).tobytes()):
+        with pytest.raises(tw.FormatError, match="dynamic_overflow"):
+            tw.decode(data)
+
+
 def has_kernels(codec: str) -> bool:
     return isinstance(device_module(codec), ModuleType)
 
@@ -1270,8 +1395,11 @@ def vectors(codec: str) -> list[str]:
     return sorted(f"{codec}/{path.stem}" for path in (VECTORS / codec).glob("*.tw"))
 
 
-#: Of the vectors of dynamiq those that the interpreter, which is slow, is shown.
-SHOWN = ("512_fixed", "3_chunks_paper", "wide_center", "tiny_stochastic", "float16_specials")
+#: The vectors that the interpreter, which is slow, is shown; every one of codecs not named.
+SHOWN = {
+    "dynamiq": ("512_fixed", "3_chunks_paper", "wide_center", "tiny_stochastic", "float16_specials"),
+    "lhc": ("float32_example", "float16_published", "float16_estimated", "float32_tail"),
+}
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
 HALVED = ("taco", "sdp4bit", "tahquant")
 
@@ -1292,7 +1420,8 @@ def test_vectors(place: str, name: str) -> None:
         pytest.skip("the interpreter is slow, and the other 8-bit floats have the same kernels")
     folder = name.partition("/")[0]
     other = folder in HALVED and vectors(folder).index(name) % 2
-    if place == "cpu" and (other or (folder == "dynamiq" and not name.endswith(SHOWN))):
+    shown = SHOWN.get(folder)
+    if place == "cpu" and (other or (shown is not None and not name.endswith(shown))):
         pytest.skip("the interpreter is slow, and other vectors have the same kernels")
     data = (VECTORS / f"{name}.tw").read_bytes()
     tensor = (VECTORS / f"{name}.bin").read_bytes()
