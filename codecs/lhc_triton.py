@@ -529,7 +529,7 @@ def _sum_kernel(
         record = data_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
         both = tl.load(record + 2)
         if tile == 0:
-            _, n = _chunk_at(chunk, nelem, chunk_nelem)
+            _first, n = _chunk_at(chunk, nelem, chunk_nelem)
             total += identity + record_term(n, n * 0, n * 0, chunk)
         if (both & 2) == 0:
             tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
@@ -762,7 +762,7 @@ def _check_kernel(
         if tl.load(static_ptr + index_end - 1).to(tl.int64) >> (n % 8) != 0:
             report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
     if (chunk >= first_whole) & (chunk < end_whole):
-        _, padding = padding_of(static_ptr, index_end, static_stride * 128)
+        _terms, padding = padding_of(static_ptr, index_end, static_stride * 128)
         if padding != 0:
             report(status_ptr, CHUNK + where + CHUNK_PADDING)
         if SUMS:
@@ -864,7 +864,7 @@ def _types(dtype: DType, cell: DType) -> dict[str, int | bool]:
 
 @functools.cache
 def _scatter_variant(dtype: DType, cell: DType, aligned: bool) -> Variant:
-    return Variant(_scatter_kernel, _OPTIONS, **_with(_types(dtype, cell), ALIGNED=aligned))
+    return Variant(_scatter_kernel, _WIDE_OPTIONS, **_with(_types(dtype, cell), ALIGNED=aligned))
 
 
 @functools.cache
@@ -874,7 +874,9 @@ def _estimate_variant(dtype: DType, cell: DType) -> Variant:
 
 @functools.cache
 def _decode_variant(dtype: DType, cell: DType, aligned: bool, add: int) -> Variant:
-    return Variant(_decode_kernel, _OPTIONS, **_with(_types(dtype, cell), ALIGNED=aligned, ADD=add))
+    return Variant(
+        _decode_kernel, _WIDE_OPTIONS, **_with(_types(dtype, cell), ALIGNED=aligned, ADD=add)
+    )
 
 
 def _with(types: dict[str, int | bool], **more: int | bool) -> dict[str, int | bool]:

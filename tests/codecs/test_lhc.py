@@ -17,7 +17,7 @@ from tightwire.codecs.base import Bytes
 from tightwire.codecs.lhc import MAPPINGS, Lhc, mapping_of
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.homomorphic import add, diagnose
-from tightwire.planning import HOST_BACKENDS, backend_module, device_module
+from tightwire.planning import HOST_BACKENDS, backend_module
 
 DTYPES = tuple(BY_NAME[name] for name in Lhc.dtypes)
 ROWS = 1024
@@ -314,9 +314,3 @@ def test_bfloat16_of_torch() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, t)
     assert x.dtype == ml_dtypes.bfloat16
-
-
-def test_a_missing_triton_module_is_named() -> None:
-    """Tensors on a GPU go by the host then."""
-    pytest.importorskip("triton")
-    assert device_module("lhc") == "tightwire.codecs.lhc_triton"

@@ -1343,7 +1343,7 @@ def test_lhc_sums_of_ranks(place: str) -> None:
     """An index measured on the device, and a union; sketches are views; chunks begin in a byte."""
     from tightwire.homomorphic import sketch
 
-    dtype, codec, n, chunks = BY_NAME["float32"], tw.codec("lhc", ratio=2), 3 * 1001, 3
+    dtype, codec, n, chunks = BY_NAME["float32"], tw.codec("lhc", ratio=2), 2 * 2501, 2
     memory = Memory(place)
     ranks = [sparse_bits("normal", dtype, n, 0.1 + 0.01 * i).view(np.float32) for i in range(2)]
     xs = [memory.put(x.view(np.uint32), dtype) for x in ranks]
@@ -1398,13 +1398,14 @@ def vectors(codec: str) -> list[str]:
 #: The vectors that the interpreter, which is slow, is shown; every one of codecs not named.
 SHOWN = {
     "dynamiq": ("512_fixed", "3_chunks_paper", "wide_center", "tiny_stochastic", "float16_specials"),
-    "lhc": ("float32_example", "float16_published", "float16_estimated", "float32_tail"),
+    "lhc": ("float32_example", "float16_published", "float16_estimated"),
 }
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
 HALVED = ("taco", "sdp4bit", "tahquant")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
     "name",
     [

@@ -58,6 +58,34 @@ def test_sketches_of_torch_without_checksums() -> None:
     assert torch.equal(tw.decode(seal(a)), xs[0] + xs[1])
 
 
+def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer lies there, so its sketch is a view of it. thc has no kernels."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from tightwire import codec, device
+
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.from_numpy(ranks(1)[0]).to(place)
+    thc = tw.codec("thc", bits=16)
+    key = tw.Key(1)
+    expected = bytes(thc.encode(x.cpu().numpy(), key=key, checksum=False))
+    if place.type == "cpu":
+        # The interpreter's memory stands for a GPU's.
+        monkeypatch.setattr(codec, "device_for", lambda *_: device)
+        monkeypatch.setattr(device, "encode", lambda *_, **__: NotImplemented)
+        monkeypatch.setattr(codec, "_on_gpu", lambda a: isinstance(a, torch.Tensor))
+    buf = thc.encode(x, key=key, checksum=False)
+    monkeypatch.undo()
+    assert bytes(buf) == expected
+    before = sketch(buf).clone()
+    sketch(buf).add_(before)
+    assert torch.equal(sketch(buf), 2 * before)
+    cells = np.frombuffer(bytes(buf), np.uint8)[buf.plan.static_offset :]
+    total = 2 * before.cpu().numpy()
+    assert cells[: total.nbytes].tobytes() == total.tobytes()
+    assert before.any()
+
+
 def test_sums_of_buffers_leave_them_alone() -> None:
     xs = ranks(2)
     index = np.bitwise_or(*(CODEC.measure(x) for x in xs))
