@@ -3,8 +3,9 @@
 Bytes that an operation moves: encode and decode the raw and the packed bytes, decode_add the packed
 bytes and a float32 accumulator twice, decode_add_encode the packed bytes twice and the raw ones.
 Where nvfp4 looks for the largest magnitude first, or dynamiq for energies, what it reads for that
-counts as well. What dynamiq's statistics take is timed by itself; what its widths take is the time
-between encode with given stats and encode with fixed widths.
+counts as well, and so for lhc, which has an index to make. What dynamiq's statistics take is timed by itself; what its widths take is the time
+between encode with given stats and encode with fixed widths. Tensors of lhc are sparse enough to
+peel; how many rounds that takes is recorded beside the times.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 import tightwire as tw
 from tightwire.formats.dtypes import BY_NAME
+from tightwire.homomorphic import SAFE_LOAD, diagnose
 from tightwire.planning import device_module
 
 MIB = 1 << 20
@@ -50,6 +52,12 @@ class Lossy:
         return tw.codec(self.codec, **dict(self.params))
 
     @property
+    def share(self) -> float:
+        """How many of the elements are not zero."""
+        ratio = dict(self.params).get("ratio")
+        return SAFE_LOAD / ratio if ratio else 1.0
+
+    @property
     def sets(self) -> int:
         """How many tensors a cold pass takes."""
         return max(1, bench.COLD_NBYTES // (self.mib * MIB))
@@ -65,11 +73,15 @@ def cases() -> list[Lossy]:
         ("dynamiq, stats given", "dynamiq", {}, True),
         ("dynamiq, fixed widths", "dynamiq", {"widths": "fixed"}, False),
         ("dynamiq, nearest, stats given", "dynamiq", {"rounding": "nearest"}, True),
+        *((f"lhc {ratio}x", "lhc", {"ratio": ratio}, False) for ratio in (2, 4, 10)),
+        ("lhc 10x, stats given", "lhc", {"ratio": 10}, True),
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
     kinds = [kind for kind in kinds if codes(kind[1])]
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
     found += [dataclasses.replace(case, mib=1024) for case in found[:3]]
+    if codes("lhc"):
+        found.append(Lossy("lhc 10x", "lhc", (("ratio", 10),), 1024, "float32"))
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
 
 
@@ -87,6 +99,8 @@ class LossyWork:
         kind = getattr(torch, case.dtype)
         rng = torch.Generator("cuda").manual_seed(bench.SEED)
         x = torch.randn(sets * nelem, device="cuda", generator=rng).mul_(0.02).to(kind)
+        if case.share < 1:
+            x *= torch.rand(x.numel(), device="cuda", generator=rng) < case.share
         self.x = x.reshape(sets, nelem)
         self.plan = self.codec.plan((nelem,), case.dtype, checksum=False)
         self.room = bench.byte_rows(sets, self.plan.nbytes)
@@ -121,6 +135,8 @@ class LossyWork:
             values.append(on_device(decoded.view(np.uint8)))
             total = decoded.astype(np.float32) + on_host(local, dtype).astype(np.float32)
             total = total.astype(dtype.numpy)
+            if self.case.codec == "lhc":
+                continue
             if self.case.given:
                 found = torch.from_numpy(self.codec.measure(total)).cuda()
                 self.sum_stats[len(sums)] = found
@@ -219,7 +235,7 @@ class LossyWork:
     def moved(self, op: str) -> int:
         """Bytes that an operation must move for one tensor."""
         raw, packed = self.x[0].nbytes, self.plan.nbytes
-        measures = {"nvfp4": True, "dynamiq": ("widths", "fixed") not in self.case.params}
+        measures = {"nvfp4": True, "lhc": True, "dynamiq": ("widths", "fixed") not in self.case.params}
         again = measures.get(self.case.codec, False) and not self.case.given
         twice = again and self.case.codec == "nvfp4"
         return {
@@ -252,6 +268,8 @@ OPS = ("encode", "decode", "decode_add", "decode_add_encode")
 
 def ops(case: Lossy) -> tuple[str, ...]:
     """What is measured of a case."""
+    if case.codec == "lhc":
+        return (*OPS[:3], "measure")
     return (*OPS, "measure") if case.name == "dynamiq" else OPS
 
 
@@ -278,6 +296,9 @@ def run_case(case: Lossy, problem: str) -> dict[str, Any]:
     nelem = case.mib * MIB // BY_NAME[case.dtype].itemsize
     work = LossyWork(case, case.sets, nelem)
     record |= {"ratio": work.plan.nbytes / work.x[0].nbytes}
+    if case.codec == "lhc":
+        found = diagnose(case.made, work.measured[0], (nelem,), case.dtype)
+        record |= {"rounds": found.rounds, "estimated": found.estimated}
     for op in ("copy", *ops(case)):
         try:
             call = work.each(getattr(work, op))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyP
     """The buffer lies there, so its sketch is a view of it. thc has no kernels."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from tightwire import codec, device
+    from tightwire import device
 
+    codec = importlib.import_module("tightwire.codec")
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.from_numpy(ranks(1)[0]).to(place)
     thc = tw.codec("thc", bits=16)
