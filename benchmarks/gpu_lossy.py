@@ -3,9 +3,10 @@
 Bytes that an operation moves: encode and decode the raw and the packed bytes, decode_add the packed
 bytes and a float32 accumulator twice, decode_add_encode the packed bytes twice and the raw ones.
 Where nvfp4 looks for the largest magnitude first, or dynamiq for energies, what it reads for that
-counts as well, and so for lhc, which has an index to make. What dynamiq's statistics take is timed by itself; what its widths take is the time
-between encode with given stats and encode with fixed widths. Tensors of lhc are sparse enough to
-peel; how many rounds that takes is recorded beside the times.
+counts as well, and so for lhc, which has an index to make. What dynamiq's statistics take is timed
+by itself; what its widths take is the time between encode with given stats and encode with fixed
+widths. Tensors of lhc are sparse enough to peel; how many rounds that takes is recorded beside the
+times.
 """
 
 from __future__ import annotations
@@ -235,7 +236,8 @@ class LossyWork:
     def moved(self, op: str) -> int:
         """Bytes that an operation must move for one tensor."""
         raw, packed = self.x[0].nbytes, self.plan.nbytes
-        measures = {"nvfp4": True, "lhc": True, "dynamiq": ("widths", "fixed") not in self.case.params}
+        chooses = ("widths", "fixed") not in self.case.params
+        measures = {"nvfp4": True, "lhc": True, "dynamiq": chooses}
         again = measures.get(self.case.codec, False) and not self.case.given
         twice = again and self.case.codec == "nvfp4"
         return {
