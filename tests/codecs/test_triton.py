@@ -1277,7 +1277,7 @@ def sparse_bits(pattern: str, dtype: DType, n: int, share: float) -> npt.NDArray
         ("float32", {"ratio": 2}, "special", 4 * 1024 + 37, 0.36, 1, 0, 2),
         # Most are estimated, some cells of an element coincide; a chunk of more than a tile.
         ("bfloat16", {"mapping": "published"}, "normal", 2 * 5003 - 1, 0.5, 2, 1, 0),
-        ("float16", {"sketch": "bfloat16"}, "special", 3000, 0.3, 1, 0, 0),
+        ("float16", {"sketch": "bfloat16"}, "special", 3000, 0.7, 1, 0, 0),
     ],
 )
 def test_lhc(
