@@ -27,7 +27,6 @@ import torch
 import tightwire as tw
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import SAFE_LOAD, diagnose
-from tightwire.planning import device_module
 
 MIB = 1 << 20
 KEY = tw.Key(5, 1, 1, 8)
@@ -65,31 +64,32 @@ class Lossy:
 
 
 def cases() -> list[Lossy]:
-    """What is measured, the most important first; of codecs that have kernels for devices."""
+    """What is measured, the most important first."""
     kinds: list[tuple[str, str, dict[str, Any], bool]] = [
         ("mx e4m3", "mx", {}, False),
         ("nvfp4", "nvfp4", {}, False),
         ("nvfp4, stats given", "nvfp4", {}, True),
+        ("taco", "taco", {}, False),
         ("dynamiq", "dynamiq", {}, False),
         ("dynamiq, stats given", "dynamiq", {}, True),
         ("dynamiq, fixed widths", "dynamiq", {"widths": "fixed"}, False),
         ("dynamiq, nearest, stats given", "dynamiq", {"rounding": "nearest"}, True),
         *((f"lhc {ratio}x", "lhc", {"ratio": ratio}, False) for ratio in (2, 4, 10)),
         ("lhc 10x, stats given", "lhc", {"ratio": 10}, True),
+        ("sdp4bit", "sdp4bit", {}, False),
+        ("sdp4bit int8", "sdp4bit", {"bits": 8, "group": 2048, "rotate": "none"}, False),
+        ("tahquant", "tahquant", {"hidden": 4096}, False),
+        ("tahquant backward", "tahquant", {"hidden": 4096, "direction": "backward"}, False),
+        ("taco none", "taco", {"transform": "none"}, False),
+        ("taco int8", "taco", {"format": "int8"}, False),
+        ("taco merged", "taco", {"scales": "merged"}, False),
+        ("taco stochastic", "taco", {"rounding": "stochastic"}, False),
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
-    kinds = [kind for kind in kinds if codes(kind[1])]
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
-    found += [dataclasses.replace(case, mib=1024) for case in found[:3]]
-    if codes("lhc"):
-        found.append(Lossy("lhc 10x", "lhc", (("ratio", 10),), 1024, "float32"))
+    found += [dataclasses.replace(case, mib=1024) for case in found[:5]]
+    found.append(Lossy("lhc 10x", "lhc", (("ratio", 10),), 1024, "float32"))
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
-
-
-def codes(codec: str) -> bool:
-    """Whether devices use the kernels of a codec."""
-    module: Any = device_module(codec)
-    return bool(module.supports(BY_NAME["bfloat16"]))
 
 
 class LossyWork:

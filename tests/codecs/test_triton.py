@@ -45,17 +45,11 @@ KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
-#: Codecs whose `supports` says False on devices.
-UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq", "lhc")
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> str:
     """Where kernels run."""
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU here")
-    if request.param == "cuda" and any(name in request.node.name for name in UNPROVEN):
-        pytest.skip("devices do not use these kernels yet")
     return str(request.param)
 
 
@@ -1397,7 +1391,13 @@ def vectors(codec: str) -> list[str]:
 
 #: The vectors that the interpreter, which is slow, is shown; every one of codecs not named.
 SHOWN = {
-    "dynamiq": ("512_fixed", "3_chunks_paper", "wide_center", "tiny_stochastic", "float16_specials"),
+    "dynamiq": (
+        "512_fixed",
+        "3_chunks_paper",
+        "wide_center",
+        "tiny_stochastic",
+        "float16_specials",
+    ),
     "lhc": ("float32_example", "float16_published", "float16_estimated"),
 }
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
