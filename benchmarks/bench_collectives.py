@@ -46,8 +46,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "pipelined": {"algorithm": "pipelined", "pieces": 4},
     "auto": {"algorithm": "auto"},
 }
-#: Codecs of two-shot all-reduces that are held against NCCL's in bfloat16, and the error allowed.
-LOSSY = {"mx": 3e-3}
+#: Of all-reduces held against NCCL's in bfloat16: codec, topology (None: two-shot), error allowed.
+LOSSY = (("mx", None, 3e-3), ("taco", None, 3e-3), ("dynamiq", "ring", 2e-2))
 LOSSY_PATHS = ("compressed", "auto")
 SMALL = (4 << 10, 64 << 10)
 LATE_SECONDS = 0.02
@@ -227,16 +227,21 @@ def measure(rank: Rank, link: str, sizes: Sequence[int]) -> list[dict[str, Any]]
 def lossy(rank: Rank, link: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """All-reduces by lossy codecs beside NCCL's, in place and in bfloat16 both."""
     found = []
-    for codec, allowed in LOSSY.items():
+    for codec, topology, allowed in LOSSY:
         comms = {
-            path: tw.Communicator(TorchDist(dist.new_group()), codec, algorithm=path)  # type: ignore[arg-type]
+            path: tw.Communicator(
+                TorchDist(dist.new_group()),
+                codec,
+                algorithm=path,  # type: ignore[arg-type]
+                topology=topology,  # type: ignore[arg-type]
+            )
             for path in LOSSY_PATHS
         }
         for mib in sizes:
             x = rank.tensor(mib * MIB, mib)
             work = x.clone()
             plain = Run(lambda w=work, x=x: w.copy_(x), lambda w=work: dist.all_reduce(w), work)
-            row: dict[str, Any] = {"link": link, "codec": codec, "mib": mib}
+            row: dict[str, Any] = {"link": link, "codec": codec, "topology": topology, "mib": mib}
             row["native_ms"] = rank.time(plain)
             total = x.float()
             dist.all_reduce(total)

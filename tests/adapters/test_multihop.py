@@ -189,7 +189,9 @@ class Wanted:
         self.shares = reference(codec, self.rows, topology, step(n), 2, True).reshape(size, n)
 
 
-def check_sums(transport: Any, wanted: Wanted, library: str = "numpy") -> tw.Communicator:
+def check_sums(
+    transport: Any, wanted: Wanted, library: str = "numpy", device: Any = None
+) -> tw.Communicator:
     """Both sums of the communicator, in place and with poisoned outputs."""
     me = transport.rank
     options: dict[str, Any] = {"algorithm": "pipelined", "pieces": 3} if wanted.in_pieces else {}
@@ -197,7 +199,7 @@ def check_sums(transport: Any, wanted: Wanted, library: str = "numpy") -> tw.Com
 
     def own(x: Array) -> Any:
         kind = BY_NAME[x.dtype.name]
-        return from_bits(x.view(kind.bits).copy(), kind, x.shape, Target(library))
+        return from_bits(x.view(kind.bits).copy(), kind, x.shape, Target(library, device))
 
     x, out = own(wanted.xs[me]), own(np.full_like(wanted.xs[me], -7))
     assert comm.all_reduce(x, out) is out
@@ -596,22 +598,26 @@ def test_means_of_other_paths() -> None:
 
 
 def between_processes(device: Any) -> list[str]:
-    """Sums by hops over gloo; digests of what all ranks must have alike."""
+    """Sums by hops over gloo or NCCL; digests of what all ranks must have alike."""
+    import torch
     import torch.distributed as dist
 
     from tightwire.adapters.torch_dist import TorchDist
 
     transport = TorchDist(dist.new_group(), device)
     size, found = transport.world_size, []
+    where = device if device.type == "cuda" else None
     for topology in HOPS:
         for i, codec in enumerate((CODECS[0], CODECS[3], CODECS[6])):
             if codec.reduce_op is None or size == 2:
                 # Sums of more than two statistics depend on the network's order.
                 wanted = Wanted(codec, topology, DTYPES[i], size, 700 + i)
-                check_sums(transport, wanted, "torch" if i else "numpy")
+                check_sums(transport, wanted, "torch" if i or where else "numpy", where)
             comm = tw.Communicator(transport, codec, topology=topology)
             xs = inputs(codec, "float32", size, 70_000)
-            total = comm.all_reduce(xs[comm.rank])
+            own = torch.from_numpy(xs[comm.rank]).to(where) if where else xs[comm.rank]
+            total = comm.all_reduce(own)
+            total = total.cpu().numpy() if where else total
             assert np.abs(total - sum(xs)).max() < np.abs(xs).max() / 4
             found.append(hashlib.sha256(total.tobytes()).hexdigest())
     return [*found, trained(device)]
@@ -678,6 +684,16 @@ def test_between_processes(tmp_path: Path) -> None:
     first, *others = launch(__file__, "between_processes", world_size, tmp_path)
     assert len(first) == 7
     assert others == [first] * (world_size - 1)
+
+
+@pytest.mark.gpu
+def test_between_gpus(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    first, *others = launch(__file__, "between_processes", 2, tmp_path, "cuda", "default")
+    assert len(first) == 7
+    assert others == [first]
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class CheckedUnit:
         xs = gathered(input_tensor, group).view(ranks, ranks, -1)
         done = self.inner(output_tensor, input_tensor, group, op, async_op)
         assert torch.equal(input_tensor, before)
-        total = torch.full(xs.shape[1:], -0.0)
+        total = torch.full(xs.shape[1:], -0.0, device=xs.device)
         for part in xs:
             total += part.float()
         at = 0
@@ -200,10 +200,10 @@ def partial(device: Any) -> list[Any]:
     """A unit of which a layer has no gradient goes by the communicator, and a report says so."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(1)
-    model = fully_shard(Half(), mesh=mesh)
+    model = fully_shard(Half().to(device), mesh=mesh)
     hooks = tagc.compress(model, tagc.Tagc(layers=RULE))
     torch.manual_seed(dist.get_rank())
-    x = torch.randn(4, 257)
+    x = torch.randn(4, 257, device=device)
     model(x).sum().backward()
     model.unshard()
     with pytest.raises(ValueError, match=r"not sharded; allowed: .* after reshard"):
@@ -237,7 +237,7 @@ def replicated(device: Any) -> dict[str, Any]:
                 padded = torch.nn.functional.pad(part, (0, -n % ranks)).view(ranks, ranks, -1)
                 wanted = expected.sum(names[p], padded).view(-1)[:n] / ranks
             else:
-                wanted = torch.full((n,), -0.0)
+                wanted = part.new_full((n,), -0.0)
                 for row in part:
                     wanted += row
                 wanted /= ranks
@@ -289,9 +289,14 @@ def everything(device: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_hooks_against_sums_by_hand(ranks: int, tmp_path: Path) -> None:
-    results = launch(__file__, "everything", ranks, tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "device"), [(2, "cpu"), (4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.gpu)]
+)
+def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    warnings = "error" if device == "cpu" else "default"
+    results = launch(__file__, "everything", ranks, tmp_path, device, warnings)
     for found in results:
         for setup in ("float32", "bfloat16") if ranks == 2 else ("float32",):
             assert found[setup]["losses"][-1] < found[setup]["losses"][0]
