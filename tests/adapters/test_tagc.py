@@ -229,7 +229,7 @@ def replicated(device: Any) -> dict[str, Any]:
     def checked(state: Any, bucket: Any) -> Any:
         xs = gathered(bucket.buffer())
         future = tagc.ddp_hook(hook, bucket)
-        found, at = future.value(), 0
+        found, at = future.wait(), 0
         for p in bucket.parameters():
             n = p.numel()
             part = xs[:, at : at + n]
