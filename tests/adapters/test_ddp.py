@@ -285,6 +285,7 @@ def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:
         assert broken.startswith(f"rank {me}: reduce_scatter #0 failed in stage 'sizes'")
 
 
+@pytest.mark.long
 def test_example(tmp_path: Path) -> None:
     found = torchrun(ddp, 2, tmp_path)
     assert len(found) == 2
