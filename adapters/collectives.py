@@ -226,6 +226,8 @@ class Communicator(MultiHop):
         own order; an all-reduce by a lossy codec on a GPU
         also bfloat16 and float16.
         """
+        if topology is not None:
+            self._check_topology(topology)
         before = self._switch.as_before("reduce_scatter", x, wire)
         if before is not None and decoded is None:
             found = self._again("reduce_scatter", before, x, out, self._transport.reduce_scatter)
@@ -287,6 +289,8 @@ class Communicator(MultiHop):
         """
         if op not in OPS:
             raise ValueError(f"op is {op!r}; allowed: {OPS}")
+        if topology is not None:
+            self._check_topology(topology)
         before = self._switch.as_before("all_reduce", x, wire)
         if before is not None and op == "sum":
             found = self._again("all_reduce", before, x, out, self._reduce_plain)
@@ -609,7 +613,7 @@ class Communicator(MultiHop):
 
     def _topology_for(self, topology: Topology | None, sent: DType) -> Topology:
         """The topology of a sum that travels as `sent`."""
-        chosen = self._topology if topology is None else self._checked_topology(topology)
+        chosen = self._topology if topology is None else topology
         return chosen if sent.is_float and sent.name in self._codec.dtypes else "two-shot"
 
     def _divide(self, total: Any, op: Op) -> None:

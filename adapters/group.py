@@ -134,7 +134,8 @@ class Group:
         self._fixed = not any(
             self._plan(BY_NAME[name], _NAMED).dynamic_stride for name in self._codec.dtypes
         )
-        self._topology = self._checked_topology(topology)
+        self._check_topology(topology)
+        self._topology: Topology = topology
         cut = f"{granularity} bytes" if pieces is None else f"{pieces} pieces"
         path = f"pipelined in {cut}" if algorithm == "pipelined" else algorithm
         self._agree(sizes, path, seed)
@@ -284,7 +285,7 @@ class Group:
         finally:
             self._trace.append(call.record(error))
 
-    def _checked_topology(self, topology: Topology) -> Topology:
+    def _check_topology(self, topology: Topology) -> None:
         if topology not in TOPOLOGIES:
             raise ValueError(f"topology is {topology!r}; allowed: {TOPOLOGIES}")
         if topology != "two-shot" and (not self._fixed or self._codec.homomorphic):
@@ -292,7 +293,6 @@ class Group:
             raise ValueError(
                 f"topology is {topology!r}, codec {self._codec.name!r}, {why}; allowed: 'two-shot'"
             )
-        return topology
 
     def _equal_splits(self, rows: int) -> list[int]:
         if rows % self._size:

@@ -518,6 +518,19 @@ def test_calls_that_are_refused() -> None:
     run_ranks(1, task)
 
 
+def test_a_wrong_topology_is_refused_natively_too() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "mx", algorithm="native")
+        x = np.ones(640, np.float32)
+        calls: tuple[Callable[..., Any], ...] = (comm.all_reduce, comm.reduce_scatter)
+        for call in calls:
+            call(x)
+            with pytest.raises(ValueError, match="topology is 'tree'; allowed"):
+                call(x, topology="tree")
+
+    run_ranks(2, task)
+
+
 def test_topologies_that_differ_are_refused() -> None:
     def task(transport: MemoryTransport) -> None:
         comm = tw.Communicator(transport, "mx")
