@@ -19,7 +19,7 @@ LOW = tl.constexpr(16)
 
 
 @triton.jit
-def _butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
+def butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
     """LOG stages of the transform over N columns."""
     for k in tl.static_range(LOG):
         found = ()
@@ -36,12 +36,33 @@ def _butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
 def rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
     """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    low = _butterflies(low, LOW, 4)
+    low = butterflies(low, LOW, 4)
     t = tl.reshape(from_rows(low, LOW, 4), [LOW, ROWS, HIGH])
     t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * LOW])
-    high = _butterflies(to_rows(t, ROWS * LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    high = butterflies(to_rows(t, ROWS * LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
     t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, LOW])
     return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * LOW])
+
+
+@triton.jit
+def turn(
+    parts,
+    BLOCKS: tl.constexpr,
+    LOG_PARTS: tl.constexpr,
+    LOG_KEPT: tl.constexpr,
+    LOG_NEW: tl.constexpr,
+):
+    """Columns of lines that a thread holds, given the columns of others, by one exchange.
+
+    Each of BLOCKS blocks is a matrix of 2^(LOG_KEPT + LOG_NEW) lines of 2^LOG_PARTS values. Columns
+    of its transpose, cut into lines of 2^LOG_NEW values, are what is returned.
+    """
+    KEPT: tl.constexpr = 1 << LOG_KEPT
+    NEW: tl.constexpr = 1 << LOG_NEW
+    PARTS: tl.constexpr = 1 << LOG_PARTS
+    x = tl.reshape(from_rows(parts, PARTS, LOG_PARTS), [PARTS, BLOCKS, KEPT, NEW])
+    x = tl.reshape(tl.permute(x, [3, 1, 0, 2]), [NEW, BLOCKS * PARTS * KEPT])
+    return to_rows(x, BLOCKS * PARTS * KEPT, NEW, LOG_NEW)
 
 
 @triton.jit

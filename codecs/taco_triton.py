@@ -16,7 +16,7 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .base import CodecSpec, Key, Plan
-from .columns_triton import to_columns, to_rows
+from .columns_triton import from_columns, to_columns
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -42,12 +42,13 @@ from .device import (
     options,
     padding_of,
     record_term,
+    STATUS_TOP,
     report,
     round_bfloat16,
     touched,
     weigh,
 )
-from .hadamard_triton import LOW, rotate, spread
+from .hadamard_triton import butterflies, spread, turn
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .taco import (
     ALPHA_BITS,
@@ -66,8 +67,9 @@ from .taco import (
     norm,
 )
 
-_TILE = tl.constexpr(4096)
-_WARPS = 4
+#: Elements of a tile, one program's share, and its warps.
+_TILE = 4096
+_WARPS = 8
 
 _ASH = tl.constexpr(TRANSFORMS.index("ash"))
 _HADAMARD = tl.constexpr(TRANSFORMS.index("hadamard"))
@@ -84,36 +86,36 @@ _ALPHA_LOW, _ALPHA_HIGH = (tl.constexpr(b) for b in ALPHA_BITS)
 _SCALE_LOW, _SCALE_HIGH = (tl.constexpr(b) for b in SCALE_BITS)
 _MERGED_LOW, _MERGED_HIGH = (tl.constexpr(b) for b in MERGED_BITS)
 _ONE = tl.constexpr(0x3F800000)
+_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _tree_sum(parts, N: tl.constexpr, LOG: tl.constexpr):
-    for k in tl.static_range(LOG):
-        found = ()
-        for i in tl.static_range(N >> (k + 1)):
-            found = found + (parts[2 * i] + parts[2 * i + 1],)
-        parts = found
-    return parts[0]
+def _alpha_of(v, ROWS: tl.constexpr, LOG_LOW: tl.constexpr, LOG_HIGH: tl.constexpr):
+    """Rescaling factors of blocks, one for each of their rows; `v`: the columns of ROWS rows.
 
-
-@triton.jit
-def _alpha_of(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
-    """Rescaling factors of ROWS blocks given as columns of 16."""
-    HIGH: tl.constexpr = 1 << LOG_HIGH
-    squares = ()
-    for i in tl.static_range(LOW):
-        squares = squares + (low[i] * low[i],)
-    total = _tree_sum(squares, LOW, 4)
+    Every row gets the sum of its block, so that factors lie where rows do.
+    """
+    parts = ()
+    for i in tl.static_range(1 << LOG_LOW):
+        parts = parts + (v[i] * v[i],)
+    for k in tl.static_range(LOG_LOW):
+        sums = ()
+        for i in tl.static_range(1 << (LOG_LOW - k - 1)):
+            sums = sums + (parts[2 * i] + parts[2 * i + 1],)
+        parts = sums
+    total = parts[0]
     for k in tl.static_range(LOG_HIGH):
-        total = tl.sum(tl.reshape(total, [ROWS * (HIGH >> (k + 1)), 2]), 1)
-    sigma = tl.sqrt_rn(total * (1.0 / (HIGH * LOW)) + _EPSILON)
+        both = tl.sum(tl.reshape(total, [ROWS >> (k + 1), 2, 1 << k]), 1)
+        both = tl.broadcast_to(both[:, None, :], [ROWS >> (k + 1), 2, 1 << k])
+        total = tl.reshape(both, [ROWS])
+    sigma = tl.sqrt_rn(total * (1.0 / (1 << (LOG_LOW + LOG_HIGH))) + _EPSILON)
     alpha = tl.div_rn(tl.full([ROWS], _TAU, tl.float32), sigma)
     alpha = tl.where(alpha > _ALPHA_MIN, alpha, _ALPHA_MIN)
     return tl.where(alpha < _ALPHA_MAX, alpha, _ALPHA_MAX)
 
 
 @triton.jit
-def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr, CVT: tl.constexpr):
+def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr):
     """Codes of `v` in 32 bits, rounded to nearest or by the random words `word`."""
     if MAN == 0:
         if RANDOM:
@@ -121,11 +123,6 @@ def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr, 
             return (((steps + (word >> 16)) >> 16) - 128) & 0xFF
         else:
             return (v + 12582912.0).to(tl.uint32, bitcast=True) & 0xFF
-    elif CVT and not RANDOM:
-        if MAN == 3:
-            return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
-        else:
-            return v.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
         bits = v.to(tl.uint32, bitcast=True)
         sign = (bits >> 24) & 0x80
@@ -148,15 +145,87 @@ def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr, 
 
 
 @triton.jit
-def _value(byte, MAN: tl.constexpr):
-    """float32 values of codes in 32 bits; e4m3 by float16, whose exponents are 8 lower."""
-    if MAN == 0:
-        return ((byte << 24).to(tl.int32, bitcast=True) >> 24).to(tl.float32)
-    elif MAN == 3:
-        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+def _code_word(
+    q0, q1, q2, q3, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT: tl.constexpr
+):
+    """Four codes in 32 bits, the first lowest; rounded to nearest or by four words `drawn`."""
+    RANDOM: tl.constexpr = len(drawn) > 0
+    r = drawn if RANDOM else (0, 0, 0, 0)
+    if CVT and not RANDOM and MAN != 0:
+        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if MAN == 3 else "cvt.rn.satfinite.e5m2x2.f32"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; "
+            + PAIR
+            + " low, $2, $1; "
+            + PAIR
+            + " high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,r,r,r,r",
+            [q0, q1, q2, q3],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return (byte << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        word = _code(q0, r[0], MAN, BIAS, RANDOM) | (_code(q1, r[1], MAN, BIAS, RANDOM) << 8)
+        word |= _code(q2, r[2], MAN, BIAS, RANDOM) << 16
+        return word | (_code(q3, r[3], MAN, BIAS, RANDOM) << 24)
+
+
+@triton.jit
+def _turn_bytes(a, b, c, d, CVT: tl.constexpr):
+    """Words of the bytes 0, 1, 2, 3 of `a` to `d`."""
+    if CVT:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 ab, cd, AB, CD; "
+            "prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140; "
+            "prmt.b32 AB, $4, $5, 0x7362; prmt.b32 CD, $6, $7, 0x7362; "
+            "prmt.b32 $0, ab, cd, 0x5410; prmt.b32 $1, ab, cd, 0x7632; "
+            "prmt.b32 $2, AB, CD, 0x5410; prmt.b32 $3, AB, CD, 0x7632; }",
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [a, b, c, d],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = ()
+        for i in tl.static_range(4):
+            low = ((a >> (8 * i)) & 0xFF) | (((b >> (8 * i)) & 0xFF) << 8)
+            high = ((c >> (8 * i)) & 0xFF) | (((d >> (8 * i)) & 0xFF) << 8)
+            words = words + (low | (high << 16),)
+        return words
+
+
+@triton.jit
+def _values(word, MAN: tl.constexpr, CVT: tl.constexpr):
+    """float32 values of the four codes of a word; e4m3 by float16, whose exponents are 8 lower."""
+    if CVT and MAN == 3:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high, a, b; .reg .b32 two;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 two, low; mov.b32 {a, b}, two;
+            cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+            cvt.rn.f16x2.e4m3x2 two, high; mov.b32 {a, b}, two;
+            cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""",
+            "=&r,=&r,=&r,=&r,r",
+            [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        values = ()
+        for i in tl.static_range(4):
+            byte = (word >> (8 * i)) & 0xFF
+            if MAN == 0:
+                v = ((byte << 24).to(tl.int32, bitcast=True) >> 24).to(tl.float32)
+            elif MAN == 3:
+                half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+                v = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            else:
+                v = (byte << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            values = values + (v,)
+        return values
 
 
 @triton.jit
@@ -185,8 +254,37 @@ def _within(word, low, high):
 
 
 @triton.jit
+def _load_rows(
+    x_ptr, at, left, TILE: tl.constexpr, MODE: tl.constexpr, ITEM: tl.constexpr, LOG_LOW: tl.constexpr
+):
+    """Bits, uint32, of the elements from `at` on, as columns of rows; 0 from `left` elements on.
+
+    A thread loads all of a row, 16 bytes at a time: nothing changes hands.
+    """
+    ROWS: tl.constexpr = TILE >> LOG_LOW
+    bits = ()
+    if MODE == 0:
+        first = at >> 1 if ITEM == 2 else at
+        x = _elements(x_ptr, 4) + tl.multiple_of(first, 4)
+        for k in tl.static_range(0, ITEM << LOG_LOW, 16):
+            i = tl.arange(0, ROWS)[:, None] * ((ITEM << LOG_LOW) // 4) + k // 4
+            words = to_columns(tl.load(x + i + tl.arange(0, 4)[None, :]), ROWS, 4, 2)
+            for j in tl.static_range(4):
+                if ITEM == 2:
+                    bits = bits + (words[j] & 0xFFFF, words[j] >> 16)
+                else:
+                    bits = bits + (words[j],)
+    else:
+        for k in tl.static_range(1 << LOG_LOW):
+            i = tl.arange(0, ROWS) * (1 << LOG_LOW) + k
+            e = tl.load(_elements(x_ptr, ITEM) + at + i, mask=i < left, other=0)
+            bits = bits + (e.to(tl.uint32),)
+    return bits
+
+
+@triton.jit
 def _encode_tile(
-    e,
+    v,
     static_ptr,
     key_ptr,
     chunk,
@@ -196,12 +294,12 @@ def _encode_tile(
     seed,
     step,
     rank,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
     MAN: tl.constexpr,
     BIAS: tl.constexpr,
     LARGEST: tl.constexpr,
+    LOG_LOW: tl.constexpr,
     LOG_HIGH: tl.constexpr,
     NORM: tl.constexpr,
     TRANSFORM: tl.constexpr,
@@ -210,81 +308,133 @@ def _encode_tile(
     SUMS: tl.constexpr,
     CVT: tl.constexpr,
 ):
-    """Encode element bits `e`, shape [TILE / 16, 16], from element `at` of a chunk of `n` elements.
+    """Encode values `v`, columns of a tile's rows, from element `at` of a chunk of `n` elements.
 
     Returns the keyed sum of what is stored, 0 without SUMS.
     """
+    LOW: tl.constexpr = 1 << LOG_LOW
     HIGH: tl.constexpr = 1 << LOG_HIGH
     BLOCK: tl.constexpr = HIGH * LOW
-    ROWS: tl.constexpr = _TILE // BLOCK
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    ROWS: tl.constexpr = TILE // LOW
     WORDS: tl.constexpr = 1 + DUAL
     left = n - at
-    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
     total = tl.zeros([], tl.uint64)
-    # NaN and infinity are 0 until the end.
-    MANTISSA: tl.constexpr = 8 * ITEM - 1 - EXP
-    TOP: tl.constexpr = ((1 << EXP) - 1) << MANTISSA
-    wild = (e & TOP) == TOP
-    e = tl.where(wild, 0, e)
-    lost = tl.max(tl.reshape(wild.to(tl.int32), [ROWS, BLOCK]), 1) != 0
-    v = float_of(e, EXP, ITEM)
+    # After the exchange a thread holds what lies LOW apart: `lines` of HIGH values, LOW to a block.
+    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
+    COUNT: tl.constexpr = HIGH if TURNED else LOW
+    LINES: tl.constexpr = LOW if TURNED else HIGH
     if TRANSFORM == _NONE:
         alpha = tl.full([ROWS], 1.0, tl.float32)
-        t = tl.reshape(v, [ROWS, BLOCK])
+        t = v
+        top = v[0].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+        for i in tl.static_range(1, LOW):
+            top = tl.maximum(top, v[i].to(tl.uint32, bitcast=True) & 0x7FFFFFFF)
     else:
-        low = to_rows(tl.permute(v, [1, 0]), ROWS * HIGH, LOW, 4)
         if TRANSFORM == _ASH:
-            alpha = _alpha_of(low, ROWS, LOG_HIGH)
+            alpha = _alpha_of(v, ROWS, LOG_LOW, LOG_HIGH)
         else:
             alpha = tl.full([ROWS], _HADAMARD_ALPHA, tl.float32)
-        factor = spread(alpha, ROWS, HIGH)
         scaled = ()
-        for j in tl.static_range(LOW):
-            scaled = scaled + (low[j] * factor,)
-        t = rotate(scaled, ROWS, LOG_HIGH)
-    largest = tl.max(tl.abs(t), 1)
-    z = largest * NORM
+        for i in tl.static_range(LOW):
+            scaled = scaled + (v[i] * alpha,)
+        t = butterflies(scaled, LOW, LOG_LOW)
+        if TURNED:
+            t = butterflies(turn(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+        # Of a block that holds a NaN or an infinity all are; of others none, specs/taco.md.
+        peak = tl.abs(t[0])
+        for i in tl.static_range(1, COUNT):
+            peak = tl.maximum(peak, tl.abs(t[i]))
+        top = peak.to(tl.uint32, bitcast=True)
+    top = tl.max(tl.reshape(top, [BLOCKS, LINES]).to(tl.int32, bitcast=True), 1)
+    top = spread(top, BLOCKS, LINES)
+    lost = top >= _INFINITY
+    z = top.to(tl.float32, bitcast=True) * NORM
     z = tl.where(z > _FLOOR, z, _FLOOR)
-    s = tl.div_rn(z, tl.full([ROWS], LARGEST, tl.float32))
-    r = tl.div_rn(tl.full([ROWS], NORM, tl.float32), s)
-    q = t * r[:, None]
-    q = tl.where(q < LARGEST, q, LARGEST)
-    q = tl.where(q > -LARGEST, q, -LARGEST)
-    # Codes of lost blocks are 0: of the values, since Triton 3.6 adds up words in the layout that
-    # a mask of words has, where lanes hold the same words, with the wrong exchanges.
-    q = tl.where(lost[:, None], 0.0, q)
-    q02, q13 = tl.split(tl.reshape(q, [_TILE // 4, 2, 2]))
-    q0, q2 = tl.split(q02)
-    q1, q3 = tl.split(q13)
-    w = tl.arange(0, _TILE // 4)
-    if RANDOM == _NO_KEY:
-        r0, r1, r2, r3 = w, w, w, w
+    s = tl.div_rn(z, tl.full([BLOCKS * LINES], LARGEST, tl.float32))
+    r = tl.div_rn(tl.full([BLOCKS * LINES], NORM, tl.float32), s)
+    kept = tl.where(lost, 0, 0xFFFFFFFF).to(tl.uint32)
+    q = ()
+    for i in tl.static_range(COUNT):
+        y = t[i] * r
+        if RANDOM != _NO_KEY:
+            y = tl.where(y < LARGEST, y, LARGEST)
+            y = tl.where(y > -LARGEST, y, -LARGEST)
+        q = q + (y,)
+    codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
+    stop = left
+    if TRANSFORM != _NONE:
+        stop = (left + BLOCK - 1) // BLOCK * BLOCK
+    if TURNED and RANDOM == _NO_KEY:
+        # Four codes of a word are a quarter of a block apart until words, not bytes, change hands.
+        FOURS: tl.constexpr = HIGH // 4
+        words = ()
+        for k in tl.static_range(FOURS):
+            word = _code_word(
+                q[k], q[k + FOURS], q[k + 2 * FOURS], q[k + 3 * FOURS], (), MAN, BIAS, CVT
+            )
+            words = words + (word & kept,)
+        words = turn(words, BLOCKS, LOG_HIGH - 2, LOG_LOW - 2, 2)
+        words = _turn_bytes(words[0], words[1], words[2], words[3], CVT)
+        p = tl.max_contiguous(tl.arange(0, TILE // 16), 1)
+        STEP: tl.constexpr = BLOCK // 16
+        w = p // STEP * (4 * STEP) + p % STEP
     else:
+        if TURNED:
+            q = turn(q, BLOCKS, LOG_HIGH, 0, LOG_LOW)
+            kept = tl.max(tl.reshape(kept.to(tl.int32, bitcast=True), [BLOCKS, LINES]), 1)
+            kept = spread(kept.to(tl.uint32, bitcast=True), BLOCKS, HIGH)
+        STEP: tl.constexpr = 1
+        w = tl.arange(0, ROWS) * (LOW // 4)
         if RANDOM == _KEY_ON_DEVICE:
             seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
             step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
-        group = (chunk.to(tl.int64) * payload * 128 + at) // 4 + w
-        r0, r1, r2, r3 = philox4(seed, step, rank, 0, group)
-    DRAWN: tl.constexpr = RANDOM != _NO_KEY
-    word = _code(q0, r0, MAN, BIAS, DRAWN, CVT) | (_code(q1, r1, MAN, BIAS, DRAWN, CVT) << 8)
-    word |= _code(q2, r2, MAN, BIAS, DRAWN, CVT) << 16
-    word |= _code(q3, r3, MAN, BIAS, DRAWN, CVT) << 24
-    codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
-    row = tl.arange(0, ROWS)
-    block = (at // BLOCK) + row
-    if MODE == 0:
-        tl.store(codes_ptr + w, word)
-        here = row >= 0
-    else:
-        stop = left
-        if TRANSFORM != _NONE:
-            stop = (left + BLOCK - 1) // BLOCK * BLOCK
-        tl.store(codes_ptr + w, word, mask=w * 4 < stop)
-        here = row * BLOCK < left
+        words = ()
+        for k in tl.static_range(LOW // 4):
+            drawn = ()
+            if RANDOM != _NO_KEY:
+                group = (chunk.to(tl.int64) * payload * 128 + at) // 4 + (w + k)
+                drawn = philox4(seed, step, rank, 0, group)
+            word = _code_word(
+                q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], drawn, MAN, BIAS, CVT
+            )
+            words = words + (word & kept,)
+    COUNT_WORDS: tl.constexpr = len(words)
+    if MODE != 0:
         # What lies behind the end is not stored, and not weighed either.
-        word = tl.where(w * 4 < stop, word, 0)
+        used = ()
+        for k in tl.static_range(COUNT_WORDS):
+            used = used + (tl.where((w + k * STEP) * 4 < stop, words[k], 0),)
+        words = used
+    if STEP > 1:
+        for k in tl.static_range(COUNT_WORDS):
+            to = w + k * STEP
+            if MODE == 0:
+                tl.store(codes_ptr + to, words[k])
+            else:
+                tl.store(codes_ptr + to, words[k], mask=to * 4 < stop)
+    else:
+        for k in tl.static_range(0, COUNT_WORDS, 4):
+            four = from_columns((words[k], words[k + 1], words[k + 2], words[k + 3]), 4, 2)
+            to = (w + k)[:, None] + tl.arange(0, 4)[None, :]
+            if MODE == 0:
+                tl.store(codes_ptr + to, four)
+            else:
+                tl.store(codes_ptr + to, four, mask=to * 4 < stop)
     if SUMS:
-        total += tl.sum(weigh(word, at // 4 + w), 0)
+        terms = weigh(words[0], at // 4 + w)
+        for k in tl.static_range(1, COUNT_WORDS):
+            terms += weigh(words[k], at // 4 + w + k * STEP)
+        total += tl.sum(terms, 0)
+    # Lines of a block, or its rows, have the same scales: the first one's are stored.
+    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
+    line = tl.arange(0, BLOCKS * LINES)
+    block = at // BLOCK + line // LINES
+    here = line % LINES == 0
+    if MODE != 0:
+        here = here & (line // LINES * BLOCK < left)
+    if LINES != HIGH:
+        alpha = spread(tl.max(tl.reshape(alpha, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
     where = payload * 32 + block * WORDS
     if DUAL:
         a = tl.where(lost, _LOST, alpha.to(tl.uint32, bitcast=True))
@@ -292,14 +442,14 @@ def _encode_tile(
         tl.store(scales_ptr + block * 2, a, mask=here)
         tl.store(scales_ptr + block * 2 + 1, b, mask=here)
         if SUMS:
-            a, b = tl.where(here, a, 0), tl.where(here, b, 0)
-            total += tl.sum(weigh(a, where) + weigh(b, where + 1), 0)
+            terms = weigh(a, where) + weigh(b, where + 1)
+            total += tl.sum(tl.where(here, terms, 0), 0)
     else:
         m = tl.div_rn(s, alpha)
         b = tl.where(lost, _LOST, m.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block, b, mask=here)
         if SUMS:
-            total += tl.sum(weigh(tl.where(here, b, 0), where), 0)
+            total += tl.sum(tl.where(here, weigh(b, where), 0), 0)
     return total
 
 
@@ -358,12 +508,14 @@ def _encode_kernel(
     seed: tl.uint64,
     step: tl.uint64,
     rank: tl.uint64,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     MAN: tl.constexpr,
     BIAS: tl.constexpr,
     LARGEST: tl.constexpr,
+    LOG_LOW: tl.constexpr,
     LOG_HIGH: tl.constexpr,
     NORM: tl.constexpr,
     TRANSFORM: tl.constexpr,
@@ -383,71 +535,65 @@ def _encode_kernel(
     MODE 0: whole tiles whose elements are aligned; 1: the tile at the end of a chunk, which may be
     empty, with what else a chunk has; 2: both, and elements may lie anywhere.
     """
-    HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * LOW
+    BLOCK: tl.constexpr = 1 << (LOG_LOW + LOG_HIGH)
     pid = tl.program_id(0)
     if MODE == 1:
         chunk = pid
     else:
-        chunk = pid // tiles
+        chunk = (pid.to(tl.uint32) // tiles.to(tl.uint32)).to(tl.int32)
     first = chunk.to(tl.int64) * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     if MODE == 1:
-        tile = (n // _TILE).to(tl.int32)
+        tile = (n // TILE).to(tl.int32)
     else:
-        tile = pid % tiles
-    ends = tile == n // _TILE
-    at = tile.to(tl.int64) * _TILE
+        tile = pid - chunk * tiles
+    ends = tile == n // TILE
+    at = tile.to(tl.int64) * TILE
     left = n - at
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     total = tl.zeros([], tl.uint64)
-    if (left > 0) & ((MODE != 0) | (left >= _TILE)):
-        i = tl.arange(0, _TILE // LOW)[:, None] * LOW + tl.arange(0, LOW)[None, :]
-        if MODE == 0:
-            x = _elements(x_ptr, X_ITEM) + tl.multiple_of(first + at, 16)
-            e = tl.load(x + i).to(tl.uint32)
-        else:
-            x = _elements(x_ptr, X_ITEM) + (first + at)
-            e = tl.load(x + i, mask=i < left, other=0).to(tl.uint32)
+    if MODE == 0:
+        mine = first + at + TILE <= nelem
+    else:
+        mine = left > 0
+    if mine:
+        bits = _load_rows(x_ptr, first + at, left, TILE, MODE, X_ITEM, LOG_LOW)
+        v = ()
+        for k in tl.static_range(1 << LOG_LOW):
+            if X_ITEM == ITEM:
+                v = v + (float_of(bits[k], EXP, ITEM),)
+            else:
+                v = v + (bits[k].to(tl.float32, bitcast=True),)
         if FUSED:
-            b, wrong, weighed = _decode_tile(
+            y, lost, wrong, weighed = _decode_tile(
                 src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128,
                 at,
                 left,
                 payload,
                 at * 0,
                 left,
+                TILE,
                 MODE,
-                EXP,
-                ITEM,
                 MAN,
+                LOG_LOW,
                 LOG_HIGH,
                 NORM,
                 TRANSFORM,
                 DUAL,
                 True,
                 SUMS,
+                CVT,
             )
-            if wrong != 0:
-                report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
+            _report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            b = tl.reshape(b, [_TILE // LOW, LOW]).to(tl.uint32)
-            if X_ITEM == 4:
-                y = float_of(b, EXP, ITEM) + e.to(tl.float32, bitcast=True)
-            else:
-                y = float_of(b, EXP, ITEM) + float_of(e, EXP, ITEM)
-            if ITEM == 4:
-                e = y.to(tl.uint32, bitcast=True)
-            elif EXP == 8:
-                e = round_bfloat16(y).to(tl.uint32)
-            else:
-                e = y.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-            if MODE != 0:
-                # A block that was filled up decodes to zeros and errors behind its end.
-                e = tl.where(i < left, e, 0)
+            # fmt: off
+            v = _sum_rows(
+                y, lost, v, left, TILE, MODE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT
+            )
+            # fmt: on
         total += _encode_tile(
-            e,
+            v,
             static_ptr,
             key_ptr,
             chunk,
@@ -457,12 +603,12 @@ def _encode_kernel(
             seed,
             step,
             rank,
+            TILE,
             MODE,
-            EXP,
-            ITEM,
             MAN,
             BIAS,
             LARGEST,
+            LOG_LOW,
             LOG_HIGH,
             NORM,
             TRANSFORM,
@@ -494,51 +640,82 @@ def _decode_tile(
     payload,
     start,
     stop,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
     MAN: tl.constexpr,
+    LOG_LOW: tl.constexpr,
     LOG_HIGH: tl.constexpr,
     NORM: tl.constexpr,
     TRANSFORM: tl.constexpr,
     DUAL: tl.constexpr,
     STORE: tl.constexpr,
     SUMS: tl.constexpr,
+    CVT: tl.constexpr,
 ):
     """Decode the tile at element `at`, of whose elements `left` are in the chunk.
 
-    Returns element bits (STORE), shape [blocks, block], whether a scale or a code of the blocks
-    that hold elements `start` to `stop` of the tile is wrong, and the keyed sum (SUMS).
+    Returns (STORE) float32 values as columns of lines, or of rows where nothing is exchanged; for
+    each line whether its block is lost, and whether it is wrong and holds some of the elements
+    `start` to `stop` of the tile; and the keyed sum (SUMS).
     """
+    LOW: tl.constexpr = 1 << LOG_LOW
     HIGH: tl.constexpr = 1 << LOG_HIGH
     BLOCK: tl.constexpr = HIGH * LOW
-    ROWS: tl.constexpr = _TILE // BLOCK
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    ROWS: tl.constexpr = TILE // LOW
     WORDS: tl.constexpr = 1 + DUAL
-    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
+    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
+    LINES: tl.constexpr = LOW if TURNED else HIGH
     codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
-    w = tl.arange(0, _TILE // 4)
-    row = tl.arange(0, ROWS)
-    block = at // BLOCK + row
-    if MODE == 0:
-        word = tl.load(codes_ptr + w)
-        here = row >= 0
-        wanted = here
-    else:
-        used = (left + BLOCK - 1) // BLOCK * BLOCK
-        word = tl.load(codes_ptr + w, mask=w * 4 < used, other=0)
-        here = row * BLOCK < left
-        wanted = here & (row * BLOCK < stop) & (row * BLOCK + BLOCK > start)
-    where = payload * 32 + block * WORDS
+    used = (left + BLOCK - 1) // BLOCK * BLOCK
+    w = tl.arange(0, ROWS) * (LOW // 4)
+    words = ()
+    for k in tl.static_range(0, LOW // 4, 4):
+        i = (w + k)[:, None] + tl.arange(0, 4)[None, :]
+        if MODE == 0:
+            four = tl.load(codes_ptr + i)
+        else:
+            four = tl.load(codes_ptr + i, mask=i * 4 < used, other=0)
+        words = words + to_columns(four, ROWS, 4, 2)
     total = tl.zeros([], tl.uint64)
     if SUMS:
-        total += tl.sum(weigh(word, at // 4 + w), 0)
-    good = here
+        terms = weigh(words[0], at // 4 + w)
+        for k in tl.static_range(1, LOW // 4):
+            terms += weigh(words[k], at // 4 + w + k)
+        total += tl.sum(terms, 0)
+    bad = w.to(tl.uint32) * 0
+    found = bad
+    for k in tl.static_range(LOW // 4):
+        seen = words[k]
+        if (TRANSFORM == _NONE) and (MODE != 0):
+            # Behind the codes of elements is padding, which is checked with the rest of it.
+            keep = tl.minimum(tl.maximum(left - (w + k).to(tl.int64) * 4, 0), 4).to(tl.uint32) * 8
+            seen = tl.where(keep < 32, seen & ((1 << (keep & 31)) - 1), seen)
+        bad |= _bad_codes(seen, MAN)
+        found |= seen
+    bad = (bad != 0).to(tl.int32)
+    found = (found != 0).to(tl.int32)
+    if LINES != HIGH:
+        bad = spread(tl.max(tl.reshape(bad, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
+        found = spread(tl.max(tl.reshape(found, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
+    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
+    line = tl.arange(0, BLOCKS * LINES)
+    edge = line // LINES * BLOCK
+    block = at // BLOCK + line // LINES
+    if MODE == 0:
+        here = line >= 0
+        wanted = here
+    else:
+        here = edge < left
+        wanted = here & (edge < stop) & (edge + BLOCK > start)
+    first = here & (line % LINES == 0)
+    where = payload * 32 + block * WORDS
     if DUAL:
         a = tl.load(scales_ptr + block * 2, mask=here, other=_ONE)
         m = tl.load(scales_ptr + block * 2 + 1, mask=here, other=_ONE)
         if SUMS:
             terms = weigh(a, where) + weigh(m, where + 1)
-            total += tl.sum(tl.where(here, terms, 0), 0)
+            total += tl.sum(tl.where(first, terms, 0), 0)
         lost = m == _LOST
         good = _within(a, _ALPHA_LOW, _ALPHA_HIGH) & _within(m, _SCALE_LOW, _SCALE_HIGH)
         half_lost = lost & (a != _LOST)
@@ -549,47 +726,234 @@ def _decode_tile(
     else:
         m = tl.load(scales_ptr + block, mask=here, other=_ONE)
         if SUMS:
-            total += tl.sum(tl.where(here, weigh(m, where), 0), 0)
+            total += tl.sum(tl.where(first, weigh(m, where), 0), 0)
         lost = m == _LOST
         good = _within(m, _MERGED_LOW, _MERGED_HIGH) | lost
     m = tl.where(_within(m, _MERGED_LOW, _MERGED_HIGH), m, _ONE).to(tl.float32, bitcast=True)
-    c = m * NORM
-    seen = word
-    if (TRANSFORM == _NONE) and (MODE != 0):
-        # Behind the codes of elements is padding, which is checked with the rest of it.
-        keep = tl.minimum(tl.maximum(left - w.to(tl.int64) * 4, 0), 4).to(tl.uint32) * 8
-        seen = tl.where(keep < 32, word & ((1 << (keep & 31)) - 1), word)
-    bad = tl.where(spread(lost, ROWS, BLOCK // 4), seen, _bad_codes(seen, MAN))
-    bad = tl.where(spread(wanted, ROWS, BLOCK // 4), bad, 0)
-    wrong = tl.max((bad != 0).to(tl.int32), 0) | tl.max((wanted & (good == 0)).to(tl.int32), 0)
-    b = row
+    wrong = wanted & ((good == 0) | (tl.where(lost, found, bad) != 0))
+    y = ()
     if STORE:
-        v0 = _value(word & 0xFF, MAN)
-        v1 = _value((word >> 8) & 0xFF, MAN)
-        v2 = _value((word >> 16) & 0xFF, MAN)
-        v3 = _value(word >> 24, MAN)
-        v = tl.join(tl.join(v0, v2), tl.join(v1, v3))
-        if TRANSFORM == _NONE:
-            y = tl.reshape(v, [ROWS, BLOCK])
-        else:
-            v = tl.reshape(v, [_TILE // LOW, LOW])
-            y = rotate(to_columns(v, ROWS * HIGH, LOW, 4), ROWS, LOG_HIGH)
-        y = y * c[:, None]
+        t = ()
+        for k in tl.static_range(LOW // 4):
+            t = t + _values(words[k], MAN, CVT)
+        if TRANSFORM != _NONE:
+            t = butterflies(t, LOW, LOG_LOW)
+            if TURNED:
+                t = butterflies(turn(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+        c = m * NORM
+        for k in tl.static_range(len(t)):
+            y = y + (t[k] * c,)
+    return y, lost, wrong, total
+
+
+@triton.jit
+def _limited(y, EXP: tl.constexpr, ITEM: tl.constexpr):
+    """`y` in the finite range of the dtype."""
+    if EXP == 5:
+        top = 65504.0
+    else:
+        TOP: tl.constexpr = 0x7F7F0000 if ITEM == 2 else 0x7F7FFFFF
+        top = tl.full([], TOP, tl.uint32).to(tl.float32, bitcast=True)
+    y = tl.where(y < top, y, top)
+    return tl.where(y > -top, y, -top)
+
+
+@triton.jit
+def _narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr):
+    """Bits of two values in a word, `a` lower; limited and rounded to a dtype of 16 bits."""
+    if CVT:
+        PAIR: tl.constexpr = "f16x2" if EXP == 5 else "bf16x2"
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite." + PAIR + ".f32 $0, $2, $1;",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b = _limited(a, EXP, 2), _limited(b, EXP, 2)
         if EXP == 5:
-            y = tl.where(y < 65504.0, y, 65504.0)
-            y = tl.where(y > -65504.0, y, -65504.0)
-            b = y.to(tl.float16).to(tl.uint16, bitcast=True)
-            b = tl.where(lost[:, None], 0x7E00, b)
+            low = a.to(tl.float16).to(tl.uint16, bitcast=True)
+            high = b.to(tl.float16).to(tl.uint16, bitcast=True)
         else:
-            TOP: tl.constexpr = 0x7F7F0000 if ITEM == 2 else 0x7F7FFFFF
-            top = tl.full([], TOP, tl.uint32).to(tl.float32, bitcast=True)
-            y = tl.where(y < top, y, top)
-            y = tl.where(y > -top, y, -top)
-            if ITEM == 2:
-                b = tl.where(lost[:, None], 0x7FC0, round_bfloat16(y))
+            low, high = round_bfloat16(a), round_bfloat16(b)
+        word = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    NAN: tl.constexpr = 0x7E007E00 if EXP == 5 else 0x7FC07FC0
+    return tl.where(lost, NAN, word)
+
+
+@triton.jit
+def _turn_halves(a, b, CVT: tl.constexpr):
+    """Words of the lower and of the upper halves of `a` and `b`."""
+    if CVT:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            "=&r,=&r,r,r",
+            [a, b],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (a & 0xFFFF) | (b << 16), (a >> 16) | (b & 0xFFFF0000)
+
+
+@triton.jit
+def _in_order(
+    y,
+    lost,
+    TILE: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    LOG_LOW: tl.constexpr,
+    LOG_HIGH: tl.constexpr,
+    TRANSFORM: tl.constexpr,
+    CVT: tl.constexpr,
+):
+    """What `_decode_tile` gives, as element bits in the order of memory.
+
+    Returns words, four and four of which lie side by side, 16 bytes; and for each four the number
+    of the first element.
+    """
+    LOW: tl.constexpr = 1 << LOG_LOW
+    HIGH: tl.constexpr = 1 << LOG_HIGH
+    BLOCKS: tl.constexpr = TILE >> (LOG_LOW + LOG_HIGH)
+    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
+    COUNT: tl.constexpr = len(y)
+    words = ()
+    places = ()
+    if ITEM == 4:
+        for k in tl.static_range(COUNT):
+            bits = _limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
+            words = words + (tl.where(lost, _LOST, bits),)
+        if TURNED:
+            words = turn(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
+            places = (tl.arange(0, TILE // 4) * 4,)
+        else:
+            for k in tl.static_range(0, COUNT, 4):
+                places = places + (tl.arange(0, TILE // LOW) * LOW + k,)
+    elif TURNED:
+        # Pairs that are half a block apart change hands, eight neighbours to a thread.
+        pairs = ()
+        for k in tl.static_range(HIGH // 2):
+            pairs = pairs + (_narrow_pair(y[k], y[k + HIGH // 2], lost, EXP, CVT),)
+        pairs = turn(pairs, BLOCKS, LOG_HIGH - 1, LOG_LOW - 3, 3)
+        upper = ()
+        for k in tl.static_range(0, 8, 2):
+            low, high = _turn_halves(pairs[k], pairs[k + 1], CVT)
+            words = words + (low,)
+            upper = upper + (high,)
+        words = words + upper
+        STEP: tl.constexpr = LOW * HIGH // 16
+        p = tl.arange(0, TILE // 16)
+        place = p // STEP * (16 * STEP) + p % STEP * 8
+        places = (place, place + 8 * STEP)
+    else:
+        for k in tl.static_range(0, COUNT, 2):
+            words = words + (_narrow_pair(y[k], y[k + 1], lost, EXP, CVT),)
+        for k in tl.static_range(0, COUNT, 8):
+            places = places + (tl.arange(0, TILE // LOW) * LOW + k,)
+    return words, places
+
+
+@triton.jit
+def _rounded(y, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr):
+    """`y` rounded to the dtype, as float32."""
+    if ITEM == 4:
+        return y
+    elif EXP == 5:
+        return y.to(tl.float16).to(tl.float32)
+    elif CVT:
+        return y.to(tl.bfloat16).to(tl.float32)
+    else:
+        return float_of(round_bfloat16(y).to(tl.uint32), EXP, ITEM)
+
+
+@triton.jit
+def _sum_rows(
+    y,
+    lost,
+    v,
+    left,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    LOG_LOW: tl.constexpr,
+    LOG_HIGH: tl.constexpr,
+    TRANSFORM: tl.constexpr,
+    CVT: tl.constexpr,
+):
+    """Columns of rows: what `_decode_tile` gives and `v`, added and rounded to the dtype."""
+    LOW: tl.constexpr = 1 << LOG_LOW
+    nan = tl.full([], _LOST, tl.uint32).to(tl.float32, bitcast=True)
+    terms = ()
+    for k in tl.static_range(len(y)):
+        term = _rounded(_limited(y[k], EXP, ITEM), EXP, ITEM, CVT)
+        terms = terms + (tl.where(lost, nan, term),)
+    if (TRANSFORM != _NONE) and (LOG_HIGH > 0):
+        terms = turn(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
+    sums = ()
+    for k in tl.static_range(LOW):
+        total = _rounded(terms[k] + v[k], EXP, ITEM, CVT)
+        if MODE != 0:
+            # A block that was filled up decodes to zeros and errors behind its end.
+            total = tl.where(tl.arange(0, TILE // LOW) * LOW + k < left, total, 0.0)
+        sums = sums + (total,)
+    return sums
+
+
+@triton.jit
+def _report_any(status_ptr, code, wrong):
+    """`report` without a look at all of the program's elements first: no thread waits."""
+    status = tl.zeros_like(wrong.to(tl.int64)) + (STATUS_TOP - code)
+    tl.atomic_max(status_ptr + wrong.to(tl.int32) * 0, status, mask=wrong, sem="relaxed")
+
+
+@triton.jit
+def _store_four(
+    out_ptr,
+    words,
+    place,
+    to,
+    left,
+    count,
+    MODE: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Store or add the elements of four words, the first of them number `place` of the tile.
+
+    Element `i` goes to `to + i`, if that is one of `count` and `i` below `left`.
+    """
+    if (MODE == 0) and (ADD == 0):
+        i = (place * ITEM // 4)[:, None] + tl.arange(0, 4)[None, :]
+        four = from_columns(words, 4, 2)
+        tl.store(_elements(out_ptr, 4) + tl.multiple_of(to >> 1 if ITEM == 2 else to, 4) + i, four)
+    else:
+        bits = words
+        if ITEM == 2:
+            bits = ()
+            for k in tl.static_range(4):
+                bits = bits + (words[k] & 0xFFFF, words[k] >> 16)
+        LOG: tl.constexpr = 3 if (ITEM == 2) and (ADD != 4) else 2
+        for k in tl.static_range(0, len(bits), 1 << LOG):
+            part = ()
+            for j in tl.static_range(1 << LOG):
+                part = part + (bits[k + j],)
+            b = from_columns(part, 1 << LOG, LOG)
+            i = (place + k)[:, None] + tl.arange(0, 1 << LOG)[None, :]
+            use = None
+            if MODE != 0:
+                use = (i < left) & (i + to >= 0) & (i + to < count)
+            if ADD == 0:
+                kind = tl.uint16 if ITEM == 2 else tl.uint32
+                tl.store(_elements(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
             else:
-                b = tl.where(lost[:, None], _LOST, y.to(tl.uint32, bitcast=True))
-    return b, wrong, total
+                value = float_of(b, EXP, ITEM)
+                add_to(accumulator(out_ptr, EXP, ADD) + to + i, value, use, EXP, ADD)
 
 
 @kernel
@@ -600,7 +964,7 @@ def _decode_kernel(
     status_ptr,
     start: tl.int64,
     stop: tl.int64,
-    first_tile: tl.int64,
+    first_tile: tl.int32,
     first_chunk: tl.int32,
     chunks: tl.int32,
     nelem: tl.int64,
@@ -609,10 +973,12 @@ def _decode_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     payload: tl.int64,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     MAN: tl.constexpr,
+    LOG_LOW: tl.constexpr,
     LOG_HIGH: tl.constexpr,
     NORM: tl.constexpr,
     TRANSFORM: tl.constexpr,
@@ -620,77 +986,76 @@ def _decode_kernel(
     STORE: tl.constexpr,
     ADD: tl.constexpr,
     SUMS: tl.constexpr,
+    CVT: tl.constexpr,
 ):
     """Decode a tile's elements from `start` to `stop` of the tensor to the start of `out_ptr`.
 
     MODE 0: whole tiles inside of that range, aligned where they go; 1: the others, which are the
     last tile of each of `chunks` chunks and those of `start` and `stop`; 2: all tiles, anywhere.
     """
-    HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCK: tl.constexpr = HIGH * LOW
-    ROWS: tl.constexpr = _TILE // BLOCK
     pid = tl.program_id(0)
     if MODE == 1:
         pick = tl.where(pid == chunks, start, stop - 1)
         chunk = tl.where(pid < chunks, first_chunk + pid, pick // chunk_nelem).to(tl.int32)
     else:
-        chunk = ((first_tile + pid) // tiles).to(tl.int32)
+        ahead = (first_tile + pid).to(tl.uint32) // tiles.to(tl.uint32)
+        chunk = first_chunk + ahead.to(tl.int32)
     first = chunk.to(tl.int64) * chunk_nelem
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     if MODE == 1:
-        tile = tl.where(pid < chunks, n // _TILE, (pick - first) // _TILE)
+        tile = tl.where(pid < chunks, n // TILE, (pick - first) // TILE)
     else:
-        tile = (first_tile + pid) % tiles
-    at = tile.to(tl.int64) * _TILE
+        tile = first_tile + pid - ahead.to(tl.int32) * tiles
+    at = tile.to(tl.int64) * TILE
     left = n - at
-    inside = (left >= _TILE) & (first + at >= start) & (first + at + _TILE <= stop)
+    inside = (first + at >= start) & (first + at + TILE <= stop)
+    if MODE != 0:
+        inside = inside & (left >= TILE)
     if MODE == 0:
         mine = inside
     elif MODE == 1:
         again = (pid > chunks) & (chunk == start // chunk_nelem)
-        again = again & (tile == (start - first) // _TILE)
-        mine = (left > 0) & (inside == 0) & ((pid < chunks) | ((left >= _TILE) & (again == 0)))
-        mine = mine & (first + at < stop) & (first + tl.minimum(at + _TILE, n) > start)
+        again = again & (tile == (start - first) // TILE)
+        mine = (left > 0) & (inside == 0) & ((pid < chunks) | ((left >= TILE) & (again == 0)))
+        mine = mine & (first + at < stop) & (first + tl.minimum(at + TILE, n) > start)
     else:
-        mine = (left > 0) & (first + at < stop) & (first + tl.minimum(at + _TILE, n) > start)
+        mine = (left > 0) & (first + at < stop) & (first + tl.minimum(at + TILE, n) > start)
     if mine:
         static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-        b, wrong, total = _decode_tile(
+        y, lost, wrong, total = _decode_tile(
             static_ptr,
             at,
             left,
             payload,
             start - first - at,
             stop - first - at,
+            TILE,
             MODE,
-            EXP,
-            ITEM,
             MAN,
+            LOG_LOW,
             LOG_HIGH,
             NORM,
             TRANSFORM,
             DUAL,
             STORE,
             SUMS,
+            CVT,
         )
-        if wrong != 0:
-            report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
+        _report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
         if STORE:
-            i = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            words, places = _in_order(
+                y, lost, TILE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT
+            )
             to = first + at - start
             if MODE == 0:
-                use = None
                 to = tl.multiple_of(to, 16)
-            else:
-                use = (i < left) & (i + to >= 0) & (i + to < stop - start)
-            if ADD == 0:
-                kind = tl.uint16 if ITEM == 2 else tl.uint32
-                tl.store(_elements(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
-            else:
-                value = float_of(b.to(tl.uint32), EXP, ITEM)
-                add_to(accumulator(out_ptr, EXP, ADD) + to + i, value, use, EXP, ADD)
+            for k in tl.static_range(len(places)):
+                four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
+                _store_four(
+                    out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD
+                )
 
 
 @kernel
@@ -806,11 +1171,14 @@ def _converts(device: torch.device) -> bool:
 @functools.cache
 def _shared(spec: Taco, dtype: DType) -> dict[str, int | float]:
     """Constants of both kernels."""
+    low = 5 if spec.block == 32 else 4
     return {
+        "TILE": _TILE,
         "EXP": dtype.exponent,
         "ITEM": dtype.itemsize,
         "MAN": FORMAT_OF[spec.format].mantissa,
-        "LOG_HIGH": spec.block.bit_length() - 5,
+        "LOG_LOW": low,
+        "LOG_HIGH": spec.block.bit_length() - 1 - low,
         "NORM": norm(spec),
         "TRANSFORM": TRANSFORMS.index(spec.transform),
         "DUAL": int(spec.scales == "dual"),
@@ -837,10 +1205,11 @@ def _encode_variant(
 
 @functools.cache
 def _decode_variant(
-    spec: Taco, dtype: DType, mode: int, store: bool, add: int, sums: bool
+    spec: Taco, dtype: DType, mode: int, store: bool, add: int, sums: bool, cvt: bool
 ) -> Variant:
     meta = {"MODE": mode} | _shared(spec, dtype)
-    return Variant(_decode_kernel, options(_WARPS), **meta, STORE=store, ADD=add, SUMS=sums)
+    meta |= {"STORE": store, "ADD": add, "SUMS": sums, "CVT": cvt}
+    return Variant(_decode_kernel, options(_WARPS), **meta)
 
 
 @functools.cache
@@ -870,8 +1239,8 @@ class _Launches:
         # In units of 128 bytes, so that kernels know the alignment.
         self.static = plan.static_offset // 128, plan.static_stride // 128
         self.payload = plan.layout.sections[0].nbytes // 128
-        self.whole = plan.chunk_nelem // _TILE.value
-        self.tiles = -(-plan.chunk_nelem // _TILE.value)
+        self.whole = plan.chunk_nelem // _TILE
+        self.tiles = -(-plan.chunk_nelem // _TILE)
         self.aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
 
 
@@ -975,18 +1344,23 @@ def decode(
         out = src
     first, end, first_whole, end_whole = touched(plan, start, stop)
     if start < stop:
-        size, tile = plan.chunk_nelem, _TILE.value
+        size, tile = plan.chunk_nelem, _TILE
         aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
         last = stop - 1
         modes = []
         for mode, tiles in ((0, g.whole), (1, 1)) if aligned else ((2, g.tiles),):
             lo = start // size * tiles + min(start % size // tile, tiles)
             hi = last // size * tiles + min(last % size // tile + 1, tiles)
-            modes.append((mode, tiles, lo, end - first + 2 if mode == 1 else hi - lo))
+            programs = end - first + 2 if mode == 1 else hi - lo
+            modes.append((mode, tiles, lo - first * tiles, programs))
         adding = out.element_size() if add else 0
         for mode, tiles, lo, programs in modes:
             if programs > 0:
-                variant = _decode_variant(g.spec, plan.dtype, mode, store, adding, sums)
+                # fmt: off
+                variant = _decode_variant(
+                    g.spec, plan.dtype, mode, store, adding, sums, _converts(src.device)
+                )
+                # fmt: on
                 variant.launch(
                     programs,
                     (src, out, scratch, status),
