@@ -28,6 +28,7 @@ from .device import (
     INTERPRETED,
     OVERFLOWED,
     RECORD,
+    STATUS_TOP,
     Variant,
     accumulator,
     add_header,
@@ -42,7 +43,6 @@ from .device import (
     options,
     padding_of,
     record_term,
-    STATUS_TOP,
     report,
     round_bfloat16,
     touched,
@@ -69,7 +69,7 @@ from .taco import (
 
 #: Elements of a tile, one program's share, and its warps.
 _TILE = 4096
-_WARPS = 8
+_WARPS = 4
 
 _ASH = tl.constexpr(TRANSFORMS.index("ash"))
 _HADAMARD = tl.constexpr(TRANSFORMS.index("hadamard"))
@@ -145,14 +145,14 @@ def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr):
 
 
 @triton.jit
-def _code_word(
-    q0, q1, q2, q3, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT: tl.constexpr
-):
+def _code_word(q0, q1, q2, q3, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT: tl.constexpr):
     """Four codes in 32 bits, the first lowest; rounded to nearest or by four words `drawn`."""
     RANDOM: tl.constexpr = len(drawn) > 0
     r = drawn if RANDOM else (0, 0, 0, 0)
     if CVT and not RANDOM and MAN != 0:
-        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if MAN == 3 else "cvt.rn.satfinite.e5m2x2.f32"
+        PAIR: tl.constexpr = (
+            "cvt.rn.satfinite.e4m3x2.f32" if MAN == 3 else "cvt.rn.satfinite.e5m2x2.f32"
+        )
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; "
             + PAIR
@@ -255,7 +255,13 @@ def _within(word, low, high):
 
 @triton.jit
 def _load_rows(
-    x_ptr, at, left, TILE: tl.constexpr, MODE: tl.constexpr, ITEM: tl.constexpr, LOG_LOW: tl.constexpr
+    x_ptr,
+    at,
+    left,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
+    ITEM: tl.constexpr,
+    LOG_LOW: tl.constexpr,
 ):
     """Bits, uint32, of the elements from `at` on, as columns of rows; 0 from `left` elements on.
 
@@ -552,12 +558,14 @@ def _encode_kernel(
     left = n - at
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
     total = tl.zeros([], tl.uint64)
+    origin = first + at
     if MODE == 0:
-        mine = first + at + TILE <= nelem
+        origin = tl.multiple_of(origin, 16)
+        mine = origin + TILE <= nelem
     else:
         mine = left > 0
     if mine:
-        bits = _load_rows(x_ptr, first + at, left, TILE, MODE, X_ITEM, LOG_LOW)
+        bits = _load_rows(x_ptr, origin, left, TILE, MODE, X_ITEM, LOG_LOW)
         v = ()
         for k in tl.static_range(1 << LOG_LOW):
             if X_ITEM == ITEM:
@@ -565,7 +573,7 @@ def _encode_kernel(
             else:
                 v = v + (bits[k].to(tl.float32, bitcast=True),)
         if FUSED:
-            y, lost, wrong, weighed = _decode_tile(
+            y, _, wrong, weighed = _decode_tile(
                 src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128,
                 at,
                 left,
@@ -587,11 +595,7 @@ def _encode_kernel(
             _report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            # fmt: off
-            v = _sum_rows(
-                y, lost, v, left, TILE, MODE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT
-            )
-            # fmt: on
+            v = _sum_rows(y, v, left, TILE, MODE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT)
         total += _encode_tile(
             v,
             static_ptr,
@@ -654,9 +658,9 @@ def _decode_tile(
 ):
     """Decode the tile at element `at`, of whose elements `left` are in the chunk.
 
-    Returns (STORE) float32 values as columns of lines, or of rows where nothing is exchanged; for
-    each line whether its block is lost, and whether it is wrong and holds some of the elements
-    `start` to `stop` of the tile; and the keyed sum (SUMS).
+    Returns (STORE) float32 values, NaN where lost, as columns of lines, or of rows where nothing is
+    exchanged; for each line whether its block is lost, and whether it is wrong and holds some of
+    the elements `start` to `stop` of the tile; and the keyed sum (SUMS).
     """
     LOW: tl.constexpr = 1 << LOG_LOW
     HIGH: tl.constexpr = 1 << LOG_HIGH
@@ -740,7 +744,8 @@ def _decode_tile(
             t = butterflies(t, LOW, LOG_LOW)
             if TURNED:
                 t = butterflies(turn(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
-        c = m * NORM
+        nan = tl.full([], _LOST, tl.uint32).to(tl.float32, bitcast=True)
+        c = tl.where(lost, nan, m * NORM)
         for k in tl.static_range(len(t)):
             y = y + (t[k] * c,)
     return y, lost, wrong, total
@@ -748,14 +753,14 @@ def _decode_tile(
 
 @triton.jit
 def _limited(y, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """`y` in the finite range of the dtype."""
+    """`y` in the finite range of the dtype, or NaN."""
     if EXP == 5:
         top = 65504.0
     else:
         TOP: tl.constexpr = 0x7F7F0000 if ITEM == 2 else 0x7F7FFFFF
         top = tl.full([], TOP, tl.uint32).to(tl.float32, bitcast=True)
-    y = tl.where(y < top, y, top)
-    return tl.where(y > -top, y, -top)
+    y = tl.where(y > top, top, y)
+    return tl.where(y < -top, -top, y)
 
 
 @triton.jit
@@ -858,22 +863,44 @@ def _in_order(
 
 
 @triton.jit
-def _rounded(y, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr):
-    """`y` rounded to the dtype, as float32."""
-    if ITEM == 4:
-        return y
-    elif EXP == 5:
-        return y.to(tl.float16).to(tl.float32)
-    elif CVT:
-        return y.to(tl.bfloat16).to(tl.float32)
+def _rounded_pair(
+    a, b, EXP: tl.constexpr, ITEM: tl.constexpr, LIMIT: tl.constexpr, CVT: tl.constexpr
+):
+    """Two values rounded to the dtype, as float32; with LIMIT in its finite range, or NaN."""
+    if CVT and ITEM == 2:
+        ROUND: tl.constexpr = "cvt.rn.satfinite." if LIMIT else "cvt.rn."
+        if EXP == 5:
+            PAIR: tl.constexpr = (
+                "f16x2.f32 two, $3, $2; mov.b32 {low, high}, two; "
+                "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;"
+            )
+        else:
+            PAIR: tl.constexpr = (
+                "bf16x2.f32 two, $3, $2; shl.b32 $0, two, 16; and.b32 $1, two, -65536;"
+            )
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 two; .reg .b16 low, high; " + ROUND + PAIR + " }",
+            "=&r,=&r,r,r",
+            [a, b],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return float_of(round_bfloat16(y).to(tl.uint32), EXP, ITEM)
+        if LIMIT:
+            a, b = _limited(a, EXP, ITEM), _limited(b, EXP, ITEM)
+        if ITEM == 2:
+            if EXP == 5:
+                a, b = a.to(tl.float16).to(tl.float32), b.to(tl.float16).to(tl.float32)
+            else:
+                a = float_of(round_bfloat16(a).to(tl.uint32), EXP, ITEM)
+                b = float_of(round_bfloat16(b).to(tl.uint32), EXP, ITEM)
+        return a, b
 
 
 @triton.jit
 def _sum_rows(
     y,
-    lost,
     v,
     left,
     TILE: tl.constexpr,
@@ -887,20 +914,21 @@ def _sum_rows(
 ):
     """Columns of rows: what `_decode_tile` gives and `v`, added and rounded to the dtype."""
     LOW: tl.constexpr = 1 << LOG_LOW
-    nan = tl.full([], _LOST, tl.uint32).to(tl.float32, bitcast=True)
     terms = ()
-    for k in tl.static_range(len(y)):
-        term = _rounded(_limited(y[k], EXP, ITEM), EXP, ITEM, CVT)
-        terms = terms + (tl.where(lost, nan, term),)
+    for k in tl.static_range(0, len(y), 2):
+        terms = terms + _rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
     if (TRANSFORM != _NONE) and (LOG_HIGH > 0):
         terms = turn(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
     sums = ()
-    for k in tl.static_range(LOW):
-        total = _rounded(terms[k] + v[k], EXP, ITEM, CVT)
-        if MODE != 0:
-            # A block that was filled up decodes to zeros and errors behind its end.
-            total = tl.where(tl.arange(0, TILE // LOW) * LOW + k < left, total, 0.0)
-        sums = sums + (total,)
+    for k in tl.static_range(0, LOW, 2):
+        sums = sums + _rounded_pair(terms[k] + v[k], terms[k + 1] + v[k + 1], EXP, ITEM, False, CVT)
+    if MODE != 0:
+        # A block that was filled up decodes to zeros and errors behind its end.
+        kept = ()
+        for k in tl.static_range(LOW):
+            i = tl.arange(0, TILE // LOW) * LOW + k
+            kept = kept + (tl.where(i < left, sums[k], 0.0),)
+        sums = kept
     return sums
 
 
@@ -1045,17 +1073,13 @@ def _decode_kernel(
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
         if STORE:
-            words, places = _in_order(
-                y, lost, TILE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT
-            )
+            words, places = _in_order(y, lost, TILE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT)
             to = first + at - start
             if MODE == 0:
                 to = tl.multiple_of(to, 16)
             for k in tl.static_range(len(places)):
                 four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-                _store_four(
-                    out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD
-                )
+                _store_four(out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD)
 
 
 @kernel

@@ -41,8 +41,8 @@ GUARD = 512
 POISON = 0xA5
 KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 
-# Squares of huge numbers are infinite in specs/taco.md, and where elements are not finite kernels go
-# on with them until codes are written; of both NumPy, which interprets, warns.
+# Squares of huge numbers are infinite in specs/taco.md, and elements that are not finite go through
+# taco's kernels up to the codes: of both NumPy, which interprets, warns.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered", "ignore:invalid value encountered"
 )

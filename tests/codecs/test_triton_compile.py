@@ -52,7 +52,7 @@ MAIN: dict[str, dict[str, Any]] = {
     "dynamiq": {"ROUNDING": 2, "SUMS": False, "ADD": 0, "STORE": True},
 }
 #: Codecs whose `supports` says False on devices.
-UNPROVEN = ("taco", "sdp4bit", "tahquant", "dynamiq", "lhc")
+UNPROVEN = ("sdp4bit", "tahquant", "dynamiq", "lhc")
 #: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
