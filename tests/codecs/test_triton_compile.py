@@ -29,11 +29,15 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 #: Parameters whose kernels differ, beside a codec's own choice.
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "taco": [
-        {"format": "e5m2", "transform": "none", "scales": "merged"},
-        {"transform": "none", "scales": "merged", "block": 64, "checksum": True},
-        {"format": "int8", "transform": "hadamard", "block": 512},
+        {
+            "format": "e5m2",
+            "transform": "none",
+            "scales": "merged",
+            "block": 64,
+            "checksum": True,
+        },
+        {"format": "int8", "transform": "hadamard", "block": 512, "rounding": "stochastic"},
         {"block": 32},
-        {"rounding": "stochastic"},
     ],
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
     "tahquant": [{"hidden": 512}, {"direction": "backward"}],
