@@ -52,10 +52,11 @@ def turn(
     LOG_KEPT: tl.constexpr,
     LOG_NEW: tl.constexpr,
 ):
-    """Columns of lines that a thread holds, given the columns of others, by one exchange.
+    """Columns of other lines than those whose columns are given, by one exchange.
 
-    Each of BLOCKS blocks is a matrix of 2^(LOG_KEPT + LOG_NEW) lines of 2^LOG_PARTS values. Columns
-    of its transpose, cut into lines of 2^LOG_NEW values, are what is returned.
+    Each of BLOCKS blocks is a matrix, whose lines of 2^LOG_PARTS values threads hold. What is
+    returned are columns of its transpose, lines of 2^(LOG_KEPT + LOG_NEW) values that are cut into
+    lines of 2^LOG_NEW.
     """
     KEPT: tl.constexpr = 1 << LOG_KEPT
     NEW: tl.constexpr = 1 << LOG_NEW

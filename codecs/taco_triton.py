@@ -382,6 +382,7 @@ def _encode_tile(
             words = words + (word & kept,)
         words = turn(words, BLOCKS, LOG_HIGH - 2, LOG_LOW - 2, 2)
         words = _turn_bytes(words[0], words[1], words[2], words[3], CVT)
+        # The hint keeps one word to a thread, as they come out of the exchange.
         p = tl.max_contiguous(tl.arange(0, TILE // 16), 1)
         STEP: tl.constexpr = BLOCK // 16
         w = p // STEP * (4 * STEP) + p % STEP

@@ -89,22 +89,10 @@ ALLOWED = (
         "fewer registers, so more tiles in flight: faster than without the spills",
     ),
     Allowed(
-        "taco._encode_kernel",
-        {"MODE": [1, 2], "FUSED": [True], "SUMS": [True]},
-        64,
-        16,
-        "such tiles are few",
-    ),
-    Allowed("taco._encode_kernel", {"MODE": [1, 2]}, 0, 16, "such tiles are few"),
-    Allowed(
         "tahquant._decode_kernel", {"MODE": [1, 2]}, 192, 0, "such tiles are few, or unaligned"
     ),
-    Allowed("taco._decode_kernel", {"MODE": [1, 2]}, 0, 16, "such tiles are few"),
     Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
     Allowed("sdp4bit._decode_kernel", {}, 32, 0, "the assembler stops at 80 registers"),
-    Allowed(
-        "taco._decode_kernel", {"MODE": [0]}, 64, 0, "sm_100's assembler stops at 80 registers"
-    ),
 )
 
 
