@@ -241,6 +241,13 @@ def _bad_codes(word, MAN: tl.constexpr):
 
 
 @triton.jit
+def _first_bytes(word, count):
+    """The first `count` bytes of a word, any number; the others are 0."""
+    keep = tl.minimum(tl.maximum(count, 0), 4).to(tl.uint32) * 8
+    return tl.where(keep < 32, word & ((1 << (keep & 31)) - 1), word)
+
+
+@triton.jit
 def _elements(x_ptr, ITEM: tl.constexpr):
     if ITEM == 2:
         return x_ptr.to(tl.pointer_type(tl.uint16))
@@ -371,7 +378,9 @@ def _encode_tile(
     stop = left
     if TRANSFORM != _NONE:
         stop = (left + BLOCK - 1) // BLOCK * BLOCK
-    if TURNED and RANDOM == _NO_KEY:
+    PACKED: tl.constexpr = TURNED and (RANDOM == _NO_KEY)
+    STEP: tl.constexpr = BLOCK // 16 if PACKED else 1
+    if PACKED:
         # Four codes of a word are a quarter of a block apart until words, not bytes, change hands.
         FOURS: tl.constexpr = HIGH // 4
         words = ()
@@ -384,14 +393,12 @@ def _encode_tile(
         words = _turn_bytes(words[0], words[1], words[2], words[3], CVT)
         # The hint keeps one word to a thread, as they come out of the exchange.
         p = tl.max_contiguous(tl.arange(0, TILE // 16), 1)
-        STEP: tl.constexpr = BLOCK // 16
         w = p // STEP * (4 * STEP) + p % STEP
     else:
         if TURNED:
             q = turn(q, BLOCKS, LOG_HIGH, 0, LOG_LOW)
             kept = tl.max(tl.reshape(kept.to(tl.int32, bitcast=True), [BLOCKS, LINES]), 1)
             kept = spread(kept.to(tl.uint32, bitcast=True), BLOCKS, HIGH)
-        STEP: tl.constexpr = 1
         w = tl.arange(0, ROWS) * (LOW // 4)
         if RANDOM == _KEY_ON_DEVICE:
             seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
@@ -413,7 +420,7 @@ def _encode_tile(
         for k in tl.static_range(COUNT_WORDS):
             used = used + (tl.where((w + k * STEP) * 4 < stop, words[k], 0),)
         words = used
-    if STEP > 1:
+    if PACKED:
         for k in tl.static_range(COUNT_WORDS):
             to = w + k * STEP
             if MODE == 0:
@@ -691,11 +698,11 @@ def _decode_tile(
     bad = w.to(tl.uint32) * 0
     found = bad
     for k in tl.static_range(LOW // 4):
-        seen = words[k]
         if (TRANSFORM == _NONE) and (MODE != 0):
             # Behind the codes of elements is padding, which is checked with the rest of it.
-            keep = tl.minimum(tl.maximum(left - (w + k).to(tl.int64) * 4, 0), 4).to(tl.uint32) * 8
-            seen = tl.where(keep < 32, seen & ((1 << (keep & 31)) - 1), seen)
+            seen = _first_bytes(words[k], left - (w + k).to(tl.int64) * 4)
+        else:
+            seen = words[k]
         bad |= _bad_codes(seen, MAN)
         found |= seen
     bad = (bad != 0).to(tl.int32)
@@ -870,17 +877,14 @@ def _rounded_pair(
     """Two values rounded to the dtype, as float32; with LIMIT in its finite range, or NaN."""
     if CVT and ITEM == 2:
         ROUND: tl.constexpr = "cvt.rn.satfinite." if LIMIT else "cvt.rn."
-        if EXP == 5:
-            PAIR: tl.constexpr = (
-                "f16x2.f32 two, $3, $2; mov.b32 {low, high}, two; "
-                "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;"
-            )
-        else:
-            PAIR: tl.constexpr = (
-                "bf16x2.f32 two, $3, $2; shl.b32 $0, two, 16; and.b32 $1, two, -65536;"
-            )
+        WIDEN: tl.constexpr = (
+            "f16x2.f32 two, $3, $2; mov.b32 {low, high}, two; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;"
+            if EXP == 5
+            else "bf16x2.f32 two, $3, $2; shl.b32 $0, two, 16; and.b32 $1, two, -65536;"
+        )
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 two; .reg .b16 low, high; " + ROUND + PAIR + " }",
+            "{ .reg .b32 two; .reg .b16 low, high; " + ROUND + WIDEN + " }",
             "=&r,=&r,r,r",
             [a, b],
             dtype=(tl.float32, tl.float32),
