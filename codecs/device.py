@@ -224,6 +224,51 @@ def check_header(
 
 
 @triton.jit
+def check_record(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    chunk,
+    n,
+    head,
+    identity,
+    planned,
+    summed,
+    whole,
+    terms,
+    padding,
+    SUMS: tl.constexpr,
+):
+    """The record of a chunk of `n` elements without dynamic part, raw form or info.
+
+    If the chunk was decoded `whole`, also its padding, the OR of whose bytes is `padding`, and with
+    SUMS its checksum: of the chunk's word at `sums_ptr` and `terms`.
+    """
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+    both = tl.load(record + 2)
+    where = chunk << 8
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if planned != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if summed == 0:
+        odd |= tl.load(record)
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    if whole:
+        if padding != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if SUMS:
+            total = terms + tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
+            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+@triton.jit
 def float_of(v, EXP: tl.constexpr, ITEM: tl.constexpr):
     """float32 values of element bits."""
     if ITEM == 4:

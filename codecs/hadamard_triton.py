@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .columns_triton import from_rows, to_rows
 
-#: Values of a block that a thread holds side by side.
+#: Values of a block that a thread holds side by side, unless a caller chooses others.
 LOW = tl.constexpr(16)
 
 
@@ -33,15 +33,16 @@ def butterflies(parts, N: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr):
-    """The transform of ROWS blocks given as columns of 16; shape [ROWS, block]."""
+def rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr, LOG_LOW: tl.constexpr = 4):
+    """The transform of ROWS blocks given as columns of 2^LOG_LOW; shape [ROWS, block]."""
     HIGH: tl.constexpr = 1 << LOG_HIGH
-    low = butterflies(low, LOW, 4)
-    t = tl.reshape(from_rows(low, LOW, 4), [LOW, ROWS, HIGH])
-    t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * LOW])
-    high = butterflies(to_rows(t, ROWS * LOW, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
-    t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, LOW])
-    return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * LOW])
+    WIDTH: tl.constexpr = 1 << LOG_LOW
+    low = butterflies(low, WIDTH, LOG_LOW)
+    t = tl.reshape(from_rows(low, WIDTH, LOG_LOW), [WIDTH, ROWS, HIGH])
+    t = tl.reshape(tl.permute(t, [2, 1, 0]), [HIGH, ROWS * WIDTH])
+    high = butterflies(to_rows(t, ROWS * WIDTH, HIGH, LOG_HIGH), HIGH, LOG_HIGH)
+    t = tl.reshape(from_rows(high, HIGH, LOG_HIGH), [HIGH, ROWS, WIDTH])
+    return tl.reshape(tl.permute(t, [1, 0, 2]), [ROWS, HIGH * WIDTH])
 
 
 @triton.jit

@@ -85,6 +85,10 @@ class Omnireduce(CodecSpec):
         fit = blocks * int(self.bits * BUDGET_STEPS) // (BUDGET_STEPS * width)
         return min(max(fit, 1), blocks)
 
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: see `workspace`."""
+        return sum(workspace(self, nelem, chunks))
+
     def cell_dtype(self, dtype: DType) -> DType:
         """The dtype of the cells."""
         return BY_NAME[self.values]
@@ -146,6 +150,22 @@ class Omnireduce(CodecSpec):
 
 
 SPEC = Omnireduce
+
+#: Of the GPU backend: blocks that a program chooses among, values of a digit of their norms, digits.
+SPAN, BINS, LEVELS = 1024, 256, 4
+
+
+def workspace(spec: Omnireduce, nelem: int, chunks: int) -> tuple[int, ...]:
+    """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
+
+    For each chunk a sum, a number of cells, histograms, two counts for each SPAN of blocks, and for
+    each block a number; the tensor's norms.
+    """
+    blocks = spec.blocks(nelem)
+    counts = 2 * 4 * -(-blocks // SPAN)
+    sizes = 8, 8, 4 * BINS * LEVELS, counts, 4 * blocks
+    each = tuple(align(size * chunks) for size in sizes)
+    return *each, align(4 * spec.blocks(nelem * chunks))
 
 
 def roots(energies: norms.Doubles) -> Floats:

@@ -111,6 +111,10 @@ class Thc(CodecSpec):
         """Bytes in use in the section scales."""
         return NORMS_AT + 4 * (1 if self.norm == "tensor" else self.blocks(nelem))
 
+    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
+        """Of the GPU backend: see `workspace`."""
+        return sum(workspace(self, nelem, chunks))
+
     def cell_dtype(self, dtype: DType) -> DType:
         """The dtype of the cells."""
         return BY_NAME[f"uint{self.bits}"]
@@ -176,6 +180,17 @@ class Thc(CodecSpec):
 
 
 SPEC = Thc
+
+
+def workspace(spec: Thc, nelem: int, chunks: int) -> tuple[int, int]:
+    """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
+
+    A sum per chunk; the tensor's norms, for whose sum over the tensor there is room.
+    """
+    blocks = spec.blocks(nelem * chunks)
+    if spec.norm == "block":
+        return align(8 * chunks), align(4 * blocks)
+    return align(8 * chunks), align(8 * (2 + (1 << max(blocks - 1, 0).bit_length())))
 
 
 def roots(spec: Thc, energies: norms.Doubles, nelem: int) -> Floats:
