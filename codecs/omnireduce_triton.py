@@ -1,0 +1,704 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""omnireduce on a GPU: which blocks have which slots, then blocks that move. specs/omnireduce.md.
+
+To choose, norms count as integers, which have their order:
+
+1. `_histogram_kernel`, once for each of the four bytes of a norm: how many blocks there are by the
+   next byte of those that begin like the smallest one that is kept.
+2. `_count_kernel`: of each SPAN of blocks, how many are above that norm, and how many have it.
+3. `_place_kernel`: the index, and of each slot the block.
+
+Decoding, the last two read the index, and find of each block the slot. Only blocks that are kept
+are read and written; but for norms that is one pass over memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.checksum import identity_term
+from ..formats.dtypes import DType
+from .base import Key, Plan
+from .device import (
+    CHUNK,
+    CHUNK_PAYLOAD,
+    HEADER_WORDS,
+    PTX,
+    Variant,
+    add_header,
+    check_header,
+    check_record,
+    header_word,
+    header_words,
+    kernel,
+    match_header,
+    options,
+    padding_of,
+    record_term,
+    report,
+    store_element,
+    touched,
+    weigh,
+    weigh_bytes,
+)
+from .minifloat_triton import aligned_for, elements_at, narrow, widen
+from .norms_triton import agreed, roots
+from .omnireduce import BINS, LEVELS, SPAN, Omnireduce, workspace
+
+_SPAN, _BINS, _LEVELS = tl.constexpr(SPAN), tl.constexpr(BINS), tl.constexpr(LEVELS)
+#: Elements, or cells, of a program that moves them: whole blocks.
+_TILE = tl.constexpr(4096)
+_OPTIONS = options(num_warps=4)
+
+
+@triton.jit
+def _span_at(first_chunk, spans, nelem, chunk_nelem, BLOCK: tl.constexpr):
+    """(chunk, number of the span, its blocks, which of them are there, first element, blocks)."""
+    chunk = (first_chunk + tl.program_id(0) // spans).to(tl.int64)
+    span = tl.program_id(0) % spans
+    first = chunk * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    blocks = (n + BLOCK - 1) // BLOCK
+    block = span.to(tl.int64) * _SPAN + tl.arange(0, _SPAN)
+    return chunk, span, block, block < blocks, first, blocks
+
+
+@triton.jit
+def _digits(bins_ptr, chunk, blocks, slots, LEVEL: tl.constexpr):
+    """(first LEVEL bytes of the smallest norm that is kept, slots for those that begin so)."""
+    left = tl.minimum(blocks, slots).to(tl.int32)
+    found = left * 0
+    d = tl.arange(0, _BINS)
+    bins = bins_ptr.to(tl.pointer_type(tl.int32)) + chunk * (_BINS * _LEVELS)
+    for level in tl.static_range(LEVEL):
+        count = tl.load(bins + level * _BINS + d)
+        from_here = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+        digit = tl.sum((from_here >= left).to(tl.int32), 0) - 1
+        left -= tl.sum(tl.where(d > digit, count, 0), 0)
+        found = (found << 8) | digit
+    return found, left
+
+
+@kernel
+def _histogram_kernel(
+    norms_ptr,
+    bins_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    spans: tl.int32,
+    norms: tl.int64,
+    slots: tl.int64,
+    BLOCK: tl.constexpr,
+    LEVEL: tl.constexpr,
+):
+    """Count the blocks of a span by byte LEVEL of their norms, if those before are the chosen."""
+    chunk, _, block, here, first, blocks = _span_at(0, spans, nelem, chunk_nelem, BLOCK)
+    key = agreed(norms_ptr, norms, first, block, here, BLOCK)
+    chosen, _ = _digits(bins_ptr, chunk, blocks, slots, LEVEL)
+    if LEVEL > 0:
+        here = here & ((key >> (32 - 8 * LEVEL)) == chosen)
+    digit = (key >> (24 - 8 * LEVEL)) & 255
+    d = tl.arange(0, _BINS)
+    # Those that do not count are in the first.
+    others = _SPAN - tl.sum(here.to(tl.int32), 0)
+    counts = tl.histogram(tl.where(here, digit, 0), _BINS) - tl.where(d == 0, others, 0)
+    at = bins_ptr.to(tl.pointer_type(tl.int32)) + chunk * (_BINS * _LEVELS) + LEVEL * _BINS
+    tl.atomic_add(at + d, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def _classes(norms_ptr, bins_ptr, chunk, block, here, first, blocks, norms, slots, BLOCK):
+    """(blocks above the smallest norm that is kept, those that have it, slots for the latter)."""
+    key = agreed(norms_ptr, norms, first, block, here, BLOCK)
+    least, ties = _digits(bins_ptr, chunk, blocks, slots, _LEVELS)
+    return here & (key > least), here & (key == least) & (key > 0), ties
+
+
+@triton.jit
+def _flags(index_ptr, block, use):
+    """Bits of the index, int32; 0 if not `use`."""
+    byte = tl.load(index_ptr + (block >> 3), mask=use, other=0).to(tl.int32)
+    return (byte >> (block & 7).to(tl.int32)) & 1
+
+
+@kernel
+def _count_kernel(
+    norms_ptr,
+    bins_ptr,
+    data_ptr,
+    table_ptr,
+    first_chunk: tl.int32,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    spans: tl.int32,
+    norms: tl.int64,
+    slots: tl.int64,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    BLOCK: tl.constexpr,
+    ENCODE: tl.constexpr,
+):
+    """How many blocks of a span are above the smallest norm that is kept, and how many have it.
+
+    Decoding, how many are in the index, and 0.
+    """
+    chunk, span, block, here, first, blocks = _span_at(
+        first_chunk, spans, nelem, chunk_nelem, BLOCK
+    )
+    counts = table_ptr.to(tl.pointer_type(tl.int32)) + (chunk * spans + span) * 2
+    if ENCODE:
+        above, tie, _ = _classes(
+            norms_ptr, bins_ptr, chunk, block, here, first, blocks, norms, slots, BLOCK
+        )
+        tl.store(counts, tl.sum(above.to(tl.int32), 0))
+        tl.store(counts + 1, tl.sum(tie.to(tl.int32), 0))
+    else:
+        index_ptr = data_ptr + (static_at + chunk * static_stride + index_at) * 128
+        tl.store(counts, tl.sum(_flags(index_ptr, block, here), 0))
+        tl.store(counts + 1, 0)
+
+
+@kernel
+def _place_kernel(
+    norms_ptr,
+    bins_ptr,
+    data_ptr,
+    table_ptr,
+    slots_ptr,
+    used_ptr,
+    sums_ptr,
+    status_ptr,
+    first_chunk: tl.int32,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    spans: tl.int32,
+    norms: tl.int64,
+    slots: tl.int64,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    chunk_blocks: tl.int64,
+    head: tl.int32,
+    BLOCK: tl.constexpr,
+    ENCODE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A span's share of the index, and of the block of each slot; how many slots have one.
+
+    Decoding, the slot of each of its blocks, -1 if it has none, and how many cells are in use.
+    """
+    chunk, span, block, here, first, blocks = _span_at(
+        first_chunk, spans, nelem, chunk_nelem, BLOCK
+    )
+    counts = table_ptr.to(tl.pointer_type(tl.int32)) + chunk * spans * 2
+    found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * chunk_blocks
+    used = used_ptr.to(tl.pointer_type(tl.int64)) + chunk
+    index_ptr = data_ptr + (static_at + chunk * static_stride + index_at) * 128
+    before = tl.zeros([_SPAN], tl.int32)
+    ties_before = tl.zeros([_SPAN], tl.int32)
+    at = span * 0
+    while at < span:
+        other = at + tl.arange(0, _SPAN)
+        before += tl.load(counts + 2 * other, mask=other < span, other=0)
+        if ENCODE:
+            ties_before += tl.load(counts + 2 * other + 1, mask=other < span, other=0)
+        at += _SPAN
+    slot = tl.sum(before, 0)
+    words = index_ptr.to(tl.pointer_type(tl.uint32)) + span * (_SPAN // 32)
+    w = tl.arange(0, _SPAN // 32)
+    if ENCODE:
+        above, tie, room = _classes(
+            norms_ptr, bins_ptr, chunk, block, here, first, blocks, norms, slots, BLOCK
+        )
+        rank = tl.sum(ties_before, 0)
+        one = tie.to(tl.int32)
+        slot += tl.minimum(rank, room)
+        kept = (above | (tie & (rank + tl.cumsum(one, 0) - one < room))).to(tl.int32)
+        to = slot + tl.cumsum(kept, 0) - kept
+        tl.store(found_ptr + to, block.to(tl.int32), mask=kept != 0)
+        placed = tl.reshape(kept, [_SPAN // 32, 32]) << tl.arange(0, 32)[None, :]
+        word = tl.sum(placed, 1).to(tl.uint32, bitcast=True)
+        tl.store(words + w, word)
+        slot += tl.sum(kept, 0)
+        if span == spans - 1:
+            tl.store(used, slot.to(tl.int64))
+    else:
+        kept = _flags(index_ptr, block, here)
+        to = slot + tl.cumsum(kept, 0) - kept
+        to = tl.where((kept != 0) & (to < slots), to, -1)
+        tl.store(found_ptr + block, to, mask=here)
+        word = tl.load(words + w)
+        slot += tl.sum(kept, 0)
+        in_last_byte = (block >= blocks) & (block < (blocks + 7) // 8 * 8)
+        wrong = tl.sum(_flags(index_ptr, block, in_last_byte), 0)
+        if span == spans - 1:
+            wrong |= (slot > slots).to(tl.int32)
+            cells = slot.to(tl.int64) * BLOCK
+            if blocks > 0:
+                last = _flags(index_ptr, blocks - 1, blocks > 0)
+                n = tl.minimum(chunk_nelem, nelem - first)
+                cells -= last * (blocks * BLOCK - n)
+            tl.store(used, cells)
+        if wrong != 0:
+            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+    if SUMS:
+        total = tl.sum(weigh(word, index_at * 32 + span * (_SPAN // 32) + w), 0)
+        if ENCODE:
+            to_sum = data_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+        else:
+            to_sum = sums_ptr + chunk
+        tl.atomic_add(to_sum, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _terms(cell, at, ITEM: tl.constexpr):
+    """The checksum of cells of a chunk's payload, shape [n, m]."""
+    if ITEM == 2:
+        terms = weigh_bytes(cell, at * 2)
+    else:
+        terms = weigh(cell, at)
+    return tl.sum(tl.sum(terms, 1), 0)
+
+
+@triton.jit
+def _converted(
+    v,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    TO_EXP: tl.constexpr,
+    TO_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Bits of values of one dtype, uint32, as those of another."""
+    if EXP == TO_EXP and ITEM == TO_ITEM:
+        return v.to(tl.uint32)
+    else:
+        return narrow(widen(v, EXP, ITEM).to(tl.float32, bitcast=True), TO_EXP, TO_ITEM, PTX)
+
+
+@kernel
+def _encode_kernel(
+    x_ptr,
+    out_ptr,
+    slots_ptr,
+    used_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunk_blocks: tl.int64,
+    slots: tl.int64,
+    tiles: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    BLOCK: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    CELL_EXP: tl.constexpr,
+    CELL_ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Fill some slots of a chunk. Header and records were cleared before."""
+    ROWS: tl.constexpr = _TILE // BLOCK
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    first = chunk * chunk_nelem
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    slot = tile * ROWS + tl.arange(0, ROWS)
+    used = tl.load(used_ptr.to(tl.pointer_type(tl.int64)) + chunk)
+    blocks = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * chunk_blocks
+    block = tl.load(blocks + slot, mask=slot < used, other=-1).to(tl.int64)
+    j = tl.arange(0, BLOCK)[None, :]
+    i = block[:, None] * BLOCK + j
+    x = elements_at(x_ptr, ITEM) + first
+    if (tl.max(block, 0) + 1) * BLOCK <= n:
+        v = tl.load(x + i, mask=(block >= 0)[:, None], other=0)
+    else:
+        v = tl.load(x + i, mask=(block >= 0)[:, None] & (i < n), other=0)
+    cell = _converted(v, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
+    at = slot[:, None] * BLOCK + j
+    static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
+    store_element(static_ptr, at, cell, (slot < slots)[:, None], CELL_EXP, CELL_ITEM, 0)
+    total = _terms(cell, at, CELL_ITEM)
+    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+    if tile == 0:
+        tl.store(record + 2, chunk << 32)
+        total += identity + record_term(n, n * 0, n * 0, chunk)
+        if chunk == 0:
+            k = tl.arange(0, 16)
+            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
+            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
+    if SUMS:
+        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _decode_kernel(
+    src_ptr,
+    out_ptr,
+    slots_ptr,
+    used_ptr,
+    sums_ptr,
+    status_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int32,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunk_blocks: tl.int64,
+    slots: tl.int64,
+    tiles: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    BLOCK: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    CELL_EXP: tl.constexpr,
+    CELL_ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    PTX: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk.
+
+    The program also looks whether cells are zero of those of a tile that no element has.
+    """
+    ROWS: tl.constexpr = _TILE // BLOCK
+    chunk = (first_chunk + tl.program_id(0) // tiles).to(tl.int64)
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    first = chunk * chunk_nelem
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    payload = elements_at(static_ptr, CELL_ITEM)
+    to = first - start
+    if ALIGNED:
+        to = tl.multiple_of(to, 16)
+    lo = tl.maximum(start - first, 0)
+    hi = tl.minimum(stop - first, n)
+    begin = tile * _TILE
+    end = begin + _TILE
+    j = tl.arange(0, BLOCK)[None, :]
+    block = tile * ROWS + tl.arange(0, ROWS)
+    total = tl.full([], 0, tl.uint64)
+    if SUMS | ((begin < hi) & (end > lo)):
+        found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * chunk_blocks
+        slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
+        at = slot[:, None] * BLOCK + j
+        v = tl.load(payload + at, mask=(slot >= 0)[:, None], other=0)
+        total += _terms(v, at, CELL_ITEM)
+        if STORE:
+            bits = _converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
+            i = block[:, None] * BLOCK + j
+            if (begin >= lo) & (end <= hi):
+                store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
+            else:
+                store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
+    used = tl.load(used_ptr.to(tl.pointer_type(tl.int64)) + chunk)
+    cells = slots * BLOCK
+    if (begin < cells) & (end > used):
+        at = block[:, None] * BLOCK + j
+        v = tl.load(payload + at, mask=(at >= used) & (at < cells), other=0)
+        if tl.max(tl.max((v != 0).to(tl.int32), 1), 0) != 0:
+            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+        # Those of the last slot in use are summed already.
+        total += _terms(tl.where(at >= (used + BLOCK - 1) // BLOCK * BLOCK, v, 0), at, CELL_ITEM)
+    if SUMS:
+        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _check_kernel(
+    src_ptr,
+    sums_ptr,
+    status_ptr,
+    h0: tl.uint64,
+    h1: tl.uint64,
+    h2: tl.uint64,
+    h3: tl.uint64,
+    h4: tl.uint64,
+    h5: tl.uint64,
+    h6: tl.uint64,
+    h7: tl.uint64,
+    h8: tl.uint64,
+    h9: tl.uint64,
+    h10: tl.uint64,
+    h11: tl.uint64,
+    first_chunk: tl.int64,
+    first_whole: tl.int32,
+    end_whole: tl.int32,
+    identity: tl.uint64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    chunks: tl.int32,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index_at: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A chunk's record; if it was decoded whole its padding and checksum."""
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
+    # fmt: off
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(
+            src_ptr, status_ptr, head, chunks, static_at,
+            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
+        )
+    # fmt: on
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    whole = (chunk >= first_whole) & (chunk < end_whole)
+    padding = tl.full([], 0, tl.int32)
+    if whole:
+        index_end = index_at * 128 + ((n + BLOCK - 1) // BLOCK + 7) // 8
+        # Summed with the index.
+        _, padding = padding_of(static_ptr, index_end, static_stride * 128)
+    terms = tl.full([], 0, tl.uint64)
+    # fmt: off
+    check_record(
+        src_ptr, sums_ptr, status_ptr, chunk, n, head, identity, planned, summed, whole, terms,
+        padding, SUMS,
+    )
+    # fmt: on
+
+
+def supports(dtype: DType) -> bool:
+    """True for the dtypes that omnireduce takes."""
+    return dtype.name in Omnireduce.dtypes
+
+
+#: `encode` measures what it is given no stats of, in its workspace.
+MEASURES = True
+
+
+class _Launches:
+    """What a plan's kernels take, put together once."""
+
+    def __init__(self, plan: Plan) -> None:
+        if not isinstance(plan.codec, Omnireduce):
+            raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: omnireduce")
+        spec = self.spec = plan.codec
+        self.header = header_words(plan)
+        self.first_words = self.header[:HEADER_WORDS]
+        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
+        self.sizes = plan.nelem, plan.chunk_nelem
+        self.norms = spec.blocks(plan.nelem)
+        self.blocks, self.slots = spec.blocks(plan.chunk_nelem), spec.slots(plan.chunk_nelem)
+        self.spans = max(1, -(-self.blocks // SPAN))
+        self.head = plan.header.nbytes // 8
+        # In units of 128 bytes, so that kernels know the alignment.
+        self.static = plan.static_offset // 128, plan.static_stride // 128
+        self.index = plan.layout.sections[0].nbytes // 128
+        self.cell = spec.cell_dtype(plan.dtype)
+        self.work = workspace(spec, plan.chunk_nelem, plan.chunks)
+
+    def split(self, scratch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of the workspace."""
+        ends = np.cumsum(self.work).tolist()
+        return tuple(scratch[end - n : end] for end, n in zip(ends, self.work, strict=True))
+
+    def place(self, plan: Plan, data, norms, parts, status, first: int, end: int, sums) -> None:
+        """Find the slots of chunks `first` to `end`: by `norms`, or if `status` is, by the index."""
+        totals, used, bins, counts, found = parts
+        encode = status is None
+        programs = self.spans * (end - first)
+        numbers = *self.sizes, self.spans, self.norms, self.slots
+        where = *self.static, self.index
+        _count_variant(self.spec.block, encode).launch(
+            programs, (norms, bins, data, counts), first, *numbers, *where
+        )
+        _place_variant(self.spec.block, encode, sums).launch(
+            programs,
+            (norms, bins, data, counts, found, used, totals, totals if encode else status),
+            first,
+            *numbers,
+            *where,
+            self.blocks,
+            self.head,
+        )
+
+
+def _launches(plan: Plan) -> _Launches:
+    found = plan.__dict__.get("_omnireduce_launches")
+    if found is None:
+        found = plan.__dict__["_omnireduce_launches"] = _Launches(plan)
+    return found
+
+
+@functools.cache
+def _histogram_variants(block: int) -> list[Variant]:
+    return [Variant(_histogram_kernel, _OPTIONS, BLOCK=block, LEVEL=k) for k in range(LEVELS)]
+
+
+@functools.cache
+def _count_variant(block: int, encode: bool) -> Variant:
+    return Variant(_count_kernel, _OPTIONS, BLOCK=block, ENCODE=encode)
+
+
+@functools.cache
+def _place_variant(block: int, encode: bool, sums: bool) -> Variant:
+    return Variant(_place_kernel, _OPTIONS, BLOCK=block, ENCODE=encode, SUMS=sums)
+
+
+def _types(spec: Omnireduce, dtype: DType, aligned: bool) -> dict[str, int | bool]:
+    cell = spec.cell_dtype(dtype)
+    return {
+        "BLOCK": spec.block,
+        "EXP": dtype.exponent,
+        "ITEM": dtype.itemsize,
+        "CELL_EXP": cell.exponent,
+        "CELL_ITEM": cell.itemsize,
+        "ALIGNED": aligned,
+    }
+
+
+@functools.cache
+def _encode_variant(spec: Omnireduce, dtype: DType, aligned: bool, sums: bool) -> Variant:
+    return Variant(_encode_kernel, _OPTIONS, **_types(spec, dtype, aligned), PTX=PTX, SUMS=sums)
+
+
+@functools.cache
+def _decode_variant(
+    spec: Omnireduce, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
+) -> Variant:
+    chosen = _types(spec, dtype, aligned) | {"ADD": add, "STORE": store}
+    return Variant(_decode_kernel, _OPTIONS, **chosen, PTX=PTX, SUMS=sums)
+
+
+@functools.cache
+def _check_variant(block: int, sums: bool) -> Variant:
+    return Variant(_check_kernel, options(1), BLOCK=block, SUMS=sums)
+
+
+def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
+    """As `Omnireduce.measure`, float32, on the device of `x`."""
+    found = torch.empty(spec.blocks(x.numel()), dtype=torch.float32, device=x.device)
+    roots(dtype, x, spec.block, 1.0, found)
+    return found
+
+
+def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
+    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    g = _launches(plan)
+    *parts, room = g.split(scratch)
+    if stats is None:
+        stats = room.view(torch.float32)[: g.norms]
+        roots(plan.dtype, x, g.spec.block, 1.0, stats)
+    elif stats.numel() != g.norms:
+        raise ValueError(f"stats have {stats.numel()} norms; allowed: {g.norms} for {plan.shape}")
+    norms = stats.view(torch.uint8)
+    out[: plan.static_offset].zero_()
+    _, used, bins, _, found = parts
+    bins.zero_()
+    for histogram in _histogram_variants(g.spec.block):
+        histogram.launch(
+            g.spans * plan.chunks, (norms, bins), *g.sizes, g.spans, g.norms, g.slots
+        )
+    g.place(plan, out, norms, parts, None, 0, plan.chunks, plan.checksum)
+    tiles = _tiles(g.slots * g.spec.block)
+    _encode_variant(g.spec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(
+        tiles * plan.chunks,
+        (x, out, found, used),
+        *g.first_words,
+        g.identity,
+        *g.sizes,
+        g.blocks,
+        g.slots,
+        tiles,
+        g.head,
+        *g.static,
+    )
+    add_header(plan, out, g.header)
+
+
+def _tiles(nelem: int) -> int:
+    return max(1, -(-nelem // int(_TILE.value)))
+
+
+def decode(
+    plan: Plan,
+    src,
+    out,
+    scratch,
+    status,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    check: bool = True,
+    dynamic_starts=None,
+    store: bool = True,
+    add: bool = False,
+    planned: bool = True,
+) -> None:
+    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    g = _launches(plan)
+    stop = plan.nelem if stop is None else stop
+    *parts, _ = g.split(scratch)
+    totals, used, _, _, found = parts
+    sums = check and plan.checksum and start < stop
+    first, end, first_whole, end_whole = touched(plan, start, stop)
+    if sums:
+        totals.zero_()
+    if start < stop:
+        g.place(plan, src, src, parts, status, first, end, sums)
+        tiles = _tiles(plan.chunk_nelem)
+        adding = out.element_size() if add else 0
+        even = out is not None and aligned_for(plan, out, start)
+        _decode_variant(g.spec, plan.dtype, even, adding, store, sums).launch(
+            tiles * (end - first),
+            (src, src if out is None else out, found, used, totals, status),
+            start,
+            stop,
+            first,
+            *g.sizes,
+            g.blocks,
+            g.slots,
+            tiles,
+            *g.static,
+        )
+    _check_variant(g.spec.block, sums).launch(
+        end - first,
+        (src, totals, status),
+        *g.first_words,
+        first,
+        first_whole,
+        end_whole if check else first_whole,
+        g.identity,
+        *g.sizes,
+        plan.chunks,
+        g.head,
+        *g.static,
+        g.index,
+        int(planned),
+        int(plan.checksum),
+    )
+    if planned:
+        match_header(plan, src, status, g.header)
