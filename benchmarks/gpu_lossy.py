@@ -3,7 +3,8 @@
 Bytes that an operation moves: encode and decode the raw and the packed bytes, decode_add the packed
 bytes and a float32 accumulator twice, decode_add_encode the packed bytes twice and the raw ones.
 Where nvfp4 looks for the largest magnitude first, or dynamiq for energies, what it reads for that
-counts as well, and so for lhc, which has an index to make. What dynamiq's statistics take is timed
+counts as well, and so for codecs that add up, which have an index or norms to make; omnireduce
+moves no more of its elements than it keeps. What dynamiq's statistics take is timed
 by itself; what its widths take is the time between encode with given stats and encode with fixed
 widths. Tensors of lhc are sparse enough to peel; how many rounds that takes is recorded beside the
 times.
@@ -25,11 +26,14 @@ import numpy as np
 import torch
 
 import tightwire as tw
+from tightwire.codecs.omnireduce import Omnireduce
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import SAFE_LOAD, diagnose
 
 MIB = 1 << 20
 KEY = tw.Key(5, 1, 1, 8)
+#: Codecs whose sums need no decoding.
+ADDS_UP = ("lhc", "thc", "omnireduce")
 MX = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 #: Compilers at work side by side.
 WORKERS = 8
@@ -76,6 +80,11 @@ def cases() -> list[Lossy]:
         ("dynamiq, nearest, stats given", "dynamiq", {"rounding": "nearest"}, True),
         *((f"lhc {ratio}x", "lhc", {"ratio": ratio}, False) for ratio in (2, 4, 10)),
         ("lhc 10x, stats given", "lhc", {"ratio": 10}, True),
+        ("thc", "thc", {}, False),
+        ("thc, stats given", "thc", {}, True),
+        ("thc, norm of the tensor", "thc", {"norm": "tensor"}, False),
+        ("omnireduce", "omnireduce", {}, False),
+        ("omnireduce, stats given", "omnireduce", {}, True),
         ("sdp4bit", "sdp4bit", {}, False),
         ("sdp4bit int8", "sdp4bit", {"bits": 8, "group": 2048, "rotate": "none"}, False),
         ("tahquant", "tahquant", {"hidden": 4096}, False),
@@ -89,6 +98,7 @@ def cases() -> list[Lossy]:
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
     found += [dataclasses.replace(case, mib=1024) for case in found[:5]]
     found.append(Lossy("lhc 10x", "lhc", (("ratio", 10),), 1024, "float32"))
+    found += [Lossy(name, name, (), 1024) for name in ADDS_UP[1:]]
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
 
 
@@ -136,7 +146,7 @@ class LossyWork:
             values.append(on_device(decoded.view(np.uint8)))
             total = decoded.astype(np.float32) + on_host(local, dtype).astype(np.float32)
             total = total.astype(dtype.numpy)
-            if self.case.codec == "lhc":
+            if self.case.codec in ADDS_UP:
                 continue
             if self.case.given:
                 found = torch.from_numpy(self.codec.measure(total)).cuda()
@@ -237,13 +247,16 @@ class LossyWork:
         """Bytes that an operation must move for one tensor."""
         raw, packed = self.x[0].nbytes, self.plan.nbytes
         chooses = ("widths", "fixed") not in self.case.params
-        measures = {"nvfp4": True, "lhc": True, "dynamiq": chooses}
+        measures = {"nvfp4": True, "dynamiq": chooses} | dict.fromkeys(ADDS_UP, True)
         again = measures.get(self.case.codec, False) and not self.case.given
         twice = again and self.case.codec == "nvfp4"
+        spec, taken = self.plan.codec, raw
+        if isinstance(spec, Omnireduce):
+            taken = spec.slots(self.plan.nelem) * spec.block * self.plan.dtype.itemsize
         return {
             "copy": 2 * raw,
             "measure": raw,
-            "encode": raw + packed + again * raw,
+            "encode": taken + packed + again * raw,
             "decode": raw + packed,
             "decode_add": packed + 2 * self.acc[0].nbytes,
             "decode_add_encode": raw + 2 * packed + twice * (raw + packed),
@@ -270,7 +283,7 @@ OPS = ("encode", "decode", "decode_add", "decode_add_encode")
 
 def ops(case: Lossy) -> tuple[str, ...]:
     """What is measured of a case."""
-    if case.codec == "lhc":
+    if case.codec in ADDS_UP:
         return (*OPS[:3], "measure")
     return (*OPS, "measure") if case.name == "dynamiq" else OPS
 

@@ -54,7 +54,7 @@ from .omnireduce import BINS, LEVELS, SPAN, Omnireduce, workspace
 _SPAN, _BINS, _LEVELS = tl.constexpr(SPAN), tl.constexpr(BINS), tl.constexpr(LEVELS)
 #: Elements, or cells, of a program that moves them: whole blocks.
 _TILE = tl.constexpr(4096)
-_OPTIONS = options(num_warps=4)
+_OPTIONS, _MOVE_OPTIONS = options(num_warps=4), options(num_warps=8)
 
 
 @triton.jit
@@ -582,7 +582,9 @@ def _types(spec: Omnireduce, dtype: DType, aligned: bool) -> dict[str, int | boo
 
 @functools.cache
 def _encode_variant(spec: Omnireduce, dtype: DType, aligned: bool, sums: bool) -> Variant:
-    return Variant(_encode_kernel, _OPTIONS, **_types(spec, dtype, aligned), PTX=PTX, SUMS=sums)
+    return Variant(
+        _encode_kernel, _MOVE_OPTIONS, **_types(spec, dtype, aligned), PTX=PTX, SUMS=sums
+    )
 
 
 @functools.cache
@@ -590,7 +592,7 @@ def _decode_variant(
     spec: Omnireduce, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
 ) -> Variant:
     chosen = _types(spec, dtype, aligned) | {"ADD": add, "STORE": store}
-    return Variant(_decode_kernel, _OPTIONS, **chosen, PTX=PTX, SUMS=sums)
+    return Variant(_decode_kernel, _MOVE_OPTIONS, **chosen, PTX=PTX, SUMS=sums)
 
 
 @functools.cache
@@ -619,9 +621,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     _, used, bins, _, found = parts
     bins.zero_()
     for histogram in _histogram_variants(g.spec.block):
-        histogram.launch(
-            g.spans * plan.chunks, (norms, bins), *g.sizes, g.spans, g.norms, g.slots
-        )
+        histogram.launch(g.spans * plan.chunks, (norms, bins), *g.sizes, g.spans, g.norms, g.slots)
     g.place(plan, out, norms, parts, None, 0, plan.chunks, plan.checksum)
     tiles = _tiles(g.slots * g.spec.block)
     _encode_variant(g.spec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(

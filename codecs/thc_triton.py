@@ -236,14 +236,14 @@ def _encode_kernel(
             total += weigh(only.to(tl.uint32, bitcast=True), norms_at)
             scales_end += 4
         count_at = scales_at * 128 - _COUNT_NBYTES
-        k = tl.arange(0, _COUNT_NBYTES // 4)
-        tl.store(payload + count_at // 4 + k, (k == 0).to(tl.uint32))
+        c = tl.arange(0, _COUNT_NBYTES // 4)
+        tl.store(payload + count_at // 4 + c, (c == 0).to(tl.uint32))
         total += weigh(tl.full([], 1, tl.uint32), count_at // 4)
-        k = tl.arange(0, 4)
-        part = tl.where(k == 0, seed, tl.where(k == 1, seed >> 32, tl.where(k == 2, step, 0)))
+        s = tl.arange(0, 4)
+        part = tl.where(s == 0, seed, tl.where(s == 1, seed >> 32, tl.where(s == 2, step, 0)))
         part = part.to(tl.uint32)
-        tl.store(payload + scales_at * 32 + k, part)
-        total += tl.sum(weigh(part, scales_at * 32 + k), 0)
+        tl.store(payload + scales_at * 32 + s, part)
+        total += tl.sum(weigh(part, scales_at * 32 + s), 0)
         clear(static_ptr, blocks * _BLOCK * BITS // 8, count_at, pid * 0, pid * 0 + 1)
         clear(static_ptr, scales_end, static_stride * 128, pid * 0, pid * 0 + 1)
         tl.atomic_or(record + 2, chunk << 32, sem="relaxed")
@@ -304,7 +304,9 @@ def _decode_kernel(
     hi = tl.minimum(stop - first, n)
     begin = tile * _TILE
     end = begin + _TILE
-    ranks = (tl.load(payload + scales_at * 32 - _COUNT_NBYTES // 4) & ((1 << BITS) - 1)).to(tl.int32)
+    ranks = (tl.load(payload + scales_at * 32 - _COUNT_NBYTES // 4) & ((1 << BITS) - 1)).to(
+        tl.int32
+    )
     wrong = ((ranks == 0) | (ranks > RANKS)).to(tl.int32)
 
     row = tile * _ROWS + tl.arange(0, _ROWS)
@@ -452,9 +454,7 @@ MEASURES = True
 
 
 @functools.cache
-def _encode_variant(
-    spec: Thc, dtype: DType, aligned: bool, on_device: bool, sums: bool
-) -> Variant:
+def _encode_variant(spec: Thc, dtype: DType, aligned: bool, on_device: bool, sums: bool) -> Variant:
     return Variant(
         _encode_kernel,
         _OPTIONS,

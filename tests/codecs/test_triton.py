@@ -1384,6 +1384,158 @@ def test_lhc_refuses_wrong_indexes(place: str) -> None:
             tw.decode(data)
 
 
+HOMOMORPHIC = [
+    # Chunks that cut the tensor's blocks; their last is short, and infinite values are lost.
+    ("thc", "bfloat16", {}, "special", 5199, 2, 1),
+    ("thc", "float32", {"bits": 16}, "scales", 4096 + 900, 1, 0),
+    ("thc", "float16", {"norm": "tensor"}, "normal", 3002, 2, 0),
+    # More blocks than a program chooses among.
+    ("omnireduce", "bfloat16", {"block": 64, "bits": 4}, "special", 70_001, 1, 1),
+    ("omnireduce", "float32", {"block": 1024, "values": "float16"}, "scales", 19_000, 2, 0),
+    ("omnireduce", "float16", {"values": "float32", "block": 128}, "mixed_zeros", 5000, 3, 0),
+    # All norms are equal; slots that no block has.
+    ("omnireduce", "float32", {"block": 64}, "ones", 3100, 1, 0),
+    ("omnireduce", "bfloat16", {"block": 64}, "one_hot", 5100, 2, 0),
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("codec", "name", "params", "pattern", "n", "chunks", "first"), HOMOMORPHIC, ids=str
+)
+def test_homomorphic(
+    place: str,
+    codec: str,
+    name: str,
+    params: dict[str, Any],
+    pattern: str,
+    n: int,
+    chunks: int,
+    first: int,
+) -> None:
+    """Measured, both ways, in part, and added to float32."""
+    dtype, made, memory = BY_NAME[name], tw.codec(codec, **params), Memory(place)
+    if pattern == "ones":
+        bits = np.ones(n, dtype.numpy).view(dtype.bits)
+    else:
+        bits = make_bits(pattern, dtype, n)
+    found = made.measure(memory.put(bits, dtype, first), backend="triton")
+    assert found.dtype == torch.float32
+    assert raw(found).tobytes() == made.measure(bits.view(dtype.numpy)).tobytes()
+    buf = check_encode(memory, bits, dtype, made, first=first, chunks=chunks)
+    assert buf.plan.codec.name == codec
+    expected = decoded_bits(buf, bits)
+    check_decode(memory, buf, expected, dtype, first=first)
+    check_decode(memory, buf, expected, dtype, start=n // 2 + 3, stop=n - 9, verify=True)
+    sums = make_bits("normal", BY_NAME["float32"], n, seed=2).view(np.float32)
+    acc = memory.put(sums.view(np.uint32), BY_NAME["float32"])
+    made.decode_add(buf, acc, scratch=memory.take(buf.plan.scratch_nbytes))
+    buf.check()
+    made.decode_add(bytes(buf), sums)
+    assert sums_agree(raw(acc).view(np.float32), sums)
+    memory.check()
+
+
+@pytest.mark.parametrize("codec", ["thc", "omnireduce"])
+def test_homomorphic_chunks_of_hardly_any_elements(place: str, codec: str) -> None:
+    """A plan that the planner would leave to raw, with chunks of 2, 1 and 0 elements."""
+    dtype, spec = BY_NAME["bfloat16"], tw.codec(codec).spec
+    plan = Plan(spec, dtype, (5,), 4, spec.layout(dtype, 2), 0)
+    kernels: Any = device_module(codec)
+    bits = make_bits("normal", dtype, 5)
+    expected = np.full(plan.nbytes, 0x5A, np.uint8)
+    engine.encode_into(plan, bits, expected, key=KEY, backend="ref")
+    memory = Memory(place)
+    out, scratch = memory.take(plan.nbytes), memory.take(plan.scratch_nbytes)
+    kernels.encode(plan, memory.put(bits, dtype), out, scratch, key=KEY)
+    assert_same_buffer(plan, raw(out), expected)
+    y, status = memory.elements(dtype, 5), torch.zeros(1, dtype=torch.int64, device=place)
+    kernels.decode(plan, out, y, scratch, status)
+    assert status.tolist() == [0]
+    if codec == "omnireduce":
+        assert raw(y).tobytes() == bits.tobytes()
+    else:
+        values = raw(y).view(dtype.numpy).astype(np.float32)
+        assert np.abs(values - bits.view(dtype.numpy).astype(np.float32)).max() < 0.1
+    memory.check()
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("thc", 8), ("thc", 16), ("omnireduce", 16)])
+def test_homomorphic_sums_of_ranks(place: str, codec: str, bits: int) -> None:
+    """With norms agreed on, from the device and the host, and seeds from there; cells are views."""
+    from tightwire.homomorphic import add, sketch
+
+    dtype, made, n, chunks = BY_NAME["float32"], tw.codec(codec, bits=bits), 2 * 2101, 2
+    memory = Memory(place)
+    ranks = [make_bits("scales", dtype, n, seed=i).view(np.float32) for i in range(2)]
+    xs = [memory.put(x.view(np.uint32), dtype) for x in ranks]
+    stats = torch.maximum(*(made.measure(x, backend="triton") for x in xs))
+    buffers, expected = [], []
+    for i, given in enumerate((stats, raw(stats).view(np.float32))):
+        key = KEY._replace(rank=i)
+        options: dict[str, Any] = {"chunks": chunks, "checksum": False}
+        host = made.encode(ranks[i], stats=raw(stats).view(np.float32), key=key, **options)
+        if codec == "thc" and i:
+            key = key._replace(seed=torch.tensor([KEY.seed], device=place))
+        buf = made.encode(xs[i], stats=given, key=key, backend="triton", **options)
+        assert bytes(buf) == bytes(host)
+        buffers.append(buf)
+        expected.append(host)
+    total = add(*expected)
+    for i in range(chunks):
+        sketch(buffers[0], i).add_(sketch(buffers[1], i))
+    assert bytes(buffers[0]) == bytes(total)
+    found = tw.decode(buffers[0], backend="triton", verify=True)
+    assert raw(found).tobytes() == tw.decode(total).tobytes()
+    memory.check()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_thc_refuses_wrong_norms_and_sums(place: str) -> None:
+    """At once where the host sees it; else by a mark, or a count, that decoding meets."""
+    from tightwire.homomorphic import sketch
+
+    dtype, codec, n = BY_NAME["float32"], tw.codec("thc"), 3000
+    x = Memory(place).put(make_bits("normal", dtype, n), dtype)
+    stats = codec.measure(x, backend="triton")
+    for bad in (stats[:-1], stats.double(), stats.reshape(1, -1), -raw(stats).view(np.float32)):
+        with pytest.raises(ValueError, match=r"stats.*allowed"):
+            codec.encode(x, stats=bad, key=KEY, backend="triton")
+    with pytest.raises(ValueError, match="needs key"):
+        codec.encode(x, backend="triton")
+    buf = codec.encode(x, stats=stats, key=KEY, checksum=False, backend="triton")
+    cells = sketch(buf)
+    cells[-128] = 9
+    with pytest.raises(tw.FormatError, match="bad_payload"):
+        tw.decode(buf, start=0, stop=5, backend="triton", verify=True)
+    x[2999] = math.inf
+    buf = codec.encode(x, stats=stats, key=KEY, chunks=2, backend="triton")
+    assert buf.overflowed
+    with pytest.raises(tw.FormatError, match="dynamic_overflow"):
+        tw.decode(buf, backend="triton", verify=True)
+    # Norms on the device that are none: a NaN loses its block, a negative one drops it.
+    stats[:2] = torch.tensor([math.nan, -1.0])
+    stats[2] = math.inf
+    y = tw.decode(codec.encode(x, stats=stats, key=KEY, backend="triton"), backend="triton")
+    assert torch.isnan(y).tolist() == [not 1024 <= i < 2048 for i in range(n)]
+    assert not y[1024:2048].any()
+
+
+def test_omnireduce_refuses_wrong_norms(place: str) -> None:
+    dtype, codec, n = BY_NAME["float32"], tw.codec("omnireduce"), 3000
+    x = Memory(place).put(make_bits("normal", dtype, n), dtype)
+    stats = codec.measure(x, backend="triton")
+    for bad in (stats[:-1], stats.double(), stats.reshape(1, -1), -raw(stats).view(np.float32)):
+        with pytest.raises(ValueError, match=r"stats.*allowed"):
+            codec.encode(x, stats=bad, backend="triton")
+    # On the device a NaN is the largest norm, a negative one none.
+    stats[:4] = torch.tensor([-1.0, math.nan, 0.0, -math.inf])
+    buf = codec.encode(x, stats=stats, backend="triton")
+    host = raw(stats).view(np.float32).copy()
+    host[:4] = 0, math.inf, 0, 0
+    assert bytes(buf) == bytes(codec.encode(raw(x).view(np.float32), stats=host))
+
+
 def has_kernels(codec: str) -> bool:
     return isinstance(device_module(codec), ModuleType)
 
@@ -1402,6 +1554,8 @@ SHOWN = {
         "float16_specials",
     ),
     "lhc": ("float32_example", "float16_published", "float16_estimated"),
+    "thc": ("float32_example", "float32_8_sum", "float32_9_sum", "tiny_tensor", "lost_tensor"),
+    "omnireduce": ("float32_example", "float32_3_sum", "float16_equal", "bfloat16_specials"),
 }
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
 HALVED = ("taco", "sdp4bit", "tahquant")

@@ -47,6 +47,8 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
         {"scales": "stochastic", "widths": "pow2", "super_group": 1024, "rounding": "nearest"},
         {"widths": "fixed", "super_group": 128, "group": 64, "rounding": "nearest"},
     ],
+    "thc": [{"norm": "tensor"}],
+    "omnireduce": [{"block": 4096, "values": "float16"}],
 }
 #: Of codecs with many forms, what those have that are compiled for other targets than sm_90.
 MAIN: dict[str, dict[str, Any]] = {
@@ -54,9 +56,11 @@ MAIN: dict[str, dict[str, Any]] = {
     "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
     "tahquant": {"MODE": 0, "TILE": 64, "SUMS": False, "FUSED": False, "ADD": 0, "STORE": True},
     "dynamiq": {"ROUNDING": 2, "SUMS": False, "ADD": 0, "STORE": True},
+    "thc": {"SUMS": True, "ADD": 0, "STORE": True},
+    "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
 #: Codecs whose `supports` says False on devices.
-UNPROVEN = ("sdp4bit", "tahquant", "dynamiq", "lhc")
+UNPROVEN = ("sdp4bit", "tahquant", "dynamiq", "lhc", "norms", "thc", "omnireduce")
 #: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
@@ -168,11 +172,11 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     from triton.runtime.jit import JITFunction, mangle_type
 
     import tightwire as tw
-    from tightwire.codecs import device, minifloat_triton
+    from tightwire.codecs import device, minifloat_triton, norms_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
-    modules = {"device": device, "minifloat": minifloat_triton} | {
+    modules = {"device": device, "minifloat": minifloat_triton, "norms": norms_triton} | {
         name: device_module(name) for name in tw.codecs()
     }
     kernels = {
@@ -247,7 +251,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         kernels.SMALL_ROWS = 0  # also the kernels of large chunks
     plan, src = planned()
     plain, plain_src = planned(checksum=False)
-    drawn = tw.Key(1, world=2) if name == "dynamiq" else None
+    drawn = tw.Key(1, world=2) if name in ("dynamiq", "thc") else None
     kernels.encode(plain, x, plain_src, room, key=drawn)
     kernels.encode(plan, x, src, room, key=drawn)
     kernels.decode(plain, plain_src, x, room, status)
@@ -276,7 +280,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     for params in PARAMS.get(name, ()):
         given: dict[str, Any] = {"checksum": False, **params}
         other = planned(**given)[0]
-        keys = (tw.Key(1), tw.Key(1, stats)) if "rounding" in params else (None,)
+        random = "rounding" in params or name == "thc"
+        keys = (tw.Key(1), tw.Key(1, stats)) if random else (None,)
         for key in keys:
             kernels.encode(other, x, room, room, key=key)
         kernels.decode(other, room, x, room, status)
@@ -547,7 +552,7 @@ def test_nothing_spills_that_may_not(report: Report) -> None:
     assert not wrong, "\n".join(["", *wrong, "of all:", report.table()])
 
 
-@pytest.mark.parametrize("codec", ["taco", "sdp4bit", "dynamiq", "lhc"])
+@pytest.mark.parametrize("codec", ["taco", "sdp4bit", "dynamiq", "lhc", "norms", "thc"])
 def test_every_operation_is_rounded_once(report: Report, codec: str) -> None:
     rows = [r for r in report.rows if r.form.kernel.startswith(f"{codec}.") and "sm_" in r.target]
     assert rows
