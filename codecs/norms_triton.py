@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""Triton form of codecs/norms.py: the same bits, every addition of the tree by halves spelled out."""
+"""Triton form of codecs/norms.py: the same bits, every addition by halves spelled out."""
 
 from __future__ import annotations
 

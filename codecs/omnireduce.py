@@ -151,7 +151,7 @@ class Omnireduce(CodecSpec):
 
 SPEC = Omnireduce
 
-#: Of the GPU backend: blocks that a program chooses among, values of a digit of their norms, digits.
+#: Of the GPU backend: blocks that a program chooses among, values of a norm's digit, digits.
 SPAN, BINS, LEVELS = 1024, 256, 4
 
 

@@ -526,7 +526,7 @@ class _Launches:
         return tuple(scratch[end - n : end] for end, n in zip(ends, self.work, strict=True))
 
     def place(self, plan: Plan, data, norms, parts, status, first: int, end: int, sums) -> None:
-        """Find the slots of chunks `first` to `end`: by `norms`, or if `status` is, by the index."""
+        """Find the slots of chunks `first` to `end`: by norms, with a `status` by the index."""
         totals, used, bins, counts, found = parts
         encode = status is None
         programs = self.spans * (end - first)

@@ -1554,8 +1554,6 @@ SHOWN = {
         "float16_specials",
     ),
     "lhc": ("float32_example", "float16_published", "float16_estimated"),
-    "thc": ("float32_example", "float32_8_sum", "float32_9_sum", "tiny_tensor", "lost_tensor"),
-    "omnireduce": ("float32_example", "float32_3_sum", "float16_equal", "bfloat16_specials"),
 }
 #: Codecs with more vectors than forms: the interpreter is shown every second one.
 HALVED = ("taco", "sdp4bit", "tahquant")

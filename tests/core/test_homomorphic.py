@@ -60,7 +60,7 @@ def test_sketches_of_torch_without_checksums() -> None:
 
 
 def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer lies there, so its sketch is a view of it. thc has no kernels."""
+    """The buffer lies there, so its sketch is a view of it."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from tightwire import device
@@ -74,8 +74,8 @@ def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyP
     if place.type == "cpu":
         # The interpreter's memory stands for a GPU's.
         monkeypatch.setattr(codec, "device_for", lambda *_: device)
-        monkeypatch.setattr(device, "encode", lambda *_, **__: NotImplemented)
         monkeypatch.setattr(codec, "_on_gpu", lambda a: isinstance(a, torch.Tensor))
+    monkeypatch.setattr(device, "encode", lambda *_, **__: NotImplemented)
     buf = thc.encode(x, key=key, checksum=False)
     monkeypatch.undo()
     assert bytes(buf) == expected
