@@ -67,10 +67,10 @@ CODE_STREAM, SHARED_STREAM, SCALE_STREAM = 0, 1, 2
 INDEX_PROBLEM = "the widths in the index"
 PAYLOAD_PROBLEM = "a scale or a mean, or bytes behind the last code"
 
-#: The GPU backend finds widths by blocks of super-groups, digit by digit of 31 bits; of a chunk it
-#: has so many numbers: a sum for each value of a digit, and a few.
-BLOCK = 1 << 10
-DIGITS = (11, 10, 10)
+#: The GPU backend finds widths by blocks of super-groups, digit by digit of 31 bits, the first the
+#: largest; of a chunk it has so many numbers: a sum for each value of a digit, and a few.
+BLOCK = 1 << 11
+DIGITS = (7, 6, 6, 6, 6)
 STATE = sum(1 << bits for bits in DIGITS) + 16
 
 _BATCH_NELEM = 1 << 18

@@ -8,8 +8,9 @@ which are whole super-groups. Where a super-group's codes are in the payload fol
 of all of its chunk; small kernels over super-groups find that out before, without the host, and
 leave row and width of each in the workspace as `row << 4 | width`:
 
-1. `_histogram_kernel`, three times: what the steps up cost by the next digit of their gains' bits,
-   summed in integers. The bound B is read off these sums digit by digit.
+1. `_histogram_kernel`, once for each digit: what the steps up cost by the next digit of their
+   gains' bits, summed in integers. The bound B is read off these sums digit by digit. Digits are
+   short: what `tl.histogram` costs grows with its bins.
 2. `_ties_kernel`: B, and of every block of super-groups what the steps that gain just B cost.
 3. `_widths_kernel`: a block adds up the ties of the blocks before it and knows its widths; it
    counts each. A decoder's `_index_kernel` counts those in the index instead.
@@ -115,14 +116,14 @@ _TO_3, _TO_4, _TO_5, _TO_6, _TO_7, _TO_8 = _ANY_FACTORS
 _POW2_TO_4, _POW2_TO_8 = (tl.constexpr(float(np.float32(gain))) for _, _, gain in POW2_STEPS)
 
 _BLOCK, _STATE = tl.constexpr(BLOCK), tl.constexpr(STATE)
-_BINS_0, _BINS_1, _BINS_2 = (tl.constexpr(1 << bits) for bits in DIGITS)
-_SHIFT_0, _SHIFT_1 = tl.constexpr(DIGITS[1] + DIGITS[2]), tl.constexpr(DIGITS[2])
-#: Where the state of a chunk has, behind the sums by digit, the bound, what is left, and the rows.
-_BOUND = tl.constexpr(sum(1 << bits for bits in DIGITS))
+#: Where the state of a chunk has, behind the sums by digit, the rows in use, and then, of every
+#: number of digits, the bound so far and what is left.
+_ROWS = tl.constexpr(sum(1 << bits for bits in DIGITS))
+_BOUND = tl.constexpr(_ROWS + 1)
 #: Numbers of a block: the cost of its ties, then how many super-groups have widths 2 to 8.
 _COUNTS = tl.constexpr(8)
 _TABLE = tl.constexpr(512)
-_BLOCK_OPTIONS = options(num_warps=8)
+_BLOCK_OPTIONS = options(num_warps=16)
 
 #: Launch parameters: slots that a program takes, and its warps. The slots of a tile hold whole
 #: super-groups, an even number of them, of any size.
@@ -233,29 +234,32 @@ def _gain(f, k: tl.constexpr, HOW: tl.constexpr):
 
 
 @triton.jit
-def _digit(sums_ptr, left, BINS: tl.constexpr):
-    """The least digit such that what costs more than `left` has none above it, and what stays."""
-    i = tl.arange(0, BINS)
-    costs = tl.load(sums_ptr + i)
-    above = tl.sum(costs, 0) - tl.cumsum(costs, 0)
-    digit = tl.sum((above > left).to(tl.int64), 0)
-    return digit, left - tl.sum(tl.where(i == digit, above, 0), 0)
+def _bound(
+    state, left, LEVEL: tl.constexpr, AT: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr
+):
+    """The first LEVEL digits of the bound's bits, the others 0, and what is left of `left`.
+
+    The last of them is the least digit such that what costs more than `left` has none above it; its
+    sums are at AT, the bound by the digits before it is in `state`.
+    """
+    bound = left * 0
+    if LEVEL > 1:
+        bound = tl.load(state + _BOUND + 2 * (LEVEL - 1))
+        left = tl.load(state + _BOUND + 2 * (LEVEL - 1) + 1)
+    if LEVEL > 0:
+        i = tl.arange(0, BINS)
+        costs = tl.load(state + AT + i)
+        above = tl.sum(costs, 0) - tl.cumsum(costs, 0)
+        digit = tl.sum((above > left).to(tl.int64), 0)
+        left -= tl.sum(tl.where(i == digit, above, 0), 0)
+        bound |= digit << SHIFT
+    return bound, left
 
 
 @triton.jit
-def _bound(state, left, DIGITS: tl.constexpr):
-    """The first digits of the bound's bits, the others 0, and what is left of `left`."""
-    bound = left * 0
-    if DIGITS > 0:
-        digit, left = _digit(state, left, _BINS_0)
-        bound = digit << _SHIFT_0
-    if DIGITS > 1:
-        digit, left = _digit(state + _BINS_0, left, _BINS_1)
-        bound |= digit << _SHIFT_1
-    if DIGITS > 2:
-        digit, left = _digit(state + _BINS_0 + _BINS_1, left, _BINS_2)
-        bound |= digit
-    return bound, left
+def _keep_bound(state, bound, left, LEVEL: tl.constexpr):
+    tl.store(state + _BOUND + 2 * LEVEL, bound)
+    tl.store(state + _BOUND + 2 * LEVEL + 1, left)
 
 
 @kernel
@@ -269,19 +273,26 @@ def _histogram_kernel(
     SIZE: tl.constexpr,
     HOW: tl.constexpr,
     LEVEL: tl.constexpr,
+    AT: tl.constexpr,
+    BINS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BEFORE_AT: tl.constexpr,
+    BEFORE_BINS: tl.constexpr,
 ):
     """Sums of what the steps of a block cost, by digit LEVEL of their gains.
 
-    Of steps whose digits before are those of the bound. No sum counts those of digit 0.
+    Of steps whose digits before are those of the bound. No sum counts those of digit 0. The BINS
+    sums are at AT of the state, those of the digit before at BEFORE_AT.
     """
     where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
-    chunk, _, first, groups, units, j = where
+    chunk, block, first, groups, units, j = where
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
     f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
-    bound, _ = _bound(state, units - _MIN_WIDTH * groups, LEVEL)
-    state += 0 if LEVEL == 0 else (_BINS_0 if LEVEL == 1 else _BINS_0 + _BINS_1)
-    BINS: tl.constexpr = _BINS_0 if LEVEL == 0 else (_BINS_1 if LEVEL == 1 else _BINS_2)
-    SHIFT: tl.constexpr = _SHIFT_0 if LEVEL == 0 else (_SHIFT_1 if LEVEL == 1 else 0)
+    left = units - _MIN_WIDTH * groups
+    bound, left = _bound(state, left, LEVEL, BEFORE_AT, BEFORE_BINS, SHIFT + BINS.bit_length() - 1)
+    if LEVEL > 0:
+        if block == 0:
+            _keep_bound(state, bound, left, LEVEL)
     costs = tl.zeros([BINS], tl.int32)
     for k in tl.static_range(2 if HOW == _POW2 else 6):
         gain = _gain(f, k, HOW)
@@ -290,7 +301,8 @@ def _histogram_kernel(
             digit = tl.where((gain ^ bound.to(tl.int32)) < (BINS << SHIFT), digit, 0)
         costs += tl.histogram(digit, BINS) * ((2 + 2 * k) if HOW == _POW2 else 1)
     i = tl.arange(0, BINS)
-    tl.atomic_add(state + i, costs.to(tl.int64), mask=(i > 0) & (costs > 0), sem="relaxed")
+    use = (i > 0) & (costs > 0)
+    tl.atomic_add(state + AT + i, costs.to(tl.int64), mask=use, sem="relaxed")
 
 
 @triton.jit
@@ -314,18 +326,23 @@ def _ties_kernel(
     budget: tl.int64,
     SIZE: tl.constexpr,
     HOW: tl.constexpr,
+    LEVELS: tl.constexpr,
+    AT: tl.constexpr,
+    BINS: tl.constexpr,
 ):
-    """What a block's ties cost; of a chunk's first block, the bound and what ties may cost."""
+    """What a block's ties cost; of a chunk's first block, the bound and what ties may cost.
+
+    The sums by the last of LEVELS digits are BINS at AT of the state.
+    """
     where = _block_at(tl.program_id(0), blocks, nelem, chunk_nelem, budget, SIZE)
     chunk, block, first, groups, units, j = where
     state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
-    bound, left = _bound(state, units - _MIN_WIDTH * groups, 3)
+    bound, left = _bound(state, units - _MIN_WIDTH * groups, LEVELS, AT, BINS, 0)
     f = _energies(energies_ptr, j, groups, first, nelem, SIZE)
     ties = tl.sum(_tie_costs(f, bound, HOW), 0)
     tl.store(counts_ptr + (chunk * blocks + block) * _COUNTS, ties.to(tl.int64))
     if block == 0:
-        tl.store(state + _BOUND, bound)
-        tl.store(state + _BOUND + 1, left)
+        _keep_bound(state, bound, left, 0)
 
 
 @triton.jit
@@ -493,7 +510,7 @@ def _places_kernel(
     tl.store(places + j, (rows << 4) | widths, mask=j < groups)
     if block == 0:
         state = state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE
-        tl.store(state + _BOUND + 2, tl.minimum(base, units))
+        tl.store(state + _ROWS, tl.minimum(base, units))
         if READ:
             if base > units:
                 report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
@@ -1099,7 +1116,7 @@ def _encode_kernel(
     if ADD > 0:
         source_ptr = src_ptr + (static_at + chunk * static_stride) * 128
         source_places = source_places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
-        used = tl.load(source_state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+        used = tl.load(source_state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
         _, units = _units(n, budget, SIZE)
         added, behind = _behind(source_ptr, used * (SIZE // 8), units * (SIZE // 8), tile, tiles)
         # fmt: off
@@ -1130,7 +1147,7 @@ def _encode_kernel(
         PTX,
     )
     # fmt: on
-    used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+    used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
     clear(static_ptr, used * (SIZE // 8), scales_at * 128, tile, tiles)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
     if tile == tiles - 1:
@@ -1203,7 +1220,7 @@ def _decode_kernel(
     total = tl.zeros([], tl.uint64)
     behind = tl.zeros([], tl.int32)
     if hi == n:
-        used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _BOUND + 2)
+        used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
         _, units = _units(n, budget, SIZE)
         total, behind = _behind(static_ptr, used * (SIZE // 8), units * (SIZE // 8), tile, tiles)
     if (begin < hi) & (begin + SLOTS * 64 > lo):
@@ -1433,11 +1450,27 @@ def _measure_variant(spec: Dynamiq, dtype: DType, tiling: Tiling) -> Variant:
 def _width_variants(size: int, how: int) -> tuple[Variant, ...]:
     """The histograms by digit, the ties, the widths."""
     values = {"SIZE": size, "HOW": how}
-    histograms = [
-        Variant(_histogram_kernel, _BLOCK_OPTIONS, **values, LEVEL=level) for level in range(3)
-    ]
-    later = [Variant(k, _BLOCK_OPTIONS, **values) for k in (_ties_kernel, _widths_kernel)]
-    return (*histograms, *later)
+    variants = []
+    at, before = 0, (0, 1)
+    for level, bits in enumerate(DIGITS):
+        sums = at, 1 << bits
+        variants.append(
+            Variant(
+                _histogram_kernel,
+                _BLOCK_OPTIONS,
+                **values,
+                LEVEL=level,
+                AT=sums[0],
+                BINS=sums[1],
+                SHIFT=sum(DIGITS[level + 1 :]),
+                BEFORE_AT=before[0],
+                BEFORE_BINS=before[1],
+            )
+        )
+        at, before = at + sums[1], sums
+    last = {"LEVELS": len(DIGITS), "AT": before[0], "BINS": before[1]}
+    ties = Variant(_ties_kernel, _BLOCK_OPTIONS, **values, **last)
+    return (*variants, ties, Variant(_widths_kernel, _BLOCK_OPTIONS, **values))
 
 
 @functools.cache

@@ -1150,7 +1150,7 @@ def test_dynamiq_widths_of_many_super_groups(place: str, widths: str) -> None:
     """More than a block of them, chunks that cut some in two, ties, zeros; back from an index."""
     from tightwire.codecs import dynamiq, dynamiq_triton
 
-    chunks, groups = 2, 2500
+    chunks, groups = 2, 4500
     codec = tw.codec("dynamiq", widths=widths, super_group=128, bits=4, rounding="nearest")
     plan = codec.plan((2 * (groups * 128 - 40),), "bfloat16", chunks=chunks)
     spec = plan.codec
