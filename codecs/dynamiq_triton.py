@@ -1103,7 +1103,8 @@ def _encode_kernel(
     tile = (pid % tiles).to(tl.int64)
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     if ALIGNED:
-        first = tl.multiple_of(first, 16)
+        # Made here: a hint on what a function gives is lost.
+        first = tl.multiple_of(chunk * chunk_nelem, 16)
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
     places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
     X_ITEM: tl.constexpr = ADD if ADD > 0 else ITEM
