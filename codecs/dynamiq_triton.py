@@ -27,6 +27,7 @@ import functools
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -94,6 +95,8 @@ from .minifloat_triton import Tiling, aligned_for, elements_at, narrow, widen
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .sdp4bit import largest_number
 
+Floats = npt.NDArray[np.float32]
+
 #: Neighbouring columns of a slot.
 _SLOT = tl.constexpr(8)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
@@ -122,7 +125,8 @@ _ROWS = tl.constexpr(sum(1 << bits for bits in DIGITS))
 _BOUND = tl.constexpr(_ROWS + 1)
 #: Numbers of a block: the cost of its ties, then how many super-groups have widths 2 to 8.
 _COUNTS = tl.constexpr(8)
-_TABLE = tl.constexpr(512)
+#: Where `_tables` has pairs, bounds and shapes behind its values.
+_PAIRS, _BOUNDS, _SHAPES = (tl.constexpr(n) for n in (512, 1536, 2064))
 _BLOCK_OPTIONS = options(num_warps=16)
 
 #: Launch parameters: slots that a program takes, and its warps. The slots of a tile hold whole
@@ -130,6 +134,8 @@ _BLOCK_OPTIONS = options(num_warps=16)
 ENCODE = Tiling(128, 4)
 DECODE = Tiling(128, 4)
 DECODE_ADD_ENCODE = Tiling(128, 4)
+#: Rows that an encoder takes at once, 2, 4 or 8: fewer have less code, which it goes through again.
+ROWS_AT_ONCE = 2
 
 
 @triton.jit
@@ -517,22 +523,48 @@ def _places_kernel(
 
 
 # Elements: a program has a tile of slots. Columns of a row of a super-group are SIZE / 8, its
-# slots LANES; elements and codes are 8 tensors, one for each row, of shape [SLOTS, 8].
+# slots LANES; elements are tensors of a row of all slots, of shape [SLOTS, 8]. What groups and
+# super-groups have, each of their slots has: tensors of shape [SLOTS], in which nothing moves.
 
 
 @triton.jit
-def _load_rows(
-    x, base, n, COLUMNS: tl.constexpr, EXP: tl.constexpr, ITEM: tl.constexpr, MASKED: tl.constexpr
+def _rows_of(
+    x,
+    base,
+    n,
+    COLUMNS: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """float32 bits, int32, of the rows of slots that start with elements `base`; 0 behind `n`."""
     rows = ()
-    for k in tl.static_range(8):
+    for k in tl.static_range(ROWS):
         i = base[:, None] + (k * COLUMNS + tl.arange(0, _SLOT))[None, :]
         if MASKED:
             v = tl.load(x + i, mask=i < n, other=0)
         else:
             v = tl.load(x + i)
         rows = rows + (widen(v, EXP, ITEM),)
+    return rows
+
+
+@triton.jit
+def _load_rows(
+    x,
+    base,
+    n,
+    whole,
+    COLUMNS: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """float32 bits, int32, of ROWS rows of slots that start with elements `base`; 0 behind `n`."""
+    if whole:
+        rows = _rows_of(x, base, n, COLUMNS, EXP, ITEM, ROWS, False)
+    else:
+        rows = _rows_of(x, base, n, COLUMNS, EXP, ITEM, ROWS, True)
     return rows
 
 
@@ -548,6 +580,53 @@ def _tree_sum(rows, GROUPS: tl.constexpr, LOG_COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _top(x, SLOTS: tl.constexpr, N: tl.constexpr):
+    """The largest of each N neighbours of `x`, shape [SLOTS], for each of them."""
+    if N > 1:
+        x = spread(tl.max(tl.reshape(x, [SLOTS // N, N]), 1), SLOTS // N, N)
+    return x
+
+
+@triton.jit
+def _tops(rows, ROWS: tl.constexpr):
+    """The largest magnitude of a slot's values in ROWS rows, and NaN of any; shape [SLOTS, 8]."""
+    top = tl.abs(rows[0])
+    for k in tl.static_range(1, ROWS):
+        top = tl.maximum(top, tl.abs(rows[k]), propagate_nan=tl.PropagateNan.ALL)
+    return top
+
+
+@triton.jit
+def _finite(rows, lost, ROWS: tl.constexpr):
+    """Values of float32 bits, those of lost slots 0."""
+    v = ()
+    for k in tl.static_range(ROWS):
+        v = v + (_float(tl.where(lost[:, None], 0, rows[k])),)
+    return v
+
+
+@triton.jit
+def _about(v, mean, base, n, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows of values about the means of their slots; what is behind `n` stays 0."""
+    about = ()
+    for k in tl.static_range(ROWS):
+        i = base[:, None] + (k * COLUMNS + tl.arange(0, _SLOT))[None, :]
+        about = about + (tl.where(i < n, v[k] - mean[:, None], 0.0),)
+    return about
+
+
+@triton.jit
+def _means(v, top, group, n, SIZE: tl.constexpr, LOG_COLUMNS: tl.constexpr, SLOTS: tl.constexpr):
+    """Words of the means of super-groups with the largest magnitudes `top`, for their slots."""
+    LANES: tl.constexpr = SIZE // 64
+    total = spread(_tree_sum(v, SLOTS // LANES, LOG_COLUMNS), SLOTS // LANES, LANES)
+    count = tl.minimum(tl.maximum(n - group * SIZE, 1), SIZE).to(tl.float32)
+    mean = tl.div_rn(total, count)
+    none = (top >= _CENTER_LIMIT) | (tl.abs(mean) < _FLOOR)
+    return round_bfloat16(tl.where(none, 0.0, mean)).to(tl.int32)
+
+
+@triton.jit
 def _values(
     rows,
     base,
@@ -558,33 +637,33 @@ def _values(
     SLOTS: tl.constexpr,
     CENTER: tl.constexpr,
 ):
-    """(float32 values about their means, those of lost super-groups 0; which are lost; words of
-    means) of rows of float32 bits; `group` are the numbers of the super-groups.
+    """(float32 values about their means, those of lost super-groups 0; of slots the largest
+    magnitude of their super-group, whether it is lost, the word of its mean) of rows of float32
+    bits; `group` are the numbers of the super-groups of slots.
     """
     LANES: tl.constexpr = SIZE // 64
-    GROUPS: tl.constexpr = SLOTS // LANES
-    top = rows[0] & _MAGNITUDE
-    for k in tl.static_range(1, 8):
-        top = tl.maximum(top, rows[k] & _MAGNITUDE)
-    top = tl.max(tl.reshape(tl.max(top, 1), [GROUPS, LANES]), 1)
-    lost = top >= _INFINITY
-    lost_slots = spread(lost, GROUPS, LANES)[:, None]
-    v = ()
+    raw = ()
     for k in tl.static_range(8):
-        v = v + (_float(tl.where(lost_slots, 0, rows[k])),)
+        raw = raw + (_float(rows[k]),)
+    top = tl.max(_bits(_tops(raw, 8)) & _MAGNITUDE, 1)
+    top = _top(top, SLOTS, LANES)
+    lost = top >= _INFINITY
+    v = _finite(rows, lost, 8)
     words = top * 0
+    most = _float(tl.where(lost, 0, top))
     if CENTER:
-        count = tl.minimum(tl.maximum(n - group * SIZE, 1), SIZE).to(tl.float32)
-        mean = tl.div_rn(_tree_sum(v, GROUPS, LOG_COLUMNS), count)
-        none = (top >= _CENTER_LIMIT) | (tl.abs(mean) < _FLOOR)
-        words = round_bfloat16(tl.where(none, 0.0, mean)).to(tl.int32)
-        mean = spread(_of_word(words), GROUPS, LANES)[:, None]
-        about = ()
-        for k in tl.static_range(8):
-            i = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
-            about = about + (tl.where(i < n, v[k] - mean, 0.0),)
-        v = about
-    return v, lost, words
+        words = _means(v, top, group, n, SIZE, LOG_COLUMNS, SLOTS)
+        v = _about(v, _of_word(words), base, n, SIZE // 8, 8)
+        most = _top(tl.max(_tops(v, 8), 1), SLOTS, LANES)
+    return v, most, lost, words
+
+
+@triton.jit
+def _slots(tile, SIZE: tl.constexpr, SLOTS: tl.constexpr):
+    """Of a tile's slots the numbers of their super-groups, int64, and their numbers in those."""
+    LANES: tl.constexpr = SIZE // 64
+    slot = tl.arange(0, SLOTS)
+    return tile * (SLOTS // LANES) + slot // LANES, slot % LANES
 
 
 @kernel
@@ -600,22 +679,19 @@ def _measure_kernel(
     SLOTS: tl.constexpr,
 ):
     """Energies of a tile of a tensor's super-groups."""
-    LANES: tl.constexpr = SIZE // 64
-    GROUPS: tl.constexpr = SLOTS // LANES
+    GROUPS: tl.constexpr = SLOTS * 64 // SIZE
     tile = tl.program_id(0).to(tl.int64)
     base = _bases(tile, SIZE, SLOTS)
-    x = elements_at(x_ptr, ITEM)
-    if (tile + 1) * (SLOTS * 64) <= nelem:
-        rows = _load_rows(x, base, nelem, SIZE // 8, EXP, ITEM, False)
-    else:
-        rows = _load_rows(x, base, nelem, SIZE // 8, EXP, ITEM, True)
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    v, _, _ = _values(rows, base, group, nelem, SIZE, LOG_COLUMNS, SLOTS, CENTER)
+    whole = (tile + 1) * (SLOTS * 64) <= nelem
+    rows = _load_rows(elements_at(x_ptr, ITEM), base, nelem, whole, SIZE // 8, EXP, ITEM, 8)
+    group, _ = _slots(tile, SIZE, SLOTS)
+    v, _, _, _ = _values(rows, base, group, nelem, SIZE, LOG_COLUMNS, SLOTS, CENTER)
     squares = ()
     for k in tl.static_range(8):
         squares = squares + (v[k] * v[k],)
     found = tl.minimum(_tree_sum(squares, GROUPS, LOG_COLUMNS), _LARGEST)
     energies = energies_ptr.to(tl.pointer_type(tl.float32))
+    group = tile * GROUPS + tl.arange(0, GROUPS)
     tl.store(energies + group, found, mask=group * SIZE < nelem)
 
 
@@ -628,8 +704,8 @@ def _bases(tile, SIZE: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _halves(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
-    """The random halves of 8 elements each, from number `e` on; shape [SLOTS, 8], uint32.
+def _words(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
+    """The 4 words with the random halves of 8 elements each, from number `e` on.
 
     EVEN: all of `e` are multiples of 8; else they are so far from such a one as the first is.
     """
@@ -654,32 +730,40 @@ def _halves(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
         w1 = tl.where(odd, (w1 >> 16) | (w2 << 16), w1)
         w2 = tl.where(odd, (w2 >> 16) | (w3 << 16), w2)
         w3 = tl.where(odd, (w3 >> 16) | (w4 << 16), w3)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _drawn(e, seed, step, rank, EVEN: tl.constexpr):
+    """What elements from number `e` on draw, (half + 0.5) / 2^16; shape [SLOTS, 8]."""
+    w0, w1, w2, w3 = _words(e, seed, step, rank, _CODES, EVEN)
     low = (w0 & 0xFFFF, w0 >> 16, w1 & 0xFFFF, w1 >> 16)
-    return from_columns(low + (w2 & 0xFFFF, w2 >> 16, w3 & 0xFFFF, w3 >> 16), 8, 3)
-
-
-@triton.jit
-def _limits(e, seed, step, rank, strata, turn, ROUNDING: tl.constexpr, EVEN: tl.constexpr):
-    """Of elements from number `e` on their strata, and what is drawn in them."""
-    own = _halves(e, seed, step, rank, _CODES, EVEN)
+    own = from_columns(low + (w2 & 0xFFFF, w2 >> 16, w3 & 0xFFFF, w3 >> 16), 8, 3)
     # 1 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
-    drawn = (own << 7 | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-17)
-    place = drawn * 0.0
-    if ROUNDING == _CORRELATED:
-        shared = _halves(e, seed, step, seed * 0, _SHARED, EVEN)
-        found = (shared * strata.to(tl.uint32)) >> 16
-        at = (found >> 1).to(tl.int32) + (turn >> 1)
-        at = tl.where(at >= strata >> 1, at - (strata >> 1), at)
-        at = tl.where(((found.to(tl.int32) ^ turn) & 1) != 0, strata - 1 - at, at)
-        place = _float(at | 0x4B000000) - 8388608.0
-    return place, drawn
+    return (own << 7 | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-17)
 
 
 @triton.jit
-def _exchanged(words, STEP: tl.constexpr, MASK: tl.constexpr):
-    """Words k and k + STEP trade bits: those of MASK of the second for those STEP above them."""
+def _strata(e, seed, step, strata, turn, EVEN: tl.constexpr):
+    """Numbers of the strata that elements from number `e` on draw from; shape [SLOTS, 8]."""
+    w0, w1, w2, w3 = _words(e, seed, step, seed * 0, _SHARED, EVEN)
+    # As high halves, whose products with the number of strata have what is wanted in their own.
+    low = (w0 << 16, w0 & 0xFFFF0000, w1 << 16, w1 & 0xFFFF0000)
+    shared = from_columns(low + (w2 << 16, w2 & 0xFFFF0000, w3 << 16, w3 & 0xFFFF0000), 8, 3)
+    strata = strata.to(tl.uint32)
+    # Twice the number, and whether it is counted from the end; their sum is modulo `strata`.
+    twice = tl.umulhi(shared, shared * 0 + strata) + (turn.to(tl.uint32) & 0xFFFFFFFE)
+    twice = tl.minimum(twice, twice - strata)
+    from_end = ((twice ^ turn.to(tl.uint32)) & 1) != 0
+    at = (twice >> 1).to(tl.int32)
+    return tl.where(from_end, strata.to(tl.int32) - 1 - at, at).to(tl.float32)
+
+
+@triton.jit
+def _exchanged(words, STEP: tl.constexpr, MASK: tl.constexpr, N: tl.constexpr):
+    """Of N words k and k + STEP trade bits: those of MASK of the second for those STEP above."""
     found = ()
-    for k in tl.static_range(8):
+    for k in tl.static_range(N):
         if k & STEP == 0:
             changed = ((words[k] >> STEP) ^ words[k + STEP]) & MASK
             found = found + (words[k] ^ (changed << STEP),)
@@ -690,30 +774,24 @@ def _exchanged(words, STEP: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _transposed(words):
-    """8 words whose bits trade places with the words, byte by byte."""
-    words = _exchanged(words, 4, 0x0F0F0F0F)
-    words = _exchanged(words, 2, 0x33333333)
-    return _exchanged(words, 1, 0x55555555)
+def _transposed(words, N: tl.constexpr):
+    """N words whose bits trade places with the words, N bits by N bits."""
+    if N > 4:
+        words = _exchanged(words, 4, 0x0F0F0F0F, N)
+    if N > 2:
+        words = _exchanged(words, 2, 0x33333333, N)
+    return _exchanged(words, 1, 0x55555555, N)
 
 
 @triton.jit
-def _group_tops(
-    v, GROUP: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr
-):
-    """Largest magnitudes of groups, a tensor for every `ROWS` rows that groups share.
-
-    A row has SHARE slots of a group.
-    """
-    ROWS: tl.constexpr = 1 if GROUP <= SIZE // 8 else GROUP // (SIZE // 8)
-    tops = ()
-    for r in tl.static_range(8 // ROWS):
-        top = tl.abs(v[r * ROWS])
-        for k in tl.static_range(1, ROWS):
-            top = tl.maximum(top, tl.abs(v[r * ROWS + k]))
-        top = tl.max(tl.reshape(tl.max(top, 1), [SLOTS // SHARE, SHARE]), 1)
-        tops = tops + (top,)
-    return tops
+def _with_rows(planes, words, k, N: tl.constexpr):
+    """Planes with the bits of N rows of codes from row `k` on, a code in each byte of `words`."""
+    words = _transposed(words, N)
+    FIELD: tl.constexpr = ((1 << N) - 1) * 0x01010101
+    found = ()
+    for p in tl.static_range(8):
+        found = found + (planes[p] | (((words[p % N] >> (p // N * N)) & FIELD) << k),)
+    return found
 
 
 @triton.jit
@@ -721,7 +799,7 @@ def _codes(
     v,
     inverse,
     e,
-    width,
+    half,
     table,
     offset,
     slope,
@@ -736,28 +814,29 @@ def _codes(
     EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; `inverse`, `width` and
-    what `_tables` says of the width, `offset`, `slope` and `factor`, have the shape [SLOTS, 1].
+    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; what slots have in common
+    has the shape [SLOTS, 1]: `inverse`, half the number of codes, and of that what `_tables` says.
     """
-    v = v * inverse
-    v = tl.where(v > -1.0, v, -1.0)
-    v = tl.where(v < 1.0, v, 1.0)
-    half = (width * 0 + 1) << (width - 1)
-    # Less than 0.5 off the number of the last value not above |v|, counted in steps.
+    # Of a group without a scale all are the least value, which is never rounded up.
+    v = tl.maximum(tl.minimum(v * inverse, tl.where(inverse > 0.0, 1.0, -1.0)), -1.0)
     about = _log2(offset + tl.abs(v) * slope, PTX) * factor
-    about = tl.minimum(tl.maximum(about, 0.0), (half - 1).to(tl.float32))
-    number = _bits(about + 12582912.0) - 0x4B400000
-    near = tl.where(v < 0.0, half - 1 - number, half + number) + 2 * half
-    i = near - (v < tl.load(table + near)).to(tl.int32)
-    part = (v - tl.load(table + i)) * tl.load(table + _TABLE + i)
     if ROUNDING == _NEAREST:
-        up = part > 0.5
+        # The bound between codes next to it, or the one above that.
+        signed = _bits(about) ^ (_bits(v) & -0x80000000)
+        at = _bits(_float(signed) + 12582912.0) - 0x4B400000
+        code = at + half - (v < tl.load(table + at)).to(tl.int32)
     else:
-        place, drawn = _limits(e, seed, step, rank, strata, turn, ROUNDING, EVEN)
+        # Less than 0.5 off the number of the last value not above |v|, counted in steps.
+        at = (_bits(about + 12582912.0) - 0x4B400000) ^ tl.where(v < 0.0, -1, 0)
+        pair = table.to(tl.pointer_type(tl.int64))
+        at -= (v < _float(tl.load(table + 2 * at).to(tl.int32, bitcast=True))).to(tl.int32)
+        pair = tl.load(pair + at)
+        part = (v - _float(pair.to(tl.int32))) * _float((pair >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
+            place = _strata(e, seed, step, strata, turn, EVEN)
             part = part * strata.to(tl.float32) - place
-        up = part > drawn
-    code = tl.where(inverse > 0.0, i - 2 * half + up.to(tl.int32), 0)
+        up = part > _drawn(e, seed, step, rank, EVEN)
+        code = at + half + up.to(tl.int32)
     placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)
 
@@ -778,8 +857,21 @@ def _sections(
 
 
 @triton.jit
+def _store_word(static_ptr, at, words, use):
+    """Store words of 2 bytes at byte `at`; gives their checksum terms."""
+    tl.store((static_ptr + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=use)
+    return tl.where(use, weigh_bytes(words, at), 0)
+
+
+@triton.jit
+def _load_word(static_ptr, at, use):
+    return tl.load((static_ptr + at).to(tl.pointer_type(tl.uint16)), mask=use, other=0).to(tl.int32)
+
+
+@triton.jit
 def _encode_tile(
-    rows,
+    x,
+    sums,
     static_ptr,
     places_ptr,
     table_ptr,
@@ -801,116 +893,129 @@ def _encode_tile(
     CENTER: tl.constexpr,
     ROUNDING: tl.constexpr,
     EVEN: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
     SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Encode a tile's rows of float32 bits; gives the checksum terms."""
+    """Encode the rows of a tile of the elements at `x`, or with ADD those of `sums`, float32 bits;
+    gives the checksum terms. A pass for what super-groups have, one for the codes.
+    """
     LANES: tl.constexpr = SIZE // 64
     COLUMNS: tl.constexpr = SIZE // 8
-    TILE_GROUPS: tl.constexpr = SLOTS // LANES
-    # Of a group a row has SHARE slots; of a super-group it has SIDE groups, or parts of one.
+    # Of a group a row has SHARE slots; it has ROWS rows. STEP of them are coded at once.
     SHARE: tl.constexpr = (GROUP if GROUP < COLUMNS else COLUMNS) // 8
-    SIDE: tl.constexpr = LANES // SHARE
     ROWS: tl.constexpr = 1 if GROUP <= COLUMNS else GROUP // COLUMNS
-    group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    N: tl.constexpr = ROWS if ROWS > STEP else STEP
+    group, lane = _slots(tile, SIZE, SLOTS)
+    base = _bases(tile, SIZE, SLOTS)
     groups, units = _units(n, budget, SIZE)
     here = group < groups
     place = tl.load(places_ptr + group, mask=here, other=0)
     width = (place & 15).to(tl.int32)
     means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
-    base = _bases(tile, SIZE, SLOTS)
-    v, lost, means = _values(rows, base, group, n, SIZE, LOG_COLUMNS, SLOTS, CENTER)
-    total = tl.zeros([], tl.uint64)
-    if CENTER:
-        at = means_at + group * 2
-        tl.store((static_ptr + at).to(tl.pointer_type(tl.uint16)), means.to(tl.uint16), mask=here)
-        total += tl.sum(tl.where(here, weigh_bytes(means, at), 0), 0)
-    tops = _group_tops(v, GROUP, SIZE, SLOTS, SHARE)
-    number = tl.arange(0, SLOTS // SHARE) % SIDE
-    part = spread(group, TILE_GROUPS, SIDE) * (SIZE // GROUP) + number
-    part_here = spread(here, TILE_GROUPS, SIDE)
-    inverses = ()
-    if SCALES == _WIDE:
-        lost_parts = spread(lost, TILE_GROUPS, SIDE)
-        for r in tl.static_range(8 // ROWS):
-            words = _word_up(tops[r])
-            inverses = inverses + (_inverse(_of_word(words)),)
-            words = tl.where(lost_parts, _LOST, words)
-            at = scales_at * 128 + (part + r * SIDE) * 2
-            words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
-            tl.store(words_ptr, words.to(tl.uint16), mask=part_here)
-            total += tl.sum(tl.where(part_here, weigh_bytes(words, at), 0), 0)
+    whole = (tile + 1) * (SLOTS * 64) <= n
+    if ADD == 0:
+        every = _load_rows(x, base, n, whole, COLUMNS, EXP, ITEM, 8)
     else:
-        top = tops[0]
-        for r in tl.static_range(1, 8 // ROWS):
-            top = tl.maximum(top, tops[r])
-        words = _word_up(tl.max(tl.reshape(top, [TILE_GROUPS, SIDE]), 1))
-        unit = _of_word(words)
-        unit = tl.div_rn(unit, unit * 0.0 + 255.0)
-        finer = spread(_inverse(unit), TILE_GROUPS, SIDE)
-        unit = spread(unit, TILE_GROUPS, SIDE)
+        every = sums
+    _, most, lost, means = _values(every, base, group, n, SIZE, LOG_COLUMNS, SLOTS, CENTER)
+    terms = tl.zeros([SLOTS], tl.uint64)
+    ones = here & (lane == 0)
+    if CENTER:
+        terms += _store_word(static_ptr, means_at + group * 2, means, ones)
+    unit = most * 0.0
+    finer = unit
+    if SCALES != _WIDE:
+        words = _word_up(most)
+        unit = tl.div_rn(_of_word(words), unit + 255.0)
+        finer = _inverse(unit)
         words = tl.where(lost, _LOST, words)
-        at = scales_at * 128 + group * 2
-        tl.store((static_ptr + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=here)
-        total += tl.sum(tl.where(here, weigh_bytes(words, at), 0), 0)
-        for r in tl.static_range(8 // ROWS):
-            quotient = tops[r] * finer
-            if SCALES == _STOCHASTIC:
-                steps = (tl.minimum(quotient, 255.0) * 65536.0).to(tl.uint32)
-                word = first // GROUP + part + r * SIDE
-                w0, w1, w2, w3 = philox4(seed, step, rank, _DRAWN_SCALES, word >> 2)
-                low = tl.where((word & 1) != 0, w1, w0)
-                high = tl.where((word & 1) != 0, w3, w2)
-                drawn = tl.where((word & 2) != 0, high, low)
-                fraction = ((steps + (drawn >> 16)) >> 16).to(tl.int32)
-                some = (unit > 0.0) & (tops[r] >= _FLOOR)
-                inverses = inverses + (_inverse(tl.where(some, tops[r], 0.0)),)
-            else:
-                # Rounded up by hand: `tl.ceil` takes subnormal numbers for 0 on NVIDIA's devices.
-                quotient = tl.minimum(quotient, 255.0)
-                fraction = quotient.to(tl.int32)
-                fraction += (quotient > fraction.to(tl.float32)).to(tl.int32)
-                whole = fraction.to(tl.float32)
-                inverses = inverses + (_inverse(whole * unit),)
-            at = bytes_at + part + r * SIDE
-            tl.store(static_ptr + at, fraction.to(tl.uint8), mask=part_here)
-            total += tl.sum(tl.where(part_here, weigh_bytes(fraction, at), 0), 0)
-    slot_width = tl.maximum(spread(width, TILE_GROUPS, LANES), _MIN_WIDTH)[:, None]
+        terms += _store_word(static_ptr, scales_at * 128 + group * 2, words, ones)
+    part = group * (SIZE // GROUP) + lane // SHARE
+    firsts = here & (lane % SHARE == 0)
+    slot_width = tl.maximum(width, _MIN_WIDTH)[:, None]
+    half = (slot_width * 0 + 1) << (slot_width - 1)
     table = table_ptr.to(tl.pointer_type(tl.float32))
-    shape = table + 2 * _TABLE + 4 * slot_width
+    shape = table + _SHAPES + 8 * slot_width + (4 if ROUNDING == _NEAREST else 0)
     offset = tl.load(shape)
     slope = tl.load(shape + 1)
     factor = tl.load(shape + 2)
-    words = ()
-    # fmt: off
-    for k in tl.static_range(8):
-        inverse = spread(inverses[k // ROWS], SLOTS // SHARE, SHARE)[:, None]
-        words = words + (_codes(
-            v[k], inverse, first + base + k * COLUMNS, slot_width, table, offset, slope, factor,
-            seed, step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
-        ),)
-    # fmt: on
-    planes = _transposed(words)
+    # Where they have the value of a code, or the bound below it, of number `half`.
+    table += _BOUNDS + slot_width + 3 * half if ROUNDING == _NEAREST else _PAIRS + 6 * half
+    zero = tl.zeros([SLOTS, 2], tl.uint32)
+    planes = (zero, zero, zero, zero, zero, zero, zero, zero)
+    for k in range(0, 8, N):
+        if ADD == 0:
+            rows = _load_rows(x, base + k * COLUMNS, n, whole, COLUMNS, EXP, ITEM, N)
+        else:
+            rows = sums[0:N]
+            sums = sums[N:8] + rows
+        v = _finite(rows, lost, N)
+        if CENTER:
+            v = _about(v, _of_word(means), base + k * COLUMNS, n, COLUMNS, N)
+        codes = ()
+        for r in tl.static_range(N // ROWS):
+            top = tl.max(_tops(v[r * ROWS : r * ROWS + ROWS], ROWS), 1)
+            top = _top(top, SLOTS, SHARE)
+            number = part + (k // ROWS + r) * (LANES // SHARE)
+            if SCALES == _WIDE:
+                fraction = _word_up(top)
+                inverse = _inverse(_of_word(fraction))
+                at = scales_at * 128 + number * 2
+                fraction = tl.where(lost, _LOST, fraction)
+                terms += _store_word(static_ptr, at, fraction, firsts)
+            else:
+                quotient = tl.minimum(top * finer, 255.0)
+                if SCALES == _STOCHASTIC:
+                    steps = (quotient * 65536.0).to(tl.uint32)
+                    word = first // GROUP + number
+                    w0, w1, w2, w3 = philox4(seed, step, rank, _DRAWN_SCALES, word >> 2)
+                    low = tl.where((word & 1) != 0, w1, w0)
+                    high = tl.where((word & 1) != 0, w3, w2)
+                    drawn = tl.where((word & 2) != 0, high, low)
+                    fraction = ((steps + (drawn >> 16)) >> 16).to(tl.int32)
+                    some = (unit > 0.0) & (top >= _FLOOR)
+                    inverse = _inverse(tl.where(some, top, 0.0))
+                else:
+                    # Rounded up by hand: `tl.ceil` takes subnormal numbers for 0 on NVIDIA's.
+                    fraction = quotient.to(tl.int32)
+                    fraction += (quotient > fraction.to(tl.float32)).to(tl.int32)
+                    inverse = _inverse(fraction.to(tl.float32) * unit)
+                at = bytes_at + number
+                tl.store(static_ptr + at, fraction.to(tl.uint8), mask=firsts)
+                terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
+            # fmt: off
+            for s in tl.static_range(ROWS):
+                e = first + base + (k + r * ROWS + s) * COLUMNS
+                codes = codes + (_codes(
+                    v[r * ROWS + s], inverse[:, None], e, half, table, offset, slope, factor, seed,
+                    step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
+                ),)
+            # fmt: on
+        planes = _with_rows(planes, codes, k, N)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    row = spread(place >> 4, TILE_GROUPS, LANES)
+    row = place >> 4
     # Of a sum whose source has an index that is wrong there may be too many planes.
-    most = tl.minimum(spread(width, TILE_GROUPS, LANES), units - row).to(tl.int32)[:, None]
-    at = row * (COLUMNS // 4) + tl.arange(0, SLOTS) % LANES * 2
-    at = at[:, None] + tl.arange(0, 2)[None, :]
-    terms = tl.zeros([SLOTS, 2], tl.uint64)
+    most_planes = tl.minimum(width, units - row).to(tl.int32)[:, None]
+    at = (row * (COLUMNS // 4) + lane * 2)[:, None] + tl.arange(0, 2)[None, :]
+    plane_terms = tl.zeros([SLOTS, 2], tl.uint64)
     for p in tl.static_range(_MAX_WIDTH):
-        use = p < most
+        use = p < most_planes
         where = at + p * (COLUMNS // 4)
         tl.store(payload + where, planes[p], mask=use)
-        terms += tl.where(use, weigh(planes[p], where), 0)
-    total += tl.sum(tl.sum(terms, 1), 0)
-    pair = tl.reshape(width, [TILE_GROUPS // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
-    pair = tl.sum(pair, 1)
-    number = tile * (TILE_GROUPS // 2) + tl.arange(0, TILE_GROUPS // 2)
-    use = number * 2 < groups
-    at = index_at * 128 + number
+        plane_terms += tl.where(use, weigh(planes[p], where), 0)
+    terms += tl.sum(plane_terms, 1)
+    # A byte for two super-groups.
+    after = tl.load(places_ptr + group + 1, mask=group + 1 < groups, other=0)
+    pair = width | ((after & 15).to(tl.int32) << 4)
+    at = index_at * 128 + group // 2
+    use = ones & (group % 2 == 0)
     tl.store(static_ptr + at, pair.to(tl.uint8), mask=use)
-    return total + tl.sum(tl.where(use, weigh_bytes(pair, at), 0), 0)
+    terms += tl.where(use, weigh_bytes(pair, at), 0)
+    return tl.sum(terms, 0)
 
 
 @triton.jit
@@ -936,88 +1041,80 @@ def _decode_tile(
     """
     LANES: tl.constexpr = SIZE // 64
     COLUMNS: tl.constexpr = SIZE // 8
-    TILE_GROUPS: tl.constexpr = SLOTS // LANES
     SHARE: tl.constexpr = (GROUP if GROUP < COLUMNS else COLUMNS) // 8
-    SIDE: tl.constexpr = LANES // SHARE
     ROWS: tl.constexpr = 1 if GROUP <= COLUMNS else GROUP // COLUMNS
-    group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    group, lane = _slots(tile, SIZE, SLOTS)
     groups, units = _units(n, budget, SIZE)
     here = group < groups
     wanted = here & (group * SIZE < hi) & (group * SIZE + SIZE > lo)
     place = tl.load(places_ptr + group, mask=here, other=0)
     means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    row = spread(place >> 4, TILE_GROUPS, LANES)
-    width = spread((place & 15).to(tl.int32), TILE_GROUPS, LANES)[:, None]
+    row = place >> 4
+    width = (place & 15).to(tl.int32)[:, None]
     # An index that is wrong may have too many planes.
-    most = tl.minimum(spread(place & 15, TILE_GROUPS, LANES), units - row).to(tl.int32)[:, None]
-    at = row * (COLUMNS // 4) + tl.arange(0, SLOTS) % LANES * 2
-    at = at[:, None] + tl.arange(0, 2)[None, :]
+    most = tl.minimum(place & 15, units - row).to(tl.int32)[:, None]
+    at = (row * (COLUMNS // 4) + lane * 2)[:, None] + tl.arange(0, 2)[None, :]
     words = ()
-    terms = tl.zeros([SLOTS, 2], tl.uint64)
+    plane_terms = tl.zeros([SLOTS, 2], tl.uint64)
     for p in tl.static_range(_MAX_WIDTH):
         where = at + p * (COLUMNS // 4)
         word = tl.load(payload + where, mask=p < most, other=0)
-        terms += weigh(word, where)
+        plane_terms += weigh(word, where)
         words = words + (word,)
-    total = tl.sum(tl.sum(terms, 1), 0)
-    words = _transposed(words)
-    number = tl.arange(0, SLOTS // SHARE) % SIDE
-    part = spread(group, TILE_GROUPS, SIDE) * (SIZE // GROUP) + number
-    part_here = spread(here, TILE_GROUPS, SIDE)
+    terms = tl.sum(plane_terms, 1)
+    words = _transposed(words, 8)
+    ones = here & (lane == 0)
+    part = group * (SIZE // GROUP) + lane // SHARE
+    firsts = here & (lane % SHARE == 0)
     scales = ()
     if SCALES == _WIDE:
-        lost_in = part.to(tl.int32) * 0
-        bad_in = lost_in
+        lost_in = lane * 0
+        bad_in = lane * 0
         for r in tl.static_range(8 // ROWS):
-            at = scales_at * 128 + (part + r * SIDE) * 2
-            words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
-            word = tl.load(words_ptr, mask=part_here, other=0).to(tl.int32)
-            total += tl.sum(weigh_bytes(word, at), 0)
+            at = scales_at * 128 + (part + r * (LANES // SHARE)) * 2
+            word = _load_word(static_ptr, at, here)
+            terms += tl.where(firsts, weigh_bytes(word, at), 0)
             lost_in += (word == _LOST).to(tl.int32)
             finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
             bad_in += 1 - finite.to(tl.int32)
             scales = scales + (_of_word(tl.where(finite, word, 0)),)
-        lost_in = tl.sum(tl.reshape(lost_in, [TILE_GROUPS, SIDE]), 1)
-        bad_in = tl.sum(tl.reshape(bad_in, [TILE_GROUPS, SIDE]), 1)
-        lost = lost_in > 0
-        bad = (bad_in > 0) & (lost_in < SIZE // GROUP)
+        # A slot for slot of a group, and NaN of any but all: neither finite nor lost.
+        bad = _top(bad_in, SLOTS, LANES) > 0
+        lost = _top(lost_in, SLOTS, LANES) > 0
+        bad &= _top(8 // ROWS - lost_in, SLOTS, LANES) > 0
     else:
         at = scales_at * 128 + group * 2
-        words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
-        word = tl.load(words_ptr, mask=here, other=0).to(tl.int32)
-        total += tl.sum(weigh_bytes(word, at), 0)
+        word = _load_word(static_ptr, at, here)
+        terms += tl.where(ones, weigh_bytes(word, at), 0)
         lost = word == _LOST
         finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
         bad = (finite | lost) == 0
         unit = _of_word(tl.where(finite, word, 0))
-        unit = spread(tl.div_rn(unit, unit * 0.0 + 255.0), TILE_GROUPS, SIDE)
+        unit = tl.div_rn(unit, unit * 0.0 + 255.0)
         for r in tl.static_range(8 // ROWS):
-            at = bytes_at + part + r * SIDE
-            fraction = tl.load(static_ptr + at, mask=part_here, other=0)
-            total += tl.sum(weigh_bytes(fraction, at), 0)
+            at = bytes_at + part + r * (LANES // SHARE)
+            fraction = tl.load(static_ptr + at, mask=here, other=0)
+            terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
             scales = scales + (fraction.to(tl.float32) * unit,)
-    mean = tl.zeros([SLOTS, 1], tl.float32)
+    mean = tl.zeros([SLOTS], tl.float32)
     if CENTER:
         at = means_at + group * 2
-        words_ptr = (static_ptr + at).to(tl.pointer_type(tl.uint16))
-        word = tl.load(words_ptr, mask=here, other=0).to(tl.int32)
-        total += tl.sum(weigh_bytes(word, at), 0)
+        word = _load_word(static_ptr, at, here)
+        terms += tl.where(ones, weigh_bytes(word, at), 0)
         finite = (word & 0x7F80) != 0x7F80
         bad |= finite == 0
-        mean = spread(_of_word(tl.where(finite, word, 0)), TILE_GROUPS, LANES)[:, None]
-    lost = spread(lost, TILE_GROUPS, LANES)[:, None]
+        mean = _of_word(tl.where(finite, word, 0))
     table = table_ptr.to(tl.pointer_type(tl.float32)) + ((width * 0 + 1) << width)
     rows = ()
     for k in tl.static_range(8):
         code = words[k][:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
         code = tl.reshape(code & 0xFF, [SLOTS, _SLOT]).to(tl.int32)
-        y = tl.load(table + code) * spread(scales[k // ROWS], SLOTS // SHARE, SHARE)[:, None]
-        y = y + mean
-        y = tl.where(y < TOP, y, TOP)
-        y = tl.where(y > -TOP, y, -TOP)
-        rows = rows + (tl.where(lost, float("nan"), y),)
-    return rows, tl.max((bad & wanted).to(tl.int32), 0), total
+        y = tl.load(table + code) * scales[k // ROWS][:, None]
+        y = y + mean[:, None]
+        y = tl.maximum(tl.minimum(y, TOP), -TOP)
+        rows = rows + (tl.where(lost[:, None], float("nan"), y),)
+    return rows, tl.max((bad & wanted).to(tl.int32), 0), tl.sum(terms, 0)
 
 
 @triton.jit
@@ -1090,6 +1187,7 @@ def _encode_kernel(
     ADD: tl.constexpr,
     TOP: tl.constexpr,
     SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -1109,12 +1207,11 @@ def _encode_kernel(
     places = places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
     X_ITEM: tl.constexpr = ADD if ADD > 0 else ITEM
     x = elements_at(x_ptr, X_ITEM) + first
-    base = _bases(tile, SIZE, SLOTS)
-    if (tile + 1) * (SLOTS * 64) <= n:
-        rows = _load_rows(x, base, n, SIZE // 8, EXP, X_ITEM, False)
-    else:
-        rows = _load_rows(x, base, n, SIZE // 8, EXP, X_ITEM, True)
+    summed = ()
     if ADD > 0:
+        base = _bases(tile, SIZE, SLOTS)
+        whole = (tile + 1) * (SLOTS * 64) <= n
+        rows = _load_rows(x, base, n, whole, SIZE // 8, EXP, X_ITEM, 8)
         source_ptr = src_ptr + (static_at + chunk * static_stride) * 128
         source_places = source_places_ptr.to(tl.pointer_type(tl.int64)) + chunk * group_stride
         used = tl.load(source_state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
@@ -1131,21 +1228,19 @@ def _encode_kernel(
         if SUMS:
             added += terms
             tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
-        summed = ()
         for k in tl.static_range(8):
             value = _float(widen(narrow(y[k], EXP, ITEM, PTX), EXP, ITEM))
             value = narrow(value + _float(rows[k]), EXP, ITEM, PTX)
             at = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
             summed = summed + (tl.where(at < n, widen(value, EXP, ITEM), 0),)
-        rows = summed
     if RANDOM == _KEY_ON_DEVICE:
         seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
         step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
     # fmt: off
     total = _encode_tile(
-        rows, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget, seed,
-        step, rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN, SLOTS,
-        PTX,
+        x, summed, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget,
+        seed, step, rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN,
+        EXP, ITEM, ADD, SLOTS, STEP, PTX,
     )
     # fmt: on
     used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
@@ -1364,24 +1459,57 @@ MEASURES = True
 
 @functools.cache
 def _tables(grid: str, device: torch.device) -> torch.Tensor:
-    """Of codes number 2^width + code the values, then the inverse steps; of width w at 4 w behind,
-    what `_codes` takes the logarithm of, and what it multiplies that with. float32, on `device`.
+    """What kernels know of a grid, float32, on `device`.
+
+    Of codes number 2^width + code the values; pairs of value and inverse step; at 2^width + width +
+    code the least number that is nearer to it than to the code below. Then, 8 numbers for each
+    width, what `_codes` takes the logarithm of and multiplies that with: for places among values
+    and, 4 behind, for places among bounds.
 
     Made once: the first use of a grid on a device may not be in a captured graph.
     """
-    table = np.zeros(1024 + 4 * (MAX_WIDTH + 1), np.float32)
+    pairs, bounds, shapes = (n.value for n in (_PAIRS, _BOUNDS, _SHAPES))
+    table = np.zeros(shapes + 8 * (MAX_WIDTH + 1), np.float32)
     for width in range(MIN_WIDTH, MAX_WIDTH + 1):
         codes = slice(1 << width, 2 << width)
         values, inverse = grid_of(grid, width)
-        table[:512][codes], table[512:1024][codes] = values, inverse
+        table[codes] = values
+        table[pairs:bounds].reshape(-1, 2)[codes] = np.stack([values, inverse], 1)
+        first = bounds + (1 << width) + width
+        table[first : first + (1 << width) + 1] = -np.inf, *_bounds(values, inverse), np.inf
         half = values[1 << width - 1 :].astype(np.float64)
         # Values are about (growth^i - 1) * c + h[0]; of even steps with a growth close to 1.
         steps = np.diff(half)
         growth = max((steps[-1] / steps[0]) ** (1 / max(steps.size - 1, 1)), 1 + 2.0**-15)
         scale = (growth ** (half.size - 1) - 1) / (half[-1] - half[0])
-        table[1024 + 4 * width :][:3] = 1 - half[0] * scale, scale, 1 / math.log2(growth)
+        shape = np.array([1 - half[0] * scale, scale])
+        table[shapes + 8 * width :][:3] = *shape, 1 / math.log2(growth)
+        table[shapes + 8 * width + 4 :][:3] = *(shape * growth**0.5), 1 / math.log2(growth)
     with torch.inference_mode(False):
         return torch.from_numpy(table).to(device)
+
+
+def _bounds(values: Floats, inverse: Floats) -> Floats:
+    """The least float32 of every step but the first that is rounded up to it, to nearest."""
+    below, step = values[:-1], inverse[:-1]
+    # Bits of floats that are not negative have their order; no step has numbers of both signs but
+    # that around 0 of the balanced grid, whose bound is the least number above 0.
+    low, high = _order(below), _order(values[1:])
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        up = (_number(middle) - below) * step > np.float32(0.5)
+        low, high = np.where(up, low, middle), np.where(up, middle, high)
+    return _number(high)
+
+
+def _order(x: Floats) -> npt.NDArray[np.int64]:
+    bits = x.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & (1 << 31) - 1), bits)
+
+
+def _number(order: npt.NDArray[np.int64]) -> Floats:
+    bits = np.where(order < 0, -order | 1 << 31, order)
+    return bits.astype(np.uint32).view(np.float32)
 
 
 class _Launches:
@@ -1511,6 +1639,7 @@ def _encode_variant(
         ADD=add,
         TOP=largest_number(dtype),
         SLOTS=tiling.slots,
+        STEP=ROWS_AT_ONCE,
         PTX=PTX,
         SUMS=sums,
     )

@@ -1196,10 +1196,30 @@ def test_dynamiq_finds_the_place_in_a_grid_from_an_estimate(grid: str) -> None:
     table = dynamiq_triton._tables(grid, torch.device("cpu")).numpy()
     for width in range(2, 9):
         half = dynamiq.grid_of(grid, width)[0][1 << width - 1 :].astype(np.float64)
-        offset, slope, factor = table[1024 + 4 * width :][:3].astype(np.float64)
+        shapes = table[dynamiq_triton._SHAPES.value + 8 * width :].astype(np.float64)
         v = np.concatenate([np.linspace(a, b, 9) for a, b in itertools.pairwise(half)])
         exact = np.interp(v, half, np.arange(half.size))
-        assert np.abs(np.log2(offset + v * slope) * factor - exact).max() < 0.4
+        for (offset, slope, factor), ahead in ((shapes[:3], 0.0), (shapes[4:7], 0.5)):
+            assert np.abs(np.log2(offset + v * slope) * factor - ahead - exact).max() < 0.4
+        # Below the first value of a balanced grid.
+        least = np.log2(shapes[0]) * shapes[2]
+        assert -0.9 < least < 0 if grid == "balanced" else -0.4 < least < 0.4
+
+
+@pytest.mark.parametrize("grid", ["balanced", "signed", "uniform"])
+def test_dynamiq_bounds_are_the_least_numbers_rounded_up(grid: str) -> None:
+    from tightwire.codecs import dynamiq, dynamiq_triton
+
+    half = np.float32(0.5)
+    for width in range(2, 9):
+        values, inverse = dynamiq.grid_of(grid, width)
+        bounds = dynamiq_triton._bounds(values, inverse)
+        below = np.nextafter(bounds, np.float32(-2))
+        up = (bounds - values[:-1]) * inverse[:-1] > half
+        assert np.all(up | (bounds == values[1:]))
+        assert not np.any((below - values[:-1]) * inverse[:-1] > half)
+        assert np.all(below < values[1:])
+        assert np.all((bounds > values[:-1]) | (bounds == 0))
 
 
 @pytest.mark.parametrize(
