@@ -118,6 +118,9 @@ _ANY_FACTORS = [tl.constexpr(float(np.float32(gain))) for _, _, gain in ANY_STEP
 _TO_3, _TO_4, _TO_5, _TO_6, _TO_7, _TO_8 = _ANY_FACTORS
 _POW2_TO_4, _POW2_TO_8 = (tl.constexpr(float(np.float32(gain))) for _, _, gain in POW2_STEPS)
 
+#: What brings a float to an integer in its lowest bits, and the bits of 0 there.
+_TO_INTEGER, _INTEGER = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
+
 _BLOCK, _STATE = tl.constexpr(BLOCK), tl.constexpr(STATE)
 #: Where the state of a chunk has, behind the sums by digit, the rows in use, and then, of every
 #: number of digits, the bound so far and what is left.
@@ -162,7 +165,14 @@ def _log2(x, PTX: tl.constexpr):
 @triton.jit
 def _inverse(x):
     """1 / x, or 0 of 0."""
-    return tl.where(x > 0, tl.div_rn(x * 0.0 + 1.0, tl.where(x > 0, x, 1.0)), 0.0)
+    one = tl.full(x.shape, 1.0, tl.float32)
+    return tl.where(x > 0, tl.div_rn(one, tl.where(x > 0, x, 1.0)), 0.0)
+
+
+@triton.jit
+def _below(x, y):
+    """-1 where x < y, else 0, of numbers: the sign of a difference is exact."""
+    return _bits(x - y) >> 31
 
 
 @triton.jit
@@ -739,8 +749,8 @@ def _drawn(e, seed, step, rank, EVEN: tl.constexpr):
     w0, w1, w2, w3 = _words(e, seed, step, rank, _CODES, EVEN)
     low = (w0 & 0xFFFF, w0 >> 16, w1 & 0xFFFF, w1 >> 16)
     own = from_columns(low + (w2 & 0xFFFF, w2 >> 16, w3 & 0xFFFF, w3 >> 16), 8, 3)
-    # 1 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
-    return (own << 7 | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-17)
+    # 128 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
+    return (own | 0x43000000).to(tl.float32, bitcast=True) - (128.0 - 2.0**-17)
 
 
 @triton.jit
@@ -784,13 +794,16 @@ def _transposed(words, N: tl.constexpr):
 
 
 @triton.jit
-def _with_rows(planes, words, k, N: tl.constexpr):
-    """Planes with the bits of N rows of codes from row `k` on, a code in each byte of `words`."""
+def _with_rows(planes, words, N: tl.constexpr):
+    """Planes with the bits of N more rows of codes, a code in each byte of `words`, behind those
+    that they have: 8 rows fill them.
+    """
     words = _transposed(words, N)
-    FIELD: tl.constexpr = ((1 << N) - 1) * 0x01010101
+    BEFORE: tl.constexpr = (0xFF >> N) * 0x01010101
     found = ()
     for p in tl.static_range(8):
-        found = found + (planes[p] | (((words[p % N] >> (p // N * N)) & FIELD) << k),)
+        new = words[p % N] << (8 - N - p // N * N)
+        found = found + ((planes[p] >> N & BEFORE) | (new & (BEFORE ^ 0xFFFFFFFF)),)
     return found
 
 
@@ -823,20 +836,19 @@ def _codes(
     if ROUNDING == _NEAREST:
         # The bound between codes next to it, or the one above that.
         signed = _bits(about) ^ (_bits(v) & -0x80000000)
-        at = _bits(_float(signed) + 12582912.0) - 0x4B400000
-        code = at + half - (v < tl.load(table + at)).to(tl.int32)
+        at = _bits(_float(signed) + _TO_INTEGER)
+        code = at + (half - _INTEGER) + _below(v, tl.load(table - _INTEGER + at))
     else:
         # Less than 0.5 off the number of the last value not above |v|, counted in steps.
-        at = (_bits(about + 12582912.0) - 0x4B400000) ^ tl.where(v < 0.0, -1, 0)
-        pair = table.to(tl.pointer_type(tl.int64))
-        at -= (v < _float(tl.load(table + 2 * at).to(tl.int32, bitcast=True))).to(tl.int32)
-        pair = tl.load(pair + at)
-        part = (v - _float(pair.to(tl.int32))) * _float((pair >> 32).to(tl.int32))
+        at = (_bits(about + _TO_INTEGER) - _INTEGER) ^ tl.where(v < 0.0, -1, 0)
+        pair = table.to(tl.pointer_type(tl.int64)) + at
+        below = _below(v, tl.load(pair.to(tl.pointer_type(tl.float32))))
+        value = tl.load(pair + below)
+        part = (v - _float(value.to(tl.int32))) * _float((value >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
             place = _strata(e, seed, step, strata, turn, EVEN)
             part = part * strata.to(tl.float32) - place
-        up = part > _drawn(e, seed, step, rank, EVEN)
-        code = at + half + up.to(tl.int32)
+        code = at + half + below - _below(_drawn(e, seed, step, rank, EVEN), part)
     placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)
 
@@ -995,7 +1007,7 @@ def _encode_tile(
                     step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
                 ),)
             # fmt: on
-        planes = _with_rows(planes, codes, k, N)
+        planes = _with_rows(planes, codes, N)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     row = place >> 4
     # Of a sum whose source has an index that is wrong there may be too many planes.

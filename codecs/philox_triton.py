@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton form of codecs/philox.py: the same words, from Triton's own Philox4x32-10."""
+"""Triton form of codecs/philox.py: the same words."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from . import philox
 from .base import Key
 
 _STREAM_SHIFT = tl.constexpr(philox.STREAM_SHIFT)
+_ROUNDS = tl.constexpr(philox.ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(m) for m in philox.MULTIPLIERS)
+_WEYL_0, _WEYL_1 = (tl.constexpr(w) for w in philox.WEYL)
 
 #: Where a kernel finds a key: nowhere, in its numbers, or (seed and step) in device memory.
 NO_KEY, KEY_IN_NUMBERS, KEY_ON_DEVICE = 0, 1, 2
@@ -22,9 +25,23 @@ def philox4(seed, step, rank, stream, group):
 
     `seed`, `step` and `rank` are uint64 scalars.
     """
-    low = group.to(tl.uint32)
-    high = (group >> 32).to(tl.uint32) | ((low * 0 + stream) << _STREAM_SHIFT)
-    return tl.philox(seed, low, high, low * 0 + step.to(tl.uint32), low * 0 + rank.to(tl.uint32))
+    c0 = group.to(tl.uint32)
+    c1 = (group >> 32).to(tl.uint32) | ((c0 * 0 + stream) << _STREAM_SHIFT)
+    c2 = c0 * 0 + step.to(tl.uint32)
+    c3 = c0 * 0 + rank.to(tl.uint32)
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    # Products of 64 bits: `tl.philox` takes two multiplications for each.
+    for _ in tl.static_range(_ROUNDS):
+        a = c0.to(tl.uint64) * _MULTIPLIER_0
+        b = c2.to(tl.uint64) * _MULTIPLIER_1
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 += _WEYL_0
+        k1 += _WEYL_1
+    return c0, c1, c2, c3
 
 
 def key_arguments(
