@@ -3,8 +3,9 @@
 """dynamiq on a GPU: one pass over the elements each way. specs/dynamiq.md.
 
 A thread holds slots of 8 neighbouring columns, with all 8 rows of them: codes become planes, and
-planes codes, by exchanging bits between its own registers. A program has a tile of SLOTS slots,
-which are whole super-groups. Where a super-group's codes are in the payload follows from the widths
+planes codes, by exchanging bits between its own registers. An encoder goes through the rows twice,
+for scales and for codes: it reads them again. A program has a tile of SLOTS slots, which are whole
+super-groups. Where a super-group's codes are in the payload follows from the widths
 of all of its chunk; small kernels over super-groups find that out before, without the host, and
 leave row and width of each in the workspace as `row << 4 | width`:
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +52,7 @@ from .device import (
     add_header,
     check_header,
     clear,
+    float_of,
     header_word,
     header_words,
     kernel,
@@ -91,7 +94,14 @@ from .dynamiq import (
 )
 from .hadamard_triton import spread
 from .minifloat import INFINITY
-from .minifloat_triton import Tiling, aligned_for, elements_at, narrow, widen
+from .minifloat_triton import (
+    aligned_for,
+    elements_at,
+    nan_bits,
+    narrow,
+    narrow_number,
+    widen,
+)
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .sdp4bit import largest_number
 
@@ -132,13 +142,24 @@ _COUNTS = tl.constexpr(8)
 _PAIRS, _BOUNDS, _SHAPES = (tl.constexpr(n) for n in (512, 1536, 2064))
 _BLOCK_OPTIONS = options(num_warps=16)
 
-#: Launch parameters: slots that a program takes, and its warps. The slots of a tile hold whole
-#: super-groups, an even number of them, of any size.
-ENCODE = Tiling(128, 4)
-DECODE = Tiling(128, 4)
-DECODE_ADD_ENCODE = Tiling(128, 4)
-#: Rows that an encoder takes at once, 2, 4 or 8: fewer have less code, which it goes through again.
-ROWS_AT_ONCE = 2
+
+class Launch(NamedTuple):
+    """Launch parameters: slots that a program takes, which hold whole super-groups of any size, its
+    warps, the most registers of a thread (None: the compiler's choice), and the rows that an
+    encoder codes at once, 2, 4 or 8: fewer have less code, which it goes through again.
+    """
+
+    slots: int
+    warps: int
+    registers: int | None = None
+    rows: int = 2
+
+
+#: Where they are changed, `_encode_variant` and the like forget their caches.
+MEASURE = Launch(128, 4)
+ENCODE = Launch(128, 4)
+DECODE = Launch(128, 4)
+DECODE_ADD_ENCODE = Launch(128, 4)
 
 
 @triton.jit
@@ -959,7 +980,8 @@ def _encode_tile(
     table += _BOUNDS + slot_width + 3 * half if ROUNDING == _NEAREST else _PAIRS + 6 * half
     zero = tl.zeros([SLOTS, 2], tl.uint32)
     planes = (zero, zero, zero, zero, zero, zero, zero, zero)
-    for k in range(0, 8, N):
+    # Of `sums`, which move on, such that no compiler knows how often: it would write out all rows.
+    for k in range(0, 8 if ADD == 0 else tl.where(n > 0, 8, 0), N):
         if ADD == 0:
             rows = _load_rows(x, base + k * COLUMNS, n, whole, COLUMNS, EXP, ITEM, N)
         else:
@@ -1045,11 +1067,15 @@ def _decode_tile(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     CENTER: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
     SLOTS: tl.constexpr,
     TOP: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """(float32 values of a tile's rows, NaN where lost; whether a scale or a mean is wrong;
-    checksum terms). Wrong counts in super-groups with some of the elements `lo` to `hi` only.
+    """(element bits, uint32, of a tile's rows; whether a scale or a mean is wrong; checksum terms).
+
+    Wrong counts in super-groups with some of the elements `lo` to `hi` only.
     """
     LANES: tl.constexpr = SIZE // 64
     COLUMNS: tl.constexpr = SIZE // 8
@@ -1124,8 +1150,8 @@ def _decode_tile(
         code = tl.reshape(code & 0xFF, [SLOTS, _SLOT]).to(tl.int32)
         y = tl.load(table + code) * scales[k // ROWS][:, None]
         y = y + mean[:, None]
-        y = tl.maximum(tl.minimum(y, TOP), -TOP)
-        rows = rows + (tl.where(lost[:, None], float("nan"), y),)
+        y = narrow_number(tl.maximum(tl.minimum(y, TOP), -TOP), EXP, ITEM, PTX)
+        rows = rows + (tl.where(lost[:, None], nan_bits(EXP, ITEM), y),)
     return rows, tl.max((bad & wanted).to(tl.int32), 0), tl.sum(terms, 0)
 
 
@@ -1232,7 +1258,7 @@ def _encode_kernel(
         # fmt: off
         y, wrong, terms = _decode_tile(
             source_ptr, source_places, table_ptr, tile, n, n * 0, n, scales_at, budget, SIZE,
-            GROUP, SCALES, CENTER, SLOTS, TOP,
+            GROUP, SCALES, CENTER, EXP, ITEM, SLOTS, TOP, PTX,
         )
         # fmt: on
         if (wrong | behind) != 0:
@@ -1241,8 +1267,8 @@ def _encode_kernel(
             added += terms
             tl.atomic_add(sums_ptr + chunk, added.to(tl.int64, bitcast=True), sem="relaxed")
         for k in tl.static_range(8):
-            value = _float(widen(narrow(y[k], EXP, ITEM, PTX), EXP, ITEM))
-            value = narrow(value + _float(rows[k]), EXP, ITEM, PTX)
+            value = float_of(y[k], EXP, ITEM) + _float(rows[k])
+            value = narrow(value, EXP, ITEM, PTX)
             at = base[:, None] + (k * (SIZE // 8) + tl.arange(0, _SLOT))[None, :]
             summed = summed + (tl.where(at < n, widen(value, EXP, ITEM), 0),)
     if RANDOM == _KEY_ON_DEVICE:
@@ -1335,7 +1361,7 @@ def _decode_kernel(
         # fmt: off
         y, wrong, terms = _decode_tile(
             static_ptr, places, table_ptr, tile, n, lo, hi, scales_at, budget, SIZE, GROUP, SCALES,
-            CENTER, SLOTS, TOP,
+            CENTER, EXP, ITEM, SLOTS, TOP, PTX,
         )
         # fmt: on
         behind |= wrong
@@ -1344,9 +1370,9 @@ def _decode_kernel(
             base = _bases(tile, SIZE, SLOTS)
             inside = (begin >= lo) & (begin + SLOTS * 64 <= hi)
             if inside:
-                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, PTX, False)
+                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, False)
             else:
-                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, PTX, True)
+                _store_rows(out_ptr, to, y, base, lo, hi, SIZE // 8, EXP, ITEM, ADD, True)
     if behind != 0:
         report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
     if SUMS:
@@ -1365,17 +1391,15 @@ def _store_rows(
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     ADD: tl.constexpr,
-    PTX: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Store rows of values, or add them; element i of the chunk to `to + i` if in [lo, hi)."""
+    """Store rows of element bits, or add them; element i to `to + i` if in [lo, hi)."""
     for k in tl.static_range(8):
-        bits = narrow(y[k], EXP, ITEM, PTX)
         i = base[:, None] + (k * COLUMNS + tl.arange(0, _SLOT))[None, :]
         if MASKED:
-            store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
+            store_element(out_ptr, to + i, y[k], (i >= lo) & (i < hi), EXP, ITEM, ADD)
         else:
-            store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
+            store_element(out_ptr, to + i, y[k], None, EXP, ITEM, ADD)
 
 
 @kernel
@@ -1552,7 +1576,7 @@ class _Launches:
         ends = np.cumsum(self.work).tolist()
         return tuple(scratch[end - n : end] for end, n in zip(ends, self.work, strict=True))
 
-    def tiles(self, tiling: Tiling) -> int:
+    def tiles(self, tiling: Launch) -> int:
         """Programs of a chunk."""
         return max(1, -(-self.sizes[1] // (64 * tiling.slots)))
 
@@ -1574,10 +1598,10 @@ def _grouping(spec: Dynamiq) -> dict[str, int]:
 
 
 @functools.cache
-def _measure_variant(spec: Dynamiq, dtype: DType, tiling: Tiling) -> Variant:
+def _measure_variant(spec: Dynamiq, dtype: DType, tiling: Launch) -> Variant:
     return Variant(
         _measure_kernel,
-        options(tiling.warps),
+        options(tiling.warps, tiling.registers),
         SIZE=spec.super_group,
         LOG_COLUMNS=spec.super_group.bit_length() - 4,
         CENTER=spec.center,
@@ -1628,7 +1652,7 @@ def _places_variant(size: int, read: bool) -> Variant:
 def _encode_variant(
     spec: Dynamiq,
     dtype: DType,
-    tiling: Tiling,
+    tiling: Launch,
     rounding: int,
     random: int,
     even: bool,
@@ -1639,7 +1663,7 @@ def _encode_variant(
     grouping = _grouping(spec)
     return Variant(
         _encode_kernel,
-        options(tiling.warps),
+        options(tiling.warps, tiling.registers),
         **grouping,
         LOG_COLUMNS=spec.super_group.bit_length() - 4,
         ROUNDING=rounding,
@@ -1651,7 +1675,7 @@ def _encode_variant(
         ADD=add,
         TOP=largest_number(dtype),
         SLOTS=tiling.slots,
-        STEP=ROWS_AT_ONCE,
+        STEP=tiling.rows,
         PTX=PTX,
         SUMS=sums,
     )
@@ -1659,11 +1683,11 @@ def _encode_variant(
 
 @functools.cache
 def _decode_variant(
-    spec: Dynamiq, dtype: DType, tiling: Tiling, aligned: bool, add: int, store: bool, sums: bool
+    spec: Dynamiq, dtype: DType, tiling: Launch, aligned: bool, add: int, store: bool, sums: bool
 ) -> Variant:
     return Variant(
         _decode_kernel,
-        options(tiling.warps),
+        options(tiling.warps, tiling.registers),
         **_grouping(spec),
         EXP=dtype.exponent,
         ITEM=dtype.itemsize,
@@ -1691,8 +1715,8 @@ def measure(spec: Dynamiq, dtype: DType, x: torch.Tensor) -> torch.Tensor:
 
 def _measure(spec: Dynamiq, dtype: DType, x, energies) -> None:
     if x.numel():
-        tiles = -(-x.numel() // (64 * ENCODE.slots))
-        _measure_variant(spec, dtype, ENCODE).launch(tiles, (x, energies), x.numel())
+        tiles = -(-x.numel() // (64 * MEASURE.slots))
+        _measure_variant(spec, dtype, MEASURE).launch(tiles, (x, energies), x.numel())
 
 
 def _choose(plan: Plan, energies, state, counts, places) -> None:

@@ -226,17 +226,27 @@ def _element_value(
 @triton.jit
 def narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
     """Element bits, uint32, nearest to float32 values; every NaN is the quiet, positive one."""
+    return tl.where(value != value, nan_bits(EXP, ITEM), narrow_number(value, EXP, ITEM, PTX))
+
+
+@triton.jit
+def nan_bits(EXP: tl.constexpr, ITEM: tl.constexpr):
+    """Bits of the quiet, positive NaN of a dtype."""
+    return tl.full([], _NAN if ITEM == 4 else (0x7FC0 if EXP == 8 else 0x7E00), tl.uint32)
+
+
+@triton.jit
+def narrow_number(value, EXP: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
+    """As `narrow`, of values that are not NaN."""
     bits = _bits(value)
-    nan = value != value
     if ITEM == 4:
-        found = tl.where(nan, _NAN, bits).to(tl.uint32, bitcast=True)
+        found = bits.to(tl.uint32, bitcast=True)
     elif EXP == 8:
         if PTX:
             found = value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
         else:
             wide = bits.to(tl.uint32, bitcast=True)
             found = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        found = tl.where(nan, 0x7FC0, found)
     else:
         if PTX:
             found = value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -244,7 +254,6 @@ def narrow(value, EXP: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexpr):
             # 2^16, the end of the binade after the largest, becomes infinity.
             code = _round_magnitude(_float(bits & _MAGNITUDE), 10, 15, 65536.0) >> 13
             found = (code | ((bits >> 16) & 0x8000)).to(tl.uint32, bitcast=True)
-        found = tl.where(nan, 0x7E00, found)
     return found
 
 

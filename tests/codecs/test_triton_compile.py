@@ -42,7 +42,6 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
     "tahquant": [{"hidden": 512}, {"direction": "backward"}],
     "dynamiq": [
-        {"rounding": "nearest"},
         {"scales": "wide", "center": True, "rounding": "stochastic"},
         {"scales": "stochastic", "widths": "pow2", "super_group": 1024, "rounding": "nearest"},
         {"widths": "fixed", "super_group": 128, "group": 64, "rounding": "nearest"},
@@ -60,7 +59,7 @@ MAIN: dict[str, dict[str, Any]] = {
     "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
 #: Codecs whose `supports` says False on devices.
-UNPROVEN = ("sdp4bit", "tahquant", "dynamiq", "lhc", "norms", "thc", "omnireduce")
+UNPROVEN = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce")
 #: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
