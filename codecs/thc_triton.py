@@ -547,7 +547,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     norms = spec.blocks(plan.nelem) if spec.norm == "block" else 1
     if stats is None:
         used, room = workspace(spec, plan.chunk_nelem, plan.chunks)
-        stats = _measured(spec, plan.dtype, x.reshape(-1), scratch[used : used + room])
+        stats = _measured(spec, plan.dtype, x, scratch[used : used + room])
     elif stats.numel() != norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
     out[: plan.static_offset].zero_()
