@@ -43,9 +43,10 @@ HASHES = 3
 SKETCHES = ("same", *WIDENED)
 MAPPINGS = ("rotated", "published")
 #: Of the GPU backend's state of a chunk: rounds that have launches of their own, and the word each
-#: of them has; where it says that elements are left; words in all.
+#: of them has; where it says that elements are left, and how many rounds came after; words in all.
 ROUNDS = 24
 LEFT = ROUNDS
+FINISHED = LEFT + 1
 STATE = 32
 #: The parameter bytes hold the ratio in steps of this.
 RATIO_STEPS = 1000

@@ -52,7 +52,7 @@ from .device import (
     touched,
     weigh,
 )
-from .lhc import HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
+from .lhc import FINISHED, HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
 from .minifloat import INFINITY, NAN
 from .minifloat_triton import aligned_for, elements_at, narrow, widen
 
@@ -60,13 +60,15 @@ from .minifloat_triton import aligned_for, elements_at, narrow, widen
 _WORD = tl.constexpr(32)
 _ROW_WORDS = tl.constexpr(LANES // 32)
 _LANES, _HASHES = tl.constexpr(LANES), tl.constexpr(HASHES)
-_STATE, _LEFT = tl.constexpr(STATE), tl.constexpr(LEFT)
+_STATE, _LEFT, _FINISHED = tl.constexpr(STATE), tl.constexpr(LEFT), tl.constexpr(FINISHED)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
 #: A program's share of words of a bitmap, in kernels that look at elements or cells.
 _WORDS = tl.constexpr(128)
 #: A program's share of the words of a static part when they are summed.
 _SUMMED = tl.constexpr(4096)
+#: A program's share of the words of a bitmap when they are counted.
+_COUNTED = tl.constexpr(2048)
 #: Where `_index_kernel` takes the index from.
 _ELEMENTS, _STATS, _BUFFER = (tl.constexpr(i) for i in range(3))
 
@@ -258,6 +260,7 @@ def _finish_kernel(
     left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     going = _going(_state_at(state_ptr, chunk), turn).to(tl.int32)
+    rounds = going * 0
     while going != 0:
         at = rows * 0
         while at < sketch_rows:
@@ -269,7 +272,46 @@ def _finish_kernel(
         while at < rows:
             going |= _peel(table, left, a, b, cells, at + tl.arange(0, ROWS), rows)
             at += ROWS
+        rounds += going
         tl.debug_barrier()
+    tl.store(_state_at(state_ptr, chunk) + _FINISHED, rounds.to(tl.int64))
+
+
+@triton.jit
+def _bits_set(word):
+    """How many bits of each word, uint32, are set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return (word * 0x01010101) >> 24
+
+
+@kernel
+def _count_kernel(
+    work_ptr,
+    state_ptr,
+    counts_ptr,
+    chunks: tl.int64,
+    rows: tl.int64,
+    sketch_rows: tl.int64,
+    tiles: tl.int64,
+):
+    """Add up what became of some words of a chunk's elements: see `peeling`."""
+    chunk = tl.program_id(0).to(tl.int64) // tiles
+    tile = tl.program_id(0).to(tl.int64) % tiles
+    word = tile * _COUNTED + tl.arange(0, _COUNTED)
+    inside = word < rows * _ROW_WORDS
+    left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    stay = tl.load(left + word, mask=inside, other=0)
+    gone = tl.load(a + word, mask=inside, other=0) | tl.load(b + word, mask=inside, other=0)
+    peeled = tl.sum(_bits_set(gone).to(tl.int64), 0)
+    tl.atomic_add(counts_ptr, peeled + tl.sum(_bits_set(stay).to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, peeled, sem="relaxed")
+    if tile == 0:
+        turn = tl.arange(0, _STATE)
+        is_round = (turn < _LEFT) | (turn == _FINISHED)
+        rounds = tl.load(_state_at(state_ptr, chunk) + turn, mask=is_round, other=0)
+        tl.atomic_max(counts_ptr + 2, tl.sum(rounds, 0), sem="relaxed")
 
 
 @triton.jit
@@ -851,6 +893,11 @@ def _round_variants(rows: int, finish_rows: int) -> tuple[Variant, ...]:
     return (*halves, Variant(_finish_kernel, _WIDE_OPTIONS, ROWS=finish_rows))
 
 
+@functools.cache
+def _count_variant() -> Variant:
+    return Variant(_count_kernel, _OPTIONS)
+
+
 def _types(dtype: DType, cell: DType) -> dict[str, int | bool]:
     return {
         "EXP": dtype.exponent,
@@ -973,6 +1020,21 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     add_header(plan, out, g.header)
 
 
+def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
+    """What `encode` of `plan` has found, which left it in `scratch`: int64, shape (3,).
+
+    Elements in the index, those of them that are peeled, and rounds of the slowest chunk.
+    """
+    g = _launches(plan)
+    _, state, planes = g.split(scratch)
+    counts = torch.zeros(3, dtype=torch.int64, device=scratch.device)
+    tiles = max(1, -(-g.rows * (LANES // 32) // int(_COUNTED.value)))
+    _count_variant().launch(
+        tiles * plan.chunks, (planes, state, counts), plan.chunks, *g.both, tiles
+    )
+    return counts
+
+
 def _sum(plan: Plan, data, sums, first: int, end: int, write: bool) -> None:
     g = _launches(plan)
     tiles = -(-plan.static_stride // (4 * int(_SUMMED.value)))
@@ -994,8 +1056,12 @@ def decode(
     store: bool = True,
     add: bool = False,
     planned: bool = True,
+    peeled: bool = False,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract.
+
+    If `peeled`, `scratch` has what `encode` of this plan has left there, of the same index.
+    """
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     sums, state, planes = g.split(scratch)
@@ -1007,17 +1073,18 @@ def decode(
     if start < stop:
         table = g.table(src.device)
         where = first, plan.chunks
-        _index_variant(int(_BUFFER.value), True, plan.dtype.itemsize).launch(
-            g.tiles * (end - first),
-            (src, src, src, planes),
-            *where,
-            *g.sizes,
-            g.rows,
-            g.tiles,
-            *g.static,
-            g.index,
-        )
-        _peel_chunks(plan, table, planes, state, first, end)
+        if not peeled:
+            _index_variant(int(_BUFFER.value), True, plan.dtype.itemsize).launch(
+                g.tiles * (end - first),
+                (src, src, src, planes),
+                *where,
+                *g.sizes,
+                g.rows,
+                g.tiles,
+                *g.static,
+                g.index,
+            )
+            _peel_chunks(plan, table, planes, state, first, end)
         tiles = -(-g.sketch_rows // ROUND_ROWS)
         _used_variant(ROUND_ROWS).launch(
             tiles * (end - first), (table, planes), *where, *g.both, tiles

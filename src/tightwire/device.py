@@ -431,11 +431,19 @@ def encode_into(
 
 
 def decode_into(
-    buffer: Buffer, out: torch.Tensor, work: torch.Tensor, start: int, stop: int, *, add: bool
+    buffer: Buffer,
+    out: torch.Tensor,
+    work: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    add: bool,
+    **options: bool,
 ) -> bool:
     """Decode elements `start` to `stop` to `out`, or `add` them; False if the host is to do it.
 
-    For callers that have checked `out` and `work` as for `encode_into`; see `adds_into`.
+    For callers that have checked `out` and `work` as for `encode_into`; see `adds_into`. `options`
+    are those of the codec's own kernels.
     """
     plan, memory = buffer.plan, buffer._memory
     kernels = None if memory is None else _kernels(plan, False)
@@ -452,8 +460,26 @@ def decode_into(
             stop=stop,
             add=add,
             planned=not memory.assembled,
+            **options,
         )
     return True
+
+
+def workspace_for(plan: Plan, x: Any) -> torch.Tensor | None:
+    """Scratch for `plan` on the device of the tensor `x`; None if the host is to encode it."""
+    if _kernels(plan, False) is None:
+        return None
+    return torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=x.device)
+
+
+def peeling(plan: Plan, work: torch.Tensor) -> torch.Tensor:
+    """What encoding by the lhc plan has found, by what it left in `work`: int64, shape (3,).
+
+    See `tightwire.homomorphic.Sketched.counts`.
+    """
+    with _scope(work.device, "torch"):
+        found: torch.Tensor = device_module("lhc").peeling(plan, work)  # type: ignore[union-attr]
+    return found
 
 
 def adds_into(plan: Plan, total: torch.Tensor) -> bool:

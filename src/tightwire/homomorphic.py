@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from . import arrays, engine
 from .buffer import Buffer
-from .codec import Codec, as_codec
+from .codec import Codec, as_codec, decode, device_for
 from .codecs.base import Bytes, CodecSpec
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .planning import backend_module
@@ -180,6 +180,64 @@ def diagnose(
     return Diagnosis(float(spec.ratio), plan.nelem, occupied, peeled, rounds)
 
 
+class Sketched:
+    """A tensor encoded by lhc to be summed, without checksums, and what encoding has found out.
+
+    On a GPU that has kernels nothing is peeled twice and nothing waits for the device, damage that
+    decoding finds is raised by `buffer.check()`; on the host it is raised at once. Raises
+    ValueError as `diagnose` and `Codec.encode` do.
+    """
+
+    def __init__(
+        self, codec: Codec, x: Any, index: Any, *, chunks: int = 1, backend: str | None = None
+    ) -> None:
+        """Encode `x`, of any shape, with the agreed `index` as stats; see `Codec.encode`."""
+        info = arrays.describe(x)
+        self.codec, self._index = codec, index
+        self.plan = codec.plan(info.shape, info.dtype.name, chunks=chunks, checksum=False)
+        if not isinstance(self.plan.codec, Lhc):
+            name = self.plan.codec.name
+            raise ValueError(f"{codec.name} stores {info.shape} by {name}; allowed: what lhc codes")
+        self._device = device_for(backend, x)
+        self._work = None
+        if self._device is not None and info.library == "torch":
+            self._work = self._device.workspace_for(self.plan, x)
+        self.buffer = codec.encode(
+            x, stats=index, chunks=chunks, checksum=False, scratch=self._work, backend=backend
+        )
+
+    def counts(self) -> Any:
+        """Elements in the index, those of them that are peeled, rounds: int64, shape (3,).
+
+        As in `Diagnosis`; a tensor on the device if kernels have encoded, else of NumPy.
+        """
+        if self._device is not None and self._work is not None:
+            return self._device.peeling(self.plan, self._work)
+        plan = self.plan
+        found = diagnose(self.codec, self._index, plan.shape, plan.dtype.name, chunks=plan.chunks)
+        return np.array([found.occupied, found.peeled, found.rounds])
+
+    def diagnosis(self, counts: Sequence[int]) -> Diagnosis:
+        """The values of `counts` by name."""
+        occupied, peeled, rounds = counts
+        ratio = float(self.plan.codec.ratio)  # type: ignore[attr-defined]
+        return Diagnosis(ratio, self.plan.nelem, occupied, peeled, rounds)
+
+    def decode(self, start: int, stop: int) -> Any:
+        """Elements `start` to `stop` of the buffer, whose cells may have been summed: shape (n,).
+
+        The index must not have changed.
+        """
+        if self._device is None or self._work is None:
+            return decode(self.buffer.array, start=start, stop=stop)
+        torch = importlib.import_module("torch")
+        kind = getattr(torch, self.plan.dtype.name)
+        out = torch.empty(stop - start, dtype=kind, device=self._work.device)
+        options = {"add": False, "peeled": True}
+        self._device.decode_into(self.buffer, out, self._work, start, stop, **options)
+        return out
+
+
 def safe_codec(
     codec: str | Codec, index: Any, nelem: int, ratios: Sequence[float] = (10, 4, 2)
 ) -> Codec | None:
@@ -204,8 +262,10 @@ def safe_codec(
 
 def index_to_reduce(
     index: Any, mode: str, world_size: int
-) -> tuple[Bytes, Literal["bitwise_or", "sum"]]:
+) -> tuple[Any, Literal["bitwise_or", "sum"]]:
     """The bytes of an index that `world_size` ranks reduce, uint8, and by which operation.
+
+    A tensor of PyTorch on the device of `index` if that is one, else an array of NumPy.
 
     "or": the index itself, by bitwise OR. "4bit": half a byte for each element, by SUM, for at most
     15 ranks. "1bit": the index itself, by SUM, as in the paper: elements that ranks share are lost
@@ -214,7 +274,7 @@ def index_to_reduce(
     """
     if mode not in INDEX_MODES:
         raise ValueError(f"mode is {mode!r}; allowed: {', '.join(INDEX_MODES)}")
-    found = arrays.host_array(index)
+    found = index if arrays.library_of(index) == "torch" else arrays.host_array(index)
     if mode == "or":
         return found, "bitwise_or"
     if mode == "1bit":
@@ -223,21 +283,31 @@ def index_to_reduce(
         raise ValueError(
             f"mode is '4bit' for {world_size} ranks; allowed: at most {MAX_NIBBLE_RANKS}, or 'or'"
         )
-    pairs = np.unpackbits(found, bitorder="little").reshape(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << np.uint8(4), "sum"
+    pairs = [found >> 2 * k for k in range(4)]
+    return _interleaved([pair & 1 | (pair & 2) << 3 for pair in pairs]), "sum"
 
 
-def agreed_index(reduced: Bytes, mode: str) -> Bytes:
+def agreed_index(reduced: Any, mode: str) -> Any:
     """The index, for `stats`, from what `index_to_reduce` gave and ranks reduced.
 
-    With "1bit" it may lack elements that are not zero, which encode() refuses: set them to zero
-    before, and keep them for the next step.
+    In the library and on the device of `reduced`. With "1bit" it may lack elements that are not
+    zero, which encode() refuses: set them to zero before, and keep them for the next step.
     """
     if mode != "4bit":
         return reduced
-    pairs = np.stack([reduced & np.uint8(15), reduced >> np.uint8(4)], axis=1)
-    found: Bytes = np.packbits(pairs.reshape(-1) != 0, bitorder="little")
-    return found
+    if arrays.library_of(reduced) != "torch":
+        reduced = arrays.host_array(reduced).astype(np.uint8, copy=False)
+    # 1 where half a byte is not 0.
+    low, high = (reduced & 15) + 15 >> 4, (reduced >> 4) + 15 >> 4
+    pairs = (low | high << 1).reshape(-1, 4)
+    return pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
+
+
+def _interleaved(parts: Sequence[Any]) -> Any:
+    """Arrays of shape (n,), the first elements of all before the second ones."""
+    if arrays.library_of(parts[0]) == "torch":
+        return importlib.import_module("torch").stack(parts, 1).reshape(-1)
+    return np.stack(parts, axis=1).reshape(-1)
 
 
 def _host_index(index: Any, nelem: int) -> Bytes:

@@ -12,6 +12,7 @@ import pytest
 import tightwire as tw
 from tightwire.homomorphic import (
     SAFE_LOAD,
+    Sketched,
     add,
     agreed_index,
     diagnose,
@@ -236,3 +237,50 @@ def test_bad_index_modes() -> None:
         index_to_reduce(index, "4bit", 16)
     with pytest.raises(ValueError, match="allowed: or, 4bit, 1bit"):
         index_to_reduce(index, "2bit", 2)
+
+
+@pytest.mark.parametrize("mode", ["or", "4bit", "1bit"])
+def test_index_modes_of_tensors(mode: str) -> None:
+    """As of NumPy arrays, in PyTorch."""
+    torch = pytest.importorskip("torch")
+    index = index_with(0.3)
+    data, operation = index_to_reduce(torch.from_numpy(index), mode, 3)
+    expected, wanted = index_to_reduce(index, mode, 3)
+    assert (operation, data.dtype) == (wanted, torch.uint8)
+    assert data.numpy().tobytes() == expected.tobytes()
+    found = agreed_index(data + data, mode)
+    assert found.numpy().tobytes() == agreed_index(expected + expected, mode).tobytes()
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(0.18, 0), (0.18, 2), (0.3, 0)])
+def test_what_encoding_has_found(
+    share: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of chunks on the host, and by kernels, which peel for the diagnosis, and to decode, once."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from tightwire.codecs import lhc_triton
+
+    rng = np.random.default_rng(1)
+    x = np.where(np.unpackbits(index_with(share), count=N, bitorder="little"), rng.random(N), 0)
+    x = x.astype(np.float32)
+    index = CODEC.measure(x)
+    wanted = diagnose(CODEC, index, (N,), "float32", chunks=2)
+    expected = tw.decode(CODEC.encode(x, chunks=2))
+    hosted = Sketched(CODEC, x, index, chunks=2)
+    assert hosted.diagnosis(hosted.counts().tolist()) == wanted
+    assert hosted.decode(5, N - 7).tobytes() == expected[5 : N - 7].tobytes()
+    if rounds:
+        monkeypatch.setattr(lhc_triton, "SMALL_ROWS", 0)
+        monkeypatch.setattr(lhc_triton, "ROUNDS", rounds)
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensor, stats = (torch.from_numpy(a).to(place) for a in (x, index))
+    found = Sketched(CODEC, tensor, stats, chunks=2, backend="triton")
+    assert found.diagnosis(found.counts().tolist()) == wanted
+    monkeypatch.setattr(lhc_triton, "_peel_chunks", None)
+    assert found.decode(5, N - 7).cpu().numpy().tobytes() == expected[5 : N - 7].tobytes()
+    assert found.counts().tolist() == [wanted.occupied, wanted.peeled, wanted.rounds]
+    assert wanted.rounds > 2
+    found.buffer.check()
+    with pytest.raises(ValueError, match="by raw"):
+        Sketched(CODEC, x[:8], index[:1])
