@@ -75,6 +75,24 @@ class ErrorFeedback:
             lost = corrected - tensors.cast(decoded, arrays.describe(e).dtype)
         tensors.put(e, _finite(lost))
 
+    def replace(self, parts: Parts, e: Any) -> None:
+        """Let `e`, shape (n,), float32 (float64) and finite, be the residual: it is kept as it is.
+
+        Raises ValueError if the parts are not n elements.
+        """
+        total = sum(n for _, n in parts)
+        if tuple(e.shape) != (total,):
+            raise ValueError(f"e has shape {tuple(e.shape)}; its parts have {total} elements")
+        at = 0
+        for name, n in parts:
+            before = self._residuals.get(name)
+            if before is not None and tensors.is_cuda(before):
+                # It may be of another stream, on which its memory would be used again.
+                before.record_stream(sys.modules["torch"].cuda.current_stream(before.device))
+            self._residuals[name] = e[at : at + n]
+            at += n
+        self._join(tuple(parts), e)
+
     def add(self, parts: Parts, start: int, lost: Any) -> None:
         """Add `lost`, shape (m,), to e from element `start` on.
 
@@ -126,11 +144,14 @@ class ErrorFeedback:
                 tensors.fill(here, 0)
             self._residuals[name] = here
             at += n
+        self._join(key, joined)
+        return joined
+
+    def _join(self, key: tuple[tuple[str, int], ...], joined: Any) -> None:
         # A part has its residual in one place.
-        names = {name for name, _ in parts}
+        names = {name for name, _ in key}
         self._joined = {k: j for k, j in self._joined.items() if names.isdisjoint(n for n, _ in k)}
         self._joined[key] = joined
-        return joined
 
 
 def _is_like(e: Any, dtype: DType, like: Any) -> bool:

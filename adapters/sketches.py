@@ -16,28 +16,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from .. import arrays
-from ..codec import Codec, codec, decode
-from ..codecs.base import Bytes
+from ..codec import Codec, codec
+from ..formats.dtypes import BY_NAME
 from ..homomorphic import (
     SAFE_LOAD,
     Diagnosis,
+    Sketched,
     agreed_index,
-    diagnose,
     index_to_reduce,
     sketch,
 )
-from ..sparsify import sparsify
+from ..sparsify import sparsify_rows
 from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
 from .hooks import scatter
 from .layers import Rule
+from .tensors import OnTheWay
 
 #: Bytes before every message: a digest of the call, a checksum of what follows.
 CARD_NBYTES = 16
+#: What can be wrong with a message.
+_DAMAGED, _OTHER = 1, 2
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -158,16 +159,41 @@ class State:
 
 
 class _Layer(NamedTuple):
-    """A layer on its way: `x` as it came, with the residual, and what is left of that to send."""
+    """A layer on its way: `x` as it came, and of that with the residual what is to be sent.
+
+    Numbers are int64 tensors on its device, shape ().
+    """
 
     name: str
     x: Any
+    #: What nothing has been taken from yet, where the index may lack some of what was; else None.
     corrected: Any
+    #: float32, rounded to the cells' dtype, shape of `x`.
     sparse: Any
+    #: What is left, for the next step: float32, shape of `x`; None if nobody keeps it.
+    residual: Any
+    kept: Any
+    lost: Any
 
     @property
     def nelem(self) -> int:
         return int(self.x.numel())
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        return [(self.name, self.nelem)]
+
+
+class _Encoded(NamedTuple):
+    """What becomes of a layer, the same on all ranks: `sent` is None if it goes uncompressed."""
+
+    layer: _Layer
+    sent: Sketched | None
+    ratio: float | None
+    #: At the ratio asked for.
+    first: Sketched
+    #: What `Sketched.counts` says of the ratio that is taken, or of that asked for.
+    counts: Any
 
 
 class Sketches:
@@ -258,30 +284,39 @@ class Sketches:
     def _sums(
         self, call: Call, wire: _Wire, layers: Sequence[tuple[str, Any]], everywhere: bool
     ) -> list[Any]:
+        tagc = self.tagc
         with call.stage("sparsify"):
             found = [self._sparsified(name, x) for name, x in layers]
         indexes = self._agree(call, wire, found)
-        chosen = []
-        for i, (layer, index) in enumerate(zip(found, indexes, strict=True)):
-            lost = 0
-            if self.tagc.index == "1bit":
-                found[i], lost = _within(layer, index)
-            chosen.append(self._choose(found[i], index, lost))
-        sketched = [i for i, ratio in enumerate(chosen) if ratio is not None]
-        sums: dict[int, Any] = {}
-        if sketched:
-            parts = [(found[i], indexes[i], chosen[i]) for i in sketched]
-            sums.update(zip(sketched, self._by_sketch(call, wire, parts, everywhere), strict=True))
-        for i in sorted(set(range(len(found))).difference(sketched)):
-            sums[i] = self._uncompressed(found[i], everywhere)
-        if self.tagc.accumulate:
-            for i in sketched:
-                layer = found[i]
-                parts_of = [(layer.name, layer.nelem)]
-                self.state.residuals.keep(parts_of, layer.corrected, layer.sparse)
-        shares = sum(found[i].x[0].nbytes for i in sketched)
+        with call.stage("encode"):
+            if tagc.index == "1bit":
+                found = [_within(la, index) for la, index in zip(found, indexes, strict=True)]
+            encoded = [self._encoded(la, index) for la, index in zip(found, indexes, strict=True)]
+        sent = [(e.layer, e.sent) for e in encoded if e.sent is not None]
+        with call.stage("index"):
+            # The device has enough to do. Ranks with other settings do not come to the sketches.
+            wire.settle()
+        sums = iter(self._by_sketch(call, wire, sent, everywhere) if sent else ())
+        with call.stage("decode"):
+            facts = [torch.stack([e.layer.kept, e.layer.lost]) for e in encoded]
+            facts += [torch.as_tensor(e.counts, device=e.layer.x.device) for e in encoded]
+            numbers = wire.settle(torch.cat(facts))
+            for _, part in sent:
+                part.check()
+        results = [
+            next(sums) if e.sent is not None else self._uncompressed(e.layer, everywhere)
+            for e in encoded
+        ]
+        n = len(encoded)
+        for i, e in enumerate(encoded):
+            at = 2 * n + 3 * i
+            self._report(e, *numbers[2 * i : 2 * i + 2], numbers[at : at + 3])
+        if tagc.accumulate:
+            for layer, _ in sent:
+                self.state.residuals.replace(layer.parts, layer.residual.view(-1))
+        shares = sum(layer.x[0].nbytes for layer, _ in sent)
         call.raw_bytes = (self.comm.world_size - 1) * shares * (2 if everywhere else 1)
-        return [sums[i] for i in range(len(found))]
+        return results
 
     def _settings(self) -> str:
         """What all ranks must have in common; without the rule, whose result is compared."""
@@ -290,18 +325,21 @@ class Sketches:
         return f"{same} {tagc.accumulate}"
 
     def _sparsified(self, name: str, x: Any) -> _Layer:
-        flat = x.reshape(-1)
-        if self.tagc.accumulate:
-            corrected = self.state.residuals.corrected(flat, [(name, x.numel())])
+        flat, accumulate = x.reshape(-1), self.tagc.accumulate
+        if accumulate:
+            rows = self.state.residuals.corrected(flat, [(name, x.numel())]).view(x.shape)
         else:
-            corrected = flat.float()
-        rows = corrected.view(x.shape)
-        sparse = torch.stack([sparsify(row, self._theta)[0] for row in rows]).view(-1)
-        cells = self.tagc.codec(x.dtype).spec.sketch  # type: ignore[attr-defined]
+            rows = flat.float().view(x.shape)
+        cells = BY_NAME[self.tagc.codec(x.dtype).spec.sketch]  # type: ignore[attr-defined]
+        corrected = rows if accumulate and self.tagc.index == "1bit" else None
+        residual = None
+        if accumulate:
+            residual = rows if corrected is None else torch.empty_like(rows)
         # Rounded here, so that the residual takes what that loses.
-        return _Layer(name, x, corrected, sparse.to(getattr(torch, cells)).float())
+        sparse, kept = sparsify_rows(rows, self._theta, cells, residual)
+        return _Layer(name, x, corrected, sparse, residual, kept, torch.zeros_like(kept))
 
-    def _agree(self, call: Call, wire: _Wire, layers: Sequence[_Layer]) -> list[Bytes]:
+    def _agree(self, call: Call, wire: _Wire, layers: Sequence[_Layer]) -> list[Any]:
         """The index of all ranks: each combines a share of it, and all gather the shares.
 
         So every network can do it, NCCL too, in the bytes of an all-reduce around a ring.
@@ -309,157 +347,183 @@ class Sketches:
         ranks, mode = self.comm.world_size, self.tagc.index
         with call.stage("index"):
             mine = [
-                arrays.host_array(self.tagc.codec(la.x.dtype).measure(la.sparse)) for la in layers
+                torch.as_tensor(self.tagc.codec(la.x.dtype).measure(la.sparse.view(-1)))
+                for la in layers
             ]
-            sizes = [index.size for index in mine]
-            reduced, op = index_to_reduce(np.concatenate(mine), mode, ranks)
-            padded = np.pad(reduced, (0, -reduced.size % (8 * ranks))).reshape(ranks, -1)
-        came = wire.all_to_all("index", torch.from_numpy(padded).to(layers[0].x.device))
+            reduced, op = index_to_reduce(torch.cat(mine), mode, ranks)
+            share = -(-reduced.numel() // (8 * ranks)) * 8
+            sent = wire.message(ranks, share, reduced)
+            for r, row in enumerate(sent):
+                part = reduced[r * share : (r + 1) * share]
+                row[CARD_NBYTES : CARD_NBYTES + part.numel()] = part
+                row[CARD_NBYTES + part.numel() :] = 0
+        came = wire.all_to_all("index", sent)
         with call.stage("index"):
-            shares = arrays.host_array(came)
-            combine = np.bitwise_or if op == "bitwise_or" else np.add
-            share = torch.from_numpy(combine.reduce(shares, axis=0, dtype=np.uint8))
-        whole = arrays.host_array(wire.all_gather("index", share.to(came.device))).reshape(-1)
+            combine = torch.bitwise_or if op == "bitwise_or" else torch.add
+            own = wire.message(1, share, reduced)
+            for row in came[1:]:
+                combine(came[0], row, out=came[0])
+            own[0, CARD_NBYTES:] = came[0]
+        whole = wire.all_gather("index", own).reshape(-1)
         with call.stage("index"):
-            index = agreed_index(whole[: reduced.size], mode)
-            parts = np.split(index, np.cumsum(sizes)[:-1])
+            index = agreed_index(whole[: reduced.numel()], mode)
+            parts = index.split([part.numel() for part in mine])
             for part, layer in zip(parts, layers, strict=True):
                 # Carries of a sum get behind the last element.
-                part[-1] &= 0xFF >> -layer.nelem % 8
-        return parts
+                part[-1:] &= 0xFF >> -layer.nelem % 8
+        return list(parts)
 
-    def _choose(self, layer: _Layer, index: Bytes, lost: int) -> float | None:
-        """The ratio to take, or None; every rank chooses the same from the same index."""
+    def _encoded(self, layer: _Layer, index: Any) -> _Encoded:
+        """The layer at the ratio asked for, or at a lower one; every rank chooses the same."""
         tagc = self.tagc
-        asked = first = self._diagnosis(layer, index, tagc.ratio)
-        ratio: float | None = tagc.ratio
-        if first.estimated and tagc.fallback is not None:
-            ratio = None
-            for lower in sorted(tagc.fallback, reverse=True):
-                if not tagc.pays(layer.x.shape[1], layer.x.dtype, lower):
-                    continue
-                found = self._diagnosis(layer, index, lower)
-                if not found.estimated:
-                    asked, ratio = found, lower
-                    break
-        reason = first.advice or ""
+        first = self._sketched(layer, index, tagc.ratio)
+        counts = first.counts()
+        if tagc.fallback is None or not _estimated(counts):
+            return _Encoded(layer, first, tagc.ratio, first, counts)
+        for lower in sorted(tagc.fallback, reverse=True):
+            if tagc.pays(layer.x.shape[1], layer.x.dtype, lower):
+                sent = self._sketched(layer, index, lower)
+                found = sent.counts()
+                if not _estimated(found):
+                    return _Encoded(layer, sent, lower, first, found)
+        return _Encoded(layer, None, None, first, counts)
+
+    def _sketched(self, layer: _Layer, index: Any, ratio: float) -> Sketched:
+        chosen = self.tagc.codec(layer.x.dtype, ratio)
+        return Sketched(chosen, layer.sparse.view(-1), index, chunks=self.comm.world_size)
+
+    def _report(self, encoded: _Encoded, kept: int, lost: int, counts: Sequence[int]) -> None:
+        layer, sent, ratio, first, _ = encoded
+        diagnosis = (sent or first).diagnosis(counts)
+        asked = diagnosis if sent is first else first.diagnosis(first.counts().tolist())
+        reason = asked.advice or ""
         if lost:
             reason = f"'1bit' lost {lost} of this rank's values; {reason}"
         self.state.note(
             layer.name,
-            warn=bool(first.estimated) and tagc.fallback is None,
+            warn=bool(asked.estimated) and self.tagc.fallback is None,
             nelem=layer.nelem,
             theta=self._theta,
-            kept=int(torch.count_nonzero(layer.sparse)) + lost,
+            kept=kept,
             lost=lost,
-            diagnosis=asked,
+            diagnosis=diagnosis,
             ratio=ratio,
             reason=reason.removesuffix("; "),
         )
-        return ratio
-
-    def _diagnosis(self, layer: _Layer, index: Bytes, ratio: float) -> Diagnosis:
-        chosen = self.tagc.codec(layer.x.dtype, ratio)
-        return diagnose(chosen, index, (layer.nelem,), "float32", chunks=self.comm.world_size)
 
     def _by_sketch(
-        self,
-        call: Call,
-        wire: _Wire,
-        parts: Sequence[tuple[_Layer, Bytes, float | None]],
-        everywhere: bool,
+        self, call: Call, wire: _Wire, parts: Sequence[tuple[_Layer, Sketched]], everywhere: bool
     ) -> list[Any]:
         ranks, me = self.comm.world_size, self.comm.rank
         with call.stage("encode"):
-            buffers = [
-                self.tagc.codec(layer.x.dtype, ratio).encode(
-                    layer.sparse, stats=index, chunks=ranks, checksum=False
-                )
-                for layer, index, ratio in parts
-            ]
-            rows = [torch.cat([_bytes(sketch(b, r)) for b in buffers]) for r in range(ranks)]
-        came = wire.all_to_all("sketch", torch.stack(rows))
+            # Of each layer the cells of every chunk, for its owner.
+            cells = [[sketch(s.buffer, r) for r in range(ranks)] for _, s in parts]
+            ends = np.cumsum([CARD_NBYTES, *(_bytes(of[me]).numel() for of in cells)]).tolist()
+            sent = wire.message(ranks, ends[-1] - CARD_NBYTES, _bytes(cells[0][me]))
+            for of, at, end in zip(cells, ends, ends[1:], strict=False):
+                for row, part in zip(sent, of, strict=True):
+                    row[at:end] = _bytes(part)
+        came = wire.all_to_all("sketch", sent)
         with call.stage("add"):
-            at = 0
-            for buffer in buffers:
-                own = sketch(buffer, me)
-                end = at + own.numel() * own.element_size()
-                terms = came[:, at:end].contiguous().view(own.dtype)
-                total = torch.full(own.shape, -0.0, dtype=torch.float32, device=own.device)
-                for term in terms:
+            for of, at, end in zip(cells, ends, ends[1:], strict=False):
+                own = of[me]
+                terms = [row[at - CARD_NBYTES : end - CARD_NBYTES].view(own.dtype) for row in came]
+                total = own.copy_(terms[0]) if own.dtype == torch.float32 else terms[0].float()
+                for term in terms[1:]:
                     total += term
                 own.copy_(total)
-                at = end
         if everywhere:
-            mine = torch.cat([_bytes(sketch(b, me)) for b in buffers])
-            gathered, at = wire.all_gather("sketch", mine), 0
-            for buffer in buffers:
-                end = at + _bytes(sketch(buffer, me)).numel()
-                for r in range(ranks):
-                    _bytes(sketch(buffer, r)).copy_(gathered[r, at:end])
-                at = end
-        sums = []
+            with call.stage("sketch"):
+                mine = wire.message(1, ends[-1] - CARD_NBYTES, sent)
+                for of, at, end in zip(cells, ends, ends[1:], strict=False):
+                    mine[0, at:end] = _bytes(of[me])
+            gathered = wire.all_gather("sketch", mine)
+            with call.stage("sketch"):
+                for of, at, end in zip(cells, ends, ends[1:], strict=False):
+                    for row, part in zip(gathered, of, strict=True):
+                        _bytes(part).copy_(row[at - CARD_NBYTES : end - CARD_NBYTES])
         with call.stage("decode"):
-            for buffer, (layer, _, _) in zip(buffers, parts, strict=True):
-                # The array and not the buffer, so that a GPU's verdict is raised at once.
-                if everywhere:
-                    sums.append(decode(buffer.array).view(layer.x.shape))
-                else:
-                    m = layer.x.shape[1]
-                    sums.append(decode(buffer.array, start=me * m, stop=(me + 1) * m))
-        return sums
+            return [self._decoded(layer, sent, everywhere) for layer, sent in parts]
+
+    def _decoded(self, layer: _Layer, sent: Sketched, everywhere: bool) -> Any:
+        if everywhere:
+            return sent.decode(0, layer.nelem).view(layer.x.shape)
+        m = layer.x.shape[1]
+        return sent.decode(self.comm.rank * m, (self.comm.rank + 1) * m)
 
     def _uncompressed(self, layer: _Layer, everywhere: bool) -> Any:
         comm = self.comm
         total = layer.x.new_empty(layer.x.shape[1], dtype=torch.float32)
         residuals = self.state.residuals if self.tagc.accumulate else None
-        scatter(comm, layer.x.view(-1), total, residuals, [(layer.name, layer.nelem)])
+        scatter(comm, layer.x.view(-1), total, residuals, layer.parts)
         return comm.all_gather(total).view(layer.x.shape) if everywhere else total
 
 
 class _Wire:
-    """The messages of a call, each with a card before it."""
+    """The messages of a call, each with a card before it: uint8, shape (rows, CARD_NBYTES + n)."""
 
     def __init__(self, comm: Communicator, call: Call, digest: int) -> None:
         self._transport, self._call, self._digest = comm.transport, call, digest
+        #: Stages of messages, and what is wrong with those from each rank.
+        self._verdicts: list[tuple[str, Any]] = []
 
-    def all_to_all(self, stage: str, rows: Any) -> Any:
-        """Row j of `rows`, uint8, shape (ranks, n), to rank j; row i comes from rank i."""
+    def message(self, rows: int, nbytes: int, like: Any) -> Any:
+        """Room for a message of `nbytes` to each of so many ranks, a multiple of 8."""
+        return like.new_empty((rows, CARD_NBYTES + nbytes), dtype=torch.uint8)
+
+    def all_to_all(self, stage: str, sent: Any) -> Any:
+        """Row j of `sent` to rank j; row i comes from rank i: without cards, shape (ranks, n)."""
         with self._call.stage(stage):
-            sent = self._packed(rows)
+            self._seal(sent)
             came = torch.empty_like(sent)
             self._transport.all_to_all(came.view(-1), sent.view(-1))
             self._call.wire_bytes += sent[0].numel() * (len(sent) - 1)
-            return self._opened(stage, came, rows.shape[1])
+            return self._opened(stage, came)
 
-    def all_gather(self, stage: str, row: Any) -> Any:
-        """The `row`, uint8, shape (n,), of all ranks: shape (ranks, n)."""
+    def all_gather(self, stage: str, sent: Any) -> Any:
+        """The only row of all ranks' `sent`, without cards, shape (ranks, n)."""
         with self._call.stage(stage):
-            sent, ranks = self._packed(row[None]), self._transport.world_size
-            came = sent.new_empty((ranks, sent.shape[1]))
+            self._seal(sent)
+            came = sent.new_empty((self._transport.world_size, sent.shape[1]))
             self._transport.all_gather(came.view(-1), sent.view(-1))
-            self._call.wire_bytes += sent.numel() * (ranks - 1)
-            return self._opened(stage, came, row.numel())
+            self._call.wire_bytes += sent.numel() * (len(came) - 1)
+            return self._opened(stage, came)
 
-    def _packed(self, rows: Any) -> Any:
-        padded = F.pad(rows, (CARD_NBYTES, -rows.shape[1] % 8))
-        words = padded.view(torch.int64)
-        words[:, 0] = self._digest
-        words[:, 1] = _checksum(words[:, 2:])
-        return padded
+    def settle(self, numbers: Any = None) -> list[int]:
+        """Wait for the messages so far, and raise what is wrong with them; gives `numbers`, int64.
 
-    def _opened(self, stage: str, came: Any, nbytes: int) -> Any:
-        words = came.view(torch.int64)
-        other = (words[:, 0] != self._digest).tolist()
-        damaged = (words[:, 1] != _checksum(words[:, 2:])).tolist()
-        for rank, differs in enumerate(other):
-            if differs:
+        Raises CollectiveError that names the rank.
+        """
+        verdicts, self._verdicts = self._verdicts, []
+        pieces = [wrong for _, wrong in verdicts] + ([] if numbers is None else [numbers])
+        if not pieces:
+            return []
+        found = OnTheWay(torch.cat(pieces)).wait(self._transport.timeout).tolist()
+        ranks = self._transport.world_size
+        for i, (stage, _) in enumerate(verdicts):
+            wrong = found[i * ranks : (i + 1) * ranks]
+            if _OTHER in wrong:
+                rank = wrong.index(_OTHER)
                 detail = f"rank {rank} has other settings or layers, or is at another step"
                 raise self._call.failure(stage, detail)
-        for rank, wrong in enumerate(damaged):
-            if wrong:
+            if _DAMAGED in wrong:
+                rank = wrong.index(_DAMAGED)
                 raise self._call.failure(stage, f"what came from rank {rank} is damaged")
-        return came[:, CARD_NBYTES : CARD_NBYTES + nbytes]
+        return found[len(verdicts) * ranks :]
+
+    def _seal(self, sent: Any) -> None:
+        words = sent.view(torch.int64)
+        words[:, 0] = self._digest
+        words[:, 1] = _checksum(words[:, 2:])
+
+    def _opened(self, stage: str, came: Any) -> Any:
+        words = came.view(torch.int64)
+        damaged = words[:, 1] != _checksum(words[:, 2:])
+        wrong = torch.where(words[:, 0] == self._digest, damaged * _DAMAGED, _OTHER)
+        self._verdicts.append((stage, wrong))
+        if not came.is_cuda:
+            self.settle()
+        return came[:, CARD_NBYTES:]
 
 
 def _digest(text: str) -> int:
@@ -468,17 +532,31 @@ def _digest(text: str) -> int:
 
 
 def _checksum(words: Any) -> Any:
-    """The sum modulo 2^64 of int64 words times odd numbers, by row: no flipped bit escapes it."""
-    factors = torch.arange(1, 2 * words.shape[1] + 1, 2, device=words.device)
-    return (words * factors).sum(1)
+    """The sum modulo 2^64 of int64 words, by row: no flipped bit escapes it, no swapped kilobytes.
+
+    Of runs of 1024, which are numbered, and of the words behind the last one.
+    """
+    whole = words.shape[1] // 1024 * 1024
+    sums = words[:, :whole].unflatten(1, (-1, 1024)).sum(2) if whole else words[:, :0]
+    sums = torch.cat([sums, words[:, whole:]], 1)
+    return (sums * torch.arange(1, 2 * sums.shape[1] + 1, 2, device=words.device)).sum(1)
 
 
-def _within(layer: _Layer, index: Bytes) -> tuple[_Layer, int]:
-    """The layer without entries that are not in the index, and how many these were."""
-    bits = np.unpackbits(index, count=layer.nelem, bitorder="little").view(bool)
-    there = torch.from_numpy(bits).to(layer.x.device)
-    lost = int(torch.count_nonzero(layer.sparse[~there]))
-    return layer._replace(sparse=torch.where(there, layer.sparse, 0)), lost
+def _within(layer: _Layer, index: Any) -> _Layer:
+    """The layer without entries that are not in the index; they stay with the residual."""
+    places = torch.arange(8, dtype=torch.uint8, device=index.device)
+    bits = (index[:, None] >> places & 1).view(-1)[: layer.nelem].bool().view(layer.x.shape)
+    if layer.residual is not None:
+        corrected = layer.corrected.nan_to_num(0.0, 0.0, 0.0)
+        torch.where(bits, layer.residual, corrected, out=layer.residual)
+    lost = torch.count_nonzero(torch.where(bits, 0, layer.sparse))
+    return layer._replace(sparse=torch.where(bits, layer.sparse, 0), lost=lost)
+
+
+def _estimated(counts: Any) -> bool:
+    """Whether some are, by `Sketched.counts`. Waits for a device."""
+    occupied, peeled, _ = counts.tolist()
+    return bool(occupied > peeled)
 
 
 def _bytes(x: Any) -> Any:

@@ -223,6 +223,11 @@ class Sketched:
         ratio = float(self.plan.codec.ratio)  # type: ignore[attr-defined]
         return Diagnosis(ratio, self.plan.nelem, occupied, peeled, rounds)
 
+    def check(self) -> None:
+        """Raise FormatError for what decoding has found so far. Waits for the device."""
+        if self._work is not None:
+            self.buffer.check()
+
     def decode(self, start: int, stop: int) -> Any:
         """Elements `start` to `stop` of the buffer, whose cells may have been summed: shape (n,).
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .formats.dtypes import BY_NAME, DType
 
 
 def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
@@ -30,20 +31,67 @@ def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
             f"x is {info.dtype.name} of {info.library}; allowed: floats of numpy or torch"
         )
     n = math.prod(info.shape)
-    # The share as it is written: 0.9 of 10 elements are 9, though the float is above 0.9.
-    keep = n - math.ceil(Fraction(str(float(theta))) * n)
+    keep = _kept(theta, n)
     if info.library == "torch":
         torch = importlib.import_module("torch")
-        width = 8 * info.dtype.itemsize
-        flat = x.detach().contiguous().view(-1)
-        magnitudes = flat.view(getattr(torch, f"int{width}")) & (1 << width - 1) - 1
-        kept = _largest_torch(torch, magnitudes, keep).view(x.shape)
+        flat = x.detach().contiguous().view(-1)[None]
+        kernels = _kernels(flat, info.dtype)
+        if kernels is not None:
+            with torch.cuda.device(flat.device):
+                rest = torch.empty_like(flat)
+                sent, _ = kernels.cut(flat, keep, info.dtype, rest=rest, what=kernels.OTHERS)
+            return sent.view(x.shape), rest.view(x.shape)
+        kept = _largest_torch(torch, flat[0], info.dtype, keep).view(x.shape)
         return torch.where(kept, x, 0), torch.where(kept, 0, x)
     bits = np.ascontiguousarray(x).reshape(-1).view(info.dtype.bits)
     magnitudes = bits & info.dtype.bits.type((1 << 8 * info.dtype.itemsize - 1) - 1)
     kept = _largest(magnitudes, keep).reshape(info.shape)
     zero = np.zeros((), info.dtype.numpy)
     return np.where(kept, x, zero), np.where(kept, zero, x)
+
+
+def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple[Any, Any]:
+    """What `sparsify` keeps of each row of a tensor, rounded to `cells`; and how many there are.
+
+    `x` is contiguous and float32, shape (rows, m); `rest`, where it is given, of this shape or `x`
+    itself, gets the residual: x - what is kept, with zeros for NaN and infinities. The second
+    result is int64, shape (): entries that are not zero. A tensor on a GPU stays there, and nothing
+    waits for it.
+    """
+    torch = importlib.import_module("torch")
+    keep, dtype = _kept(theta, x.shape[1]), BY_NAME["float32"]
+    kernels = _kernels(x, dtype)
+    if kernels is not None:
+        what = kernels.NOTHING if rest is None else kernels.LOST
+        with torch.cuda.device(x.device):
+            sent, counts = kernels.cut(x, keep, dtype, cell=cells, rest=rest, what=what)
+        return sent, counts.sum()
+    sent = torch.zeros_like(x)
+    for row, kept in zip(x, sent, strict=True):
+        here = _largest_torch(torch, row, dtype, keep)
+        torch.where(here, row, kept, out=kept)
+    sent = sent.to(getattr(torch, cells.name)).float()
+    if rest is not None:
+        torch.sub(x, sent, out=rest).nan_to_num_(0.0, 0.0, 0.0)
+    return sent, torch.count_nonzero(sent)
+
+
+def _kept(theta: float, n: int) -> int:
+    # The share as it is written: 0.9 of 10 elements are 9, though the float is above 0.9.
+    return n - math.ceil(Fraction(str(float(theta))) * n)
+
+
+def _kernels(x: Any, dtype: DType) -> Any:
+    """The kernels for a tensor, None if there are none where it is."""
+    if not x.is_cuda:
+        return None
+    try:
+        from . import sparsify_triton
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return sparsify_triton if sparsify_triton.supports(dtype) else None
 
 
 def _largest(magnitudes: Any, keep: int) -> Any:
@@ -56,8 +104,11 @@ def _largest(magnitudes: Any, keep: int) -> Any:
     return kept
 
 
-def _largest_torch(torch: Any, magnitudes: Any, keep: int) -> Any:
-    if magnitudes.device.type == "cpu":
+def _largest_torch(torch: Any, x: Any, dtype: DType, keep: int) -> Any:
+    """Which entries of a tensor of shape (n,) are kept, bool."""
+    width = 8 * dtype.itemsize
+    magnitudes = x.view(getattr(torch, f"int{width}")) & (1 << width - 1) - 1
+    if x.device.type == "cpu":
         # Several times as fast as kthvalue.
         return torch.from_numpy(_largest(magnitudes.numpy(), keep))
     if keep == 0:

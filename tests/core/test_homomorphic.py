@@ -281,6 +281,6 @@ def test_what_encoding_has_found(
     assert found.decode(5, N - 7).cpu().numpy().tobytes() == expected[5 : N - 7].tobytes()
     assert found.counts().tolist() == [wanted.occupied, wanted.peeled, wanted.rounds]
     assert wanted.rounds > 2
-    found.buffer.check()
+    found.check()
     with pytest.raises(ValueError, match="by raw"):
         Sketched(CODEC, x[:8], index[:1])

@@ -1,0 +1,355 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""The entries of largest magnitude of rows of tensors on a GPU, without a wait for the host.
+
+Radix selection: a histogram of the magnitudes' first eight bits says which of them the least one
+that stays begins with, and so on for the next ones. Of float32 one entry of 64 is looked at before:
+it gives two bounds, and all of a row is read just once to list what lies between them, mostly some
+hundredth; what follows takes the list if the one that is looked for is in it, else the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .codecs.device import PTX, Variant, kernel, options
+from .codecs.minifloat import INFINITY
+from .codecs.minifloat_triton import elements_at, narrow, widen
+from .formats.dtypes import DType
+
+#: Entries that a program takes at once; how often, in kernels that count; of how many one is
+#: looked at first.
+_TILE = tl.constexpr(4096)
+_TURNS = tl.constexpr(8)
+_STRIDE = tl.constexpr(64)
+_BINS = tl.constexpr(256)
+_MAGNITUDE = tl.constexpr((1 << 31) - 1)
+_INFINITY = tl.constexpr(INFINITY)
+#: The guess has so many bits less than a magnitude; the list has what begins with it or differs
+#: by so many from it.
+_GUESSED = tl.constexpr(15)
+_AROUND = tl.constexpr(2)
+#: Where a row's state (int64) has, behind histograms, the guess, what is above and in the list,
+#: the least magnitude that stays, how many stay that are equal to it, and are, and all that stay
+#: and are not zero.
+GUESS, ABOVE, COUNT, BOUND, LEFT, TIES, KEPT = (6 * 256 + i for i in (0, 2, 3, 4, 5, 6, 7))
+_ABOVE, _COUNT, _BOUND, _LEFT, _TIES, _KEPT = map(
+    tl.constexpr, (ABOVE, COUNT, BOUND, LEFT, TIES, KEPT)
+)
+_GUESS = tl.constexpr(GUESS)
+STATE = 6 * 256 + 8
+_STATE = tl.constexpr(STATE)
+#: More than there can be.
+_MANY = tl.constexpr(1 << 62)
+#: `_cut_kernel` leaves nothing beside, what does not stay, or what is lost of finite numbers.
+NOTHING, OTHERS, LOST = range(3)
+_NOTHING, _OTHERS = tl.constexpr(NOTHING), tl.constexpr(OTHERS)
+
+#: Rows of fewer entries are not sampled.
+SAMPLED = 1 << 18
+#: The list has room for one of so many entries.
+LISTED = 16
+
+_OPTIONS = options(num_warps=8)
+
+
+class Digit(NamedTuple):
+    """Some bits of magnitudes: where their histogram is, the lowest one, how many values."""
+
+    at: int
+    shift: int
+    bins: int
+
+
+_SAMPLE_DIGITS = Digit(0, 23, 256), Digit(256, 15, 256)
+_DIGITS = {
+    4: (Digit(512, 23, 256), Digit(768, 15, 256), Digit(1024, 7, 256), Digit(1280, 0, 128)),
+    2: (Digit(512, 7, 256), Digit(768, 0, 128)),
+}
+
+
+@triton.jit
+def _state_at(state_ptr, row):
+    return state_ptr.to(tl.pointer_type(tl.int64)) + row * _STATE
+
+
+@triton.jit
+def _magnitude(v, ITEM: tl.constexpr):
+    """Magnitude bits, int32, of element bits."""
+    return v.to(tl.int32, bitcast=True) & _MAGNITUDE if ITEM == 4 else v.to(tl.int32) & 0x7FFF
+
+
+@triton.jit
+def _all_of(state, keep, room):
+    """Whether the list is of no use: it lacks the magnitude that is looked for, or is too long."""
+    above = tl.load(state + _ABOVE)
+    count = tl.load(state + _COUNT)
+    return (above >= keep) | (above + count < keep) | (count > room)
+
+
+@kernel
+def _digit_kernel(
+    x_ptr,
+    list_ptr,
+    state_ptr,
+    m: tl.int64,
+    keep: tl.int64,
+    room: tl.int64,
+    tiles: tl.int64,
+    AT: tl.constexpr,
+    OUT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BINS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    """Histogram of a digit, of the magnitudes that begin with those found before; not of digit 0.
+
+    Of a row's sample, its list, or all of it.
+    """
+    row = tl.program_id(0).to(tl.int64) // tiles
+    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _TURNS)
+    state = _state_at(state_ptr, row)
+    x = elements_at(x_ptr, ITEM) + row * m
+    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
+    bound = tl.load(state + OUT).to(tl.int32)
+    every = _all_of(state, keep, room)
+    if SAMPLE:
+        n = m // _STRIDE
+    else:
+        n = tl.where(every, m, tl.load(state + _COUNT))
+    stop = tl.minimum(start + _TILE * _TURNS, n)
+    counts = tl.zeros([BINS], tl.int32)
+    while start < stop:
+        i = start + tl.arange(0, _TILE)
+        inside = i < n
+        if SAMPLE:
+            # Not at equal distances, which rows and columns of weights have, too.
+            i = i * _STRIDE + ((i * 40503 >> 6) & (_STRIDE - 1))
+            magnitude = _magnitude(tl.load(x + i, mask=inside, other=0), ITEM)
+        else:
+            if every:
+                magnitude = _magnitude(tl.load(x + i, mask=inside, other=0), ITEM)
+            else:
+                magnitude = tl.load(found + i, mask=inside, other=0)
+        digit = tl.where(inside, (magnitude >> SHIFT) & (BINS - 1), 0)
+        if not FIRST:
+            digit = tl.where((magnitude ^ bound) < (BINS << SHIFT), digit, 0)
+        counts += tl.histogram(digit, BINS)
+        start += _TILE
+    i = tl.arange(0, BINS)
+    use = (i > 0) & (counts > 0)
+    tl.atomic_add(state + AT + i, counts.to(tl.int64), mask=use, sem="relaxed")
+
+
+@kernel
+def _pick_kernel(
+    state_ptr,
+    keep: tl.int64,
+    room: tl.int64,
+    AT: tl.constexpr,
+    OUT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BINS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    """Read a row's digit off its histogram, and how many are left to take that begin with it."""
+    state = _state_at(state_ptr, tl.program_id(0).to(tl.int64))
+    i = tl.arange(0, BINS)
+    counts = tl.load(state + AT + i)
+    if FIRST:
+        left = keep
+        bound = keep * 0
+        if not SAMPLE:
+            left = keep - tl.where(_all_of(state, keep, room), 0, tl.load(state + _ABOVE))
+    else:
+        bound = tl.load(state + OUT)
+        left = tl.load(state + OUT + 1)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    digit = tl.sum((above >= left).to(tl.int64), 0)
+    left -= tl.sum(tl.where(i == digit, above, 0), 0)
+    tl.store(state + OUT, bound | (digit << SHIFT))
+    tl.store(state + OUT + 1, left)
+    if SHIFT == 0:
+        ties = tl.sum(tl.where(i == digit, counts, 0), 0)
+        tl.store(state + _TIES, tl.where(digit > 0, ties, _MANY))
+
+
+@kernel
+def _list_kernel(x_ptr, list_ptr, state_ptr, m: tl.int64, room: tl.int64, tiles: tl.int64):
+    """List magnitudes of float32 near the guess, and count those above them."""
+    row = tl.program_id(0).to(tl.int64) // tiles
+    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _TURNS)
+    state = _state_at(state_ptr, row)
+    x = elements_at(x_ptr, 4) + row * m
+    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
+    guess = tl.load(state + _GUESS)
+    least = guess - (_AROUND << _GUESSED)
+    most = guess + ((_AROUND + 1) << _GUESSED)
+    stop = tl.minimum(start + _TILE * _TURNS, m)
+    above = tl.zeros([_TILE], tl.int32)
+    while start < stop:
+        i = start + tl.arange(0, _TILE)
+        magnitude = _magnitude(tl.load(x + i, mask=i < m, other=0), 4)
+        above += (magnitude >= most).to(tl.int32)
+        near = ((i < m) & (magnitude >= least) & (magnitude < most)).to(tl.int32)
+        count = tl.sum(near, 0).to(tl.int64)
+        at = tl.atomic_add(state + _COUNT, count, sem="relaxed") + tl.cumsum(near, 0) - 1
+        tl.store(found + at, magnitude, mask=(near != 0) & (at < room))
+        start += _TILE
+    tl.atomic_add(state + _ABOVE, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+
+
+@kernel
+def _ties_kernel(x_ptr, state_ptr, counts_ptr, m: tl.int64, tiles: tl.int64, ITEM: tl.constexpr):
+    """How many entries of a tile equal the least that stay, where not all of them do."""
+    row = tl.program_id(0).to(tl.int64) // tiles
+    i = tl.program_id(0).to(tl.int64) % tiles * _TILE + tl.arange(0, _TILE)
+    state = _state_at(state_ptr, row)
+    if tl.load(state + _TIES) != tl.load(state + _LEFT):
+        v = tl.load(elements_at(x_ptr, ITEM) + row * m + i, mask=i < m, other=0)
+        ties = (i < m) & (_magnitude(v, ITEM) == tl.load(state + _BOUND))
+        tl.store(counts_ptr + tl.program_id(0), tl.sum(ties.to(tl.int64), 0))
+
+
+@kernel
+def _cut_kernel(
+    x_ptr,
+    sent_ptr,
+    rest_ptr,
+    state_ptr,
+    counts_ptr,
+    m: tl.int64,
+    tiles: tl.int64,
+    REST: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    CELL_EXP: tl.constexpr,
+    CELL_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Cut a tile in two. `counts_ptr` has the ties up to the end of each tile of a row.
+
+    Of float32, what stays is rounded to the dtype of the cells.
+    """
+    row = tl.program_id(0).to(tl.int64) // tiles
+    i = tl.program_id(0).to(tl.int64) % tiles * _TILE + tl.arange(0, _TILE)
+    state = _state_at(state_ptr, row)
+    v = tl.load(elements_at(x_ptr, ITEM) + row * m + i, mask=i < m, other=0)
+    magnitude = _magnitude(v, ITEM)
+    bound = tl.load(state + _BOUND)
+    left = tl.load(state + _LEFT)
+    equal = (i < m) & (magnitude == bound)
+    if tl.load(state + _TIES) != left:
+        ties = tl.cumsum(equal.to(tl.int64), 0)
+        before = tl.load(counts_ptr + tl.program_id(0)) - tl.sum(equal.to(tl.int64), 0)
+        equal = equal & (before + ties <= left)
+    stays = (magnitude > bound) | equal
+    sent = tl.where(stays, v, 0)
+    if CELL_ITEM != ITEM:
+        value = sent.to(tl.float32, bitcast=True)
+        sent = widen(narrow(value, CELL_EXP, CELL_ITEM, PTX), CELL_EXP, CELL_ITEM)
+        sent = sent.to(tl.uint32, bitcast=True)
+    tl.store(elements_at(sent_ptr, ITEM) + row * m + i, sent, mask=i < m)
+    if REST != _NOTHING:
+        if REST == _OTHERS:
+            rest = tl.where(stays, 0, v)
+        else:
+            lost = v.to(tl.float32, bitcast=True) - sent.to(tl.float32, bitcast=True)
+            rest = lost.to(tl.uint32, bitcast=True)
+            rest = tl.where(_magnitude(rest, ITEM) < _INFINITY, rest, 0)
+        tl.store(elements_at(rest_ptr, ITEM) + row * m + i, rest, mask=i < m)
+    kept = (i < m) & (_magnitude(sent, ITEM) != 0)
+    tl.atomic_add(state + _KEPT, tl.sum(kept.to(tl.int64), 0), sem="relaxed")
+
+
+@functools.cache
+def _digit_variants(digit: Digit, out: int, first: bool, sample: bool, item: int):
+    values = {"AT": digit.at, "OUT": out, "SHIFT": digit.shift, "BINS": digit.bins}
+    values |= {"FIRST": first, "SAMPLE": sample}
+    return Variant(_digit_kernel, _OPTIONS, **values, ITEM=item), Variant(
+        _pick_kernel, options(num_warps=4), **values
+    )
+
+
+@functools.cache
+def _list_variant() -> Variant:
+    return Variant(_list_kernel, _OPTIONS)
+
+
+@functools.cache
+def _cut_variants(dtype: DType, cell: DType, rest: int) -> tuple[Variant, Variant]:
+    types = {"EXP": dtype.exponent, "ITEM": dtype.itemsize}
+    types |= {"CELL_EXP": cell.exponent, "CELL_ITEM": cell.itemsize}
+    cut = Variant(_cut_kernel, _OPTIONS, REST=rest, **types, PTX=PTX)
+    return Variant(_ties_kernel, _OPTIONS, ITEM=dtype.itemsize), cut
+
+
+def supports(dtype: DType) -> bool:
+    """True for the dtypes that `cut` takes."""
+    return dtype.name in ("float32", "bfloat16", "float16")
+
+
+def cut(
+    x: torch.Tensor,
+    keep: int,
+    dtype: DType,
+    *,
+    cell: DType | None = None,
+    rest: torch.Tensor | None = None,
+    what: int = NOTHING,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stays of rows, shape (rows, m), contiguous and of `dtype`; and how many are not zero.
+
+    Of each row the `keep` entries of largest magnitude stay, among equal ones the first; of float32
+    they are rounded to the dtype `cell`. `rest`, of the shape of `x` or `x` itself, gets the OTHERS
+    or what is LOST, by `what` (of float32: x - what stays, 0 for NaN and infinities). The second
+    result is int64, shape (rows,). Queued on the current stream of the current device, which is
+    that of `x`.
+    """
+    rows, m = x.shape
+    sent = torch.empty_like(x)
+    state = torch.zeros((rows, STATE), dtype=torch.int64, device=x.device)
+    if 0 < keep < m:
+        _find(x, keep, dtype, state)
+    else:
+        # Above all magnitudes, or below.
+        state[:, BOUND] = -1 if keep else int(_MAGNITUDE.value)
+        state[:, TIES] = 0 if keep else 1
+    tiles = -(-m // int(_TILE.value))
+    counts = torch.zeros((rows, tiles), dtype=torch.int64, device=x.device)
+    if rows * tiles:
+        count, cutting = _cut_variants(dtype, cell or dtype, what)
+        count.launch(rows * tiles, (x, state, counts), m, tiles)
+        ends = counts.cumsum(1)
+        other = x if rest is None else rest
+        cutting.launch(rows * tiles, (x, sent, other, state, ends), m, tiles)
+    return sent, state[:, KEPT]
+
+
+def _find(x: torch.Tensor, keep: int, dtype: DType, state: torch.Tensor) -> None:
+    """Put the least magnitude that stays in the state of each row."""
+    rows, m = x.shape
+    span = int(_TILE.value) * int(_TURNS.value)
+    tiles, room, found = -(-m // span), -1, state
+    if dtype.itemsize == 4 and m >= SAMPLED:
+        room = m // LISTED
+        found = torch.empty((rows, room), dtype=torch.int32, device=x.device)
+        sample = m // int(_STRIDE.value)
+        parts = -(-sample // span)
+        for i, digit in enumerate(_SAMPLE_DIGITS):
+            count, pick = _digit_variants(digit, GUESS, i == 0, True, 4)
+            count.launch(rows * parts, (x, found, state), m, keep, room, parts)
+            pick.launch(rows, (state,), max(1, keep * sample // m), room)
+        _list_variant().launch(rows * tiles, (x, found, state), m, room, tiles)
+    for i, digit in enumerate(_DIGITS[dtype.itemsize]):
+        count, pick = _digit_variants(digit, BOUND, i == 0, False, dtype.itemsize)
+        count.launch(rows * tiles, (x, found, state), m, keep, room, tiles)
+        pick.launch(rows, (state,), keep, room)
