@@ -33,7 +33,7 @@ from .collectives import Communicator
 from .error_feedback import ErrorFeedback
 from .hooks import scatter
 from .layers import Rule
-from .tensors import OnTheWay
+from .tensors import OnTheWay, is_cuda
 
 #: Bytes before every message: a digest of the call, a checksum of what follows.
 CARD_NBYTES = 16
@@ -521,7 +521,7 @@ class _Wire:
         damaged = words[:, 1] != _checksum(words[:, 2:])
         wrong = torch.where(words[:, 0] == self._digest, damaged * _DAMAGED, _OTHER)
         self._verdicts.append((stage, wrong))
-        if not came.is_cuda:
+        if not is_cuda(came):
             self.settle()
         return came[:, CARD_NBYTES:]
 

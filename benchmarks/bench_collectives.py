@@ -1,6 +1,7 @@
 """Compressed collectives beside NCCL's own on the GPUs of one machine, one process each.
 
     python benchmarks/bench_collectives.py --out benchmarks/results [--world 2] [--sizes 64 256]
+        [--tables sketches]
     python benchmarks/report.py
 
 Links: "nvlink" as NCCL finds it, "p2p off" (NCCL_P2P_DISABLE=1: through host memory, which stands
@@ -8,14 +9,17 @@ in for a network of 200 Gb/s), "sockets" (TCP over the loopback). Tensors are bf
 MiB are those of one rank's input in bfloat16. Sums are of the same values in float32 tensors: here
 `wire="bfloat16"` travels, there float32; an all-reduce is in place. A time is the median over calls
 of the slowest rank's wall clock, from a barrier until the device has finished. Every result is
-compared before and after it is timed.
+compared before and after it is timed. Reduce-scatters by sketch are of one layer of float32, and
+held against NCCL's of the same. With `--tables` the others stay as they are recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
+import math
 import os
 import socket
 import statistics
@@ -24,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 import tightwire as tw
+from tightwire.adapters.sketches import Sketches, State, Tagc
 from tightwire.adapters.torch_dist import TorchDist
 
 MIB = 1 << 20
@@ -49,6 +55,10 @@ PATHS: dict[str, dict[str, Any]] = {
 #: Of all-reduces held against NCCL's in bfloat16: codec, topology, error allowed.
 LOSSY = (("mx", "two-shot", 3e-3), ("taco", "two-shot", 3e-3), ("dynamiq", "ring", 2e-2))
 LOSSY_PATHS = ("compressed", "auto")
+#: Of a layer that goes by sketch: MiB of float32, and the ratio.
+SKETCHED = (256, 512)
+RATIO = 10
+TABLES = ("measured", "lossy", "sketches", "small", "late")
 SMALL = (4 << 10, 64 << 10)
 LATE_SECONDS = 0.02
 #: Of one measurement.
@@ -280,6 +290,66 @@ def agreed_error(rank: Rank, run: Run, total: torch.Tensor, allowed: float) -> f
     return error
 
 
+def sketches(rank: Rank, link: str) -> list[dict[str, Any]]:
+    """Reduce-scatters of a layer by index and sketch beside NCCL's in float32."""
+    found = []
+    for mib in SKETCHED:
+        x = torch.empty((rank.world, mib * MIB // 4 // rank.world), device="cuda")
+        rng = torch.Generator("cuda").manual_seed(mib * 1000 + rank.rank)
+        x.normal_(0, 0.02, generator=rng)
+        out = torch.empty_like(x[0])
+        plain = functools.partial(dist.reduce_scatter_tensor, out, x.view(-1))
+        native = rank.time(Run(int, plain, out))
+        for accumulate in (False, True):
+            state, tagc = State(), Tagc(ratio=RATIO, accumulate=accumulate)
+            sums = Sketches(tw.Communicator(TorchDist(dist.new_group())), tagc, state)
+            call = functools.partial(sums.sums, [("layer", x)])
+            check_sketches(rank, x, sums)
+            ms = rank.time(Run(int, call, out))
+            check_sketches(rank, x, sums)
+            record, report = sums.trace()[-1], state.reports[-1]
+            row = {"link": link, "mib": mib, "accumulate": accumulate, "codec_ratio": RATIO}
+            row |= {"native_ms": native, "sketch_ms": ms, "seconds": record.seconds}
+            row |= {"ratio": record.wire_bytes / record.raw_bytes, "density": report.density}
+            row |= {"rounds": report.diagnosis.rounds if report.diagnosis else 0}
+            row["speedup"] = native["median"] / ms["median"]
+            found.append(row)
+            if rank.rank == 0:
+                print(link, "sketches", row, flush=True)
+    return found
+
+
+def check_sketches(rank: Rank, x: torch.Tensor, sums: Sketches) -> None:
+    """Compare a call's result with the sum of what ranks keep, found by sorting; and the residual.
+
+    Bit for bit: each sum is made in the order of the ranks.
+    """
+    corrected, share = x, sums.tagc.share_zeroed(rank.world)
+    if sums.tagc.accumulate and sums.state.reports:
+        corrected = x + sums.state.residuals.residual("layer").view(x.shape)
+    keep = x.shape[1] - math.ceil(Fraction(str(share)) * x.shape[1])
+    sent = torch.zeros_like(x)
+    for row, kept in zip(corrected, sent, strict=True):
+        size = row.abs()
+        least = size.sort().values[-keep]
+        ties = size == least
+        stays = (size > least) | ties & (ties.cumsum(0) <= keep - (size > least).sum())
+        kept.copy_(torch.where(stays, row, 0))
+        del size, ties, stays
+    terms = torch.empty_like(sent)
+    dist.all_to_all_single(terms, sent)
+    total = torch.zeros_like(x[0])
+    for term in terms:
+        total += term
+    (result,) = sums.sums([("layer", x)])
+    same = torch.equal(result, total) and sums.state.reports[-1].estimated == 0
+    if sums.tagc.accumulate:
+        rest = sums.state.residuals.residual("layer").view(x.shape)
+        same = same and torch.equal(rest, corrected - sent)
+    if rank.everywhere(float(not same)):
+        raise RuntimeError("a reduce-scatter by sketch gives another result on a rank")
+
+
 def small(rank: Rank, link: str) -> list[dict[str, Any]]:
     """Microseconds that the switch adds to a small native call."""
     found = []
@@ -330,29 +400,38 @@ def late(rank: Rank, link: str, mib: int) -> list[dict[str, Any]]:
     return found
 
 
-def work(rank: int, world: int, port: int, link: str, out: str, sizes: Sequence[int]) -> None:
-    """What one process does."""
+def work(
+    rank: int, world: int, port: int, link: str, out: str, tables: str, sizes: Sequence[int]
+) -> None:
+    """What one process does; `tables` with commas."""
     me = Rank(rank, world, port)
-    result: dict[str, Any] = {"measured": measure(me, link, sizes), "small": [], "late": []}
-    result["lossy"] = lossy(me, link, sizes) if link != "sockets" else []
+    makers: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "measured": lambda: measure(me, link, sizes)
+    }
+    if link != "sockets":
+        makers["lossy"] = lambda: lossy(me, link, sizes)
+        makers["sketches"] = lambda: sketches(me, link)
     if link == "nvlink":
-        result["small"] = small(me, link)
+        makers["small"] = lambda: small(me, link)
     if link == "p2p off":
-        result["late"] = late(me, link, min(256, max(sizes)))
+        makers["late"] = lambda: late(me, link, min(256, max(sizes)))
+    result = {table: makers[table]() for table in tables.split(",") if table in makers}
     if rank == 0:
         Path(out).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def launch(world: int, link: str, sizes: Sequence[int], limit: float) -> dict[str, Any]:
+def launch(
+    world: int, link: str, tables: Sequence[str], sizes: Sequence[int], limit: float
+) -> dict[str, Any]:
     """Run `work` in `world` processes on a link."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         environment = os.environ | LINKS[link]
-        words = [str(world), str(port), link, str(out), *map(str, sizes)]
+        words = [str(world), str(port), link, str(out), ",".join(tables), *map(str, sizes)]
         processes = [
             subprocess.Popen([sys.executable, __file__, "work", str(r), *words], env=environment)
             for r in range(world)
@@ -374,6 +453,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--links", nargs="*", default=list(LINKS))
+    parser.add_argument("--tables", nargs="*", choices=TABLES, default=TABLES)
     parser.add_argument("--sizes", nargs="*", type=int, help="MiB")
     parser.add_argument("--limit", type=float, default=300.0)
     options = parser.parse_args()
@@ -386,14 +466,14 @@ def main() -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "tightwire": tw.__version__,
         },
-        "measured": [],
-        "small": [],
-        "late": [],
-        "lossy": [],
-    }
+    } | {table: [] for table in TABLES}
     path = options.out / f"collectives_{options.world}.json"
+    if path.exists():
+        old = json.loads(path.read_text())
+        result |= {table: old.get(table, []) for table in TABLES if table not in options.tables}
     for link in options.links:
-        found = launch(options.world, link, options.sizes or SIZES[link], options.limit)
+        sizes = options.sizes or SIZES[link]
+        found = launch(options.world, link, options.tables, sizes, options.limit)
         for key, rows in found.items():
             result[key] += rows
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -401,7 +481,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
-        rank, world, port, link, out, *sizes = sys.argv[2:]
-        work(int(rank), int(world), int(port), link, out, list(map(int, sizes)))
+        rank, world, port, link, out, tables, *sizes = sys.argv[2:]
+        work(int(rank), int(world), int(port), link, out, tables, list(map(int, sizes)))
     else:
         main()

@@ -16,6 +16,8 @@ TARGETS = (
 #: Of all-reduces by lossy codecs without peer-to-peer.
 LOSSY_LEAST = {"dynamiq": 2.0}
 TWO_SHOT_LEAST = 1.7
+#: Of reduce-scatters by sketch without peer-to-peer.
+SKETCH_LEAST = 3.0
 #: On nvlink, of the path that the switch takes.
 NEVER_UNDER = 0.98
 
@@ -80,6 +82,21 @@ def _tables(result: dict[str, Any]) -> list[str]:
         ]
         for row in result.get("lossy", [])
     ]
+    sketches = [
+        [
+            row["link"],
+            row["mib"],
+            "yes" if row["accumulate"] else "no",
+            f"{row['native_ms']['median']:.2f}",
+            f"{row['sketch_ms']['median']:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{row['density']:.3f}",
+            row["rounds"],
+            f"{row['speedup']:.2f}",
+            _asked_of_sketch(row),
+        ]
+        for row in result.get("sketches", [])
+    ]
     paths = "compressed | pipelined | switch | the switch says"
     return [
         *_table(f"link | collective | MiB | NCCL ms | ratio | {paths} | asked", measured),
@@ -87,6 +104,11 @@ def _tables(result: dict[str, Any]) -> list[str]:
             "all-reduce | codec | MiB | NCCL ms, bfloat16 | ratio | vNMSE | compressed | switch "
             "| the switch says | asked",
             lossy,
+        ),
+        *_table(
+            "reduce-scatter by sketch, 10x | MiB, float32 | accumulates | NCCL ms, float32 | ms "
+            "| ratio | density | rounds | speedup | asked",
+            sketches,
         ),
         *_table("small calls, nvlink | bytes | NCCL us | switch us | added", small),
         *_table("all-to-all, last rank late | link | MiB | sizes | ms in all", late),
@@ -118,6 +140,12 @@ def _asked_of_lossy(row: dict[str, Any]) -> str:
     least = LOSSY_LEAST.get(row["codec"], TWO_SHOT_LEAST)
     best = max(row["compressed_speedup"], row["auto_speedup"])
     return f"{least}" + ("" if best >= least else ", not met")
+
+
+def _asked_of_sketch(row: dict[str, Any]) -> str:
+    if row["link"] != "p2p off":
+        return ""
+    return f"{SKETCH_LEAST}" + ("" if row["speedup"] >= SKETCH_LEAST else ", not met")
 
 
 def write_page(folder: Path) -> bool:

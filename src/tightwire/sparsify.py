@@ -37,7 +37,7 @@ def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
         flat = x.detach().contiguous().view(-1)[None]
         kernels = _kernels(flat, info.dtype)
         if kernels is not None:
-            with torch.cuda.device(flat.device):
+            with kernels.on(flat.device):
                 rest = torch.empty_like(flat)
                 sent, _ = kernels.cut(flat, keep, info.dtype, rest=rest, what=kernels.OTHERS)
             return sent.view(x.shape), rest.view(x.shape)
@@ -63,7 +63,7 @@ def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple
     kernels = _kernels(x, dtype)
     if kernels is not None:
         what = kernels.NOTHING if rest is None else kernels.LOST
-        with torch.cuda.device(x.device):
+        with kernels.on(x.device):
             sent, counts = kernels.cut(x, keep, dtype, cell=cells, rest=rest, what=what)
         return sent, counts.sum()
     sent = torch.zeros_like(x)

@@ -11,6 +11,7 @@ hundredth; what follows takes the list if the one that is looked for is in it, e
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,12 +23,12 @@ from .codecs.minifloat import INFINITY
 from .codecs.minifloat_triton import elements_at, narrow, widen
 from .formats.dtypes import DType
 
-#: Entries that a program takes at once; how often, in kernels that count; of how many one is
-#: looked at first.
+#: Entries that a program takes at once, and how often, in kernels that count; those that a program
+#: of `_cut_kernel` takes; of how many one is looked at first.
 _TILE = tl.constexpr(4096)
 _TURNS = tl.constexpr(8)
+_CUT = tl.constexpr(2048)
 _STRIDE = tl.constexpr(64)
-_BINS = tl.constexpr(256)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _INFINITY = tl.constexpr(INFINITY)
 #: The guess has so many bits less than a magnitude; the list has what begins with it or differs
@@ -35,13 +36,10 @@ _INFINITY = tl.constexpr(INFINITY)
 _GUESSED = tl.constexpr(15)
 _AROUND = tl.constexpr(2)
 #: Where a row's state (int64) has, behind histograms, the guess, what is above and in the list,
-#: the least magnitude that stays, how many stay that are equal to it, and are, and all that stay
-#: and are not zero.
-GUESS, ABOVE, COUNT, BOUND, LEFT, TIES, KEPT = (6 * 256 + i for i in (0, 2, 3, 4, 5, 6, 7))
-_ABOVE, _COUNT, _BOUND, _LEFT, _TIES, _KEPT = map(
-    tl.constexpr, (ABOVE, COUNT, BOUND, LEFT, TIES, KEPT)
-)
-_GUESS = tl.constexpr(GUESS)
+#: the least magnitude that stays, how many stay that are equal to it, and are.
+GUESS, ABOVE, COUNT, BOUND, LEFT, TIES = (6 * 256 + i for i in (0, 2, 3, 4, 5, 6))
+_GUESS, _ABOVE, _COUNT = tl.constexpr(GUESS), tl.constexpr(ABOVE), tl.constexpr(COUNT)
+_BOUND, _LEFT, _TIES = tl.constexpr(BOUND), tl.constexpr(LEFT), tl.constexpr(TIES)
 STATE = 6 * 256 + 8
 _STATE = tl.constexpr(STATE)
 #: More than there can be.
@@ -82,6 +80,13 @@ def _state_at(state_ptr, row):
 def _magnitude(v, ITEM: tl.constexpr):
     """Magnitude bits, int32, of element bits."""
     return v.to(tl.int32, bitcast=True) & _MAGNITUDE if ITEM == 4 else v.to(tl.int32) & 0x7FFF
+
+
+@triton.jit
+def _entries(start, n, SIZE: tl.constexpr):
+    """Numbers of entries from `start` on, int32 to save registers, and which are below `n`."""
+    i = tl.arange(0, SIZE)
+    return i, i < tl.minimum(n - start, SIZE).to(tl.int32)
 
 
 @triton.jit
@@ -127,17 +132,17 @@ def _digit_kernel(
     stop = tl.minimum(start + _TILE * _TURNS, n)
     counts = tl.zeros([BINS], tl.int32)
     while start < stop:
-        i = start + tl.arange(0, _TILE)
-        inside = i < n
+        i, inside = _entries(start, n, _TILE)
         if SAMPLE:
             # Not at equal distances, which rows and columns of weights have, too.
-            i = i * _STRIDE + ((i * 40503 >> 6) & (_STRIDE - 1))
-            magnitude = _magnitude(tl.load(x + i, mask=inside, other=0), ITEM)
+            at = i * _STRIDE + ((i * 40503 >> 6) & (_STRIDE - 1))
+            v = tl.load(x + start * _STRIDE + at, mask=inside, other=0)
+            magnitude = _magnitude(v, ITEM)
         else:
             if every:
-                magnitude = _magnitude(tl.load(x + i, mask=inside, other=0), ITEM)
+                magnitude = _magnitude(tl.load(x + start + i, mask=inside, other=0), ITEM)
             else:
-                magnitude = tl.load(found + i, mask=inside, other=0)
+                magnitude = tl.load(found + start + i, mask=inside, other=0)
         digit = tl.where(inside, (magnitude >> SHIFT) & (BINS - 1), 0)
         if not FIRST:
             digit = tl.where((magnitude ^ bound) < (BINS << SHIFT), digit, 0)
@@ -191,18 +196,21 @@ def _list_kernel(x_ptr, list_ptr, state_ptr, m: tl.int64, room: tl.int64, tiles:
     x = elements_at(x_ptr, 4) + row * m
     found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
     guess = tl.load(state + _GUESS)
-    least = guess - (_AROUND << _GUESSED)
-    most = guess + ((_AROUND + 1) << _GUESSED)
+    least = (guess - (_AROUND << _GUESSED)).to(tl.int32)
+    # Infinity and NaN, if it is near them.
+    most = tl.minimum(guess + ((_AROUND + 1) << _GUESSED), _MAGNITUDE).to(tl.int32)
     stop = tl.minimum(start + _TILE * _TURNS, m)
     above = tl.zeros([_TILE], tl.int32)
     while start < stop:
-        i = start + tl.arange(0, _TILE)
-        magnitude = _magnitude(tl.load(x + i, mask=i < m, other=0), 4)
+        i, inside = _entries(start, m, _TILE)
+        magnitude = _magnitude(tl.load(x + start + i, mask=inside, other=0), 4)
         above += (magnitude >= most).to(tl.int32)
-        near = ((i < m) & (magnitude >= least) & (magnitude < most)).to(tl.int32)
+        near = (inside & (magnitude >= least) & (magnitude < most)).to(tl.int32)
         count = tl.sum(near, 0).to(tl.int64)
-        at = tl.atomic_add(state + _COUNT, count, sem="relaxed") + tl.cumsum(near, 0) - 1
-        tl.store(found + at, magnitude, mask=(near != 0) & (at < room))
+        at = tl.atomic_add(state + _COUNT, count, sem="relaxed")
+        behind = tl.cumsum(near, 0) - 1
+        free = tl.maximum(tl.minimum(room - at, _TILE), 0).to(tl.int32)
+        tl.store(found + at + behind, magnitude, mask=(near != 0) & (behind < free))
         start += _TILE
     tl.atomic_add(state + _ABOVE, tl.sum(above, 0).to(tl.int64), sem="relaxed")
 
@@ -211,12 +219,13 @@ def _list_kernel(x_ptr, list_ptr, state_ptr, m: tl.int64, room: tl.int64, tiles:
 def _ties_kernel(x_ptr, state_ptr, counts_ptr, m: tl.int64, tiles: tl.int64, ITEM: tl.constexpr):
     """How many entries of a tile equal the least that stay, where not all of them do."""
     row = tl.program_id(0).to(tl.int64) // tiles
-    i = tl.program_id(0).to(tl.int64) % tiles * _TILE + tl.arange(0, _TILE)
+    start = tl.program_id(0).to(tl.int64) % tiles * _CUT
+    i, inside = _entries(start, m, _CUT)
     state = _state_at(state_ptr, row)
     if tl.load(state + _TIES) != tl.load(state + _LEFT):
-        v = tl.load(elements_at(x_ptr, ITEM) + row * m + i, mask=i < m, other=0)
-        ties = (i < m) & (_magnitude(v, ITEM) == tl.load(state + _BOUND))
-        tl.store(counts_ptr + tl.program_id(0), tl.sum(ties.to(tl.int64), 0))
+        v = tl.load(elements_at(x_ptr, ITEM) + row * m + start + i, mask=inside, other=0)
+        ties = inside & (_magnitude(v, ITEM) == tl.load(state + _BOUND).to(tl.int32))
+        tl.store(counts_ptr + tl.program_id(0), tl.sum(ties.to(tl.int32), 0).to(tl.int64))
 
 
 @kernel
@@ -226,6 +235,7 @@ def _cut_kernel(
     rest_ptr,
     state_ptr,
     counts_ptr,
+    sums_ptr,
     m: tl.int64,
     tiles: tl.int64,
     REST: tl.constexpr,
@@ -237,37 +247,41 @@ def _cut_kernel(
 ):
     """Cut a tile in two. `counts_ptr` has the ties up to the end of each tile of a row.
 
-    Of float32, what stays is rounded to the dtype of the cells.
+    `sums_ptr` gets how many stay that are not zero. Of float32, what stays is rounded to the dtype
+    of the cells.
     """
     row = tl.program_id(0).to(tl.int64) // tiles
-    i = tl.program_id(0).to(tl.int64) % tiles * _TILE + tl.arange(0, _TILE)
+    start = tl.program_id(0).to(tl.int64) % tiles * _CUT
+    i, inside = _entries(start, m, _CUT)
     state = _state_at(state_ptr, row)
-    v = tl.load(elements_at(x_ptr, ITEM) + row * m + i, mask=i < m, other=0)
+    v = tl.load(elements_at(x_ptr, ITEM) + row * m + start + i, mask=inside, other=0)
     magnitude = _magnitude(v, ITEM)
-    bound = tl.load(state + _BOUND)
+    bound = tl.load(state + _BOUND).to(tl.int32)
     left = tl.load(state + _LEFT)
-    equal = (i < m) & (magnitude == bound)
+    equal = inside & (magnitude == bound)
     if tl.load(state + _TIES) != left:
-        ties = tl.cumsum(equal.to(tl.int64), 0)
-        before = tl.load(counts_ptr + tl.program_id(0)) - tl.sum(equal.to(tl.int64), 0)
-        equal = equal & (before + ties <= left)
+        ties = tl.cumsum(equal.to(tl.int32), 0)
+        before = tl.load(counts_ptr + tl.program_id(0)) - tl.sum(equal.to(tl.int32), 0)
+        more = tl.maximum(tl.minimum(left - before, _CUT), 0).to(tl.int32)
+        equal = equal & (ties <= more)
     stays = (magnitude > bound) | equal
     sent = tl.where(stays, v, 0)
     if CELL_ITEM != ITEM:
         value = sent.to(tl.float32, bitcast=True)
         sent = widen(narrow(value, CELL_EXP, CELL_ITEM, PTX), CELL_EXP, CELL_ITEM)
         sent = sent.to(tl.uint32, bitcast=True)
-    tl.store(elements_at(sent_ptr, ITEM) + row * m + i, sent, mask=i < m)
+    tl.store(elements_at(sent_ptr, ITEM) + row * m + start + i, sent, mask=inside)
     if REST != _NOTHING:
         if REST == _OTHERS:
             rest = tl.where(stays, 0, v)
         else:
-            lost = v.to(tl.float32, bitcast=True) - sent.to(tl.float32, bitcast=True)
+            finite = tl.where(magnitude < _INFINITY, v, 0)
+            lost = finite.to(tl.float32, bitcast=True) - sent.to(tl.float32, bitcast=True)
             rest = lost.to(tl.uint32, bitcast=True)
             rest = tl.where(_magnitude(rest, ITEM) < _INFINITY, rest, 0)
-        tl.store(elements_at(rest_ptr, ITEM) + row * m + i, rest, mask=i < m)
-    kept = (i < m) & (_magnitude(sent, ITEM) != 0)
-    tl.atomic_add(state + _KEPT, tl.sum(kept.to(tl.int64), 0), sem="relaxed")
+        tl.store(elements_at(rest_ptr, ITEM) + row * m + start + i, rest, mask=inside)
+    kept = inside & (_magnitude(sent, ITEM) != 0)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(kept.to(tl.int32), 0).to(tl.int64))
 
 
 @functools.cache
@@ -297,6 +311,11 @@ def supports(dtype: DType) -> bool:
     return dtype.name in ("float32", "bfloat16", "float16")
 
 
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def cut(
     x: torch.Tensor,
     keep: int,
@@ -323,15 +342,15 @@ def cut(
         # Above all magnitudes, or below.
         state[:, BOUND] = -1 if keep else int(_MAGNITUDE.value)
         state[:, TIES] = 0 if keep else 1
-    tiles = -(-m // int(_TILE.value))
-    counts = torch.zeros((rows, tiles), dtype=torch.int64, device=x.device)
+    tiles = -(-m // int(_CUT.value))
+    counts, kept = torch.zeros((2, rows, tiles), dtype=torch.int64, device=x.device)
     if rows * tiles:
         count, cutting = _cut_variants(dtype, cell or dtype, what)
         count.launch(rows * tiles, (x, state, counts), m, tiles)
-        ends = counts.cumsum(1)
         other = x if rest is None else rest
-        cutting.launch(rows * tiles, (x, sent, other, state, ends), m, tiles)
-    return sent, state[:, KEPT]
+        pointers = x, sent, other, state, counts.cumsum(1), kept
+        cutting.launch(rows * tiles, pointers, m, tiles)
+    return sent, kept.sum(1)
 
 
 def _find(x: torch.Tensor, keep: int, dtype: DType, state: torch.Tensor) -> None:

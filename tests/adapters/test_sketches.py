@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from fractions import Fraction
@@ -18,6 +19,7 @@ from tightwire.adapters.memory import MemoryTransport, run_ranks
 
 torch = pytest.importorskip("torch")
 
+from tightwire.adapters import sketches  # noqa: E402
 from tightwire.adapters.layers import Rule  # noqa: E402
 from tightwire.adapters.sketches import CARD_NBYTES, Report, Sketches, State, Tagc  # noqa: E402
 
@@ -193,6 +195,53 @@ def test_cells_of_16_bits_keep_their_rounding_for_the_next_step(sketch: str) -> 
         np.testing.assert_array_equal(found.numpy(), wanted[rank])
         e = state.residuals.residual("w").numpy()
         np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
+
+
+@pytest.mark.parametrize("index", ["or", "1bit"])
+def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, two steps, with one wait before the sketches and one at the end.
+
+    By one rank: the interpreter, whose memory stands for a GPU's, has no threads.
+    """
+    pytest.importorskip("triton")
+    from tightwire import device, homomorphic, sparsify_triton
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
+        for module in (codec, homomorphic):
+            monkeypatch.setattr(module, "device_for", lambda *_: device)
+        monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
+        monkeypatch.setattr(sketches, "is_cuda", lambda _: True)
+    waits = []
+    settle = sketches._Wire.settle
+
+    def counted(self: Any, numbers: Any = None) -> list[int]:
+        waits.append(len(self._verdicts))
+        return settle(self, numbers)
+
+    monkeypatch.setattr(sketches._Wire, "settle", counted)
+    tagc, state = Tagc(ratio=4, index=index), State()
+    sums = Sketches(tw.Communicator(MemoryTransport(0, {})), tagc, state)
+    sizes = {"a": 3 * 1024 + 5, "b": 2 * 1024}
+    references = {name: Reference(tagc.share_zeroed(1), torch.float32) for name in sizes}
+    for step in range(2):
+        xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
+        layers = [(name, x[0].to("cuda" if on_gpu else "cpu")) for name, x in xs.items()]
+        found = sums.sums(layers)
+        for part, (name, x) in zip(found, xs.items(), strict=True):
+            wanted = references[name].step(x.numpy())
+            np.testing.assert_array_equal(part.cpu().numpy(), wanted[0])
+    for name, reference in references.items():
+        assert reference.e is not None
+        e = state.residuals.residual(name).cpu().numpy()
+        np.testing.assert_array_equal(e, reference.e.reshape(-1))
+    assert waits == [2, 1] * 2
+    for report in state.reports:
+        assert report.diagnosis is not None
+        assert report.diagnosis.rounds > 1
+        assert (report.estimated, report.lost) == (0, 0)
+        assert report.kept == report.diagnosis.occupied
 
 
 def test_without_accumulation_what_is_zeroed_is_gone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from fractions import Fraction
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from support import make_bits
 from tightwire.formats.dtypes import BY_NAME
-from tightwire.sparsify import sparsify
+from tightwire.sparsify import sparsify, sparsify_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,6 +72,90 @@ def test_the_share_is_the_decimal_number() -> None:
     """0.9 as a float is above nine tenths."""
     kept, _ = sparsify(np.arange(1, 11, dtype=np.float32), 0.9)
     assert kept.tolist() == [0] * 9 + [10]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where kernels run: without a GPU the interpreter's memory stands for its."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from tightwire import sparsify_triton
+
+    if torch.cuda.is_available():
+        return "cuda"
+    module = importlib.import_module("tightwire.sparsify")
+    monkeypatch.setattr(module, "_kernels", lambda x, dtype: sparsify_triton)
+    return "cpu"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pattern", "n", "theta"),
+    [
+        ("float32", "special", 9001, 0.9625),
+        ("float32", "zero", 500, 0.5),
+        # More equal ones than there is room for, in several tiles.
+        ("bfloat16", "mixed_zeros", 9001, 0.8),
+        ("float16", "normal", 70, 1),
+        ("float16", "special", 70, 0),
+        ("float32", "normal", 0, 0.5),
+    ],
+)
+def test_kernels_keep_the_same(place: str, dtype: str, pattern: str, n: int, theta: float) -> None:
+    import torch
+
+    kind = BY_NAME[dtype]
+    bits = make_bits(pattern, kind, n)
+    signed = torch.from_numpy(bits.view(f"i{kind.itemsize}").copy())
+    x = signed.to(place).view(getattr(torch, dtype))
+    expected = sparsify(bits.view(kind.numpy), theta)
+    for found, wanted in zip(sparsify(x, theta), expected, strict=True):
+        assert found.view(signed.dtype).cpu().numpy().tobytes() == wanted.tobytes()
+    assert torch.equal(x.view(signed.dtype).cpu(), signed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells"),
+    [("as they come", "float32"), ("too many", "bfloat16"), ("apart", "float16")],
+)
+def test_rows_of_a_layer(
+    place: str, cells: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sample that guesses well; of one with too many equal, and too few for a guess."""
+    import torch
+
+    from tightwire import sparsify_triton
+
+    monkeypatch.setattr(sparsify_triton, "SAMPLED", 20000)
+    m, theta = 20011, 0.9
+    rng = np.random.default_rng(3)
+    x = torch.from_numpy(rng.standard_t(3, (2, m)).astype(np.float32))
+    if kind == "too many":
+        x = x.round()
+    if kind == "apart":
+        # Of a row's periods the sample sees other parts than there are.
+        x[0] = 2.0 ** torch.arange(m).remainder(64).float()
+    x[1, 5], x[1, 7], x[0, 9] = math.nan, -math.inf, 7e4
+    keep = m - math.ceil(Fraction(str(theta)) * m)
+    exact = torch.stack([sparsify_numpy(row, theta) for row in x])
+    sent = exact.to(getattr(torch, cells)).float()
+    lost = (x - sent).nan_to_num(0.0, 0.0, 0.0)
+    given = x.clone().to(place)
+    rest = torch.full_like(given, math.nan)
+    found, kept = sparsify_rows(given, theta, BY_NAME[cells], rest)
+    assert torch.equal(given.cpu().nan_to_num(1.5), x.nan_to_num(1.5))
+    assert torch.equal(found.cpu().nan_to_num(1.5), sent.nan_to_num(1.5))
+    assert torch.equal(rest.cpu(), lost)
+    assert kept.item() == torch.count_nonzero(sent).item() <= 2 * keep
+    # In place.
+    again, _ = sparsify_rows(given, theta, BY_NAME[cells], given)
+    assert torch.equal(given.cpu(), lost)
+    assert torch.equal(again.cpu().nan_to_num(1.5), sent.nan_to_num(1.5))
+
+
+def sparsify_numpy(row: Any, theta: float) -> Any:
+    import torch
+
+    return torch.from_numpy(sparsify(row.numpy(), theta)[0])
 
 
 def test_bad_calls() -> None:
