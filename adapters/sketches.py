@@ -288,6 +288,7 @@ class Sketches:
         with call.stage("sparsify"):
             found = [self._sparsified(name, x) for name, x in layers]
         indexes = self._agree(call, wire, found)
+        early = wire.verdict(torch.stack([la.kept for la in found]))
         with call.stage("encode"):
             if tagc.index == "1bit":
                 found = [_within(la, index) for la, index in zip(found, indexes, strict=True)]
@@ -295,22 +296,21 @@ class Sketches:
         sent = [(e.layer, e.sent) for e in encoded if e.sent is not None]
         with call.stage("index"):
             # The device has enough to do. Ranks with other settings do not come to the sketches.
-            wire.settle()
+            kept = wire.settle(early)
         sums = iter(self._by_sketch(call, wire, sent, everywhere) if sent else ())
         with call.stage("decode"):
-            facts = [torch.stack([e.layer.kept, e.layer.lost]) for e in encoded]
-            facts += [torch.as_tensor(e.counts, device=e.layer.x.device) for e in encoded]
-            numbers = wire.settle(torch.cat(facts))
+            facts = [torch.as_tensor(e.counts, device=e.layer.x.device) for e in encoded]
+            late = wire.verdict(torch.cat([*facts, torch.stack([e.layer.lost for e in encoded])]))
+            numbers = wire.settle(late)
             for _, part in sent:
                 part.check()
         results = [
             next(sums) if e.sent is not None else self._uncompressed(e.layer, everywhere)
             for e in encoded
         ]
-        n = len(encoded)
+        lost = numbers[3 * len(encoded) :]
         for i, e in enumerate(encoded):
-            at = 2 * n + 3 * i
-            self._report(e, *numbers[2 * i : 2 * i + 2], numbers[at : at + 3])
+            self._report(e, kept[i], lost[i], numbers[3 * i : 3 * i + 3])
         if tagc.accumulate:
             for layer, _ in sent:
                 self.state.residuals.replace(layer.parts, layer.residual.view(-1))
@@ -459,12 +459,19 @@ class Sketches:
         return comm.all_gather(total).view(layer.x.shape) if everywhere else total
 
 
+class _Verdict(NamedTuple):
+    """The stages of some messages, and of each what is wrong with those from each rank."""
+
+    stages: list[str]
+    arriving: OnTheWay
+
+
 class _Wire:
     """The messages of a call, each with a card before it: uint8, shape (rows, CARD_NBYTES + n)."""
 
     def __init__(self, comm: Communicator, call: Call, digest: int) -> None:
         self._transport, self._call, self._digest = comm.transport, call, digest
-        #: Stages of messages, and what is wrong with those from each rank.
+        #: Stages of messages, and on the device what is wrong with those from each rank.
         self._verdicts: list[tuple[str, Any]] = []
 
     def message(self, rows: int, nbytes: int, like: Any) -> Any:
@@ -489,18 +496,23 @@ class _Wire:
             self._call.wire_bytes += sent.numel() * (len(came) - 1)
             return self._opened(stage, came)
 
-    def settle(self, numbers: Any = None) -> list[int]:
-        """Wait for the messages so far, and raise what is wrong with them; gives `numbers`, int64.
+    def verdict(self, numbers: Any = None) -> _Verdict:
+        """What is wrong with the messages since the last one, and `numbers`, int64, on their way.
 
-        Raises CollectiveError that names the rank.
+        To the host, behind what is queued on the device now.
         """
         verdicts, self._verdicts = self._verdicts, []
         pieces = [wrong for _, wrong in verdicts] + ([] if numbers is None else [numbers])
-        if not pieces:
-            return []
-        found = OnTheWay(torch.cat(pieces)).wait(self._transport.timeout).tolist()
+        return _Verdict([stage for stage, _ in verdicts], OnTheWay(torch.cat(pieces)))
+
+    def settle(self, verdict: _Verdict) -> list[int]:
+        """Wait for a verdict and raise what it says; gives the numbers.
+
+        Raises CollectiveError that names the rank.
+        """
+        found: list[int] = verdict.arriving.wait(self._transport.timeout).tolist()
         ranks = self._transport.world_size
-        for i, (stage, _) in enumerate(verdicts):
+        for i, stage in enumerate(verdict.stages):
             wrong = found[i * ranks : (i + 1) * ranks]
             if _OTHER in wrong:
                 rank = wrong.index(_OTHER)
@@ -509,7 +521,7 @@ class _Wire:
             if _DAMAGED in wrong:
                 rank = wrong.index(_DAMAGED)
                 raise self._call.failure(stage, f"what came from rank {rank} is damaged")
-        return found[len(verdicts) * ranks :]
+        return found[len(verdict.stages) * ranks :]
 
     def _seal(self, sent: Any) -> None:
         words = sent.view(torch.int64)
@@ -522,7 +534,7 @@ class _Wire:
         wrong = torch.where(words[:, 0] == self._digest, damaged * _DAMAGED, _OTHER)
         self._verdicts.append((stage, wrong))
         if not is_cuda(came):
-            self.settle()
+            self.settle(self.verdict())
         return came[:, CARD_NBYTES:]
 
 

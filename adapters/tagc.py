@@ -30,8 +30,9 @@ unless another is asked for.
 On the CPU backward waits for the hooks, and nothing overlaps. On a GPU a unit's hook has a stream
 of its own, behind its gradients: sparsification, index and sketch run beside the all-gather of the
 next unit's parameters, which FSDP has queued before, and beside what is queued of the backward
-pass. The host waits for the index, which it diagnoses, before it queues more; where the codec lhc
-has no kernels, index, sketch and peeling are on the host.
+pass. The host waits for the agreed index to be whole, when the device has sketches to make, and for
+the sums, with which it gets what they report; with `fallback` for the diagnosis before it sends.
+Where the codec lhc has no kernels, index, sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.

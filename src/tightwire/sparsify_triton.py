@@ -83,10 +83,22 @@ def _magnitude(v, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _entries(start, n, SIZE: tl.constexpr):
+def _entries(start, n, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
     """Numbers of entries from `start` on, int32 to save registers, and which are below `n`."""
     i = tl.arange(0, SIZE)
-    return i, i < tl.minimum(n - start, SIZE).to(tl.int32)
+    here = tl.minimum(n - start, SIZE).to(tl.int32)
+    if ALIGNED:
+        here = tl.multiple_of(here, 16)
+    return i, i < here
+
+
+@triton.jit
+def _row_at(row, m, ALIGNED: tl.constexpr):
+    """Where a row of `m` entries begins. ALIGNED: these are a multiple of 16."""
+    first = row * m
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first
 
 
 @triton.jit
@@ -132,7 +144,7 @@ def _digit_kernel(
     stop = tl.minimum(start + _TILE * _TURNS, n)
     counts = tl.zeros([BINS], tl.int32)
     while start < stop:
-        i, inside = _entries(start, n, _TILE)
+        i, inside = _entries(start, n, _TILE, False)
         if SAMPLE:
             # Not at equal distances, which rows and columns of weights have, too.
             at = i * _STRIDE + ((i * 40503 >> 6) & (_STRIDE - 1))
@@ -188,12 +200,20 @@ def _pick_kernel(
 
 
 @kernel
-def _list_kernel(x_ptr, list_ptr, state_ptr, m: tl.int64, room: tl.int64, tiles: tl.int64):
+def _list_kernel(
+    x_ptr,
+    list_ptr,
+    state_ptr,
+    m: tl.int64,
+    room: tl.int64,
+    tiles: tl.int64,
+    ALIGNED: tl.constexpr,
+):
     """List magnitudes of float32 near the guess, and count those above them."""
     row = tl.program_id(0).to(tl.int64) // tiles
     start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _TURNS)
     state = _state_at(state_ptr, row)
-    x = elements_at(x_ptr, 4) + row * m
+    x = elements_at(x_ptr, 4) + _row_at(row, m, ALIGNED)
     found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
     guess = tl.load(state + _GUESS)
     least = (guess - (_AROUND << _GUESSED)).to(tl.int32)
@@ -202,7 +222,7 @@ def _list_kernel(x_ptr, list_ptr, state_ptr, m: tl.int64, room: tl.int64, tiles:
     stop = tl.minimum(start + _TILE * _TURNS, m)
     above = tl.zeros([_TILE], tl.int32)
     while start < stop:
-        i, inside = _entries(start, m, _TILE)
+        i, inside = _entries(start, m, _TILE, ALIGNED)
         magnitude = _magnitude(tl.load(x + start + i, mask=inside, other=0), 4)
         above += (magnitude >= most).to(tl.int32)
         near = (inside & (magnitude >= least) & (magnitude < most)).to(tl.int32)
@@ -220,7 +240,7 @@ def _ties_kernel(x_ptr, state_ptr, counts_ptr, m: tl.int64, tiles: tl.int64, ITE
     """How many entries of a tile equal the least that stay, where not all of them do."""
     row = tl.program_id(0).to(tl.int64) // tiles
     start = tl.program_id(0).to(tl.int64) % tiles * _CUT
-    i, inside = _entries(start, m, _CUT)
+    i, inside = _entries(start, m, _CUT, False)
     state = _state_at(state_ptr, row)
     if tl.load(state + _TIES) != tl.load(state + _LEFT):
         v = tl.load(elements_at(x_ptr, ITEM) + row * m + start + i, mask=inside, other=0)
@@ -243,6 +263,7 @@ def _cut_kernel(
     ITEM: tl.constexpr,
     CELL_EXP: tl.constexpr,
     CELL_ITEM: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Cut a tile in two. `counts_ptr` has the ties up to the end of each tile of a row.
@@ -252,9 +273,10 @@ def _cut_kernel(
     """
     row = tl.program_id(0).to(tl.int64) // tiles
     start = tl.program_id(0).to(tl.int64) % tiles * _CUT
-    i, inside = _entries(start, m, _CUT)
+    i, inside = _entries(start, m, _CUT, ALIGNED)
     state = _state_at(state_ptr, row)
-    v = tl.load(elements_at(x_ptr, ITEM) + row * m + start + i, mask=inside, other=0)
+    first = _row_at(row, m, ALIGNED) + start
+    v = tl.load(elements_at(x_ptr, ITEM) + first + i, mask=inside, other=0)
     magnitude = _magnitude(v, ITEM)
     bound = tl.load(state + _BOUND).to(tl.int32)
     left = tl.load(state + _LEFT)
@@ -270,7 +292,7 @@ def _cut_kernel(
         value = sent.to(tl.float32, bitcast=True)
         sent = widen(narrow(value, CELL_EXP, CELL_ITEM, PTX), CELL_EXP, CELL_ITEM)
         sent = sent.to(tl.uint32, bitcast=True)
-    tl.store(elements_at(sent_ptr, ITEM) + row * m + start + i, sent, mask=inside)
+    tl.store(elements_at(sent_ptr, ITEM) + first + i, sent, mask=inside)
     if REST != _NOTHING:
         if REST == _OTHERS:
             rest = tl.where(stays, 0, v)
@@ -279,7 +301,7 @@ def _cut_kernel(
             lost = finite.to(tl.float32, bitcast=True) - sent.to(tl.float32, bitcast=True)
             rest = lost.to(tl.uint32, bitcast=True)
             rest = tl.where(_magnitude(rest, ITEM) < _INFINITY, rest, 0)
-        tl.store(elements_at(rest_ptr, ITEM) + row * m + start + i, rest, mask=inside)
+        tl.store(elements_at(rest_ptr, ITEM) + first + i, rest, mask=inside)
     kept = inside & (_magnitude(sent, ITEM) != 0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(kept.to(tl.int32), 0).to(tl.int64))
 
@@ -294,15 +316,15 @@ def _digit_variants(digit: Digit, out: int, first: bool, sample: bool, item: int
 
 
 @functools.cache
-def _list_variant() -> Variant:
-    return Variant(_list_kernel, _OPTIONS)
+def _list_variant(aligned: bool) -> Variant:
+    return Variant(_list_kernel, _OPTIONS, ALIGNED=aligned)
 
 
 @functools.cache
-def _cut_variants(dtype: DType, cell: DType, rest: int) -> tuple[Variant, Variant]:
+def _cut_variants(dtype: DType, cell: DType, rest: int, aligned: bool) -> tuple[Variant, Variant]:
     types = {"EXP": dtype.exponent, "ITEM": dtype.itemsize}
     types |= {"CELL_EXP": cell.exponent, "CELL_ITEM": cell.itemsize}
-    cut = Variant(_cut_kernel, _OPTIONS, REST=rest, **types, PTX=PTX)
+    cut = Variant(_cut_kernel, _OPTIONS, REST=rest, **types, ALIGNED=aligned, PTX=PTX)
     return Variant(_ties_kernel, _OPTIONS, ITEM=dtype.itemsize), cut
 
 
@@ -345,7 +367,7 @@ def cut(
     tiles = -(-m // int(_CUT.value))
     counts, kept = torch.zeros((2, rows, tiles), dtype=torch.int64, device=x.device)
     if rows * tiles:
-        count, cutting = _cut_variants(dtype, cell or dtype, what)
+        count, cutting = _cut_variants(dtype, cell or dtype, what, m % 16 == 0)
         count.launch(rows * tiles, (x, state, counts), m, tiles)
         other = x if rest is None else rest
         pointers = x, sent, other, state, counts.cumsum(1), kept
@@ -367,7 +389,7 @@ def _find(x: torch.Tensor, keep: int, dtype: DType, state: torch.Tensor) -> None
             count, pick = _digit_variants(digit, GUESS, i == 0, True, 4)
             count.launch(rows * parts, (x, found, state), m, keep, room, parts)
             pick.launch(rows, (state,), max(1, keep * sample // m), room)
-        _list_variant().launch(rows * tiles, (x, found, state), m, room, tiles)
+        _list_variant(m % 16 == 0).launch(rows * tiles, (x, found, state), m, room, tiles)
     for i, digit in enumerate(_DIGITS[dtype.itemsize]):
         count, pick = _digit_variants(digit, BOUND, i == 0, False, dtype.itemsize)
         count.launch(rows * tiles, (x, found, state), m, keep, room, tiles)

@@ -123,6 +123,23 @@ def test_a_step_that_overflowed_leaves_no_trace(library: str) -> None:
     assert not e[64:].any()
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_residuals_that_others_have_made(library: str) -> None:
+    """They are taken as they are, without a copy, and whatever parts come next find them."""
+    pytest.importorskip(library)
+    feedback = ErrorFeedback()
+    zeros = array(np.zeros(5, np.float32), library)
+    feedback.corrected(zeros, [("a", 2), ("b", 3)])
+    e = array(np.arange(5, dtype=np.float32), library)
+    feedback.replace([("b", 3), ("c", 2)], e)
+    e[0] = 7
+    exact(feedback.residual("b"), np.array([7, 1, 2], np.float32))
+    exact(feedback.corrected(zeros, [("a", 2), ("b", 3)]), np.array([0, 0, 7, 1, 2], np.float32))
+    exact(feedback.residual("c"), np.array([3, 4], np.float32))
+    with pytest.raises(ValueError, match="e has shape"):
+        feedback.replace([("a", 4)], e)
+
+
 def test_parts_have_names_of_their_own() -> None:
     with pytest.raises(ValueError, match="different names"):
         ErrorFeedback().corrected(np.zeros(4, np.float32), [("a", 2), ("a", 2)])

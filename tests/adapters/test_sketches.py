@@ -216,27 +216,30 @@ def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     settle = sketches._Wire.settle
 
-    def counted(self: Any, numbers: Any = None) -> list[int]:
-        waits.append(len(self._verdicts))
-        return settle(self, numbers)
+    def counted(self: Any, verdict: Any) -> list[int]:
+        waits.append(verdict.stages)
+        return settle(self, verdict)
 
     monkeypatch.setattr(sketches._Wire, "settle", counted)
     tagc, state = Tagc(ratio=4, index=index), State()
-    sums = Sketches(tw.Communicator(MemoryTransport(0, {})), tagc, state)
     sizes = {"a": 3 * 1024 + 5, "b": 2 * 1024}
     references = {name: Reference(tagc.share_zeroed(1), torch.float32) for name in sizes}
-    for step in range(2):
-        xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
-        layers = [(name, x[0].to("cuda" if on_gpu else "cpu")) for name, x in xs.items()]
-        found = sums.sums(layers)
-        for part, (name, x) in zip(found, xs.items(), strict=True):
-            wanted = references[name].step(x.numpy())
-            np.testing.assert_array_equal(part.cpu().numpy(), wanted[0])
+
+    def task(transport: MemoryTransport) -> None:
+        sums = Sketches(tw.Communicator(transport), tagc, state)
+        for step in range(2):
+            xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
+            layers = [(name, x[0].to("cuda" if on_gpu else "cpu")) for name, x in xs.items()]
+            for found, (name, x) in zip(sums.sums(layers), xs.items(), strict=True):
+                wanted = references[name].step(x.numpy())
+                np.testing.assert_array_equal(found.cpu().numpy(), wanted[0])
+
+    run_ranks(1, task)
     for name, reference in references.items():
         assert reference.e is not None
         e = state.residuals.residual(name).cpu().numpy()
         np.testing.assert_array_equal(e, reference.e.reshape(-1))
-    assert waits == [2, 1] * 2
+    assert waits == [["index", "index"], ["sketch"]] * 2
     for report in state.reports:
         assert report.diagnosis is not None
         assert report.diagnosis.rounds > 1

@@ -25,7 +25,10 @@ pytestmark = [
 ]
 
 from tightwire.adapters import collectives  # noqa: E402
+from tightwire.adapters.sketches import Sketches, State, Tagc  # noqa: E402
 from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+from tightwire.formats.dtypes import BY_NAME  # noqa: E402
+from tightwire.sparsify import sparsify_rows  # noqa: E402
 
 #: In seconds, of the group whose last rank is killed.
 TIMEOUT = 6.0
@@ -158,6 +161,47 @@ def test_every_collective_and_a_lost_rank(link: str, tmp_path: Path) -> None:
         assert (rank, collective, sequence) == (me, "all_reduce", 1)
         assert stage in ("sizes", "static", "dynamic")
         assert took < TIMEOUT + 5
+
+
+def sketched(transport: TorchDist) -> list[int]:
+    """Sums by sketch, compared with those of what is selected on the host; what damage does."""
+    ranks, me, m = transport.world_size, transport.rank, (1 << 18) + 3
+    found = []
+    for dtype, index in ((torch.float32, "or"), (torch.bfloat16, "4bit")):
+        tagc, state = Tagc(ratio=4, index=index), State()
+        comm = tw.Communicator(TorchDist(dist.new_group()))
+        sums, residual = Sketches(comm, tagc, state), torch.zeros(ranks, ranks, m)
+        cells = BY_NAME[str(dtype).removeprefix("torch.")]
+        for step in range(2):
+            xs = torch.randn(ranks, ranks, m, generator=torch.Generator().manual_seed(step))
+            xs = xs.to(dtype)
+            corrected = xs.float() + residual
+            theta = tagc.share_zeroed(ranks)
+            sent = torch.stack([sparsify_rows(rows, theta, cells)[0] for rows in corrected])
+            residual = corrected - sent
+            total = torch.zeros(ranks, m)
+            for part in sent:
+                total += part
+            total = total.to(dtype).float()
+            (result,) = sums.sums([("w", xs[me].cuda())], everywhere=step == 1)
+            assert torch.equal(result.cpu(), total if step else total[me])
+            assert torch.equal(state.residuals.residual("w").cpu(), residual[me].view(-1))
+        report = state.reports[-1]
+        assert (report.estimated, report.kept) == (0, int(torch.count_nonzero(sent[me])))
+        found.append(report.diagnosis.rounds if report.diagnosis else 0)
+    damaging = Damaging(dist.new_group())
+    sums = Sketches(tw.Communicator(damaging), Tagc(ratio=4), State())
+    damaging.armed = True
+    with pytest.raises(tw.CollectiveError, match="'index': what came from rank 1 is damaged"):
+        sums.sums([("w", xs[me].float().cuda())])
+    return found
+
+
+@pytest.mark.parametrize("link", ["nvlink", "p2p off"])
+def test_sums_by_sketch(link: str, tmp_path: Path) -> None:
+    world_size = min(torch.cuda.device_count(), 4)
+    for rounds in launch("sketched", world_size, tmp_path, LINKS[link]):
+        assert min(rounds) > 3
 
 
 def main(task: str, rank: str, world_size: str, store: str) -> None:

@@ -58,8 +58,8 @@ MAIN: dict[str, dict[str, Any]] = {
     "thc": {"SUMS": True, "ADD": 0, "STORE": True},
     "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
-#: Codecs whose `supports` says False on devices.
-UNPROVEN = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce")
+#: Codecs, and the selection by magnitude, of which fewer forms are compiled.
+UNPROVEN = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce", "sparsify")
 #: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
@@ -171,13 +171,14 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     from triton.runtime.jit import JITFunction, mangle_type
 
     import tightwire as tw
+    from tightwire import sparsify_triton
     from tightwire.codecs import device, minifloat_triton, norms_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
-    modules = {"device": device, "minifloat": minifloat_triton, "norms": norms_triton} | {
-        name: device_module(name) for name in tw.codecs()
-    }
+    others = {"device": device, "minifloat": minifloat_triton, "norms": norms_triton}
+    others["sparsify"] = sparsify_triton
+    modules = others | {name: device_module(name) for name in tw.codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
         for stem, module in modules.items()
@@ -222,7 +223,20 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
             module = device_module(name)
             if isinstance(module, types.ModuleType) and taken(name, module, BY_NAME[dtype]):
                 launches(name, dtype, dtype == "bfloat16")
+    dtype = "bfloat16"
+    selections(sparsify_triton)
     return sorted(kernels.values()), sorted(specialised), list(forms.values())
+
+
+def selections(kernels: Any) -> None:
+    """Select of rows that are sampled and of rows that are not."""
+    import torch
+
+    from tightwire.formats.dtypes import BY_NAME
+
+    x, cell = torch.zeros(2, kernels.SAMPLED), BY_NAME["bfloat16"]
+    kernels.cut(x, 100, BY_NAME["float32"], cell=cell, rest=x, what=kernels.LOST)
+    kernels.cut(x.bfloat16(), 100, cell, rest=x, what=kernels.OTHERS)
 
 
 def launches(name: str, dtype: str, everything: bool) -> None:
@@ -249,6 +263,8 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     if name == "lhc":
         kernels.SMALL_ROWS = 0  # also the kernels of large chunks
     plan, src = planned()
+    if name == "lhc":
+        kernels.peeling(plan, room)
     plain, plain_src = planned(checksum=False)
     drawn = tw.Key(1, world=2) if name in ("dynamiq", "thc") else None
     kernels.encode(plain, x, plain_src, room, key=drawn)
