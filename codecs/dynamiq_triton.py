@@ -853,6 +853,7 @@ def _codes(
     """
     # Of a group without a scale all are the least value, which is never rounded up.
     v = tl.maximum(tl.minimum(v * inverse, tl.where(inverse > 0.0, 1.0, -1.0)), -1.0)
+    v = v + 0.0  # of a negative zero differences would have the wrong sign
     about = _log2(offset + tl.abs(v) * slope, PTX) * factor
     if ROUNDING == _NEAREST:
         # The bound between codes next to it, or the one above that.

@@ -69,7 +69,9 @@ from .taco import (
 
 #: Elements of a tile, one program's share, and its warps.
 _TILE = 4096
-_WARPS = 4
+#: Warps of a tile; and where values do not change hands or are added to others, which is what takes
+#: the time.
+_WARPS, _WIDE_WARPS = 4, 8
 
 _ASH = tl.constexpr(TRANSFORMS.index("ash"))
 _HADAMARD = tl.constexpr(TRANSFORMS.index("hadamard"))
@@ -1229,7 +1231,8 @@ def _encode_variant(
     own = {"BIAS": f.bias, "LARGEST": float(f.largest), "RANDOM": random}
     meta = {"MODE": mode} | _shared(spec, dtype) | own
     meta |= {"SUMS": sums, "CVT": cvt, "FUSED": fused, "X_ITEM": item}
-    return Variant(_encode_kernel, options(_WARPS), **meta)
+    warps = _WIDE_WARPS if spec.transform == "none" else _WARPS
+    return Variant(_encode_kernel, options(warps), **meta)
 
 
 @functools.cache
@@ -1238,7 +1241,8 @@ def _decode_variant(
 ) -> Variant:
     meta = {"MODE": mode} | _shared(spec, dtype)
     meta |= {"STORE": store, "ADD": add, "SUMS": sums, "CVT": cvt}
-    return Variant(_decode_kernel, options(_WARPS), **meta)
+    warps = _WIDE_WARPS if add or spec.transform == "none" else _WARPS
+    return Variant(_decode_kernel, options(warps), **meta)
 
 
 @functools.cache

@@ -1568,6 +1568,7 @@ def vectors(codec: str) -> list[str]:
 SHOWN = {
     "dynamiq": (
         "512_fixed",
+        "bfloat16_zeros",
         "3_chunks_paper",
         "wide_center",
         "tiny_stochastic",
