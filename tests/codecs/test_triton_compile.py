@@ -42,9 +42,13 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "sdp4bit": [{"bits": 8, "group": 2048, "rotate": "none", "rounding": "stochastic"}],
     "tahquant": [{"hidden": 512}, {"direction": "backward"}],
     "dynamiq": [
-        {"scales": "wide", "center": True, "rounding": "stochastic"},
-        {"scales": "stochastic", "widths": "pow2", "super_group": 1024, "rounding": "nearest"},
-        {"widths": "fixed", "super_group": 128, "group": 64, "rounding": "nearest"},
+        {
+            "scales": "wide",
+            "widths": "pow2",
+            "super_group": 1024,
+            "center": True,
+            "rounding": "nearest",
+        }
     ],
     "thc": [{"norm": "tensor"}],
     "omnireduce": [{"block": 4096, "values": "float16"}],
@@ -59,8 +63,11 @@ MAIN: dict[str, dict[str, Any]] = {
     "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
 #: Codecs, and the selection by magnitude, of which fewer forms are compiled.
-UNPROVEN = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce", "sparsify")
-#: Forms of theirs that are compiled all the same: Triton 3.6 once made wrong sums of them.
+FEWER = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce", "sparsify")
+#: Codecs whose kernels take long to compile, for one target of each maker, and the constexprs that
+#: take all their values there.
+HEAVY: dict[str, tuple[str, ...]] = {"dynamiq": ("ADD", "HOW", "ROUNDING", "SCALES", "SUMS")}
+#: Forms that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
 }
@@ -122,6 +129,9 @@ class Form(NamedTuple):
     def values(self) -> list[tuple[str, Any]]:
         """What the form differs in from others of its kernel."""
         own = {"dtype": self.dtype} | self.constexprs
+        heavy = HEAVY.get(self.kernel.partition(".")[0])
+        if heavy is not None:
+            own = {k: v for k, v in own.items() if k in heavy}
         return [("kernel", self.kernel), *sorted(own.items())]
 
     def is_main(self) -> bool:
@@ -147,7 +157,8 @@ def covering(forms: list[Form]) -> list[Form]:
 
 def is_wanted(kernel: str, target: str) -> bool:
     """Whether a kernel is compiled for a target at all."""
-    return target not in ("sm_80", "sm_100") or kernel.partition(".")[0] not in UNPROVEN
+    few = {*FEWER, *HEAVY}
+    return target not in ("sm_80", "sm_100") or kernel.partition(".")[0] not in few
 
 
 def wanted(forms: list[Form], target: str) -> list[Form]:
@@ -158,7 +169,7 @@ def wanted(forms: list[Form], target: str) -> list[Form]:
     once = list({form.kernel: form for form in reversed(forms) if form.is_usual()}.values())
     if target != "sm_90":
         return [form for form in once if is_wanted(form.kernel, target)]
-    used = [form for form in forms if form.kernel.partition(".")[0] not in UNPROVEN]
+    used = [form for form in forms if form.kernel.partition(".")[0] not in FEWER]
     chosen = covering([form for form in used if form.dtype == "bfloat16"])
     chosen += [form for form in once if form not in used]
     chosen += [form for form in forms if form.was_wrong() and form not in chosen]
