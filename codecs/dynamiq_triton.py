@@ -141,6 +141,7 @@ _COUNTS = tl.constexpr(8)
 #: Where `_tables` has pairs, bounds and shapes behind its values.
 _PAIRS, _BOUNDS, _SHAPES = (tl.constexpr(n) for n in (512, 1536, 2064))
 _BLOCK_OPTIONS = options(num_warps=16)
+_PLACES_OPTIONS = options(num_warps=8)
 
 
 class Launch(NamedTuple):
@@ -1646,7 +1647,7 @@ def _index_variant(size: int, how: int, sums: bool) -> Variant:
 
 @functools.cache
 def _places_variant(size: int, read: bool) -> Variant:
-    return Variant(_places_kernel, _BLOCK_OPTIONS, SIZE=size, READ=read)
+    return Variant(_places_kernel, _PLACES_OPTIONS, SIZE=size, READ=read)
 
 
 @functools.cache
