@@ -457,7 +457,8 @@ def _scatter_kernel(
     tile = tl.program_id(0).to(tl.int64) % tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     if ALIGNED:
-        first = tl.multiple_of(first, 16)
+        # Made here: a hint on what a function gives is lost.
+        first = tl.multiple_of(chunk * chunk_nelem, 16)
     word, _ = _words_of(tile, n)
     inside = word < rows * _ROW_WORDS
     left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
