@@ -163,8 +163,8 @@ def is_wanted(kernel: str, target: str) -> bool:
 
 def wanted(forms: list[Form], target: str) -> list[Form]:
     """For sm_90 every kernel with any value that one of its constexprs takes, of bfloat16 or, what
-    takes the time in zipccl, of all dtypes; for other targets, and of FEWER, every kernel once (of FEWER
-    and HEAVY for one target of each maker).
+    takes the time in zipccl, of all dtypes; for other targets, and of FEWER, every kernel once (of
+    FEWER and HEAVY for one target of each maker).
     """
     once = list({form.kernel: form for form in reversed(forms) if form.is_usual()}.values())
     if target != "sm_90":
