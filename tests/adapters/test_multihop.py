@@ -24,7 +24,7 @@ from tightwire.adapters.calls import rounding_key
 from tightwire.adapters.error_feedback import ErrorFeedback
 from tightwire.adapters.group import Topology
 from tightwire.adapters.memory import MemoryTransport, run_ranks
-from tightwire.adapters.multihop import Hop, hops
+from tightwire.adapters.multihop import Hop, device_summary, hops
 from tightwire.adapters.switch import Measured
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
@@ -529,6 +529,25 @@ def test_a_wrong_topology_is_refused_natively_too() -> None:
                 call(x, topology="tree")
 
     run_ranks(2, task)
+
+
+def test_statistics_are_summed_up_on_their_device() -> None:
+    torch = pytest.importorskip("torch")
+    stats = torch.rand(10_001, generator=torch.Generator().manual_seed(0))
+    word, good, *sample = device_summary(stats).tolist()
+    assert good == 1
+    assert np.array(sample, np.int32).tobytes() == stats[::3].numpy().tobytes()
+    for at in (0, 5000, 10_000):
+        other = stats.clone()
+        other.view(torch.int32)[at] ^= 1 << at % 31
+        assert device_summary(other)[0].item() != word
+    swapped = stats.flip(0)
+    assert device_summary(swapped)[0].item() != word
+    for bad in (-1.0, float("inf"), float("nan")):
+        other = stats.clone()
+        other[1] = bad
+        assert device_summary(other)[1].item() == 0
+    assert device_summary(stats[:0]).tolist() == [0, 1]
 
 
 def test_topologies_that_differ_are_refused() -> None:
