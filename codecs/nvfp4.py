@@ -154,9 +154,9 @@ def encode_chunk(
         special = largest >= INFINITY
         largest[special] = 0
         words[special] = 0
-        wanted = largest.view(np.float32) * (g[0] * SIXTH)
-        here = round_codes(wanted.view(np.uint32), 127, SCALE)
         with np.errstate(over="ignore"):
+            wanted = largest.view(np.float32) * (g[0] * SIXTH)
+            here = round_codes(wanted.view(np.uint32), 127, SCALE)
             scaled = words.view(np.float32) * reciprocals(here, g[0])[:, None]
         codes = round_codes(
             np.clip(scaled, np.float32(-6), np.float32(6)).view(np.uint32), 127, ELEMENT

@@ -45,8 +45,9 @@ _NBYTES = LANES // 2
 #: Elements that are decoded and added while they are in cache.
 _PIECE = 1 << 15
 _INFINITY = np.uint32(INFINITY)
-_M, _LOWEST, _TOP = np.int32(SCALE.mantissa), np.int32((128 - SCALE.bias) << 23), SCALE.largest
+_M, _LOWEST = np.int32(SCALE.mantissa), np.int32((128 - SCALE.bias) << 23)
 _SIX, _ONE = np.float32(6), np.float32(1)
+_LARGEST_SCALE = np.float32(448)
 _ELEMENT = (ELEMENT.mantissa, ELEMENT.bias, ELEMENT.largest, ELEMENT.bits, False)
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
 
@@ -77,8 +78,9 @@ def _encode_tiles(x, kind, payload, g, scales, values, first, last):
                 scales[tile * _BLOCKS + b] = NAN_SCALE
                 words[cut] = 0
                 continue
-            wanted[0] = np.float32(magnitudes[b] * factor)
-            code = min(round_code(wanted.view(np.int32)[0], _M, _LOWEST), _TOP)
+            # Stats may be far below the data; `round_code` takes no such magnitudes.
+            wanted[0] = min(np.float32(magnitudes[b] * factor), _LARGEST_SCALE)
+            code = round_code(wanted.view(np.int32)[0], _M, _LOWEST)
             scales[tile * _BLOCKS + b] = code
             step = np.float32(values[code] / g)
             r = FLT_MAX if step <= NO_RECIPROCAL else np.float32(_ONE / step)

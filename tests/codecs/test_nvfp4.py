@@ -18,6 +18,8 @@ from tightwire.formats.dtypes import BY_NAME
 
 Array = npt.NDArray[Any]
 FLT_MAX = np.float32(np.finfo(np.float32).max)
+#: Bits of magnitudes from the least to the largest there is, 0 among them.
+EXTREME_STATS = (0, 1, 5, 1 << 23, 10 << 23, 60 << 23, 1 << 29, 200 << 23, 0x7F7FFFFF)
 
 
 def coded(x: Array, **options: Any) -> tuple[Array, Array, np.float32]:
@@ -163,6 +165,25 @@ def test_stats() -> None:
         with pytest.raises(ValueError, match="allowed: one integer"):
             codec.encode(x, stats=np.array(bad))
     assert codec.measure(np.zeros(5)) is None
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_stats_far_from_the_data_saturate(name: str) -> None:
+    """On the host; tests/codecs/test_triton.py has the kernels."""
+    codec = tw.codec("nvfp4")
+    x = np.random.default_rng(6).standard_normal(4096).astype(BY_NAME[name].numpy)
+    for stats in EXTREME_STATS:
+        given = {"stats": np.array([stats])}
+        packed = bytes(codec.encode(x, backend="ref", **given))
+        assert bytes(codec.encode(x, backend="cpu", **given)) == packed
+        decoded = tw.decode(packed, backend="cpu")
+        assert decoded.tobytes() == tw.decode(packed, backend="ref").tobytes()
+        _, scales, g = coded(x, **given)
+        wanted = np.abs(x.astype(np.float64)).reshape(-1, BLOCK).max(1) * (float(g) / 6)
+        # Half a step of an e4m3 value, and the float operations.
+        cut = wanted > 449
+        assert (scales[cut] == 0x7E).all()
+        assert cut.all() == (0 < stats <= 1 << 29)
 
 
 def test_worked_example() -> None:

@@ -709,6 +709,10 @@ def test_measured_magnitude(place: str, name: str) -> None:
         torch.from_numpy(stats).long().to(place),
     ):
         assert bytes(codec.encode(x, stats=given, backend="triton")) == expected
+    for far in (5, 60 << 23, 0x7F7FFFFF):
+        stats = np.array([far])
+        expected = bytes(codec.encode(bits.view(dtype.numpy), stats=stats, backend="ref"))
+        assert bytes(codec.encode(x, stats=stats, backend="triton")) == expected
 
 
 TACO: tuple[dict[str, Any], ...] = (
