@@ -28,6 +28,8 @@ from .planning import (
 )
 
 _UINT8 = BY_NAME["uint8"]
+_DECODED = "the buffer that is decoded"
+_ADDED = "the array that is added"
 _FUSED = "decode_add_encode_chunk"
 Source = Any
 
@@ -92,7 +94,8 @@ class Codec:
             if found is not NotImplemented:
                 return found
         info = arrays.describe(x)
-        return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
+        with np.errstate(all="ignore"):
+            return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
 
     def encode(
         self,
@@ -176,7 +179,11 @@ class Codec:
         `acc`. On the host checksums and padding are checked first, and a codec that can adds to
         float32 in one pass. On a GPU nothing waits; bfloat16, float16 and float32 are added in the
         same pass that decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that
-        of `encode`. After an error, `acc` on a GPU is undefined.
+        of `encode`. `acc` is undefined after FormatError("bad_payload"), which later chunks may
+        raise when others have been added, and on a GPU after any error.
+
+        Raises FormatError for a damaged buffer, TypeError or ValueError for an `acc` that is none,
+        or that overlaps `src`.
         """
         info = arrays.describe(acc)
         gpu = device_for(None, src, acc)
@@ -185,6 +192,7 @@ class Codec:
             if gpu.decode_add(src, acc, scratch) is not NotImplemented:
                 return acc
             if _on_gpu(acc):
+                gpu.check_apart(_DECODED, src, "acc", acc)
                 values = decode(src, like=acc, scratch=scratch)
                 _check_like(arrays.describe(values), info)
                 gpu.add(acc, values)
@@ -193,12 +201,15 @@ class Codec:
         _need_float(info.dtype, "acc")
         values = acc_bits.view(info.dtype.numpy)
         parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
+        if np.may_share_memory(values, parsed.data):
+            raise ValueError(f"acc overlaps {_DECODED}")
         fits = parsed.plan.shape == info.shape and info.dtype.name == "float32"
         if fits and engine.decode_add(parsed, values, threads=cpu_count()):
             return acc
         decoded = decode(src, like="numpy")
         _check_like(arrays.describe(decoded), info)
-        values += decoded.reshape(-1).astype(values.dtype)
+        with np.errstate(all="ignore"):
+            values += decoded.reshape(-1).astype(values.dtype)
         return acc
 
     def decode_add_encode(
@@ -221,8 +232,8 @@ class Codec:
         the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
         of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
         buffer's dtype); nvfp4 needs another one on a GPU unless `stats` are given. Unless they are,
-        dynamiq keeps the widths of `src`. On a GPU nothing waits; damage of `src` is raised by
-        `src.check()`.
+        dynamiq keeps the widths of `src`. `out` may be the memory of `src` but not overlap `x`. On
+        a GPU nothing waits; damage of `src` is raised by `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -244,6 +255,7 @@ class Codec:
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
             _check_added(info, found.shape, found.dtype)
+            gpu.check_apart(_ADDED, x, "out", out)
             return self.encode(
                 gpu.added(values, x),
                 stats=stats,
@@ -260,7 +272,7 @@ class Codec:
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, checksum=checksum)
         module = backend_module(plan.codec.name, backend)
         if plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED):
-            buffer = Buffer(plan, _room(plan, out, bits), target)
+            buffer = Buffer(plan, _room(plan, out, bits, _ADDED), target)
             if not np.may_share_memory(buffer._bytes, parsed.data):
                 engine.encode_into(
                     plan,
@@ -272,12 +284,16 @@ class Codec:
                     source=parsed,
                 )
                 return buffer
+        dtype = parsed.plan.dtype
+        _check_added(info, parsed.plan.shape, dtype)
+        if out is not None:
+            summed = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
+            out = _room(summed, out, bits, _ADDED)
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
-        dtype = parsed.plan.dtype
-        _check_added(info, decoded.shape, dtype)
         wide = np.float64 if dtype.name == "float64" else np.float32
-        total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
+        with np.errstate(all="ignore"):
+            total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
         bits = total.reshape(-1).view(dtype.bits)
         return self.encode(
             arrays.from_bits(bits, dtype, info.shape, target),
@@ -407,7 +423,7 @@ def decode(
     else:
         bits = arrays.writable_bits(out, plan.dtype, shape, "out")
         if np.may_share_memory(bits, parsed.data):
-            raise ValueError("out overlaps the buffer that is decoded")
+            raise ValueError(f"out overlaps {_DECODED}")
     engine.decode_range(
         parsed,
         bits,
@@ -494,8 +510,8 @@ def thread_count(threads: int | None) -> int:
     return threads
 
 
-def _room(plan: Plan, out: Any, bits: Bits) -> Bytes:
-    """Memory for a buffer: `out` if it is fit for that, else new."""
+def _room(plan: Plan, out: Any, bits: Bits, what: str = "the array that is encoded") -> Bytes:
+    """Memory for a buffer: `out` if it is fit for that and apart from `what`, `bits`; else new."""
     if out is None:
         return np.empty(plan.nbytes, np.uint8)
     if isinstance(out, Buffer):
@@ -507,5 +523,5 @@ def _room(plan: Plan, out: Any, bits: Bits) -> Bytes:
     if room.size < plan.nbytes:
         raise ValueError(f"out has {room.size} bytes; the plan needs {plan.nbytes}")
     if np.may_share_memory(room, bits):
-        raise ValueError("out overlaps the array that is encoded")
+        raise ValueError(f"out overlaps {what}")
     return room[: plan.nbytes]

@@ -342,6 +342,27 @@ def add(acc: Any, values: Any) -> None:
         result.copy_(_wide(result) + _wide(rounded))
 
 
+def check_apart(source_what: str, source: Any, out_what: str, out: Any) -> None:
+    """Raise ValueError if two arrays or Buffers, both in device memory, may share it."""
+    tensors = [_tensor(value) for value in (source, out)]
+    if tensors[0] is not None and tensors[1] is not None:
+        _apart(source_what, tensors[0], out_what, tensors[1], None)
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """The device memory of an array or a Buffer, None for what is on the host."""
+    if isinstance(value, Buffer):
+        return None if value._memory is None else value._memory.data
+    if value is None or arrays.is_bytes(value):
+        return None
+    info = _describe(value)
+    place = _place(info.library, info.device, None)
+    if place is None:
+        return None
+    with _scope(place, info.library):
+        return _as_torch(value, info)
+
+
 def added(values: Any, x: Any) -> Any:
     """`values` plus `x`, of one shape: summed in float32 (float64), in the dtype of `values`."""
     info = _describe(values)

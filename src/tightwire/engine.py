@@ -1,7 +1,8 @@
 """Encoding and decoding of whole buffers in host memory, chunk by chunk.
 
 Result records, raw fallback, checksums and every check that is the same for all codecs stand here;
-codec modules see one chunk at a time.
+codec modules see one chunk at a time. Infinities and subnormals are ordinary there, whatever the
+caller has NumPy do about them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def encode_into(
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
     # Statistics of one term say nothing of a sum, and nobody asks for them.
     if stats is None and source is None:
-        stats = plan.codec.measure(bits, plan.dtype)
+        with np.errstate(all="ignore"):
+            stats = plan.codec.measure(bits, plan.dtype)
     for i in range(plan.chunks):
         lo, hi = plan.chunk_range(i)
         slot_at = plan.dynamic_offset + i * plan.dynamic_stride
@@ -116,9 +118,10 @@ def encode_into(
             )
             result = ChunkResult(0)
         else:
-            result = module.encode_chunk(
-                plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
-            )
+            with np.errstate(all="ignore"):
+                result = module.encode_chunk(
+                    plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+                )
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
         raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
@@ -376,9 +379,10 @@ def _decode_chunk(
     if raw:
         _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
     else:
-        problem, words_sum = module.decode_chunk(
-            plan.codec, chunk, target, first - lo, threads=threads
-        )
+        with np.errstate(all="ignore"):
+            problem, words_sum = module.decode_chunk(
+                plan.codec, chunk, target, first - lo, threads=threads
+            )
     if verify:
         if plan.checksum:
             if words_sum is None or not whole:

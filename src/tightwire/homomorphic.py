@@ -98,7 +98,7 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
             term = part[:at].view(kind.numpy)
             # Before the count itself can overflow.
             spec.check_sum(term)
-            with np.errstate(over="ignore", invalid="ignore"):
+            with np.errstate(all="ignore"):
                 cells += term
             spec.check_sum(cells)
     return seal(total)

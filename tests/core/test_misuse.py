@@ -54,6 +54,82 @@ def test_overlapping_memory_is_refused() -> None:
     assert tw.decode(buf).tobytes() == x.tobytes()
 
 
+def codec_of_rows(name: str) -> tw.Codec:
+    return tw.codec(name, hidden=64) if name == "tahquant" else tw.codec(name)
+
+
+@pytest.mark.parametrize("name", tw.codecs())
+def test_sums_do_not_overwrite_what_they_read(name: str) -> None:
+    codec, key = codec_of_rows(name), tw.Key(1)
+    x = np.linspace(-1, 1, 4096, dtype=np.float32)
+    buf = codec.encode(x, key=key)
+    assert buf.header.codec == name
+    size = buf.plan.nbytes
+    room = np.zeros(size + x.nbytes, np.uint8)
+    inside = room[size - 128 :][: x.nbytes]
+    for library in ("numpy", "torch"):
+        room[:size] = np.asarray(buf.array)
+        before = room.tobytes()
+        whole: Any = room if library == "numpy" else torch.from_numpy(room)
+        acc: Any = inside.view(np.float32)
+        acc = acc if library == "numpy" else torch.from_numpy(acc)
+        for source in (whole[:size], tw.Buffer.wrap(buf.plan, whole[:size])):
+            with pytest.raises(ValueError, match="acc overlaps the buffer"):
+                codec.decode_add(source, acc)
+        assert room.tobytes() == before
+        y: Any = x.copy() if library == "numpy" else torch.from_numpy(x.copy())
+        out = y.view(np.uint8) if library == "numpy" else y.view(torch.uint8)
+        for backend in (None, "ref"):
+            # Those that do not shrink have no room there either way.
+            with pytest.raises(ValueError, match="out (overlaps the array that is added|has)"):
+                codec.decode_add_encode(buf, y, out=out, key=key, backend=backend)
+        assert bytes(np.asarray(y)) == x.tobytes()
+
+
+def test_triton_sums_in_steps_do_not_overwrite_what_they_read() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    codec = tw.codec("zipccl")
+    y = torch.linspace(-1, 1, 5000)
+    buf = codec.encode(y)
+    with pytest.raises(ValueError, match="out overlaps the array that is added"):
+        codec.decode_add_encode(buf, y, out=y.view(torch.uint8), backend="triton")
+    assert torch.equal(y, torch.linspace(-1, 1, 5000))
+
+
+@pytest.mark.parametrize("name", ["mx", "nvfp4", "taco", "zipccl", "raw"])
+def test_sums_of_specials_raise_no_warnings(name: str, backend: str) -> None:
+    """And nothing else, whatever the caller has NumPy do about them."""
+    codec = tw.codec(name)
+    for dtype in ("float16", "float32"):
+        x = make_bits("special", BY_NAME[dtype], 3000).view(dtype)
+        x[:200] = np.finfo(dtype).max
+        x[200:400] = np.finfo(dtype).smallest_subnormal
+        expected = bytes(codec.encode(x, backend=backend))
+        for mode in ("warn", "raise"):
+            with np.errstate(all=mode):
+                buf = codec.encode(x, backend=backend)
+                assert bytes(buf) == expected
+                tw.decode(buf, backend=backend)
+                for acc in (x.copy(), np.full(3000, 60000, np.float16), x.astype(np.float32)):
+                    codec.decode_add(buf, acc)
+                codec.decode_add_encode(buf, x, backend=backend)
+                tw.verify(buf)
+
+
+def test_acc_is_left_alone_when_a_later_chunk_is_damaged() -> None:
+    x = np.linspace(-1, 1, 4096, dtype=np.float32)
+    for name in ("mx", "nvfp4", "sdp4bit", "zipccl"):
+        codec = tw.codec(name)
+        data = bytearray(bytes(codec.encode(x, chunks=2)))
+        plan = codec.plan(x.shape, x.dtype, chunks=2)
+        data[plan.static_offset + plan.static_stride + 3] ^= 1
+        acc = np.ones_like(x)
+        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
+            codec.decode_add(data, acc)
+        assert (acc == 1).all()
+
+
 def test_masked_arrays_would_lose_their_mask() -> None:
     masked = np.ma.masked_array(np.ones(5), np.arange(5) % 4 == 0)
     with pytest.raises(TypeError, match="filled"):
