@@ -81,6 +81,21 @@ class ChunkDecoded(NamedTuple):
     words_sum: int | None = None
 
 
+def check_choice(name: str, value: object, allowed: tuple[str | int, ...]) -> None:
+    """Raise TypeError if the parameter is of another type than those allowed, ValueError if it is
+    none of them.
+    """
+    kind = type(allowed[0])
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        error: type[Exception] = TypeError
+    elif value not in allowed:
+        error = ValueError
+    else:
+        return
+    listed = ", ".join(map(repr, allowed))
+    raise error(f"{name} is {value!r}; allowed: {kind.__name__}, one of {listed}")
+
+
 @dataclass(frozen=True)
 class CodecSpec:
     """Base of all codecs. Subclasses are frozen dataclasses whose fields are the parameters."""
@@ -96,6 +111,16 @@ class CodecSpec:
     uses_info: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
+
+    @property
+    def round_trips(self) -> bool:
+        """False if what decodes is another tensor than what was encoded, by these parameters."""
+        return True
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding needs a key."""
+        return False
 
     def bind(self, shape: tuple[int, ...]) -> CodecSpec:
         """The codec that plans tensors of `shape`: itself, unless a parameter comes from there."""

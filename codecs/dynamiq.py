@@ -22,7 +22,18 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout, ReduceOp
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    ReduceOp,
+    check_choice,
+)
 from .hadamard import Floats
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 from .philox import KeyNumbers, key_numbers, random_words
@@ -112,21 +123,13 @@ class Dynamiq(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none, or a budget not to be met."""
-        for name, numbers in (("group", GROUPS), ("super_group", SUPER_GROUPS)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; allowed: {numbers}")
-            if value not in numbers:
-                raise ValueError(f"{name} is {value}; allowed: {numbers}")
-        choices = (("widths", WIDTHS), ("grid", GRIDS), ("scales", SCALES), ("rounding", ROUNDINGS))
-        for name, values in choices:
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-            if value not in values:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-        if not isinstance(self.center, bool):
-            raise TypeError(f"center is {self.center!r}; allowed: True, False")
+        check_choice("group", self.group, GROUPS)
+        check_choice("super_group", self.super_group, SUPER_GROUPS)
+        check_choice("widths", self.widths, WIDTHS)
+        check_choice("grid", self.grid, GRIDS)
+        check_choice("scales", self.scales, SCALES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("center", self.center, (True, False))
         allowed = f"bits is {self.bits!r}; allowed: 3 to 8 in steps of 1/{BUDGET_STEPS}"
         if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):
             raise TypeError(allowed)

@@ -30,6 +30,7 @@ from .base import (
     Key,
     Layout,
     ReduceOp,
+    check_choice,
 )
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 
@@ -86,12 +87,8 @@ class Lhc(CodecSpec):
             raise TypeError(allowed)
         if not 1 < self.ratio <= MAX_RATIO or self.steps / RATIO_STEPS != self.ratio:
             raise ValueError(allowed)
-        for name, values in (("sketch", SKETCHES), ("mapping", MAPPINGS)):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-            if value not in values:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+        check_choice("sketch", self.sketch, SKETCHES)
+        check_choice("mapping", self.mapping, MAPPINGS)
 
     @property
     def steps(self) -> int:

@@ -17,7 +17,17 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    check_choice,
+)
 from .minifloat import (
     BY_NAME,
     ELEMENTS,
@@ -70,11 +80,9 @@ class Mx(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise ValueError for parameters that are none."""
-        if self.element not in BY_NAME:
-            raise ValueError(f"element is {self.element!r}; allowed: {tuple(BY_NAME)}")
-        if self.scale_rule not in SCALE_RULES:
-            raise ValueError(f"scale_rule is {self.scale_rule!r}; allowed: {SCALE_RULES}")
+        """Raise TypeError or ValueError for parameters that are none."""
+        check_choice("element", self.element, tuple(BY_NAME))
+        check_choice("scale_rule", self.scale_rule, SCALE_RULES)
 
     @property
     def format(self) -> Element:

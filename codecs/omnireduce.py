@@ -21,7 +21,18 @@ from ..formats.dtypes import BY_NAME, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
 from . import norms
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout, ReduceOp
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    ReduceOp,
+    check_choice,
+)
 from .hadamard import Floats
 from .minifloat import WIDENED, narrow, widen
 
@@ -66,14 +77,8 @@ class Omnireduce(CodecSpec):
             raise TypeError(allowed)
         if not 0 < self.bits <= MAX_BITS or self.bits * BUDGET_STEPS % 1:
             raise ValueError(allowed)
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"block is {self.block!r}; allowed: {BLOCKS}")
-        if self.block not in BLOCKS:
-            raise ValueError(f"block is {self.block}; allowed: {BLOCKS}")
-        if not isinstance(self.values, str):
-            raise TypeError(f"values is {self.values!r}; allowed: {', '.join(VALUES)}")
-        if self.values not in VALUES:
-            raise ValueError(f"values is {self.values!r}; allowed: {', '.join(VALUES)}")
+        check_choice("block", self.block, BLOCKS)
+        check_choice("values", self.values, VALUES)
 
     def blocks(self, nelem: int) -> int:
         """Blocks of `nelem` elements."""

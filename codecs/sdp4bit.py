@@ -19,7 +19,17 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    check_choice,
+)
 from .hadamard import Floats, rotate
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 from .philox import Words, key_numbers, random_words
@@ -70,18 +80,10 @@ class Sdp4bit(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none."""
-        for name, numbers in (("bits", BITS), ("group", GROUPS)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; allowed: {numbers}")
-            if value not in numbers:
-                raise ValueError(f"{name} is {value}; allowed: {numbers}")
-        for name, values in (("rotate", ROTATE), ("rounding", ROUNDINGS)):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-            if value not in values:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
+        check_choice("bits", self.bits, BITS)
+        check_choice("group", self.group, GROUPS)
+        check_choice("rotate", self.rotate, ROTATE)
+        check_choice("rounding", self.rounding, ROUNDINGS)
 
     @property
     def largest(self) -> int:
@@ -97,6 +99,16 @@ class Sdp4bit(CodecSpec):
     def rotates_back(self) -> bool:
         """True if the decoder rotates back."""
         return self.rotate in ("decode", "both")
+
+    @property
+    def round_trips(self) -> bool:
+        """False with rotate="encode" and "decode"."""
+        return self.rotates == self.rotates_back
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding needs a key."""
+        return self.rounding == "stochastic"
 
     def fuses(self, source: CodecSpec) -> bool:
         """True for buffers of sdp4bit, whatever their parameters."""

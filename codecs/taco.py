@@ -20,7 +20,17 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    check_choice,
+)
 from .hadamard import Floats, rotate
 from .philox import Words, key_numbers, random_words
 
@@ -99,18 +109,16 @@ class Taco(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none."""
-        allowed: dict[str, tuple[str, ...]] = {"format": FORMATS, "transform": TRANSFORMS}
-        allowed |= {"scales": SCALES, "rounding": ROUNDINGS}
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-            if value not in values:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(values)}")
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"block is {self.block!r}; allowed: {BLOCKS}")
-        if self.block not in BLOCKS:
-            raise ValueError(f"block is {self.block}; allowed: {BLOCKS}")
+        check_choice("format", self.format, FORMATS)
+        check_choice("transform", self.transform, TRANSFORMS)
+        check_choice("scales", self.scales, SCALES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("block", self.block, BLOCKS)
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding needs a key."""
+        return self.rounding == "stochastic"
 
     @property
     def scale_nbytes(self) -> int:

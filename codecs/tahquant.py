@@ -19,7 +19,17 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .base import (
+    Bits,
+    Bytes,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    check_choice,
+)
 from .hadamard import rotate
 from .minifloat import widen
 from .taco import to_bits
@@ -65,12 +75,8 @@ class Tahquant(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none."""
-        allowed = f"direction is {self.direction!r}; allowed: {', '.join(DIRECTIONS)}"
-        if not isinstance(self.direction, str):
-            raise TypeError(allowed)
-        if self.direction not in DIRECTIONS:
-            raise ValueError(allowed)
-        allowed = f"hidden is {self.hidden!r}; allowed: 0 to 2**63 - 1"
+        check_choice("direction", self.direction, DIRECTIONS)
+        allowed = f"hidden is {self.hidden!r}; allowed: int, 0 to 2**63 - 1"
         if isinstance(self.hidden, bool) or not isinstance(self.hidden, int):
             raise TypeError(allowed)
         if not 0 <= self.hidden <= MAX_HIDDEN:

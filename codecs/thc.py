@@ -21,7 +21,17 @@ from ..formats.dtypes import BY_NAME, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
 from . import norms
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout, ReduceOp
+from .base import (
+    Bits,
+    Chunk,
+    ChunkDecoded,
+    ChunkResult,
+    CodecSpec,
+    Key,
+    Layout,
+    ReduceOp,
+    check_choice,
+)
 from .hadamard import Floats, rotate
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 from .philox import KeyNumbers, Words, key_numbers, random_words
@@ -85,14 +95,13 @@ class Thc(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none."""
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise TypeError(f"bits is {self.bits!r}; allowed: {BITS}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits}; allowed: {BITS}")
-        if not isinstance(self.norm, str):
-            raise TypeError(f"norm is {self.norm!r}; allowed: {', '.join(NORMS)}")
-        if self.norm not in NORMS:
-            raise ValueError(f"norm is {self.norm!r}; allowed: {', '.join(NORMS)}")
+        check_choice("bits", self.bits, BITS)
+        check_choice("norm", self.norm, NORMS)
+
+    @property
+    def draws(self) -> bool:
+        """Always: cells are rounded at random."""
+        return True
 
     @property
     def max_ranks(self) -> int:

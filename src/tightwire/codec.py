@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +54,11 @@ class Codec:
     def homomorphic(self) -> bool:
         """True if adding wire sections element by element encodes the sum."""
         return self.spec.homomorphic
+
+    @property
+    def round_trips(self) -> bool:
+        """False if what decodes is another tensor than what was encoded: sdp4bit half rotated."""
+        return self.spec.round_trips
 
     @property
     def reduce_op(self) -> ReduceOp | None:
@@ -320,7 +325,15 @@ class Codec:
 
 def codec(name: str, **params: Any) -> Codec:
     """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
-    return Codec(spec_class(name)(**params)) if params else _plain_codec(name)
+    spec = spec_class(name)
+    if not params:
+        return _plain_codec(name)
+    known = [field.name for field in fields(spec)]
+    unknown = [param for param in params if param not in known]
+    if unknown:
+        allowed = ", ".join(known) or "no parameters"
+        raise TypeError(f"{name} was given {', '.join(unknown)}; allowed: {allowed}")
+    return Codec(spec(**params))
 
 
 @functools.cache

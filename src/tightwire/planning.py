@@ -22,6 +22,8 @@ BACKENDS = (*HOST_BACKENDS, DEVICE_BACKEND)
 
 def spec_class(name: str) -> type[CodecSpec]:
     """The class of the codec called `name`; ValueError lists the codecs there are."""
+    if not isinstance(name, str):
+        raise TypeError(f"codec is {name!r}; allowed: a name, one of {', '.join(CODEC_IDS)}")
     if name not in CODEC_IDS:
         raise ValueError(f"codec {name!r} is not known; known: {', '.join(CODEC_IDS)}")
     spec: type[CodecSpec] = importlib.import_module(f"tightwire.codecs.{CODEC_IDS[name][1]}").SPEC
