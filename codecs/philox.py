@@ -25,6 +25,8 @@ WEYL = 0x9E3779B9, 0xBB67AE85
 STREAMS = 8
 STREAM_SHIFT = 29
 MASK32 = (1 << 32) - 1
+#: Least value of a key's numbers, and bits that hold the largest.
+_RANGES = {"seed": (0, 64), "step": (0, 32), "rank": (0, 32), "world": (1, 32)}
 
 
 class KeyNumbers(NamedTuple):
@@ -42,24 +44,44 @@ def key_numbers(key: Key | None) -> KeyNumbers:
     """
     if key is None:
         raise ValueError("key is None; stochastic rounding needs key=tightwire.Key(seed, step)")
-    numbers = KeyNumbers(_integer("seed", key.seed), _integer("step", key.step), key.rank)
-    check_key(numbers)
-    return numbers
+    return KeyNumbers(number("seed", key.seed), number("step", key.step), number("rank", key.rank))
 
 
-def check_key(key: KeyNumbers) -> None:
-    """Raise ValueError or TypeError for numbers that are none, or out of range."""
-    for name, value, bits in zip(KeyNumbers._fields, key, (64, 32, 32), strict=True):
-        if not 0 <= _integer(name, value) < 1 << bits:
-            raise ValueError(f"{name} of the key is {value}; allowed: 0 to 2**{bits} - 1")
+def check_key(key: Any) -> None:
+    """Raise TypeError or ValueError for what is no key, or has numbers that are out of range.
+
+    Device arrays are not read. None is a key that is missing, as it may be.
+    """
+    if key is None:
+        return
+    if not isinstance(key, Key):
+        raise TypeError(f"key is {key!r}; allowed: tightwire.Key(seed, step, rank, world) or None")
+    for name in ("seed", "step"):
+        value = getattr(key, name)
+        if not hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
+            number(name, value)
+    number("rank", key.rank)
+    number("world", key.world)
 
 
-def _integer(name: str, value: Any) -> int:
+def number(name: str, value: Any) -> int:
+    """A number of a key as an int, that of a one-element array (not of rank and world) read.
+
+    Raises TypeError if it is no integer, ValueError if it is out of range.
+    """
+    least, bits = _RANGES[name]
+    arrays = name in ("seed", "step")
     try:
-        return operator.index(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError):
-        allowed = "an integer or an array of one integer"
+        found = value.item() if arrays and hasattr(value, "item") else value
+        if isinstance(found, bool) or (hasattr(found, "shape") and found.shape != ()):
+            raise TypeError
+        found = operator.index(found)
+    except (TypeError, ValueError, RuntimeError):
+        allowed = "an integer or an array of one integer" if arrays else "an integer"
         raise TypeError(f"{name} of the key is {value!r}; allowed: {allowed}") from None
+    if not least <= found < 1 << bits:
+        raise ValueError(f"{name} of the key is {found}; allowed: {least} to 2**{bits} - 1")
+    return found
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> Words:

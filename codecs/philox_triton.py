@@ -54,9 +54,9 @@ def key_arguments(
     """
     if key is None or not any(isinstance(value, torch.Tensor) for value in key):
         return KEY_IN_NUMBERS, None, philox.key_numbers(key)
-    philox.check_key(philox.KeyNumbers(0, 0, key.rank))
+    rank = philox.number("rank", key.rank)
     both = torch.cat([_word(key.seed, device), _word(key.step, device)])
-    return KEY_ON_DEVICE, both, (0, 0, key.rank)
+    return KEY_ON_DEVICE, both, (0, 0, rank)
 
 
 def _word(value: object, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.philox import check_key, key_numbers
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, selection
 from .formats.codec_ids import CODEC_IDS
@@ -121,15 +122,16 @@ class Codec:
         `out` is a Buffer to reuse or a writable uint8 array of at least `plan.nbytes`, on the host
         or, 16-byte aligned, on the GPU of `x`. `threads` None uses every processor where the size
         is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest.
-        `key` is what codecs that round at random draw by; others do not look at it.
+        `key` is what codecs that round at random draw by; others only look whether it is one.
 
         GPU arrays are encoded where they are, on the current stream (PyTorch's, CuPy's; a JAX array
         on PyTorch's), without waiting for the device; so that nothing is allocated give `out` and
         `scratch`, uint8 on that GPU, 16-byte aligned, of at least `plan.scratch_nbytes`. Where
         Triton or a kernel for the dtype is missing they are encoded on the host.
 
-        Raises TypeError or ValueError for bad calls.
+        Raises TypeError or ValueError for bad calls, as without `key` where the codec draws.
         """
+        self._check_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
             encoded = gpu.encode(
@@ -242,6 +244,7 @@ class Codec:
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
+        self._check_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
             fused = gpu.decode_add_encode(
@@ -309,6 +312,12 @@ class Codec:
             checksum=checksum,
             backend=backend,
         )
+
+    def _check_key(self, x: Any, key: Any) -> None:
+        check_key(key)
+        # However few elements there are: small tensors are stored raw, and the next may be large.
+        if key is None and self.spec.draws and arrays.describe(x).dtype.name in self.dtypes:
+            key_numbers(key)
 
     def _fuses(self, x: Any, dtype: DType) -> bool:
         """True if `decode_add_encode` of buffers of `dtype` and of `x` is one pass.

@@ -84,6 +84,45 @@ def test_parameters_that_are_none(
         tw.codec(name, **params)
 
 
+BAD_KEYS: tuple[tuple[Any, type[Exception]], ...] = (
+    ((1, 2), TypeError),
+    (5, TypeError),
+    ("junk", TypeError),
+    (tw.Key(True, False), TypeError),
+    (tw.Key(1, np.True_), TypeError),
+    (tw.Key(1, 2, np.array([3])), TypeError),  # type: ignore[arg-type]
+    (tw.Key(1, 2, 3, 2.0), TypeError),  # type: ignore[arg-type]
+    (tw.Key(np.array([1, 2])), TypeError),
+    (tw.Key(1 << 64), ValueError),
+    (tw.Key(1, 2, 3, 0), ValueError),
+)
+
+
+@pytest.mark.parametrize("name", ["mx", "taco", "thc", "dynamiq", "raw"])
+@pytest.mark.parametrize("n", [3, 4096])
+def test_keys_that_are_none(name: str, n: int) -> None:
+    """Also where the codec draws nothing, or the tensor is stored raw."""
+    codec = tw.codec(name, rounding="stochastic") if name == "taco" else tw.codec(name)
+    x = torch.linspace(-1, 1, n)
+    buf = codec.encode(x, key=tw.Key(1))
+    for key, error in BAD_KEYS:
+        for backend in (None, "ref", "triton"):
+            with pytest.raises(error, match="allowed"):
+                codec.encode(x, key=key, backend=backend)
+            with pytest.raises(error, match="allowed"):
+                codec.decode_add_encode(buf, x, key=key, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["sdp4bit", "taco", "thc", "dynamiq"])
+def test_a_missing_key_is_noticed_whatever_the_size(name: str) -> None:
+    rounding = {} if name in ("thc", "dynamiq") else {"rounding": "stochastic"}
+    codec = tw.codec(name, **rounding)
+    for n in (0, 3, 4096):
+        with pytest.raises(ValueError, match="needs key"):
+            codec.encode(np.ones(n, np.float32))
+    assert codec.encode(np.arange(3)).header.codec == "raw"
+
+
 def codec_of_rows(name: str) -> tw.Codec:
     return tw.codec(name, hidden=64) if name == "tahquant" else tw.codec(name)
 
