@@ -101,7 +101,11 @@ class TensorParallel:
         return _Collective.apply(x, self._sum(self._forward), _identity)
 
     def all_gather(self, x: Any, dim: int = 0) -> Any:
-        """All ranks' `x`, one behind the other along `dim`; the gradient is reduce-scattered."""
+        """All ranks' `x`, one behind the other along `dim`; the gradient is reduce-scattered.
+
+        Raises ValueError for an `x` without dimensions.
+        """
+        _need_dimension(x)
         gather = functools.partial(self._gather, self._forward, dim)
         scatter = functools.partial(self._scatter, self._backward, dim)
         return _Collective.apply(x, gather, scatter)
@@ -109,8 +113,10 @@ class TensorParallel:
     def reduce_scatter(self, x: Any, dim: int = 0) -> Any:
         """Share r of the sum of all ranks' `x` for rank r; the gradient is all-gathered.
 
-        Shares are equal, along `dim`; raises ValueError where its size cannot be divided.
+        Shares are equal, along `dim`; raises ValueError where its size cannot be divided, and for
+        an `x` without dimensions.
         """
+        _need_dimension(x)
         scatter = functools.partial(self._scatter, self._forward, dim)
         gather = functools.partial(self._gather, self._backward, dim)
         return _Collective.apply(x, scatter, gather)
@@ -252,6 +258,11 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         return ctx.of_gradient(gradient), None, None
+
+
+def _need_dimension(x: Any) -> None:
+    if x.dim() == 0:
+        raise ValueError("x has shape (); allowed: at least one dimension")
 
 
 def _identity(x: Any) -> Any:

@@ -304,6 +304,9 @@ def test_what_is_refused() -> None:
     one = tw.Communicator(connect(1)[0])
     with pytest.raises(ValueError, match="wire is 'float8'; allowed"):
         tp.TensorParallel(one, wire="float8")
+    for call in (tp.TensorParallel(one).all_gather, tp.TensorParallel(one).reduce_scatter):
+        with pytest.raises(ValueError, match=r"x has shape \(\); allowed"):
+            call(torch.tensor(3.0))
 
     def task(transport: MemoryTransport) -> None:
         comm = tw.Communicator(transport)
