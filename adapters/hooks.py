@@ -77,7 +77,12 @@ def collectives_of_average(topology: Topology) -> int:
 
 
 def check_feedback(feedback: ErrorFeedback | None, topology: Topology) -> None:
-    """Raise ValueError for error feedback where ranks encode sums of others' tensors."""
+    """Raise TypeError for what is no error feedback, ValueError where ranks encode sums of others'.
+
+    These are not this rank's to keep residuals of.
+    """
+    if feedback is not None and not isinstance(feedback, ErrorFeedback):
+        raise TypeError(f"error_feedback is {feedback!r}; allowed: an ErrorFeedback() or None")
     if feedback is not None and topology != "two-shot":
         raise ValueError(
             f"error_feedback is given, topology is {topology!r}; allowed with it: 'two-shot'"
