@@ -44,8 +44,14 @@ class ErrorFeedback:
         """The buffer of x + e; e becomes (x + e) - decode(buffer).
 
         x + e is taken in float32 (float64) and rounded to the dtype of `x`, which also is an error.
-        `options` are those of `Codec.encode`.
+        `options` are those of `Codec.encode`. Raises ValueError for a codec whose `round_trips` is
+        False.
         """
+        if not codec.round_trips:
+            raise ValueError(
+                f"codec is {codec.spec!r}, which loses no residual but another tensor; allowed: "
+                "codecs whose round_trips is True"
+            )
         x, info, _ = tensors.as_input(x)
         parts = [(name, math.prod(info.shape))]
         corrected = self.corrected(x.reshape(-1), parts)

@@ -15,7 +15,7 @@ from ranks import exact
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import rounding_key
 from tightwire.adapters.error_feedback import ErrorFeedback
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
 from tightwire.arrays import Target, from_bits, host_array
 from tightwire.formats.dtypes import BY_NAME
 
@@ -143,6 +143,27 @@ def test_residuals_that_others_have_made(library: str) -> None:
 def test_parts_have_names_of_their_own() -> None:
     with pytest.raises(ValueError, match="different names"):
         ErrorFeedback().corrected(np.zeros(4, np.float32), [("a", 2), ("a", 2)])
+
+
+@pytest.mark.parametrize("rotate", ["encode", "decode"])
+def test_codecs_that_decode_to_another_tensor(rotate: str) -> None:
+    codec, x = tw.codec("sdp4bit", rotate=rotate), np.ones(640, np.float32)
+    assert not codec.round_trips
+    assert tw.codec("sdp4bit", rotate="none").round_trips
+    with pytest.raises(ValueError, match="allowed: codecs whose round_trips"):
+        ErrorFeedback().encode(codec, x, "x")
+
+
+@pytest.mark.parametrize("feedback", [ErrorFeedback, True, {}])
+def test_hooks_take_nothing_else_for_feedback(feedback: Any) -> None:
+    pytest.importorskip("torch")
+    from tightwire.adapters import ddp, fsdp
+
+    comm = tw.Communicator(connect(1)[0], "mx")
+    with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
+        ddp.DdpHook(comm, feedback, {})
+    with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
+        fsdp.compress(None, error_feedback=feedback)
 
 
 def test_bad_calls() -> None:

@@ -286,10 +286,17 @@ def test_damaged_payload(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "times"), [("mx", 3), ("sdp4bit", 3), ("tahquant", 3), ("taco", 0), ("dynamiq", 0)]
+    ("name", "params", "times"),
+    [
+        ("mx", {}, 3),
+        ("sdp4bit", {}, 3),
+        ("tahquant", {"hidden": 100}, 3),
+        ("taco", {}, 0),
+        ("dynamiq", {}, 0),
+    ],
 )
 def test_sums_are_encoded_in_one_pass_where_that_can_be(
-    codec: str, times: int, monkeypatch: pytest.MonkeyPatch
+    name: str, params: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
     one_pass = tw.Codec.decode_add_encode
@@ -299,8 +306,9 @@ def test_sums_are_encoded_in_one_pass_where_that_can_be(
         return one_pass(self, *args, **options)
 
     monkeypatch.setattr(tw.Codec, "decode_add_encode", noted)
+    codec = tw.codec(name, **params)
     run_ranks(3, lambda t: tw.Communicator(t, codec).all_reduce(np.ones(3000, np.float32)))
-    assert steps == [codec] * times
+    assert steps == [name] * times
 
 
 def test_widths_of_a_sum_in_two_shots_are_its_own() -> None:
