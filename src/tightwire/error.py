@@ -6,10 +6,13 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from . import arrays
 
 _BATCH = 1 << 20
+_Array = npt.NDArray[Any]
+_Doubles = npt.NDArray[np.float64]
 
 
 class Error(NamedTuple):
@@ -27,9 +30,11 @@ class Error(NamedTuple):
 def error(x: Any, y: Any) -> Error:
     """Compare `y` with the original `x`: arrays of any library, one shape and real dtypes.
 
-    Computed on the host in float64. Where both are all zero the vNMSE is 0 and the cosine 1; where
-    only `x` is, infinity and 0. Not-a-number or infinite elements make the results NaN, but for
-    those that are the same infinity in both. Empty arrays are equal. Raises TypeError for complex
+    Computed on the host in float64, on values scaled so that no square is infinite or lost;
+    integers that it does not tell apart are subtracted before, and differences beyond it infinite.
+    Where both are all zero the vNMSE is 0 and the cosine 1; where only one is, the cosine is 0, and
+    where that is `x` the vNMSE infinity. Elements that are the same infinity in both count as zeros; with any other that is
+    infinite or not a number all three are NaN. Empty arrays are equal. Raises TypeError for complex
     numbers and ValueError for shapes that differ.
     """
     infos = arrays.describe(x), arrays.describe(y)
@@ -42,18 +47,46 @@ def error(x: Any, y: Any) -> Error:
         arrays.host_bits(v, info.dtype).view(info.dtype.numpy)
         for v, info in zip((x, y), infos, strict=True)
     )
-    squares = xx = yy = xy = largest = 0.0
-    for at in range(0, a.size, _BATCH):
-        with np.errstate(invalid="ignore", over="ignore"):
-            u, v = (w[at : at + _BATCH].astype(np.float64) for w in (a, b))
-            same = np.isinf(u) & (u == v)
-            u[same] = v[same] = 0.0
-            apart = np.abs(u - v)
-            squares += float(apart @ apart)
-            xx, yy, xy = xx + float(u @ u), yy + float(v @ v), xy + float(u @ v)
-            largest = float(np.maximum(largest, apart.max()))
+    parts = [slice(at, at + _BATCH) for at in range(0, a.size, _BATCH)]
+    with np.errstate(all="ignore"):
+        tops = np.zeros(3)
+        for part in parts:
+            found = [np.abs(v).max() for v in _compared(a[part], b[part])]
+            tops = np.maximum(tops, found)
+        if not np.isfinite(tops[:2]).all():
+            return Error(math.nan, math.nan, math.nan)
+        # Of powers of two, by which quotients are exact.
+        exponents = [int(e) for e in np.frexp(np.minimum(tops, np.finfo(np.float64).max))[1]]
+        sums = np.zeros(4)
+        for part in parts:
+            scaled = zip(_compared(a[part], b[part]), exponents, strict=True)
+            u, v, apart = (np.ldexp(w, -e) for w, e in scaled)
+            sums += [u @ u, v @ v, u @ v, apart @ apart]
+    return _figures(tops, exponents, *map(float, sums))
+
+
+def _figures(
+    tops: _Doubles, exponents: list[int], xx: float, yy: float, xy: float, squares: float
+) -> Error:
+    """The figures from sums of squares of values over 2^exponents."""
+    largest = float(tops[2])
+    if largest == 0.0:
+        return Error(0.0, 0.0, 1.0)
+    vnmse = math.inf
+    if xx:
+        vnmse = float(np.ldexp(squares / xx, 2 * (exponents[2] - exponents[0])))
     lengths = math.sqrt(xx) * math.sqrt(yy)
-    if squares == 0.0:
-        return Error(0.0, largest, 1.0)
-    vnmse = squares / xx if xx != 0.0 else math.inf
-    return Error(vnmse, largest, xy / lengths if lengths != 0.0 else 0.0)
+    return Error(vnmse, largest, xy / lengths if lengths else 0.0)
+
+
+def _compared(a: _Array, b: _Array) -> tuple[_Doubles, _Doubles, _Doubles]:
+    """float64 of `a`, of `b` and of their difference; infinities that both have are zeros."""
+    u, v = a.astype(np.float64), b.astype(np.float64)
+    same = np.isinf(u) & (u == v)
+    u[same] = v[same] = 0.0
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        # Of one sign they are subtracted modulo 2^64, from the larger; of two nothing cancels.
+        m, n = a.astype(np.uint64), b.astype(np.uint64)
+        exact = np.where(a > b, m - n, n - m).astype(np.float64)
+        return u, v, np.where((a < 0) == (b < 0), exact, u - v)
+    return u, v, u - v

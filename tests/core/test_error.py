@@ -37,13 +37,32 @@ def test_the_definitions() -> None:
         ([np.inf, 1.0, -np.inf], [np.inf, 1.0, -np.inf], (0.0, 0.0, 1.0)),
         ([np.inf, 1.0], [np.inf, 3.0], (4.0, 2.0, 1.0)),
         ([np.nan, 1.0], [np.nan, 1.0], (math.nan, math.nan, math.nan)),
-        ([np.inf], [-np.inf], (math.nan, math.inf, math.nan)),
+        ([np.inf], [-np.inf], (math.nan, math.nan, math.nan)),
+        ([np.inf, 1.0], [1.0, 1.0], (math.nan, math.nan, math.nan)),
+        ([1.0, 1.0], [1.0, -np.inf], (math.nan, math.nan, math.nan)),
+        ([1.0, 1.0], [np.nan, 1.0], (math.nan, math.nan, math.nan)),
+        ([1e-200, 0.0], [0.0, 0.0], (1.0, 1e-200, 0.0)),
+        ([1e-200], [3e-200], (4.0, 2e-200, 1.0)),
+        ([1e200], [-1e200], (4.0, 2e200, -1.0)),
+        ([5e-324], [1e-323], (1.0, 5e-324, 1.0)),
+        ([1e300, 1e-300], [1e300, 0.0], (0.0, 1e-300, 1.0)),
+        ([1e308], [-1e308], (math.inf, math.inf, -1.0)),
     ],
 )
 def test_edges(x: Any, y: Any, expected: tuple[float, ...]) -> None:
     found = tw.error(np.array(x), np.array(y))
     for a, b in zip(found, expected, strict=True):
-        assert a == b or (math.isnan(a) and math.isnan(b))
+        assert math.isclose(a, b, rel_tol=1e-14) or (math.isnan(a) and math.isnan(b))
+
+
+def test_large_integers() -> None:
+    x = np.array([2**53, -(2**62), 7], np.int64)
+    assert tw.error(x, x + 1).max == 1.0
+    assert 0 < tw.error(x, x + 1).vnmse < 1e-36
+    most = np.array([2**64 - 1], np.uint64)
+    assert tw.error(most, most - np.uint64(1)).max == 1.0
+    assert tw.error(np.array([-(2**63)]), most).max == 2.0**64 + 2.0**63
+    assert tw.error(np.array([-1]), np.array([1], np.uint64)).max == 2.0
 
 
 def test_libraries_and_dtypes() -> None:
