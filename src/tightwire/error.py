@@ -33,9 +33,9 @@ def error(x: Any, y: Any) -> Error:
     Computed on the host in float64, on values scaled so that no square is infinite or lost;
     integers that it does not tell apart are subtracted before, and differences beyond it infinite.
     Where both are all zero the vNMSE is 0 and the cosine 1; where only one is, the cosine is 0, and
-    where that is `x` the vNMSE infinity. Elements that are the same infinity in both count as zeros; with any other that is
-    infinite or not a number all three are NaN. Empty arrays are equal. Raises TypeError for complex
-    numbers and ValueError for shapes that differ.
+    where that is `x` the vNMSE infinity. Elements that are the same infinity in both count as
+    zeros; with any other that is infinite or not a number all three are NaN. Empty arrays are
+    equal. Raises TypeError for complex numbers and ValueError for shapes that differ.
     """
     infos = arrays.describe(x), arrays.describe(y)
     for info in infos:

@@ -173,7 +173,7 @@ def test_stats_far_from_the_data_saturate(name: str) -> None:
     codec = tw.codec("nvfp4")
     x = np.random.default_rng(6).standard_normal(4096).astype(BY_NAME[name].numpy)
     for stats in EXTREME_STATS:
-        given = {"stats": np.array([stats])}
+        given: dict[str, Any] = {"stats": np.array([stats])}
         packed = bytes(codec.encode(x, backend="ref", **given))
         assert bytes(codec.encode(x, backend="cpu", **given)) == packed
         decoded = tw.decode(packed, backend="cpu")

@@ -56,6 +56,7 @@ def test_values_from_none_to_the_largest_there_are(codec: tw.Codec) -> None:
     x = tensor()
     stats = codec.measure(x)
     assert stats is not None
+    values: list[Any]
     if stats.dtype.kind == "f":
         largest = np.finfo(np.float32).max
         values = [0.0, -1.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, largest, np.inf, np.nan]
