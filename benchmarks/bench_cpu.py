@@ -76,6 +76,47 @@ def test_decode(benchmark: Any, dtype: str, threads: int) -> None:
     record(benchmark, x, buf.nbytes / x.nbytes)
 
 
+LOSSY = {
+    "mx": tw.codec("mx"),
+    "nvfp4": tw.codec("nvfp4"),
+    "taco": tw.codec("taco"),
+    "sdp4bit": tw.codec("sdp4bit"),
+    "tahquant": tw.codec("tahquant", hidden=4096),
+    "dynamiq": tw.codec("dynamiq"),
+}
+KEY = tw.Key(0)
+
+
+def lossy_case(name: str) -> tuple[Any, tw.Codec, tw.Buffer]:
+    """Array, codec and buffer, of which a part has the reference's bytes and values."""
+    x, codec = gaussian(64 * MIB), LOSSY[name]
+    part = x[:200_001]
+    packed = bytes(codec.encode(part, key=KEY))
+    assert packed == bytes(codec.encode(part, key=KEY, backend="ref"))
+    assert tw.decode(packed).tobytes() == tw.decode(packed, backend="ref").tobytes()
+    return x, codec, codec.encode(x, key=KEY)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("threads", [1])
+def test_lossy_encode(benchmark: Any, name: str, threads: int) -> None:
+    x, codec, buf = lossy_case(name)
+    packed = bytes(buf)
+    benchmark(codec.encode, x, key=KEY, out=buf, threads=threads)
+    assert bytes(buf) == packed
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("threads", [1])
+def test_lossy_decode(benchmark: Any, name: str, threads: int) -> None:
+    x, _, buf = lossy_case(name)
+    y = np.full(x.nbytes, 0xA5, np.uint8).view(x.dtype)
+    benchmark(tw.decode, buf, out=y, threads=threads)
+    assert tw.error(x, y).vnmse < 0.05
+    record(benchmark, x, buf.nbytes / x.nbytes)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_raw_encode(benchmark: Any, threads: int) -> None:
     x = gaussian(64 * MIB)
