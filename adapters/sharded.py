@@ -1,0 +1,488 @@
+"""Training of sharded models by SDP4Bit: weights as differences, gradients in two levels.
+
+After Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for
+LLM Training" (NeurIPS 2024): quantization of weight differences (qWD) and two-level gradient
+quantization smoothed by a Hadamard transform (TLq-HS). specs/sdp4bit.md has the arithmetic.
+
+Weights, on every rank (here two threads are the ranks):
+
+    import numpy as np
+    import tightwire as tw
+    from tightwire.adapters.memory import run_ranks
+    from tightwire.adapters.sharded import TwoLevel, WeightDifferences
+
+    def weights(transport):
+        gathers = WeightDifferences(tw.Communicator(transport))
+        shard = np.random.default_rng(transport.rank).normal(0, 0.02, 5000).astype(np.float32)
+        for _ in range(3):
+            full = gathers.gather("layer", shard)
+            shard = shard - np.float32(1e-3) * np.sign(shard)
+        return full
+
+    print(run_ranks(2, weights)[0].shape)
+
+Gradients, in a grid of nodes, each with as many ranks: `within` has the ranks of a node, `between`
+those of equal number in their nodes.
+
+    def gradients(within, between):
+        levels = TwoLevel(within, between)
+        x = np.random.default_rng(levels.rank).normal(0, 1e-3, 4 * 5000).astype(np.float32)
+        return levels.reduce_scatter(x)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import ArrayInfo
+from ..codec import codec
+from ..codecs.base import Plan
+from ..codecs.sdp4bit import Sdp4bit
+from ..formats.dtypes import BY_NAME
+from . import tensors
+from .calls import Call, TraceRecord
+from .collectives import Communicator
+from .cost import Choice
+from .error_feedback import _beside
+from .group import Group
+from .shares import CARD_NBYTES
+from .transport import Transport
+
+_FLOAT32 = BY_NAME["float32"]
+_CHOICE = Choice("compressed", 1, 0.0, 0.0, "")
+
+#: How a gather goes; ranks take the least that one of them can do.
+_WHOLE, _DIFFERENCES, _UNCHANGED = range(3)
+_HOW = ("as they are", "differences", "nothing is sent")
+
+
+@dataclass
+class _Replica:
+    """What all ranks hold of a tensor, shape (ranks * n,), and where they have it from."""
+
+    values: Any
+    #: This rank's share when it was last sent, None if that is not known.
+    shard: Any
+    #: What tells replicas of equal names apart: how they began, and the differences added since.
+    origin: int
+    added: int = 0
+
+
+class WeightDifferences:
+    """All-gathers of sharded weights, which send what has changed, in 4 bits (SDP4Bit, qWD).
+
+    Of each name every rank keeps a replica: what all ranks hold of the whole tensor. A rank sends
+    its new shard minus its share of the replica, and every rank, itself included, adds what that
+    decodes to. What one gather loses is in the next difference, so errors do not add up: a gather
+    is off by the codec's error of the last difference alone, and by the rounding of the sum, made
+    in float32, to the tensor's dtype. All ranks get the same bits.
+
+    The weights are sent as they are, by `comm`, if one rank has no replica, if ranks have different
+    ones, and if a difference is infinite or NaN. If no rank's shard has changed, nothing is sent
+    and the replica is the result: in a step, backward computes with what forward had. To know all
+    this, ranks exchange 32 bytes before every gather, and wait for them on the host.
+
+    Memory: of each name the unsharded tensor and this rank's shard, in their dtype; while a
+    gather runs a float32 shard and what is sent and received; for narrow dtypes also an unsharded
+    float32 tensor.
+
+    All ranks make the same calls in the same order, from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        bits: int = 4,
+        group: int = 2048,
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        """Made by all ranks together, with `comm` of a lossless codec; ValueError for another.
+
+        `bits`, `group` and `rounding` are those of the codec sdp4bit, `seed` that of
+        `Communicator`.
+        """
+        if not comm.codec.lossless:
+            raise ValueError(f"comm has the codec {comm.codec.name!r}; allowed: lossless ones")
+        chosen = codec("sdp4bit", bits=bits, group=group, rotate="none", rounding=rounding)
+        self.comm = comm
+        #: Damage is never added to a replica: verified at once.
+        self._group = Group(comm.transport, chosen, verify=True, seed=seed)
+        self._replicas: dict[str, _Replica] = {}
+        #: Bytes that would have gone to other ranks as shards are, and that went, in all gathers.
+        self.raw_bytes = self.wire_bytes = 0
+
+    def gather(self, name: str, shard: Any, out: Any = None) -> Any:
+        """The `shard` of all ranks, nearly, one behind the other along the first dimension.
+
+        `shard` is a float16, bfloat16 or float32 array of any shape and equal on all ranks, as in
+        `Communicator.all_gather`; other dtypes are sent as they are, and not kept. The result is a
+        copy of the replica, or `out`, which may overlap `shard`. A name whose shape, dtype or place
+        has changed begins anew.
+
+        Raises CollectiveError for another name, shape or dtype elsewhere, for damage and for lost
+        ranks; the name begins anew then.
+        """
+        x, info, target = tensors.as_input(shard)
+        if info.dtype.name not in Sdp4bit.dtypes:
+            return self.comm.all_gather(shard, out)
+        ranks = self._group.world_size
+        shape = (ranks * info.shape[0], *info.shape[1:]) if info.shape else (ranks,)
+        into = tensors.as_output(out, info, shape, target)
+        flat = tensors.contiguous(x).reshape(-1)
+        with self._group._call("gather", "weight differences", info, _CHOICE) as call:
+            try:
+                values = self._gathered(call, name, flat, info)
+            except BaseException:
+                self._replicas.pop(name, None)
+                raise
+            finally:
+                self.raw_bytes += call.raw_bytes
+                self.wire_bytes += call.wire_bytes
+        if into is None:
+            into = tensors.empty(shape, info.dtype, x)
+        tensors.put(into, values.reshape(shape))
+        return tensors.as_result(into, info.dtype, target) if out is None else out
+
+    def reset(self) -> None:
+        """Forget all replicas: weights are sent as they are once more."""
+        self._replicas.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all replicas by name, shape (ranks * n,), equal on all ranks.
+
+        They may be left out of a checkpoint: weights are then sent as they are once.
+        """
+        return {name: tensors.copied(r.values) for name, r in self._replicas.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the replicas of `state_dict`, and no others. They move to where shards are.
+
+        Ranks compare a digest of them at the next gather of each name.
+        """
+        self._replicas = {}
+        for name, values in state.items():
+            host = arrays.host_array(tensors.as_bytes(values))
+            kept = tensors.copied(values)
+            self._replicas[name] = _Replica(kept, None, _number(host.tobytes()))
+
+    def trace(self) -> list[TraceRecord]:
+        """The last gathers, oldest first: `reason` says how weights went."""
+        return self._group.trace()
+
+    def _gathered(self, call: Call, name: str, x: Any, info: ArrayInfo) -> Any:
+        """The replica, shape (ranks * n,), after a gather of `x`, shape (n,)."""
+        group = self._group
+        replica, difference, how = self._replicas.get(name), None, _WHOLE
+        with call.stage("difference"), np.errstate(all="ignore"):
+            if replica is not None:
+                replica = self._beside(replica, x)
+            if replica is not None:
+                mine = replica.values.reshape(group.world_size, -1)[group.rank]
+                difference = tensors.cast(x, _FLOAT32) - tensors.cast(mine, _FLOAT32)
+                if bool((difference - difference == 0).all()):
+                    same = replica.shard is not None and bool((replica.shard == x).all())
+                    how = _UNCHANGED if same else _DIFFERENCES
+        part = _number(name.encode())
+        with call.stage("agree"):
+            origin, added = (0, 0) if replica is None else (replica.origin, replica.added)
+            words = np.array([call.digest(info, info.shape, part), origin, added, how])
+            found = group._gather_plain(words.view(np.uint8)).view(np.int64)
+        call.wire_bytes += (group.world_size - 1) * words.nbytes
+        strange = np.flatnonzero(found[:, 0] != words[0]).tolist()
+        if strange:
+            raise call.failure("agree", f"ranks {strange} gather another name, dtype or shape")
+        agreed = int(found[:, 3].min()) if (found[:, 1:3] == words[1:3]).all() else _WHOLE
+        call.reason = _HOW[agreed]
+        if agreed == _WHOLE or replica is None:
+            # Whatever fails now is the communicator's.
+            call.exchanged = True
+            replica = self._whole(call, x)
+        elif agreed == _DIFFERENCES:
+            self._add(call, replica, difference, info, part)
+        else:
+            call.raw_bytes += (group.world_size - 1) * x.shape[0] * info.dtype.itemsize
+        if replica.shard is None:
+            replica.shard = self._new(x, 1)
+        tensors.put(replica.shard, x)
+        self._replicas[name] = replica
+        return replica.values
+
+    def _whole(self, call: Call, x: Any) -> _Replica:
+        """A replica of what is sent as it is."""
+        values = self._new(x, self._group.world_size)
+        self.comm.all_gather(x, values)
+        # A replica is to be nobody's guess.
+        self.comm.check()
+        for record in self.comm.trace(last=1):
+            call.raw_bytes += record.raw_bytes
+            call.wire_bytes += record.wire_bytes
+        return _Replica(values, None, call.sequence + 1)
+
+    def _add(
+        self, call: Call, replica: _Replica, difference: Any, info: ArrayInfo, part: int
+    ) -> None:
+        """Send the difference, and add those of all ranks to the replica."""
+        group = self._group
+        digest = call.digest(info, info.shape, part)
+        send = group._encode(call, [difference], [group._plan(_FLOAT32, difference.shape[0])])
+        raw = call.raw_bytes
+        buffer = group._end_gather(call, group._begin_gather(call, send, digest, "receive"))
+        call.raw_bytes = raw + (group.world_size - 1) * difference.shape[0] * info.dtype.itemsize
+        call.exchanged = True
+        note = " (chunk i is rank i's)"
+        with call.stage("decode", note), np.errstate(all="ignore"):
+            total = tensors.cast(replica.values, _FLOAT32)
+            group.codec.decode_add(buffer, total)
+            if total is not replica.values:
+                tensors.put(replica.values, total)
+        group._decoded(call, buffer, note)
+        replica.added += 1
+
+    def _beside(self, replica: _Replica, x: Any) -> _Replica | None:
+        """The replica in the library and on the device of `x`; None if it is of other shards."""
+        values, n = replica.values, self._group.world_size * x.shape[0]
+        if tuple(values.shape) != (n,) or tensors.dtype_of(values) != tensors.dtype_of(x):
+            return None
+        same = tensors.is_torch(values) == tensors.is_torch(x)
+        if same and tensors.device_of(values) == tensors.device_of(x):
+            return replica
+        moved = self._new(x, self._group.world_size)
+        tensors.put(moved, _beside(values, x))
+        return _Replica(moved, None, replica.origin, replica.added)
+
+    @tensors.kept
+    def _new(self, x: Any, times: int) -> Any:
+        return tensors.empty((times * x.shape[0],), tensors.dtype_of(x), x)
+
+
+class TwoLevel:
+    """Sums over a grid of ranks, in 8 bits within nodes and 4 bits between them (SDP4Bit, TLq-HS).
+
+    With N ranks in each of M nodes, rank number l of node m is rank m * N + l of the whole, and
+    owns share m * N + l of a sum, of N * M equal ones. It gets from the other ranks of its node
+    their terms of the shares of rank l in all nodes, in 8 bits, and adds them up; then it swaps
+    these sums, in 4 bits, with rank l of the other nodes. Runs of 32 values are rotated before the
+    first encoding and back after the last decoding: sums within a node are of rotated values. All
+    sums are made in float32, in the order of ranks. What all ranks of a node send to other
+    nodes is thus as much as one tensor in 4 bits, whatever N is.
+
+    A share of a sum is off by the errors of N * M encodings in 8 bits and M in 4 bits; a rank's
+    own terms are encoded as well. Infinities and NaN make their group of the sum NaN.
+
+    All ranks make the same calls in the same order, from one thread at a time. Work memory, about
+    three times the tensor as float32 if N is 2 and less for more, is kept.
+    """
+
+    def __init__(
+        self,
+        within: Transport,
+        between: Transport,
+        *,
+        bits: tuple[int, int] = (8, 4),
+        group: int = 128,
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        """Made by all ranks together: CollectiveError on those that see that the grid is none.
+
+        `within` has the ranks of this node, `between` those with this rank's number in all nodes,
+        in the same order of nodes for each number; both are for nothing else meanwhile. `bits` are
+        those within and between nodes; `group` and `rounding` are the codec sdp4bit's, `seed` is
+        that of `Communicator`.
+        """
+        self._codecs = [
+            codec("sdp4bit", bits=b, group=group, rotate=rotate, rounding=rounding)
+            for b, rotate in zip(bits, ("encode", "decode"), strict=True)
+        ]
+        both = codec("sdp4bit", bits=bits[0], group=group, rounding=rounding)
+        # Random numbers are not to be the same in several groups of a level.
+        inner = Group(within, self._codecs[0], seed=(seed + (2 * between.rank << 32)) % 2**64)
+        outer = Group(between, self._codecs[1], seed=(seed + (2 * within.rank + 1 << 32)) % 2**64)
+        self._within, self._between = inner, outer
+        self._check_grid(inner, outer)
+        self._check_grid(outer, inner)
+        #: Bytes that would have gone to other ranks as `x` is, and that went, in all calls so far.
+        self.raw_bytes = self.wire_bytes = 0
+        self._gathers = [Communicator(t, both, seed=seed) for t in (between, within)]
+        self.rank = outer.rank * inner.world_size + inner.rank
+        self.world_size = outer.world_size * inner.world_size
+
+    def reduce_scatter(self, x: Any, out: Any = None) -> Any:
+        """Share `rank`, of equal shares along the first dimension, of the sum of all ranks' `x`.
+
+        `x` is float16, bfloat16 or float32, of equal shape on all ranks; the sum is rounded to that
+        once, unless `out` is float32. Returns `out` if it is given; it may overlap `x`. Raises
+        TypeError or ValueError for other arguments, CollectiveError for what goes wrong later.
+        """
+        x, info, target = _checked(x)
+        rows = info.shape[0] if info.shape else 0
+        if not info.shape or rows % self.world_size:
+            allowed = f"a multiple of {self.world_size} rows, the ranks"
+            raise ValueError(f"x has shape {info.shape}; allowed: {allowed}")
+        shape = (rows // self.world_size, *info.shape[1:])
+        is_wide = out is not None and arrays.describe(out).dtype == _FLOAT32
+        like = info._replace(dtype=_FLOAT32) if is_wide else info
+        into = tensors.as_output(out, like, shape, target)
+        total = tensors.cast(self._sum(x.reshape(-1), info), like.dtype).reshape(shape)
+        if into is None:
+            return tensors.as_result(total, info.dtype, target)
+        tensors.put(into, total)
+        return out
+
+    def all_reduce(self, x: Any, out: Any = None) -> Any:
+        """The sum of all ranks' `x`, of any shape, with the same bits on all ranks.
+
+        A reduce-scatter, and gathers of the sums in 8 bits, between nodes and then within them,
+        each of which encodes. Dtypes, `out` and errors as in `reduce_scatter`.
+        """
+        x, info, target = _checked(x)
+        is_wide = out is not None and arrays.describe(out).dtype == _FLOAT32
+        like = info._replace(dtype=_FLOAT32) if is_wide else info
+        into = tensors.as_output(out, like, info.shape, target)
+        n = math.prod(info.shape)
+        padded = tensors.empty((n + -n % self.world_size,), info.dtype, x)
+        tensors.put(padded[:n], x.reshape(-1))
+        tensors.fill(padded[n:], 0)
+        gathered = self._sum(padded, info)
+        for comm in self._gathers:
+            gathered = comm.all_gather(gathered)
+            self._count(*comm.trace(last=1))
+        # Shape (N, M, each): the rank within a node came last.
+        grid = gathered.reshape(self._within.world_size, self._between.world_size, -1)
+        total = tensors.contiguous(grid.swapaxes(0, 1)).reshape(-1)[:n].reshape(info.shape)
+        if into is None:
+            return tensors.as_result(tensors.cast(total, info.dtype), info.dtype, target)
+        tensors.put(into, total)
+        return out
+
+    def trace(self) -> list[TraceRecord]:
+        """The last calls: sums within the node, sums between nodes, then gathers.
+
+        `raw_bytes` of sums are those of the dtype of `x` in the same two steps.
+        """
+        groups = self._within, self._between, *self._gathers
+        return [record for group in groups for record in group.trace()]
+
+    def check(self) -> None:
+        """Raise CollectiveError for damage that decoding on a GPU has met; waits for the device."""
+        for group in (self._within, self._between, *self._gathers):
+            group.check()
+
+    def _check_grid(self, group: Group, other: Group) -> None:
+        """Raise CollectiveError if ranks of `group` have other places or sizes in `other`."""
+        call = Call(group.rank, "TwoLevel", 0, "")
+        with call.stage("agree"):
+            mine = np.array([other.rank, other.world_size])
+            found = group._gather_plain(mine.view(np.uint8)).view(np.int64)
+        if (found != mine).any():
+            places = [tuple(row) for row in found.tolist()]
+            detail = f"rank and world size are {places} at the other level; allowed: equal ones"
+            raise call.failure("agree", detail)
+
+    def _sum(self, x: Any, info: ArrayInfo) -> Any:
+        """This rank's share of the sum of `x`, shape (ranks * n,): float32, shape (n,)."""
+        inner, outer = self._within, self._between
+        nodes, each = outer.world_size, x.shape[0] // self.world_size
+        flat = tensors.contiguous(tensors.cast(x, _FLOAT32))
+        # A chunk is a share, at both levels.
+        plan = outer._plan(_FLOAT32, nodes * each, nodes)
+        with (
+            inner._call("reduce_scatter", "within nodes", info, _CHOICE, _FLOAT32) as call,
+            outer._call("reduce_scatter", "between nodes", info, _CHOICE, _FLOAT32) as last,
+        ):
+            total = tensors.empty((nodes * each,), _FLOAT32, flat)
+            send = outer._room("send", [plan], flat)
+            outer._take("send", send)
+            self._rotated_sums(call, last, flat, info, total, plan, send.data[0])
+            receive = outer._receive("receive", [plan], flat)
+            outer._compare_shape(last, flat, info)
+            digests = [last.digest(info, info.shape)] * nodes
+            (buffer,) = outer._end_swap(
+                last, outer._begin_swap(last, send, receive, digests, digests)
+            )
+            last.raw_bytes = (nodes - 1) * each * info.dtype.itemsize
+            # A failure from now on leaves ranks in step, at both levels.
+            call.exchanged = last.exchanged = True
+            outer._decode(last, buffer, total, None)
+            with last.stage("sum"):
+                share, *others = total.reshape(nodes, each)
+                for term in others:
+                    tensors.add(share, term)
+        self._count(call, last)
+        return share
+
+    def _count(self, *calls: Call | TraceRecord) -> None:
+        for call in calls:
+            self.raw_bytes += call.raw_bytes
+            self.wire_bytes += call.wire_bytes
+
+    def _rotated_sums(
+        self,
+        call: Call,
+        last: Call,
+        x: Any,
+        info: ArrayInfo,
+        total: Any,
+        plan: Plan,
+        out: Any,
+    ) -> None:
+        """Encode to `out` the sums over this node of the shares that ranks of this number own.
+
+        `total`, float32, has room for them; `plan` says how they are encoded, a chunk for a node.
+        """
+        inner, size, nodes = self._within, self._within.world_size, self._between.world_size
+        n = x.shape[0]
+        inner._compare_shape(call, x, info)
+        send = inner._encode(call, [x], [inner._plan(_FLOAT32, n, size * nodes)])
+        terms = inner._plan(_FLOAT32, plan.nelem, nodes)
+        receive = inner._receive("receive", [terms] * size, x)
+        digests = [call.digest(info, info.shape)] * (size * nodes)
+        send.write_cards(digests, 0)
+        with call.stage("exchange"):
+            # Of what is sent chunk m * N + l is for rank l; what comes lies rank by rank.
+            xs = [_joined(send.parcels[peer::size]) for peer in range(size)]
+            outs = [
+                _joined(receive.parcels[at : at + nodes]) for at in range(0, nodes * size, nodes)
+            ]
+            self._within.transport.all_to_all_v(outs, xs)
+        inner._compare_late(call, receive, digests, note=f" (number i is of rank i // {nodes})")
+        call.raw_bytes += (size - 1) * plan.nelem * info.dtype.itemsize
+        static = terms.chunks * terms.static_stride
+        call.wire_bytes += (size - 1) * (nodes * CARD_NBYTES + static)
+        buffers = receive.buffers(inner._words_of(receive.room))
+        tensors.clear(total)
+        coded, key = self._between.codec, self._between._key(last)
+        for source, buffer in enumerate(buffers):
+            note = f" (from rank {source} of the node)"
+            with call.stage("sum", note), np.errstate(all="ignore"):
+                if source < size - 1:
+                    inner.codec.decode_add(buffer, total)
+                else:
+                    coded.decode_add_encode(buffer, total, key=key, out=out, chunks=nodes)
+            inner._decoded(call, buffer, note, source)
+
+
+def _checked(x: Any) -> tuple[Any, ArrayInfo, arrays.Target]:
+    x, info, target = tensors.as_input(x)
+    if info.dtype.name not in Sdp4bit.dtypes:
+        raise TypeError(f"x is {info.dtype.name}; allowed: {', '.join(Sdp4bit.dtypes)}")
+    return x, info, target
+
+
+def _joined(parcels: list[list[Any]]) -> list[Any]:
+    return [piece for parcel in parcels for piece in parcel]
+
+
+def _number(data: bytes) -> int:
+    """63 bits that tell such bytes from others, and from 0."""
+    found = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(found, "little") >> 1 | 1
