@@ -27,6 +27,11 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
 With `fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())` parameters arrive bit
 for bit, and gradients travel in 4.5 bits each; with
 `fsdp.compress(model, gradients="dynamiq", topology="ring")` in 5, summed around a ring.
+
+SDP4Bit on nodes of two ranks, on `mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes",
+"node"))`: `levels = TwoLevel(*(TorchDist(mesh[name].get_group()) for name in ("node", "nodes")))`
+and `fsdp.compress(model, weight_differences=True, two_level=levels)`, where the model is sharded
+over all ranks.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ from .hooks import (
     wide,
 )
 from .memory import connect
+from .sharded import TwoLevel, WeightDifferences
 
 
 class _Hook:
@@ -122,6 +128,65 @@ class AllGather(_Comm):
         return _finish(done, async_op)
 
 
+class DifferenceGather(AllGather):
+    """For `FSDPModule.set_custom_all_gather`: parameters travel as `sharded.WeightDifferences`.
+
+    Layers compute with replicas of the parameters, and the shards that are trained stay as they
+    are. Every rank keeps a replica of the unsharded parameters: this saves traffic and no memory.
+    Where forward and backward both gather, the second sends nothing.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of `Communicator`, with a lossless codec; ValueError for others."""
+        super().__init__(**options)
+        WeightDifferences(Communicator(connect(1)[0], **options))
+        self._differences: dict[Communicator, WeightDifferences] = {}
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        return sum(one.raw_bytes for one in self._differences.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that went to other ranks, in all calls so far."""
+        return sum(one.wire_bytes for one in self._differences.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """The last gathers, group by group."""
+        return [record for one in self._differences.values() for record in one.trace()]
+
+    def reset(self) -> None:
+        """Have all parameters sent as they are once, on all ranks: after loading others, say."""
+        for one in self._differences.values():
+            one.reset()
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """As of an `AllGather`, for a single FSDP module; `named` is for more."""
+        return self._gather(output_tensor, input_tensor, group, async_op)
+
+    def named(self, name: str) -> Any:
+        """This object for one FSDP module, whose replica is called `name`."""
+        return _Named(self, self._gather, name=name)
+
+    def _gather(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        async_op: bool = False,
+        name: str = "",
+    ) -> Any:
+        def call(comm: Communicator) -> None:
+            if comm not in self._differences:
+                self._differences[comm] = WeightDifferences(comm)
+            self._differences[comm].gather(name, input_tensor, output_tensor)
+
+        return _finish(self._run(group, output_tensor, call), async_op)
+
+
 class ReduceScatter(_Comm):
     """For `FSDPModule.set_custom_reduce_scatter`: gradients travel encoded, in `reduce_dtype`.
 
@@ -141,7 +206,7 @@ class ReduceScatter(_Comm):
 
     def with_feedback(self, feedback: ErrorFeedback, name: str) -> Any:
         """This object for one FSDP module, whose residual in `feedback` is called `name`."""
-        return _Named(self, feedback, name)
+        return _Named(self, self._reduce, feedback=feedback, name=name)
 
     def _reduce(
         self,
@@ -149,7 +214,7 @@ class ReduceScatter(_Comm):
         input_tensor: Any,
         group: Any,
         op: Any,
-        async_op: bool,
+        async_op: bool = False,
         feedback: ErrorFeedback | None = None,
         name: str = "",
     ) -> Any:
@@ -159,7 +224,7 @@ class ReduceScatter(_Comm):
             total = wide(output_tensor.numel(), output_tensor)
             if total.dtype == output_tensor.dtype:
                 total = output_tensor
-            scatter(comm, input_tensor, total, feedback, [(name, input_tensor.numel())])
+            self._sum(comm, input_tensor, total, feedback, name)
             if kind == dist.ReduceOp.AVG:
                 total.div_(comm.world_size)
             elif kind == dist.ReduceOp.PREMUL_SUM:
@@ -169,23 +234,57 @@ class ReduceScatter(_Comm):
 
         return _finish(self._run(group, output_tensor, call), async_op)
 
+    def _sum(
+        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
+    ) -> None:
+        scatter(comm, x, total, feedback, [(name, x.numel())])
+
+
+class TwoLevelScatter(ReduceScatter):
+    """A `ReduceScatter` whose sums are those of `sharded.TwoLevel`."""
+
+    def __init__(self, levels: TwoLevel) -> None:
+        """`levels` has the ranks of the modules' process group, with the same numbers."""
+        super().__init__()
+        self._levels = levels
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        return self._levels.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that went to other ranks, in all calls so far."""
+        return self._levels.wire_bytes
+
+    def trace(self) -> list[TraceRecord]:
+        """The last sums, level by level."""
+        return self._levels.trace()
+
+    def _sum(
+        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
+    ) -> None:
+        place = self._levels.rank, self._levels.world_size
+        if place != (comm.rank, comm.world_size):
+            found = comm.rank, comm.world_size
+            raise ValueError(f"rank and world size are {found} in FSDP, {place} in the levels")
+        self._levels.reduce_scatter(x, total)
+
 
 class _Named:
-    """A `ReduceScatter` of one FSDP module, with error feedback."""
+    """An all-gather or reduce-scatter of one FSDP module: `call`, with its `own` arguments."""
 
-    def __init__(self, inner: ReduceScatter, feedback: ErrorFeedback, name: str) -> None:
-        self._inner, self._feedback, self._name = inner, feedback, name
+    def __init__(self, inner: _Comm, call: Callable[..., Any], **own: Any) -> None:
+        self._inner, self._call, self._own = inner, call, own
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        own = self._feedback, self._name
-        return self._inner._reduce(output_tensor, input_tensor, group, op, async_op, *own)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call(*args, **options, **self._own)
 
 
 class AllReduce(_Hook):
@@ -225,6 +324,8 @@ def compress(
     gradients: str | Codec | None = None,
     error_feedback: ErrorFeedback | None = None,
     topology: Topology = "two-shot",
+    weight_differences: bool = False,
+    two_level: TwoLevel | None = None,
     **options: Any,
 ) -> Hooks:
     """Compress all-gather and reduce-scatter of every FSDP module in `module`, itself included.
@@ -234,7 +335,9 @@ def compress(
     lost of a module's gradients with the next ones; it has a residual for each module by its name,
     as large as the unsharded gradients, which starts anew when other parameters get gradients.
     `topology` is how gradients are summed: by hops a rank decodes its share at the end of the
-    reduce-scatter, without error feedback.
+    reduce-scatter, without error feedback. With `weight_differences` the all-gathers are a
+    `DifferenceGather`, with `two_level` the reduce-scatters a `TwoLevelScatter`, where `gradients`,
+    `error_feedback` and `topology` have no say and are refused.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
     two communicators on new process groups when it is first used, which all its ranks must do in
@@ -246,12 +349,19 @@ def compress(
     reducing = options | {"topology": topology}
     if gradients is not None:
         reducing["codec"] = gradients
-    hooks = Hooks(AllGather(**options), ReduceScatter(**reducing))
+    if two_level is not None and (gradients, error_feedback, topology) != (None, None, "two-shot"):
+        raise ValueError(
+            "two_level is given with gradients, error_feedback or topology; allowed: either"
+        )
+    gather = DifferenceGather(**options) if weight_differences else AllGather(**options)
+    scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
+    hooks = Hooks(gather, scatters)
     modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError("module has no FSDP modules; fully_shard comes first")
     for name, m in modules:
-        m.set_custom_all_gather(hooks.all_gather)
+        own = gather.named(name) if isinstance(gather, DifferenceGather) else gather
+        m.set_custom_all_gather(own)
         reduce = hooks.reduce_scatter
         if error_feedback is not None:
             reduce = reduce.with_feedback(error_feedback, name)

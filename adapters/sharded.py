@@ -133,7 +133,9 @@ class WeightDifferences:
         """
         x, info, target = tensors.as_input(shard)
         if info.dtype.name not in Sdp4bit.dtypes:
-            return self.comm.all_gather(shard, out)
+            found = self.comm.all_gather(shard, out)
+            self._count(*self.comm.trace(last=1))
+            return found
         ranks = self._group.world_size
         shape = (ranks * info.shape[0], *info.shape[1:]) if info.shape else (ranks,)
         into = tensors.as_output(out, info, shape, target)
@@ -145,8 +147,7 @@ class WeightDifferences:
                 self._replicas.pop(name, None)
                 raise
             finally:
-                self.raw_bytes += call.raw_bytes
-                self.wire_bytes += call.wire_bytes
+                self._count(call)
         if into is None:
             into = tensors.empty(shape, info.dtype, x)
         tensors.put(into, values.reshape(shape))
@@ -177,6 +178,11 @@ class WeightDifferences:
     def trace(self) -> list[TraceRecord]:
         """The last gathers, oldest first: `reason` says how weights went."""
         return self._group.trace()
+
+    def _count(self, *calls: Call | TraceRecord) -> None:
+        for call in calls:
+            self.raw_bytes += call.raw_bytes
+            self.wire_bytes += call.wire_bytes
 
     def _gathered(self, call: Call, name: str, x: Any, info: ArrayInfo) -> Any:
         """The replica, shape (ranks * n,), after a gather of `x`, shape (n,)."""
@@ -304,12 +310,14 @@ class TwoLevel:
             for b, rotate in zip(bits, ("encode", "decode"), strict=True)
         ]
         both = codec("sdp4bit", bits=bits[0], group=group, rounding=rounding)
-        # Random numbers are not to be the same in several groups of a level.
-        inner = Group(within, self._codecs[0], seed=(seed + (2 * between.rank << 32)) % 2**64)
-        outer = Group(between, self._codecs[1], seed=(seed + (2 * within.rank + 1 << 32)) % 2**64)
+        inner = Group(within, self._codecs[0], seed=seed)
+        outer = Group(between, self._codecs[1], seed=seed)
         self._within, self._between = inner, outer
         self._check_grid(inner, outer)
         self._check_grid(outer, inner)
+        # Several groups of a level are not to draw the same numbers.
+        inner._seed = (seed + (2 * outer.rank + 1 << 32)) % 2**64
+        outer._seed = (seed + (2 * inner.rank + 2 << 32)) % 2**64
         #: Bytes that would have gone to other ranks as `x` is, and that went, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
         self._gathers = [Communicator(t, both, seed=seed) for t in (between, within)]

@@ -1,0 +1,528 @@
+"""Weight differences and sums in two levels, against results by hand: this file is also a rank."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import tightwire as tw
+from processes import join, launch
+from tightwire.adapters.calls import CollectiveError
+from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
+from tightwire.adapters.sharded import TwoLevel, WeightDifferences
+from tightwire.arrays import Target, from_bits
+from tightwire.formats.dtypes import BY_NAME
+
+Array = npt.NDArray[Any]
+
+RANKS, NELEM = 3, 2 * 1237
+WEIGHTS = tw.codec("sdp4bit", bits=4, group=2048, rotate="none")
+WITHIN = tw.codec("sdp4bit", bits=8, rotate="encode")
+#: The largest relative error of rounding to a dtype; of float32 the difference is rounded too.
+HALF_ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+BETWEEN = tw.codec("sdp4bit", bits=4, rotate="decode")
+
+
+def shards(dtype: str, steps: int = 5, size: int = NELEM) -> list[list[Array]]:
+    """Of each step the shards of all ranks: weights that move a little."""
+    rng = np.random.default_rng(1)
+    weights = rng.normal(0, 0.02, (RANKS, size)).astype(np.float32)
+    found = []
+    for _ in range(steps):
+        found.append([row.astype(BY_NAME[dtype].numpy) for row in weights])
+        weights = weights + rng.normal(0, 1e-3, weights.shape).astype(np.float32)
+    return found
+
+
+def as_array(x: Array, library: str) -> Any:
+    name = "bfloat16" if x.dtype == BY_NAME["bfloat16"].numpy else x.dtype.name
+    dtype = BY_NAME[name]
+    return from_bits(x.reshape(-1).view(dtype.bits), dtype, x.shape, Target(library))
+
+
+def bits(x: Any) -> bytes:
+    return np.asarray(tw.decode(bytes(tw.encode(x, "raw")))).tobytes()
+
+
+def advanced(replica: Array, now: list[Array]) -> Array:
+    """The replica after a gather of differences, by the page."""
+    total = replica.astype(np.float32)
+    rows = total.reshape(len(now), -1)
+    for row, shard in zip(rows, now, strict=True):
+        difference = shard.reshape(-1).astype(np.float32) - row
+        row += tw.decode(bytes(WEIGHTS.encode(difference)))
+    return total.astype(replica.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "library"), [("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy")]
+)
+def test_replicas_follow_the_weights(dtype: str, library: str) -> None:
+    """Bit for bit what the page says, on all ranks; errors do not add up; inputs stay."""
+    if library == "torch":
+        pytest.importorskip("torch")
+    steps = shards(dtype)
+
+    def task(transport: MemoryTransport) -> tuple[list[bytes], list[tuple[str, int, int]]]:
+        gathers = WeightDifferences(tw.Communicator(transport))
+        found = []
+        for now in steps:
+            mine = now[transport.rank].reshape(2, -1)
+            x, before = as_array(mine, library), mine.tobytes()
+            out = as_array(np.full((2 * RANKS, NELEM // 2), 171, mine.dtype), library)
+            assert gathers.gather("w", x, out) is out
+            found.append(bits(out))
+            assert bits(x) == before
+        # The result is no view of the replica.
+        out[...] = 0
+        again = gathers.gather("w", x)
+        assert tuple(again.shape) == (2 * RANKS, NELEM // 2)
+        found.append(bits(again))
+        return found, [(r.reason, r.raw_bytes, r.wire_bytes) for r in gathers.trace()]
+
+    ranks = run_ranks(RANKS, task)
+    replica = np.concatenate(steps[0])
+    wanted = [replica.tobytes()]
+    errors = []
+    for now in steps[1:]:
+        true = np.concatenate(now).astype(np.float64)
+        largest = np.abs(true - replica).max()
+        replica = advanced(replica, now)
+        wanted.append(replica.tobytes())
+        errors.append(float(np.abs(replica - true).max()))
+        rounding = np.abs(true).max() * HALF_ULP[dtype]
+        assert errors[-1] <= 1.003 * largest / 14 + rounding
+    # A step is N(0, 1e-3), of which a hundred million numbers have none beyond 6e-3.
+    assert errors[-1] < 1e-3
+    wanted.append(wanted[-1])
+    raw = (RANKS - 1) * steps[0][0].nbytes
+    for found, trace in ranks:
+        assert found == wanted
+        reasons = ["as they are", *["differences"] * 4, "nothing is sent"]
+        assert [reason for reason, _, _ in trace] == reasons
+        assert {nbytes for _, nbytes, _ in trace} == {raw}
+        # What ranks agree on, a card, codes, the scales of two groups.
+        each = [32 + 48 + 1280 + 128] * 4
+        assert [n // (RANKS - 1) for _, _, n in trace[1:]] == [*each, 32]
+
+
+def test_replicas_that_differ_are_sent_anew() -> None:
+    """Missing on one rank, another one, a NaN, a new shape: exact on all ranks, and said so."""
+    steps = shards("float32", 9, 301)
+
+    def task(transport: MemoryTransport) -> tuple[list[bytes], list[str]]:
+        me, found = transport.rank, []
+        gathers = WeightDifferences(tw.Communicator(transport))
+
+        def gather(step: int) -> None:
+            found.append(gathers.gather("w", steps[step][me]).tobytes())
+
+        gather(0)
+        gather(1)
+        state = gathers.state_dict()
+        gather(2)
+        # All have the replica of step 1 again: step 2 gives the same bits.
+        gathers = WeightDifferences(tw.Communicator(transport))
+        gathers.load_state_dict(state)
+        gather(2)
+        # One rank has none; then one has an older one.
+        if me == 1:
+            gathers.reset()
+        gather(3)
+        if me == 2:
+            gathers.load_state_dict(state)
+        gather(4)
+        gather(5)
+        if me == 0:
+            steps[6][0][5] = np.nan
+        gather(6)
+        gather(7)
+        gathers.reset()
+        gather(8)
+        assert gathers.gather("w", steps[0][me][:9]).shape == (27,)
+        return found, [r.reason for r in gathers.trace()]
+
+    ranks = run_ranks(RANKS, task)
+    steps[6][0][5] = np.nan
+    wholes = [np.concatenate(now) for now in steps]
+    first = advanced(wholes[0], steps[1])
+    second = advanced(first, steps[2])
+    wanted = [wholes[0], first, second, second, wholes[3], wholes[4], advanced(wholes[4], steps[5])]
+    wanted += [wholes[6], wholes[7], wholes[8]]
+    whole, less = "as they are", "differences"
+    for found, reasons in ranks:
+        assert found == [x.tobytes() for x in wanted]
+        assert reasons == [less, whole, whole, less, whole, whole, whole, whole]
+
+
+def test_other_dtypes_are_sent_as_they_are() -> None:
+    def task(transport: MemoryTransport) -> Any:
+        gathers = WeightDifferences(tw.Communicator(transport))
+        x = np.arange(5, dtype=np.int32) + transport.rank
+        assert gathers.gather("w", x).tolist() == gathers.gather("w", x).tolist()
+        empty = [gathers.gather("none", np.empty((0, 3), np.float32)).shape for _ in range(2)]
+        scalar = [gathers.gather("one", np.float32(transport.rank)).tolist() for _ in range(2)]
+        return gathers.gather("w", x).tolist(), empty, scalar, list(gathers.state_dict())
+
+    wanted = [0, 1, 2, 3, 4, 1, 2, 3, 4, 5], [(0, 3)] * 2, [[0.0, 1.0]] * 2, ["none", "one"]
+    assert run_ranks(2, task) == [wanted] * 2
+
+
+def test_what_ranks_gather_must_be_the_same() -> None:
+    def task(transport: MemoryTransport) -> list[str]:
+        found = []
+        calls: list[tuple[str, int, str]] = [
+            ("xyz"[transport.rank], 5, "float32"),
+            ("w", 5 + transport.rank // 2, "float32"),
+            ("w", 5, "float16" if transport.rank else "float32"),
+        ]
+        for name, n, dtype in calls:
+            gathers = WeightDifferences(tw.Communicator(transport))
+            with pytest.raises(CollectiveError, match="gather another name") as caught:
+                gathers.gather(name, np.zeros(n, dtype))
+            found.append(f"{caught.value.stage} {caught.value.detail.split(' gather')[0]}")
+        with pytest.raises(ValueError, match="lossless"):
+            WeightDifferences(tw.Communicator(transport, "mx"))
+        return found
+
+    found = run_ranks(3, task)
+    assert found[0] == ["agree ranks [1, 2]", "agree ranks [2]", "agree ranks [1, 2]"]
+    assert found[2] == ["agree ranks [0, 1]", "agree ranks [0, 1]", "agree ranks [0]"]
+
+
+class Damaged(MemoryTransport):
+    """Flips a bit of the last array that comes in an exchange, while `on` is true."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.on = False
+
+    def all_to_all_v(self, outs: Any, xs: Any) -> None:
+        super().all_to_all_v(outs, xs)
+        if self.on:
+            outs[-1][-1][7] ^= 16
+
+
+def test_after_damage_a_replica_is_sent_anew() -> None:
+    steps = shards("float32", 4, 301)
+
+    def task(inner: MemoryTransport) -> tuple[list[bytes], list[str]]:
+        transport, me = Damaged(inner), inner.rank
+        gathers = WeightDifferences(tw.Communicator(transport))
+        gathers.gather("w", steps[0][me])
+        transport.on = me == 1
+        if me == 1:
+            with pytest.raises(CollectiveError, match=r"rank 1: gather #1 .*'decode'"):
+                gathers.gather("w", steps[1][me])
+        else:
+            gathers.gather("w", steps[1][me])
+        transport.on = False
+        found = [gathers.gather("w", now[me]).tobytes() for now in steps[2:]]
+        return found, [r.reason for r in gathers.trace()]
+
+    whole = np.concatenate(steps[2])
+    wanted = [whole.tobytes(), advanced(whole, steps[3]).tobytes()]
+    reasons = ["as they are", "differences", "as they are", "differences"]
+    assert run_ranks(RANKS, task) == [(wanted, reasons)] * RANKS
+
+
+def on_grid(
+    nodes: int, size: int, task: Callable[[MemoryTransport, MemoryTransport], Any]
+) -> list[Any]:
+    """What `task(within, between)` returns on every rank of a grid of threads."""
+    within = [connect(size) for _ in range(nodes)]
+    between = [connect(nodes) for _ in range(size)]
+
+    def run(m: int, n: int) -> Any:
+        try:
+            return task(within[m][n], between[n][m])
+        except BaseException:
+            within[m][n].close()
+            between[n][m].close()
+            raise
+
+    with ThreadPoolExecutor(nodes * size) as pool:
+        futures = [pool.submit(run, m, n) for m in range(nodes) for n in range(size)]
+    return [future.result() for future in futures]
+
+
+def gradients(ranks: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Array]:
+    """Normal values with outliers."""
+    found = []
+    for rank in range(ranks):
+        rng = np.random.default_rng(100 + rank)
+        x = rng.normal(0, 1e-3, shape) * np.where(rng.random(shape) < 0.01, 20, 1)
+        found.append(x.astype(BY_NAME[dtype].numpy))
+    return found
+
+
+def by_hand(xs: list[Array], nodes: int, size: int) -> Array:
+    """The sums of all shares, one behind the other, by the page."""
+    rows = [x.reshape(nodes * size, -1).astype(np.float32) for x in xs]
+    shares = []
+    for share in range(nodes * size):
+        sums = []
+        for m in range(nodes):
+            total = np.full(rows[0].shape[1], -0.0, np.float32)
+            for n in range(size):
+                total += tw.decode(bytes(WITHIN.encode(rows[m * size + n][share])))
+            sums.append(tw.decode(bytes(BETWEEN.encode(total))))
+        first, *others = sums
+        shares.append(sum(others, first))
+    return np.concatenate(shares)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "dtype", "library"),
+    [(2, 2, "float32", "numpy"), (2, 3, "bfloat16", "torch"), (3, 1, "float16", "numpy")],
+)
+def test_sums_in_two_levels(nodes: int, size: int, dtype: str, library: str) -> None:
+    """Bit for bit what the page says, where rank m * N + l owns that share."""
+    if library == "torch":
+        pytest.importorskip("torch")
+    ranks = nodes * size
+    xs = gradients(ranks, (2 * ranks, 151), dtype)
+
+    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[bytes, bytes, int]:
+        levels = TwoLevel(within, between)
+        assert levels.rank == between.rank * size + within.rank
+        x = as_array(xs[levels.rank], library)
+        out = as_array(np.full((2, 151), 171, np.float32), library)
+        assert levels.reduce_scatter(x, out) is out
+        narrow = levels.reduce_scatter(x)
+        assert tuple(narrow.shape) == (2, 151)
+        assert str(narrow.dtype).endswith(dtype)
+        assert bits(x) == xs[levels.rank].tobytes()
+        levels.check()
+        assert sum(r.wire_bytes for r in levels.trace()) == levels.wire_bytes
+        return bits(out), bits(narrow), levels.wire_bytes
+
+    wanted = by_hand(xs, nodes, size).reshape(ranks, -1)
+    for row, (wide, narrow, _) in zip(wanted, on_grid(nodes, size, task), strict=True):
+        assert wide == row.tobytes()
+        assert narrow == row.astype(xs[0].dtype).tobytes()
+
+
+def test_errors_of_two_levels() -> None:
+    """Near to one level in 4 bits, far from none in 8 bits; fewer bytes leave a node."""
+    ranks, n = 4, 4 * 8001
+    xs = gradients(ranks, (n,))
+    true = np.sum(np.stack(xs), axis=0, dtype=np.float64).astype(np.float32)
+
+    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[Array, int]:
+        levels = TwoLevel(within, between)
+        share = levels.reduce_scatter(xs[levels.rank])
+        return share, levels._between.trace()[-1].wire_bytes
+
+    def one_level(width: int, transport: MemoryTransport) -> tuple[Array, int]:
+        comm = tw.Communicator(transport, tw.codec("sdp4bit", bits=width))
+        return comm.reduce_scatter(xs[comm.rank]), comm.trace()[-1].wire_bytes
+
+    found = on_grid(2, 2, task)
+    two = tw.error(true, np.concatenate([x for x, _ in found])).vnmse
+    plain = {}
+    for width in (4, 8):
+        one = run_ranks(4, functools.partial(one_level, width))
+        plain[width] = tw.error(true, np.concatenate([x for x, _ in one])).vnmse
+        if width == 4:
+            sent = one[0][1]
+    assert plain[8] < 1e-4 < 5e-3 < plain[4] < 2e-2
+    assert 0.8 * plain[4] < two < 1.2 * plain[4]
+    # Of one level two thirds of what a rank sends go to the other node.
+    assert found[0][1] < 0.52 * sent * 2 / 3
+
+
+def test_all_ranks_get_the_same_sum() -> None:
+    """All-reduce of an odd size with random rounding; bits are equal, errors small."""
+    xs = gradients(4, (3, 1333), "bfloat16")
+    true = np.sum([x.astype(np.float32) for x in xs], axis=0)
+
+    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[bytes, bytes, bytes]:
+        levels = TwoLevel(within, between, rounding="stochastic", seed=7)
+        x = xs[levels.rank]
+        wide = np.full(x.shape, 171, np.float32)
+        assert levels.all_reduce(x, wide) is wide
+        again = levels.all_reduce(x)
+        assert again.dtype == x.dtype
+        scalar = levels.all_reduce(np.float32(levels.rank))
+        raw = sum(r.raw_bytes for r in levels.trace())
+        assert levels.raw_bytes == raw > levels.wire_bytes
+        return wide.tobytes(), again.tobytes(), scalar.tobytes()
+
+    found = on_grid(2, 2, task)
+    assert len(set(found)) == 1
+    wide = np.frombuffer(found[0][0], np.float32).reshape(true.shape)
+    assert tw.error(true, wide).vnmse < 3e-2
+    # Another call draws other numbers.
+    assert wide.astype(xs[0].dtype).tobytes() != found[0][1]
+    assert abs(np.frombuffer(found[0][2], np.float32)[0] - 6) < 0.5
+
+
+def test_a_rank_that_is_not_finite_makes_its_group_nan() -> None:
+    xs = gradients(4, (4 * 300,))
+    xs[3][130] = np.inf
+
+    def task(within: MemoryTransport, between: MemoryTransport) -> Array:
+        levels = TwoLevel(within, between)
+        share: Array = levels.reduce_scatter(xs[levels.rank])
+        return share
+
+    lost = np.flatnonzero(np.isnan(np.concatenate(on_grid(2, 2, task))))
+    assert lost.tolist() == list(range(128, 256))
+
+
+def test_bad_calls_of_two_levels() -> None:
+    levels = TwoLevel(connect(1)[0], connect(1)[0])
+    for x in (np.zeros(4), np.zeros(4, np.int32)):
+        with pytest.raises(TypeError, match="allowed: float16"):
+            levels.reduce_scatter(x)
+        with pytest.raises(TypeError, match="allowed: float16"):
+            levels.all_reduce(x)
+    with pytest.raises(ValueError, match="allowed: a multiple of 1 rows"):
+        levels.reduce_scatter(np.float32(1))
+    with pytest.raises(ValueError, match="bits is 5"):
+        TwoLevel(connect(1)[0], connect(1)[0], bits=(8, 5))
+    assert levels.reduce_scatter(np.zeros((0, 2), np.float32)).shape == (0, 2)
+
+
+def test_ranks_that_make_no_grid_are_refused() -> None:
+    """The second node has its ranks in another order; then it has another shape to sum."""
+    within, between = [connect(2), connect(2)], [connect(2), connect(2)]
+
+    def crossed(m: int, n: int) -> str:
+        with pytest.raises(CollectiveError, match="at the other level") as caught:
+            TwoLevel(within[m][n], between[n ^ m][m])
+        return caught.value.stage
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(crossed, (0, 0, 1, 1), (0, 1, 0, 1))) == {"agree"}
+
+    def differ(within: MemoryTransport, between: MemoryTransport) -> None:
+        levels = TwoLevel(within, between)
+        x = np.zeros(4 * (5 + between.rank), np.float32)
+        with pytest.raises(CollectiveError, match="make another call"):
+            levels.reduce_scatter(x)
+        with pytest.raises(CollectiveError, match="an earlier call has failed"):
+            levels.reduce_scatter(x)
+
+    on_grid(2, 2, differ)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_damage_and_a_lost_rank_are_named(level: int) -> None:
+    """Of damage between nodes ranks go on, as all had been exchanged; within nodes they stop."""
+    xs = gradients(4, (4 * 151,))
+
+    def task(*inner: MemoryTransport) -> Any:
+        within, between = map(Damaged, inner)
+        levels = TwoLevel(within, between)
+        if levels.rank != 2:
+            if level == 1:
+                levels.reduce_scatter(xs[levels.rank])
+                return levels.reduce_scatter(xs[levels.rank]).tobytes()
+            with pytest.raises(CollectiveError, match=r"has left|earlier call"):
+                for _ in range(2):
+                    levels.reduce_scatter(xs[levels.rank])
+            within.close()
+            between.close()
+            return None
+        (within, between)[level].on = True
+        with pytest.raises(CollectiveError) as caught:
+            levels.reduce_scatter(xs[2])
+        error = caught.value
+        (within, between)[level].on = False
+        if level == 1:
+            assert (error.rank, error.stage) == (1, "decode")
+            return levels.reduce_scatter(xs[2]).tobytes()
+        assert (error.rank, error.stage) == (0, "sum")
+        assert "from rank 1 of the node" in error.detail
+        within.close()
+        between.close()
+        return None
+
+    found = on_grid(2, 2, task)
+    if level == 1:
+        assert b"".join(found) == by_hand(xs, 2, 2).tobytes()
+    else:
+        assert found == [None] * 4
+
+
+def train(device: Any) -> dict[str, Any]:
+    """FSDP with both, on nodes of two ranks, against gathers and sums by hand."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tightwire.adapters import fsdp
+    from tightwire.adapters.torch_dist import TorchDist
+
+    both = init_device_mesh(device.type, (2, 2), mesh_dim_names=("nodes", "node"))
+    levels = TwoLevel(*(TorchDist(both[name].get_group()) for name in ("node", "nodes")))
+    mesh = init_device_mesh(device.type, (4,))
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(61, 127), torch.nn.ReLU(), torch.nn.Linear(127, 5))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    hooks = fsdp.compress(model, weight_differences=True, two_level=levels)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(2)
+    x, y = torch.randn(64, 61), torch.randn(64, 5)
+    mine = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
+    losses, seen = [], []
+    for _ in range(8):
+        loss = (model(x[mine]) - y[mine]).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model[0].unshard()
+    seen = [p.detach().clone() for p in model[0].parameters()]
+    model[0].reshard()
+    shards = [p.full_tensor().detach() for p in model[0].parameters()]
+    return {
+        "losses": losses,
+        "off": max((a - b).abs().max().item() for a, b in zip(seen, shards, strict=True)),
+        "seen": hashlib.sha256(b"".join(p.numpy().tobytes() for p in seen)).hexdigest(),
+        "reasons": [record.reason for record in hooks.all_gather.trace()],
+        "bytes": [[hook.raw_bytes, hook.wire_bytes] for hook in hooks],
+        "sums": len(hooks.reduce_scatter.trace()),
+    }
+
+
+TASKS = {"train": train}
+
+
+def test_training_on_two_nodes(tmp_path: Path) -> None:
+    """Real processes: the loss falls, weights are the same on all ranks and near to the true."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(getattr(torch.distributed, "fsdp", None), "FSDPModule"):
+        pytest.importorskip("torch.distributed.fsdp")
+    found = launch(__file__, "train", 4, tmp_path)
+    losses = np.mean([f["losses"] for f in found], axis=0)
+    assert losses[-1] < 0.9 * losses[0]
+    assert len({f["seen"] for f in found}) == 1
+    assert len({tuple(f["reasons"]) for f in found}) == 1
+    assert 0 < found[0]["off"] < 1e-3
+    reasons = found[0]["reasons"]
+    # Two modules have parameters. Backward gathers what forward has, or what forward kept.
+    assert reasons[:2] == ["as they are"] * 2
+    assert reasons.count("as they are") == 2
+    assert reasons.count("differences") == 15
+    for gathers, sums in (f["bytes"] for f in found):
+        assert gathers[1] < 0.35 * gathers[0]
+        assert sums[1] < 0.35 * sums[0]
+    assert {f["sums"] for f in found} == {2 * 8 * 2}
+
+
+if __name__ == "__main__":
+    join(TASKS, sys.argv[1:])
