@@ -282,10 +282,14 @@ class TwoLevel:
     nodes is thus as much as one tensor in 4 bits, whatever N is.
 
     A share of a sum is off by the errors of N * M encodings in 8 bits and M in 4 bits; a rank's
-    own terms are encoded as well. Infinities and NaN make their group of the sum NaN.
+    own terms are encoded as well. The relative squared error is that of a sum in one level of 4
+    bits where ranks' tensors are independent, and up to N times that where they are alike, as there
+    more terms average it out: what two levels save is traffic between nodes. Infinities and NaN
+    make their group of the sum NaN.
 
-    All ranks make the same calls in the same order, from one thread at a time. Work memory, about
-    three times the tensor as float32 if N is 2 and less for more, is kept.
+    All ranks make the same calls in the same order, from one thread at a time. Memory for what is
+    sent and received is kept, two bytes an element; a call also takes a float32 number for each
+    element of M shares, of dtypes but float32 for each of the tensor.
     """
 
     def __init__(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
+from tightwire.adapters import sharded
 from tightwire.adapters.calls import CollectiveError
 from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
 from tightwire.adapters.sharded import TwoLevel, WeightDifferences
@@ -74,12 +77,15 @@ def test_replicas_follow_the_weights(dtype: str, library: str) -> None:
 
     def task(transport: MemoryTransport) -> tuple[list[bytes], list[tuple[str, int, int]]]:
         gathers = WeightDifferences(tw.Communicator(transport))
-        found = []
+        found: list[bytes] = []
         for now in steps:
             mine = now[transport.rank].reshape(2, -1)
             x, before = as_array(mine, library), mine.tobytes()
             out = as_array(np.full((2 * RANKS, NELEM // 2), 171, mine.dtype), library)
-            assert gathers.gather("w", x, out) is out
+            # Memory of inference mode could not be written to later.
+            torch: Any = sys.modules["torch"] if library == "torch" and not found else None
+            with torch.inference_mode() if torch else contextlib.nullcontext():
+                assert gathers.gather("w", x, out) is out
             found.append(bits(out))
             assert bits(x) == before
         # The result is no view of the replica.
@@ -456,6 +462,27 @@ def test_damage_and_a_lost_rank_are_named(level: int) -> None:
         assert found == [None] * 4
 
 
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = inspect.cleandoc(sharded.__doc__ or "").splitlines()
+    names: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
+    assert capsys.readouterr().out == "(10000,)\n"
+    assert [share.shape for share in on_grid(2, 2, names["gradients"])] == [(5000,)] * 4
+
+
+def test_hooks_refuse_what_does_not_go_together() -> None:
+    pytest.importorskip("torch.distributed.fsdp")
+    from tightwire.adapters import fsdp
+
+    with pytest.raises(ValueError, match="lossless"):
+        fsdp.DifferenceGather(codec="mx")
+    levels = TwoLevel(connect(1)[0], connect(1)[0])
+    more: list[dict[str, Any]] = [{"gradients": "mx"}, {"topology": "ring"}]
+    for options in more:
+        with pytest.raises(ValueError, match="two_level is given"):
+            fsdp.compress(None, two_level=levels, **options)
+
+
 def train(device: Any) -> dict[str, Any]:
     """FSDP with both, on nodes of two ranks, against gathers and sums by hand."""
     import torch
@@ -478,13 +505,15 @@ def train(device: Any) -> dict[str, Any]:
     torch.manual_seed(2)
     x, y = torch.randn(64, 61), torch.randn(64, 5)
     mine = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
-    losses, seen = [], []
+    losses = []
     for _ in range(8):
         loss = (model(x[mine]) - y[mine]).square().mean()
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
+    with torch.inference_mode():
+        losses.append((model(x[mine]) - y[mine]).square().mean().item())
     model[0].unshard()
     seen = [p.detach().clone() for p in model[0].parameters()]
     model[0].reshard()
@@ -514,10 +543,11 @@ def test_training_on_two_nodes(tmp_path: Path) -> None:
     assert len({tuple(f["reasons"]) for f in found}) == 1
     assert 0 < found[0]["off"] < 1e-3
     reasons = found[0]["reasons"]
-    # Two modules have parameters. Backward gathers what forward has, or what forward kept.
+    # Of two modules: each step's gather, for backward another; an evaluation; a look at the first.
     assert reasons[:2] == ["as they are"] * 2
     assert reasons.count("as they are") == 2
-    assert reasons.count("differences") == 15
+    assert reasons.count("differences") == 16
+    assert reasons.count("nothing is sent") == len(reasons) - 18 == 17
     for gathers, sums in (f["bytes"] for f in found):
         assert gathers[1] < 0.35 * gathers[0]
         assert sums[1] < 0.35 * sums[0]
