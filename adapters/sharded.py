@@ -70,9 +70,9 @@ class _Replica:
     values: Any
     #: This rank's share when it was last sent, None if that is not known.
     shard: Any
-    #: What tells replicas of equal names apart: how they began, and the differences added since.
+    #: What tells replicas of equal names apart: how they began. All have got the same differences
+    #: since, as one that misses any is forgotten.
     origin: int
-    added: int = 0
 
 
 class WeightDifferences:
@@ -87,7 +87,7 @@ class WeightDifferences:
     The weights are sent as they are, by `comm`, if one rank has no replica, if ranks have different
     ones, and if a difference is infinite or NaN. If no rank's shard has changed, nothing is sent
     and the replica is the result: in a step, backward computes with what forward had. To know all
-    this, ranks exchange 32 bytes before every gather, and wait for them on the host.
+    this, ranks exchange 24 bytes before every gather, and wait for them on the host.
 
     Memory: of each name the unsharded tensor and this rank's shard, in their dtype; while a
     gather runs a float32 shard and what is sent and received; for narrow dtypes also an unsharded
@@ -128,8 +128,9 @@ class WeightDifferences:
         copy of the replica, or `out`, which may overlap `shard`. A name whose shape, dtype or place
         has changed begins anew.
 
-        Raises CollectiveError for another name, shape or dtype elsewhere, for damage and for lost
-        ranks; the name begins anew then.
+        Raises CollectiveError: for damage, after which the name begins anew on all ranks; for
+        another name, shape or dtype elsewhere and for lost ranks, after which every call is refused
+        as by a `Communicator`. TypeError or ValueError for an `out` that does not fit.
         """
         x, info, target = tensors.as_input(shard)
         if info.dtype.name not in Sdp4bit.dtypes:
@@ -199,14 +200,14 @@ class WeightDifferences:
                     how = _UNCHANGED if same else _DIFFERENCES
         part = _number(name.encode())
         with call.stage("agree"):
-            origin, added = (0, 0) if replica is None else (replica.origin, replica.added)
-            words = np.array([call.digest(info, info.shape, part), origin, added, how])
+            origin = 0 if replica is None else replica.origin
+            words = np.array([call.digest(info, info.shape, part), origin, how])
             found = group._gather_plain(words.view(np.uint8)).view(np.int64)
         call.wire_bytes += (group.world_size - 1) * words.nbytes
         strange = np.flatnonzero(found[:, 0] != words[0]).tolist()
         if strange:
             raise call.failure("agree", f"ranks {strange} gather another name, dtype or shape")
-        agreed = int(found[:, 3].min()) if (found[:, 1:3] == words[1:3]).all() else _WHOLE
+        agreed = int(found[:, 2].min()) if (found[:, 1] == origin).all() else _WHOLE
         call.reason = _HOW[agreed]
         if agreed == _WHOLE or replica is None:
             # Whatever fails now is the communicator's.
@@ -251,7 +252,6 @@ class WeightDifferences:
             if total is not replica.values:
                 tensors.put(replica.values, total)
         group._decoded(call, buffer, note)
-        replica.added += 1
 
     def _beside(self, replica: _Replica, x: Any) -> _Replica | None:
         """The replica in the library and on the device of `x`; None if it is of other shards."""
@@ -263,7 +263,7 @@ class WeightDifferences:
             return replica
         moved = self._new(x, self._group.world_size)
         tensors.put(moved, _beside(values, x))
-        return _Replica(moved, None, replica.origin, replica.added)
+        return _Replica(moved, None, replica.origin)
 
     @tensors.kept
     def _new(self, x: Any, times: int) -> Any:
@@ -309,13 +309,12 @@ class TwoLevel:
         those within and between nodes; `group` and `rounding` are the codec sdp4bit's, `seed` is
         that of `Communicator`.
         """
-        self._codecs = [
-            codec("sdp4bit", bits=b, group=group, rotate=rotate, rounding=rounding)
-            for b, rotate in zip(bits, ("encode", "decode"), strict=True)
-        ]
-        both = codec("sdp4bit", bits=bits[0], group=group, rounding=rounding)
-        inner = Group(within, self._codecs[0], seed=seed)
-        outer = Group(between, self._codecs[1], seed=seed)
+        near, far = bits
+        options: dict[str, Any] = {"group": group, "rounding": rounding}
+        encodes = codec("sdp4bit", bits=near, rotate="encode", **options)
+        decodes = codec("sdp4bit", bits=far, rotate="decode", **options)
+        both = codec("sdp4bit", bits=near, **options)
+        inner, outer = Group(within, encodes, seed=seed), Group(between, decodes, seed=seed)
         self._within, self._between = inner, outer
         self._check_grid(inner, outer)
         self._check_grid(outer, inner)
@@ -324,6 +323,7 @@ class TwoLevel:
         outer._seed = (seed + (2 * inner.rank + 2 << 32)) % 2**64
         #: Bytes that would have gone to other ranks as `x` is, and that went, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
+        # These draw alike in all nodes, so that all get the same bits.
         self._gathers = [Communicator(t, both, seed=seed) for t in (between, within)]
         self.rank = outer.rank * inner.world_size + inner.rank
         self.world_size = outer.world_size * inner.world_size
