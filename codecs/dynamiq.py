@@ -271,6 +271,8 @@ class Dynamiq(CodecSpec):
 
 
 SPEC = Dynamiq
+#: `decode_add_encode` takes float32 with narrower buffers: sums keep widths whatever is added.
+ADDS_FLOAT32 = True
 
 
 def workspace(spec: Dynamiq, nelem: int, chunks: int) -> tuple[int, ...]:
@@ -347,14 +349,17 @@ def decode_add_encode_chunk(
 ) -> ChunkDecoded:
     """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
 
-    `source_spec` is `spec`: dynamiq fuses nothing else. The sum gets the widths of `source`.
+    `bits` have the chunk's dtype, or are those of float32. `source_spec` is `spec`: dynamiq fuses
+    nothing else. The sum gets the widths of `source`.
     """
     rounding = rounding_of(spec, key)
-    total = np.empty(bits.size, bits.dtype)
+    total = np.empty(bits.size, chunk.dtype.bits)
     decoded = decode_chunk(spec, source, total)
     widths = widths_of(spec, source)
     if decoded.problem is None and widths is not None:
-        a, b = (widen(part, chunk.dtype).view(np.float32) for part in (total, bits))
+        a = widen(total, chunk.dtype).view(np.float32)
+        is_wide = bits.dtype != chunk.dtype.bits
+        b = bits.view(np.float32) if is_wide else widen(bits, chunk.dtype).view(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             summed = narrow((a + b).view(np.uint32), chunk.dtype)
         _encode(spec, chunk, summed, widths, rounding)

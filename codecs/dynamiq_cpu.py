@@ -13,6 +13,9 @@ from numba import njit
 from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .dynamiq import (
+    ADDS_FLOAT32 as ADDS_FLOAT32,
+)
+from .dynamiq import (
     CENTER_LIMIT,
     CODE_STREAM,
     FLOOR,
@@ -39,7 +42,7 @@ from .dynamiq import (
     widths_of,
 )
 from .minifloat import INFINITY, NAN
-from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
+from .minifloat_cpu import LANES, add, add_floats, add_to, kind_of, narrow, widen
 from .philox_cpu import fill_words
 from .sdp4bit import largest_number
 from .threads import run, spans
@@ -441,5 +444,8 @@ def _add_encode_pieces(
         part = room[: max(chunk.nelem - at, 0)]
         cut = _piece(spec, at, part.size)
         _decode_span(*fixed, part, at, *cut)
-        add(part, bits[at : at + part.size], kind)
+        if bits.dtype == part.dtype:
+            add(part, bits[at : at + part.size], kind)
+        else:
+            add_floats(part, bits[at : at + part.size].view(np.float32), kind)
         _encode_span(_read_only(part), cut[0], *arguments, *cut)

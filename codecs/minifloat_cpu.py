@@ -304,6 +304,22 @@ def add(a, b, kind):
 
 
 @cached(nogil=True)
+def add_floats(a, b, kind):
+    """Replace the elements `a` by a + b, of float32 values `b`, rounded to their dtype."""
+    words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
+    padded = np.zeros(LANES, a.dtype)
+    for at in range(0, a.size, LANES):
+        count = min(LANES, a.size - at)
+        padded[:count] = a[at : at + count]
+        widen(padded, kind, words, floats)
+        x = words.view(np.float32)
+        for i in range(count):
+            floats[i] = np.float32(x[i] + b[at + i])
+        narrow(floats.view(np.uint32), kind, padded)
+        a[at : at + count] = padded[:count]
+
+
+@cached(nogil=True)
 def add_to(acc, a, kind):
     """Add the elements `a` to the float32 values `acc`."""
     words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)

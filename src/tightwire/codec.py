@@ -32,6 +32,8 @@ _UINT8 = BY_NAME["uint8"]
 _DECODED = "the buffer that is decoded"
 _ADDED = "the array that is added"
 _FUSED = "decode_add_encode_chunk"
+#: Modules with this name take float32 with narrower buffers there.
+_FUSED_WIDE = "ADDS_FLOAT32"
 Source = Any
 
 
@@ -238,9 +240,10 @@ class Codec:
         sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
         the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
         of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
-        buffer's dtype); nvfp4 needs another one on a GPU unless `stats` are given. Unless they are,
-        dynamiq keeps the widths of `src`. `out` may be the memory of `src` but not overlap `x`. On
-        a GPU nothing waits; damage of `src` is raised by `src.check()`.
+        buffer's dtype, of dynamiq of float32 too); nvfp4 needs another one on a GPU unless `stats`
+        are given. Unless they are, dynamiq keeps the widths of `src`. `out` may be the memory of
+        `src` but not overlap `x`. On a GPU nothing waits; damage of `src` is raised by
+        `src.check()`.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -277,26 +280,29 @@ class Codec:
         bits = arrays.host_bits(x, info.dtype)
         target = Target(info.library, info.device)
         parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
-        plan = make_plan(self.spec, info.dtype, info.shape, chunks, checksum=checksum)
-        module = backend_module(plan.codec.name, backend)
-        if plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED):
-            buffer = Buffer(plan, _room(plan, out, bits, _ADDED), target)
-            if not np.may_share_memory(buffer._bytes, parsed.data):
-                engine.encode_into(
-                    plan,
-                    bits,
-                    buffer._bytes,
-                    key=key,
-                    threads=cpu_count(),
-                    backend=backend,
-                    source=parsed,
-                )
-                return buffer
         dtype = parsed.plan.dtype
         _check_added(info, parsed.plan.shape, dtype)
+        plan = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
+        module = backend_module(plan.codec.name, backend)
+        fuses = plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED)
+        if fuses and (info.dtype == dtype or hasattr(module, _FUSED_WIDE)):
+            buffer = Buffer(plan, _room(plan, out, bits, _ADDED), target)
+            shared = np.may_share_memory(buffer._bytes, parsed.data)
+            room = np.empty_like(buffer._bytes) if shared else buffer._bytes
+            engine.encode_into(
+                plan,
+                bits,
+                room,
+                key=key,
+                threads=cpu_count(),
+                backend=backend,
+                source=parsed,
+            )
+            if shared:
+                buffer._bytes[:] = room
+            return buffer
         if out is not None:
-            summed = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
-            out = _room(summed, out, bits, _ADDED)
+            out = _room(plan, out, bits, _ADDED)
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         wide = np.float64 if dtype.name == "float64" else np.float32

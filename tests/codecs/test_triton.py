@@ -691,6 +691,23 @@ def test_sums_of_float32_and_a_narrow_buffer(
     memory.check()
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_dynamiq_sums_of_float32_keep_widths(place: str, name: str) -> None:
+    dtype, kind, n = BY_NAME[name], BY_NAME["float32"], 2 * 2048 + 700
+    memory, codec = Memory(place), tw.codec("dynamiq", rounding="nearest")
+    local = make_bits("scales", kind, n, seed=2)
+    src = codec.encode(memory.put(make_bits("mixed_zeros", dtype, n), dtype), chunks=2)
+    found = codec.decode_add_encode(src, memory.put(local, kind), chunks=2, backend="triton")
+    src.check()
+    for backend in ("ref", "cpu"):
+        room = np.frombuffer(bytearray(bytes(src)), np.uint8)
+        for out in (None, room):
+            again = codec.decode_add_encode(
+                room, local.view(np.float32), chunks=2, out=out, backend=backend
+            )
+            assert bytes(again) == bytes(found)
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_measured_magnitude(place: str, name: str) -> None:
     """Of finite elements alone; and stats from elsewhere are taken."""
