@@ -22,7 +22,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
-from ..codec import decode
+from ..codec import Codec, decode
 from ..codecs.base import Plan
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
@@ -98,6 +98,14 @@ class Communicator(MultiHop):
     Damage that decoding on a GPU meets is raised at the end of a later call or by `check()`, with
     `verify=True` at once.
     """
+
+    def _accepted(self, codec: Codec) -> Codec:
+        if not codec.round_trips:
+            raise ValueError(
+                f"codec is {codec.spec!r}, whose sums would be of other tensors than are given; "
+                "allowed: codecs whose round_trips is True"
+            )
+        return super()._accepted(codec)
 
     def all_gather(self, x: Any, out: Any = None) -> Any:
         """The `x` of all ranks, one behind the other along the first dimension.

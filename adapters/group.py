@@ -68,21 +68,6 @@ class _Unchecked(NamedTuple):
         return (self.words is None or self.words.done()) and all(cards)
 
 
-def _checked(codec: Codec) -> Codec:
-    spec = codec.spec
-    if not codec.round_trips:
-        raise ValueError(
-            f"codec is {spec!r}, whose sums would be of other tensors than are given; allowed: "
-            "codecs whose round_trips is True"
-        )
-    if spec.bind((1,)) != spec:
-        raise ValueError(
-            f"codec is {spec!r}, which takes a parameter from the tensor's shape, and collectives "
-            f"flatten tensors; allowed: {codec.name} with all parameters given"
-        )
-    return codec
-
-
 class Group:
     """A fixed set of ranks with a codec; see `collectives.Communicator`, which adds the calls."""
 
@@ -103,12 +88,12 @@ class Group:
     ) -> None:
         """Made by all ranks together: raises CollectiveError on each of them if they differ.
 
-        Raises ValueError for a codec that does not decode to what was encoded (`round_trips`), and
-        for one with a parameter left to the shape of tensors, which collectives flatten. Compared
-        are the versions of format and codec and all parameters. `trace` is the number of
-        calls that `trace()` remembers. `seed`, below 2^64, is what codecs that round at random draw
-        by, with the number of the call and the rank (`calls.rounding_key`). `topology` is that of
-        sums that do not name one.
+        Raises ValueError for a codec with a parameter left to the shape of tensors, which
+        collectives flatten; of a Communicator also for one that does not decode to what was encoded
+        (`round_trips`). Compared are the versions of format and codec and all parameters. `trace`
+        is the number of calls that `trace()` remembers. `seed`, below 2^64, is what codecs that
+        round at random draw by, with the number of the call and the rank (`calls.rounding_key`).
+        `topology` is that of sums that do not name one.
         """
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
@@ -123,7 +108,7 @@ class Group:
         if not 0 <= integer("seed", seed) < 1 << 64:
             raise ValueError(f"seed is {seed}; allowed: 0 to 2**64 - 1")
         self._transport = transport
-        self._codec = _checked(as_codec(codec))
+        self._codec = self._accepted(as_codec(codec))
         self._seed = seed
         self._sizes_first = sizes == "first"
         self._checksum = bool(checksum)
@@ -301,6 +286,15 @@ class Group:
             raise
         finally:
             self._trace.append(call.record(error))
+
+    def _accepted(self, codec: Codec) -> Codec:
+        spec = codec.spec
+        if spec.bind((1,)) != spec:
+            raise ValueError(
+                f"codec is {spec!r}, which takes a parameter from the tensor's shape, and "
+                f"collectives flatten tensors; allowed: {codec.name} with all parameters given"
+            )
+        return codec
 
     def _check_topology(self, topology: Topology) -> None:
         if topology not in TOPOLOGIES:
