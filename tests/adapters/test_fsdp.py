@@ -366,6 +366,7 @@ def test_training_is_bit_identical_with_fewer_bytes(tmp_path: Path) -> None:
         assert "SUM, AVG and PREMUL_SUM" in op
 
 
+@pytest.mark.long
 def test_example(tmp_path: Path) -> None:
     found = torchrun(fsdp, 2, tmp_path)
     assert len(found) == 4

@@ -63,10 +63,10 @@ MAIN: dict[str, dict[str, Any]] = {
     "omnireduce": {"SUMS": True, "ADD": 0, "STORE": True, "LEVEL": 3},
 }
 #: Codecs, and the selection by magnitude, of which fewer forms are compiled.
-FEWER = ("sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce", "sparsify")
+FEWER = ("taco", "sdp4bit", "tahquant", "lhc", "norms", "thc", "omnireduce", "sparsify")
 #: Codecs whose kernels take long to compile, for one target of each maker, and the constexprs that
 #: take all their values there.
-HEAVY: dict[str, tuple[str, ...]] = {"dynamiq": ("ADD", "HOW", "ROUNDING", "SCALES", "SUMS")}
+HEAVY: dict[str, tuple[str, ...]] = {"dynamiq": ("ADD", "ROUNDING", "SUMS")}
 #: Forms that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "taco._encode_kernel": {"TRANSFORM": 2, "LOG_HIGH": 2, "MODE": 0, "SUMS": True},
