@@ -290,7 +290,12 @@ def everything(device: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device"), [(2, "cpu"), (4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.gpu)]
+    ("ranks", "device"),
+    [
+        (2, "cpu"),
+        pytest.param(4, "cpu", marks=pytest.mark.long),
+        pytest.param(2, "cuda", marks=pytest.mark.gpu),
+    ],
 )
 def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:

@@ -100,6 +100,7 @@ def test_every_collective_and_a_killed_rank() -> None:
     assert "rank 2 is gone" in str(found)
 
 
+@pytest.mark.long
 def test_ranks_leave_in_peace() -> None:
     assert run("in_peace", 3) == ["done", "done"]
 
