@@ -142,7 +142,7 @@ class ErrorFeedback:
         for name, n in parts:
             here, before = joined[at : at + n], self._residuals.get(name)
             if before is not None and tuple(before.shape) == (n,):
-                tensors.put(here, _beside(before, like))
+                tensors.put(here, beside(before, like))
                 if tensors.is_cuda(before):
                     # It may be of another stream, on which its memory would be used again.
                     before.record_stream(sys.modules["torch"].cuda.current_stream(before.device))
@@ -166,7 +166,7 @@ def _is_like(e: Any, dtype: DType, like: Any) -> bool:
     return same_place and arrays.describe(e).dtype == dtype
 
 
-def _beside(e: Any, like: Any) -> Any:
+def beside(e: Any, like: Any) -> Any:
     """`e` in the library of `like`: a loaded residual may be of another."""
     if tensors.is_torch(e) == tensors.is_torch(like):
         return e

@@ -364,8 +364,8 @@ def summary(stats: Any) -> tuple[int, npt.NDArray[Any]]:
 
 
 def device_summary(stats: Any) -> Any:
-    """The sum modulo 2^64 of float32 `stats` as words times odd numbers, whether all are energies,
-    and the words of every so manieth, at most SAMPLED; int64, on their device.
+    """The sum modulo 2^64 of float32 `stats` as words times odd numbers, 1 if all are energies, and
+    the words of at most SAMPLED of them, evenly spaced; int64, on their device.
     """
     torch = sys.modules["torch"]
     words = stats.view(torch.int32).to(torch.int64)

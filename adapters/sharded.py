@@ -50,7 +50,7 @@ from . import tensors
 from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .cost import Choice
-from .error_feedback import _beside
+from .error_feedback import beside
 from .group import Group
 from .shares import CARD_NBYTES
 from .transport import Transport
@@ -262,7 +262,7 @@ class WeightDifferences:
         if same and tensors.device_of(values) == tensors.device_of(x):
             return replica
         moved = self._new(x, self._group.world_size)
-        tensors.put(moved, _beside(values, x))
+        tensors.put(moved, beside(values, x))
         return _Replica(moved, None, replica.origin)
 
     @tensors.kept
