@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -109,6 +109,8 @@ class Call:
         self.unchecked: dict[int, str] = {}
         #: Where these words are: any array of that device.
         self.place: Any = None
+        #: Raises if ranks turn out to have agreed on other statistics.
+        self.verdict: Callable[[], None] | None = None
         #: Nothing is left to exchange: a failure from now on is this rank's own.
         self.exchanged = False
         self._key = key

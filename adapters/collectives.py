@@ -23,7 +23,6 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import Codec, decode
-from ..codecs.base import Plan
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call, TraceRecord
@@ -752,14 +751,6 @@ class Communicator(MultiHop):
         with call.stage("decode", " (its own)"):
             buffer = Buffer.wrap(send.plans[0], send.data[0])
             tensors.put(out, decode(buffer).reshape(out.shape))
-
-    def _adds_here(self, plan: Plan, total: Any) -> bool:
-        """True if `_decode_here` adds buffers of this plan to `total`."""
-        if not tensors.is_cuda(total):
-            return False
-        from ..device import adds_into
-
-        return adds_into(plan, total)
 
     def _add(self, call: Call, buffers: Sequence[Buffer], total: Any) -> None:
         """Sum the buffers of all ranks, or the chunks of one, to `total`."""

@@ -125,6 +125,7 @@ class Group:
         self._words: dict[Any, Any] = {}
         self._unchecked: deque[_Unchecked] = deque()
         self._spare: list[tensors.OnTheWay] = []
+        self._summaries: list[tensors.OnTheWay] = []
         self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
         #: Small native calls need not become uint8 first.
@@ -399,24 +400,40 @@ class Group:
                     )
         return shares
 
-    def _encode_here(self, x: Any, plan: Plan, data: Any, key: Key) -> bool:
+    def _encode_here(self, x: Any, plan: Plan, data: Any, key: Key, stats: Any = None) -> bool:
         """Encode on a GPU, in memory of the communicator's own; False on the host."""
         if not tensors.is_cuda(x):
             return False
         from ..device import encode_into
 
         work = self._bytes("encode", plan.scratch_nbytes, x)
-        return encode_into(plan, tensors.contiguous(x), data, work, key)
+        return encode_into(plan, tensors.contiguous(x), data, work, key, stats)
+
+    def _sum_here(self, buffer: Buffer, x: Any, data: Any, key: Key, stats: Any) -> bool:
+        """Encode the sum of `buffer` and `x`, as `_encode_here`."""
+        if not tensors.is_cuda(x):
+            return False
+        from ..device import sum_into
+
+        work = self._bytes("encode", buffer.plan.scratch_nbytes, x)
+        return sum_into(buffer, tensors.contiguous(x), data, work, key, stats)
 
     def _decode_here(
-        self, buffer: Buffer, out: Any, start: int, stop: int, *, add: bool = False
+        self,
+        buffer: Buffer,
+        out: Any,
+        start: int,
+        stop: int,
+        *,
+        add: bool = False,
+        name: str = "decode",
     ) -> bool:
-        """Decode on a GPU, as `_encode_here`."""
+        """Decode on a GPU, as `_encode_here`, in the memory called `name`."""
         if not tensors.is_cuda(out):
             return False
         from ..device import decode_into
 
-        work = self._bytes("decode", buffer.plan.scratch_nbytes, out)
+        work = self._bytes(name, buffer.plan.scratch_nbytes, out)
         return decode_into(buffer, out, work, start, stop, add=add)
 
     def _key(self, call: Call) -> Key:
@@ -431,6 +448,14 @@ class Group:
         if self._take(name, shares):
             shares.write_headers()
         return shares
+
+    def _adds_here(self, plan: Plan, total: Any) -> bool:
+        """True if `_decode_here` adds buffers of this plan to `total`."""
+        if not tensors.is_cuda(total):
+            return False
+        from ..device import adds_into
+
+        return adds_into(plan, total)
 
     def _decode(
         self, call: Call, buffer: Buffer, out: Any, source: int | None, word: int = 0

@@ -23,12 +23,15 @@ from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codecs.base import Key, Plan
 from ..codecs.dynamiq import SAMPLED
+from ..formats.dtypes import BY_NAME
 from . import tensors
 from .calls import Call, rounding_key
 from .group import TOPOLOGIES, Group, Topology
 from .lanes import Inline, Lanes
 from .shares import CARD_NBYTES, Shares
 
+_INT64 = BY_NAME["int64"]
+_OTHER_SUMS = "have other sums of statistics"
 Span = tuple[int, int]
 
 
@@ -173,41 +176,86 @@ class MultiHop(Group):
         rows = flat.reshape(self._size, -1)
         own = [[row[a:b] for row in rows] for a, b in spans]
         plans = [self._plan(info.dtype, b - a) for a, b in spans]
-        stats = iter(self._agreed(call, [x for xs in own for x in xs], plans, info))
+        stats = iter(self._agreed(call, flat, [x for xs in own for x in xs], plans, info))
         return [
             _Piece(k, plan, [_Part(x, next(stats)) for x in xs], flat)
             for k, (plan, xs) in enumerate(zip(plans, own, strict=True))
         ]
 
     def _agreed(
-        self, call: Call, xs: Sequence[Any], plans: Sequence[Plan], info: ArrayInfo
+        self, call: Call, flat: Any, xs: Sequence[Any], plans: Sequence[Plan], info: ArrayInfo
     ) -> list[Any]:
-        """Statistics of each array of `xs`, summed over ranks; None where nobody needs them.
+        """Statistics of each of `xs`, parts of `flat`, summed over ranks; None if nobody needs any.
 
-        Raises CollectiveError, on all ranks, if one of them has got other sums. Largest magnitudes
-        are not agreed on: those of terms say nothing of sums, which every hop measures for itself.
+        Raises CollectiveError, on all ranks, if one of them has got other sums; on a GPU, where
+        nobody waits for that, `_by_hops` does. Largest magnitudes are not agreed on: those of terms
+        say nothing of sums, which every hop measures for itself.
         """
         codec = self._codec
         if codec.reduce_op != "sum" or all(plan.codec != codec.spec for plan in plans):
             return [None] * len(xs)
         with call.stage("statistics"), np.errstate(all="ignore"):
-            found = [codec.measure(x) for x in xs]
-            joined = _joined(found, xs[0])
+            each = codec.spec.stats_nelem
+            if each and len(plans) == 1 and plans[0].nelem % each == 0:
+                # One after the other, the parts have those of the whole.
+                sizes = [plans[0].nelem // each] * len(xs)
+                joined = _joined([codec.measure(flat)], flat)
+            else:
+                found = [codec.measure(x) for x in xs]
+                sizes = [part.shape[0] for part in found]
+                joined = _joined(found, flat)
             self._transport.all_reduce(joined, "sum")
             _limit(joined)
-            word, known = summary(joined)
-            try:
-                codec.spec.check_stats(known, info.dtype)
-            except ValueError as error:
-                raise call.failure("statistics", str(error)) from error
-            remark = codec.spec.remark(known)
+        call.wire_bytes += 2 * (self._size - 1) * joined.nbytes // self._size
+        if tensors.is_cuda(joined):
+            self._summarize(call, joined, info)
+        else:
+            host = np.ascontiguousarray(arrays.host_array(joined))
+            word = hashlib.blake2b(host.tobytes(), digest_size=8).digest()
+            self._remark(call, host, info)
+            digest = call.digest(info, (int.from_bytes(word, "little"), *info.shape))
+            digests = [digest] * self._size
+            self._compare(call, flat, digests, digests, "statistics", _OTHER_SUMS)
+        stops = np.cumsum(sizes).tolist()
+        return [joined[stop - n : stop] for n, stop in zip(sizes, stops, strict=True)]
+
+    def _summarize(self, call: Call, stats: Any, info: ArrayInfo) -> None:
+        """Leave in `call.verdict` what compares `stats` of all ranks, which are on a GPU."""
+        with call.stage("statistics"):
+            own = device_summary(stats)
+            words = tensors.empty((self._size,), _INT64, stats)
+            self._transport.all_gather(tensors.as_bytes(words), tensors.as_bytes(own[:1]))
+            all_words = sys.modules["torch"].cat([words, own])
+            room = self._summaries.pop() if self._summaries else None
+            arriving = tensors.OnTheWay(all_words, room)
+        call.wire_bytes += 8 * (self._size - 1)
+
+        def verdict() -> None:
+            with call.stage("statistics"):
+                came = arriving.wait(self._transport.timeout)
+            theirs, (mine, *bounds), sample = np.split(came, [self._size, self._size + 3])
+            strange = [rank for rank, word in enumerate(theirs.tolist()) if word != mine]
+            least, most = np.array(bounds, np.int32).view(np.float32)
+            # Of strange ones all may be said.
+            good = least >= 0 and most < np.inf
+            known = sample.astype(np.int32).view(np.float32) if good else arrays.host_array(stats)
+            self._summaries.append(arriving)
+            self._remark(call, known, info)
+            if strange:
+                raise call.failure("statistics", f"ranks {strange} {_OTHER_SUMS}")
+
+        call.verdict = verdict
+
+    def _remark(self, call: Call, stats: npt.NDArray[Any], info: ArrayInfo) -> None:
+        """Have the trace say what there is to say of `stats`; raises if no codec takes them."""
+        spec = self._codec.spec
+        try:
+            spec.check_stats(stats, info.dtype)
+        except ValueError as error:
+            raise call.failure("statistics", str(error)) from error
+        remark = spec.remark(stats)
         if remark:
             call.reason += f"; {remark}"
-        call.wire_bytes += 2 * (self._size - 1) * joined.nbytes // self._size
-        digests = [call.digest(info, (word, *info.shape))] * self._size
-        self._compare(call, xs[0], digests, digests, "statistics", "have other sums of statistics")
-        stops = np.cumsum([part.shape[0] for part in found]).tolist()
-        return [joined[stop - s.shape[0] : stop] for s, stop in zip(found, stops, strict=True)]
 
     def _by_hops(
         self,
@@ -251,6 +299,8 @@ class MultiHop(Group):
                         deliver(lanes, pieces[k], made)
                 else:
                     self._hop(call, steps[h], h, pieces[k], made, digest(at + 1))
+        if call.verdict is not None:
+            call.verdict()
 
     def _hop(
         self,
@@ -308,7 +358,8 @@ class MultiHop(Group):
         part.own = part.came = None
         if came is None:
             with call.stage("encode"), np.errstate(all="ignore"):
-                if stats is not None or not self._encode_here(own, plan, data, key):
+                given = stats if plan.codec == codec.spec else None
+                if not self._encode_here(own, plan, data, key, given):
                     codec.encode(own, stats=stats, key=key, out=data, checksum=self._checksum)
         elif own is None:
             tensors.put(data, came.data)
@@ -316,9 +367,10 @@ class MultiHop(Group):
             # In one pass what came says which widths there are; they follow from the same numbers.
             stats = None if codec._fuses(own, plan.dtype) else stats
             with call.stage("sum", came.note), np.errstate(all="ignore"):
-                codec.decode_add_encode(
-                    came.buffer, own, stats=stats, key=key, out=data, checksum=self._checksum
-                )
+                if not self._sum_here(came.buffer, own, data, key, stats):
+                    codec.decode_add_encode(
+                        came.buffer, own, stats=stats, key=key, out=data, checksum=self._checksum
+                    )
             self._decoded(call, came.buffer, came.note, came.word)
 
     def _add_to_own(self, call: Call, piece: _Piece, part: _Part) -> None:
@@ -334,8 +386,13 @@ class MultiHop(Group):
         self._add_came(call, came, part.own)
 
     def _add_came(self, call: Call, came: _Came, total: Any) -> None:
+        plan = came.buffer.plan
         with call.stage("sum", came.note), np.errstate(all="ignore"):
-            self._codec.decode_add(came.buffer, total)
+            # Not in the memory that pieces are decoded in beside this.
+            if not self._adds_here(plan, total) or not self._decode_here(
+                came.buffer, total, 0, plan.nelem, add=True, name="add"
+            ):
+                self._codec.decode_add(came.buffer, total)
         self._decoded(call, came.buffer, came.note, came.word)
 
 
@@ -347,32 +404,18 @@ def _joined(parts: Sequence[Any], like: Any) -> Any:
     return tensors.on_device(host, tensors.device_of(like)) if tensors.is_cuda(like) else host
 
 
-def summary(stats: Any) -> tuple[int, npt.NDArray[Any]]:
-    """A digest of float32 statistics, shape (n,), and those that say what is to be known of them.
-
-    On a GPU the digest is made there, and SAMPLED of them come to the host, or all if one is
-    negative or not finite; on the host it is another digest, and they are all.
-    """
-    if not tensors.is_cuda(stats):
-        host = np.ascontiguousarray(arrays.host_array(stats))
-        digest = hashlib.blake2b(host.tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "little"), host
-    word, good, *sample = device_summary(stats).tolist()
-    if not good:
-        return word, np.ascontiguousarray(arrays.host_array(stats))
-    return word % (1 << 64), np.array(sample, np.int32).view(np.float32)
-
-
 def device_summary(stats: Any) -> Any:
-    """The sum modulo 2^64 of float32 `stats` as words times odd numbers, 1 if all are energies, and
-    the words of at most SAMPLED of them, evenly spaced; int64, on their device.
+    """The sum modulo 2^64 of float32 `stats` as words times odd numbers, the words of the least and
+    the largest, and those of at most SAMPLED of them, evenly spaced; int64, on their device.
+
+    Nothing waits for it.
     """
     torch = sys.modules["torch"]
-    words = stats.view(torch.int32).to(torch.int64)
-    factors = torch.arange(1, 2 * words.shape[0] + 1, 2, device=stats.device)
-    good = (stats.isfinite() & (stats >= 0)).all()
-    head = torch.stack([(words * factors).sum(), good.to(torch.int64)])
-    return torch.cat([head, words[:: max(1, -(-words.shape[0] // SAMPLED))]])
+    n = stats.shape[0]
+    words = stats.view(torch.int32)
+    total = (words * torch.arange(1, 2 * n + 1, 2, device=stats.device)).sum()
+    bounds = torch.stack(stats.aminmax()).view(torch.int32)
+    return torch.cat([total.view(1), bounds, words[:: -(-n // SAMPLED)]])
 
 
 def _limit(x: Any) -> None:

@@ -170,6 +170,11 @@ class CodecSpec:
         """Raise ValueError for `stats` that encode() cannot use."""
         raise ValueError(f"{self.name} takes no stats")
 
+    @property
+    def stats_nelem(self) -> int | None:
+        """Elements in a row that each of the statistics is of; None if they are of the tensor."""
+        return None
+
     def remark(self, stats: npt.NDArray[Any]) -> str | None:
         """What a collective's trace should say of `stats` that ranks agreed on, if anything."""
         return None

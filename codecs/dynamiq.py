@@ -257,6 +257,11 @@ class Dynamiq(CodecSpec):
         if not (np.isfinite(stats) & (stats >= 0)).all():
             raise ValueError("stats are negative or not finite; allowed: energies")
 
+    @property
+    def stats_nelem(self) -> int:
+        """Those of a super-group."""
+        return self.super_group
+
     def remark(self, stats: npt.NDArray[Any]) -> str | None:
         """Says so if energies are too much alike for widths to gain anything by them."""
         if self.widths == "fixed" or not stats.size:

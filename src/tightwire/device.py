@@ -436,18 +436,57 @@ def decode_add_encode(
 
 
 def encode_into(
-    plan: Plan, x: torch.Tensor, data: torch.Tensor, work: torch.Tensor, key: Key | None
+    plan: Plan,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    work: torch.Tensor,
+    key: Key | None,
+    stats: torch.Tensor | None = None,
 ) -> bool:
     """Encode `x` by `plan` into `data` with the workspace `work`; False if the host is to do it.
 
     For callers that own this memory, and have checked what `encode` checks at every call: `x` is
-    contiguous, of the plan's dtype and size, uint8 `data` and `work` are as large as the plan says.
+    contiguous, of the plan's dtype and size, uint8 `data` and `work` are as large as the plan says,
+    `stats` are what its codec measures, on this device.
     """
     kernels = _kernels(plan, False) if data.is_cuda else None
     if kernels is None:
         return False
     with _scope(data.device, "torch"):
-        kernels.encode(plan, x, data, work, _measured(kernels, plan, x), key)
+        found = _measured(kernels, plan, x) if stats is None else stats
+        kernels.encode(plan, x, data, work, found, key)
+    return True
+
+
+def sum_into(
+    buffer: Buffer,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    work: torch.Tensor,
+    key: Key | None,
+    stats: torch.Tensor | None,
+) -> bool:
+    """Encode the sum of `buffer` and `x` into `data`, as `buffer` is, in a pass; as `encode_into`.
+
+    `x` may also be float32.
+    """
+    plan, memory = buffer.plan, buffer._memory
+    kernels = None if memory is None else _kernels(plan, False)
+    if memory is None or not plan.fuses(plan) or not hasattr(kernels, "decode_add_encode"):
+        return False
+    with _scope(data.device, "torch"):
+        kernels.decode_add_encode(  # type: ignore[union-attr]
+            plan,
+            plan,
+            memory.data,
+            x,
+            data,
+            work,
+            memory.status,
+            stats=stats,
+            key=key,
+            planned=not memory.assembled,
+        )
     return True
 
 

@@ -19,8 +19,9 @@ import tightwire as tw
 from lossy import DTYPES, inputs
 from processes import join, launch
 from ranks import exact
+from tightwire import arrays
 from tightwire.adapters import collectives
-from tightwire.adapters.calls import rounding_key
+from tightwire.adapters.calls import Call, rounding_key
 from tightwire.adapters.error_feedback import ErrorFeedback
 from tightwire.adapters.group import Topology
 from tightwire.adapters.memory import MemoryTransport, run_ranks
@@ -534,8 +535,9 @@ def test_a_wrong_topology_is_refused_natively_too() -> None:
 def test_statistics_are_summed_up_on_their_device() -> None:
     torch = pytest.importorskip("torch")
     stats = torch.rand(10_001, generator=torch.Generator().manual_seed(0))
-    word, good, *sample = device_summary(stats).tolist()
-    assert good == 1
+    word, least, most, *sample = device_summary(stats).tolist()
+    bounds = np.array([least, most], np.int32).view(np.float32)
+    assert bounds.tolist() == [stats.min().item(), stats.max().item()]
     assert np.array(sample, np.int32).tobytes() == stats[::3].numpy().tobytes()
     for at in (0, 5000, 10_000):
         other = stats.clone()
@@ -543,11 +545,38 @@ def test_statistics_are_summed_up_on_their_device() -> None:
         assert device_summary(other)[0].item() != word
     swapped = stats.flip(0)
     assert device_summary(swapped)[0].item() != word
-    for bad in (-1.0, float("inf"), float("nan")):
-        other = stats.clone()
-        other[1] = bad
-        assert device_summary(other)[1].item() == 0
-    assert device_summary(stats[:0]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [None, "other", -1.0, float("inf"), float("nan")])
+def test_statistics_of_a_device_are_judged_in_the_end(bad: Any) -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(transport: MemoryTransport) -> str:
+        comm = tw.Communicator(transport, "dynamiq", topology="ring")
+        stats = torch.ones(5000)
+        if isinstance(bad, float):
+            stats[77] = bad
+        elif bad is not None and transport.rank == 1:
+            stats[77] = 1 + 2**-20
+        call = Call(transport.rank, "all_reduce", 0, "")
+        comm._summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
+        assert call.verdict is not None
+        try:
+            call.verdict()
+        except tw.CollectiveError as error:
+            assert error.stage == "statistics"
+            return error.detail
+        return call.reason
+
+    found = run_ranks(3, task)
+    if bad is None:
+        assert len(set(found)) == 1
+        assert "energies are flat" in found[0]
+    elif bad == "other":
+        others = "have other sums of statistics"
+        assert found == [f"ranks {ranks} {others}" for ranks in ([1], [0, 2], [1])]
+    else:
+        assert all("negative or not finite" in detail for detail in found)
 
 
 def test_topologies_that_differ_are_refused() -> None:
