@@ -26,10 +26,10 @@ from ..codec import Codec, decode
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
 from .calls import Call, TraceRecord
+from .cells import CellSums
 from .cost import Choice
 from .group import DESIGNS, TOPOLOGIES, Design, Exchange, Topology
 from .lanes import Lanes
-from .multihop import MultiHop
 from .shares import CARD_NBYTES, Shares, pieces, split
 from .switch import AS_BEFORE, SUMS, Before, Measured
 from .tensors import as_input, as_output, as_result
@@ -56,7 +56,7 @@ Op = Literal["sum", "mean"]
 OPS: tuple[Op, ...] = get_args(Op)
 
 
-class Communicator(MultiHop):
+class Communicator(CellSums):
     """Collectives of a group of ranks that send every tensor encoded.
 
     Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU also CuPy and JAX,
@@ -89,7 +89,10 @@ class Communicator(MultiHop):
     sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
     at a time. Statistics that add up (dynamiq's energies) are summed over ranks first, and with
     random rounding the key of a share differs between ranks in the rank alone, as correlated
-    rounding needs it. Results are bit-identical on all ranks.
+    rounding needs it. Results are bit-identical on all ranks. With "cells" the network itself sums
+    buffers of thc or omnireduce, encoded by norms of which all ranks took the maximum: the whole of
+    an all-reduce without decoding, a message without checksums. In two shots these codecs are as
+    others: each rank keeps blocks and norms of its own, and the error is larger.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
@@ -248,7 +251,7 @@ class Communicator(MultiHop):
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
         sent = _wire_dtype(wire, info.dtype)
         kept = as_output(decoded, info, info.shape, target, "decoded")
-        by = self._topology_for(topology, sent)
+        by = self._topology_for(topology, sent, math.prod(shape))
         if kept is not None and by != "two-shot":
             raise ValueError(f"decoded is given, topology is {by!r}; allowed: 'two-shot'")
         choice = self._choose("reduce_scatter", x, info._replace(dtype=sent), before, info.dtype)
@@ -265,6 +268,8 @@ class Communicator(MultiHop):
             flat = total.reshape(-1)
             if choice.algorithm == "native" or by == "two-shot":
                 self._scatter_sums(call, x, flat, info, sent, choice, decoded=kept)
+            elif by == "cells":
+                self._reduce_scatter_by_cells(call, tensors.cast(x, sent).reshape(-1), flat, part)
             else:
                 self._compare_shape(call, x, part, TOPOLOGIES.index(by))
                 terms = tensors.cast(x, sent).reshape(-1)
@@ -310,13 +315,17 @@ class Communicator(MultiHop):
         into = as_output(out, info, info.shape, target)
         sent = _wire_dtype(wire, info.dtype)
         part = info._replace(dtype=sent)
-        by = self._topology_for(topology, sent)
+        by = self._topology_for(topology, sent, math.prod(info.shape))
         choice = self._choose("all_reduce", x, part, before, info.dtype)
         with self._call("all_reduce", by, info, choice, sent) as call:
             call.nbytes = _nbytes(part)
             if choice.algorithm != "native" and by != "two-shot":
                 whole = self._result(x, into, info.shape, info.dtype, choice)
-                self._reduce_by_hops(call, x.reshape(-1), whole.reshape(-1), part, by, choice)
+                flat, result = x.reshape(-1), whole.reshape(-1)
+                if by == "cells":
+                    self._all_reduce_by_cells(call, flat, result, part)
+                else:
+                    self._reduce_by_hops(call, flat, result, part, by, choice)
                 self._divide(whole, op)
                 into = _placed(into, whole)
                 return as_result(into, info.dtype, target) if out is None else out
@@ -618,9 +627,12 @@ class Communicator(MultiHop):
 
     # Sums.
 
-    def _topology_for(self, topology: Topology | None, sent: DType) -> Topology:
-        """The topology of a sum that travels as `sent`."""
+    def _topology_for(self, topology: Topology | None, sent: DType, nelem: int) -> Topology:
+        """The topology of a sum of parts of `nelem` elements that travels as `sent`."""
         chosen = self._topology if topology is None else topology
+        if chosen == "cells" and self._plan(sent, nelem).codec != self._codec.spec:
+            # What is too small to be coded does not add up.
+            return "two-shot"
         return chosen if sent.is_float and sent.name in self._codec.dtypes else "two-shot"
 
     def _divide(self, total: Any, op: Op) -> None:

@@ -29,7 +29,7 @@ from .transport import Transport
 
 Design = Literal["first", "between"]
 DESIGNS = ("first", "between")
-Topology = Literal["two-shot", "ring", "butterfly"]
+Topology = Literal["two-shot", "ring", "butterfly", "cells"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 #: Collectives that come in both designs, and that all ranks take part in alike.
 TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
@@ -300,11 +300,20 @@ class Group:
     def _check_topology(self, topology: Topology) -> None:
         if topology not in TOPOLOGIES:
             raise ValueError(f"topology is {topology!r}; allowed: {TOPOLOGIES}")
-        if topology != "two-shot" and (not self._fixed or self._codec.homomorphic):
-            why = "which adds up without" if self._fixed else "whose sizes depend on the data"
+        codec, allowed = self._codec, ["two-shot"]
+        adds_up = codec.homomorphic and codec.reduce_op == "max"
+        if adds_up:
+            allowed.append("cells")
+        elif self._fixed and not codec.homomorphic:
+            allowed += ["ring", "butterfly"]
+        if topology not in allowed:
+            why = "" if self._fixed else ", whose sizes depend on the data"
             raise ValueError(
-                f"topology is {topology!r}, codec {self._codec.name!r}, {why}; allowed: 'two-shot'"
+                f"topology is {topology!r}, codec {codec.name!r}{why}; allowed: {allowed}"
             )
+        most = codec.spec.max_ranks
+        if topology == "cells" and most is not None and self._size > most:
+            raise ValueError(f"{codec.spec!r} adds up {most} ranks at most; here are {self._size}")
 
     def _equal_splits(self, rows: int) -> list[int]:
         if rows % self._size:

@@ -29,6 +29,7 @@ from .calls import Call, rounding_key
 from .group import TOPOLOGIES, Group, Topology
 from .lanes import Inline, Lanes
 from .shares import CARD_NBYTES, Shares
+from .transport import Op
 
 _INT64 = BY_NAME["int64"]
 _OTHER_SUMS = "have other sums of statistics"
@@ -194,18 +195,35 @@ class MultiHop(Group):
         codec = self._codec
         if codec.reduce_op != "sum" or all(plan.codec != codec.spec for plan in plans):
             return [None] * len(xs)
+        each = codec.spec.stats_nelem
         with call.stage("statistics"), np.errstate(all="ignore"):
-            each = codec.spec.stats_nelem
             if each and len(plans) == 1 and plans[0].nelem % each == 0:
                 # One after the other, the parts have those of the whole.
-                sizes = [plans[0].nelem // each] * len(xs)
-                joined = _joined([codec.measure(flat)], flat)
+                whole = codec.measure(flat)
+                found = list(whole.reshape(len(xs), -1))
             else:
+                whole = None
                 found = [codec.measure(x) for x in xs]
-                sizes = [part.shape[0] for part in found]
-                joined = _joined(found, flat)
-            self._transport.all_reduce(joined, "sum")
-            _limit(joined)
+        return self._reduced(call, found, flat, "sum", info, whole)
+
+    def _reduced(
+        self,
+        call: Call,
+        parts: Sequence[Any],
+        like: Any,
+        op: Op,
+        info: ArrayInfo,
+        whole: Any = None,
+    ) -> list[Any]:
+        """Statistics `parts` of all ranks reduced, on the device of `like`, and compared.
+
+        `whole` has the parts one behind the other, and is overwritten.
+        """
+        with call.stage("statistics"), np.errstate(all="ignore"):
+            joined = _joined([whole] if whole is not None else parts, like)
+            self._transport.all_reduce(joined, op)
+            if op == "sum":
+                _limit(joined)
         call.wire_bytes += 2 * (self._size - 1) * joined.nbytes // self._size
         if tensors.is_cuda(joined):
             self._summarize(call, joined, info)
@@ -215,9 +233,11 @@ class MultiHop(Group):
             self._remark(call, host, info)
             digest = call.digest(info, (int.from_bytes(word, "little"), *info.shape))
             digests = [digest] * self._size
-            self._compare(call, flat, digests, digests, "statistics", _OTHER_SUMS)
-        stops = np.cumsum(sizes).tolist()
-        return [joined[stop - n : stop] for n, stop in zip(sizes, stops, strict=True)]
+            self._compare(call, like, digests, digests, "statistics", _OTHER_SUMS)
+        stops = np.cumsum([part.shape[0] for part in parts]).tolist()
+        return [
+            joined[stop - part.shape[0] : stop] for part, stop in zip(parts, stops, strict=True)
+        ]
 
     def _summarize(self, call: Call, stats: Any, info: ArrayInfo) -> None:
         """Leave in `call.verdict` what compares `stats` of all ranks, which are on a GPU."""
@@ -397,7 +417,9 @@ class MultiHop(Group):
 
 
 def _joined(parts: Sequence[Any], like: Any) -> Any:
-    """Arrays of shape (n,) one behind the other, in new memory on the device of `like`."""
+    """Arrays of shape (n,) one behind the other, on the device of `like`."""
+    if len(parts) == 1 and tensors.is_cuda(parts[0]):
+        return parts[0]
     if tensors.is_torch(parts[0]):
         return sys.modules["torch"].cat(list(parts))
     host = np.concatenate(parts)

@@ -53,7 +53,13 @@ PATHS: dict[str, dict[str, Any]] = {
     "auto": {"algorithm": "auto"},
 }
 #: Of all-reduces held against NCCL's in bfloat16: codec, topology, error allowed.
-LOSSY = (("mx", "two-shot", 3e-3), ("taco", "two-shot", 3e-3), ("dynamiq", "ring", 2e-2))
+LOSSY = (
+    ("mx", "two-shot", 3e-3),
+    ("taco", "two-shot", 3e-3),
+    ("taco", "ring", 3e-3),
+    ("dynamiq", "ring", 2e-2),
+    ("thc", "cells", 0.1),
+)
 LOSSY_PATHS = ("compressed", "auto")
 #: Of a layer that goes by sketch: MiB of float32, and the ratio.
 SKETCHED = (256, 512)

@@ -171,6 +171,11 @@ class CodecSpec:
         raise ValueError(f"{self.name} takes no stats")
 
     @property
+    def max_ranks(self) -> int | None:
+        """Of a homomorphic codec: the most ranks whose cells add up, None if any number do."""
+        return None
+
+    @property
     def stats_nelem(self) -> int | None:
         """Elements in a row that each of the statistics is of; None if they are of the tensor."""
         return None

@@ -10,7 +10,11 @@ import pytest
 
 import tightwire as tw
 from lossy import check_lossy, inputs
+from ranks import exact
+from tightwire.adapters.calls import rounding_key
 from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.arrays import Target, from_bits
+from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import add, seal, sketch
 
 CODECS = (
@@ -47,3 +51,60 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
     assert set(sums) == {bytes(total)}
     exact = np.sum(xs, axis=0, dtype=np.float64)
     assert tw.error(exact, tw.decode(total)).vnmse < {"thc": 0.2, "omnireduce": 0.1}[codec.name]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("world", [1, 2, 5, 8])
+@pytest.mark.parametrize("codec", [*CODECS, tw.codec("omnireduce")], ids=lambda c: str(c.spec))
+def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) -> None:
+    """Bit for bit what `add` makes of the buffers of all ranks, with statistics agreed on."""
+    dtype = "bfloat16" if codec == CODECS[0] else "float32"
+    xs = inputs(codec, dtype, world, world * 1800)
+    kind = BY_NAME[dtype]
+
+    def summed(parts: list[Any], sequence: int, encoding: int) -> npt.NDArray[Any]:
+        stats = np.max([codec.measure(x) for x in parts], 0)
+        buffers = [
+            codec.encode(x, stats=stats, key=rounding_key(7, sequence, encoding, r, world))
+            for r, x in enumerate(parts)
+        ]
+        found: npt.NDArray[Any] = tw.decode(bytes(add(*buffers)))
+        return found
+
+    def rank(t: MemoryTransport) -> None:
+        comm = tw.Communicator(t, codec, seed=7, topology="cells")
+        own = from_bits(xs[t.rank].view(kind.bits), kind, xs[0].shape, Target(library, None))
+        exact(comm.all_reduce(own), summed(xs, 0, 0))
+        shares = [x.reshape(world, -1)[t.rank] for x in xs]
+        out = comm.reduce_scatter(own)
+        # Of shares every one has statistics of its own.
+        exact(out, summed(shares, 1, t.rank))
+        record = comm.trace()[0]
+        assert record.algorithm == f"cells, no sizes, {codec.name}"
+        assert (record.wire_bytes > 0) == (world > 1)
+        small = comm.all_reduce(own[:50])
+        assert comm.trace()[-1].algorithm.startswith("two-shot")
+        assert tw.error(sum(x[:50].astype(np.float32) for x in xs), small).vnmse < 1e-4
+
+    run_ranks(world, rank)
+
+
+def test_cells_keep_what_is_not_finite_and_refuse_what_they_cannot_hold() -> None:
+    def rank(t: MemoryTransport) -> None:
+        x = np.ones(5000, np.float32)
+        if t.rank == 1:
+            x[1500] = np.nan
+        total = tw.Communicator(t, "thc", topology="cells").all_reduce(x, op="mean")
+        assert np.isnan(total[1024:2048]).all()
+        assert np.isfinite(total[2048:]).all()
+
+    run_ranks(2, rank)
+    with pytest.raises(ValueError, match="adds up 8 ranks at most; here are 9"):
+        run_ranks(9, lambda t: tw.Communicator(t, "thc", topology="cells"))
+
+    def refused(t: MemoryTransport) -> None:
+        for name in ("mx", "zipccl", "lhc"):
+            with pytest.raises(ValueError, match="topology is 'cells', codec"):
+                tw.Communicator(t, name, topology="cells")
+
+    run_ranks(1, refused)
