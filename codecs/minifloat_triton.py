@@ -5,6 +5,9 @@
 A thread holds whole slots of 8 neighbouring elements: it loads them 16 bytes at a time, makes one
 piece of packed codes of them, and no value changes hands but the largest magnitude of a block.
 Rounding is float arithmetic that is exact but for the one step that rounds: the same everywhere.
+
+Where the device converts small floats by itself (CVT), whole tiles of dtypes of 16 bits stay words
+of two elements as far as they can (PAIRS).
 """
 
 from __future__ import annotations
@@ -63,6 +66,48 @@ _FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
 _RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
 _NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
 _NAN_SCALE = tl.constexpr(NAN_SCALE)
+#: Tensor scales with which no quotient of `_quotient` is too small or too large.
+_LEAST_SCALE, _MOST_SCALE = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
+
+
+def _e2m1_asm() -> str:
+    """PTX of `_e2m1_word`: $1 to $8 are values, $9 to $12 words of elements."""
+    one = 0x4B400000  # 1.5 * 2^23, to which codes are added
+    fifteen = 0xCD340000  # -15 times that
+    lines = [".reg .f32 y, a, b, c, low, high;", ".reg .b32 p, q;"]
+    for half, first in (("low", 1), ("high", 5)):
+        for k in range(first + 3, first - 1, -1):
+            start = f"0f{one:08X}"
+            if k < first + 3:
+                lines.append(f"fma.rn.f32 {half}, {half}, 0f41800000, 0f{fifteen:08X};")
+                start = half
+            lines += [
+                f"abs.f32 y, ${k};",
+                "mul.rn.sat.f32 a, y, 0f3F000000;",
+                "fma.rn.sat.f32 b, y, 0f3F000000, 0fBF800000;",
+                "fma.rn.sat.f32 c, y, 0f3F000000, 0fC0000000;",
+                f"fma.rn.f32 {half}, a, 0f40800000, {start};",
+                f"fma.rn.f32 {half}, b, 0f40000000, {half};",
+                f"add.rn.f32 {half}, {half}, c;",
+            ]
+    lines += [
+        "prmt.b32 $0, low, high, 0x5410;",
+        "prmt.b32 p, $9, $10, 0x7351;",
+        "prmt.b32 q, $11, $12, 0x7351;",
+        # Signs of even and of odd elements.
+        "{ .reg .b32 even, odd;",
+        "prmt.b32 even, p, q, 0x5410;",
+        "prmt.b32 odd, p, q, 0x7632;",
+        "shr.b32 even, even, 4;",
+        "and.b32 even, even, 0x08080808;",
+        "or.b32 $0, $0, even;",
+        "and.b32 odd, odd, 0x80808080;",
+        "or.b32 $0, $0, odd; }",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_E2M1_ASM = tl.constexpr(_e2m1_asm())
 
 
 class Tiling(NamedTuple):
@@ -302,6 +347,380 @@ def _float_scales(tops, g):
     none = steps <= _NO_RECIPROCAL
     factors = tl.div_rn(steps * 0.0 + 1.0, tl.where(none, 1.0, steps))
     return tl.where(special, _NAN_SCALE, scales), tl.where(none, _FLT_MAX, factors)
+
+
+@triton.jit
+def _is_usual(g):
+    return (g >= _LEAST_SCALE) & (g <= _MOST_SCALE)
+
+
+@triton.jit
+def _halves(word, EXP: tl.constexpr):
+    """float32 values of the lower and of the upper element of a word."""
+    if EXP == 8:
+        return _float(word << 16), _float(word & 0xFFFF0000)
+    else:
+        low = word.to(tl.uint16).to(tl.float16, bitcast=True)
+        high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _pair(a, b, EXP: tl.constexpr):
+    """A word of two float32 values, `a` lower, to nearest even; a NaN becomes any NaN."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn." + ("bf16x2" if EXP == 8 else "f16x2") + ".f32 $0, $2, $1;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _quiet(word, EXP: tl.constexpr):
+    """A word with every NaN that `_pair` made, which is positive, as the quiet one."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 nan; mov.b32 nan, "
+        + ("0x7FC07FC0" if EXP == 8 else "0x7E007E00")
+        + "; min.s16x2 $0, $1, nan; }",
+        "=r,r",
+        [word],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_pair(a, b, EXP: tl.constexpr):
+    """Sums of words' elements. Rounded from the exact sum they are what a rounding to float32 in
+    between gives, as it has at least twice the bits and two more (Figueroa, When is double rounding
+    innocuous?, 1995); a NaN becomes any NaN.
+    """
+    return tl.inline_asm_elementwise(
+        "add.rn." + ("bf16x2" if EXP == 8 else "f16x2") + " $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _top_pair(a, b, EXP: tl.constexpr):
+    """Larger magnitudes of words' elements, with any sign; NaN where one is."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs." + ("bf16x2" if EXP == 8 else "f16x2") + " $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _top_finite(a, top, EXP: tl.constexpr):
+    """The larger of `top` and, element by element, the magnitudes of `a` plus a step of infinity's
+    exponent, which is negative if they are not finite.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, step; and.b32 t, $1, 0x7FFF7FFF; mov.b32 step, "
+        + ("0x00800080" if EXP == 8 else "0x04000400")
+        + "; add.s16x2 t, t, step; max.s16x2 $0, t, $2; }",
+        "=r,r,r",
+        [a, top],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_pairs(x, tile, SLOTS: tl.constexpr):
+    """The elements of a tile's slots as 4 columns of words of two."""
+    i = _lanes(SLOTS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    v = tl.load(x.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (SLOTS * 4) + i)
+    return to_columns(v, SLOTS, 4, 2)
+
+
+@triton.jit
+def _fours(word, M: tl.constexpr, SCALED: tl.constexpr):
+    """float32 values of the four codes of a word, e4m3 or e5m2; if SCALED, 2^6 times as large."""
+    HALVES: tl.constexpr = (
+        ("cvt.rn.f16x2.e4m3x2 two, code; " if M == 3 else "cvt.rn.f16x2.e5m2x2 two, code; ")
+        + ("mul.rn.f16x2 two, two, scale; " if SCALED else "")
+        + "mov.b32 {a, b}, two; "
+    )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 code, a, b; .reg .b32 two, scale; mov.b32 scale, 0x54005400; "
+        "mov.b32 {code, _}, $4; "
+        + HALVES
+        + "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; mov.b32 {_, code}, $4; "
+        + HALVES
+        + "cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }",
+        "=&r,=&r,=&r,=&r,r",
+        [word],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _code_values(low, high, BITS: tl.constexpr, M: tl.constexpr, SCALED: tl.constexpr):
+    """float32 values of eight codes; not SCALED, those of e2m1 are 2^-6 times as large."""
+    if BITS == 4:
+        # With two zeros behind the mantissa e2m1 is e4m3, but for what their biases differ by.
+        even = ((low << 2) & 0x1C1C1C1C) | ((low << 4) & 0x80808080)
+        odd = ((low >> 2) & 0x1C1C1C1C) | (low & 0x80808080)
+        a, b = _fours(even, 3, SCALED), _fours(odd, 3, SCALED)
+        return (a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3])
+    else:
+        return _fours(low, M, False) + _fours(high, M, False)
+
+
+@triton.jit
+def _quotient(a, g, inverse):
+    """`a` / `g` to nearest even for numbers that are no more than 2^60 from 1, or zero; `inverse`
+    is 1 / `g` (Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990).
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 q, r; mul.rn.f32 q, $1, $3; neg.f32 r, $1; fma.rn.f32 r, q, $2, r; "
+        "neg.f32 r, r; fma.rn.f32 $0, r, $3, q; }",
+        "=r,r,r,r",
+        [a, g, inverse],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _reciprocal(a):
+    """1 / `a` to nearest even."""
+    return tl.inline_asm_elementwise(
+        "rcp.rn.f32 $0, $1;", "=r,r", [a], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _decode_pairs(
+    static_ptr,
+    scales_at,
+    g,
+    tile,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """(the elements of a whole tile's slots, 4 columns of words of two; checksum terms).
+
+    `g`: as `_is_usual`. A NaN is any.
+    """
+    LANES: tl.constexpr = BLOCK // _SLOT
+    lane = _lanes(SLOTS)
+    first = tile.to(tl.int64) * SLOTS
+    low, high = _load_words(static_ptr + first * BITS, lane, BITS)
+    if BITS == 8:
+        terms = weigh(low, (first + lane) * 2) + weigh(high, (first + lane) * 2 + 1)
+    else:
+        terms = weigh(low, first + lane)
+    scales_ptr = static_ptr + scales_at + first // LANES
+    scales = tl.load(scales_ptr + lane // LANES).to(tl.int32)
+    at = scales_at + first // LANES + lane // LANES
+    terms += tl.where(lane % LANES == 0, weigh_bytes(scales, at), 0)
+    if HEAD > 0:
+        steps = _fours(scales.to(tl.uint32, bitcast=True), 3, False)[0]
+        factor = _quotient(steps, g, _reciprocal(g)) * 64.0
+    else:
+        factor = _power(scales)
+    values = _code_values(low, high, BITS, M, HEAD == 0)
+    words = ()
+    for j in tl.static_range(0, _SLOT, 2):
+        words = words + (_pair(values[j] * factor, values[j + 1] * factor, EXP),)
+    return words, tl.sum(terms, 0)
+
+
+@triton.jit
+def _load_words(payload, lane, BITS: tl.constexpr):
+    """(low, high) words of slots of codes of 4 or 8 bits."""
+    if BITS == 8:
+        both = tl.load(payload.to(tl.pointer_type(tl.uint64)) + lane)
+        low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+    else:
+        low = tl.load(payload.to(tl.pointer_type(tl.uint32)) + lane)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _sum_pairs(
+    x,
+    source_ptr,
+    scales_at,
+    h,
+    tile,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """As `_sums` of a whole tile, but words of two elements, 4 columns."""
+    words = _load_pairs(x, tile, SLOTS)
+    added = tl.zeros([], tl.uint64)
+    if ADD > 0:
+        decoded, added = _decode_pairs(
+            source_ptr, scales_at, h, tile, BITS, M, BLOCK, HEAD, EXP, SLOTS
+        )
+        sums = ()
+        for j in tl.static_range(_SLOT // 2):
+            sums = sums + (_add_pair(decoded[j], words[j], EXP),)
+        words = sums
+    return words, added
+
+
+@triton.jit
+def _top_of_pairs(words, EXP: tl.constexpr):
+    """The largest magnitudes of slots, as float32 bits, int32; NaN where one is."""
+    top = _top_pair(_top_pair(words[0], words[1], EXP), _top_pair(words[2], words[3], EXP), EXP)
+    low, high = _halves(top & 0x7FFF7FFF, EXP)
+    return tl.maximum(_bits(low), _bits(high))
+
+
+@triton.jit
+def _finite_top_of_pairs(words, EXP: tl.constexpr):
+    """As `_finite_top`."""
+    STEP: tl.constexpr = 0x0080 if EXP == 8 else 0x0400
+    top = words[0] * 0 + STEP * 0x10001
+    for j in tl.static_range(_SLOT // 2):
+        top = _top_finite(words[j], top, EXP)
+    low, high = _halves(top - STEP * 0x10001, EXP)
+    return tl.max(tl.maximum(_bits(low), _bits(high)), 0)
+
+
+@triton.jit
+def _e2m1_word(y, words):
+    """Codes of eight values without sign, with the signs of the elements of four words.
+
+    The code is the value 2 y up to y = 2, from there to 4 half as steep, then a quarter. What y
+    adds to it in each of the three parts is added to a float32 whose last place is 1: one rounding,
+    in the only part that is not full or empty. Four codes lie side by side in such a number.
+    """
+    return tl.inline_asm_elementwise(
+        _E2M1_ASM,
+        "=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7], words[0], words[1], words[2], words[3]],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _fp8_word(a, b, c, d, M: tl.constexpr):
+    """Codes of four values, e4m3 or e5m2, to nearest even and saturating."""
+    PAIR: tl.constexpr = (
+        "cvt.rn.satfinite.e4m3x2.f32" if M == 3 else "cvt.rn.satfinite.e5m2x2.f32"
+    )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; "
+        + PAIR
+        + " low, $2, $1; "
+        + PAIR
+        + " high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _encode_pairs(
+    words,
+    static_ptr,
+    scales_at,
+    g,
+    tile,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    CEIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    EXP: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """As `_encode_tile`, of a whole tile of words of two elements; `g`: as `_is_usual`."""
+    LANES: tl.constexpr = BLOCK // _SLOT
+    top = _top_of_pairs(words, EXP)
+    top = tl.max(tl.reshape(top, [SLOTS // LANES, LANES]), 1)
+    top = _spread(top, SLOTS // LANES, LANES)
+    if HEAD > 0:
+        lost = top >= _INFINITY
+        # Zero codes come from no signs and from no magnitudes, the quotient of a NaN.
+        steps = _round_e4m3(_float(top) * (g * _SIXTH))
+        scales = _bits(steps * (2.0**-120)) >> 20
+        scales = tl.where(lost, _NAN_SCALE, scales)
+        factor = tl.minimum(_reciprocal(_quotient(steps, g, _reciprocal(g))), _FLT_MAX)
+    else:
+        scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
+        lost = scales == 255
+    values = ()
+    for j in tl.static_range(_SLOT // 2):
+        a, b = _halves(words[j], EXP)
+        values = values + (a * factor, b * factor)
+    if BITS == 4:
+        low = _e2m1_word(values, words)
+        high = low
+    else:
+        low = _fp8_word(values[0], values[1], values[2], values[3], M)
+        high = tl.where(lost, 0, _fp8_word(values[4], values[5], values[6], values[7], M))
+    low = tl.where(lost, 0, low)
+    lane = _lanes(SLOTS)
+    first = tile.to(tl.int64) * SLOTS
+    payload = static_ptr + first * BITS
+    if BITS == 8:
+        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        tl.store(payload.to(tl.pointer_type(tl.uint64)) + lane, both)
+        terms = weigh(low, (first + lane) * 2) + weigh(high, (first + lane) * 2 + 1)
+    else:
+        tl.store(payload.to(tl.pointer_type(tl.uint32)) + lane, low)
+        terms = weigh(low, first + lane)
+    # The first slot of a block writes its scale.
+    own = lane % LANES == 0
+    at = scales_at + first // LANES
+    tl.store(static_ptr + at + lane // LANES, scales.to(tl.uint8), mask=own)
+    terms += tl.where(own, weigh_bytes(scales, at + lane // LANES), 0)
+    return tl.sum(terms, 0)
+
+
+@triton.jit
+def _round_e4m3(value):
+    """The e4m3 value nearest to floats that are not negative, ties to even, at most 448."""
+    value = tl.minimum(value, 448.0)
+    anchor = _float(tl.maximum(_bits(value) & _BINADE, 121 << 23)) * (1 << 20)
+    return (value + anchor) - anchor
+
+
+@triton.jit
+def _store_pairs(words, out, tile, SLOTS: tl.constexpr):
+    """Inverse of `_load_pairs`."""
+    i = _lanes(SLOTS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    to = out.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * (SLOTS * 4)
+    tl.store(to + i, from_columns(words, 4, 2))
 
 
 @triton.jit
@@ -594,6 +1013,8 @@ def _encode_kernel(
     ITEM: tl.constexpr,
     SLOTS: tl.constexpr,
     PTX: tl.constexpr,
+    CVT: tl.constexpr,
+    PAIRS: tl.constexpr,
     LIMIT: tl.constexpr,
     EMAX: tl.constexpr,
     MAX_FRACTION: tl.constexpr,
@@ -626,16 +1047,29 @@ def _encode_kernel(
         g = _chosen_scale(stats_ptr)
         if ADD > 0:
             h = _tensor_scale(source_ptr, scales_at)
+    PAIRED: tl.constexpr = CVT and PAIRS
+    plain = (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n
+    if PAIRED and HEAD > 0:
+        plain = plain & _is_usual(g) & _is_usual(h)
     # fmt: off
-    if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
-        wide, added = _sums(
-            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
-            EXP, ITEM, SLOTS, ADD, PTX, False,
-        )
-        total = _encode_tile(
-            wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
-            MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, False,
-        )
+    if plain:
+        if PAIRED:
+            words, added = _sum_pairs(
+                x, source_ptr, codes_at, h, tile, BITS, M, BLOCK, HEAD, EXP, SLOTS, ADD,
+            )
+            total = _encode_pairs(
+                words, static_ptr, codes_at, g, tile, BITS, M, EMAX, MAX_FRACTION, CEIL, BLOCK,
+                HEAD, EXP, SLOTS,
+            )
+        else:
+            wide, added = _sums(
+                x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+                EXP, ITEM, SLOTS, ADD, PTX, False,
+            )
+            total = _encode_tile(
+                wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
+                MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, False,
+            )
     else:
         wide, added = _sums(
             x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
@@ -693,6 +1127,8 @@ def _measure_kernel(
     ITEM: tl.constexpr,
     SLOTS: tl.constexpr,
     PTX: tl.constexpr,
+    CVT: tl.constexpr,
+    PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -714,13 +1150,23 @@ def _measure_kernel(
     h = 1.0
     if ADD > 0:
         h = _tensor_scale(source_ptr, scales_at)
+    PAIRED: tl.constexpr = CVT and PAIRS
+    plain = (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n
+    if PAIRED and HEAD > 0:
+        plain = plain & _is_usual(h)
     # fmt: off
-    if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= n:
-        wide, _ = _sums(
-            x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
-            EXP, ITEM, SLOTS, ADD, PTX, False,
-        )
-        top = _finite_top(wide)
+    if plain:
+        if PAIRED:
+            words, _ = _sum_pairs(
+                x, source_ptr, codes_at, h, tile, BITS, M, BLOCK, HEAD, EXP, SLOTS, ADD,
+            )
+            top = _finite_top_of_pairs(words, EXP)
+        else:
+            wide, _ = _sums(
+                x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
+                EXP, ITEM, SLOTS, ADD, PTX, False,
+            )
+            top = _finite_top(wide)
     else:
         wide, _ = _sums(
             x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
@@ -820,6 +1266,8 @@ def _decode_kernel(
     ITEM: tl.constexpr,
     SLOTS: tl.constexpr,
     PTX: tl.constexpr,
+    CVT: tl.constexpr,
+    PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr,
     STORE: tl.constexpr,
@@ -843,12 +1291,26 @@ def _decode_kernel(
     lo = tl.maximum(start - first, 0)
     hi = tl.minimum(stop - first, n)
     begin = tile.to(tl.int64) * (SLOTS * _SLOT)
+    PAIRED: tl.constexpr = CVT and PAIRS
+    plain = (begin >= lo) & (begin + SLOTS * _SLOT <= hi)
+    if PAIRED and HEAD > 0:
+        plain = plain & _is_usual(g)
     # fmt: off
-    if (begin >= lo) & (begin + SLOTS * _SLOT <= hi):
-        total = _decode_tile(
-            static_ptr, codes_at, g, out_ptr, at, lo, hi, slot, n, BITS, M, BIAS, INF, NAN,
-            INTEGER, BLOCK, HEAD, EXP, ITEM, ADD, STORE, PTX, False,
-        )
+    if plain:
+        if PAIRED:
+            words, total = _decode_pairs(
+                static_ptr, codes_at, g, tile, BITS, M, BLOCK, HEAD, EXP, SLOTS,
+            )
+            if STORE:
+                quiet = ()
+                for j in tl.static_range(_SLOT // 2):
+                    quiet = quiet + (_quiet(words[j], EXP),)
+                _store_pairs(quiet, elements_at(out_ptr, ITEM) + at, tile, SLOTS)
+        else:
+            total = _decode_tile(
+                static_ptr, codes_at, g, out_ptr, at, lo, hi, slot, n, BITS, M, BIAS, INF, NAN,
+                INTEGER, BLOCK, HEAD, EXP, ITEM, ADD, STORE, PTX, False,
+            )
     else:
         total = _decode_tile(
             static_ptr, codes_at, g, out_ptr, at, lo, hi, slot, n, BITS, M, BIAS, INF, NAN,
@@ -966,9 +1428,23 @@ def aligned_for(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
     return even and start % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
-def _constants(blocks: Blocks, dtype: DType, tiling: Tiling) -> dict[str, float]:
-    """What all kernels know, as constexprs."""
+@functools.cache
+def _converts(device: torch.device) -> bool:
+    """True if the device converts small floats by itself and has the packed integers of sm_90."""
+    if not PTX or device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def _constants(
+    blocks: Blocks, dtype: DType, tiling: Tiling, cvt: bool, pairs: bool
+) -> dict[str, float]:
+    """What all kernels know, as constexprs.
+
+    `pairs`: words of two elements of 16 bits may be read and written.
+    """
     e = blocks.element
+    pairs = pairs and dtype.itemsize == 2 and e.bits != 6 and not e.is_integer
     return {
         "BITS": e.bits,
         "M": e.mantissa,
@@ -982,16 +1458,18 @@ def _constants(blocks: Blocks, dtype: DType, tiling: Tiling) -> dict[str, float]
         "ITEM": dtype.itemsize,
         "SLOTS": tiling.slots,
         "PTX": PTX,
+        "CVT": cvt,
+        "PAIRS": pairs,
     }
 
 
 @functools.cache
 def encode_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, sums: bool
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, sums: bool, cvt: bool
 ) -> Variant:
     """The kernel that encodes elements, or their sums with a buffer if they have `add` bytes."""
     e = blocks.element
-    chosen = _constants(blocks, dtype, tiling) | {
+    chosen = _constants(blocks, dtype, tiling, cvt, aligned and add != 4) | {
         "LIMIT": float(values_of(e)[e.largest]),
         "EMAX": e.emax,
         "MAX_FRACTION": e.max_fraction,
@@ -1003,19 +1481,26 @@ def encode_variant(
 
 @functools.cache
 def measure_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int
+    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, cvt: bool
 ) -> Variant:
     """The kernel that finds the largest magnitude of elements, or of sums as `encode_variant`'s."""
-    chosen = _constants(blocks, dtype, tiling) | {"ALIGNED": aligned, "ADD": add}
+    chosen = _constants(blocks, dtype, tiling, cvt, aligned and add != 4) | {"ALIGNED": aligned, "ADD": add}
     return Variant(_measure_kernel, options(tiling.warps), **chosen)
 
 
 @functools.cache
 def decode_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, store: bool, sums: bool
+    blocks: Blocks,
+    dtype: DType,
+    tiling: Tiling,
+    aligned: bool,
+    add: int,
+    store: bool,
+    sums: bool,
+    cvt: bool,
 ) -> Variant:
     """The kernel that decodes; `add`: bytes of an accumulator's elements, or 0."""
-    chosen = _constants(blocks, dtype, tiling) | {"ALIGNED": aligned, "ADD": add}
+    chosen = _constants(blocks, dtype, tiling, cvt, aligned and not add) | {"ALIGNED": aligned, "ADD": add}
     return Variant(_decode_kernel, options(tiling.warps), **chosen, STORE=store, SUMS=sums)
 
 
@@ -1040,7 +1525,8 @@ def measure_elements(blocks: Blocks, dtype: DType, x) -> torch.Tensor:
     stats = torch.zeros(1, dtype=torch.int64, device=x.device)
     n = x.numel()
     if n:
-        variant = measure_variant(blocks, dtype, ENCODE, x.data_ptr() % 16 == 0, 0)
+        aligned = x.data_ptr() % 16 == 0
+        variant = measure_variant(blocks, dtype, ENCODE, aligned, 0, _converts(x.device))
         tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
         variant.launch(tiles, (x, x, stats), n, n, tiles, 0, 0, 0)
     return stats
@@ -1051,7 +1537,9 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
     stats = torch.zeros(1, dtype=torch.int64, device=x.device)
     tiles = _tiles(plan, DECODE_ADD_ENCODE)
     aligned = aligned_for(plan, x)
-    measure_variant(blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, x.element_size()).launch(
+    measure_variant(
+        blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, x.element_size(), _converts(x.device)
+    ).launch(
         tiles * plan.chunks,
         (x, src, stats),
         plan.nelem,
@@ -1074,7 +1562,8 @@ def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=N
     out[: plan.static_offset].zero_()
     header = header_words(plan)
     aligned = aligned_for(plan, x)
-    encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum).launch(
+    cvt = _converts(out.device)
+    encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum, cvt).launch(
         tiles * plan.chunks,
         (x, out, src if add else out, scratch if add else out, out if stats is None else stats),
         *header[:HEADER_WORDS],
@@ -1129,7 +1618,8 @@ def decode_blocks(
     if start < stop and (store or sums):
         adding = out.element_size() if add else 0
         even = aligned_for(plan, out, start)
-        decode_variant(blocks, plan.dtype, tiling, even, adding, store, sums).launch(
+        cvt = _converts(src.device)
+        decode_variant(blocks, plan.dtype, tiling, even, adding, store, sums, cvt).launch(
             tiles * (end - first),
             (src, out, scratch),
             start,
