@@ -501,9 +501,17 @@ def _quotient(a, g, inverse):
 
 @triton.jit
 def _reciprocal(a):
-    """1 / `a` to nearest even."""
+    """1 / `a` to nearest even where both are normal numbers; NaN for 0. The steps by which
+    rcp.rn.f32 is compiled, without its branch for other numbers.
+    """
     return tl.inline_asm_elementwise(
-        "rcp.rn.f32 $0, $1;", "=r,r", [a], dtype=tl.float32, is_pure=True, pack=1
+        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; "
+        "fma.rn.f32 e, e, r, 0f3F800000; fma.rn.f32 $0, r, e, r; }",
+        "=r,r",
+        [a],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -627,11 +635,24 @@ def _e2m1_word(y, words):
 
 
 @triton.jit
+def _nearest_e4m3(value):
+    """(code, int32; its value) nearest to floats, ties to even, saturating."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 code, half, _h; .reg .b32 two; "
+        "cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $2; cvt.u32.u16 $0, code; "
+        "cvt.rn.f16x2.e4m3x2 two, code; mov.b32 {half, _h}, two; cvt.f32.f16 $1, half; }",
+        "=&r,=&r,r",
+        [value],
+        dtype=(tl.int32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _fp8_word(a, b, c, d, M: tl.constexpr):
     """Codes of four values, e4m3 or e5m2, to nearest even and saturating."""
-    PAIR: tl.constexpr = (
-        "cvt.rn.satfinite.e4m3x2.f32" if M == 3 else "cvt.rn.satfinite.e5m2x2.f32"
-    )
+    PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if M == 3 else "cvt.rn.satfinite.e5m2x2.f32"
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; "
         + PAIR
@@ -670,10 +691,9 @@ def _encode_pairs(
     top = _spread(top, SLOTS // LANES, LANES)
     if HEAD > 0:
         lost = top >= _INFINITY
-        # Zero codes come from no signs and from no magnitudes, the quotient of a NaN.
-        steps = _round_e4m3(_float(top) * (g * _SIXTH))
-        scales = _bits(steps * (2.0**-120)) >> 20
+        scales, steps = _nearest_e4m3(_float(top) * (g * _SIXTH))
         scales = tl.where(lost, _NAN_SCALE, scales)
+        # Of a scale of 0 the reciprocal is NaN, which the minimum drops.
         factor = tl.minimum(_reciprocal(_quotient(steps, g, _reciprocal(g))), _FLT_MAX)
     else:
         scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
@@ -705,14 +725,6 @@ def _encode_pairs(
     tl.store(static_ptr + at + lane // LANES, scales.to(tl.uint8), mask=own)
     terms += tl.where(own, weigh_bytes(scales, at + lane // LANES), 0)
     return tl.sum(terms, 0)
-
-
-@triton.jit
-def _round_e4m3(value):
-    """The e4m3 value nearest to floats that are not negative, ties to even, at most 448."""
-    value = tl.minimum(value, 448.0)
-    anchor = _float(tl.maximum(_bits(value) & _BINADE, 121 << 23)) * (1 << 20)
-    return (value + anchor) - anchor
 
 
 @triton.jit
@@ -1484,7 +1496,8 @@ def measure_variant(
     blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, cvt: bool
 ) -> Variant:
     """The kernel that finds the largest magnitude of elements, or of sums as `encode_variant`'s."""
-    chosen = _constants(blocks, dtype, tiling, cvt, aligned and add != 4) | {"ALIGNED": aligned, "ADD": add}
+    chosen = _constants(blocks, dtype, tiling, cvt, aligned and add != 4)
+    chosen |= {"ALIGNED": aligned, "ADD": add}
     return Variant(_measure_kernel, options(tiling.warps), **chosen)
 
 
@@ -1500,7 +1513,8 @@ def decode_variant(
     cvt: bool,
 ) -> Variant:
     """The kernel that decodes; `add`: bytes of an accumulator's elements, or 0."""
-    chosen = _constants(blocks, dtype, tiling, cvt, aligned and not add) | {"ALIGNED": aligned, "ADD": add}
+    chosen = _constants(blocks, dtype, tiling, cvt, aligned and not add)
+    chosen |= {"ALIGNED": aligned, "ADD": add}
     return Variant(_decode_kernel, options(tiling.warps), **chosen, STORE=store, SUMS=sums)
 
 
