@@ -628,7 +628,7 @@ def _encode(
         scaled = (x.reshape(-1, spec.group) * inverse.reshape(-1, 1)).reshape(x.shape)
         scaled = np.clip(scaled, np.float32(-1), np.float32(1))
         empty = np.repeat(inverse.reshape(len(x), -1) == 0, spec.group, axis=1)
-        place, drawn = _limits(rounding, chunk.first + at, x.shape)
+        place, drawn = _limits(rounding, chunk.first + at, chunk.first // size + first, x.shape)
         for w in np.unique(widths[here]).tolist():
             chosen = np.flatnonzero(widths[here] == w)
             values, steps = grid_of(spec.grid, w)
@@ -673,22 +673,30 @@ def _inverse(x: Floats) -> Floats:
     return np.divide(np.float32(1), x, out=np.zeros_like(x), where=x > 0)
 
 
-def _limits(rounding: Rounding, first: int, shape: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Of each element the number of its stratum, and what is drawn in it."""
+def _limits(
+    rounding: Rounding, first: int, first_group: int, shape: tuple[int, int]
+) -> tuple[Floats, Floats]:
+    """Of each element the number of its stratum, and what is drawn in it.
+
+    `first` and `first_group` are the numbers of the first element and of its super-group.
+    """
     n = shape[0] * shape[1]
     if not rounding.random:
         return np.zeros(shape, np.float32), np.full(shape, 0.5, np.float32)
     assert rounding.numbers is not None
     own = _halves(rounding.numbers, first, n, CODE_STREAM)
     drawn = (own.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
-    place = np.zeros(n, np.int64)
+    place = np.zeros(n // 8, np.int64)
     if rounding.strata > 1:
-        shared = _halves(rounding.numbers._replace(rank=0), first, n, SHARED_STREAM)
+        numbers, at = rounding.numbers._replace(rank=0), first_group * shape[1] // 8
+        shared = _halves(numbers, at, n // 8, SHARED_STREAM)
+        # From columns of 8 halves to rows.
+        shared = shared.reshape(shape[0], -1, 8).transpose(0, 2, 1).reshape(-1)
         turn = shared.astype(np.int64) * rounding.strata >> 16
         place = (rounding.turn // 2 + (turn >> 1)) % (rounding.strata // 2)
         other = (turn ^ rounding.turn) & 1 == 1
         place[other] = rounding.strata - 1 - place[other]
-    return place.astype(np.float32).reshape(shape), drawn.reshape(shape)
+    return np.repeat(place.astype(np.float32), 8).reshape(shape), drawn.reshape(shape)
 
 
 def _halves(numbers: KeyNumbers, first: int, n: int, stream: int) -> Halves:

@@ -142,8 +142,21 @@ def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
             inverse[k] = _inverse(top) if step > F4(0) and top >= _FLOOR else F4(0)
 
 
+@njit(nogil=True)
+def _set_places(shared, strata, turn, place):
+    """Numbers of the strata of a super-group's elements; `shared` are halves of their columns."""
+    columns = place.size // 64
+    for k in range(8):
+        for c in range(columns):
+            found = U4(U8(U8(shared[8 * c + k]) * U8(strata)) >> U8(16))
+            number = U4(U4(turn // 2) + U4(found >> U4(1))) % U4(strata // 2)
+            number = U4(U4(strata - 1) - number) if (found ^ U4(turn)) & U4(1) else number
+            at = 8 * (k * columns + c)
+            place[at : at + 8] = F4(number)
+
+
 @njit(nogil=True, error_model="numpy")
-def _set_codes(v, values, steps, width, strata, turn, own, shared, at, code, below):
+def _set_codes(v, values, steps, width, strata, own, at, place, code, below):
     """Codes of a super-group of values from -1 to 1; `at` is where its random halves start."""
     n = code.size
     for i in range(n):
@@ -164,15 +177,10 @@ def _set_codes(v, values, steps, width, strata, turn, own, shared, at, code, bel
             drawn = F4(F4(F4(own[at + i]) + F4(0.5)) * F4(2.0**-16))
             code[i] = U1(below[i] + (1 if part > drawn else 0))
     else:
-        pairs, first, odd = U4(strata // 2), U4(turn // 2), U4(turn & 1)
         for i in range(n):
             part = F4(F4(v[i] - values[below[i]]) * steps[below[i]])
             drawn = F4(F4(F4(own[at + i]) + F4(0.5)) * F4(2.0**-16))
-            found = U4(U8(U8(shared[at + i]) * U8(strata)) >> U8(16))
-            place = U4(first + U4(found >> U4(1)))
-            place = U4(place - pairs) if place >= pairs else place
-            place = U4(U4(strata - 1) - place) if U4(found & U4(1)) != odd else place
-            up = F4(F4(part * F4(strata)) - F4(place)) > drawn
+            up = F4(F4(part * F4(strata)) - place[i]) > drawn
             code[i] = U1(below[i] + (1 if up else 0))
 
 
@@ -182,7 +190,7 @@ def _encode_span(
 ):
     """Encode super-groups `first` to `last`; the first element of `x` is that of `x_first`.
 
-    `starts` are the numbers, for random words, of the chunk's first element and group.
+    `starts` are the numbers, for random words, of the chunk's first element, group, super-group.
     """
     size, group, how = sizes
     planes, scale_words, means, fractions = views
@@ -195,8 +203,9 @@ def _encode_span(
     one, sums = np.empty(1, np.float32), np.empty(size, np.float32)
     inverse = np.empty(groups, np.float32)
     code, below = np.empty(size, np.uint8), np.empty(size, np.int32)
-    own_words, shared_words = np.zeros(size // 2 + 8, np.uint32), np.zeros(size // 2 + 8, np.uint32)
+    own_words, shared_words = np.zeros(size // 2 + 8, np.uint32), np.zeros(size // 16, np.uint32)
     own, shared = own_words.view(np.uint16), shared_words.view(np.uint16)
+    place = np.empty(size, np.float32)
     drawn = np.zeros(groups + 8, np.uint32)
     for j in range(first, last):
         at = (j - x_first) * size
@@ -233,11 +242,13 @@ def _encode_span(
         if strata > 0:
             fill_words(own_words, seed, step, rank, _CODES, U8(base))
         if strata > 1:
-            fill_words(shared_words, seed, step, U8(0), _SHARED, U8(base))
+            shared_base = (starts[2] + j) * (size // 16)
+            fill_words(shared_words, seed, step, U8(0), _SHARED, U8(shared_base))
+            _set_places(shared, strata, turn, place)
         width = widths[j]
         values, steps = tables[0][width], tables[1][width]
         behind = number - 2 * base
-        _set_codes(v, values, steps, width, strata, turn, own, shared, behind, code, below)
+        _set_codes(v, values, steps, width, strata, own, behind, place, code, below)
         for k in range(groups):
             if inverse[k] == F4(0):
                 code[k * group : (k + 1) * group] = U1(0)
@@ -320,7 +331,7 @@ def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None
     store_widths(v, widths)
     numbers = map(U8, rounding.numbers or (0, 0, 0))
     strata = rounding.strata if rounding.random else 0
-    starts = chunk.first, chunk.first // spec.group
+    starts = chunk.first, chunk.first // spec.group, chunk.first // spec.super_group
     return (
         kind_of(chunk.dtype),
         _sizes(spec),

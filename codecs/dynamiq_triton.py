@@ -776,15 +776,11 @@ def _drawn(e, seed, step, rank, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _strata(e, seed, step, strata, turn, EVEN: tl.constexpr):
-    """Numbers of the strata that elements from number `e` on draw from; shape [SLOTS, 8]."""
-    w0, w1, w2, w3 = _words(e, seed, step, seed * 0, _SHARED, EVEN)
-    # As high halves, whose products with the number of strata have what is wanted in their own.
-    low = (w0 << 16, w0 & 0xFFFF0000, w1 << 16, w1 & 0xFFFF0000)
-    shared = from_columns(low + (w2 << 16, w2 & 0xFFFF0000, w3 << 16, w3 & 0xFFFF0000), 8, 3)
+def _stratum(half, strata, turn):
+    """Numbers of the strata that rows of slots draw from, of halves in 0 to 2^16 - 1, uint32."""
     strata = strata.to(tl.uint32)
     # Twice the number, and whether it is counted from the end; their sum is modulo `strata`.
-    twice = tl.umulhi(shared, shared * 0 + strata) + (turn.to(tl.uint32) & 0xFFFFFFFE)
+    twice = (half * strata >> 16) + (turn.to(tl.uint32) & 0xFFFFFFFE)
     twice = tl.minimum(twice, twice - strata)
     from_end = ((twice ^ turn.to(tl.uint32)) & 1) != 0
     at = (twice >> 1).to(tl.int32)
@@ -843,14 +839,15 @@ def _codes(
     step,
     rank,
     strata,
-    turn,
+    place,
     SLOTS: tl.constexpr,
     ROUNDING: tl.constexpr,
     EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; what slots have in common
-    has the shape [SLOTS, 1]: `inverse`, half the number of codes, and of that what `_tables` says.
+    has the shape [SLOTS, 1]: `inverse`, half the number of codes, of that what `_tables` says, and
+    `place`, the number of the stratum.
     """
     # Of a group without a scale all are the least value, which is never rounded up.
     v = tl.maximum(tl.minimum(v * inverse, tl.where(inverse > 0.0, 1.0, -1.0)), -1.0)
@@ -869,7 +866,6 @@ def _codes(
         value = tl.load(pair + below)
         part = (v - _float(value.to(tl.int32))) * _float((value >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
-            place = _strata(e, seed, step, strata, turn, EVEN)
             part = part * strata.to(tl.float32) - place
         code = at + half + below - _below(_drawn(e, seed, step, rank, EVEN), part)
     placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
@@ -982,6 +978,11 @@ def _encode_tile(
     table += _BOUNDS + slot_width + 3 * half if ROUNDING == _NEAREST else _PAIRS + 6 * half
     zero = tl.zeros([SLOTS, 2], tl.uint32)
     planes = (zero, zero, zero, zero, zero, zero, zero, zero)
+    shared = ()
+    if ROUNDING == _CORRELATED:
+        # Halves of two rows each, for all 8 neighbours of a row.
+        number = (first // SIZE + group) * LANES + lane
+        shared = philox4(seed, step, seed * 0, _SHARED, number)
     # Of `sums`, which move on, such that no compiler knows how often: it would write out all rows.
     for k in range(0, 8 if ADD == 0 else tl.where(n > 0, 8, 0), N):
         if ADD == 0:
@@ -1025,12 +1026,19 @@ def _encode_tile(
                 terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
             # fmt: off
             for s in tl.static_range(ROWS):
-                e = first + base + (k + r * ROWS + s) * COLUMNS
+                i: tl.constexpr = r * ROWS + s
+                e = first + base + (k + i) * COLUMNS
+                stratum = inverse
+                if ROUNDING == _CORRELATED:
+                    both = shared[i // 2]
+                    stratum = _stratum(both & 0xFFFF if i % 2 == 0 else both >> 16, strata, turn)
                 codes = codes + (_codes(
-                    v[r * ROWS + s], inverse[:, None], e, half, table, offset, slope, factor, seed,
-                    step, rank, strata, turn, SLOTS, ROUNDING, EVEN, PTX,
+                    v[i], inverse[:, None], e, half, table, offset, slope, factor, seed, step,
+                    rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
                 ),)
             # fmt: on
+        if ROUNDING == _CORRELATED:
+            shared = shared[N // 2 : 4] + shared[0 : N // 2]
         planes = _with_rows(planes, codes, N)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     row = place >> 4

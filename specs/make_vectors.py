@@ -538,6 +538,8 @@ def dynamiq_vectors() -> Iterator[LossyVector]:
     yield coded("3_chunks_paper", x, DYNAMIQ_PARAMS["paper"], chunks=3)
     yield coded("4_chunks_aligned", x[:2048].reshape(4, 512), {}, chunks=4)
     yield coded("no_checksum", x, {}, checksum=False)
+    key = TACO_KEY._replace(world=8)
+    yield lossy("bfloat16_of_8_ranks", x, tw.codec("dynamiq"), key=key, chunks=3)
 
 
 def sparse(seed: int, dtype: str, n: int, one_in: int) -> Array:

@@ -87,7 +87,8 @@ def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
         tensor = (VECTORS / f"{name}.input").read_bytes()
     x = np.frombuffer(tensor, header.dtype.numpy).reshape(header.shape)
     checksum = bool(header.required & CHECKSUM)
-    buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, key=KEY, backend=backend)
+    key = KEY._replace(world=8 if name.endswith("of_8_ranks") else 1)
+    buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, key=key, backend=backend)
     assert bytes(buffer) == data
 
 
