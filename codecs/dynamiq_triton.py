@@ -839,7 +839,7 @@ def _codes(
     step,
     rank,
     strata,
-    place,
+    stratum,
     SLOTS: tl.constexpr,
     ROUNDING: tl.constexpr,
     EVEN: tl.constexpr,
@@ -847,7 +847,7 @@ def _codes(
 ):
     """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; what slots have in common
     has the shape [SLOTS, 1]: `inverse`, half the number of codes, of that what `_tables` says, and
-    `place`, the number of the stratum.
+    `stratum`, its number.
     """
     # Of a group without a scale all are the least value, which is never rounded up.
     v = tl.maximum(tl.minimum(v * inverse, tl.where(inverse > 0.0, 1.0, -1.0)), -1.0)
@@ -866,7 +866,7 @@ def _codes(
         value = tl.load(pair + below)
         part = (v - _float(value.to(tl.int32))) * _float((value >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
-            part = part * strata.to(tl.float32) - place
+            part = part * strata.to(tl.float32) - stratum
         code = at + half + below - _below(_drawn(e, seed, step, rank, EVEN), part)
     placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)
@@ -1026,15 +1026,15 @@ def _encode_tile(
                 terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
             # fmt: off
             for s in tl.static_range(ROWS):
-                i: tl.constexpr = r * ROWS + s
-                e = first + base + (k + i) * COLUMNS
+                e = first + base + (k + r * ROWS + s) * COLUMNS
                 stratum = inverse
                 if ROUNDING == _CORRELATED:
-                    both = shared[i // 2]
-                    stratum = _stratum(both & 0xFFFF if i % 2 == 0 else both >> 16, strata, turn)
+                    both = shared[(r * ROWS + s) // 2]
+                    one = both >> 16 if (r * ROWS + s) % 2 else both & 0xFFFF
+                    stratum = _stratum(one, strata, turn)
                 codes = codes + (_codes(
-                    v[i], inverse[:, None], e, half, table, offset, slope, factor, seed, step,
-                    rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
+                    v[r * ROWS + s], inverse[:, None], e, half, table, offset, slope, factor, seed,
+                    step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
                 ),)
             # fmt: on
         if ROUNDING == _CORRELATED:
