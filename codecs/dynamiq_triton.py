@@ -174,21 +174,61 @@ def _bits(value):
 
 
 @triton.jit
-def _log2(x, PTX: tl.constexpr):
-    """About log2, of numbers near 1."""
+def _log2(x, factor, ahead, PTX: tl.constexpr):
+    """About log2(x) * factor + ahead, of numbers near 1."""
     if PTX:
+        # Fused, but not as compilers would: no other operation may be.
         return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+            "{ .reg .f32 a; lg2.approx.ftz.f32 a, $1; fma.rz.f32 $0, a, $2, $3; }",
+            "=r,r,r,r",
+            [x, factor, ahead],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
-        return tl.log2(x)
+        return tl.log2(x) * factor + ahead
 
 
 @triton.jit
-def _inverse(x):
+def _floor(x, PTX: tl.constexpr):
+    """Of `x` + _TO_INTEGER what is next below it."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "add.rm.f32 $0, $1, 0f4B400000;", "=r,r", [x], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.floor(x) + _TO_INTEGER
+
+
+@triton.jit
+def _scaled(x, inverse, PTX: tl.constexpr):
+    """|x| * inverse, at most 1; with PTX of NaN 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.sat.f32 $0, a, $2; }",
+            "=r,r,r",
+            [x, inverse],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.minimum(tl.abs(x) * inverse, 1.0)
+
+
+@triton.jit
+def _inverse(x, PTX: tl.constexpr):
     """1 / x, or 0 of 0."""
-    one = tl.full(x.shape, 1.0, tl.float32)
-    return tl.where(x > 0, tl.div_rn(one, tl.where(x > 0, x, 1.0)), 0.0)
+    if PTX:
+        # With fewer operations than a division.
+        found = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        one = tl.full(x.shape, 1.0, tl.float32)
+        found = tl.div_rn(one, tl.where(x > 0, x, 1.0))
+    return tl.where(x > 0, found, 0.0)
 
 
 @triton.jit
@@ -812,16 +852,28 @@ def _transposed(words, N: tl.constexpr):
 
 
 @triton.jit
-def _with_rows(planes, words, N: tl.constexpr):
-    """Planes with the bits of N more rows of codes, a code in each byte of `words`, behind those
-    that they have: 8 rows fill them.
-    """
+def _rotated(x, left, PTX: tl.constexpr):
+    """Words whose bits are `left`, 0 to 31, places further up, the highest at the low end."""
+    if PTX:
+        # Of two shifts the compiler makes no rotation where it does not know `left`.
+        return tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r", [x, left], tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return (x << left) | (x >> ((32 - left) & 31))
+
+
+@triton.jit
+def _with_rows(planes, words, k, N: tl.constexpr, PTX: tl.constexpr):
+    """Planes with the bits of N rows of codes from row `k` on, a code in each byte of `words`."""
     words = _transposed(words, N)
-    BEFORE: tl.constexpr = (0xFF >> N) * 0x01010101
+    k += tl.full([], 0, tl.int32)
+    mask = tl.full([], ((1 << N) - 1) * 0x01010101, tl.uint32) << k.to(tl.uint32)
     found = ()
     for p in tl.static_range(8):
-        new = words[p % N] << (8 - N - p // N * N)
-        found = found + ((planes[p] >> N & BEFORE) | (new & (BEFORE ^ 0xFFFFFFFF)),)
+        # To their place in bytes; what comes from others is masked.
+        turned = _rotated(words[p % N], (k - p // N * N).to(tl.uint32) & 31, PTX)
+        found = found + (planes[p] | (turned & mask),)
     return found
 
 
@@ -830,11 +882,11 @@ def _codes(
     v,
     inverse,
     e,
-    half,
     table,
     offset,
     slope,
     factor,
+    ahead,
     seed,
     step,
     rank,
@@ -845,30 +897,33 @@ def _codes(
     EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2]; what slots have in common
-    has the shape [SLOTS, 1]: `inverse`, half the number of codes, of that what `_tables` says, and
+    """Codes of a row of slots, a byte each of words of shape [SLOTS, 2], all of them more by one
+    number, which carries; what slots have in common has the shape [SLOTS, 1]: `inverse`, `table`,
+    which starts before what it has of code 0 by as much, what `_tables` says of the width, and
     `stratum`, its number.
     """
-    # Of a group without a scale all are the least value, which is never rounded up.
-    v = tl.maximum(tl.minimum(v * inverse, tl.where(inverse > 0.0, 1.0, -1.0)), -1.0)
-    v = v + 0.0  # of a negative zero differences would have the wrong sign
-    about = _log2(offset + tl.abs(v) * slope, PTX) * factor
+    size = _scaled(v, inverse, PTX)
+    sign = _bits(v) & -0x80000000
+    v = _float(_bits(size) | sign) + 0.0  # there are no negative zeros
+    about = _log2(offset + size * slope, factor, ahead, PTX)
+    signed = _float(_bits(about) ^ (_bits(v) & -0x80000000))
     if ROUNDING == _NEAREST:
         # The bound between codes next to it, or the one above that.
-        signed = _bits(about) ^ (_bits(v) & -0x80000000)
-        at = _bits(_float(signed) + _TO_INTEGER)
-        code = at + (half - _INTEGER) + _below(v, tl.load(table - _INTEGER + at))
+        code = _bits(signed + _TO_INTEGER)
+        code += _below(v, tl.load(table + code))
     else:
-        # Less than 0.5 off the number of the last value not above |v|, counted in steps.
-        at = (_bits(about + _TO_INTEGER) - _INTEGER) ^ tl.where(v < 0.0, -1, 0)
-        pair = table.to(tl.pointer_type(tl.int64)) + at
-        below = _below(v, tl.load(pair.to(tl.pointer_type(tl.float32))))
-        value = tl.load(pair + below)
-        part = (v - _float(value.to(tl.int32))) * _float((value >> 32).to(tl.int32))
+        # Less than 0.5 off the number of the last value not above v: of negative ones the estimate
+        # counts from -1 down.
+        code = _bits(_floor(signed, PTX))
+        pairs = table.to(tl.pointer_type(tl.int64))
+        code += _below(v, tl.load((pairs + code).to(tl.pointer_type(tl.float32))))
+        pair = tl.load(pairs + code)
+        part = (v - _float(pair.to(tl.int32))) * _float((pair >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
             part = part * strata.to(tl.float32) - stratum
-        code = at + half + below - _below(_drawn(e, seed, step, rank, EVEN), part)
-    placed = tl.reshape(code.to(tl.uint32), [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
+        code -= _below(_drawn(e, seed, step, rank, EVEN), part)
+    code = code.to(tl.uint32, bitcast=True)
+    placed = tl.reshape(code, [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)
 
 
@@ -962,20 +1017,26 @@ def _encode_tile(
     if SCALES != _WIDE:
         words = _word_up(most)
         unit = tl.div_rn(_of_word(words), unit + 255.0)
-        finer = _inverse(unit)
+        finer = _inverse(unit, PTX)
         words = tl.where(lost, _LOST, words)
         terms += _store_word(static_ptr, scales_at * 128 + group * 2, words, ones)
     part = group * (SIZE // GROUP) + lane // SHARE
     firsts = here & (lane % SHARE == 0)
     slot_width = tl.maximum(width, _MIN_WIDTH)[:, None]
     half = (slot_width * 0 + 1) << (slot_width - 1)
-    table = table_ptr.to(tl.pointer_type(tl.float32))
-    shape = table + _SHAPES + 8 * slot_width + (4 if ROUNDING == _NEAREST else 0)
+    shape = table_ptr.to(tl.pointer_type(tl.float32)) + _SHAPES + 8 * slot_width
+    shape += 4 if ROUNDING == _NEAREST else 0
     offset = tl.load(shape)
     slope = tl.load(shape + 1)
     factor = tl.load(shape + 2)
-    # Where they have the value of a code, or the bound below it, of number `half`.
-    table += _BOUNDS + slot_width + 3 * half if ROUNDING == _NEAREST else _PAIRS + 6 * half
+    ahead = tl.load(shape + 3)
+    # What `_codes` counts from: there is the value of code number `half`, or the bound below it.
+    table = table_ptr.to(tl.pointer_type(tl.float32))
+    if ROUNDING == _NEAREST:
+        table += _BOUNDS + slot_width + 3 * half - _INTEGER
+    else:
+        table += _PAIRS + 6 * half - 2 * tl.full([], _INTEGER, tl.int64)
+    less = (half - _INTEGER).to(tl.uint32, bitcast=True) * 0x01010101
     zero = tl.zeros([SLOTS, 2], tl.uint32)
     planes = (zero, zero, zero, zero, zero, zero, zero, zero)
     shared = ()
@@ -990,17 +1051,23 @@ def _encode_tile(
         else:
             rows = sums[0:N]
             sums = sums[N:8] + rows
-        v = _finite(rows, lost, N)
+        if PTX:
+            # Of lost super-groups `_scaled` makes zeros.
+            v = ()
+            for r in tl.static_range(N):
+                v = v + (_float(rows[r]),)
+        else:
+            v = _finite(rows, lost, N)
         if CENTER:
             v = _about(v, _of_word(means), base + k * COLUMNS, n, COLUMNS, N)
         codes = ()
         for r in tl.static_range(N // ROWS):
             top = tl.max(_tops(v[r * ROWS : r * ROWS + ROWS], ROWS), 1)
-            top = _top(top, SLOTS, SHARE)
+            top = tl.where(lost, 0.0, _top(top, SLOTS, SHARE))
             number = part + (k // ROWS + r) * (LANES // SHARE)
             if SCALES == _WIDE:
                 fraction = _word_up(top)
-                inverse = _inverse(_of_word(fraction))
+                inverse = _inverse(_of_word(fraction), PTX)
                 at = scales_at * 128 + number * 2
                 fraction = tl.where(lost, _LOST, fraction)
                 terms += _store_word(static_ptr, at, fraction, firsts)
@@ -1015,12 +1082,12 @@ def _encode_tile(
                     drawn = tl.where((word & 2) != 0, high, low)
                     fraction = ((steps + (drawn >> 16)) >> 16).to(tl.int32)
                     some = (unit > 0.0) & (top >= _FLOOR)
-                    inverse = _inverse(tl.where(some, top, 0.0))
+                    inverse = _inverse(tl.where(some, top, 0.0), PTX)
                 else:
                     # Rounded up by hand: `tl.ceil` takes subnormal numbers for 0 on NVIDIA's.
                     fraction = quotient.to(tl.int32)
                     fraction += (quotient > fraction.to(tl.float32)).to(tl.int32)
-                    inverse = _inverse(fraction.to(tl.float32) * unit)
+                    inverse = _inverse(fraction.to(tl.float32) * unit, PTX)
                 at = bytes_at + number
                 tl.store(static_ptr + at, fraction.to(tl.uint8), mask=firsts)
                 terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
@@ -1032,14 +1099,15 @@ def _encode_tile(
                     both = shared[(r * ROWS + s) // 2]
                     one = both >> 16 if (r * ROWS + s) % 2 else both & 0xFFFF
                     stratum = _stratum(one, strata, turn)
-                codes = codes + (_codes(
-                    v[r * ROWS + s], inverse[:, None], e, half, table, offset, slope, factor, seed,
-                    step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
-                ),)
+                row = less + _codes(
+                    v[r * ROWS + s], inverse[:, None], e, table, offset, slope, factor,
+                    ahead, seed, step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
+                )
+                codes = codes + (tl.where(inverse[:, None] > 0.0, row, 0),)
             # fmt: on
         if ROUNDING == _CORRELATED:
             shared = shared[N // 2 : 4] + shared[0 : N // 2]
-        planes = _with_rows(planes, codes, N)
+        planes = _with_rows(planes, codes, k, N, PTX)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     row = place >> 4
     # Of a sum whose source has an index that is wrong there may be too many planes.
@@ -1509,8 +1577,8 @@ def _tables(grid: str, device: torch.device) -> torch.Tensor:
 
     Of codes number 2^width + code the values; pairs of value and inverse step; at 2^width + width +
     code the least number that is nearer to it than to the code below. Then, 8 numbers for each
-    width, what `_codes` takes the logarithm of and multiplies that with: for places among values
-    and, 4 behind, for places among bounds.
+    width, what `_codes` takes the logarithm of, multiplies that with and adds to it: for places
+    among values, half a step ahead, and, 4 behind, for places among bounds.
 
     Made once: the first use of a grid on a device may not be in a captured graph.
     """
@@ -1529,7 +1597,7 @@ def _tables(grid: str, device: torch.device) -> torch.Tensor:
         growth = max((steps[-1] / steps[0]) ** (1 / max(steps.size - 1, 1)), 1 + 2.0**-15)
         scale = (growth ** (half.size - 1) - 1) / (half[-1] - half[0])
         shape = np.array([1 - half[0] * scale, scale])
-        table[shapes + 8 * width :][:3] = *shape, 1 / math.log2(growth)
+        table[shapes + 8 * width :][:4] = *shape, 1 / math.log2(growth), 0.5
         table[shapes + 8 * width + 4 :][:3] = *(shape * growth**0.5), 1 / math.log2(growth)
     with torch.inference_mode(False):
         return torch.from_numpy(table).to(device)
