@@ -158,8 +158,8 @@ class Launch(NamedTuple):
 
 #: Where they are changed, `_encode_variant` and the like forget their caches.
 MEASURE = Launch(128, 4)
-ENCODE = Launch(128, 4)
-DECODE = Launch(128, 4)
+ENCODE = Launch(128, 4, 128)
+DECODE = Launch(64, 2)
 DECODE_ADD_ENCODE = Launch(128, 4)
 
 
@@ -776,14 +776,14 @@ def _bases(tile, SIZE: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _words(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
-    """The 4 words with the random halves of 8 elements each, from number `e` on.
+def _words(eighth, e, seed, step, rank, EVEN: tl.constexpr):
+    """The 4 words with the random halves of 8 elements each, from number 8 * `eighth` on.
 
-    EVEN: all of `e` are multiples of 8; else they are so far from such a one as the first is.
+    Or, if not EVEN, from so much further on as the number `e` is behind a multiple of 8.
     """
-    w0, w1, w2, w3 = philox4(seed, step, rank, STREAM, e >> 3)
+    w0, w1, w2, w3 = philox4(seed, step, rank, _CODES, eighth)
     if not EVEN:
-        w4, w5, w6, w7 = philox4(seed, step, rank, STREAM, (e >> 3) + 1)
+        w4, w5, w6, w7 = philox4(seed, step, rank, _CODES, eighth + 1)
         two = (e & 4) != 0
         w0 = tl.where(two, w2, w0)
         w1 = tl.where(two, w3, w1)
@@ -806,9 +806,9 @@ def _words(e, seed, step, rank, STREAM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _drawn(e, seed, step, rank, EVEN: tl.constexpr):
-    """What elements from number `e` on draw, (half + 0.5) / 2^16; shape [SLOTS, 8]."""
-    w0, w1, w2, w3 = _words(e, seed, step, rank, _CODES, EVEN)
+def _drawn(eighth, e, seed, step, rank, EVEN: tl.constexpr):
+    """What elements of `_words` draw, (half + 0.5) / 2^16; shape [SLOTS, 8]."""
+    w0, w1, w2, w3 = _words(eighth, e, seed, step, rank, EVEN)
     low = (w0 & 0xFFFF, w0 >> 16, w1 & 0xFFFF, w1 >> 16)
     own = from_columns(low + (w2 & 0xFFFF, w2 >> 16, w3 & 0xFFFF, w3 >> 16), 8, 3)
     # 128 + half / 2^16, less what makes it (half + 0.5) / 2^16: both are exact.
@@ -881,12 +881,12 @@ def _with_rows(planes, words, k, N: tl.constexpr, PTX: tl.constexpr):
 def _codes(
     v,
     inverse,
+    eighth,
     e,
     table,
     offset,
     slope,
     factor,
-    ahead,
     seed,
     step,
     rank,
@@ -905,6 +905,8 @@ def _codes(
     size = _scaled(v, inverse, PTX)
     sign = _bits(v) & -0x80000000
     v = _float(_bits(size) | sign) + 0.0  # there are no negative zeros
+    # Among values half a step ahead.
+    ahead: tl.constexpr = 0.0 if ROUNDING == _NEAREST else 0.5
     about = _log2(offset + size * slope, factor, ahead, PTX)
     signed = _float(_bits(about) ^ (_bits(v) & -0x80000000))
     if ROUNDING == _NEAREST:
@@ -921,7 +923,7 @@ def _codes(
         part = (v - _float(pair.to(tl.int32))) * _float((pair >> 32).to(tl.int32))
         if ROUNDING == _CORRELATED:
             part = part * strata.to(tl.float32) - stratum
-        code -= _below(_drawn(e, seed, step, rank, EVEN), part)
+        code -= _below(_drawn(eighth, e, seed, step, rank, EVEN), part)
     code = code.to(tl.uint32, bitcast=True)
     placed = tl.reshape(code, [SLOTS, 2, 4]) << (8 * tl.arange(0, 4))[None, None, :]
     return tl.sum(placed, 2)
@@ -1029,7 +1031,6 @@ def _encode_tile(
     offset = tl.load(shape)
     slope = tl.load(shape + 1)
     factor = tl.load(shape + 2)
-    ahead = tl.load(shape + 3)
     # What `_codes` counts from: there is the value of code number `half`, or the bound below it.
     table = table_ptr.to(tl.pointer_type(tl.float32))
     if ROUNDING == _NEAREST:
@@ -1039,6 +1040,7 @@ def _encode_tile(
     less = (half - _INTEGER).to(tl.uint32, bitcast=True) * 0x01010101
     zero = tl.zeros([SLOTS, 2], tl.uint32)
     planes = (zero, zero, zero, zero, zero, zero, zero, zero)
+    eighths = (first >> 3) + (base >> 3)
     shared = ()
     if ROUNDING == _CORRELATED:
         # Halves of two rows each, for all 8 neighbours of a row.
@@ -1093,15 +1095,15 @@ def _encode_tile(
                 terms += tl.where(firsts, weigh_bytes(fraction, at), 0)
             # fmt: off
             for s in tl.static_range(ROWS):
-                e = first + base + (k + r * ROWS + s) * COLUMNS
+                eighth = eighths + (k + r * ROWS + s) * (COLUMNS // 8)
                 stratum = inverse
                 if ROUNDING == _CORRELATED:
                     both = shared[(r * ROWS + s) // 2]
                     one = both >> 16 if (r * ROWS + s) % 2 else both & 0xFFFF
                     stratum = _stratum(one, strata, turn)
                 row = less + _codes(
-                    v[r * ROWS + s], inverse[:, None], e, table, offset, slope, factor,
-                    ahead, seed, step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
+                    v[r * ROWS + s], inverse[:, None], eighth, first, table, offset, slope, factor,
+                    seed, step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
                 )
                 codes = codes + (tl.where(inverse[:, None] > 0.0, row, 0),)
             # fmt: on
@@ -1577,8 +1579,8 @@ def _tables(grid: str, device: torch.device) -> torch.Tensor:
 
     Of codes number 2^width + code the values; pairs of value and inverse step; at 2^width + width +
     code the least number that is nearer to it than to the code below. Then, 8 numbers for each
-    width, what `_codes` takes the logarithm of, multiplies that with and adds to it: for places
-    among values, half a step ahead, and, 4 behind, for places among bounds.
+    width, what `_codes` takes the logarithm of and multiplies that with: for places among values
+    and, 4 behind, for places among bounds.
 
     Made once: the first use of a grid on a device may not be in a captured graph.
     """
@@ -1597,7 +1599,7 @@ def _tables(grid: str, device: torch.device) -> torch.Tensor:
         growth = max((steps[-1] / steps[0]) ** (1 / max(steps.size - 1, 1)), 1 + 2.0**-15)
         scale = (growth ** (half.size - 1) - 1) / (half[-1] - half[0])
         shape = np.array([1 - half[0] * scale, scale])
-        table[shapes + 8 * width :][:4] = *shape, 1 / math.log2(growth), 0.5
+        table[shapes + 8 * width :][:3] = *shape, 1 / math.log2(growth)
         table[shapes + 8 * width + 4 :][:3] = *(shape * growth**0.5), 1 / math.log2(growth)
     with torch.inference_mode(False):
         return torch.from_numpy(table).to(device)
