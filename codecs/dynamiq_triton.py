@@ -1098,9 +1098,8 @@ def _encode_tile(
                 eighth = eighths + (k + r * ROWS + s) * (COLUMNS // 8)
                 stratum = inverse
                 if ROUNDING == _CORRELATED:
-                    both = shared[(r * ROWS + s) // 2]
-                    one = both >> 16 if (r * ROWS + s) % 2 else both & 0xFFFF
-                    stratum = _stratum(one, strata, turn)
+                    one = shared[(r * ROWS + s) // 2] >> (16 if (r * ROWS + s) % 2 else 0)
+                    stratum = _stratum(one & 0xFFFF, strata, turn)
                 row = less + _codes(
                     v[r * ROWS + s], inverse[:, None], eighth, first, table, offset, slope, factor,
                     seed, step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
