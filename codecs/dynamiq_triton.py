@@ -158,9 +158,9 @@ class Launch(NamedTuple):
 
 #: Where they are changed, `_encode_variant` and the like forget their caches.
 MEASURE = Launch(128, 4)
-ENCODE = Launch(128, 4, 128)
+ENCODE = Launch(64, 2)
 DECODE = Launch(64, 2)
-DECODE_ADD_ENCODE = Launch(128, 4)
+DECODE_ADD_ENCODE = Launch(128, 4, 168)
 
 
 @triton.jit

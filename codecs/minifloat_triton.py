@@ -118,7 +118,7 @@ class Tiling(NamedTuple):
 
 
 #: Launch parameters; where they are changed, `encode_variant` and the like forget their caches.
-ENCODE = Tiling(512, 4)
+ENCODE = Tiling(1024, 8)
 DECODE = Tiling(512, 4)
 DECODE_ADD = Tiling(512, 4)
 DECODE_ADD_ENCODE = Tiling(256, 4)

@@ -1609,6 +1609,7 @@ SHOWN = {
         "wide_center",
         "tiny_stochastic",
         "float16_specials",
+        "of_8_ranks",
     ),
     "lhc": ("float32_example", "float16_published", "float16_estimated"),
 }
@@ -1659,7 +1660,7 @@ def test_vectors(place: str, name: str) -> None:
         )
     buf = codec.encode(
         out,
-        key=KEY,
+        key=KEY._replace(world=8 if name.endswith("of_8_ranks") else 1),
         out=memory.take(len(data) + 2 * bits.nbytes + 4096 * header.chunks),
         chunks=header.chunks,
         checksum=bool(header.required & CHECKSUM),
