@@ -230,7 +230,8 @@ class Communicator(CellSums):
         `topology` is that of the communicator if it is None; dtypes that the codec does not code go
         in two shots. By hops the order of terms is that of the hops, what a rank passes on is
         rounded to what travels, and its own term and the last sum are not encoded; `decoded` is
-        refused, as others decode no rank's `x`.
+        refused, as others decode no rank's `x`. Partial sums that overflow what travels are
+        infinite, and stay so: see `all_reduce`, whose means are safe from that.
 
         Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
         own order; an all-reduce by a lossy codec on a GPU
@@ -290,9 +291,16 @@ class Communicator(CellSums):
     ) -> Any:
         """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
 
-        With `op` "mean" (of floats) every rank divides the sum that it gets, in float32 (float64).
         `topology` is as in `reduce_scatter`: by hops each rank encodes its share of the sum, and
         all ranks decode that. Shares are equally long, with zeros behind the last elements.
+
+        With `op` "mean" (of floats) terms are divided by the number of ranks, in float32 (float64),
+        before they are rounded to what travels, so that no sum overflows whose mean fits: by hops,
+        and where a lossy codec is given float32 (float64). Else a rank divides its share of the
+        sum, in float32 (float64), before that is rounded and travels, and natively what it gets.
+        A sum that overflows what travels is infinite, and lossy codecs have more than that element
+        suffer (most make its block, dynamiq its super-group NaN); by hops a partial sum that
+        overflows is enough.
 
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
         of its results, rounded to what travels; natively as there. So all ranks get the same bits,
@@ -321,30 +329,35 @@ class Communicator(CellSums):
             call.nbytes = _nbytes(part)
             if choice.algorithm != "native" and by != "two-shot":
                 whole = self._result(x, into, info.shape, info.dtype, choice)
-                flat, result = x.reshape(-1), whole.reshape(-1)
+                terms, result = self._divided(x.reshape(-1), op), whole.reshape(-1)
                 if by == "cells":
-                    self._all_reduce_by_cells(call, flat, result, part)
+                    self._all_reduce_by_cells(call, terms, result, part)
                 else:
-                    self._reduce_by_hops(call, flat, result, part, by, choice)
-                self._divide(whole, op)
+                    self._reduce_by_hops(call, terms, result, part, by, choice)
                 into = _placed(into, whole)
                 return as_result(into, info.dtype, target) if out is None else out
             # In place is fine: what is gathered is gathered after all of `x` was read.
             whole = tensors.empty(info.shape, info.dtype, x) if into is None else into
             flat, result = x.reshape(-1), whole.reshape(-1)
             if choice.algorithm == "native" and self._sum_native(call, flat, result, info):
-                self._divide(whole, op)
+                if op == "mean":
+                    tensors.put(result, self._divided(result, op))
                 return as_result(whole, info.dtype, target) if out is None else out
+            late = op
+            if choice.algorithm != "native" and sent == wide and not self._codec.lossless:
+                # The terms of such sums are as wide as the sums, which might overflow.
+                flat, late = self._divided(flat, op), "sum"
             # What equal shares leave over is less than an element for each rank: it goes as it is.
             each, rest = divmod(math.prod(info.shape), self._size)
             main = self._size * each
             total = tensors.empty((each,), wide, x)
             left = tensors.empty((rest,), wide, x)
             encoded = self._scatter_sums(
-                call, flat[:main], total, info, sent, choice, last=False, encode=True
+                call, flat[:main], total, info, sent, choice, last=False, encode=late == "sum"
             )
             if rest:
                 self._sum_plain(call, tensors.cast(flat[main:], sent), left)
+            total, left = self._divided(total, late), self._divided(left, late)
             # What has been encoded already says `total` no longer.
             rounded = total if encoded is not None else tensors.cast(total, sent)
             gathered = result[:main]
@@ -360,7 +373,6 @@ class Communicator(CellSums):
             if sent != info.dtype:
                 tensors.put(result[:main], gathered)
             tensors.put(result[main:], tensors.cast(left, sent))
-            self._divide(whole, op)
         return as_result(whole, info.dtype, target) if out is None else out
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -635,12 +647,12 @@ class Communicator(CellSums):
             return "two-shot"
         return chosen if sent.is_float and sent.name in self._codec.dtypes else "two-shot"
 
-    def _divide(self, total: Any, op: Op) -> None:
-        """Make `total` a mean if that was asked for."""
-        if op == "mean":
-            wide = tensors.sum_dtype(arrays.describe(total).dtype)
-            with np.errstate(all="ignore"):
-                tensors.put(total, tensors.cast(total, wide) / self._size)
+    def _divided(self, x: Any, op: Op) -> Any:
+        """For a mean `x` over the number of ranks, in the dtype of sums; else `x` itself."""
+        if op == "sum":
+            return x
+        with np.errstate(all="ignore"):
+            return tensors.cast(x, tensors.sum_dtype(tensors.dtype_of(x))) / self._size
 
     def _reduce_by_hops(
         self,

@@ -199,7 +199,9 @@ class ReduceScatter(_Comm):
         """Fill `output_tensor`, shape (n,), with this rank's share of all ranks' `input_tensor`.
 
         This has shape (ranks * n,). Sums are made in float32 (float64 in float64) in the order of
-        ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once.
+        ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once. With a
+        topology by hops the input is scaled instead, in float32 (float64), and partial sums are
+        rounded to the input's dtype at each hop, whose order is that of the terms.
         Returns like `AllGather`. Raises CollectiveError, and ValueError for another `op`.
         """
         return self._reduce(output_tensor, input_tensor, group, op, async_op)
@@ -224,11 +226,21 @@ class ReduceScatter(_Comm):
             total = wide(output_tensor.numel(), output_tensor)
             if total.dtype == output_tensor.dtype:
                 total = output_tensor
-            self._sum(comm, input_tensor, total, feedback, name)
-            if kind == dist.ReduceOp.AVG:
-                total.div_(comm.world_size)
-            elif kind == dist.ReduceOp.PREMUL_SUM:
-                total.mul_(factor)
+
+            def scale(x: Any) -> None:
+                if kind == dist.ReduceOp.AVG:
+                    x.div_(comm.world_size)
+                elif kind == dist.ReduceOp.PREMUL_SUM:
+                    x.mul_(factor)
+
+            if kind == dist.ReduceOp.SUM or comm.topology == "two-shot":
+                self._sum(comm, input_tensor, total, feedback, name)
+                scale(total)
+            else:
+                # Partial sums travel in the input's dtype, which they must not overflow.
+                terms = wide(input_tensor.numel(), input_tensor).copy_(input_tensor)
+                scale(terms)
+                self._sum(comm, terms.to(input_tensor.dtype), total, feedback, name)
             if total is not output_tensor:
                 output_tensor.copy_(total)
 
@@ -302,7 +314,9 @@ class AllReduce(_Hook):
     def __call__(self, reduce_output: Any) -> None:
         """Overwrite a module's sharded gradients, 1-D, with their mean over the group.
 
-        Sums are made in float32, divided there and rounded once. Raises CollectiveError.
+        Sums are made in float32, divided there and rounded once; with a topology by hops terms are
+        divided in float32 instead, and partial sums rounded to the gradients' dtype at each hop.
+        Raises CollectiveError.
         """
         collectives = collectives_of_average(self._options.get("topology", "two-shot"))
         done = self._run(
@@ -334,10 +348,11 @@ def compress(
     say, while parameters arrive bit for bit. `error_feedback`, one of each rank, sends what was
     lost of a module's gradients with the next ones; it has a residual for each module by its name,
     as large as the unsharded gradients, which starts anew when other parameters get gradients.
-    `topology` is how gradients are summed: by hops a rank decodes its share at the end of the
-    reduce-scatter, without error feedback. With `weight_differences` the all-gathers are a
-    `DifferenceGather`, with `two_level` the reduce-scatters a `TwoLevelScatter`, where `gradients`,
-    `error_feedback` and `topology` have no say and are refused.
+    `topology` is how gradients are summed: by hops partial sums are rounded to `reduce_dtype` and
+    encoded at each hop, and a rank decodes its share in the end, without error feedback. With
+    `weight_differences` the all-gathers are a `DifferenceGather`, with `two_level` the
+    reduce-scatters a `TwoLevelScatter`, where `gradients`, `error_feedback` and `topology` have no
+    say and are refused.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
     two communicators on new process groups when it is first used, which all its ranks must do in

@@ -98,11 +98,12 @@ def average(
     """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks.
 
     That is as many collectives as `collectives_of_average` says. By hops it is an all-reduce, whose
-    sums are rounded to what travels before they are divided. Else sums are made in float32 (float64
-    in float64) in the order of ranks, divided there and rounded once; all ranks get the same bits.
-    With `feedback` the residuals of `parts`, which `x` is made of, are added to what this rank
-    sends, and become what its encoding loses of that, and of this rank's share of the sum. Raises
-    TypeError for another dtype and for sparse tensors, ValueError for `feedback` by hops.
+    terms are divided in float32 (float64), and whose partial sums are rounded to the dtype of `x`
+    at each hop. Else sums are made in float32 (float64 in float64) in the order of ranks, divided
+    there and rounded once; all ranks get the same bits. With `feedback` the residuals of `parts`,
+    which `x` is made of, are added to what this rank sends, and become what its encoding loses of
+    that, and of this rank's share of the sum. Raises TypeError for another dtype and for sparse
+    tensors, ValueError for `feedback` by hops.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")

@@ -184,9 +184,9 @@ class Wanted:
         self.rows = inputs(codec, dtype, size, size * n)
         each = -(-n // size)
         self.sum = reference(codec, self.xs, topology, step(each), 0, False)
-        total = reference(codec, self.xs, topology, step(each), 1, False)
         with np.errstate(all="ignore"):
-            self.mean = (total.astype(np.float32) / size).astype(total.dtype)
+            terms = [(x.astype(np.float32) / size).astype(x.dtype) for x in self.xs]
+        self.mean = reference(codec, terms, topology, step(each), 1, False)
         self.shares = reference(codec, self.rows, topology, step(n), 2, True).reshape(size, n)
 
 
@@ -658,6 +658,39 @@ def test_means_of_other_paths() -> None:
     run_ranks(3, task)
 
 
+@pytest.mark.parametrize("topology", ["two-shot", *HOPS])
+@pytest.mark.parametrize("codec", ["dynamiq", "mx"])
+def test_means_that_fit_do_not_overflow(codec: str, topology: Topology) -> None:
+    """Though the sum does, in what travels and (float32) in what it is made in."""
+
+    def task(transport: MemoryTransport) -> None:
+        size = transport.world_size
+        comm = tw.Communicator(transport, codec, topology=topology)
+        dtype, value = (np.float32, 1e38) if size == 8 else (np.float16, 40_000)
+        # What is left over is sent as it is in two shots.
+        x = np.full(size * 1024 + 1, value, dtype)
+        found = comm.all_reduce(x, op="mean").astype(np.float64)
+        assert np.abs(found / value - 1).max() < 0.25
+        assert not np.isfinite(comm.all_reduce(x)).any()
+
+    for size in (2, 4, 8):
+        run_ranks(size, task)
+
+
+def test_averages_that_fit_do_not_overflow() -> None:
+    torch = pytest.importorskip("torch")
+    from tightwire.adapters import hooks
+
+    def task(transport: MemoryTransport) -> None:
+        for topology in ("two-shot", *HOPS):
+            comm = tw.Communicator(transport, "dynamiq", topology=topology)
+            x = torch.full((4099,), 40_000.0, dtype=torch.float16)
+            hooks.average(comm, x)
+            assert (x.float() / 40_000 - 1).abs().max() < 0.25
+
+    run_ranks(4, task)
+
+
 def between_processes(device: Any) -> list[str]:
     """Sums by hops over gloo or NCCL; digests of what all ranks must have alike."""
     import torch
@@ -748,7 +781,7 @@ def trained(device: Any) -> str:
     # The number of the call is what is drawn by.
     comm = tw.Communicator(TorchDist(dist.new_group()), "dynamiq", topology="ring")
     step(sharded, me)
-    wanted = comm.reduce_scatter(terms[me]) / size
+    wanted = comm.reduce_scatter(terms[me] / size)
     share: Any = sharded.weight.grad
     assert torch.equal(share.to_local().reshape(-1), wanted)
     (record,) = hooks.reduce_scatter.trace()
