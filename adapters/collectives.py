@@ -28,8 +28,9 @@ from . import tensors
 from .calls import Call, TraceRecord
 from .cells import CellSums
 from .cost import Choice
-from .group import DESIGNS, TOPOLOGIES, Design, Exchange, Topology
+from .group import CHUNKS, DESIGNS, TOPOLOGIES, Design, Exchange, Topology
 from .lanes import Lanes
+from .multihop import GATHERED
 from .shares import CARD_NBYTES, Shares, pieces, split
 from .switch import AS_BEFORE, SUMS, Before, Measured
 from .tensors import as_input, as_output, as_result
@@ -51,6 +52,9 @@ _PATHS = (
     Choice("pipelined", _PIECES, 0.0, 0.0, "measured"),
 )
 
+#: Nothing travels, so nothing is encoded.
+ALONE = Choice("native", 1, 0.0, 0.0, "one rank")
+
 Span = tuple[int, int]
 Op = Literal["sum", "mean"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -71,7 +75,8 @@ class Communicator(CellSums):
     in an all-reduce the bound of the sum, which is encoded again. Tensor statistics (nvfp4's
     largest magnitude) are taken of what a rank encodes at once, and travel with every chunk: ranks
     need not agree on them. Random rounding is by `seed`, rank, and number of call and encoding.
-    Native calls, which `algorithm="auto"` may take, lose nothing but what sums round.
+    Native calls, which `algorithm="auto"` may take, lose nothing but what sums round; those of one
+    rank alone, which are native, lose nothing at all, whatever `wire` says.
 
     `algorithm` is "compressed", "pipelined" (in `pieces` pieces or, if that is None, as many as
     have `granularity` bytes of a rank's tensor, so that encoding, wire and decoding overlap; TACO,
@@ -170,8 +175,9 @@ class Communicator(CellSums):
         if equal:
             choice = self._choose("all_to_all", x, info, before)
         else:
-            choice = self._switch.choose_splits(x, info)
-        with self._call("all_to_all", "all-to-all", info, choice) as call:
+            choice = ALONE if self._size == 1 else self._switch.choose_splits(x, info)
+        share = max(outward) * math.prod(row)
+        with self._call("all_to_all", "all-to-all", info, choice, share=share) as call:
             call.nbytes = _nbytes(info) if equal else 0
             whole = self._result(x, into, shape, info.dtype, choice)
             width = math.prod(row)
@@ -250,14 +256,15 @@ class Communicator(CellSums):
         shape = (self._equal_splits(rows)[0], *row)
         is_wide = out is not None and arrays.describe(out).dtype == wide
         into = as_output(out, info._replace(dtype=wide) if is_wide else info, shape, target)
-        sent = _wire_dtype(wire, info.dtype)
+        sent = self._wire_dtype(wire, info.dtype)
         kept = as_output(decoded, info, info.shape, target, "decoded")
         by = self._topology_for(topology, sent, math.prod(shape))
         if kept is not None and by != "two-shot":
             raise ValueError(f"decoded is given, topology is {by!r}; allowed: 'two-shot'")
         choice = self._choose("reduce_scatter", x, info._replace(dtype=sent), before, info.dtype)
         name = "all-to-all and sum" if by == "two-shot" else by
-        with self._call("reduce_scatter", name, info, choice, sent) as call:
+        share = math.prod(shape)
+        with self._call("reduce_scatter", name, info, choice, sent, share=share) as call:
             part = info._replace(dtype=sent)
             call.nbytes = _nbytes(part)
             here = into if is_wide else None
@@ -321,11 +328,15 @@ class Communicator(CellSums):
         if op == "mean" and not wide.is_float:
             raise TypeError(f"x is {info.dtype.name}; allowed for a mean: floats")
         into = as_output(out, info, info.shape, target)
-        sent = _wire_dtype(wire, info.dtype)
+        sent = self._wire_dtype(wire, info.dtype)
         part = info._replace(dtype=sent)
         by = self._topology_for(topology, sent, math.prod(info.shape))
         choice = self._choose("all_reduce", x, part, before, info.dtype)
-        with self._call("all_reduce", by, info, choice, sent) as call:
+        each, rest = divmod(math.prod(info.shape), self._size)
+        # By hops the last share is filled up; cells have none.
+        share = each if by == "two-shot" else each + (rest > 0)
+        share = math.prod(info.shape) if by == "cells" else share
+        with self._call("all_reduce", by, info, choice, sent, share=share, op=op) as call:
             call.nbytes = _nbytes(part)
             if choice.algorithm != "native" and by != "two-shot":
                 whole = self._result(x, into, info.shape, info.dtype, choice)
@@ -348,7 +359,6 @@ class Communicator(CellSums):
                 # The terms of such sums are as wide as the sums, which might overflow.
                 flat, late = self._divided(flat, op), "sum"
             # What equal shares leave over is less than an element for each rank: it goes as it is.
-            each, rest = divmod(math.prod(info.shape), self._size)
             main = self._size * each
             total = tensors.empty((each,), wide, x)
             left = tensors.empty((rest,), wide, x)
@@ -385,7 +395,9 @@ class Communicator(CellSums):
         values, info, target = as_input(x)
         into = as_output(x, info, info.shape, target, "x").reshape(-1)
         choice = self._choose("broadcast", values, info)
-        with self._call("broadcast", "scatter and all-gather", info, choice) as call:
+        share = -(-math.prod(info.shape) // self._size)
+        name = "scatter and all-gather"
+        with self._call("broadcast", name, info, choice, share=share) as call:
             if choice.algorithm == "native":
                 self._broadcast_native(call, into, root)
             else:
@@ -465,6 +477,8 @@ class Communicator(CellSums):
         if self._broken is not None:
             # Not worth a measurement: `_call` is about to raise.
             return AS_BEFORE
+        if self._size == 1:
+            return ALONE
         return self._switch.choose(collective, x, info, source)
 
     def _result(
@@ -623,11 +637,12 @@ class Communicator(CellSums):
 
         self._pipeline(call, x, len(spans), encode, begin, end, last)
 
-    def _decode_rows(self, call: Call, buffer: Buffer, out: Any, span: Span) -> None:
+    def _decode_rows(
+        self, call: Call, buffer: Buffer, out: Any, span: Span, note: str = CHUNKS
+    ) -> None:
         """Chunk r of `buffer` to the elements `span` of row r of `out`, shape (ranks * n,)."""
         a, b = span
         rows = out.reshape(self._size, -1)
-        note = " (chunk i is rank i's)"
         with call.stage("decode", note):
             if tensors.is_cuda(out):
                 # Host time counts here: two launches instead of two for each rank.
@@ -638,6 +653,18 @@ class Communicator(CellSums):
         self._decoded(call, buffer, note)
 
     # Sums.
+
+    def _wire_dtype(self, wire: str | None, dtype: DType) -> DType:
+        """The dtype that elements of `dtype` travel as; of one rank alone they do not."""
+        if wire is None:
+            return dtype
+        sent = BY_NAME.get(wire)
+        if sent is None or not (
+            sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize
+        ):
+            allowed = "floats no wider than x"
+            raise ValueError(f"wire is {wire!r}, x {dtype.name}; allowed: {allowed}")
+        return dtype if self._size == 1 else sent
 
     def _topology_for(self, topology: Topology | None, sent: DType, nelem: int) -> Topology:
         """The topology of a sum of parts of `nelem` elements that travels as `sent`."""
@@ -678,9 +705,9 @@ class Communicator(CellSums):
 
         def put(buffer: Buffer, k: int) -> None:
             if len(spans) == 1:
-                self._decode(call, buffer, gathered, None)
+                self._decode(call, buffer, gathered, None, note=GATHERED)
             else:
-                self._decode_rows(call, buffer, gathered, spans[k])
+                self._decode_rows(call, buffer, gathered, spans[k], GATHERED)
 
         self._all_reduce_by_hops(call, terms, info, topology, spans, put)
         if gathered is not result:
@@ -781,7 +808,7 @@ class Communicator(CellSums):
         tensors.clear(total)
         if buffers and buffers[0].plan.chunks > 1:
             (buffer,), n = buffers, total.shape[0]
-            note = " (chunk i is rank i's)"
+            note = CHUNKS
             with call.stage("decode", note):
                 for r in range(self._size):
                     self._decode_here(buffer, total, r * n, (r + 1) * n, add=True)
@@ -1160,15 +1187,6 @@ def _rows(info: ArrayInfo) -> tuple[int, tuple[int, ...]]:
     if not info.shape:
         raise ValueError("x has no dimensions; shares need one to lie along")
     return info.shape[0], info.shape[1:]
-
-
-def _wire_dtype(wire: str | None, dtype: DType) -> DType:
-    if wire is None:
-        return dtype
-    sent = BY_NAME.get(wire)
-    if sent is None or not (sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize):
-        raise ValueError(f"wire is {wire!r}, x {dtype.name}; allowed: floats no wider than x")
-    return sent
 
 
 def _byte_parts(x: Any, counts: Sequence[int]) -> list[Any]:

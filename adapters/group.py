@@ -35,6 +35,8 @@ TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 
 _INT64 = BY_NAME["int64"]
+#: How errors say where a buffer came from that all ranks have made.
+CHUNKS = " (chunk i is rank i's)"
 _OTHER_CALL = "make another call, or of another dtype or shape"
 #: Elements from which on their number says nothing about the codec that is taken.
 _NAMED = 1 << 20
@@ -248,21 +250,28 @@ class Group:
         choice: Choice,
         sent: DType | None = None,
         *,
+        share: int | None = None,
+        op: str | None = None,
         pair: str | None = None,
     ) -> Iterator[Call]:
-        """Number a call, keep its record, and remember a failure that leaves ranks out of step."""
-        key = collective if pair is None else pair
+        """Number a call, keep its record, and remember a failure that leaves ranks out of step.
+
+        `share` is the number of elements that are encoded for a rank, if that is not all of them.
+        """
+        key = (collective if op is None else f"{collective} {op}") if pair is None else pair
         # Messages concern two ranks only, so that every pair counts its own.
         counter = "group" if pair is None else pair
         sequence = self._counts[counter]
         self._counts[counter] += 1
         call = Call(self._rank, collective, sequence, key)
-        call.kind = collective, (sent or info.dtype).name, info.shape, choice.algorithm, algorithm
+        dtype = sent or info.dtype
+        call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason
         if choice.algorithm != "native":
-            taken = self._plan(sent or info.dtype, min(math.prod(info.shape), _NAMED)).codec.name
+            nelem = math.prod(info.shape) if share is None else share
+            taken = self._plan(dtype, min(nelem, _NAMED)).codec.name
             call.algorithm = f"{algorithm}, {taken}"
             if self._fixed:
                 call.algorithm = f"{algorithm}, no sizes, {taken}"
@@ -272,7 +281,8 @@ class Group:
             if not call.reason:
                 name = self._codec.name
                 does = "codes" if taken == name else "gains nothing on"
-                call.reason = f"{name} {does} {(sent or info.dtype).name}"
+                what = dtype.name if share is None else f"shares of {share} {dtype.name}"
+                call.reason = f"{name} {does} {dtype.name if taken == name else what}"
         error: str | None = None
         try:
             yield call
@@ -467,13 +477,19 @@ class Group:
         return adds_into(plan, total)
 
     def _decode(
-        self, call: Call, buffer: Buffer, out: Any, source: int | None, word: int = 0
+        self,
+        call: Call,
+        buffer: Buffer,
+        out: Any,
+        source: int | None,
+        word: int = 0,
+        note: str = CHUNKS,
     ) -> None:
-        """Decode what came from rank `source`; None: chunk i of the buffer came from rank i.
+        """Decode what came from rank `source`; None: `note` says where the chunks came from.
 
         `word` is the buffer's number in its `Shares`.
         """
-        came = " (chunk i is rank i's)" if source is None else f" (from rank {source})"
+        came = note if source is None else f" (from rank {source})"
         with call.stage("decode", came):
             if not self._decode_here(buffer, out, 0, buffer.plan.nelem):
                 decode(buffer, out=out)
@@ -601,16 +617,17 @@ class Group:
         parcels: Sequence[Sequence[Any]],
         there: Sequence[int],
         here: Sequence[int],
+        note: str = "",
     ) -> Exchange:
         """Cards and static parts in one step, where there is nothing else.
 
-        `parcels[j]` goes to rank j; digests are those of `_begin_swap`.
+        `parcels[j]` goes to rank j; digests are those of `_begin_swap`, `note` explains errors.
         """
         if call.nbytes:
             self._compare_new(call, send.room, there, here)
-        with call.stage("exchange"):
+        with call.stage("exchange", note):
             self._transport.all_to_all_v(receive.parcels, parcels)
-        self._compare_late(call, receive, here)
+        self._compare_late(call, receive, here, note=note)
         return Exchange(send, receive, None, here)
 
     def _begin_swap(
@@ -671,8 +688,10 @@ class Group:
         self._account(call, send.plans[0].dtype, raw, wire + sum(outgoing) - outgoing[me])
         return buffers
 
-    def _begin_gather(self, call: Call, send: Shares, digest: int, name: str) -> Exchange:
-        """Gather the one share of `send`, but for its dynamic part."""
+    def _begin_gather(
+        self, call: Call, send: Shares, digest: int, name: str, note: str = ""
+    ) -> Exchange:
+        """Gather the one share of `send`, but for its dynamic part; `note` explains errors."""
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
         receive = self._receive(name, [whole], send.room)
@@ -680,7 +699,7 @@ class Group:
         digests = [digest] * self._size
         if self._fixed:
             parcels = send.parcels * self._size
-            return self._exchange_fixed(call, send, receive, parcels, digests, digests)
+            return self._exchange_fixed(call, send, receive, parcels, digests, digests, note)
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
             self._compare_new(call, send.room, digests, digests)

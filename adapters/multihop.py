@@ -21,9 +21,11 @@ import numpy.typing as npt
 from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
+from ..codec import decode
 from ..codecs.base import Key, Plan
 from ..codecs.dynamiq import SAMPLED
 from ..formats.dtypes import BY_NAME
+from ..inspection import verify
 from . import tensors
 from .calls import Call, rounding_key
 from .group import TOPOLOGIES, Group, Topology
@@ -32,6 +34,8 @@ from .shares import CARD_NBYTES, Shares
 from .transport import Op
 
 _INT64 = BY_NAME["int64"]
+#: How errors say that a sum came from its last rank.
+GATHERED = " (gather, chunk i is rank i's)"
 _OTHER_SUMS = "have other sums of statistics"
 Span = tuple[int, int]
 
@@ -135,7 +139,7 @@ class MultiHop(Group):
 
         def deliver(lanes: Lanes | Inline, piece: _Piece, send: Shares) -> None:
             k = piece.number
-            began = self._begin_gather(call, send, digest(-1 - k), f"gathered {k}")
+            began = self._begin_gather(call, send, digest(-1 - k), f"gathered {k}", GATHERED)
             buffer = self._end_gather(call, began)
             call.exchanged = k == len(pieces) - 1
             lanes.decode(functools.partial(put, buffer, k))
@@ -382,6 +386,7 @@ class MultiHop(Group):
                 if not self._encode_here(own, plan, data, key, given):
                     codec.encode(own, stats=stats, key=key, out=data, checksum=self._checksum)
         elif own is None:
+            self._check_came(call, came)
             tensors.put(data, came.data)
         else:
             # In one pass what came says which widths there are; they follow from the same numbers.
@@ -392,6 +397,18 @@ class MultiHop(Group):
                         came.buffer, own, stats=stats, key=key, out=data, checksum=self._checksum
                     )
             self._decoded(call, came.buffer, came.note, came.word)
+
+    def _check_came(self, call: Call, came: _Came) -> None:
+        """Raise for damage of what is handed on as it is; on a GPU with the call's verdict."""
+        with call.stage("sum", came.note):
+            if not tensors.is_cuda(came.data):
+                verify(came.buffer)
+                return
+            plan = came.buffer.plan
+            values = tensors.empty((plan.nelem,), plan.dtype, came.data)
+            if not self._decode_here(came.buffer, values, 0, plan.nelem, name="add"):
+                decode(came.buffer, out=values)
+        self._decoded(call, came.buffer, came.note, came.word)
 
     def _add_to_own(self, call: Call, piece: _Piece, part: _Part) -> None:
         """Add what came to the rank's own part, as more is to come."""

@@ -152,6 +152,8 @@ def reference(
 ) -> Array:
     """The sum of `xs`, shape (n,), pieces of shares having at most `step` elements."""
     size, n = len(xs), xs[0].size
+    if size == 1:
+        return xs[0].astype(np.float32) if scatter else xs[0]
     each = -(-n // size)
     spans = [slice(a, min(a + step, each)) for a in range(0, each, step)]
     rows = [np.pad(x, (0, each * size - n)).reshape(size, each) for x in xs]
@@ -413,6 +415,42 @@ def test_a_damaged_hop_is_named(
     assert collective == "reduce_scatter" or any(found[r] is not None for r in (0, 2, 3))
 
 
+def test_damage_of_what_is_handed_on_is_found_by_who_hands_it_on() -> None:
+    """Of 3 ranks rank 2 gets its share of the sum from rank 0 in the last hop, for all to have."""
+
+    def damage(step: int, outs: Any) -> None:
+        if step == 2:
+            outs[0][1][5] ^= 4
+
+    def task(transport: MemoryTransport) -> None:
+        noted = Noted(transport, damage if transport.rank == 2 else None)
+        comm = tw.Communicator(noted, "dynamiq", topology="butterfly")
+        comm.all_reduce(np.ones(3000, np.float32))
+
+    error = failures(3, task)[2]
+    assert error is not None
+    assert error.stage == "sum"
+    assert "checksum_mismatch" in error.detail
+    assert "(hop 2, from rank 0)" in error.detail
+
+
+def test_damage_in_the_gather_is_named() -> None:
+    def damage(step: int, outs: Any) -> None:
+        if step == 1:
+            outs[1][1][5] ^= 4
+
+    def task(transport: MemoryTransport) -> None:
+        noted = Noted(transport, damage if transport.rank == 0 else None)
+        comm = tw.Communicator(noted, "mx", topology="ring")
+        comm.all_reduce(np.ones(3000, np.float32))
+
+    error, other = failures(2, task)
+    assert other is None
+    assert error is not None
+    assert error.stage == "decode"
+    assert "payload of chunk 1 (gather, chunk i is rank i's)" in error.detail
+
+
 def test_damage_in_a_reduce_scatters_last_hop_leaves_ranks_in_step() -> None:
     armed = True
 
@@ -656,6 +694,74 @@ def test_means_of_other_paths() -> None:
         assert np.abs(narrow - np.arange(5, dtype=np.float32) * 2).max() < 0.5
 
     run_ranks(3, task)
+
+
+@pytest.mark.parametrize("topology", ["two-shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["compressed", "native"])
+def test_ranks_that_want_sum_and_mean_are_refused(topology: Topology, algorithm: Any) -> None:
+    """In the first call of a kind as in later ones, which are not compared before they move."""
+
+    def task(transport: MemoryTransport) -> None:
+        ops: tuple[collectives.Op, ...] = ("sum", "mean")
+        x = np.ones(3000, np.float32)
+        for first in (True, False):
+            comm = tw.Communicator(transport, "mx", algorithm=algorithm, topology=topology)
+            if not first:
+                for op in ops:
+                    comm.all_reduce(x, op=op)
+                if algorithm == "native":
+                    # Nothing is compared any more.
+                    continue
+            with pytest.raises(tw.CollectiveError, match="make another call"):
+                comm.all_reduce(x, op=ops[transport.rank])
+
+    run_ranks(2, task)
+
+
+@pytest.mark.parametrize("topology", ["two-shot", *HOPS])
+def test_one_rank_alone_loses_nothing(topology: Topology) -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, "dynamiq", topology=topology)
+        for dtype in ("float32", "bfloat16"):
+            x = inputs(comm.codec, dtype, 1, 4001)[0]
+            assert_same = functools.partial(exact, wanted=x)
+            assert_same(comm.all_reduce(x))
+            assert_same(comm.all_reduce(x, op="mean", wire=dtype))
+            assert_same(comm.all_reduce(x, wire="float16"))
+            assert_same(comm.reduce_scatter(x, wire="float16"))
+            assert_same(comm.all_gather(x))
+            assert_same(comm.all_to_all(x))
+            assert_same(comm.all_to_all(x, send_splits=[4001], receive_splits=[4001]))
+            assert_same(comm.broadcast(x.copy()))
+            if topology == "two-shot":
+                decoded = np.full_like(x, -7)
+                assert_same(comm.reduce_scatter(x, wire="float16", decoded=decoded))
+                assert_same(decoded)
+        for record in comm.trace():
+            assert (record.algorithm, record.reason) == ("native", "one rank")
+            assert (record.raw_bytes, record.wire_bytes) == (0, 0)
+
+    run_ranks(1, task)
+
+
+@pytest.mark.parametrize(("topology", "n"), [("two-shot", 1600), ("ring", 1600), ("ring", 1601)])
+def test_the_trace_is_of_what_travels(topology: Topology, n: int) -> None:
+    """dynamiq codes 400 elements, and their quarters not."""
+
+    def task(transport: MemoryTransport) -> list[tw.adapters.calls.TraceRecord]:
+        comm = tw.Communicator(transport, "dynamiq", topology=topology)
+        for size in (n, n // 16):
+            comm.all_reduce(np.ones(size, np.float32))
+        return comm.trace()
+
+    for coded, raw in run_ranks(4, task):
+        assert (coded.algorithm, raw.algorithm) == tuple(
+            f"{topology}, no sizes, {name}" for name in ("dynamiq", "raw")
+        )
+        assert coded.reason.startswith("dynamiq codes float32")
+        assert raw.reason == "dynamiq gains nothing on shares of 25 float32"
+        assert coded.wire_bytes < coded.raw_bytes
+        assert raw.wire_bytes > raw.raw_bytes
 
 
 @pytest.mark.parametrize("topology", ["two-shot", *HOPS])
