@@ -67,6 +67,31 @@ def label(name: str) -> str:
     return ", ".join(words)
 
 
+_STUDIES = {
+    "Ratios, above": "study.py --out benchmarks/results/study.json",
+    "[error.md](error.md)": "study_error.py --out benchmarks/results/error.json",
+    "[accuracy.md](accuracy.md)": "study_accuracy.py --out benchmarks/results/accuracy.json",
+    "[tagc.md](tagc.md)": "study_tagc.py --out benchmarks/results/tagc.json",
+    "[dynamiq.md](dynamiq.md)": "study_dynamiq.py --out benchmarks/results/dynamiq.json",
+    "[ddp.md](ddp.md)": "study_ddp.py --out benchmarks/results/ddp.json",
+    "[gpu.md](gpu.md)": "bench_gpu.py --out benchmarks/results",
+    "[collectives.md](collectives.md)": "bench_collectives.py --out benchmarks/results --world 4",
+}
+COMMANDS = (
+    "## How to make them again",
+    "",
+    "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. The last "
+    "two need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
+    "another file to make all of them.",
+    "",
+    "| page | command |",
+    "|---|---|",
+    "| Speed on the CPU, above | `pytest benchmarks/bench_cpu.py "
+    "--benchmark-json=benchmarks/results/cpu.json` |",
+    *(f"| {page} | `python benchmarks/{command}` |" for page, command in _STUDIES.items()),
+)
+
+
 def study_page(study: dict[str, Any]) -> list[str]:
     """Ratios on real tensors and the command beside `cp`."""
     gpt, compress = study["gpt"], study["compress"]
@@ -131,6 +156,7 @@ def main() -> None:
     links = lossy_report.write_pages(RESULTS) + dynamiq_report.write_pages(RESULTS)
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
+    lines += ["", *COMMANDS]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 
 

@@ -96,6 +96,11 @@ def check_choice(name: str, value: object, allowed: tuple[str | int, ...]) -> No
     raise error(f"{name} is {value!r}; allowed: {kind.__name__}, one of {listed}")
 
 
+def plain_number(value: Any) -> Any:
+    """Python's number of one of NumPy, anything else as it is: ranks compare parameters as text."""
+    return value.item() if isinstance(value, (np.integer, np.floating)) else value
+
+
 @dataclass(frozen=True)
 class CodecSpec:
     """Base of all codecs. Subclasses are frozen dataclasses whose fields are the parameters."""
@@ -107,6 +112,8 @@ class CodecSpec:
     homomorphic: ClassVar[bool] = False
     reduce_op: ClassVar[ReduceOp | None] = None
     dtypes: ClassVar[tuple[str, ...]]
+    #: The largest world of a key, None where its numbers have no other limit.
+    max_world: ClassVar[int | None] = None
     #: The codec writes the record's info field; elsewhere it is zero and checked.
     uses_info: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.

@@ -33,10 +33,11 @@ from .base import (
     Layout,
     ReduceOp,
     check_choice,
+    plain_number,
 )
 from .hadamard import Floats
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
-from .philox import KeyNumbers, key_numbers, random_words
+from .philox import KeyNumbers, key_numbers, number, random_words
 from .sdp4bit import largest_number
 
 Ints = npt.NDArray[np.int64]
@@ -103,7 +104,10 @@ class Dynamiq(CodecSpec):
     "nearest" and scales are not "stochastic". `center`: super-groups are coded about their means.
 
     `stats` are the energies of the tensor's super-groups, float32, which ranks may sum; widths
-    follow from them. A buffer has its widths, and decode_add_encode keeps them.
+    follow from them. Those below 2^-100 count as 0 and those above float32 as its largest number:
+    where values are below some 1e-16, or above 1e18, scale the tensor. A buffer has its
+    widths, and decode_add_encode keeps them where it is one pass: without `stats`, of a buffer of
+    as many chunks, with a checksum or without as the sum.
     """
 
     bits: float = 5
@@ -120,9 +124,11 @@ class Dynamiq(CodecSpec):
     lossless: ClassVar[bool] = False
     reduce_op: ClassVar[ReduceOp | None] = "sum"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    max_world: ClassVar[int | None] = MAX_WORLD
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none, or a budget not to be met."""
+        object.__setattr__(self, "bits", plain_number(self.bits))
         check_choice("group", self.group, GROUPS)
         check_choice("super_group", self.super_group, SUPER_GROUPS)
         check_choice("widths", self.widths, WIDTHS)
@@ -263,16 +269,18 @@ class Dynamiq(CodecSpec):
         return self.super_group
 
     def remark(self, stats: npt.NDArray[Any]) -> str | None:
-        """Says so if energies are too much alike for widths to gain anything by them."""
+        """Says so if widths gain nothing, as energies are too much alike, or too small to count."""
         if self.widths == "fixed" or not stats.size:
             return None
-        low, high = np.quantile(stats[:: -(-stats.size // SAMPLED)], (0.05, 0.95))
+        sampled = stats[:: -(-stats.size // SAMPLED)]
+        if sampled.max() < FLOOR:
+            return "energies are all below 2^-100: widths are the least"
+        low, high = np.quantile(sampled, (0.05, 0.95))
         if high >= FLAT * low:
             return None
-        return (
-            f"energies are flat, nine of ten within a factor of {FLAT}: their widths are equal or "
-            "neighbours"
-        )
+        pow2 = "widths 'any' have less error"
+        what = pow2 if self.widths == "pow2" else "their widths are equal or neighbours"
+        return f"energies are flat, nine of ten within a factor of {FLAT}: {what}"
 
 
 SPEC = Dynamiq
@@ -400,13 +408,10 @@ def shares_of(spec: Dynamiq, key: Key | None) -> tuple[int, int, int]:
     how = ROUNDINGS.index(spec.rounding)
     if not spec.draws or key is None:
         return how, 1, 0
-    if isinstance(key.world, bool) or not isinstance(key.world, int):
-        raise TypeError(f"world of the key is {key.world!r}; allowed: an integer")
-    if not 1 <= key.world <= MAX_WORLD:
-        raise ValueError(f"world of the key is {key.world}; allowed: 1 to {MAX_WORLD}")
-    if spec.rounding != "correlated" or key.world == 1:
+    rank, world = number("rank", key.rank), number("world", key.world, MAX_WORLD)
+    if spec.rounding != "correlated" or world == 1:
         return how if spec.rounding == "nearest" else ROUNDINGS.index("stochastic"), 1, 0
-    return how, key.world + key.world % 2, key.rank % key.world
+    return how, world + world % 2, rank % world
 
 
 class Views(NamedTuple):

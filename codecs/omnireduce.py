@@ -32,6 +32,7 @@ from .base import (
     Layout,
     ReduceOp,
     check_choice,
+    plain_number,
 )
 from .hadamard import Floats
 from .minifloat import WIDENED, narrow, widen
@@ -72,6 +73,7 @@ class Omnireduce(CodecSpec):
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is none."""
+        object.__setattr__(self, "bits", plain_number(self.bits))
         allowed = f"bits is {self.bits!r}; allowed: 1/16 to {MAX_BITS} in steps of 1/{BUDGET_STEPS}"
         if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):
             raise TypeError(allowed)

@@ -47,10 +47,11 @@ def key_numbers(key: Key | None) -> KeyNumbers:
     return KeyNumbers(number("seed", key.seed), number("step", key.step), number("rank", key.rank))
 
 
-def check_key(key: Any) -> None:
+def check_key(key: Any, max_world: int | None = None) -> None:
     """Raise TypeError or ValueError for what is no key, or has numbers that are out of range.
 
-    Device arrays are not read. None is a key that is missing, as it may be.
+    `max_world` is the largest world that a codec takes, None that of all keys. Device arrays are
+    not read. None is a key that is missing, as it may be.
     """
     if key is None:
         return
@@ -61,13 +62,13 @@ def check_key(key: Any) -> None:
         if not hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
             number(name, value)
     number("rank", key.rank)
-    number("world", key.world)
+    number("world", key.world, max_world)
 
 
-def number(name: str, value: Any) -> int:
+def number(name: str, value: Any, most: int | None = None) -> int:
     """A number of a key as an int, that of a one-element array (not of rank and world) read.
 
-    Raises TypeError if it is no integer, ValueError if it is out of range.
+    Raises TypeError if it is no integer, ValueError if it is out of range or above `most`.
     """
     least, bits = _RANGES[name]
     arrays = name in ("seed", "step")
@@ -79,8 +80,9 @@ def number(name: str, value: Any) -> int:
     except (TypeError, ValueError, RuntimeError):
         allowed = "an integer or an array of one integer" if arrays else "an integer"
         raise TypeError(f"{name} of the key is {value!r}; allowed: {allowed}") from None
-    if not least <= found < 1 << bits:
-        raise ValueError(f"{name} of the key is {found}; allowed: {least} to 2**{bits} - 1")
+    limit, told = (1 << bits, f"2**{bits} - 1") if most is None else (most + 1, str(most))
+    if not least <= found < limit:
+        raise ValueError(f"{name} of the key is {found}; allowed: {least} to {told}")
     return found
 
 

@@ -241,7 +241,8 @@ class Codec:
         the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
         of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
         buffer's dtype, of dynamiq of float32 too); nvfp4 needs another one on a GPU unless `stats`
-        are given. Unless they are, dynamiq keeps the widths of `src`. `out` may be the memory of
+        are given. In one pass, and without `stats`, dynamiq keeps the widths of `src`; else it
+        chooses them anew, by the stats or by what the sum measures. `out` may be the memory of
         `src` but not overlap `x`. On a GPU nothing waits; damage of `src` is raised by
         `src.check()`.
         """
@@ -320,7 +321,7 @@ class Codec:
         )
 
     def _check_key(self, x: Any, key: Any) -> None:
-        check_key(key)
+        check_key(key, self.spec.max_world)
         # However few elements there are: small tensors are stored raw, and the next may be large.
         if key is None and self.spec.draws and arrays.describe(x).dtype.name in self.dtypes:
             key_numbers(key)

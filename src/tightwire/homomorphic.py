@@ -41,8 +41,8 @@ def sketch(buf: Buffer, chunk: int = 0) -> Any:
 
     In the library and on the device of the buffer (JAX, and CuPy where the host encodes: a copy;
     PyTorch: int16 for uint16, which it does not add). Once changed, the chunk's checksum is wrong
-    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError for CuPy
-    and bfloat16 cells.
+    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError for what
+    is no Buffer, and for CuPy and bfloat16 cells.
     """
     spec = _spec(buf)
     kind = spec.cell_dtype(buf.plan.dtype)
@@ -57,7 +57,8 @@ def seal(buf: Buffer) -> Buffer:
     """Write the checksums of a buffer on the host anew, after its cells were changed; gives `buf`.
 
     Whatever the buffer holds counts as right from then on. Nothing to do without checksums.
-    Raises ValueError for a buffer with checksums in GPU memory: encode with `checksum=False`.
+    Raises ValueError for a buffer with checksums in GPU memory (encode with `checksum=False`), or
+    not of a homomorphic codec, TypeError for what is no Buffer.
     """
     _spec(buf)
     if buf.plan.checksum:
@@ -70,12 +71,13 @@ def seal(buf: Buffer) -> Buffer:
 def add(first: Buffer, *others: Buffer) -> Buffer:
     """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
-    Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer and
-    ValueError if plans, indexes, norms or seeds of signs differ, or cells do not hold such a sum or
-    one that is given.
+    Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer,
+    TypeError for what is no Buffer (bytes, say), and ValueError if plans, indexes, norms or seeds
+    of signs differ, or cells do not hold such a sum or one that is given.
     """
     spec = _spec(first)
     for buf in (first, *others):
+        _spec(buf)
         if buf._host is None:
             raise ValueError("a buffer is in GPU memory; allowed: buffers on the host")
         if buf.plan != first.plan:
@@ -105,6 +107,8 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
 
 
 def _spec(buf: Buffer) -> CodecSpec:
+    if not isinstance(buf, Buffer):
+        raise TypeError(f"buf is a {type(buf).__name__}; allowed: a tightwire.Buffer")
     spec = buf.plan.codec
     if not spec.homomorphic:
         raise ValueError(f"{buf!r} does not add up; allowed: buffers of homomorphic codecs")

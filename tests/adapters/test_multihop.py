@@ -678,8 +678,12 @@ def test_the_trace_says_when_energies_are_flat(widths: str) -> None:
             comm.all_reduce(xs[transport.rank])
         return [record.reason for record in comm.trace()]
 
-    remark = "; energies are flat, nine of ten within a factor of 4: their widths are equal or "
-    said = "" if widths == "fixed" else f"{remark}neighbours"
+    remark = "; energies are flat, nine of ten within a factor of 4: "
+    said = {
+        "any": f"{remark}their widths are equal or neighbours",
+        "pow2": f"{remark}widths 'any' have less error",
+        "fixed": "",
+    }[widths]
     coded = "dynamiq codes float32"
     assert run_ranks(2, task) == [[coded + said, coded]] * 2
 
@@ -793,6 +797,30 @@ def test_averages_that_fit_do_not_overflow() -> None:
             x = torch.full((4096,), 40_000.0, dtype=torch.float16)
             hooks.average(comm, x)
             assert (x.float() / 40_000 - 1).abs().max() < 0.3
+
+    run_ranks(4, task)
+
+
+@pytest.mark.parametrize("topology", ["two-shot", *HOPS])
+def test_scattered_means_that_fit_do_not_overflow(topology: Topology) -> None:
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    from tightwire.adapters import fsdp
+    from tightwire.adapters.hooks import Channel
+
+    def task(transport: MemoryTransport) -> None:
+        hook = fsdp.ReduceScatter(codec="dynamiq", topology=topology)
+        comm = tw.Communicator(transport, "dynamiq", topology=topology)
+        hook._channels[None] = Channel(comm)
+        x = torch.full((4096,), 40_000.0, dtype=torch.float16)
+        for op in (dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)):  # type: ignore[attr-defined]
+            out = torch.full((1024,), -7.0, dtype=torch.float16)
+            hook(out, x, None, op)
+            assert (out.float() / 40_000 - 1).abs().max() < 0.3
+            assert (x == 40_000).all()
+        hook(out, x, None, dist.ReduceOp.SUM)
+        assert not out.isfinite().any()
 
     run_ranks(4, task)
 

@@ -496,6 +496,46 @@ def test_bad_parameters_are_refused(params: dict[str, Any], error: type[Exceptio
         tw.codec("dynamiq", **params)
 
 
+@pytest.mark.parametrize("codec", ["dynamiq", "omnireduce"])
+def test_budgets_of_numpy_are_those_of_python(codec: str) -> None:
+    for kind in (np.int64, np.float32, np.float64, np.uint8):
+        # All ranks compare the text.
+        assert repr(tw.codec(codec, bits=kind(5))) in {
+            repr(tw.codec(codec, bits=5)),
+            repr(tw.codec(codec, bits=5.0)),
+        }
+
+
+def test_remarks() -> None:
+    rng = np.random.default_rng(0)
+    flat = rng.uniform(1, 1.5, 300).astype(np.float32)
+    small = np.full(300, 2.0**-101, np.float32)
+    for widths, said in (
+        ("any", "their widths are equal or neighbours"),
+        ("pow2", "widths 'any' have less error"),
+    ):
+        spec = Dynamiq(widths=widths)
+        start = "energies are flat, nine of ten within a factor of 4: "
+        assert spec.remark(flat) == start + said
+        assert spec.remark(flat * np.float32(10) ** np.arange(-30, 30, 0.2)) is None
+        for stats in (small, small * 0):
+            assert spec.remark(stats) == "energies are all below 2^-100: widths are the least"
+        assert spec.remark(np.append(small, np.float32(1))) == start + said
+    assert Dynamiq(widths="fixed").remark(flat) is None
+
+
+def test_values_whose_squares_do_not_count_get_the_least_widths() -> None:
+    """Though there are bits for more; scaled up they get them."""
+    codec = tw.codec("dynamiq")
+    x = np.random.default_rng(0).standard_normal(1 << 14).astype(np.float32)
+    errors = []
+    for scale in (1e-12, 1e-19):
+        y = x * np.float32(scale)
+        found = tw.decode(codec.encode(y, key=KEY)).astype(np.float64)
+        errors.append(float(((found - y) ** 2).sum() / (y.astype(np.float64) ** 2).sum()))
+    assert errors[0] < 0.01 < 0.1 < errors[1]
+
+
 def test_budgets_that_cannot_be_met_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the least is 3\.078125"):
         tw.codec("dynamiq", bits=3, group=8)
@@ -526,8 +566,11 @@ def test_codes_follow_the_key_alone(backend: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="needs key"):
         codec.encode(x, backend=backend)
     for world, error in ((0, ValueError), (65537, ValueError), ("8", TypeError), (True, TypeError)):
-        with pytest.raises(error, match="world of the key"):
+        allowed = "1 to 65536" if error is ValueError else "an integer"
+        with pytest.raises(error, match=f"world of the key is .*; allowed: {allowed}$"):
             codec.encode(x, key=tw.Key(1, 2, 3, world), backend=backend)  # type: ignore[arg-type]
+    as_numpy = tw.Key(*map(np.int64, KEY))
+    assert bytes(codec.encode(x, key=as_numpy, backend=backend)) == first
     plain = tw.codec("dynamiq", rounding="nearest")
     assert bytes(plain.encode(x, backend=backend)) == bytes(plain.encode(x, key=KEY))
 

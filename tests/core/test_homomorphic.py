@@ -115,6 +115,10 @@ def test_sums_of_unlike_buffers_are_refused() -> None:
     for call in (sketch, seal, add):
         with pytest.raises(ValueError, match="buffers of homomorphic codecs"):
             call(others[-1])
+        with pytest.raises(TypeError, match="buf is a bytes; allowed"):
+            call(bytes(a))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="buf is a bytes; allowed"):
+        add(a, bytes(a))  # type: ignore[arg-type]
 
 
 def test_damage_is_not_sealed_by_a_sum() -> None:
