@@ -40,6 +40,9 @@ class Reference:
 
     def coded(self, x: Array, chunks: int, rank: int, encoding: int, call: int) -> Array:
         """What others decode of encoding number `encoding` of rank `rank` in a call."""
+        if self.size == 1:
+            # Nobody does.
+            return x
         key = rounding_key(self.seed, call, encoding, rank, self.size)
         found: Array = tw.decode(bytes(self.codec.encode(x, chunks=chunks, key=key)))
         return found
@@ -173,6 +176,8 @@ class Residuals:
         self.e: list[dict[str, Array]] = [{} for _ in range(world_size)]
 
     def coded(self, x: Array, chunks: int) -> Array:
+        if self.size == 1:
+            return x.astype(np.float32)
         found: Array = tw.decode(bytes(self.codec.encode(x, chunks=chunks))).astype(np.float32)
         return found
 
