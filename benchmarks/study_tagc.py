@@ -36,7 +36,7 @@ BASELINE = "uncompressed"
 #: Embedding, head, feed-forward layers and the projection after attention, as in the paper.
 SELECTED = tagc.Rule(nelem=1 << 14)
 #: Biases and norms are named too, but take fewer bytes uncompressed.
-ALL = tagc.Rule(exclude=None, nelem=1, dimensions=1)
+ALL = tagc.Rule(exclude=None, nelem=1, dimensions=None)
 
 #: Makes a run: configuration, seed, steps, text, windows for validation.
 Train = Callable[[str, int, int, torch.Tensor, torch.Tensor], dict[str, Any]]

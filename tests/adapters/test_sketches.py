@@ -475,29 +475,54 @@ def test_what_pays() -> None:
     assert not Tagc(ratio=2, index="4bit").pays(1 << 20, torch.bfloat16)
 
 
-def test_the_rule() -> None:
-    big = (512, 512)
-    rule = Rule()
-    for name in (
-        "blocks.0.up.weight",
-        "h.3.attn.c_proj.weight",
-        "layers.1.self_attn.o_proj.weight",
-        "lm_head.weight",
-        "wte.weight",
-    ):
-        assert rule(name, big), name
-    for name in (
-        "h.3.attn.c_attn.weight",
-        "layers.1.self_attn.q_proj.weight",
-        "encoder.layer.0.attention.self.query.weight",
-        "attn.in_proj_weight",
-        "blocks.0.qkv.weight",
-        "attention.wk.weight",
-    ):
+#: By models that have such names: of attention, and what is not.
+IN_ATTENTION = """
+    attn.Wqkv attention.wqkv attn1.to_q SelfAttention.q attention.q_lin self_attn.q_a_proj
+    self_attn.kv_b_proj x.kv_a_proj_with_mqa self_attn.in_proj_weight in_proj_weight attn.q_net
+    attn.kv_proj attention.self.key cross.to_kv attn.W_Q mha.linear_q QProj attention.wk
+    h.3.attn.c_attn h.c_attn layers.1.self_attn.q_proj encoder.layer.0.attention.self.query
+    attn.in_proj_weight blocks.0.qkv mixer.Wqkv self_attn.W_pack 0.to_q.0 x.q_proj_weight
+    attention.query_key_value self_attn.q_proj.lora_A.default EncDecAttention.v
+"""
+OUTSIDE = """
+    value_head value_net.fc1 value.fc1 layers.0.key_fc query_embed monkey blocks.0.up
+    h.3.attn.c_proj layers.1.self_attn.o_proj attention.dense attention.output.dense attn.proj SelfAttention.o
+    attention.out_lin attn1.to_out.0 attn.W_O attn.out_proj mha.linear_out attention.wo attn_out
+    proj mlp.gate_proj lm_head wte head
+"""
+
+
+def test_the_rule_by_names() -> None:
+    rule, big = Rule(), (256, 256)
+    for name in IN_ATTENTION.split():
         assert not rule(name, big), name
+        assert not rule(f"{name}.weight", big), name
+    for name in OUTSIDE.split():
+        assert rule(f"{name}.weight", big), name
+
+
+def test_the_rule() -> None:
+    big, rule = (512, 512), Rule()
     assert not rule("up.weight", (255, 256))
     assert rule("up.weight", (256, 256))
     assert not rule("up.bias", (1 << 20,))
+    assert not rule("convolution.weight", (512, 512, 3, 3))
+    assert Rule(dimensions=None)("convolution.weight", (512, 512, 3, 3))
     assert Rule(include="qkv|up", exclude=None)("qkv.weight", big)
     assert not Rule(include="qkv|up", exclude=None)("down.weight", big)
     assert Rule(nelem=1, dimensions=1)("norm.weight", (3,))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"include": "("}, ValueError, r"include is '\('.*allowed: regular expressions"),
+        ({"include": None}, TypeError, "include is None; allowed: a regular expression"),
+        ({"exclude": 3}, TypeError, "exclude is 3; allowed: a regular expression, or None"),
+        ({"nelem": "a"}, TypeError, "nelem is 'a'; allowed: an integer"),
+        ({"dimensions": -1}, ValueError, "dimensions is -1; allowed: at least 0, or None"),
+    ],
+)
+def test_no_rule(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Rule(**options)
