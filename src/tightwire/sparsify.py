@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,35 +20,37 @@ def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
     Of n elements the first array keeps the n - ceil(theta * n) of the largest magnitudes, among
     equal ones those that come first in C order; the second, the residual to add to the next step's
     gradient, has the others. A NaN counts as largest. `x`, of NumPy or PyTorch and any shape, is
-    left alone; PyTorch's stays on its device and waits for nothing.
+    left alone; PyTorch's stays on its device and waits for nothing, and what comes of it has no part
+    in autograd.
 
-    Raises TypeError for other arrays or dtypes, ValueError if `theta` is not from 0 to 1.
+    Raises TypeError for other arrays or dtypes and if `theta` is no number, ValueError if it is not
+    from 0 to 1.
     """
-    if not 0 <= theta <= 1:
-        raise ValueError(f"theta is {theta!r}; allowed: 0 to 1")
+    check_theta(theta)
     info = arrays.describe(x)
     if not info.dtype.is_float or info.library not in ("numpy", "torch"):
         raise TypeError(
             f"x is {info.dtype.name} of {info.library}; allowed: floats of numpy or torch"
         )
     n = math.prod(info.shape)
-    keep = _kept(theta, n)
+    keep = kept(theta, n)
     if info.library == "torch":
         torch = importlib.import_module("torch")
-        flat = x.detach().contiguous().view(-1)[None]
+        x = x.detach()
+        flat = x.contiguous().view(-1)[None]
         kernels = _kernels(flat, info.dtype)
         if kernels is not None:
             with kernels.on(flat.device):
                 rest = torch.empty_like(flat)
                 sent, _ = kernels.cut(flat, keep, info.dtype, rest=rest, what=kernels.OTHERS)
             return sent.view(x.shape), rest.view(x.shape)
-        kept = _largest_torch(torch, flat[0], info.dtype, keep).view(x.shape)
-        return torch.where(kept, x, 0), torch.where(kept, 0, x)
+        stays = _largest_torch(torch, flat[0], info.dtype, keep).view(x.shape)
+        return torch.where(stays, x, 0), torch.where(stays, 0, x)
     bits = np.ascontiguousarray(x).reshape(-1).view(info.dtype.bits)
     magnitudes = bits & info.dtype.bits.type((1 << 8 * info.dtype.itemsize - 1) - 1)
-    kept = _largest(magnitudes, keep).reshape(info.shape)
+    stays = _largest(magnitudes, keep).reshape(info.shape)
     zero = np.zeros((), info.dtype.numpy)
-    return np.where(kept, x, zero), np.where(kept, zero, x)
+    return np.where(stays, x, zero), np.where(stays, zero, x)
 
 
 def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple[Any, Any]:
@@ -59,7 +62,7 @@ def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple
     waits for it.
     """
     torch = importlib.import_module("torch")
-    keep, dtype = _kept(theta, x.shape[1]), BY_NAME["float32"]
+    keep, dtype = kept(theta, x.shape[1]), BY_NAME["float32"]
     kernels = _kernels(x, dtype)
     if kernels is not None:
         what = kernels.NOTHING if rest is None else kernels.LOST
@@ -67,16 +70,28 @@ def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple
             sent, counts = kernels.cut(x, keep, dtype, cell=cells, rest=rest, what=what)
         return sent, counts.sum()
     sent = torch.zeros_like(x)
-    for row, kept in zip(x, sent, strict=True):
+    for row, part in zip(x, sent, strict=True):
         here = _largest_torch(torch, row, dtype, keep)
-        torch.where(here, row, kept, out=kept)
+        torch.where(here, row, part, out=part)
     sent = sent.to(getattr(torch, cells.name)).float()
     if rest is not None:
         torch.sub(x, sent, out=rest).nan_to_num_(0.0, 0.0, 0.0)
     return sent, torch.count_nonzero(sent)
 
 
-def _kept(theta: float, n: int) -> int:
+def check_theta(theta: Any, more: str = "") -> None:
+    """Raise TypeError if `theta` is no number, ValueError if it is not from 0 to 1.
+
+    `more` says what else is allowed.
+    """
+    if isinstance(theta, bool) or not isinstance(theta, Real):
+        raise TypeError(f"theta is {theta!r}; allowed: a number from 0 to 1{more}")
+    if not 0 <= theta <= 1:
+        raise ValueError(f"theta is {theta!r}; allowed: 0 to 1{more}")
+
+
+def kept(theta: float, n: int) -> int:
+    """How many of n elements are not zeroed."""
     # The share as it is written: 0.9 of 10 elements are 9, though the float is above 0.9.
     return n - math.ceil(Fraction(str(float(theta))) * n)
 

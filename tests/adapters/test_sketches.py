@@ -486,8 +486,8 @@ IN_ATTENTION = """
 """
 OUTSIDE = """
     value_head value_net.fc1 value.fc1 layers.0.key_fc query_embed monkey blocks.0.up
-    h.3.attn.c_proj layers.1.self_attn.o_proj attention.dense attention.output.dense attn.proj SelfAttention.o
-    attention.out_lin attn1.to_out.0 attn.W_O attn.out_proj mha.linear_out attention.wo attn_out
+    h.3.attn.c_proj layers.1.self_attn.o_proj attention.dense attention.output.dense attn.proj
+    SelfAttention.o attention.out_lin attn1.to_out.0 attn.W_O attn.out_proj mha.linear_out attention.wo attn_out
     proj mlp.gate_proj lm_head wte head
 """
 

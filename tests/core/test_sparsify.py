@@ -74,6 +74,15 @@ def test_the_share_is_the_decimal_number() -> None:
     assert kept.tolist() == [0] * 9 + [10]
 
 
+def test_a_parameter_has_no_part_in_autograd() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.nn.Parameter(torch.tensor([1.0, -3.0, 2.0]))
+    for part, wanted in zip(sparsify(x, 0.5), ([0, -3, 0], [1, 0, 2]), strict=True):
+        assert part.tolist() == wanted
+        assert not part.requires_grad
+    assert x.requires_grad
+
+
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where kernels run: without a GPU the interpreter's memory stands for its."""
@@ -162,5 +171,8 @@ def test_bad_calls() -> None:
     for theta in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="allowed: 0 to 1"):
             sparsify(np.ones(3), theta)
+    for no_number in ("0.5", None, True):
+        with pytest.raises(TypeError, match="allowed: a number from 0 to 1"):
+            sparsify(np.ones(3), no_number)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="int64"):
         sparsify(np.ones(3, np.int64), 0.5)
