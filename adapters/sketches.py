@@ -8,6 +8,7 @@ on the index of the others, each share's sketch goes to its owner, and is added 
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from ..homomorphic import (
     index_to_reduce,
     sketch,
 )
-from ..sparsify import sparsify_rows
+from ..sparsify import check_theta, kept, sparsify_rows
 from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
@@ -40,6 +41,8 @@ CARD_NBYTES = 16
 #: What can be wrong with a message.
 _DAMAGED, _OTHER = 1, 2
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+#: With "1bit" a rank warns if the index lacks more than this share of what it kept.
+MUCH_LOST = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,19 @@ class Tagc:
     (TAGC, table 1, which is for two ranks: 0.8 for 2x, 0.9 for 4x, 0.9875 for 10x.)
 
     `index` is how ranks agree on the index: "or", 2 bits of traffic for an element, "4bit", the
-    same result with 8 bits, or "1bit", the paper's, with 2 bits and a loss, which `Report.lost`
-    counts. With `accumulate`, what was zeroed, lost or rounded goes with the next step's gradient:
-    every rank keeps a float32 number for each element of these layers, unsharded.
+    same result with 8 bits, or "1bit", the paper's, a sum of bits, with 2 bits and a loss, which
+    `Report.lost` counts: where ranks keep the same entry, bits carry, and what they kept is not
+    sent. Such entries stay with the residuals, are the largest there in the next step, and are
+    lost again: entries that several ranks want in every step never arrive. A warning says when
+    it is more than a tenth. Take "or", which costs the same.
+
+    With `accumulate`, what a rank zeroed, lost by the index or rounded goes with its next gradient:
+    every rank keeps a float32 number for each element of these layers, unsharded. Nobody keeps what
+    owners lose: the rounding of sums to cells of 16 bits, and errors of estimated values.
+
+    Cells of float16 hold a sum divided by a power of two that is no less than the number of ranks,
+    so that a mean that is finite arrives; entries below 2^-14 times that lose bits to the
+    residual.
 
     `fallback` are lower ratios, tried in falling order if some values would be estimated; if they
     would be with each of them, the layer goes uncompressed. None: they are estimated, with a
@@ -67,18 +80,38 @@ class Tagc:
     sketch: str = "same"
     mapping: str = "rotated"
     accumulate: bool = True
-    fallback: tuple[float, ...] | None = None
+    fallback: Sequence[float] | None = None
     layers: Callable[[str, Sequence[int]], bool] = field(default_factory=Rule)
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for what is not allowed."""
-        for ratio in (self.ratio, *(self.fallback or ())):
-            codec("lhc", ratio=ratio, sketch=self.sketch, mapping=self.mapping)
-            if ratio > self.ratio:
-                raise ValueError(f"fallback has {ratio:g}; allowed: ratios below {self.ratio:g}")
-        if self.theta is not None and not 0 <= self.theta <= 1:
-            raise ValueError(f"theta is {self.theta!r}; allowed: 0 to 1, or None")
+        self._check_ratio(self.ratio)
+        # Settings that mean the same are the same.
+        object.__setattr__(self, "ratio", float(self.ratio))
+        if self.fallback is not None:
+            if isinstance(self.fallback, str) or not isinstance(self.fallback, Sequence):
+                raise TypeError(f"fallback is {self.fallback!r}; allowed: a tuple of ratios, None")
+            for ratio in self.fallback:
+                self._check_ratio(ratio)
+                if ratio >= self.ratio:
+                    raise ValueError(
+                        f"fallback has {ratio:g}; allowed: ratios below {self.ratio:g}"
+                    )
+            object.__setattr__(self, "fallback", tuple(float(r) for r in self.fallback))
+        if self.theta is not None:
+            check_theta(self.theta, ", or None")
+            object.__setattr__(self, "theta", float(self.theta))
         index_to_reduce(np.empty(0, np.uint8), self.index, 1)
+        if not isinstance(self.accumulate, bool):
+            raise TypeError(f"accumulate is {self.accumulate!r}; allowed: True or False")
+        if not callable(self.layers):
+            raise TypeError(
+                f"layers is {self.layers!r}; allowed: a Rule() or another function of a "
+                "parameter's name and shape"
+            )
+
+    def _check_ratio(self, ratio: float) -> None:
+        codec("lhc", ratio=ratio, sketch=self.sketch, mapping=self.mapping)
 
     def share_zeroed(self, ranks: int) -> float:
         """The `theta` for so many ranks."""
@@ -91,15 +124,34 @@ class Tagc:
         cells = _DTYPES[dtype] if self.sketch == "same" else self.sketch
         return codec("lhc", ratio=ratio or self.ratio, sketch=cells, mapping=self.mapping)
 
-    def pays(self, nelem: int, dtype: torch.dtype, ratio: float | None = None) -> bool:
-        """True if a share of `nelem` elements takes fewer bytes than uncompressed."""
-        if dtype not in _DTYPES or not nelem:
-            return False
+    def pays(
+        self, nelem: int, dtype: torch.dtype, ratio: float | None = None, ranks: int = 1
+    ) -> bool:
+        """True if a share of `nelem` elements goes by sketch: see `obstacle`."""
+        return not self.obstacle(nelem, dtype, ratio, ranks)
+
+    def unfit(self, nelem: int, dtype: torch.dtype, ranks: int = 1) -> str:
+        """Why shares of `nelem` elements, one for each rank, have no sketch; "" if they have."""
+        if dtype not in _DTYPES:
+            return f"{dtype} has no sketch; allowed: {', '.join(map(str, _DTYPES))}"
+        theta = self.share_zeroed(ranks)
+        if kept(theta, nelem):
+            return ""
+        what = f"theta {theta:.6g} keeps none of a rank's {nelem} elements"
+        return f"{what}; take a lower theta or ratio"
+
+    def obstacle(
+        self, nelem: int, dtype: torch.dtype, ratio: float | None = None, ranks: int = 1
+    ) -> str:
+        """Why they do not go by sketch: that, or that they take no fewer bytes; else ""."""
+        if unfit := self.unfit(nelem, dtype, ranks):
+            return unfit
         plan = self.codec(dtype, ratio).plan((nelem,), "float32")
-        if plan.codec.name != "lhc":
-            return False
         index = -(-nelem // 8) * (8 if self.index == "4bit" else 2)
-        return bool(plan.layout.sections[0].nbytes + index < nelem * dtype.itemsize)
+        cells = plan.layout.sections[0].nbytes
+        if plan.codec.name != "lhc" or cells + index >= nelem * dtype.itemsize:
+            return f"{nelem} elements a rank of {dtype} take no fewer bytes by sketch"
+        return ""
 
 
 class Report(NamedTuple):
@@ -111,7 +163,8 @@ class Report(NamedTuple):
     #: Elements, with those that FSDP pads with.
     nelem: int
     theta: float
-    #: Entries that this rank kept, and those of them that the agreed index lacks ("1bit").
+    #: Entries that this rank kept, and those of them that the agreed index lacks ("1bit"), which
+    #: do not arrive; if one of them is not finite, a NaN arrives instead.
     kept: int
     lost: int
     #: The index at the ratio that was taken, or for an uncompressed layer at the one asked for.
@@ -148,14 +201,16 @@ class State:
         self._steps: Counter[str] = Counter()
         self._warned: set[str] = set()
 
-    def note(self, name: str, warn: bool = False, **facts: Any) -> None:
-        """Add a report; warn if that was not done for this layer before."""
-        report = Report(name, self._steps[name], **facts)
+    def note(self, name: str, **facts: Any) -> None:
+        """Add a report."""
+        self.reports.append(Report(name, self._steps[name], **facts))
         self._steps[name] += 1
-        self.reports.append(report)
-        if warn and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"{name}: {report.reason}", RuntimeWarning, stacklevel=2)
+
+    def warn(self, key: str, text: str) -> None:
+        """Warn if that was not done under this key before."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class _Layer(NamedTuple):
@@ -174,6 +229,8 @@ class _Layer(NamedTuple):
     residual: Any
     kept: Any
     lost: Any
+    #: What `corrected`, `sparse` and `residual` are multiples of.
+    scale: float
 
     @property
     def nelem(self) -> int:
@@ -220,44 +277,67 @@ class Sketches:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self._theta = tagc.share_zeroed(comm.world_size)
+        self._obstacles: dict[tuple[int, torch.dtype], str] = {}
         self._calls = 0
         self._broken: str | None = None
         self._trace: deque[TraceRecord] = deque(maxlen=1000)
-        self._agreed: set[tuple[str, ...]] = set()
+        self._agreed: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+
+    def obstacle(self, nelem: int, dtype: torch.dtype) -> str:
+        """That of the settings for these ranks, kept at hand."""
+        key = nelem, dtype
+        if key not in self._obstacles:
+            self._obstacles[key] = self.tagc.obstacle(*key, ranks=self.comm.world_size)
+        return self._obstacles[key]
 
     def agree(self, unit: Sequence[str], chosen: Sequence[str]) -> None:
         """Compare what is `chosen` of the parameters of `unit`, once, before their first `sums`.
 
-        Raises CollectiveError where ranks have other settings or choose other layers.
+        Raises CollectiveError, which says how they differ, where ranks have other settings or
+        choose other layers.
         """
-        key = tuple(unit)
+        key = tuple(unit), tuple(chosen)
         if key in self._agreed:
             return
         call = Call(self.comm.rank, "sketches", self._calls, "sketch")
         with call.stage("agree"):
-            mine = np.array([_digest(f"{self._settings()} {key} {list(chosen)}")])
-            found = self.comm._gather_plain(mine.view(np.uint8)).view(np.int64)[:, 0]
-            others = np.flatnonzero(found != mine).tolist()
+            facts = self._settings() | {"parameters": list(unit), "layers": list(chosen)}
+            text = json.dumps(facts)
+            # Of a length that all know; texts only where ranks differ, which all of them see.
+            mine = np.array([_digest(text), len(text)])
+            found = self.comm._gather_plain(mine.view(np.uint8)).view(np.int64)
+            others = np.flatnonzero(found[:, 0] != mine[0]).tolist()
+            if others:
+                padded = np.frombuffer(text.ljust(found[:, 1].max()).encode(), np.uint8)
+                rows = self.comm._gather_plain(padded.copy())
+                theirs = json.loads(rows[others[0]].tobytes())
+                differ = _differences(facts, theirs, others[0])
         if others:
-            where = f"{key[0]} to {key[-1]}"
+            where = f"{unit[0]} to {unit[-1]}"
             detail = f"ranks {others} have other settings or choose other layers of {where}"
-            raise call.failure("agree", detail)
+            raise call.failure("agree", f"{detail}: {differ}")
         self._agreed.add(key)
 
     def sums(self, layers: Sequence[tuple[str, Any]], everywhere: bool = False) -> list[Any]:
         """The sums of layers, float32, for their owners or for all.
 
-        A layer is a name and a contiguous tensor of shape (ranks, m), of a dtype for which
-        `Tagc.pays`; row r is rank r's to own. The result has shape (m,), this rank's row, or with
-        `everywhere` (ranks, m). A value that is peeled is the sum, in float32 in the order of
-        ranks, of what ranks kept and rounded to the cells' dtype, rounded once to that: NaN and
-        infinities arrive, and zeros where no rank has kept anything.
+        A layer is a name and a contiguous tensor of shape (ranks, m), better without `obstacle`;
+        row r is rank r's to own. The result has shape (m,), this rank's row, or with `everywhere`
+        (ranks, m). A value that is peeled is the sum, in float32 in the order of ranks, of what
+        ranks kept and rounded to the cells' dtype, rounded once to that (float16: divided before,
+        and multiplied in float32 after it; see `Tagc`). Where no rank has kept anything it is zero.
+        NaN and infinities arrive; with "1bit", if the index lacks one that a rank kept, the
+        result is NaN wherever the index has an entry, and it has one at least.
 
-        Raises CollectiveError: for other layers or settings elsewhere, damage on the way, a rank
-        that is gone; every later call is refused then.
+        Raises ValueError for a layer of which nothing would be kept, or of another dtype;
+        CollectiveError for other layers or settings elsewhere, damage on the way, a rank that is
+        gone, and every later call is refused then.
         """
         if not layers:
             return []
+        for name, x in layers:
+            if unfit := self.tagc.unfit(x.shape[1], x.dtype, self.comm.world_size):
+                raise ValueError(f"{name}: {unfit}")
         call = Call(self.comm.rank, "sketches", self._calls, "sketch")
         self._calls += 1
         if self._broken is not None:
@@ -265,7 +345,7 @@ class Sketches:
         call.algorithm = f"{'all-reduce' if everywhere else 'reduce-scatter'} of sketches, lhc"
         call.reason = f"the rule names {len(layers)} layers"
         shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in layers]
-        wire = _Wire(self.comm, call, _digest(f"{call.sequence} {self._settings()} {shapes}"))
+        wire = _Wire(self.comm, call, f"{call.sequence}, {self._settings()}, {shapes}")
         error: str | None = None
         try:
             return self._sums(call, wire, layers, everywhere)
@@ -291,6 +371,9 @@ class Sketches:
         early = wire.verdict(torch.stack([la.kept for la in found]))
         with call.stage("encode"):
             if tagc.index == "1bit":
+                for index in indexes:
+                    # Which can say that what is lost is not finite.
+                    index[:1] |= (index == 0).all().to(torch.uint8)
                 found = [_within(la, index) for la, index in zip(found, indexes, strict=True)]
             encoded = [self._encoded(la, index) for la, index in zip(found, indexes, strict=True)]
         sent = [(e.layer, e.sent) for e in encoded if e.sent is not None]
@@ -313,16 +396,18 @@ class Sketches:
             self._report(e, kept[i], lost[i], numbers[3 * i : 3 * i + 3])
         if tagc.accumulate:
             for layer, _ in sent:
-                self.state.residuals.replace(layer.parts, layer.residual.view(-1))
+                e = layer.residual if layer.scale == 1 else layer.residual.div_(layer.scale)
+                self.state.residuals.replace(layer.parts, e.view(-1))
         shares = sum(layer.x[0].nbytes for layer, _ in sent)
         call.raw_bytes = (self.comm.world_size - 1) * shares * (2 if everywhere else 1)
         return results
 
-    def _settings(self) -> str:
+    def _settings(self) -> dict[str, Any]:
         """What all ranks must have in common; without the rule, whose result is compared."""
-        tagc = self.tagc
-        same = tagc.ratio, self._theta, tagc.index, tagc.sketch, tagc.mapping, tagc.fallback
-        return f"{same} {tagc.accumulate}"
+        names = "ratio", "index", "sketch", "mapping", "accumulate"
+        lower = None if self.tagc.fallback is None else list(self.tagc.fallback)
+        same = {name: getattr(self.tagc, name) for name in names}
+        return same | {"theta": self._theta, "fallback": lower}
 
     def _sparsified(self, name: str, x: Any) -> _Layer:
         flat, accumulate = x.reshape(-1), self.tagc.accumulate
@@ -331,13 +416,18 @@ class Sketches:
         else:
             rows = flat.float().view(x.shape)
         cells = BY_NAME[self.tagc.codec(x.dtype).spec.sketch]  # type: ignore[attr-defined]
+        scale = 1.0
+        if cells.name == "float16" and self.comm.world_size > 1:
+            # Exact but for the smallest; the owner's sum is not above the largest term.
+            scale = 2.0 ** -(self.comm.world_size - 1).bit_length()
+            rows = rows * scale
         corrected = rows if accumulate and self.tagc.index == "1bit" else None
         residual = None
         if accumulate:
             residual = rows if corrected is None else torch.empty_like(rows)
         # Rounded here, so that the residual takes what that loses.
-        sparse, kept = sparsify_rows(rows, self._theta, cells, residual)
-        return _Layer(name, x, corrected, sparse, residual, kept, torch.zeros_like(kept))
+        sparse, count = sparsify_rows(rows, self._theta, cells, residual)
+        return _Layer(name, x, corrected, sparse, residual, count, torch.zeros_like(count), scale)
 
     def _agree(self, call: Call, wire: _Wire, layers: Sequence[_Layer]) -> list[Any]:
         """The index of all ranks: each combines a share of it, and all gather the shares.
@@ -381,7 +471,7 @@ class Sketches:
         if tagc.fallback is None or not _estimated(counts):
             return _Encoded(layer, first, tagc.ratio, first, counts)
         for lower in sorted(tagc.fallback, reverse=True):
-            if tagc.pays(layer.x.shape[1], layer.x.dtype, lower):
+            if tagc.pays(layer.x.shape[1], layer.x.dtype, lower, self.comm.world_size):
                 sent = self._sketched(layer, index, lower)
                 found = sent.counts()
                 if not _estimated(found):
@@ -396,19 +486,26 @@ class Sketches:
         layer, sent, ratio, first, _ = encoded
         diagnosis = (sent or first).diagnosis(counts)
         asked = diagnosis if sent is first else first.diagnosis(first.counts().tolist())
-        reason = asked.advice or ""
+        reasons = [asked.advice] if asked.advice else []
         if lost:
-            reason = f"'1bit' lost {lost} of this rank's values; {reason}"
+            reasons.insert(0, f"'1bit' lost {lost} of this rank's values")
+        if asked.estimated and self.tagc.fallback is None:
+            self.state.warn(layer.name, f"{layer.name}: {'; '.join(reasons)}")
+        if lost > MUCH_LOST * kept:
+            self.state.warn(
+                "1bit",
+                f"{layer.name}: index '1bit' lost {lost} of the {kept} values that this rank kept; "
+                "entries that ranks share never arrive with it; take index='or', or '4bit'",
+            )
         self.state.note(
             layer.name,
-            warn=bool(asked.estimated) and self.tagc.fallback is None,
             nelem=layer.nelem,
             theta=self._theta,
             kept=kept,
             lost=lost,
             diagnosis=diagnosis,
             ratio=ratio,
-            reason=reason.removesuffix("; "),
+            reason="; ".join(reasons),
         )
 
     def _by_sketch(
@@ -446,10 +543,12 @@ class Sketches:
             return [self._decoded(layer, sent, everywhere) for layer, sent in parts]
 
     def _decoded(self, layer: _Layer, sent: Sketched, everywhere: bool) -> Any:
-        if everywhere:
-            return sent.decode(0, layer.nelem).view(layer.x.shape)
         m = layer.x.shape[1]
-        return sent.decode(self.comm.rank * m, (self.comm.rank + 1) * m)
+        start = 0 if everywhere else self.comm.rank * m
+        found = sent.decode(start, layer.nelem if everywhere else start + m)
+        if layer.scale != 1:
+            found.div_(layer.scale)
+        return found.view(layer.x.shape) if everywhere else found
 
     def _uncompressed(self, layer: _Layer, everywhere: bool) -> Any:
         comm = self.comm
@@ -469,8 +568,10 @@ class _Verdict(NamedTuple):
 class _Wire:
     """The messages of a call, each with a card before it: uint8, shape (rows, CARD_NBYTES + n)."""
 
-    def __init__(self, comm: Communicator, call: Call, digest: int) -> None:
-        self._transport, self._call, self._digest = comm.transport, call, digest
+    def __init__(self, comm: Communicator, call: Call, facts: str) -> None:
+        """All ranks must have the same `facts`."""
+        self._transport, self._call = comm.transport, call
+        self._facts, self._digest = facts, _digest(facts)
         #: Stages of messages, and on the device what is wrong with those from each rank.
         self._verdicts: list[tuple[str, Any]] = []
 
@@ -517,6 +618,7 @@ class _Wire:
             if _OTHER in wrong:
                 rank = wrong.index(_OTHER)
                 detail = f"rank {rank} has other settings or layers, or is at another step"
+                detail = f"{detail} than here: {self._facts}"
                 raise self._call.failure(stage, detail)
             if _DAMAGED in wrong:
                 rank = wrong.index(_DAMAGED)
@@ -544,25 +646,41 @@ def _digest(text: str) -> int:
 
 
 def _checksum(words: Any) -> Any:
-    """The sum modulo 2^64 of int64 words, by row: no flipped bit escapes it, no swapped kilobytes.
+    """The sum modulo 2^64 of int64 words times odd numbers, by row.
 
-    Of runs of 1024, which are numbered, and of the words behind the last one.
+    No flipped bit escapes it, nor do two different words that change places, unless the distance of
+    their places times their difference is a multiple of 2^63.
     """
-    whole = words.shape[1] // 1024 * 1024
-    sums = words[:, :whole].unflatten(1, (-1, 1024)).sum(2) if whole else words[:, :0]
-    sums = torch.cat([sums, words[:, whole:]], 1)
-    return (sums * torch.arange(1, 2 * sums.shape[1] + 1, 2, device=words.device)).sum(1)
+    return (words * torch.arange(1, 2 * words.shape[1] + 1, 2, device=words.device)).sum(1)
+
+
+def _differences(here: dict[str, Any], theirs: dict[str, Any], rank: int) -> str:
+    """In which facts a rank differs from this one; of names those that one of the two lacks."""
+    found = []
+    for name, mine in here.items():
+        other = theirs[name]
+        if mine == other:
+            continue
+        if name in ("parameters", "layers") and set(mine) != set(other):
+            mine, other = ([x for x in a if x not in b] for a, b in ((mine, other), (other, mine)))
+        found.append(f"{name}: {other!r} on rank {rank}, {mine!r} here")
+    return "; ".join(found)
 
 
 def _within(layer: _Layer, index: Any) -> _Layer:
-    """The layer without entries that are not in the index; they stay with the residual."""
+    """The layer without entries that are not in the index; they stay with the residual.
+
+    If one of them is not finite, the layer is NaN at all that are.
+    """
     places = torch.arange(8, dtype=torch.uint8, device=index.device)
     bits = (index[:, None] >> places & 1).view(-1)[: layer.nelem].bool().view(layer.x.shape)
     if layer.residual is not None:
         corrected = layer.corrected.nan_to_num(0.0, 0.0, 0.0)
         torch.where(bits, layer.residual, corrected, out=layer.residual)
-    lost = torch.count_nonzero(torch.where(bits, 0, layer.sparse))
-    return layer._replace(sparse=torch.where(bits, layer.sparse, 0), lost=lost)
+    lost = torch.where(bits, 0, layer.sparse)
+    sent = torch.where(lost.isfinite().all(), layer.sparse, torch.nan)
+    sparse = torch.where(bits, sent, 0)
+    return layer._replace(sparse=sparse, lost=torch.count_nonzero(lost))
 
 
 def _estimated(counts: Any) -> bool:

@@ -20,8 +20,8 @@ def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
     Of n elements the first array keeps the n - ceil(theta * n) of the largest magnitudes, among
     equal ones those that come first in C order; the second, the residual to add to the next step's
     gradient, has the others. A NaN counts as largest. `x`, of NumPy or PyTorch and any shape, is
-    left alone; PyTorch's stays on its device and waits for nothing, and what comes of it has no part
-    in autograd.
+    left alone; PyTorch's stays on its device, waits for nothing, and gives tensors apart from
+    autograd.
 
     Raises TypeError for other arrays or dtypes and if `theta` is no number, ValueError if it is not
     from 0 to 1.
@@ -86,7 +86,7 @@ def check_theta(theta: Any, more: str = "") -> None:
     """
     if isinstance(theta, bool) or not isinstance(theta, Real):
         raise TypeError(f"theta is {theta!r}; allowed: a number from 0 to 1{more}")
-    if not 0 <= theta <= 1:
+    if not 0 <= float(theta) <= 1:
         raise ValueError(f"theta is {theta!r}; allowed: 0 to 1{more}")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import warnings
 from fractions import Fraction
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -45,10 +47,14 @@ class Reference:
     def __init__(self, theta: float, dtype: Any, accumulate: bool = True) -> None:
         self.theta, self.dtype, self.accumulate = theta, dtype, accumulate
         self.e: Floats | None = None
+        #: Of float16, so that sums do not overflow.
+        self.scale = 1.0
 
     def step(self, xs: Floats) -> Floats:
         """The sums, shape (ranks, m), of gradients of shape (ranks, ranks, m)."""
         corrected = xs if self.e is None else xs + self.e
+        if self.dtype == torch.float16:
+            self.scale = 0.5 ** math.ceil(math.log2(len(xs)))
         sent = np.zeros_like(corrected)
         keep = xs.shape[2] - math.ceil(Fraction(str(self.theta)) * xs.shape[2])
         for rank in np.ndindex(*xs.shape[:2]):
@@ -62,7 +68,8 @@ class Reference:
         return self.rounded(total)
 
     def rounded(self, x: Floats) -> Floats:
-        found: Floats = torch.from_numpy(x).to(self.dtype).float().numpy()
+        cells = torch.from_numpy(x * np.float32(self.scale)).to(self.dtype)
+        found: Floats = cells.float().numpy() / np.float32(self.scale)
         return found
 
 
@@ -97,13 +104,17 @@ def gradients(ranks: int, m: int, dtype: Any, seed: int = 0) -> Any:
     return torch.from_numpy(rng.standard_t(3, (ranks, ranks, m)).astype(np.float32)).to(dtype)
 
 
-def one(tagc: Tagc, xs: Any, everywhere: bool = False) -> list[tuple[Any, Report, State]]:
-    """A step of one layer on every rank: the sum, its report and the state."""
+def one(
+    tagc: Tagc, xs: Any, everywhere: bool = False, steps: int = 1
+) -> list[tuple[Any, Report, State]]:
+    """Like steps of one layer on every rank: the sum of all, the last report and the state."""
 
     def task(transport: MemoryTransport) -> tuple[Any, Report, State]:
         state = State()
         sums = Sketches(tw.Communicator(transport), tagc, state)
         found = sums.sums([("w", xs[transport.rank])], everywhere)[0]
+        for _ in range(steps - 1):
+            found += sums.sums([("w", xs[transport.rank])], everywhere)[0]
         return found, state.reports[-1], state
 
     return run_ranks(len(xs), task)
@@ -154,6 +165,7 @@ def test_sums_are_those_of_numpy(ranks: int) -> None:
             assert report.kept <= report.density * report.nelem <= ranks * report.kept
 
 
+@pytest.mark.filterwarnings("ignore:.*index '1bit' lost")
 @pytest.mark.parametrize(("ratio", "index"), FIGURE_2)
 def test_bytes_are_those_of_figure_2(ratio: float, index: str) -> None:
     """As many of uncompressed: an all-to-all sends (ranks - 1) / ranks of the tensor."""
@@ -259,18 +271,56 @@ def test_without_accumulation_what_is_zeroed_is_gone() -> None:
 
 
 def test_a_sum_of_bits_loses_values_that_stay_with_their_ranks() -> None:
-    """With "1bit", entries that two ranks keep; nothing disappears between sum and residuals."""
+    """With "1bit", entries that two ranks keep; nothing disappears between sum and residuals.
+
+    One warning says so. Run alone, since filters of warnings are the process's.
+    """
     rng = np.random.default_rng(0)
     xs = torch.from_numpy(rng.integers(-9, 10, (3, 3, 16 * 1024)).astype(np.float32))
     xs[1] = xs[0]
-    results = one(Tagc(ratio=4, index="1bit"), xs, everywhere=True)
+    text = r"w: index '1bit' lost .* values that this rank kept; .* take index='or', or '4bit'"
+    with pytest.warns(RuntimeWarning, match=text) as warned:
+        results = one(Tagc(ratio=4, index="1bit"), xs, everywhere=True, steps=2)
+    # Of each rank one, in both steps together.
+    assert len(warned) == 3
     kept = sum(state.residuals.residual("w") for _, _, state in results).view(3, -1)
     for found, report, _ in results:
-        assert torch.equal(found + kept, xs.sum(0))
+        assert torch.equal(found + kept, 2 * xs.sum(0))
         assert report.estimated == 0
     lost = [report.lost for _, report, _ in results]
     assert lost[0] == lost[1] > 0
     assert f"'1bit' lost {lost[0]} of this rank's values" in results[0][1].reason
+
+
+@pytest.mark.filterwarnings("ignore:.*index '1bit' lost")
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_sum_of_bits_tells_of_lost_nan(accumulate: bool, alone: bool) -> None:
+    """Entries that both ranks keep, of which the index has nothing; alone, nor anything else."""
+    xs = torch.zeros(2, 2, 16 * 1024)
+    # The last bit of a byte, whose carry is gone.
+    xs[:, 1, 7], xs[0, 1, 15], xs[1, 1, 15] = 1, math.inf, 2
+    if not alone:
+        xs[1, 0, 100] = 5
+    results = one(Tagc(ratio=4, index="1bit", accumulate=accumulate), xs)
+    for _, report, state in results:
+        assert report.lost == 2
+        if accumulate:
+            assert state.residuals.residual("w").isfinite().all()
+    found = torch.stack([found for found, _, _ in results])
+    assert found.isnan().nonzero().tolist() == [[0, 0 if alone else 100]]
+    assert not found.nan_to_num(0).any()
+
+
+def test_a_finite_mean_of_float16_arrives() -> None:
+    """Sums of three ranks are above what float16 has; a small entry loses bits to the residual."""
+    xs = torch.zeros(3, 3, 16 * 1024, dtype=torch.float16)
+    xs[:, :, 5], xs[:, :, 9], xs[0, :, 6] = 49152, -40000, 2.0**-24
+    for rank, (found, _, state) in enumerate(one(Tagc(ratio=4), xs)):
+        assert found[[5, 9, 6]].tolist() == [3 * 49152, -120000, 0]
+        e = state.residuals.residual("w").view(3, -1)
+        assert e[:, 6].tolist() == [0 if rank else 2.0**-24] * 3
+        assert torch.count_nonzero(e) == (0 if rank else 3)
 
 
 def test_too_dense_an_index_is_warned_of_once() -> None:
@@ -346,10 +396,24 @@ def test_all_zero_and_nothing_kept() -> None:
     for found, report, _ in one(Tagc(), xs):
         assert not found.any()
         assert (report.density, report.kept, report.peeled) == (0, 0, 1)
-    for found, report, state in one(Tagc(theta=1), xs + 3):
+    for found, report, _ in one(Tagc(index="1bit"), xs):
         assert not found.any()
-        assert report.kept == 0
-        assert (state.residuals.residual("w") == 3).all()
+        # An entry that would tell of a NaN.
+        assert report.density * report.nelem == 1
+
+
+@pytest.mark.parametrize(
+    ("tagc", "ranks"), [(Tagc(ratio=1000), 8), (Tagc(theta=1), 1), (Tagc(theta=0.99999), 1)]
+)
+def test_a_layer_of_which_nothing_would_be_kept_is_refused(tagc: Tagc, ranks: int) -> None:
+    text = "theta .* keeps none of a rank's 8192 elements; take a lower theta or ratio"
+    assert not tagc.pays(8192, torch.float32, ranks=ranks)
+    assert re.search(text, tagc.obstacle(8192, torch.float32, ranks=ranks))
+    comm = Mock(world_size=ranks, rank=0, topology="two-shot")
+    sums = Sketches(comm, tagc, State())
+    with pytest.raises(ValueError, match=text):
+        sums.sums([("w", torch.zeros(ranks, 8192))])
+    assert not tagc.obstacle(1 << 20, torch.float32, ranks=ranks) or tagc.theta == 1
 
 
 @settings(max_examples=25)
@@ -367,7 +431,7 @@ def test_nothing_disappears(data: st.DataObject) -> None:
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     xs = torch.from_numpy(rng.integers(-99, 99, (ranks, ranks, m)).astype(np.float32))
-    if not tagc.pays(m, xs.dtype):
+    if not tagc.pays(m, xs.dtype, ranks=ranks):
         return
     results = one(tagc, xs)
     left = sum(state.residuals.residual("w") for _, _, state in results).view(ranks, m)
@@ -428,10 +492,53 @@ def test_a_choice_of_other_layers_is_named() -> None:
         assert counted.sent == sent
         chosen = [] if transport.rank == 1 else ["d"]
         others = r"\[0, 2\]" if transport.rank == 1 else r"\[1\]"
-        with pytest.raises(tw.CollectiveError, match=f"ranks {others} have .* layers of c to d"):
+        layers = r"\['d'\] on rank 0, \[\] here" if transport.rank == 1 else r"\[\] on rank 1"
+        text = f"ranks {others} have .* layers of c to d: layers: {layers}"
+        with pytest.raises(tw.CollectiveError, match=text):
             sums.agree(["c", "d"], chosen)
 
     run_ranks(3, task)
+
+
+def test_settings_that_differ_are_named() -> None:
+    """And those that mean the same are the same."""
+    settings = (
+        Tagc(ratio=10, fallback=[4, 2]),
+        Tagc(ratio=10.0, fallback=(4.0, 2)),
+        Tagc(ratio=10, fallback=(4,), index="1bit"),
+    )
+    assert settings[0] == settings[1]
+
+    def task(transport: MemoryTransport) -> str:
+        for some in (settings[:2] + settings[:1], settings):
+            sums = Sketches(tw.Communicator(transport), some[transport.rank], State())
+            try:
+                sums.agree(["a"], ["a"])
+            except tw.CollectiveError as error:
+                return str(error)
+        return ""
+
+    found = run_ranks(3, task)
+    for text in found[:2]:
+        assert "ranks [2] have" in text
+        assert "index: '1bit' on rank 2, 'or' here" in text
+        assert "fallback: [4.0] on rank 2, [4.0, 2.0] here" in text
+        assert "ratio" not in text
+        assert "theta" not in text
+    assert "index: 'or' on rank 0, '1bit' here" in found[2]
+
+
+def test_what_changes_places_changes_the_checksum() -> None:
+    words = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (2, 3000)))
+    before = sketches._checksum(words)
+    for a, b in ((0, 1), (5, 1000), (2048, 2999)):
+        changed = words.clone()
+        changed[0, [a, b]] = changed[0, [b, a]]
+        assert (sketches._checksum(changed) != before).tolist() == [True, False]
+    for bit in (0, 33, 63):
+        changed = words.clone()
+        changed[1, 77] ^= -(2**63) if bit == 63 else 1 << bit
+        assert (sketches._checksum(changed) != before).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("message", "stage"), [(1, "index"), (2, "index"), (3, "sketch")])
@@ -440,18 +547,31 @@ def test_damage_is_noticed(message: int, stage: str) -> None:
     assert f"failed in stage {stage!r}: what came from rank 2 is damaged" in found[0]
 
 
-def test_bad_calls() -> None:
-    for options in (
-        {"ratio": 1},
-        {"theta": 1.5},
-        {"index": "xor"},
-        {"sketch": "int8"},
-        {"mapping": "none"},
-        {"fallback": (20,)},
-    ):
-        with pytest.raises(ValueError, match="allowed"):
-            Tagc(**options)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"ratio": 1}, ValueError, "allowed: 1.001 to 1000"),
+        ({"ratio": "10"}, TypeError, "ratio is '10'; allowed"),
+        ({"theta": 1.5}, ValueError, "theta is 1.5; allowed: 0 to 1, or None"),
+        ({"theta": "x"}, TypeError, "theta is 'x'; allowed: a number from 0 to 1, or None"),
+        ({"theta": True}, TypeError, "theta is True"),
+        ({"index": "xor"}, ValueError, "mode is 'xor'; allowed: or, 4bit, 1bit"),
+        ({"sketch": "int8"}, ValueError, "allowed"),
+        ({"mapping": "none"}, ValueError, "allowed"),
+        ({"accumulate": "no"}, TypeError, "accumulate is 'no'; allowed: True or False"),
+        ({"fallback": (20,)}, ValueError, "fallback has 20; allowed: ratios below 10"),
+        ({"fallback": (10,)}, ValueError, "fallback has 10; allowed: ratios below 10"),
+        ({"fallback": 4}, TypeError, "fallback is 4; allowed: a tuple of ratios"),
+        ({"fallback": "42"}, TypeError, "fallback is '42'; allowed: a tuple of ratios"),
+        ({"layers": None}, TypeError, r"layers is None; allowed: a Rule\(\)"),
+    ],
+)
+def test_no_settings(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Tagc(**options)
 
+
+def test_bad_calls() -> None:
     def task(transport: MemoryTransport) -> None:
         comm = tw.Communicator(transport)
         with pytest.raises(ValueError, match="'4bit' for 16 ranks; allowed: at most 15"):
@@ -487,8 +607,8 @@ IN_ATTENTION = """
 OUTSIDE = """
     value_head value_net.fc1 value.fc1 layers.0.key_fc query_embed monkey blocks.0.up
     h.3.attn.c_proj layers.1.self_attn.o_proj attention.dense attention.output.dense attn.proj
-    SelfAttention.o attention.out_lin attn1.to_out.0 attn.W_O attn.out_proj mha.linear_out attention.wo attn_out
-    proj mlp.gate_proj lm_head wte head
+    SelfAttention.o attention.out_lin attn1.to_out.0 attn.W_O attn.out_proj mha.linear_out
+    attention.wo attn_out proj mlp.gate_proj lm_head wte head
 """
 
 
