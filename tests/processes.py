@@ -61,7 +61,7 @@ def launch(
     return [json.loads(out.read_text()) for out in outs]
 
 
-def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[int, int]]:
+def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[float, float]]:
     """Launch the example in a module's docstring: all pairs of numbers that its ranks print."""
     lines = inspect.cleandoc(module.__doc__).splitlines()
     code = [line[4:] for line in lines if line.startswith("    ")]
@@ -79,9 +79,9 @@ def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[int, int]
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found: list[tuple[int, int]] = []
+    found: list[tuple[float, float]] = []
     for out in sorted(logs.rglob("stdout.log")):
-        numbers = [int(word) for word in out.read_text().split()]
+        numbers = [float(word) for word in out.read_text().split()]
         found += zip(numbers[::2], numbers[1::2], strict=True)
     return found
 

@@ -327,8 +327,10 @@ def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> 
 def test_the_example_in_the_docstring(tmp_path: Path) -> None:
     found = torchrun(tagc, 2, tmp_path)
     assert len(found) == 2
-    for raw, wire in found:
-        assert 0 < wire < 0.2 * raw
+    for loss, ratio in found:
+        # Of eight classes, it begins at log(8), 2.1.
+        assert loss < 1
+        assert 0 < ratio < 0.25
 
 
 if __name__ == "__main__":
