@@ -137,7 +137,7 @@ class CheckedUnit:
         for part in xs:
             total += part.float()
         at = 0
-        for name, _, n in self.inner._parameters:
+        for name, _, n in self.inner._parameters():
             if name in SKETCHED:
                 part = xs[:, :, at : at + n]
                 total[:, at : at + n] = self.expected.sum(name, part)
@@ -215,6 +215,58 @@ def partial(device: Any) -> list[Any]:
     return [[r.name, r.ratio, r.reason] for r in hooks.state.reports]
 
 
+class Pair(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Two layers of the same size, not to be told apart by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(400, 400, bias=False)
+        self.second = torch.nn.Linear(400, 400, bias=False)
+
+    def forward(self, x: Any, whole: bool = True) -> Any:
+        x = self.first(x)
+        return self.second(x) if whole else x
+
+
+def frozen(device: Any) -> list[Any]:
+    """What is frozen and not changes: gradients and residuals stay with their layers."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(1)
+    model = Pair().to(device)
+    model.first.requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    hooks = tagc.compress(model, tagc.Tagc(ratio=2, layers=RULE))
+    residuals = hooks.state.residuals
+    x = torch.randn(4, 400, device=device)
+    model(x).sum().backward()
+    kept = residuals.residual("second.weight").clone()
+    assert kept.any()
+
+    def swap(first: bool) -> None:
+        model.zero_grad()
+        model.first.requires_grad_(first)
+        model.second.requires_grad_(not first)
+
+    swap(True)
+    for _ in range(2):
+        # A gradient of zeros: what came of another layer's residual would show.
+        model(x * 0).sum().backward()
+        assert not model.first.weight.grad.full_tensor().any()
+        assert torch.equal(residuals.residual("second.weight"), kept)
+    # FSDP accumulates a gradient of the first layer, and has none of the second.
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    model.set_requires_gradient_sync(True)
+    swap(False)
+    model(x.requires_grad_(), whole=False).sum().backward()
+    total = gathered(x.detach().sum(0)).mean(0)
+    wanted = torch.outer(model.second.weight.full_tensor().sum(0), total)
+    torch.testing.assert_close(model.first.weight.grad.full_tensor(), wanted)
+    assert model.second.weight.grad is None
+    assert torch.equal(residuals.residual("second.weight"), kept)
+    return [[r.name, r.reason] for r in hooks.state.reports]
+
+
 def replicated(device: Any) -> dict[str, Any]:
     """DDP; every bucket is compared, and all ranks have the same bits."""
     ranks = dist.get_world_size()
@@ -264,19 +316,64 @@ def replicated(device: Any) -> dict[str, Any]:
     }
 
 
-def refused(device: Any) -> list[str]:
-    """What is raised for a module that is not sharded, and where options are given twice."""
-    model = DistributedDataParallel(make(device))
-    comm = communicator(None, device)
-    found = []
-    for call in (
-        lambda: tagc.compress(torch.nn.Linear(2, 2)),
-        lambda: tagc.register(model, comm=comm, trace=3),
-    ):
-        with pytest.raises(ValueError, match=r"comes first|allowed") as caught:
-            call()
-        found.append(str(caught.value))
+def halves(device: Any) -> float:
+    """A mean of gradients of float16 whose sum is too large for it."""
+    model = DistributedDataParallel(torch.nn.Linear(300, 300, bias=False).half().to(device))
+    tagc.register(model, tagc.Tagc(ratio=2))
+    x = torch.zeros(1, 300, device=device).half()
+    x[0, 0] = 200
+    out = model(x)
+    out.backward(200 * torch.eye(1, 300, device=device).half())
+    found: float = model.module.weight.grad[0, 0].item()
     return found
+
+
+def counts(device: Any) -> list[list[int]]:
+    """Bytes with and without a memory of calls: of DDP and FSDP, some layers falling back."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = tagc.Tagc(theta=0, fallback=(), layers=RULE)
+    found = []
+    for trace in (1000, 1, 0):
+        torch.manual_seed(1)
+        x = torch.randn(4, 400, device=device)
+        model = DistributedDataParallel(Pair().to(device))
+        hook: Any = tagc.register(model, options, trace=trace)
+        model(x).sum().backward()
+        sharded_model = fully_shard(Pair().to(device), mesh=mesh)
+        hooks = tagc.compress(sharded_model, options, trace=trace)
+        sharded_model(x).sum().backward()
+        some = hook, hooks.reduce_scatter, hooks.all_gather
+        found.append([n for one in some for n in (one.raw_bytes, one.wire_bytes)])
+    return found
+
+
+def refused(device: Any) -> None:
+    """Calls that raise, and say what is allowed."""
+    linear = torch.nn.Linear(2, 2)
+    model = DistributedDataParallel(linear.to(device))
+    comm, silent = communicator(None, device), communicator(None, device, trace=0)
+    wide = DistributedDataParallel(torch.nn.Linear(512, 512).double().to(device))
+    hook = tagc.register(wide, comm=comm)
+    wide(torch.ones(1, 512, device=device).double()).sum().backward()
+    (report,) = hook.state.reports
+    assert report.reason.startswith("torch.float64 has no sketch; allowed: torch.float16")
+    bad: Any = 10
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: tagc.compress(linear), ValueError, "fully_shard comes first"),
+        (lambda: tagc.compress(linear, foo=1), TypeError, r"options are \['foo'\]; allowed"),
+        (lambda: tagc.compress(linear, bad), TypeError, r"tagc is 10; allowed: a Tagc\(\)"),
+        (lambda: tagc.compress(linear, codec="none"), ValueError, "none"),
+        (lambda: tagc.register(linear), TypeError, "model is a Linear; allowed: Distributed"),
+        (lambda: tagc.register(model, bad), TypeError, r"tagc is 10; allowed: a Tagc\(\)"),
+        (lambda: tagc.register(model, state=bad), TypeError, r"state is 10; allowed: a State\(\)"),
+        (lambda: tagc.register(model, comm=bad), TypeError, "comm is 10; allowed: a Communicator"),
+        (lambda: tagc.register(model, trace=-1), ValueError, "trace is -1; allowed"),
+        (lambda: tagc.register(model, comm=comm, trace=3), ValueError, "comm and .* are given"),
+        (lambda: tagc.register(model, comm=silent), ValueError, "trace of comm is 0; allowed"),
+    ]
+    for call, error, text in calls:
+        with pytest.raises(error, match=text):
+            call()
 
 
 def everything(device: Any) -> dict[str, Any]:
@@ -285,7 +382,10 @@ def everything(device: Any) -> dict[str, Any]:
     if dist.get_world_size() == 2:
         found["bfloat16"] = sharded(device, "bfloat16")
         found["partial"] = partial(device)
-        found["refused"] = refused(device)
+        found["frozen"] = frozen(device)
+        found["halves"] = halves(device)
+        found["counts"] = counts(device)
+        refused(device)
     return found
 
 
@@ -320,7 +420,16 @@ def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> 
             reasons = [reason for _, _, reason in found["partial"]]
             assert len(reasons) == 2
             assert all("have no gradient" in reason for reason in reasons)
-            assert len(found["refused"]) == 2
+            changed = "other parameters of its FSDP module require gradients than before"
+            assert found["frozen"] == [
+                ["second.weight", ""],
+                ["first.weight", changed],
+                ["first.weight", ""],
+                ["second.weight", changed],
+            ]
+            assert found["halves"] == 40000
+            assert all(sizes == found["counts"][0] for sizes in found["counts"])
+            assert min(found["counts"][0]) > 0
 
 
 @pytest.mark.long
