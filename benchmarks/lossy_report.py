@@ -276,7 +276,7 @@ def tagc_lines(recorded: dict[str, Any]) -> list[str]:
         "same seed. MB: what a rank sent of gradients, by the hooks' count. Of the layers that go "
         "by sketch: their share of the parameters, theta (zeroed by every rank), the density of "
         "the agreed index, and the shares of values that are estimated (mean, and of the worst "
-        "layer and step) or, kept by a rank, lost by the index.",
+        "layer, step and seed) or, kept by a rank, lost by the index.",
         "",
         "| gradients | seeds | validation loss | difference | 95 % interval | % | MB | ratio | "
         "share | theta | density | estimated | lost |",
@@ -290,7 +290,8 @@ def tagc_lines(recorded: dict[str, Any]) -> list[str]:
         facts = ["", "", "", "", ""]
         if config != UNCOMPRESSED:
             some = list(runs.values())
-            mean, worst = np.mean([r["estimated"] for r in some], axis=0)
+            mean = np.mean([r["estimated"][0] for r in some])
+            worst = max(r["estimated"][1] for r in some)
             facts = [
                 f"{some[0]['share_of_parameters']:.3f}",
                 f"{some[0]['theta']:.4g}",
