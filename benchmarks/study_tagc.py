@@ -120,7 +120,7 @@ def run_rank(
     """What the process of a rank does: all runs, which rank 0 writes down one by one."""
     torch.set_num_threads(1)
     # Reports tell it, and the table does.
-    warnings.filterwarnings("ignore", message=".*values are estimated")
+    warnings.filterwarnings("ignore", message=".*(values are estimated|'1bit' lost)")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
