@@ -59,7 +59,8 @@ class Tagc:
     `Report.lost` counts: where ranks keep the same entry, bits carry, and what they kept is not
     sent. Such entries stay with the residuals, are the largest there in the next step, and are
     lost again: entries that several ranks want in every step never arrive. A warning says when
-    it is more than a tenth; if NaN or infinity is lost, NaN arrives elsewhere. Take "or", which costs the same.
+    it is more than a tenth; if NaN or infinity is lost, NaN arrives elsewhere. Take "or", which
+    costs the same.
 
     With `accumulate`, what a rank zeroed, lost by the index or rounded goes with its next gradient:
     every rank keeps a float32 number for each element of these layers, unsharded. Nobody keeps what
