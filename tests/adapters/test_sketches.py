@@ -416,6 +416,7 @@ def test_a_layer_of_which_nothing_would_be_kept_is_refused(tagc: Tagc, ranks: in
     assert not tagc.obstacle(1 << 20, torch.float32, ranks=ranks) or tagc.theta == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*index '1bit' lost")
 @settings(max_examples=25)
 @given(st.data())
 def test_nothing_disappears(data: st.DataObject) -> None:
