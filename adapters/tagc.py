@@ -275,10 +275,10 @@ def compress(
     float32, 3.6 of bfloat16 and float16. Of small ones it is more: there are whole rows of 1024
     cells, in a share of 32 x 1024 elements four, 6 bits.
 
-    Parameters may be frozen and unfrozen between steps, on all ranks alike. In a step in which a
-    parameter of a unit that requires one gets no gradient, and in the first after other ones do,
-    the unit goes by the communicator, which its layers' reports say: which gradient is whose is not
-    known for sure then.
+    Parameters may be frozen and unfrozen between steps, on all ranks alike (not there and back while
+    gradients accumulate without communication). In a step in which a parameter of a unit that
+    requires a gradient gets none, and in the first after other ones require it, the unit goes by
+    the communicator, which its layers' reports say: which gradient is whose is not known for sure.
 
     Raises TypeError for unknown options, ValueError for wrong ones, if there is no FSDP module, or
     one with several meshes, and at the first call for an index mode that does not carry so many
@@ -444,7 +444,7 @@ def _checked(
     if unknown := sorted(set(options) - set(allowed)):
         raise TypeError(f"options are {unknown}; allowed: {allowed}")
     Communicator(connect(1)[0], **options)
-    return state, tagc, options | {"trace": max(options.get("trace", 1000), 1)}
+    return state, tagc, options | ({"trace": 1} if options.get("trace") == 0 else {})
 
 
 def _skip(state: State, name: str, nelem: int, reason: str) -> None:
