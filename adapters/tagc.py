@@ -275,8 +275,8 @@ def compress(
     float32, 3.6 of bfloat16 and float16. Of small ones it is more: there are whole rows of 1024
     cells, in a share of 32 x 1024 elements four, 6 bits.
 
-    Parameters may be frozen and unfrozen between steps, on all ranks alike (not there and back while
-    gradients accumulate without communication). In a step in which a parameter of a unit that
+    Parameters may be frozen and unfrozen between steps, on all ranks alike, but not there and back
+    while gradients accumulate without communication. In a step in which a parameter of a unit that
     requires a gradient gets none, and in the first after other ones require it, the unit goes by
     the communicator, which its layers' reports say: which gradient is whose is not known for sure.
 
