@@ -54,7 +54,7 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("world", [1, 2, 5, 8])
+@pytest.mark.parametrize("world", [2, 5, 8])
 @pytest.mark.parametrize("codec", [*CODECS, tw.codec("omnireduce")], ids=lambda c: str(c.spec))
 def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) -> None:
     """Bit for bit what `add` makes of the buffers of all ranks, with statistics agreed on."""
@@ -81,7 +81,7 @@ def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) ->
         exact(out, summed(shares, 1, t.rank))
         record = comm.trace()[0]
         assert record.algorithm == f"cells, no sizes, {codec.name}"
-        assert (record.wire_bytes > 0) == (world > 1)
+        assert 0 < record.wire_bytes < record.raw_bytes
         small = comm.all_reduce(own[:50])
         assert comm.trace()[-1].algorithm.startswith("two-shot")
         assert tw.error(sum(x[:50].astype(np.float32) for x in xs), small).vnmse < 1e-4
