@@ -32,9 +32,9 @@ class CollectiveError(RuntimeError):
     """A collective that failed on this rank; `__cause__` is what the transport or decoder raised.
 
     `rank` is this rank, `sequence` counts collectives (messages: those of the pair), `stage` is
-    what it was at; in sums by hops `detail` names the hop, counted from 0, and its sender. If the
-    ranks are still in step (everything had been exchanged, only decoding failed), the communicator
-    goes on; else it refuses every later call.
+    what it was at; in sums by hops `detail` names the hop, counted from 0, and its sender, or the
+    gather of the sums behind the last hop. If the ranks are still in step (everything had been
+    exchanged, only decoding failed), the communicator goes on; else it refuses every later call.
     """
 
     def __init__(self, rank: int, collective: str, sequence: int, stage: str, detail: str) -> None:
