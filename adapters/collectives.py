@@ -786,14 +786,22 @@ class Communicator(CellSums):
     def _add_and_encode(self, call: Call, buffers: Sequence[Buffer], total: Any) -> Shares:
         """The sum of the buffers of all ranks, encoded; `total` has room for all but the last."""
         *before, last = buffers
-        self._add(call, before, total)
+        local = total
+        if len(before) == 1 and tensors.is_cuda(total):
+            # A single term is narrow: less to write, and to read again.
+            local = tensors.empty((last.plan.nelem,), last.plan.dtype, total)
+            self._decode(call, before[0], local, 0)
+        else:
+            self._add(call, before, total)
         note = f" (from rank {self._size - 1})"
         with call.stage("decode", note), np.errstate(all="ignore"):
             shares = self._room("send", [self._plan(last.plan.dtype, last.plan.nelem)], total)
             self._take("send", shares)
-            self._codec.decode_add_encode(
-                last, total, out=shares.data[0], key=self._key(call), checksum=self._checksum
-            )
+            room, key = shares.data[0], self._key(call)
+            if not self._sum_here(last, local, room, key, None):
+                self._codec.decode_add_encode(
+                    last, local, out=room, key=key, checksum=self._checksum
+                )
         self._decoded(call, last, note, self._size - 1)
         return shares
 
