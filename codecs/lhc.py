@@ -37,8 +37,10 @@ from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-#: Elements of a row, and cells of a row of the sketch.
+#: Cells of a row of the sketch, which is the least that it grows by.
 LANES = 1024
+#: Elements that are mapped alike, to as many cells that follow one another.
+BLOCK = 256
 HASHES = 3
 #: In the order of their numbers on the page.
 SKETCHES = ("same", *WIDENED)
@@ -169,10 +171,10 @@ SPEC = Lhc
 def workspace(spec: Lhc, nelem: int, chunks: int) -> tuple[int, ...]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    A sum per chunk; STATE words of state; three bits an element and one a cell.
+    A sum per chunk; STATE words of state; three bits an element and one a cell, of whole rows.
     """
-    bits = 3 * -(-nelem // LANES) + spec.rows(nelem)
-    return align(8 * chunks), align(8 * STATE * chunks), bits * LANES // 8 * chunks
+    rows = 3 * -(-nelem // LANES) + spec.rows(nelem)
+    return align(8 * chunks), align(8 * STATE * chunks), rows * LANES // 8 * chunks
 
 
 def occupied(bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:
@@ -194,9 +196,9 @@ class Peeling(NamedTuple):
     rounds: int
 
 
-def hashes(rows: int) -> Words:
-    """MurmurHash3_x86_32 of the row numbers as 4 bytes, with seeds 0, 1, 2: shape (rows, 3)."""
-    k = np.arange(rows, dtype=np.uint32)[:, None] * np.uint32(0xCC9E2D51)
+def hashes(n: int) -> Words:
+    """MurmurHash3_x86_32 of 0 to `n` - 1 as 4 bytes, with seeds 0, 1, 2: shape (n, 3)."""
+    k = np.arange(n, dtype=np.uint32)[:, None] * np.uint32(0xCC9E2D51)
     k = _rotl(k, 15) * np.uint32(0x1B873593)
     h = _rotl(k ^ np.arange(HASHES, dtype=np.uint32), 13) * np.uint32(5) + np.uint32(0xE6546B64)
     h ^= np.uint32(4)
@@ -212,41 +214,45 @@ def _rotl(x: Words, by: int) -> Words:
 
 
 class Mapping(NamedTuple):
-    """Of each row of a chunk, by hash: row of the sketch, lane offset, sign. Shapes (rows, 3)."""
+    """Of each block of elements, by hash: block of cells, offset, sign. Shapes (blocks, 3)."""
 
-    rows: Ints
+    blocks: Ints
     offsets: Ints
     #: The sign bit, or 0.
     signs: Words
 
 
 def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
-    """See `Mapping`."""
-    h = hashes(-(-nelem // LANES))
+    """See `Mapping`. Blocks of whole rows, as if the last one were not short."""
+    rows, per_row = -(-nelem // LANES), LANES // BLOCK
     if spec.mapping == "published":
-        rows = (h % np.uint32(max(sketch_rows, 1))).astype(np.int64)
-        return Mapping(rows, np.zeros(h.shape, np.int64), h & _SIGN)
-    g = np.arange(len(h))[:, None]
-    turns = g // max(sketch_rows, 1) * np.array([0, 1, 3])
-    thirds = np.arange(HASHES) * sketch_rows // HASHES
-    rows = (g + turns + thirds) % max(sketch_rows, 1)
-    offsets = (h >> np.uint32(21)).astype(np.int64) % LANES
+        h = hashes(rows).repeat(per_row, axis=0)
+        to = (h % np.uint32(max(sketch_rows, 1))).astype(np.int64) * per_row
+        to += np.arange(len(h))[:, None] % per_row
+        return Mapping(to, np.zeros(h.shape, np.int64), h & _SIGN)
+    blocks, turn = rows * per_row, max(sketch_rows, 1) * per_row
+    h = hashes(-(-blocks // turn) * turn)
+    keys = (h & ~_SIGN).reshape(-1, turn, HASHES)
+    to = np.empty(keys.shape, np.int64)
+    np.put_along_axis(to, keys.argsort(axis=1, kind="stable"), np.arange(turn)[:, None], axis=1)
+    h, to = h[:blocks], to.reshape(-1, HASHES)[:blocks]
+    offsets = h.astype(np.int64) % BLOCK
     a, b, c = offsets.T
     # Three different offsets, so that the three cells of an element differ.
     b += b == a
-    b %= LANES
+    b %= BLOCK
     for _ in range(2):
         c += (c == a) | (c == b)
-        c %= LANES
-    return Mapping(rows, offsets, h & _SIGN)
+        c %= BLOCK
+    return Mapping(to, offsets, h & _SIGN)
 
 
 def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
     """Peel by rounds: who is alone in a cell gets it, in the first of its cells, and leaves."""
     elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little"))
-    row = elements // LANES
-    lanes = (elements[:, None] + mapping.offsets[row]) % LANES
-    cells = mapping.rows[row] * LANES + lanes
+    block = elements // BLOCK
+    places = (elements[:, None] + mapping.offsets[block]) % BLOCK
+    cells = mapping.blocks[block] * BLOCK + places
     own = np.full(elements.size, -1)
     counts = np.bincount(cells.reshape(-1), minlength=n_cells)
     left, rounds = np.arange(elements.size), 0
@@ -311,13 +317,13 @@ def encode_chunk(
 def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: DType) -> None:
     """Add the elements that were not peeled, float32 bits `words`, with signs to their cells.
 
-    In float32, by row, hash and lane.
+    In float32, by block, hash and element.
     """
     stay = found.own < 0
-    row = found.elements[stay] // LANES
-    order = np.argsort((row[:, None] * HASHES + np.arange(HASHES)).reshape(-1), kind="stable")
+    block = found.elements[stay] // BLOCK
+    order = np.argsort((block[:, None] * HASHES + np.arange(HASHES)).reshape(-1), kind="stable")
     at = found.cells[stay].reshape(-1)[order]
-    signed = (words[:, None] ^ mapping.signs[row]).reshape(-1)[order]
+    signed = (words[:, None] ^ mapping.signs[block]).reshape(-1)[order]
     sums = np.zeros(cells.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add.at(sums, at, signed.view(np.float32))
@@ -361,7 +367,7 @@ def decode_chunk(
     stay &= inside
     if stay.any():
         words = widen(cells[found.cells[stay]], kind)
-        words = words ^ mapping.signs[found.elements[stay] // LANES]
+        words = words ^ mapping.signs[found.elements[stay] // BLOCK]
         out[found.elements[stay] - start] = narrow(median(words), chunk.dtype)
     return ChunkDecoded()
 

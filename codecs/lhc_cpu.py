@@ -10,20 +10,20 @@ import numpy as np
 from ..numba_cache import cached
 from . import lhc
 from .base import Bytes
-from .lhc import HASHES, LANES, Mapping, Peeling
+from .lhc import BLOCK, HASHES, Mapping, Peeling
 
 
 @cached(nogil=True, error_model="numpy")
-def _peel(elements, rows, offsets, counts, members, cells, own, queue, peeled):
+def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled):
     """Fill `cells` and `own`; the number of rounds.
 
     A cell is known by how many elements are in it and the XOR of their places in `elements`. It
     enters `queue` once, when one is left; `peeled` has room for every element.
     """
     for i in range(elements.size):
-        g = elements[i] // LANES
+        b = elements[i] // BLOCK
         for j in range(HASHES):
-            c = rows[g, j] * LANES + (elements[i] + offsets[g, j]) % LANES
+            c = blocks[b, j] * BLOCK + (elements[i] + offsets[b, j]) % BLOCK
             cells[i, j] = c
             counts[c] += 1
             members[c] ^= i
@@ -68,7 +68,7 @@ def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
     own = np.empty(elements.size, np.int64)
     rounds = _peel(
         elements,
-        mapping.rows,
+        mapping.blocks,
         mapping.offsets,
         np.zeros(n_cells, np.int64),
         np.zeros(n_cells, np.int64),

@@ -2,13 +2,14 @@
 # mypy: disable-error-code="assignment,misc"
 """lhc on a GPU: peeling in bitmaps, sums of estimates without atomics. specs/lhc.md.
 
-Which elements meet in a cell follows from the shape alone, so a table lists for each row of the
-sketch the rows of elements in it, in the order in which the page adds them up: cells gather. A
-word holds the bits of 32 lanes, and a row of elements reaches a row of cells by turning its 1024
-bits. A round is two launches over bitmaps:
+Which elements meet in a cell follows from the shape alone, so a table lists for each block of the
+sketch the blocks of elements in it, in the order in which the page adds them up: cells gather. A
+word holds the bits of 32 elements, and a block of elements reaches a block of cells by turning its
+256 bits, the bytes of one sector. A round is two launches over bitmaps:
 
-1. `_alone_kernel`: of each row of cells, which have just one element left: two bits that saturate.
-2. `_peel_kernel`: of each row of elements, which have such a cell, and the first of their three.
+1. `_alone_kernel`: of each block of cells, which have just one element left: two bits that
+   saturate.
+2. `_peel_kernel`: of each block of elements, which have such a cell, and the first of their three.
 
 Rounds beyond the last launch, and all rounds of small chunks, are made by `_finish_kernel`, one
 program for each chunk. A round whose predecessor peeled nothing returns at once. So nothing waits
@@ -52,14 +53,25 @@ from .device import (
     touched,
     weigh,
 )
-from .lhc import FINISHED, HASHES, LANES, LEFT, ROUNDS, STATE, Lhc, mapping_of, workspace
+from .lhc import (
+    BLOCK,
+    FINISHED,
+    HASHES,
+    LANES,
+    LEFT,
+    ROUNDS,
+    STATE,
+    Lhc,
+    mapping_of,
+    workspace,
+)
 from .minifloat import INFINITY, NAN
 from .minifloat_triton import aligned_for, elements_at, narrow, widen
 
-#: Bits of a bitmap's word, words of a row.
+#: Bits of a bitmap's word, words of a block.
 _WORD = tl.constexpr(32)
-_ROW_WORDS = tl.constexpr(LANES // 32)
-_LANES, _HASHES = tl.constexpr(LANES), tl.constexpr(HASHES)
+_BLOCK_WORDS = tl.constexpr(BLOCK // 32)
+_BLOCK, _HASHES = tl.constexpr(BLOCK), tl.constexpr(HASHES)
 _STATE, _LEFT, _FINISHED = tl.constexpr(STATE), tl.constexpr(LEFT), tl.constexpr(FINISHED)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
@@ -73,19 +85,19 @@ _COUNTED = tl.constexpr(2048)
 _ELEMENTS, _STATS, _BUFFER = (tl.constexpr(i) for i in range(3))
 
 #: Rows that a program takes in a round, and in `_finish_kernel` at once.
-ROUND_ROWS = 16
-FINISH_ROWS = 32
-#: Chunks of so many rows at most are peeled by `_finish_kernel` alone.
-SMALL_ROWS = 256
+ROUND_BLOCKS = 64
+FINISH_BLOCKS = 128
+#: Chunks of so many blocks at most are peeled by `_finish_kernel` alone.
+SMALL_BLOCKS = 1024
 
 _OPTIONS = options(num_warps=4)
 _WIDE_OPTIONS = options(num_warps=8)
 
 # Of an element two bits say what became of it, in planes `a` and `b`: own cell by hash 0 (both), 1
 # (a), 2 (b), or none. It is `left` until then; those that stay left are estimated.
-# The table has for each row of elements and hash `row of cells << 11 | offset << 1 | sign`, then
-# where the list of each row of cells starts and the last ends, then those lists:
-# `row of elements << 13 | hash << 11 | offset << 1 | sign`.
+# The table has for each block of elements and hash `block of cells << 9 | offset << 1 | sign`, then
+# where the list of each block of cells starts and the last ends, then those lists:
+# `block of elements << 11 | hash << 9 | offset << 1 | sign`.
 
 
 @triton.jit
@@ -96,12 +108,12 @@ def _chunk_at(chunk, nelem, chunk_nelem):
 
 
 @triton.jit
-def _planes(work_ptr, chunk, chunks, rows, sketch_rows):
+def _planes(work_ptr, chunk, chunks, blocks, sketch_blocks):
     """Bitmaps of a chunk: left, a, b, and that of its cells."""
     words = work_ptr.to(tl.pointer_type(tl.uint32))
-    left = words + chunk * rows * _ROW_WORDS
-    plane = chunks * rows * _ROW_WORDS
-    cells = words + 3 * plane + chunk * sketch_rows * _ROW_WORDS
+    left = words + chunk * blocks * _BLOCK_WORDS
+    plane = chunks * blocks * _BLOCK_WORDS
+    cells = words + 3 * plane + chunk * sketch_blocks * _BLOCK_WORDS
     return left, left + plane, left + 2 * plane, cells
 
 
@@ -118,66 +130,66 @@ def _turned(low, high, by):
 
 
 @triton.jit
-def _at(row, by):
-    """Where words of rows are whose bit 0 is bit `by` of the row, and those behind them."""
-    word = tl.arange(0, _ROW_WORDS)[None, :] + (by >> 5)[:, None]
-    base = row[:, None] * _ROW_WORDS
-    return base + (word & (_ROW_WORDS - 1)), base + ((word + 1) & (_ROW_WORDS - 1))
+def _at(block, by):
+    """Where words of blocks are whose bit 0 is bit `by` of the block, and those behind them."""
+    word = tl.arange(0, _BLOCK_WORDS)[None, :] + (by >> 5)[:, None]
+    base = block[:, None] * _BLOCK_WORDS
+    return base + (word & (_BLOCK_WORDS - 1)), base + ((word + 1) & (_BLOCK_WORDS - 1))
 
 
 @triton.jit
-def _turned_rows(bitmap, row, by, use):
-    """Words of rows of a bitmap: bit i is bit (i + `by`) % 1024 of the row; 0 if not `use`."""
-    at, behind = _at(row, by)
+def _turned_blocks(bitmap, block, by, use):
+    """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
+    at, behind = _at(block, by)
     low = tl.load(bitmap + at, mask=use[:, None], other=0)
     high = tl.load(bitmap + behind, mask=use[:, None], other=0)
     return _turned(low, high, by)
 
 
 @triton.jit
-def _list_at(table, row, rows, sketch_rows):
-    """(pointer to the lists, first and last + 1 of the entries of rows of cells)."""
-    starts = table + _HASHES * rows
-    here = row < sketch_rows
-    first = tl.load(starts + row, mask=here, other=0)
-    end = tl.load(starts + row + 1, mask=here, other=0)
-    return starts + sketch_rows + 1, first, end
+def _list_at(table, block, blocks, sketch_blocks):
+    """(pointer to the lists, first and last + 1 of the entries of blocks of cells)."""
+    starts = table + _HASHES * blocks
+    here = block < sketch_blocks
+    first = tl.load(starts + block, mask=here, other=0)
+    end = tl.load(starts + block + 1, mask=here, other=0)
+    return starts + sketch_blocks + 1, first, end
 
 
 @triton.jit
-def _find_alone(table, left, cells, row, rows, sketch_rows, ROWS: tl.constexpr):
-    """Set in `cells` which of the cells of rows `row` have one element that is left."""
-    lists, at, end = _list_at(table, row, rows, sketch_rows)
+def _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS: tl.constexpr):
+    """Set in `cells` which of the cells of blocks `block` have one element that is left."""
+    lists, at, end = _list_at(table, block, blocks, sketch_blocks)
     longest = tl.max(end - at, 0)
-    once = tl.zeros([ROWS, _ROW_WORDS], tl.uint32)
-    twice = tl.zeros([ROWS, _ROW_WORDS], tl.uint32)
+    once = tl.zeros([BLOCKS, _BLOCK_WORDS], tl.uint32)
+    twice = tl.zeros([BLOCKS, _BLOCK_WORDS], tl.uint32)
     k = longest * 0
     while k < longest:
         use = at + k < end
         entry = tl.load(lists + at + k, mask=use, other=0)
-        bits = _turned_rows(left, entry >> 13, -(entry >> 1) & (_LANES - 1), use)
+        bits = _turned_blocks(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use)
         twice |= once & bits
         once |= bits
         k += 1
-    where = row[:, None] * _ROW_WORDS + tl.arange(0, _ROW_WORDS)[None, :]
-    tl.store(cells + where, once ^ twice, mask=(row < sketch_rows)[:, None])
+    where = block[:, None] * _BLOCK_WORDS + tl.arange(0, _BLOCK_WORDS)[None, :]
+    tl.store(cells + where, once ^ twice, mask=(block < sketch_blocks)[:, None])
 
 
 @triton.jit
-def _peel(table, left, a, b, cells, row, rows):
-    """Peel of rows `row` who has a cell alone; 1 if some has."""
-    here = row < rows
-    where = row[:, None] * _ROW_WORDS + tl.arange(0, _ROW_WORDS)[None, :]
+def _peel(table, left, a, b, cells, block, blocks):
+    """Peel of blocks `block` who has a cell alone; 1 if some has."""
+    here = block < blocks
+    where = block[:, None] * _BLOCK_WORDS + tl.arange(0, _BLOCK_WORDS)[None, :]
     there = here[:, None]
     stay = tl.load(left + where, mask=there, other=0)
-    first = tl.load(table + _HASHES * row, mask=here, other=0)
-    second = tl.load(table + _HASHES * row + 1, mask=here, other=0)
-    third = tl.load(table + _HASHES * row + 2, mask=here, other=0)
-    by_0 = stay & _turned_rows(cells, first >> 11, (first >> 1) & (_LANES - 1), here)
+    first = tl.load(table + _HASHES * block, mask=here, other=0)
+    second = tl.load(table + _HASHES * block + 1, mask=here, other=0)
+    third = tl.load(table + _HASHES * block + 2, mask=here, other=0)
+    by_0 = stay & _turned_blocks(cells, first >> 9, (first >> 1) & (_BLOCK - 1), here)
     stay ^= by_0
-    by_1 = stay & _turned_rows(cells, second >> 11, (second >> 1) & (_LANES - 1), here)
+    by_1 = stay & _turned_blocks(cells, second >> 9, (second >> 1) & (_BLOCK - 1), here)
     stay ^= by_1
-    by_2 = stay & _turned_rows(cells, third >> 11, (third >> 1) & (_LANES - 1), here)
+    by_2 = stay & _turned_blocks(cells, third >> 9, (third >> 1) & (_BLOCK - 1), here)
     stay ^= by_2
     in_a = by_0 | by_1
     in_b = by_0 | by_2
@@ -204,19 +216,19 @@ def _alone_kernel(
     state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
     turn: tl.int32,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """The first half of round `turn`, for some rows of cells of a chunk."""
+    """The first half of round `turn`, for some blocks of cells of a chunk."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
-    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0).to(tl.int64) % tiles * BLOCKS + tl.arange(0, BLOCKS)
     if _going(_state_at(state_ptr, chunk), turn):
-        left, _, _, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+        left, _, _, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
-        _find_alone(table, left, cells, row, rows, sketch_rows, ROWS)
+        _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS)
 
 
 @kernel
@@ -226,20 +238,20 @@ def _peel_kernel(
     state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
     turn: tl.int32,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """The second half of round `turn`, for some rows of elements of a chunk."""
+    """The second half of round `turn`, for some blocks of elements of a chunk."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
-    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0).to(tl.int64) % tiles * BLOCKS + tl.arange(0, BLOCKS)
     state = _state_at(state_ptr, chunk)
     if _going(state, turn):
-        left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+        left, a, b, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
-        if _peel(table, left, a, b, cells, row, rows) != 0:
+        if _peel(table, left, a, b, cells, block, blocks) != 0:
             tl.store(state + turn, 1)
 
 
@@ -250,28 +262,30 @@ def _finish_kernel(
     state_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     turn: tl.int32,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """All rounds of a chunk from round `turn` on."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
-    left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    left, a, b, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     going = _going(_state_at(state_ptr, chunk), turn).to(tl.int32)
     rounds = going * 0
     while going != 0:
-        at = rows * 0
-        while at < sketch_rows:
-            _find_alone(table, left, cells, at + tl.arange(0, ROWS), rows, sketch_rows, ROWS)
-            at += ROWS
+        at = blocks * 0
+        while at < sketch_blocks:
+            _find_alone(
+                table, left, cells, at + tl.arange(0, BLOCKS), blocks, sketch_blocks, BLOCKS
+            )
+            at += BLOCKS
         tl.debug_barrier()
         going = going * 0
-        at = rows * 0
-        while at < rows:
-            going |= _peel(table, left, a, b, cells, at + tl.arange(0, ROWS), rows)
-            at += ROWS
+        at = blocks * 0
+        while at < blocks:
+            going |= _peel(table, left, a, b, cells, at + tl.arange(0, BLOCKS), blocks)
+            at += BLOCKS
         rounds += going
         tl.debug_barrier()
     tl.store(_state_at(state_ptr, chunk) + _FINISHED, rounds.to(tl.int64))
@@ -292,16 +306,16 @@ def _count_kernel(
     state_ptr,
     counts_ptr,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
 ):
     """Add up what became of some words of a chunk's elements: see `peeling`."""
     chunk = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0).to(tl.int64) % tiles
     word = tile * _COUNTED + tl.arange(0, _COUNTED)
-    inside = word < rows * _ROW_WORDS
-    left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    inside = word < blocks * _BLOCK_WORDS
+    left, a, b, _ = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     stay = tl.load(left + word, mask=inside, other=0)
     gone = tl.load(a + word, mask=inside, other=0) | tl.load(b + word, mask=inside, other=0)
     peeled = tl.sum(_bits_set(gone).to(tl.int64), 0)
@@ -351,7 +365,7 @@ def _index_kernel(
     chunks: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    rows: tl.int64,
+    blocks: tl.int64,
     tiles: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -367,7 +381,7 @@ def _index_kernel(
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     word, mask = _words_of(tl.program_id(0).to(tl.int64) % tiles, n)
-    inside = word < rows * _ROW_WORDS
+    inside = word < blocks * _BLOCK_WORDS
     static_ptr = index_ptr + (static_at + chunk * static_stride + index_at) * 128
     index = static_ptr.to(tl.pointer_type(tl.uint32)) + word
     if FROM == _BUFFER:
@@ -389,7 +403,7 @@ def _index_kernel(
             bits = (found >> (bit & 7).to(tl.uint64)).to(tl.uint32) & mask
         tl.store(index, bits, mask=inside)
     if WORK:
-        left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, rows)
+        left, a, b, _ = _planes(work_ptr, chunk, chunks, blocks, blocks)
         tl.store(left + word, bits, mask=inside)
         tl.store(a + word, bits * 0, mask=inside)
         tl.store(b + word, bits * 0, mask=inside)
@@ -398,7 +412,7 @@ def _index_kernel(
 @triton.jit
 def _places(table, word, a, b, inside):
     """What the table has of the own cells of elements; those of hash 0 for the others."""
-    at = table + word // _ROW_WORDS * _HASHES
+    at = table + word // _BLOCK_WORDS * _HASHES
     first = tl.load(at, mask=inside, other=0)[:, None]
     second = tl.load(at + 1, mask=inside, other=0)[:, None]
     third = tl.load(at + 2, mask=inside, other=0)[:, None]
@@ -410,7 +424,7 @@ def _places(table, word, a, b, inside):
 @triton.jit
 def _cell(place, i):
     """The numbers of the cells of elements `i` in places of the table."""
-    return (place >> 11) * _LANES + ((i + (place >> 1)) & (_LANES - 1))
+    return (place >> 9) * _BLOCK + ((i + (place >> 1)) & (_BLOCK - 1))
 
 
 @kernel
@@ -435,8 +449,8 @@ def _scatter_kernel(
     chunks: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
@@ -460,8 +474,8 @@ def _scatter_kernel(
         # Made here: a hint on what a function gives is lost.
         first = tl.multiple_of(chunk * chunk_nelem, 16)
     word, _ = _words_of(tile, n)
-    inside = word < rows * _ROW_WORDS
-    left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    inside = word < blocks * _BLOCK_WORDS
+    left, a, b, _ = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     stay = tl.load(left + word, mask=inside, other=0)
     in_a = tl.load(a + word, mask=inside, other=0)
     in_b = tl.load(b + word, mask=inside, other=0)
@@ -505,8 +519,8 @@ def _estimate_kernel(
     chunks: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
     EXP: tl.constexpr,
@@ -515,31 +529,31 @@ def _estimate_kernel(
     CELL_ITEM: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Add up a row of cells from the elements that stay left, in the order of its list."""
-    chunk = tl.program_id(0).to(tl.int64) // sketch_rows
-    row = tl.program_id(0).to(tl.int64) % sketch_rows
+    """Add up a block of cells from the elements that stay left, in the order of its list."""
+    chunk = tl.program_id(0).to(tl.int64) // sketch_blocks
+    block = tl.program_id(0).to(tl.int64) % sketch_blocks
     if tl.load(_state_at(state_ptr, chunk) + _LEFT) != 0:
         first, _ = _chunk_at(chunk, nelem, chunk_nelem)
-        left, _, _, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+        left, _, _, _ = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
-        lists, at, end = _list_at(table, row, rows, sketch_rows)
+        lists, at, end = _list_at(table, block, blocks, sketch_blocks)
         x = elements_at(x_ptr, ITEM) + first
-        cell = tl.arange(0, _LANES)
-        total = tl.zeros([_LANES], tl.float32)
-        some = tl.zeros([_LANES], tl.int32)
+        cell = tl.arange(0, _BLOCK)
+        total = tl.zeros([_BLOCK], tl.float32)
+        some = tl.zeros([_BLOCK], tl.int32)
         while at < end:
             entry = tl.load(lists + at)
-            lane = (cell - (entry >> 1).to(tl.int32)) & (_LANES - 1)
-            bits = tl.load(left + (entry >> 13) * _ROW_WORDS + (lane >> 5))
-            on = ((bits >> (lane & 31).to(tl.uint32)) & 1) != 0
-            v = tl.load(x + (entry >> 13) * _LANES + lane, mask=on, other=0)
+            at_x = (cell - (entry >> 1).to(tl.int32)) & (_BLOCK - 1)
+            bits = tl.load(left + (entry >> 11) * _BLOCK_WORDS + (at_x >> 5))
+            on = ((bits >> (at_x & 31).to(tl.uint32)) & 1) != 0
+            v = tl.load(x + (entry >> 11) * _BLOCK + at_x, mask=on, other=0)
             v = widen(v, EXP, ITEM) ^ ((entry & 1) << 31).to(tl.int32)
             total = tl.where(on, total + v.to(tl.float32, bitcast=True), total)
             some |= on.to(tl.int32)
             at += 1
         found = narrow(total, CELL_EXP, CELL_ITEM, PTX)
         static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
-        store_element(static_ptr, row * _LANES + cell, found, some != 0, CELL_EXP, CELL_ITEM, 0)
+        store_element(static_ptr, block * _BLOCK + cell, found, some != 0, CELL_EXP, CELL_ITEM, 0)
 
 
 @kernel
@@ -598,31 +612,31 @@ def _used_kernel(
     work_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Set in the bitmap of some rows of cells which are own cells or those of estimates."""
+    """Set in the bitmap of some blocks of cells which are own cells or those of estimates."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
-    row = tl.program_id(0).to(tl.int64) % tiles * ROWS + tl.arange(0, ROWS)
-    left, a, b, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    block = tl.program_id(0).to(tl.int64) % tiles * BLOCKS + tl.arange(0, BLOCKS)
+    left, a, b, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     table = table_ptr.to(tl.pointer_type(tl.int64))
-    lists, at, end = _list_at(table, row, rows, sketch_rows)
+    lists, at, end = _list_at(table, block, blocks, sketch_blocks)
     longest = tl.max(end - at, 0)
-    used = tl.zeros([ROWS, _ROW_WORDS], tl.uint32)
+    used = tl.zeros([BLOCKS, _BLOCK_WORDS], tl.uint32)
     k = longest * 0
     while k < longest:
         use = at + k < end
         entry = tl.load(lists + at + k, mask=use, other=0)
-        by = -(entry >> 1) & (_LANES - 1)
-        where, behind = _at(entry >> 13, by)
-        number = (entry >> 11) & 3
+        by = -(entry >> 1) & (_BLOCK - 1)
+        where, behind = _at(entry >> 11, by)
+        number = (entry >> 9) & 3
         low = _used_at(left, a, b, where, number, use)
         used |= _turned(low, _used_at(left, a, b, behind, number, use), by)
         k += 1
-    where = row[:, None] * _ROW_WORDS + tl.arange(0, _ROW_WORDS)[None, :]
-    tl.store(cells + where, used, mask=(row < sketch_rows)[:, None])
+    where = block[:, None] * _BLOCK_WORDS + tl.arange(0, _BLOCK_WORDS)[None, :]
+    tl.store(cells + where, used, mask=(block < sketch_blocks)[:, None])
 
 
 @kernel
@@ -632,8 +646,8 @@ def _cells_kernel(
     status_ptr,
     first_chunk: tl.int64,
     chunks: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -642,8 +656,8 @@ def _cells_kernel(
     """Report a cell that is not zero and not used, of some words of the bitmap of cells."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     word = tl.program_id(0).to(tl.int64) % tiles * _WORDS + tl.arange(0, _WORDS)
-    inside = word < sketch_rows * _ROW_WORDS
-    _, _, _, cells = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+    inside = word < sketch_blocks * _BLOCK_WORDS
+    _, _, _, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     used = tl.load(cells + word, mask=inside, other=0)
     payload = elements_at(src_ptr + (static_at + chunk * static_stride) * 128, ITEM)
     v = tl.load(payload + _elements(word), mask=inside[:, None], other=0)
@@ -686,8 +700,8 @@ def _decode_kernel(
     chunks: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    rows: tl.int64,
-    sketch_rows: tl.int64,
+    blocks: tl.int64,
+    sketch_blocks: tl.int64,
     tiles: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -712,8 +726,8 @@ def _decode_kernel(
     end = begin + _WORDS * _WORD
     if (begin < hi) & (end > lo):
         word, _ = _words_of(tile, n)
-        inside = word < rows * _ROW_WORDS
-        left, a, b, _ = _planes(work_ptr, chunk, chunks, rows, sketch_rows)
+        inside = word < blocks * _BLOCK_WORDS
+        left, a, b, _ = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         stay = tl.load(left + word, mask=inside, other=0)
         in_a = tl.load(a + word, mask=inside, other=0)
         in_b = tl.load(b + word, mask=inside, other=0)
@@ -824,17 +838,17 @@ MEASURES = True
 
 
 @functools.lru_cache(maxsize=64)
-def _table(mapping: str, rows: int, sketch_rows: int, device: torch.device) -> torch.Tensor:
-    """What meets in which cell (see above), int64, on `device`; about 48 bytes a row.
+def _table(mapping: str, blocks: int, sketch_blocks: int, device: torch.device) -> torch.Tensor:
+    """What meets in which cell (see above), int64, on `device`; about 48 bytes a block.
 
     Made once: the first use of a shape on a device may not be in a captured graph.
     """
-    m = mapping_of(Lhc(mapping=mapping), rows * LANES, sketch_rows)
+    m = mapping_of(Lhc(mapping=mapping), blocks * BLOCK, sketch_blocks * BLOCK // LANES)
     low = m.offsets << 1 | m.signs.astype(np.int64) >> 31
-    lists = (np.arange(rows)[:, None] << 13) + (np.arange(HASHES) << 11) + low
-    order = np.argsort(m.rows.reshape(-1), kind="stable")
-    ends = np.cumsum(np.bincount(m.rows.reshape(-1), minlength=sketch_rows))
-    parts = (m.rows << 11 | low).reshape(-1), [0], ends, lists.reshape(-1)[order]
+    lists = (np.arange(blocks)[:, None] << 11) + (np.arange(HASHES) << 9) + low
+    order = np.argsort(m.blocks.reshape(-1), kind="stable")
+    ends = np.cumsum(np.bincount(m.blocks.reshape(-1), minlength=sketch_blocks))
+    parts = (m.blocks << 9 | low).reshape(-1), [0], ends, lists.reshape(-1)[order]
     with torch.inference_mode(False):
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
@@ -850,13 +864,15 @@ class _Launches:
         self.first_words = self.header[:HEADER_WORDS]
         self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, plan.chunk_nelem
-        self.rows, self.sketch_rows = -(-plan.chunk_nelem // LANES), spec.rows(plan.chunk_nelem)
-        self.both = self.rows, self.sketch_rows
+        # Those of whole rows.
+        self.blocks = -(-plan.chunk_nelem // LANES) * (LANES // BLOCK)
+        self.sketch_blocks = spec.rows(plan.chunk_nelem) * (LANES // BLOCK)
+        self.both = self.blocks, self.sketch_blocks
         self.head = plan.header.nbytes // 8
         # In units of 128 bytes, so that kernels know the alignment.
         self.static = plan.static_offset // 128, plan.static_stride // 128
         self.index = plan.layout.sections[0].nbytes // 128
-        self.tiles = max(1, _tiles(self.rows))
+        self.tiles = max(1, _tiles(self.blocks))
         self.cell = spec.cell_dtype(plan.dtype)
         self.work = workspace(spec, plan.chunk_nelem, plan.chunks)
 
@@ -867,7 +883,7 @@ class _Launches:
 
     def table(self, device: torch.device) -> torch.Tensor:
         """See `_table`."""
-        return _table(self.spec.mapping, self.rows, self.sketch_rows, device)
+        return _table(self.spec.mapping, self.blocks, self.sketch_blocks, device)
 
 
 def _launches(plan: Plan) -> _Launches:
@@ -877,9 +893,9 @@ def _launches(plan: Plan) -> _Launches:
     return found
 
 
-def _tiles(rows: int) -> int:
-    """Programs that take `_WORDS` words each of so many rows of bits."""
-    return -(-rows * LANES // (32 * int(_WORDS.value)))
+def _tiles(blocks: int) -> int:
+    """Programs that take `_WORDS` words each of so many blocks of bits."""
+    return -(-blocks * BLOCK // (32 * int(_WORDS.value)))
 
 
 @functools.cache
@@ -888,10 +904,10 @@ def _index_variant(source: int, work: bool, item: int) -> Variant:
 
 
 @functools.cache
-def _round_variants(rows: int, finish_rows: int) -> tuple[Variant, ...]:
+def _round_variants(blocks: int, finish_blocks: int) -> tuple[Variant, ...]:
     """Both halves of a round, and all rounds from one on."""
-    halves = [Variant(k, _OPTIONS, ROWS=rows) for k in (_alone_kernel, _peel_kernel)]
-    return (*halves, Variant(_finish_kernel, _WIDE_OPTIONS, ROWS=finish_rows))
+    halves = [Variant(k, _OPTIONS, BLOCKS=blocks) for k in (_alone_kernel, _peel_kernel)]
+    return (*halves, Variant(_finish_kernel, _WIDE_OPTIONS, BLOCKS=finish_blocks))
 
 
 @functools.cache
@@ -937,8 +953,8 @@ def _sum_variant(write: bool) -> Variant:
 
 
 @functools.cache
-def _used_variant(rows: int) -> Variant:
-    return Variant(_used_kernel, _OPTIONS, ROWS=rows)
+def _used_variant(blocks: int) -> Variant:
+    return Variant(_used_kernel, _OPTIONS, BLOCKS=blocks)
 
 
 @functools.cache
@@ -954,12 +970,12 @@ def _check_variant(sums: bool) -> Variant:
 def measure(spec: Lhc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """The index of `x`, uint8, shape (ceil(elements / 8),), on its device."""
     n = x.numel()
-    rows = -(-n // LANES)
-    index = torch.empty(rows * LANES // 8, dtype=torch.uint8, device=x.device)
+    blocks = -(-n // BLOCK)
+    index = torch.empty(blocks * BLOCK // 8, dtype=torch.uint8, device=x.device)
     if n:
-        numbers = 0, 1, n, n, rows, _tiles(rows), 0, 0, 0
+        numbers = 0, 1, n, n, blocks, _tiles(blocks), 0, 0, 0
         _index_variant(int(_ELEMENTS.value), False, dtype.itemsize).launch(
-            _tiles(rows), (x, x, index, x), *numbers
+            _tiles(blocks), (x, x, index, x), *numbers
         )
     return index[: -(-n // 8)]
 
@@ -968,12 +984,12 @@ def _peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None
     """Peel what is left in chunks `first` to `end`."""
     g = _launches(plan)
     state.zero_()
-    alone, peel, finish = _round_variants(ROUND_ROWS, FINISH_ROWS)
+    alone, peel, finish = _round_variants(ROUND_BLOCKS, FINISH_BLOCKS)
     where = first, plan.chunks, *g.both
-    rounds = 0 if g.rows <= SMALL_ROWS else ROUNDS
+    rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS
     for turn in range(rounds):
-        for half, rows in ((alone, g.sketch_rows), (peel, g.rows)):
-            tiles = -(-rows // ROUND_ROWS)
+        for half, blocks in ((alone, g.sketch_blocks), (peel, g.blocks)):
+            tiles = -(-blocks // ROUND_BLOCKS)
             half.launch((end - first) * tiles, (table, planes, state), *where, tiles, turn)
     finish.launch(end - first, (table, planes, state), *where, rounds)
 
@@ -997,7 +1013,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         0,
         plan.chunks,
         *g.sizes,
-        g.rows,
+        g.blocks,
         g.tiles,
         *g.static,
         g.index,
@@ -1014,7 +1030,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         *g.static,
     )
     _estimate_variant(plan.dtype, g.cell).launch(
-        g.sketch_rows * plan.chunks, (x, out, table, planes, state), *where, *g.static
+        g.sketch_blocks * plan.chunks, (x, out, table, planes, state), *where, *g.static
     )
     if plan.checksum:
         _sum(plan, out, out, 0, plan.chunks, True)
@@ -1029,7 +1045,7 @@ def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
     g = _launches(plan)
     _, state, planes = g.split(scratch)
     counts = torch.zeros(3, dtype=torch.int64, device=scratch.device)
-    tiles = max(1, -(-g.rows * (LANES // 32) // int(_COUNTED.value)))
+    tiles = max(1, -(-g.blocks * (BLOCK // 32) // int(_COUNTED.value)))
     _count_variant().launch(
         tiles * plan.chunks, (planes, state, counts), plan.chunks, *g.both, tiles
     )
@@ -1080,17 +1096,17 @@ def decode(
                 (src, src, src, planes),
                 *where,
                 *g.sizes,
-                g.rows,
+                g.blocks,
                 g.tiles,
                 *g.static,
                 g.index,
             )
             _peel_chunks(plan, table, planes, state, first, end)
-        tiles = -(-g.sketch_rows // ROUND_ROWS)
-        _used_variant(ROUND_ROWS).launch(
+        tiles = -(-g.sketch_blocks // ROUND_BLOCKS)
+        _used_variant(ROUND_BLOCKS).launch(
             tiles * (end - first), (table, planes), *where, *g.both, tiles
         )
-        tiles = _tiles(g.sketch_rows)
+        tiles = _tiles(g.sketch_blocks)
         _cells_variant(g.cell.itemsize).launch(
             tiles * (end - first), (src, planes, status), *where, *g.both, tiles, *g.static
         )

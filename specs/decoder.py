@@ -1199,20 +1199,33 @@ def murmur3(key: int, seed: int) -> int:
     return h ^ h >> 16
 
 
-def lhc_row(lhc: Lhc, g: int, rows: int) -> list[tuple[int, int, float]]:
-    """Row of the sketch, lane offset and sign for each hash of row g."""
-    h = [murmur3(g, seed) for seed in range(3)]
-    signs = [-1.0 if x >> 31 else 1.0 for x in h]
+def lhc_turn(lhc: Lhc, q: int, rows: int) -> list[list[tuple[int, int, float]]]:
+    """Block of cells, offset and sign for each hash, of each block of turn q."""
+    turn = range(4 * rows * q, 4 * rows * (q + 1))
     if lhc.published:
-        return [(x % rows, 0, sign) for x, sign in zip(h, signs, strict=True)]
-    q = g // rows
-    r = [g % rows, (g + q + rows // 3) % rows, (g + 3 * q + 2 * rows // 3) % rows]
-    o = [x >> 21 & 1023 for x in h]
+        hashed = [[murmur3(b // 4, seed) for seed in range(3)] for b in turn]
+        to = [[4 * (x % rows) + b % 4 for x in h] for b, h in zip(turn, hashed, strict=True)]
+        offsets = [[0, 0, 0] for _ in turn]
+    else:
+        hashed = [[murmur3(b, seed) for seed in range(3)] for b in turn]
+        to = [[0, 0, 0] for _ in turn]
+        for j in range(3):
+            keys = [h[j] % 2**31 for h in hashed]
+            for place, i in enumerate(sorted(range(4 * rows), key=keys.__getitem__)):
+                to[i][j] = place
+        offsets = [lhc_offsets(h) for h in hashed]
+    signs = [[-1.0 if x >> 31 else 1.0 for x in h] for h in hashed]
+    return [list(zip(*three, strict=True)) for three in zip(to, offsets, signs, strict=True)]
+
+
+def lhc_offsets(h: list[int]) -> list[int]:
+    """Three that differ."""
+    o = [x % 256 for x in h]
     while o[1] == o[0]:
-        o[1] = (o[1] + 1) % 1024
+        o[1] = (o[1] + 1) % 256
     while o[2] in o[:2]:
-        o[2] = (o[2] + 1) % 1024
-    return list(zip(r, o, signs, strict=True))
+        o[2] = (o[2] + 1) % 256
+    return o
 
 
 # lhc.md, "Peeling" and "Decoding"
@@ -1248,9 +1261,10 @@ def lhc_decode(h: Header, nelem: int, static: bytes) -> bytes:
     index = int.from_bytes(static[size * n_cells :][: ceil_div(nelem, 8)], "little")
     check(index >> nelem == 0, "bad_payload", "bits of the index behind the last element")
 
-    hashed = [lhc_row(lhc, g, rows) for g in range(ceil_div(nelem, 1024))]
+    turns = ceil_div(nelem, n_cells)
+    blocks = [block for q in range(turns) for block in lhc_turn(lhc, q, rows)]
     cells_of = {
-        i: [1024 * r + (i + o) % 1024 for r, o, _ in hashed[i // 1024]]
+        i: [256 * r + (i + o) % 256 for r, o, _ in blocks[i // 256]]
         for i, bit in enumerate(reversed(bin(index)[2:]))
         if bit == "1"
     }
@@ -1267,7 +1281,7 @@ def lhc_decode(h: Header, nelem: int, static: bytes) -> bytes:
         elif i in own:
             value = lhc_rounded(lhc_value(lhc, sketch[own[i]]), h)
         else:
-            signs = [sign for _, _, sign in hashed[i // 1024]]
+            signs = [sign for _, _, sign in blocks[i // 256]]
             three = [s * lhc_value(lhc, sketch[c]) for s, c in zip(signs, cells, strict=True)]
             median = sorted(three, key=lambda v: (v, math.copysign(1.0, v)))[1]
             value = lhc_rounded(math.nan if any(map(math.isnan, three)) else median, h)

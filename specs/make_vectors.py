@@ -1622,11 +1622,11 @@ def lhc_invalid() -> Invalid:
         "raw_flag": (edited(make, lambda p: record(p, 0, "flags", RAW)), "bad_record"),
         "dynamic_bytes": (edited(make, lambda p: grow(p, 0, 1)), "bad_record"),
     }
-    # The five cells are 283 to 287, their elements' first.
+    # The five cells are 222 to 226, their elements' first.
     bad = {
-        "cell_of_nobody": with_bytes(4 * 282, b"\1"),
-        "minus_zero_of_nobody": with_bytes(4 * 288 + 3, b"\x80"),
-        "second_cell": with_bytes(4 * 967, b"\0\0\x80\x3f"),
+        "cell_of_nobody": with_bytes(4 * 221, b"\1"),
+        "minus_zero_of_nobody": with_bytes(4 * 227 + 3, b"\x80"),
+        "second_cell": with_bytes(4 * 813, b"\0\0\x80\x3f"),
         "element_missing_in_index": with_bytes(4096, b"\x1e"),
         "index_behind_the_end": with_bytes(4096 + 384, b"\x08"),
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from tightwire.codecs import lhc
 from tightwire.codecs.base import Bytes
-from tightwire.codecs.lhc import MAPPINGS, Lhc, mapping_of
+from tightwire.codecs.lhc import BLOCK, MAPPINGS, Lhc, mapping_of
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.homomorphic import add, diagnose
 from tightwire.planning import HOST_BACKENDS, backend_module
@@ -118,11 +118,11 @@ def test_the_order_of_the_additions_of_estimates() -> None:
     values = np.zeros(n, bool)
     values[np.flatnonzero(x)[own < 0]] = True
     expected = np.zeros(cells.size, np.float32)
-    for g in range(4):
+    for g in range(13):
         for j in range(3):
-            for i in range(g * ROWS, min((g + 1) * ROWS, n)):
+            for i in range(g * BLOCK, min((g + 1) * BLOCK, n)):
                 if values[i]:
-                    c = m.rows[g, j] * ROWS + (i + m.offsets[g, j]) % ROWS
+                    c = m.blocks[g, j] * BLOCK + (i + m.offsets[g, j]) % BLOCK
                     sign = np.float32(-1 if m.signs[g, j] else 1)
                     expected[c] = np.float32(expected[c] + sign * x[i])
     expected[own[own >= 0]] = x[np.flatnonzero(x)[own >= 0]]
@@ -300,10 +300,15 @@ def test_cells_of_an_element_differ() -> None:
         spec, rows = Lhc(ratio), 5000
         sketch_rows = spec.rows(rows * ROWS)
         m = mapping_of(spec, rows * ROWS, sketch_rows)
-        assert m.rows.min() >= 0
-        assert m.rows.max() < sketch_rows
-        cells = np.sort(m.rows * ROWS + m.offsets, axis=1)
+        assert m.blocks.shape == (4 * rows, 3)
+        # Of each turn, by each hash, every block of cells takes one block.
+        turns = 4 * rows // (4 * sketch_rows)
+        whole = m.blocks[: turns * 4 * sketch_rows].reshape(turns, -1, 3)
+        assert (np.sort(whole, axis=1) == np.arange(4 * sketch_rows)[:, None]).all()
+        cells = np.sort(m.blocks * BLOCK + m.offsets, axis=1)
         assert (np.diff(cells, axis=1) > 0).all()
+        assert cells.min() >= 0
+        assert cells.max() < sketch_rows * ROWS
 
 
 def test_bfloat16_of_torch() -> None:

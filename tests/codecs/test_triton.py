@@ -1350,7 +1350,7 @@ def test_lhc(
     from tightwire.codecs import lhc_triton
 
     if rounds:
-        monkeypatch.setattr(lhc_triton, "SMALL_ROWS", 0)
+        monkeypatch.setattr(lhc_triton, "SMALL_BLOCKS", 0)
         monkeypatch.setattr(lhc_triton, "ROUNDS", rounds)
     dtype, codec, memory = BY_NAME[name], tw.codec("lhc", **params), Memory(place)
     bits = sparse_bits(pattern, dtype, n, share)

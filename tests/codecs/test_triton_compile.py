@@ -272,7 +272,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         return plan, torch.zeros(plan.nbytes, dtype=torch.uint8)
 
     if name == "lhc":
-        kernels.SMALL_ROWS = 0  # also the kernels of large chunks
+        kernels.SMALL_BLOCKS = 0  # also the kernels of large chunks
     plan, src = planned()
     if name == "lhc":
         kernels.peeling(plan, room)

@@ -275,7 +275,7 @@ def test_what_encoding_has_found(
     assert hosted.diagnosis(hosted.counts().tolist()) == wanted
     assert hosted.decode(5, N - 7).tobytes() == expected[5 : N - 7].tobytes()
     if rounds:
-        monkeypatch.setattr(lhc_triton, "SMALL_ROWS", 0)
+        monkeypatch.setattr(lhc_triton, "SMALL_BLOCKS", 0)
         monkeypatch.setattr(lhc_triton, "ROUNDS", rounds)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensor, stats = (torch.from_numpy(a).to(place) for a in (x, index))
