@@ -162,6 +162,8 @@ class Codec:
         if stats is not None:
             stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
             self.spec.check_stats(stats, info.dtype)
+            if np.may_share_memory(buffer._bytes, stats):
+                raise ValueError("out overlaps stats")
             if plan.codec != self.spec:
                 stats = None
         engine.encode_into(

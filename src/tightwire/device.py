@@ -196,11 +196,12 @@ def encode(
         memory = _room(out, plan, place)
         work = _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
+        encoded, given = memory.data[: plan.nbytes], None if scratch is None else work
         if out is not None or scratch is not None:
-            given = None if scratch is None else work
-            _apart("the array that is encoded", tensor, "out", memory.data[: plan.nbytes], given)
+            _apart("the array that is encoded", tensor, "out", encoded, given)
         if stats is not None:
             stats = _stats(spec, stats, info.dtype, place)
+            _apart("stats", stats, "out", encoded, given)
         if stats is None or plan.codec != spec:
             stats = _measured(kernels, plan, elements)
         kernels.encode(plan, elements, memory.data, work, stats, key)
@@ -415,6 +416,7 @@ def decode_add_encode(
             return NotImplemented
         if stats is not None:
             stats = _stats(spec, stats, plan.dtype, place)
+            _apart("stats", stats, "out", encoded, given)
         fresh = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else fresh
         planned = memory is not None and not memory.assembled

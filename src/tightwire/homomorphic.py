@@ -28,9 +28,10 @@ from .buffer import Buffer
 from .codec import Codec, as_codec, decode, device_for
 from .codecs.base import Bytes, CodecSpec
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
+from .formats.dtypes import DType
 from .planning import backend_module
 
-#: Peeling ends fully up to this share of the cells, as specs/lhc.md says.
+#: Peeling ends fully up to this share of the cells, of elements in no special order (specs/lhc.md).
 SAFE_LOAD = 0.75
 MAX_NIBBLE_RANKS = 15
 INDEX_MODES = ("or", "4bit", "1bit")
@@ -41,7 +42,7 @@ def sketch(buf: Buffer, chunk: int = 0) -> Any:
 
     In the library and on the device of the buffer (JAX, and CuPy where the host encodes: a copy;
     PyTorch: int16 for uint16, which it does not add). Once changed, the chunk's checksum is wrong
-    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError for what
+    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError if `buf`
     is no Buffer, and for CuPy and bfloat16 cells.
     """
     spec = _spec(buf)
@@ -57,8 +58,8 @@ def seal(buf: Buffer) -> Buffer:
     """Write the checksums of a buffer on the host anew, after its cells were changed; gives `buf`.
 
     Whatever the buffer holds counts as right from then on. Nothing to do without checksums.
-    Raises ValueError for a buffer with checksums in GPU memory (encode with `checksum=False`), or
-    not of a homomorphic codec, TypeError for what is no Buffer.
+    Raises TypeError if `buf` is no Buffer, ValueError for a buffer with checksums in GPU memory:
+    encode with `checksum=False`.
     """
     _spec(buf)
     if buf.plan.checksum:
@@ -72,8 +73,8 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
     """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
     Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer,
-    TypeError for what is no Buffer (bytes, say), and ValueError if plans, indexes, norms or seeds
-    of signs differ, or cells do not hold such a sum or one that is given.
+    TypeError for what is no Buffer, and ValueError if plans, indexes, norms or seeds of signs
+    differ, or cells do not hold such a sum or one that is given.
     """
     spec = _spec(first)
     for buf in (first, *others):
@@ -108,7 +109,8 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
 
 def _spec(buf: Buffer) -> CodecSpec:
     if not isinstance(buf, Buffer):
-        raise TypeError(f"buf is a {type(buf).__name__}; allowed: a tightwire.Buffer")
+        given = f"{type(buf).__module__}.{type(buf).__qualname__}"
+        raise TypeError(f"buf is {given}; allowed: a Buffer, as encode() and Buffer.wrap() give")
     spec = buf.plan.codec
     if not spec.homomorphic:
         raise ValueError(f"{buf!r} does not add up; allowed: buffers of homomorphic codecs")
@@ -119,12 +121,20 @@ def _spec(buf: Buffer) -> CodecSpec:
 class Diagnosis:
     """What an index, that of all ranks, means for a codec. Numbers are of all chunks together."""
 
-    ratio: float
+    spec: Lhc
+    dtype: DType
     nelem: int
+    #: Elements of a chunk, but for the last ones.
+    chunk_nelem: int
     #: Elements in the index, those of them that come back exactly, and rounds of the slowest chunk.
     occupied: int
     peeled: int
     rounds: int
+
+    @property
+    def ratio(self) -> float:
+        """That of the codec."""
+        return float(self.spec.ratio)
 
     @property
     def estimated(self) -> int:
@@ -138,8 +148,19 @@ class Diagnosis:
 
     @property
     def limit(self) -> float:
-        """The density up to which peeling is known to end, with the rotated mapping."""
-        return SAFE_LOAD / self.ratio
+        """The density up to which peeling is known to end, of elements in no special order.
+
+        0 with the mapping "published", of which nothing is known.
+        """
+        return SAFE_LOAD / self.ratio if self.spec.mapping == "rotated" else 0.0
+
+    @property
+    def structured(self) -> bool:
+        """Peeling has not ended, though the index is sparse enough for elements in no order.
+
+        So they are in one that meets with the mapping, such as whole rows in a small tensor.
+        """
+        return self.estimated > 0 and self.density <= self.limit
 
     @property
     def advice(self) -> str | None:
@@ -148,14 +169,25 @@ class Diagnosis:
             return None
         what = (
             f"{self.estimated} of {self.occupied} values are estimated: {self.density:.3g} of the "
-            f"elements are in the index, at most {self.limit:.3g} peel for sure at {self.ratio:g}x"
+            f"elements are in the index"
         )
-        if self.density <= self.limit:
-            return f"{what}; take the mapping 'rotated' and 16 rows of 1024 elements or more"
-        if self.density > SAFE_LOAD:
-            return f"{what}; send it uncompressed, or zero more entries"
         most = math.floor(SAFE_LOAD / self.density * 100) / 100
-        return f"{what}; take a ratio of at most {most:g}, or zero more entries"
+        dense = self.density * self.ratio > SAFE_LOAD and most < self.ratio
+        rotated = self.spec.mapping == "rotated"
+        if rotated and not dense:
+            return (
+                f"{what}, which would peel at {self.ratio:g}x in no special order, but not in this "
+                "one (structured: whole rows, for example); take a lower ratio, zero more entries, "
+                "or send it uncompressed"
+            )
+        mapping = "" if rotated else "the mapping 'rotated'"
+        if not dense:
+            return f"{what}; take {mapping}"
+        what += f", at most {SAFE_LOAD / self.ratio:.3g} peel at {self.ratio:g}x"
+        if most <= 1 or not replace(self.spec, ratio=most).accepts(self.dtype, self.chunk_nelem):
+            return f"{what}; send it uncompressed, or zero more entries"
+        ratio = f"a ratio of at most {most:g}"
+        return f"{what}; take {f'{mapping} and ' if mapping else ''}{ratio}, or zero more entries"
 
 
 def diagnose(
@@ -181,7 +213,7 @@ def diagnose(
         occupied += peeling.own.size
         peeled += int(np.count_nonzero(peeling.own >= 0))
         rounds = max(rounds, peeling.rounds)
-    return Diagnosis(float(spec.ratio), plan.nelem, occupied, peeled, rounds)
+    return Diagnosis(spec, plan.dtype, plan.nelem, plan.chunk_nelem, occupied, peeled, rounds)
 
 
 class Sketched:
@@ -224,8 +256,11 @@ class Sketched:
     def diagnosis(self, counts: Sequence[int]) -> Diagnosis:
         """The values of `counts` by name."""
         occupied, peeled, rounds = counts
-        ratio = float(self.plan.codec.ratio)  # type: ignore[attr-defined]
-        return Diagnosis(ratio, self.plan.nelem, occupied, peeled, rounds)
+        plan = self.plan
+        assert isinstance(plan.codec, Lhc)
+        return Diagnosis(
+            plan.codec, plan.dtype, plan.nelem, plan.chunk_nelem, occupied, peeled, rounds
+        )
 
     def check(self) -> None:
         """Raise FormatError for what decoding has found so far. Waits for the device."""
@@ -248,13 +283,21 @@ class Sketched:
 
 
 def safe_codec(
-    codec: str | Codec, index: Any, nelem: int, ratios: Sequence[float] = (10, 4, 2)
+    codec: str | Codec,
+    index: Any,
+    nelem: int,
+    dtype: Any,
+    ratios: Sequence[float] = (10, 4, 2),
+    *,
+    chunks: int = 1,
 ) -> Codec | None:
     """`codec` if an index of `nelem` elements is sparse enough for its ratio, else a safer one.
 
-    That is the codec with the highest of the lower `ratios` for which it is; None if there is none,
-    and the tensor should go uncompressed. It counts bits and does not peel; ranks with one index
-    choose the same. Raises ValueError if `codec` is not lhc.
+    That is the codec with the highest of the lower `ratios` for which it is, and by which a tensor
+    of `dtype` in `chunks` is not stored raw; None if there is none, and with the mapping
+    "published": the tensor should go uncompressed. It counts bits and does not peel (`Diagnosis`
+    has what becomes of an index with a structure); ranks with one index choose the same. Raises
+    ValueError if `codec` is not lhc, and for ratios that it does not take.
     """
     chosen = as_codec(codec)
     spec = chosen.spec
@@ -262,10 +305,15 @@ def safe_codec(
         raise ValueError(f"codec is {chosen.name}; allowed: lhc")
     found = _host_index(index, nelem)
     occupied = int(np.count_nonzero(chunk_bits(found, 0, nelem)))
-    lower = sorted((r for r in ratios if r < spec.ratio), reverse=True)
-    for ratio in (spec.ratio, *lower):
-        if occupied * ratio <= SAFE_LOAD * nelem:
-            return chosen if ratio == spec.ratio else Codec(replace(spec, ratio=ratio))
+    others = [Codec(replace(spec, ratio=ratio)) for ratio in sorted(ratios, reverse=True)]
+    if spec.mapping != "rotated":
+        return None
+    for candidate in (chosen, *others):
+        tried = candidate.spec
+        assert isinstance(tried, Lhc)
+        fits = tried.ratio <= spec.ratio and occupied * tried.ratio <= SAFE_LOAD * nelem
+        if fits and candidate.plan((nelem,), dtype, chunks=chunks).codec == tried:
+            return candidate
     return None
 
 
@@ -279,11 +327,15 @@ def index_to_reduce(
     "or": the index itself, by bitwise OR. "4bit": half a byte for each element, by SUM, for at most
     15 ranks. "1bit": the index itself, by SUM, as in the paper: elements that ranks share are lost
     from the agreed index, and others may appear (TAGC, section 2.2). Raises ValueError for another
-    mode and for too many ranks.
+    mode, an index that is none, and too few or too many ranks.
     """
-    if mode not in INDEX_MODES:
-        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(INDEX_MODES)}")
+    _check_mode(mode)
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; allowed: at least 1")
     found = index if arrays.library_of(index) == "torch" else arrays.host_array(index)
+    if str(found.dtype).removeprefix("torch.") != "uint8" or found.ndim != 1:
+        given = f"{found.dtype}{list(found.shape)}"
+        raise ValueError(f"index is {given}; allowed: uint8, one dimension")
     if mode == "or":
         return found, "bitwise_or"
     if mode == "1bit":
@@ -300,16 +352,25 @@ def agreed_index(reduced: Any, mode: str) -> Any:
     """The index, for `stats`, from what `index_to_reduce` gave and ranks reduced.
 
     In the library and on the device of `reduced`. With "1bit" it may lack elements that are not
-    zero, which encode() refuses: set them to zero before, and keep them for the next step.
+    zero, which encode() refuses: set them to zero before, and keep them for the next step. Raises
+    ValueError for another mode, and for half bytes of no whole index.
     """
+    _check_mode(mode)
     if mode != "4bit":
         return reduced
     if arrays.library_of(reduced) != "torch":
         reduced = arrays.host_array(reduced).astype(np.uint8, copy=False)
+    if len(reduced) % 4:
+        raise ValueError(f"reduced has {len(reduced)} bytes; allowed: a multiple of 4")
     # 1 where half a byte is not 0.
     low, high = (reduced & 15) + 15 >> 4, (reduced >> 4) + 15 >> 4
     pairs = (low | high << 1).reshape(-1, 4)
     return pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in INDEX_MODES:
+        raise ValueError(f"mode is {mode!r}; allowed: {', '.join(INDEX_MODES)}")
 
 
 def _interleaved(parts: Sequence[Any]) -> Any:

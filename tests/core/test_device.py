@@ -137,6 +137,11 @@ def test_memory_that_is_not_fit_is_refused(place: str) -> None:
     buf = encode(x, out=room)
     with pytest.raises(ValueError, match="overlaps"):
         tw.decode(buf, out=inside)
+    lhc, room = tw.codec("lhc"), torch.zeros(1 << 17, dtype=torch.uint8, device=place)
+    stats = room[2048:][: -(-N // 8)]
+    for given in ({"out": room}, {"scratch": room}):
+        with pytest.raises(ValueError, match="overlaps stats"):
+            lhc.encode(x, stats=stats, backend="triton", **given)
     for out in (torch.empty(N + 1, dtype=x.dtype, device=place), x.half(), x[None]):
         with pytest.raises(ValueError, match="needed"):
             tw.decode(buf, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import numpy as np
@@ -112,13 +113,12 @@ def test_sums_of_unlike_buffers_are_refused() -> None:
     for other in others:
         with pytest.raises(ValueError, match="allowed"):
             add(a, other)
-    for call in (sketch, seal, add):
-        with pytest.raises(ValueError, match="buffers of homomorphic codecs"):
+    for call in (sketch, seal, add, lambda buf: add(a, buf)):
+        with pytest.raises(ValueError, match="allowed: buffers of"):
             call(others[-1])
-        with pytest.raises(TypeError, match="buf is a bytes; allowed"):
-            call(bytes(a))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="buf is a bytes; allowed"):
-        add(a, bytes(a))  # type: ignore[arg-type]
+        for bad in (bytes(a), a.array, None):
+            with pytest.raises(TypeError, match="allowed: a Buffer"):
+                call(bad)
 
 
 def test_damage_is_not_sealed_by_a_sum() -> None:
@@ -150,10 +150,10 @@ def test_terms_of_too_many_ranks_are_refused() -> None:
         add(seal(a), b)
 
 
-def index_with(share: float) -> Any:
+def index_with(share: float, n: int = N) -> Any:
     rng = np.random.default_rng(3)
-    chosen = np.zeros(N, np.float32)
-    chosen[rng.choice(N, int(share * N), replace=False)] = 1
+    chosen = np.zeros(n, np.float32)
+    chosen[rng.choice(n, int(share * n), replace=False)] = 1
     return CODEC.measure(chosen)
 
 
@@ -173,7 +173,8 @@ def test_diagnosis() -> None:
     published = tw.codec("lhc", mapping="published")
     small = diagnose(published, index_with(0.1), (N,), "float32", chunks=2)
     assert small.advice is not None
-    assert "'rotated'" in small.advice
+    assert small.advice.endswith("take the mapping 'rotated'")
+    assert (small.limit, small.structured) == (0, False)
     empty = diagnose(CODEC, index_with(0), (N,), "float32")
     assert (empty.occupied, empty.rounds, empty.density, empty.advice) == (0, 0, 0, None)
 
@@ -188,19 +189,81 @@ def test_the_diagnosis_is_what_decoding_gives() -> None:
 
 
 def test_safe_codec() -> None:
-    assert safe_codec(CODEC, index_with(0.18), N) is CODEC
-    assert safe_codec("lhc", index_with(0.3), N) == tw.codec("lhc", ratio=2)
-    assert safe_codec(tw.codec("lhc", ratio=50, sketch="float16"), index_with(0.1), N) == tw.codec(
+    kind = "float32"
+    assert safe_codec(CODEC, index_with(0.18), N, kind) is CODEC
+    assert safe_codec("lhc", index_with(0.3), N, kind) == tw.codec("lhc", ratio=2)
+    narrow = tw.codec("lhc", ratio=50, sketch="float16")
+    assert safe_codec(narrow, index_with(0.1), N, kind) == tw.codec(
         "lhc", ratio=4, sketch="float16"
     )
-    assert safe_codec(CODEC, index_with(0.3), N, ratios=(2.5, 1.5, 8)) == tw.codec("lhc", ratio=2.5)
-    assert safe_codec(CODEC, index_with(0.5), N) is None
+    others = (2.5, 1.5, 8)
+    assert safe_codec(CODEC, index_with(0.3), N, kind, others) == tw.codec("lhc", ratio=2.5)
+    assert safe_codec(CODEC, index_with(0.5), N, kind) is None
+    assert safe_codec(tw.codec("lhc", mapping="published"), index_with(0.01), N, kind) is None
     with pytest.raises(ValueError, match="allowed: lhc"):
-        safe_codec("mx", index_with(0.1), N)
+        safe_codec("mx", index_with(0.1), N, kind)
+    for ratio in (1, 0.5, -1):
+        with pytest.raises(ValueError, match=r"allowed: 1\.001"):
+            safe_codec(CODEC, index_with(0.1), N, kind, (2, ratio))
+
+
+def test_safe_codecs_do_not_store_raw() -> None:
+    """Raw buffers do not add up. Of bfloat16 a bit of index is much more than of float32."""
+    n = 64 * 1024
+    dense, half, tenth = (index_with(share, n) for share in (0.7, 0.3, 0.1))
+    assert safe_codec(CODEC, dense, n, "float32", (1.06,)) == tw.codec("lhc", ratio=1.06)
+    assert safe_codec(CODEC, dense, n, "bfloat16", (1.06,)) is None
+    assert safe_codec(CODEC, tenth, n, "int32") is None
+    assert safe_codec(CODEC, tenth, n, "float32", chunks=n // 512) is None
+    wide = tw.codec("lhc", sketch="float32")
+    assert safe_codec(wide, half, n, "bfloat16", (2.5, 2)) == tw.codec(
+        "lhc", ratio=2.5, sketch="float32"
+    )
+    assert safe_codec(wide, half, n, "bfloat16", (2,)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mapping", ["rotated", "published"])
+def test_advice_can_be_taken(dtype: str, mapping: str) -> None:
+    """The ratio that it names peels fully and does not store raw."""
+    n = 64 * 1024
+    codec = tw.codec("lhc", mapping=mapping)
+    named = []
+    for share in (0.25, 0.4, 0.6, 0.7, 0.735, 0.7499, 0.76, 1):
+        index = index_with(share, n)
+        advice = diagnose(codec, index, (n,), dtype).advice
+        assert advice is not None
+        ratio = re.search(r"a ratio of at most ([\d.]+),", advice)
+        if ratio is None:
+            assert "; send it uncompressed" in advice
+            continue
+        assert ("'rotated'" in advice) == (mapping == "published")
+        again = diagnose(tw.codec("lhc", ratio=float(ratio[1])), index, (n,), dtype)
+        assert (again.estimated, again.advice) == (0, None)
+        named.append(share)
+    assert named == [0.25, 0.4, 0.6, 0.7][: 4 if dtype == "float32" else 3]
+
+
+def test_a_structured_index_is_named() -> None:
+    """Two whole rows of a sketch of five, where a block meets others in all of its cells."""
+    x = np.zeros(20 * 1024, np.float32)
+    x[:2048] = 1
+    found = diagnose(CODEC, CODEC.measure(x), x.shape, "float32")
+    assert (found.estimated, found.structured) == (256, True)
+    assert found.density < found.limit
+    assert found.advice is not None
+    assert "structured" in found.advice
+    assert "take a lower ratio" in found.advice
+    assert "16 rows" not in found.advice
+    assert diagnose(tw.codec("lhc", ratio=2), CODEC.measure(x), x.shape, "float32").advice is None
 
 
 @pytest.mark.parametrize(
-    "call", [lambda i, n: safe_codec(CODEC, i, n), lambda i, n: diagnose(CODEC, i, (n,), "float32")]
+    "call",
+    [
+        lambda i, n: safe_codec(CODEC, i, n, "float32"),
+        lambda i, n: diagnose(CODEC, i, (n,), "float32"),
+    ],
 )
 def test_an_index_of_another_size(call: Any) -> None:
     index = index_with(0.1)
@@ -239,8 +302,18 @@ def test_bad_index_modes() -> None:
     index = index_with(0.1)
     with pytest.raises(ValueError, match="at most 15"):
         index_to_reduce(index, "4bit", 16)
-    with pytest.raises(ValueError, match="allowed: or, 4bit, 1bit"):
-        index_to_reduce(index, "2bit", 2)
+    for call in (lambda m: index_to_reduce(index, m, 2), lambda m: agreed_index(index, m)):
+        with pytest.raises(ValueError, match="allowed: or, 4bit, 1bit"):
+            call("2bit")
+    for mode in ("or", "4bit", "1bit"):
+        for world in (0, -1):
+            with pytest.raises(ValueError, match="allowed: at least 1"):
+                index_to_reduce(index, mode, world)
+        for bad in (index.astype(np.float64), index != 0, index[None]):
+            with pytest.raises(ValueError, match="allowed: uint8, one dimension"):
+                index_to_reduce(bad, mode, 2)
+    with pytest.raises(ValueError, match="a multiple of 4"):
+        agreed_index(index[:3], "4bit")
 
 
 @pytest.mark.parametrize("mode", ["or", "4bit", "1bit"])

@@ -54,6 +54,21 @@ def test_overlapping_memory_is_refused() -> None:
     assert tw.decode(buf).tobytes() == x.tobytes()
 
 
+def test_stats_that_overlap_out_are_refused() -> None:
+    """Encoding zeroes or writes the buffer before it has read all of them."""
+    codec = tw.codec("lhc")
+    x = np.zeros(20000, np.float32)
+    x[::99] = 1
+    room = np.zeros(codec.plan(x.shape, x.dtype).nbytes, np.uint8)
+    for at in (0, 5000, room.size - 2500):
+        stats = room[at : at + 2500]
+        stats[:] = codec.measure(x)
+        before = room.tobytes()
+        with pytest.raises(ValueError, match="out overlaps stats"):
+            codec.encode(x, stats=stats, out=room)
+        assert room.tobytes() == before
+
+
 @pytest.mark.parametrize(
     ("name", "params", "error", "allowed"),
     [
