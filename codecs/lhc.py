@@ -66,7 +66,8 @@ class Lhc(CodecSpec):
     """Homomorphic: a bit of index for each value, and `ratio` times fewer cells than values.
 
     `ratio` is above 1 and at most 1000, in steps of 0.001. Values come back exactly if no more
-    than about 0.75 / `ratio` of the elements are in the index; beyond that some are estimated.
+    than about 0.75 / `ratio` of the elements are in the index, in no special order; beyond that
+    some are estimated.
     `sketch` is the dtype of the cells: "same" as the tensor, "float32", "bfloat16" or "float16".
     `mapping`: "rotated", or "published", the paper's, which peels worse. `stats` is the index.
     """

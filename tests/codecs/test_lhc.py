@@ -65,6 +65,50 @@ def test_peeling_ends_for_every_size(ratio: float) -> None:
             assert unpeeled(ratio, rows, seed, tail=(seed * 333) % ROWS) == 0, (rows, seed)
 
 
+def with_structure(kind: str, n: int, share: float, rng: np.random.Generator) -> Bytes:
+    """An index with about share * n elements of `n`, which lie in an order."""
+    chosen = np.zeros(n, bool)
+    start = int(rng.integers(n - int(share * n)))
+    if kind == "rows":
+        chosen.reshape(-1, 1024)[rng.permutation(n // 1024)[: int(share * n / 1024)]] = True
+    elif kind == "prefix":
+        chosen[: int(share * n)] = True
+    elif kind == "run":
+        chosen[start : start + int(share * n)] = True
+    elif kind == "strided":
+        chosen[:: int(np.ceil(1 / share))] = True
+    elif kind == "strided rows":
+        chosen.reshape(-1, 1024)[:: int(np.ceil(1 / share))] = True
+    elif kind == "columns":
+        chosen.reshape(-1, 1024)[:, rng.permutation(1024)[: int(share * 1024)]] = True
+    else:
+        side = int(np.sqrt(share) * 512)
+        chosen.reshape(512, -1)[100 : 100 + side, 77 : 77 + int(side * n / 512**2)] = True
+    return np.packbits(chosen, bitorder="little")
+
+
+@pytest.mark.parametrize(
+    "kind", ["rows", "prefix", "run", "strided", "strided rows", "columns", "block"]
+)
+def test_peeling_ends_for_indexes_in_an_order(kind: str) -> None:
+    """Of rows that are multiples of 3, of 4 and of neither, to 0.65 / ratio."""
+    n = 768 * ROWS
+    for ratio in (2, 3, 4, 10):
+        codec = tw.codec("lhc", ratio=ratio)
+        for load in (0.2, 0.65):
+            index = with_structure(kind, n, load / ratio, np.random.default_rng(ratio))
+            found = diagnose(codec, index, (n,), "float32")
+            assert 0 < found.density < LOAD / ratio
+            assert (found.estimated, found.advice) == (0, None), (ratio, load)
+
+
+def test_two_whole_rows_peel() -> None:
+    """Rows 0 and 8 of 96, at 4x: where a third of the sketch's rows was what lay between them."""
+    x = np.zeros((96, 1024), np.float32)
+    x[[0, 8]] = 1
+    assert tw.decode(tw.encode(x, "lhc")).tobytes() == x.tobytes()
+
+
 def test_the_published_mapping_peels_worse() -> None:
     """Its lanes are small sketches of their own."""
     n = 64 * ROWS

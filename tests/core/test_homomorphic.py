@@ -113,6 +113,7 @@ def test_sums_of_unlike_buffers_are_refused() -> None:
     for other in others:
         with pytest.raises(ValueError, match="allowed"):
             add(a, other)
+    bad: Any
     for call in (sketch, seal, add, lambda buf: add(a, buf)):
         with pytest.raises(ValueError, match="allowed: buffers of"):
             call(others[-1])
