@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -182,6 +182,15 @@ class Choice:
     reason: str
 
 
+class Largest(NamedTuple):
+    """Seconds of both paths with an input of `nbytes` bytes that compressed to `ratio`."""
+
+    nbytes: float
+    native: float
+    compressed: float
+    ratio: float
+
+
 @dataclass(frozen=True)
 class Model:
     """Times of one collective in one group, in seconds, by the bytes of one rank's input.
@@ -196,6 +205,8 @@ class Model:
     decode: Line
     #: How many times as long as `pipelined` would say several pieces take, by measurement.
     slack: float = 1.0
+    #: The largest input that was measured, if any was.
+    largest: Largest | None = None
 
     @classmethod
     def of(
@@ -245,17 +256,23 @@ class Model:
         that is less, and that the rest is the codec's and depends on the tensor's bytes alone. That
         rest, half encoding and half decoding, holds extra rounds of messages too. `pipelined` is
         a measurement in pieces: bytes, pieces, seconds; it counts if it took longer than predicted.
+
+        Beyond the largest size a path is taken to need as much longer as there are more bytes, if
+        the line says less: small messages, bound by the host, say nothing of what a byte costs.
         """
         _check(0, ratio)
         plain, whole = fit(native), fit(compressed)
         wire = Line(min(plain.alpha, whole.alpha), min(plain.beta, whole.beta / ratio))
         # max: rounding.
         rest = Line(whole.alpha - wire.alpha, max(whole.beta - wire.beta * ratio, 0.0))
-        model = cls(plain, wire, rest.times(0.5, 0.5), rest.times(0.5, 0.5))
+        (nbytes, plainly), (_, wholly) = max(native), max(compressed)
+        largest = Largest(nbytes, plainly, wholly, ratio)
+        halves = rest.times(0.5, 0.5)
+        model = cls(plain, wire, halves, halves, largest=largest)
         if pipelined is None:
             return model
-        nbytes, pieces, seconds = pipelined
-        slack = max(1.0, seconds / model.pipelined(nbytes, ratio, pieces))
+        size, pieces, seconds = pipelined
+        slack = max(1.0, seconds / model.pipelined(size, ratio, pieces))
         return replace(model, slack=slack)
 
     def compressed(self, nbytes: int, ratio: float) -> float:
@@ -274,6 +291,15 @@ class Model:
         slack = self.slack if pieces > 1 else 1.0
         return slack * (wire + codec + (pieces - 1) * max(wire, codec))
 
+    def _behind(self, nbytes: int) -> tuple[float, float]:
+        """By how much native and compressed path exceed their lines beyond the largest size."""
+        if self.largest is None or nbytes <= self.largest.nbytes:
+            return 1.0, 1.0
+        size, plainly, wholly, ratio = self.largest
+        more = nbytes / size
+        native = plainly * more / self.native.seconds(nbytes)
+        return max(1.0, native), max(1.0, wholly * more / self.compressed(nbytes, ratio))
+
     def choose(self, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Choice:
         """The path to take; with equal arguments the same on every rank that has an equal model.
 
@@ -282,13 +308,14 @@ class Model:
         collective cannot be cut, `max_pieces` is 1.
         """
         _check(nbytes, ratio, max_pieces)
-        native = best = self.native.seconds(nbytes)
+        plainly, wholly = self._behind(nbytes)
+        native = best = plainly * self.native.seconds(nbytes)
         chosen = 0
         found = {}
         pieces = 1
         # A piece has a byte or more.
         while pieces <= max(min(max_pieces, nbytes), 1):
-            seconds = found[pieces] = self.pipelined(nbytes, ratio, pieces)
+            seconds = found[pieces] = wholly * self.pipelined(nbytes, ratio, pieces)
             if seconds < best * (1 - MARGIN):
                 best, chosen = seconds, pieces
             pieces *= 2

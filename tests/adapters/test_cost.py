@@ -273,6 +273,26 @@ def test_measured_predicts_other_ratios(
         assert close(found.compressed(n, other), true.compressed(n, other), 1e-4)
 
 
+def test_beyond_what_was_measured_host_time_hides_no_bytes() -> None:
+    """Four of five compressed calls take what the host takes; the line through them is flat."""
+    sizes = [1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
+    whole = [(n, max(1e-3, n * 4e-12)) for n in sizes]
+    for speed, algorithm in ((300e9, "native"), (25e9, "compressed")):
+        plain = [(n, 20e-6 + n / speed) for n in sizes]
+        found = Model.measured(plain, [(n, s + 0.7 * n / speed) for n, s in whole], 0.7)
+        for n in (1 << 29, 1 << 31):
+            choice = found.choose(n, 0.7, 1)
+            assert choice.algorithm == algorithm
+            assert choice.native_seconds == pytest.approx(n / speed, rel=0.05)
+    # By the line alone it would have been taken.
+    model = Model.measured([(n, 20e-6 + n / 200e9) for n in sizes], whole, 0.7)
+    assert model.compressed(1 << 29, 0.7) < 0.9 * model.native.seconds(1 << 29)
+    line = replace(model, largest=None)
+    assert line.choose(1 << 29, 0.7, 1).algorithm == "compressed"
+    faster = [(n, 20e-6 + n / 280e9) for n in sizes]
+    assert Model.measured(faster, whole, 0.7).choose(1 << 29, 0.7, 1).algorithm == "native"
+
+
 def test_models_of_one_rank_never_compress() -> None:
     for collective in COLLECTIVES:
         model = Model.of(collective, 1, Link(1e-6, 1e-9), Line(1e-6, 0), Line(1e-6, 0))
