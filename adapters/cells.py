@@ -1,7 +1,8 @@
-"""Sums of codecs whose buffers add up: the network reduces statistics, then cells.
+"""Sums of codecs whose buffers add up: ranks agree on statistics, then cells are summed.
 
 thc and omnireduce take the maximum of all ranks' norms, encode with it, and their cells are summed
-as they are: nothing is decoded on the way (DynamiQ, section 5.1, after THC and OmniReduce).
+as they are: nothing is decoded on the way (DynamiQ, section 5.1, after THC and OmniReduce). NCCL
+sums them itself; elsewhere each rank sums a share.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ from ..homomorphic import sketch
 from . import tensors
 from .calls import Call
 from .group import TOPOLOGIES
-from .multihop import MultiHop
-from .transport import all_reduce_by_gather
+from .multihop import MultiHop, side_by_side
 
 _NOTE = " (the sum of all ranks)"
 _TOPOLOGY = TOPOLOGIES.index("cells")
-#: What every network adds up.
-_SUMMED = ("int32", "float32")
 
 
 class CellSums(MultiHop):
@@ -37,27 +35,30 @@ class CellSums(MultiHop):
         self._compare_shape(call, flat, info, _TOPOLOGY)
         terms = tensors.cast(flat, info.dtype)
         (buffer,) = self._encode_alike(call, [terms], info)
-        cells = _cells(buffer)
+        cells, size = _cells(buffer), self._size
         with call.stage("exchange"), np.errstate(all="ignore"):
-            self._sum_cells(cells)
-        self._account_cells(call, 2, terms, cells)
+            if self._adds_cells(cells):
+                self._transport.all_reduce(cells, "sum")
+            else:
+                whole = _padded(cells, size)
+                own = self._sum_of_shares(whole)
+                self._transport.all_gather(tensors.as_bytes(whole), tensors.as_bytes(own))
+                tensors.put(cells, whole[: cells.shape[0]])
+        self._account_cells(call, 2, terms.nbytes / size, -(-cells.shape[0] // size) * _item(cells))
         self._decode_cells(call, buffer, result)
 
     def _reduce_scatter_by_cells(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> None:
         """This rank's share of the sum of all ranks' `x`, shape (ranks * n,), to `total`, (n,)."""
         self._compare_shape(call, x, info, _TOPOLOGY)
-        rows = x.reshape(self._size, -1)
-        buffers = self._encode_alike(call, list(rows), info)
-        cells = _stacked([_cells(buffer) for buffer in buffers])
+        buffers = self._encode_alike(call, list(x.reshape(self._size, -1)), info)
         own = _cells(buffers[self._rank])
+        cells = side_by_side([_cells(buffer) for buffer in buffers], x)
         with call.stage("exchange"), np.errstate(all="ignore"):
-            if tensors.is_cuda(cells):
+            if self._adds_cells(cells):
                 self._transport.reduce_scatter(own, cells)
             else:
-                # Not every network of hosts scatters sums.
-                self._sum_cells(cells)
-                tensors.put(own, cells.reshape(self._size, -1)[self._rank])
-        self._account_cells(call, 1 if tensors.is_cuda(cells) else 2, x, cells)
+                tensors.put(own, self._sum_of_shares(cells))
+        self._account_cells(call, 1, total.shape[0] * info.dtype.itemsize, own.nbytes)
         self._decode_cells(call, buffers[self._rank], total)
 
     def _encode_alike(self, call: Call, xs: Sequence[Any], info: ArrayInfo) -> list[Buffer]:
@@ -72,17 +73,23 @@ class CellSums(MultiHop):
                 for x, s in zip(xs, stats, strict=True)
             ]
 
-    def _sum_cells(self, cells: Any) -> None:
-        if tensors.is_cuda(cells) or tensors.dtype_of(cells).name in _SUMMED:
-            self._transport.all_reduce(cells, "sum")
-        else:
-            all_reduce_by_gather(self._transport, cells, "sum")
+    def _adds_cells(self, cells: Any) -> bool:
+        """True if the network adds up such cells by itself."""
+        return tensors.is_cuda(cells) and cells.dtype in self._plain_dtypes
 
-    def _account_cells(self, call: Call, times: int, x: Any, cells: Any) -> None:
-        """Bytes that a sum in `times` steps sends, each of them all but a rank's own share."""
-        for_others = self._size - 1
-        call.raw_bytes += times * for_others * x.nbytes // self._size
-        call.wire_bytes += times * for_others * cells.nbytes // self._size
+    def _sum_of_shares(self, cells: Any) -> Any:
+        """This rank's share of the sum of all ranks' cells, added up here in the order of ranks."""
+        came = tensors.empty(cells.shape, tensors.dtype_of(cells), cells)
+        self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cells))
+        first, *others = came.reshape(self._size, -1)
+        for term in others:
+            first += term
+        return first
+
+    def _account_cells(self, call: Call, times: int, raw: float, wire: int) -> None:
+        """A share of `raw` and of `wire` bytes went to every other rank, so many times."""
+        call.raw_bytes += int(times * (self._size - 1) * raw)
+        call.wire_bytes += times * (self._size - 1) * wire
 
     def _decode_cells(self, call: Call, buffer: Buffer, result: Any) -> None:
         call.exchanged = True
@@ -98,8 +105,7 @@ class CellSums(MultiHop):
         self._decoded(call, buffer, _NOTE)
         if out is not result:
             tensors.put(result, out)
-        if call.verdict is not None:
-            call.verdict()
+        self._judge(call)
 
 
 def _cells(buffer: Buffer) -> Any:
@@ -111,8 +117,14 @@ def _cells(buffer: Buffer) -> Any:
     return cells if arrays.describe(cells).dtype.is_float else cells.view(np.int32)
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
-    """Arrays of one length, one behind the other."""
-    if tensors.is_torch(parts[0]):
-        return sys.modules["torch"].cat(list(parts))
-    return np.concatenate(parts)
+def _padded(cells: Any, ranks: int) -> Any:
+    """`cells` with zeros behind them, in memory of their own, a multiple of `ranks` long."""
+    n = cells.shape[0]
+    room = tensors.empty((-(-n // ranks) * ranks,), tensors.dtype_of(cells), cells)
+    tensors.put(room[:n], cells)
+    tensors.fill(room[n:], 0)
+    return room
+
+
+def _item(cells: Any) -> int:
+    return int(tensors.dtype_of(cells).itemsize)

@@ -94,10 +94,10 @@ class Communicator(CellSums):
     sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
     at a time. Statistics that add up (dynamiq's energies) are summed over ranks first, and with
     random rounding the key of a share differs between ranks in the rank alone, as correlated
-    rounding needs it. Results are bit-identical on all ranks. With "cells" the network itself sums
-    buffers of thc or omnireduce, encoded by norms of which all ranks took the maximum: the whole of
-    an all-reduce without decoding, a message without checksums. In two shots these codecs are as
-    others: each rank keeps blocks and norms of its own, and the error is larger.
+    rounding needs it. Results are bit-identical on all ranks. With "cells" buffers of thc or
+    omnireduce are summed as they are, encoded by norms of which all ranks took the maximum: by NCCL
+    itself, elsewhere a share by each rank; nothing has a checksum on the way. In two shots these
+    codecs are as others: each rank keeps blocks and norms of its own, and the error is larger.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
@@ -302,12 +302,12 @@ class Communicator(CellSums):
         all ranks decode that. Shares are equally long, with zeros behind the last elements.
 
         With `op` "mean" (of floats) terms are divided by the number of ranks, in float32 (float64),
-        before they are rounded to what travels, so that no sum overflows whose mean fits: by hops,
-        and where a lossy codec is given float32 (float64). Else a rank divides its share of the
-        sum, in float32 (float64), before that is rounded and travels, and natively what it gets.
-        A sum that overflows what travels is infinite, and lossy codecs have more than that element
-        suffer (most make its block, dynamiq its super-group NaN); by hops a partial sum that
-        overflows is enough.
+        before they are rounded to what travels, so that no sum overflows whose mean fits: by hops
+        and cells, and where a lossy codec is given float32 (float64). Else a rank divides its share
+        of the sum, in float32 (float64), before that is rounded and travels, and natively what it
+        gets. A sum that overflows what travels is infinite, and lossy codecs have more than that
+        element suffer (most make its block, dynamiq its super-group NaN); by hops a partial sum
+        that overflows is enough.
 
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
         of its results, rounded to what travels; natively as there. So all ranks get the same bits,

@@ -25,6 +25,8 @@ Algorithm = Literal["native", "compressed", "pipelined"]
 
 #: A path replaces a simpler one only if it is predicted to take less time by this share.
 MARGIN = 0.03
+#: Times the time of a call with twice the bytes or more: below, it is the host's.
+FLAT = 1.5
 #: Most pieces that `Model.choose` cuts a message into.
 MAX_PIECES = 16
 #: Sizes above this many bytes are not looked at by `Model.crossover`.
@@ -183,11 +185,10 @@ class Choice:
 
 
 class Largest(NamedTuple):
-    """Seconds of both paths with an input of `nbytes` bytes that compressed to `ratio`."""
+    """Seconds of the compressed path with an input of `nbytes` bytes that came to `ratio`."""
 
     nbytes: float
-    native: float
-    compressed: float
+    seconds: float
     ratio: float
 
 
@@ -205,7 +206,7 @@ class Model:
     decode: Line
     #: How many times as long as `pipelined` would say several pieces take, by measurement.
     slack: float = 1.0
-    #: The largest input that was measured, if any was.
+    #: The largest input that was measured, if the host's time says nothing of larger ones.
     largest: Largest | None = None
 
     @classmethod
@@ -257,16 +258,18 @@ class Model:
         rest, half encoding and half decoding, holds extra rounds of messages too. `pipelined` is
         a measurement in pieces: bytes, pieces, seconds; it counts if it took longer than predicted.
 
-        Beyond the largest size a path is taken to need as much longer as there are more bytes, if
-        the line says less: small messages, bound by the host, say nothing of what a byte costs.
+        Where the largest compressed input took less than FLAT times as long as the one before it,
+        with twice its bytes or more, the host's time hides what a byte costs, and the line is too
+        flat: beyond the largest, time is taken to grow in proportion to bytes.
         """
         _check(0, ratio)
         plain, whole = fit(native), fit(compressed)
         wire = Line(min(plain.alpha, whole.alpha), min(plain.beta, whole.beta / ratio))
         # max: rounding.
         rest = Line(whole.alpha - wire.alpha, max(whole.beta - wire.beta * ratio, 0.0))
-        (nbytes, plainly), (_, wholly) = max(native), max(compressed)
-        largest = Largest(nbytes, plainly, wholly, ratio)
+        (before, less), (nbytes, most) = sorted(compressed)[-2:]
+        flat = nbytes >= 2 * before and most < FLAT * less
+        largest = Largest(nbytes, most, ratio) if flat else None
         halves = rest.times(0.5, 0.5)
         model = cls(plain, wire, halves, halves, largest=largest)
         if pipelined is None:
@@ -291,14 +294,12 @@ class Model:
         slack = self.slack if pieces > 1 else 1.0
         return slack * (wire + codec + (pieces - 1) * max(wire, codec))
 
-    def _behind(self, nbytes: int) -> tuple[float, float]:
-        """By how much native and compressed path exceed their lines beyond the largest size."""
+    def _behind(self, nbytes: int) -> float:
+        """By how much the compressed path exceeds its line beyond `largest`."""
         if self.largest is None or nbytes <= self.largest.nbytes:
-            return 1.0, 1.0
-        size, plainly, wholly, ratio = self.largest
-        more = nbytes / size
-        native = plainly * more / self.native.seconds(nbytes)
-        return max(1.0, native), max(1.0, wholly * more / self.compressed(nbytes, ratio))
+            return 1.0
+        size, seconds, ratio = self.largest
+        return max(1.0, seconds * nbytes / size / self.compressed(nbytes, ratio))
 
     def choose(self, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Choice:
         """The path to take; with equal arguments the same on every rank that has an equal model.
@@ -308,14 +309,14 @@ class Model:
         collective cannot be cut, `max_pieces` is 1.
         """
         _check(nbytes, ratio, max_pieces)
-        plainly, wholly = self._behind(nbytes)
-        native = best = plainly * self.native.seconds(nbytes)
+        behind = self._behind(nbytes)
+        native = best = self.native.seconds(nbytes)
         chosen = 0
         found = {}
         pieces = 1
         # A piece has a byte or more.
         while pieces <= max(min(max_pieces, nbytes), 1):
-            seconds = found[pieces] = wholly * self.pipelined(nbytes, ratio, pieces)
+            seconds = found[pieces] = behind * self.pipelined(nbytes, ratio, pieces)
             if seconds < best * (1 - MARGIN):
                 best, chosen = seconds, pieces
             pieces *= 2

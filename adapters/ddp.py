@@ -55,7 +55,7 @@ class DdpHook:
     ) -> None:
         """`names` are those of the model's parameters; ValueError if feedback comes without.
 
-        And if it comes with a communicator that sums by hops.
+        And if it comes with a communicator that does not sum in two shots.
         """
         check_feedback(error_feedback, comm.topology)
         if error_feedback is not None and names is None:

@@ -199,9 +199,9 @@ class ReduceScatter(_Comm):
         """Fill `output_tensor`, shape (n,), with this rank's share of all ranks' `input_tensor`.
 
         This has shape (ranks * n,). Sums are made in float32 (float64 in float64) in the order of
-        ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once. With a
-        topology by hops the input is scaled instead, in float32 (float64), and partial sums are
-        rounded to the input's dtype at each hop, whose order is that of the terms.
+        ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once. With
+        another topology the input is scaled instead, in float32 (float64), and by hops partial sums
+        are rounded to the input's dtype at each, whose order is that of the terms.
         Returns like `AllGather`. Raises CollectiveError, and ValueError for another `op`.
         """
         return self._reduce(output_tensor, input_tensor, group, op, async_op)
@@ -314,9 +314,9 @@ class AllReduce(_Hook):
     def __call__(self, reduce_output: Any) -> None:
         """Overwrite a module's sharded gradients, 1-D, with their mean over the group.
 
-        Sums are made in float32, divided there and rounded once; with a topology by hops terms are
-        divided in float32 instead, and partial sums rounded to the gradients' dtype at each hop.
-        Raises CollectiveError.
+        Sums are made in float32, divided there and rounded once; with another topology terms are
+        divided in float32 instead, and by hops partial sums rounded to the gradients' dtype at
+        each. Raises CollectiveError.
         """
         collectives = collectives_of_average(self._options.get("topology", "two-shot"))
         done = self._run(

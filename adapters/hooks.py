@@ -72,7 +72,7 @@ def communicator(group: Any, device: torch.device, **options: Any) -> Communicat
 
 
 def collectives_of_average(topology: Topology) -> int:
-    """A reduce-scatter and an all-gather; by hops an all-reduce."""
+    """In two shots a reduce-scatter and an all-gather; else an all-reduce."""
     return 2 if topology == "two-shot" else 1
 
 
@@ -97,13 +97,13 @@ def average(
 ) -> None:
     """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks.
 
-    That is as many collectives as `collectives_of_average` says. By hops it is an all-reduce, whose
-    terms are divided in float32 (float64), and whose partial sums are rounded to the dtype of `x`
-    at each hop. Else sums are made in float32 (float64 in float64) in the order of ranks, divided
-    there and rounded once; all ranks get the same bits. With `feedback` the residuals of `parts`,
-    which `x` is made of, are added to what this rank sends, and become what its encoding loses of
-    that, and of this rank's share of the sum. Raises TypeError for another dtype and for sparse
-    tensors, ValueError for `feedback` by hops.
+    That is as many collectives as `collectives_of_average` says. By hops and by cells it is an
+    all-reduce, whose terms are divided in float32 (float64); by hops partial sums are rounded to
+    the dtype of `x` at each. In two shots sums are made in float32 (float64 in float64) in the
+    order of ranks, divided there and rounded once; all ranks get the same bits. With `feedback` the
+    residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
+    its encoding loses of that, and of this rank's share of the sum. Raises TypeError for another
+    dtype and for sparse tensors, ValueError for `feedback` but in two shots.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")

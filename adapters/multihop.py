@@ -224,7 +224,7 @@ class MultiHop(Group):
         `whole` has the parts one behind the other, and is overwritten.
         """
         with call.stage("statistics"), np.errstate(all="ignore"):
-            joined = _joined([whole] if whole is not None else parts, like)
+            joined = side_by_side([whole] if whole is not None else parts, like)
             self._transport.all_reduce(joined, op)
             if op == "sum":
                 _limit(joined)
@@ -234,10 +234,11 @@ class MultiHop(Group):
         else:
             host = np.ascontiguousarray(arrays.host_array(joined))
             word = hashlib.blake2b(host.tobytes(), digest_size=8).digest()
-            self._remark(call, host, info)
             digest = call.digest(info, (int.from_bytes(word, "little"), *info.shape))
             digests = [digest] * self._size
+            # First, so that no rank waits for one whose sums are none.
             self._compare(call, like, digests, digests, "statistics", _OTHER_SUMS)
+            self._remark(call, host, info)
         stops = np.cumsum([part.shape[0] for part in parts]).tolist()
         return [
             joined[stop - part.shape[0] : stop] for part, stop in zip(parts, stops, strict=True)
@@ -323,8 +324,14 @@ class MultiHop(Group):
                         deliver(lanes, pieces[k], made)
                 else:
                     self._hop(call, steps[h], h, pieces[k], made, digest(at + 1))
+        self._judge(call)
+
+    def _judge(self, call: Call) -> None:
+        """Raise if ranks turn out to have other statistics: on all of them, and none goes on."""
         if call.verdict is not None:
+            exchanged, call.exchanged = call.exchanged, False
             call.verdict()
+            call.exchanged = exchanged
 
     def _hop(
         self,
@@ -433,7 +440,7 @@ class MultiHop(Group):
         self._decoded(call, came.buffer, came.note, came.word)
 
 
-def _joined(parts: Sequence[Any], like: Any) -> Any:
+def side_by_side(parts: Sequence[Any], like: Any) -> Any:
     """Arrays of shape (n,) one behind the other, on the device of `like`."""
     if len(parts) == 1 and tensors.is_cuda(parts[0]):
         return parts[0]

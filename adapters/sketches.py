@@ -265,8 +265,8 @@ class Sketches:
     def __init__(self, comm: Communicator, tagc: Tagc, state: State) -> None:
         """Raises ValueError if the index mode does not carry so many ranks.
 
-        And for `accumulate` with a fall-back to a communicator that sums by hops: nobody knows then
-        what it loses of a rank's tensor.
+        And for `accumulate` with a fall-back to one that does not sum in two shots: nobody knows
+        then what it loses of a rank's tensor.
         """
         index_to_reduce(np.empty(0, np.uint8), tagc.index, comm.world_size)
         if tagc.accumulate and tagc.fallback is not None and comm.topology != "two-shot":
@@ -301,18 +301,25 @@ class Sketches:
         if key in self._agreed:
             return
         call = Call(self.comm.rank, "sketches", self._calls, "sketch")
-        with call.stage("agree"):
-            facts = self._settings() | {"parameters": list(unit), "layers": list(chosen)}
-            text = json.dumps(facts)
-            # Of a length that all know; texts only where ranks differ, which all of them see.
-            mine = np.array([_digest(text), len(text)])
-            found = self.comm._gather_plain(mine.view(np.uint8)).view(np.int64)
-            others = np.flatnonzero(found[:, 0] != mine[0]).tolist()
-            if others:
-                padded = np.frombuffer(text.ljust(found[:, 1].max()).encode(), np.uint8)
-                rows = self.comm._gather_plain(padded.copy())
-                theirs = json.loads(rows[others[0]].tobytes())
-                differ = _differences(facts, theirs, others[0])
+        if self._broken is not None:
+            raise call.failure("start", f"an earlier call has failed: {self._broken}")
+        try:
+            with call.stage("agree"):
+                facts = self._settings() | {"parameters": list(unit), "layers": list(chosen)}
+                text = json.dumps(facts)
+                # Of a length that all know; texts only where ranks differ, which all of them see.
+                mine = np.array([_digest(text), len(text)])
+                found = self.comm._gather_plain(mine.view(np.uint8)).view(np.int64)
+                others = np.flatnonzero(found[:, 0] != mine[0]).tolist()
+                if others:
+                    padded = np.frombuffer(text.ljust(found[:, 1].max()).encode(), np.uint8)
+                    rows = self.comm._gather_plain(padded.copy())
+                    theirs = json.loads(rows[others[0]].tobytes())
+                    differ = _differences(facts, theirs, others[0])
+        except BaseException as caught:
+            # What this rank has not read is still to come, to whoever reads next.
+            self._broken = self.comm._broken = str(caught)
+            raise
         if others:
             where = f"{unit[0]} to {unit[-1]}" if unit else "no parameters"
             detail = f"ranks {others} have other settings or choose other layers of {where}"

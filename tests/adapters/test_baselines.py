@@ -53,6 +53,27 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
     assert tw.error(exact, tw.decode(total)).vnmse < {"thc": 0.2, "omnireduce": 0.1}[codec.name]
 
 
+class Counted(MemoryTransport):
+    """Counts bytes to others; those of `all_reduce` as a network sends them."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.sent = 0
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        super().all_gather(out, x)
+        self.sent += (self.world_size - 1) * x.nbytes
+
+    def all_to_all(self, out: Any, x: Any) -> None:
+        super().all_to_all(out, x)
+        self.sent += (self.world_size - 1) * x.nbytes // self.world_size
+
+    def all_reduce(self, x: Any, op: Any = "sum") -> None:
+        sent = self.sent
+        super().all_reduce(x, op)
+        self.sent = sent + 2 * (self.world_size - 1) * x.nbytes // self.world_size
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("world", [2, 5, 8])
 @pytest.mark.parametrize("codec", [*CODECS, tw.codec("omnireduce")], ids=lambda c: str(c.spec))
@@ -72,16 +93,20 @@ def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) ->
         return found
 
     def rank(t: MemoryTransport) -> None:
-        comm = tw.Communicator(t, codec, seed=7, topology="cells")
+        counted = Counted(t)
+        comm = tw.Communicator(counted, codec, seed=7, topology="cells")
+        counted.sent = 0
         own = from_bits(xs[t.rank].view(kind.bits), kind, xs[0].shape, Target(library, None))
         exact(comm.all_reduce(own), summed(xs, 0, 0))
         shares = [x.reshape(world, -1)[t.rank] for x in xs]
         out = comm.reduce_scatter(own)
         # Of shares every one has statistics of its own.
         exact(out, summed(shares, 1, t.rank))
-        record = comm.trace()[0]
-        assert record.algorithm == f"cells, no sizes, {codec.name}"
-        assert 0 < record.wire_bytes < record.raw_bytes
+        records = comm.trace()
+        assert records[0].algorithm == f"cells, no sizes, {codec.name}"
+        for record in records:
+            assert 0 < record.wire_bytes < record.raw_bytes
+        assert counted.sent == sum(record.wire_bytes for record in records)
         small = comm.all_reduce(own[:50])
         assert comm.trace()[-1].algorithm.startswith("two-shot")
         assert tw.error(sum(x[:50].astype(np.float32) for x in xs), small).vnmse < 1e-4

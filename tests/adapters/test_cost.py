@@ -273,24 +273,27 @@ def test_measured_predicts_other_ratios(
         assert close(found.compressed(n, other), true.compressed(n, other), 1e-4)
 
 
-def test_beyond_what_was_measured_host_time_hides_no_bytes() -> None:
-    """Four of five compressed calls take what the host takes; the line through them is flat."""
+def test_host_time_hides_no_bytes_beyond_what_was_measured() -> None:
+    """Calls take what the host takes, up to the largest; the line through them is flat."""
     sizes = [1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
     whole = [(n, max(1e-3, n * 4e-12)) for n in sizes]
-    for speed, algorithm in ((300e9, "native"), (25e9, "compressed")):
-        plain = [(n, 20e-6 + n / speed) for n in sizes]
-        found = Model.measured(plain, [(n, s + 0.7 * n / speed) for n, s in whole], 0.7)
-        for n in (1 << 29, 1 << 31):
-            choice = found.choose(n, 0.7, 1)
-            assert choice.algorithm == algorithm
-            assert choice.native_seconds == pytest.approx(n / speed, rel=0.05)
-    # By the line alone it would have been taken.
-    model = Model.measured([(n, 20e-6 + n / 200e9) for n in sizes], whole, 0.7)
-    assert model.compressed(1 << 29, 0.7) < 0.9 * model.native.seconds(1 << 29)
-    line = replace(model, largest=None)
-    assert line.choose(1 << 29, 0.7, 1).algorithm == "compressed"
-    faster = [(n, 20e-6 + n / 280e9) for n in sizes]
-    assert Model.measured(faster, whole, 0.7).choose(1 << 29, 0.7, 1).algorithm == "native"
+    fast = [(n, 20e-6 + n / 280e9) for n in sizes]
+    model = Model.measured(fast, whole, 0.7)
+    n = 1 << 29
+    assert replace(model, largest=None).choose(n, 0.7, 1).algorithm == "compressed"
+    assert model.choose(n, 0.7, 1).algorithm == "native"
+    assert model.choose(n, 0.7, 1).native_seconds == pytest.approx(20e-6 + n / 280e9, rel=0.01)
+    slow = [(n, 20e-6 + n / 25e9) for n in sizes]
+    assert Model.measured(slow, whole, 0.7).choose(n, 0.7, 1).algorithm == "compressed"
+
+
+def test_a_crossover_beyond_what_was_measured_is_found() -> None:
+    sizes = [1 << 13, 1 << 17, 1 << 21]
+    plain = [(n, 1e-4 + n * 1e-9) for n in sizes]
+    model = Model.measured(plain, [(n, 1.1e-3 + n * 0.8e-9) for n in sizes], 0.7)
+    assert model.choose(1 << 21, 0.7, 1).algorithm == "native"
+    assert model.choose(1 << 26, 0.7, 1).algorithm == "compressed"
+    assert model.crossover(0.7, 1) == pytest.approx(5.9e6, rel=0.1)
 
 
 def test_models_of_one_rank_never_compress() -> None:

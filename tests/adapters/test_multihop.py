@@ -343,13 +343,14 @@ def test_bytes_on_the_wire(topology: Topology) -> None:
     run_ranks(4, task)
 
 
+@pytest.mark.parametrize("other", ["next", "nan"])
 @pytest.mark.parametrize("topology", HOPS)
-def test_statistics_that_differ_are_refused(topology: Topology) -> None:
+def test_statistics_that_differ_are_refused(topology: Topology, other: str) -> None:
     """By all ranks, before anything is encoded."""
 
     def task(transport: MemoryTransport) -> None:
         def change(x: Any) -> None:
-            x[2] = np.nextafter(x[2], np.float32(np.inf))
+            x[2] = np.nan if other == "nan" else np.nextafter(x[2], np.float32(np.inf))
 
         noted = Noted(transport, change=change if transport.rank == 1 else None)
         comm = tw.Communicator(noted, "dynamiq", topology=topology)
@@ -599,11 +600,15 @@ def test_statistics_of_a_device_are_judged_in_the_end(bad: Any) -> None:
         call = Call(transport.rank, "all_reduce", 0, "")
         comm._summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
         assert call.verdict is not None
+        call.exchanged = True
         try:
-            call.verdict()
+            comm._judge(call)
         except tw.CollectiveError as error:
             assert error.stage == "statistics"
+            # Whatever else has gone well: no rank goes on.
+            assert not call.exchanged
             return error.detail
+        assert call.exchanged
         return call.reason
 
     found = run_ranks(3, task)

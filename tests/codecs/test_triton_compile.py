@@ -102,6 +102,13 @@ ALLOWED = (
         "tahquant._decode_kernel", {"MODE": [1, 2]}, 192, 0, "such tiles are few, or unaligned"
     ),
     Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
+    Allowed(
+        "dynamiq._encode_kernel",
+        {"ADD": [2, 4]},
+        224,
+        0,
+        "fewer registers, so more tiles in flight: faster than without the spills",
+    ),
     Allowed("sdp4bit._decode_kernel", {}, 32, 0, "the assembler stops at 80 registers"),
 )
 
