@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
@@ -100,6 +100,7 @@ def test_codes_and_scales_of_gfloat() -> None:
     centre=st.integers(-126, 120),
     seed=st.integers(0, 2**32),
 )
+@example("bfloat16", 400, 0.0, -126, 0)
 def test_property_error_bound(name: str, n: int, spread: float, centre: int, seed: int) -> None:
     kind = BY_NAME[name]
     rng = np.random.default_rng(seed)
@@ -113,9 +114,13 @@ def test_property_error_bound(name: str, n: int, spread: float, centre: int, see
         wide = x.astype(np.float64)
     _, scales, g = coded(x)
     y = tw.decode(tw.codec("nvfp4").encode(x)).astype(np.float64)
-    d = np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(g), BLOCK)[:n]
+    # As decoders divide: of subnormal quotients float32 keeps few bits.
+    d = np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / g, BLOCK)[:n]
+    d = d.astype(np.float64)
     magnitude = np.abs(wide)
     allowed = np.where(magnitude <= 6 * d, np.maximum(magnitude, d) / 4, magnitude - 6 * d)
+    # What 1 / d is too large for.
+    allowed = np.where(d <= 2.0**-128, magnitude, allowed)
     least = {"bfloat16": -133, "float16": -24, "float32": -149}[name]
     steps = np.maximum(np.exp2(np.frexp(y)[1] - 1.0 - kind.mantissa), 2.0**least)
     assert (np.abs(y - wide) <= allowed + 2.0**-20 * magnitude + steps / 2).all()
