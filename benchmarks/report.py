@@ -56,6 +56,32 @@ def cpu_page(recorded: dict[str, Any]) -> list[str]:
     return lines
 
 
+def lossy_cpu_page(recorded: dict[str, Any]) -> list[str]:
+    """Table of speeds of lossy codecs."""
+    machine = recorded["machine_info"]
+    rates: dict[str, dict[str, float]] = {}
+    ratios: dict[str, float] = {}
+    for b in recorded["benchmarks"]:
+        op, _, codec = b["name"].removeprefix("test_lossy_").rstrip("]").partition("[1-")
+        rates.setdefault(codec, {})[op] = b["extra_info"]["GB/s"]
+        if "ratio" in b["extra_info"]:
+            ratios[codec] = b["extra_info"]["ratio"]
+    rows = (
+        f"| {codec} | {ratios[codec]:.4f} | {rate['encode']:.2f} | {rate['decode']:.2f} |"
+        for codec, rate in rates.items()
+    )
+    return [
+        "## Lossy codecs on the CPU",
+        "",
+        f"{machine['cpu']}, one thread, 64 MiB of bfloat16, N(0, 0.02); GB/s of tensor bytes; "
+        f"{recorded['datetime'][:10]}.",
+        "",
+        "| | ratio | encode | decode |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
 def label(name: str) -> str:
     """`test_encode[1-bfloat16]` as "encode, bfloat16, 1 thread"."""
     stem, _, inside = name.removeprefix("test_").partition("[")
@@ -88,6 +114,8 @@ COMMANDS = (
     "|---|---|",
     "| Speed on the CPU, above | `pytest benchmarks/bench_cpu.py "
     "--benchmark-json=benchmarks/results/cpu.json` |",
+    "| Lossy codecs on the CPU, above | `pytest benchmarks/bench_cpu.py -k lossy "
+    "--benchmark-json=benchmarks/results/cpu_lossy.json` |",
     *(f"| {page} | `python benchmarks/{command}` |" for page, command in _STUDIES.items()),
 )
 
@@ -146,6 +174,9 @@ def main() -> None:
     cpu = RESULTS / "cpu.json"
     study = RESULTS / "study.json"
     lines += cpu_page(json.loads(cpu.read_text()))
+    lossy = RESULTS / "cpu_lossy.json"
+    if lossy.exists():
+        lines += ["", *lossy_cpu_page(json.loads(lossy.read_text()))]
     if study.exists():
         lines += ["", *study_page(json.loads(study.read_text()))]
     if (RESULTS / "gpu.json").exists():
