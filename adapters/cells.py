@@ -44,7 +44,8 @@ class CellSums(MultiHop):
                 own = self._sum_of_shares(whole)
                 self._transport.all_gather(tensors.as_bytes(whole), tensors.as_bytes(own))
                 tensors.put(cells, whole[: cells.shape[0]])
-        self._account_cells(call, 2, terms.nbytes / size, -(-cells.shape[0] // size) * _item(cells))
+        share = -(-cells.shape[0] // size) * cells.itemsize
+        self._account_cells(call, 2, terms.nbytes / size, share)
         self._decode_cells(call, buffer, result)
 
     def _reduce_scatter_by_cells(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> None:
@@ -124,7 +125,3 @@ def _padded(cells: Any, ranks: int) -> Any:
     tensors.put(room[:n], cells)
     tensors.fill(room[n:], 0)
     return room
-
-
-def _item(cells: Any) -> int:
-    return int(tensors.dtype_of(cells).itemsize)
