@@ -116,6 +116,9 @@ class CodecSpec:
     max_world: ClassVar[int | None] = None
     #: The codec writes the record's info field; elsewhere it is zero and checked.
     uses_info: ClassVar[bool] = False
+    #: Statistics of all ranks, reduced, hold for partial sums too: `decode_add_encode` keeps what
+    #: the buffer has of them.
+    sums_keep_stats: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
 

@@ -123,6 +123,7 @@ class Dynamiq(CodecSpec):
     id: ClassVar[int] = CODEC_IDS["dynamiq"][0]
     lossless: ClassVar[bool] = False
     reduce_op: ClassVar[ReduceOp | None] = "sum"
+    sums_keep_stats: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
     max_world: ClassVar[int | None] = MAX_WORLD
 

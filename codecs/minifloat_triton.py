@@ -66,6 +66,8 @@ _FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
 _RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
 _NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
 _NAN_SCALE = tl.constexpr(NAN_SCALE)
+#: Where scales come from that are not chosen.
+_OF_STATS, _OF_SOURCE = tl.constexpr(1), tl.constexpr(2)
 #: Tensor scales with which no quotient of `_quotient` is too small or too large.
 _LEAST_SCALE, _MOST_SCALE = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
 
@@ -128,13 +130,14 @@ class Blocks(NamedTuple):
     """What kernels know of a codec: its elements, the size of its blocks, its rule for scales.
 
     Before the scales of a chunk lie `head` bytes. With nvfp4's 16 of them, scales are e4m3 over a
-    float32; without, powers of two, "ceil" or not.
+    float32; without, powers of two, "ceil" or not, or `given`: of stats, or of a sum's source.
     """
 
     element: Element
     block: int
     head: int = 0
     ceil: bool = False
+    given: bool = False
 
 
 @triton.jit
@@ -334,6 +337,42 @@ def _power_scales(tops, EMAX: tl.constexpr, MAX_FRACTION: tl.constexpr, CEIL: tl
         scales += ((parts & 0x7FFFFF) > MAX_FRACTION).to(tl.int32)
     scales = tl.minimum(tl.maximum(scales, 0), 254)
     scales = tl.where(tops > (_INFINITY - 1 if EMAX == 0 else _INFINITY), 255, scales)
+    return scales, _float(tl.maximum((254 - scales) << 23, _HALF_LEAST))
+
+
+@triton.jit
+def _given_scales(
+    stats_ptr,
+    source_ptr,
+    first,
+    nelem,
+    slot,
+    n,
+    BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Scale bytes, int32, that blocks of slots are to have; see `mx.agreed_scales`."""
+    at = slot // (BLOCK // _SLOT)
+    use = None
+    if MASKED:
+        use = slot * _SLOT < n
+    if GIVEN == _OF_SOURCE:
+        scales = tl.load(source_ptr + at, mask=use)
+    elif GIVEN == _OF_STATS:
+        at += first // BLOCK
+        bytes_ptr = stats_ptr.to(tl.pointer_type(tl.uint8))
+        after = tl.minimum(at + (first % BLOCK != 0).to(tl.int64), (nelem - 1) // BLOCK)
+        scales = tl.maximum(tl.load(bytes_ptr + at, mask=use), tl.load(bytes_ptr + after, mask=use))
+    else:
+        scales = slot
+    return scales.to(tl.int32)
+
+
+@triton.jit
+def _kept_scales(tops, given):
+    """As `_power_scales`, of scale bytes `given`: a block with a NaN is NaN nevertheless."""
+    scales = tl.where(tops > _INFINITY, 255, given)
     return scales, _float(tl.maximum((254 - scales) << 23, _HALF_LEAST))
 
 
@@ -673,6 +712,7 @@ def _encode_pairs(
     static_ptr,
     scales_at,
     g,
+    given,
     tile,
     BITS: tl.constexpr,
     M: tl.constexpr,
@@ -681,6 +721,7 @@ def _encode_pairs(
     CEIL: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
+    GIVEN: tl.constexpr,
     EXP: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -696,7 +737,10 @@ def _encode_pairs(
         # Of a scale of 0 the reciprocal is NaN, which the minimum drops.
         factor = tl.minimum(_reciprocal(_quotient(steps, g, _reciprocal(g))), _FLT_MAX)
     else:
-        scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
+        if GIVEN > 0:
+            scales, factor = _kept_scales(top, given)
+        else:
+            scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
         lost = scales == 255
     values = ()
     for j in tl.static_range(_SLOT // 2):
@@ -826,6 +870,15 @@ def _store_codes(payload, low, high, slot, n, BITS: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
+def _top(wide):
+    """The largest magnitudes of slots, float32 bits in 8 columns."""
+    top = wide[0] & _MAGNITUDE
+    for j in tl.static_range(1, _SLOT):
+        top = tl.maximum(top, wide[j] & _MAGNITUDE)
+    return top
+
+
+@triton.jit
 def _spread(x, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     """A value of each block for each of its slots."""
     return tl.reshape(tl.broadcast_to(x[:, None], [BLOCKS, LANES]), [BLOCKS * LANES])
@@ -944,6 +997,7 @@ def _encode_tile(
     static_ptr,
     scales_at,
     g,
+    given,
     slot,
     n,
     BITS: tl.constexpr,
@@ -956,21 +1010,22 @@ def _encode_tile(
     CEIL: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
+    GIVEN: tl.constexpr,
     SLOTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Encode slots, float32 bits in 8 columns; gives the checksum terms."""
     LANES: tl.constexpr = BLOCK // _SLOT
-    top = wide[0] & _MAGNITUDE
-    for j in tl.static_range(1, _SLOT):
-        top = tl.maximum(top, wide[j] & _MAGNITUDE)
-    top = tl.max(tl.reshape(top, [SLOTS // LANES, LANES]), 1)
+    top = tl.max(tl.reshape(_top(wide), [SLOTS // LANES, LANES]), 1)
     top = _spread(top, SLOTS // LANES, LANES)
     if HEAD > 0:
         scales, factor = _float_scales(top, g)
         keep = tl.where(scales == _NAN_SCALE, 0, -1)
     else:
-        scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
+        if GIVEN > 0:
+            scales, factor = _kept_scales(top, given)
+        else:
+            scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
         keep = tl.where(scales == 255, 0, -1)
     q = ()
     for j in tl.static_range(_SLOT):
@@ -1031,6 +1086,7 @@ def _encode_kernel(
     EMAX: tl.constexpr,
     MAX_FRACTION: tl.constexpr,
     CEIL: tl.constexpr,
+    GIVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -1039,7 +1095,7 @@ def _encode_kernel(
 
     With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before; those at
     `x_ptr` have ADD bytes, the plan's ITEM or float32's 4. With HEAD the tensor's largest magnitude
-    is at `stats_ptr`.
+    is at `stats_ptr`; there, or in the source, are the scales that are GIVEN.
     """
     pid = tl.program_id(0)
     chunk = pid // tiles
@@ -1065,13 +1121,16 @@ def _encode_kernel(
         plain = plain & _is_usual(g) & _is_usual(h)
     # fmt: off
     if plain:
+        given = _given_scales(
+            stats_ptr, source_ptr + codes_at, first, nelem, slot, n, BLOCK, GIVEN, False,
+        )
         if PAIRED:
             words, added = _sum_pairs(
                 x, source_ptr, codes_at, h, tile, BITS, M, BLOCK, HEAD, EXP, SLOTS, ADD,
             )
             total = _encode_pairs(
-                words, static_ptr, codes_at, g, tile, BITS, M, EMAX, MAX_FRACTION, CEIL, BLOCK,
-                HEAD, EXP, SLOTS,
+                words, static_ptr, codes_at, g, given, tile, BITS, M, EMAX, MAX_FRACTION, CEIL,
+                BLOCK, HEAD, GIVEN, EXP, SLOTS,
             )
         else:
             wide, added = _sums(
@@ -1079,17 +1138,20 @@ def _encode_kernel(
                 EXP, ITEM, SLOTS, ADD, PTX, False,
             )
             total = _encode_tile(
-                wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
-                MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, False,
+                wide, static_ptr, codes_at, g, given, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
+                MAX_FRACTION, CEIL, BLOCK, HEAD, GIVEN, SLOTS, False,
             )
     else:
         wide, added = _sums(
             x, source_ptr, codes_at, h, slot, n, BITS, M, BIAS, INF, NAN, INTEGER, BLOCK, HEAD,
             EXP, ITEM, SLOTS, ADD, PTX, True,
         )
+        given = _given_scales(
+            stats_ptr, source_ptr + codes_at, first, nelem, slot, n, BLOCK, GIVEN, True,
+        )
         total = _encode_tile(
-            wide, static_ptr, codes_at, g, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
-            MAX_FRACTION, CEIL, BLOCK, HEAD, SLOTS, True,
+            wide, static_ptr, codes_at, g, given, slot, n, BITS, M, BIAS, LIMIT, INTEGER, EMAX,
+            MAX_FRACTION, CEIL, BLOCK, HEAD, GIVEN, SLOTS, True,
         )
     # fmt: on
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
@@ -1187,6 +1249,37 @@ def _measure_kernel(
         top = _finite_top(wide)
     # fmt: on
     tl.atomic_max(stats_ptr, top.to(tl.int64), sem="relaxed")
+
+
+@kernel
+def _scales_kernel(
+    x_ptr,
+    scales_ptr,
+    nelem: tl.int64,
+    EMAX: tl.constexpr,
+    MAX_FRACTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Scale bytes of the blocks of one tile by the rule "ceil"."""
+    tile = tl.program_id(0)
+    x = elements_at(x_ptr, ITEM)
+    slot = tile.to(tl.int64) * SLOTS + _lanes(SLOTS)
+    if (tile.to(tl.int64) + 1) * (SLOTS * _SLOT) <= nelem:
+        if PAIRED:
+            top = _top_of_pairs(_load_pairs(x, tile, SLOTS), EXP)
+        else:
+            top = _top(_load_elements(x, slot, nelem, SLOTS, EXP, ITEM, False))
+    else:
+        top = _top(_load_elements(x, slot, nelem, SLOTS, EXP, ITEM, True))
+    LANES: tl.constexpr = BLOCK // _SLOT
+    top = tl.max(tl.reshape(top, [SLOTS // LANES, LANES]), 1)
+    scales, _ = _power_scales(top, EMAX, MAX_FRACTION, True)
+    at = tile.to(tl.int64) * (SLOTS // LANES) + tl.arange(0, SLOTS // LANES)
+    tl.store(scales_ptr + at, scales.to(tl.uint8), mask=at * BLOCK < nelem)
 
 
 @triton.jit
@@ -1477,9 +1570,19 @@ def _constants(
 
 @functools.cache
 def encode_variant(
-    blocks: Blocks, dtype: DType, tiling: Tiling, aligned: bool, add: int, sums: bool, cvt: bool
+    blocks: Blocks,
+    dtype: DType,
+    tiling: Tiling,
+    aligned: bool,
+    add: int,
+    sums: bool,
+    cvt: bool,
+    given: int = 0,
 ) -> Variant:
-    """The kernel that encodes elements, or their sums with a buffer if they have `add` bytes."""
+    """The kernel that encodes elements, or their sums with a buffer if they have `add` bytes.
+
+    Scales are chosen or `given`, by stats (1) or the buffer (2).
+    """
     e = blocks.element
     chosen = _constants(blocks, dtype, tiling, cvt, aligned and add != 4) | {
         "LIMIT": float(values_of(e)[e.largest]),
@@ -1487,7 +1590,7 @@ def encode_variant(
         "MAX_FRACTION": e.max_fraction,
         "CEIL": blocks.ceil,
     }
-    chosen |= {"ALIGNED": aligned, "ADD": add, "SUMS": sums}
+    chosen |= {"GIVEN": given, "ALIGNED": aligned, "ADD": add, "SUMS": sums}
     return Variant(_encode_kernel, options(tiling.warps), **chosen)
 
 
@@ -1522,6 +1625,22 @@ def decode_variant(
 def _check_variant(bits: int, block: int, head: int, scale: int, sums: bool) -> Variant:
     sizes = {"BITS": bits, "BLOCK": block, "HEAD": head, "SCALE": scale}
     return Variant(_check_kernel, options(1), **sizes, SUMS=sums)
+
+
+@functools.cache
+def scales_variant(blocks: Blocks, dtype: DType, tiling: Tiling, pairs: bool) -> Variant:
+    """The kernel that finds scale bytes; `pairs`: by words of two elements."""
+    e = blocks.element
+    chosen = {
+        "EMAX": e.emax,
+        "MAX_FRACTION": e.max_fraction,
+        "BLOCK": blocks.block,
+        "EXP": dtype.exponent,
+        "ITEM": dtype.itemsize,
+        "SLOTS": tiling.slots,
+        "PAIRED": pairs,
+    }
+    return Variant(_scales_kernel, options(tiling.warps), **chosen)
 
 
 def _tiles(plan: Plan, tiling: Tiling) -> int:
@@ -1564,11 +1683,21 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
     return stats
 
 
+def measure_scales(blocks: Blocks, dtype: DType, x, found: torch.Tensor) -> None:
+    """The scale bytes of the blocks of `x` to `found`, uint8, shape (blocks,), on its device."""
+    n = x.numel()
+    pairs = dtype.itemsize == 2 and x.data_ptr() % 16 == 0 and _converts(x.device)
+    if n:
+        tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
+        scales_variant(blocks, dtype, ENCODE, pairs).launch(tiles, (x, found), n)
+
+
 def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=None) -> None:
     """Encode `x` into `out`, or its sum with `src`, a buffer of `plan`; float32 `x` may be added.
 
-    `stats`, int64, shape (1,), matters where there is a tensor scale. The checksum terms of `src`
-    are left in `scratch`.
+    `stats`, int64, shape (1,), matters where there is a tensor scale. Where scales are given they
+    are those, uint8, shape (blocks,), or of `src` if there are none, or chosen. The checksum terms
+    of `src` are left in `scratch`.
     """
     add = 0 if src is None else x.element_size()
     tiling = DECODE_ADD_ENCODE if add else ENCODE
@@ -1576,8 +1705,11 @@ def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=N
     out[: plan.static_offset].zero_()
     header = header_words(plan)
     aligned = aligned_for(plan, x)
+    given = 0
+    if blocks.given:
+        given = 1 if stats is not None else 2 if add else 0
     cvt = _converts(out.device)
-    encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum, cvt).launch(
+    encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum, cvt, given).launch(
         tiles * plan.chunks,
         (x, out, src if add else out, scratch if add else out, out if stats is None else stats),
         *header[:HEADER_WORDS],

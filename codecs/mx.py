@@ -6,6 +6,7 @@ layout, constants and the NumPy reference.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from .base import (
     CodecSpec,
     Key,
     Layout,
+    ReduceOp,
     check_choice,
 )
 from .minifloat import (
@@ -46,7 +48,7 @@ from .minifloat import (
 )
 
 BLOCK = 32
-SCALE_RULES = ("floor", "ceil")
+SCALE_RULES = ("floor", "ceil", "agreed")
 #: Scale byte of a block that is NaN, and the largest of any other.
 NAN_SCALE = 255
 MAX_SCALE = 254
@@ -65,10 +67,14 @@ def block_layout(element: Element, nelem: int, scales_nbytes: int) -> Layout:
 
 @dataclass(frozen=True)
 class Mx(CodecSpec):
-    """`element`: "e4m3", "e5m2", "e3m2", "e2m3", "e2m1" or "int8"; `scale_rule`: "floor", "ceil".
+    """`element`: "e4m3", "e5m2", "e3m2", "e2m3", "e2m1" or "int8".
 
-    "floor" is the rule of OCP v1.0, which saturates the largest values of some blocks; "ceil" takes
-    the smallest scale that saturates none.
+    `scale_rule`: "floor" is the rule of OCP v1.0, which saturates the largest values of some
+    blocks; "ceil" takes the smallest scale that saturates none. With "agreed" scales are `stats`:
+    scale bytes of the tensor's blocks, uint8, which ranks reduce by maximum and may make larger, so
+    that their sums fit (DynamiQ, appendix C); without, those of "ceil". A block with a NaN is NaN
+    whatever they are. `decode_add_encode` in one pass and without `stats` keeps the scales of
+    `src`.
     """
 
     element: str = "e4m3"
@@ -77,12 +83,28 @@ class Mx(CodecSpec):
     name: ClassVar[str] = "mx"
     id: ClassVar[int] = CODEC_IDS["mx"][0]
     lossless: ClassVar[bool] = False
+    reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for parameters that are none."""
         check_choice("element", self.element, tuple(BY_NAME))
         check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether scales are stats."""
+        return self.scale_rule == "agreed"
+
+    @property
+    def sums_keep_stats(self) -> bool:  # type: ignore[override]
+        """True where scales are stats."""
+        return self.agrees
+
+    @property
+    def stats_nelem(self) -> int | None:
+        """A scale byte is of a block."""
+        return BLOCK if self.agrees else None
 
     @property
     def format(self) -> Element:
@@ -105,8 +127,9 @@ class Mx(CodecSpec):
         return coded < align(nelem * dtype.itemsize)
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
+        """Of the GPU backend: one sum per chunk, and scales that it cannot choose by chunk."""
+        uneven = self.agrees and chunks > 1 and nelem % BLOCK
+        return align(8 * chunks) + (align(-(-nelem * chunks // BLOCK)) if uneven else 0)
 
     def pack_params(self) -> bytes:
         """Numbers of element type and scale rule, log2 of the block size."""
@@ -124,16 +147,39 @@ class Mx(CodecSpec):
             raise FormatError("bad_header", f"mx parameters {data.hex()}")
         return cls(ELEMENTS[element].name, SCALE_RULES[rule])
 
+    def measure(self, bits: Bits, dtype: DType) -> Bytes | None:
+        """Where scales are agreed on, those of "ceil" of the tensor's blocks, uint8, (blocks,)."""
+        if not self.agrees or dtype.name not in self.dtypes:
+            return None
+        found = np.empty(-(-bits.size // BLOCK), np.uint8)
+        for first in range(0, found.size, _BATCH):
+            words = _words(bits[first * BLOCK :][: _BATCH * BLOCK], dtype)
+            found[first : first + _BATCH] = block_scales(_largest(words), self)
+        return found
+
+    def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
+        """Stats are scale bytes, where scales are agreed on."""
+        if not self.agrees:
+            super().check_stats(stats, dtype)
+        if stats.ndim != 1 or stats.dtype != np.uint8:
+            found = f"{stats.dtype} of shape {stats.shape}"
+            raise ValueError(f"stats are {found}; allowed: uint8, one of each block of {BLOCK}")
+
 
 SPEC = Mx
+#: `decode_add_encode` takes float32 with narrower buffers: sums keep scales whatever is added.
+ADDS_FLOAT32 = True
 
 
 def block_scales(magnitudes: Bits, spec: Mx) -> npt.NDArray[np.uint8]:
-    """Scale bytes of blocks from their largest magnitudes, the bits of float32 values."""
+    """Scale bytes of blocks from their largest magnitudes, the bits of float32 values.
+
+    Where scales are agreed on, those of "ceil".
+    """
     element = spec.format
     exponents, fractions = split(magnitudes)
     scales = exponents - np.int32(element.emax)
-    if spec.scale_rule == "ceil":
+    if spec.scale_rule != "floor":
         scales += (fractions > element.max_fraction).astype(np.int32)
     scales = np.clip(scales, 0, MAX_SCALE)
     # Infinity counts as 2^128, which int8 cannot reach with any scale.
@@ -151,20 +197,83 @@ def encode_chunk(
     threads: int = 1,
 ) -> ChunkResult:
     """Encode the chunk's elements `bits` (1-D) into its static part."""
+    _encode(spec, chunk, bits, agreed_scales(chunk, stats) if spec.agrees else None)
+    return ChunkResult(0)
+
+
+def decode_add_encode_chunk(
+    spec: Mx,
+    source_spec: CodecSpec,
+    source: Chunk,
+    bits: Bits,
+    chunk: Chunk,
+    *,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkDecoded:
+    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
+
+    `bits` have the chunk's dtype, or are those of float32. `source_spec` is `spec`: mx fuses
+    nothing else. Where scales are agreed on, the sum has those of `source`.
+    """
+    total = np.empty(bits.size, chunk.dtype.bits)
+    decoded = decode_chunk(spec, source, total)
+    if decoded.problem is None:
+        a = widen(total, chunk.dtype).view(np.float32)
+        is_wide = bits.dtype != chunk.dtype.bits
+        b = bits.view(np.float32) if is_wide else widen(bits, chunk.dtype).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            summed = narrow((a + b).view(np.uint32), chunk.dtype)
+        _encode(spec, chunk, summed, static_views(source)[1] if spec.agrees else None)
+    return decoded
+
+
+def _encode(spec: Mx, chunk: Chunk, bits: Bits, given: Bytes | None) -> None:
     element = spec.format
     payload, scales = static_views(chunk)
     for first in range(0, scales.size, _BATCH):
         part = bits[first * BLOCK :][: _BATCH * BLOCK]
-        words = np.zeros((-(-part.size // BLOCK), BLOCK), np.uint32)
-        words.reshape(-1)[: part.size] = widen(part, chunk.dtype)
-        here = block_scales((words & np.uint32(0x7FFFFFFF)).max(axis=1), spec)
+        words = _words(part, chunk.dtype)
+        tops = _largest(words)
+        if given is None:
+            here = block_scales(tops, spec)
+        else:
+            here = np.where(tops > INFINITY, np.uint8(NAN_SCALE), given[first : first + _BATCH])
         nan = here[:, None] == NAN_SCALE
         words = np.where(nan, np.uint32(0), words)
         codes = round_codes(words, here[:, None].astype(np.int32), element)
         scales[first : first + here.size] = here
         packed = pack(codes.reshape(-1)[: part.size], element)
         payload[first * BLOCK * element.bits // 8 :][: packed.size] = packed
-    return ChunkResult(0)
+
+
+def _words(bits: Bits, dtype: DType) -> Bits:
+    """float32 bits of elements, shape (blocks, BLOCK), with zeros behind the last."""
+    words = np.zeros((-(-bits.size // BLOCK), BLOCK), np.uint32)
+    words.reshape(-1)[: bits.size] = widen(bits, dtype)
+    return words
+
+
+def _largest(words: Bits) -> Bits:
+    """Largest magnitudes of blocks."""
+    largest: Bits = (words & np.uint32(0x7FFFFFFF)).max(axis=1)
+    return largest
+
+
+def agreed_scales(chunk: Chunk, stats: npt.NDArray[Any] | None) -> Bytes:
+    """The scale bytes of a chunk's blocks, of those of the tensor's.
+
+    A block that lies on two of the tensor's takes the larger. ValueError for a wrong number.
+    """
+    blocks = -(-math.prod(chunk.shape) // BLOCK)
+    if stats is None or stats.shape != (blocks,):
+        found = None if stats is None else stats.shape
+        raise ValueError(f"stats have shape {found}; allowed: ({blocks},) for {chunk.shape}")
+    at = chunk.first // BLOCK + np.arange(-(-chunk.nelem // BLOCK))
+    scales: Bytes = stats[at]
+    if chunk.first % BLOCK:
+        scales = np.maximum(scales, stats[np.minimum(at + 1, blocks - 1)])
+    return scales
 
 
 def decode_chunk(

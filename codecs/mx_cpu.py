@@ -16,7 +16,9 @@ from .minifloat_cpu import (
     LANES,
     LEAST,
     MOST,
+    U4,
     add,
+    add_floats,
     add_to,
     decode_codes,
     decode_extreme,
@@ -31,10 +33,19 @@ from .minifloat_cpu import (
     value_table,
     widen,
 )
-from .mx import BLOCK, MAX_SCALE, NAN_SCALE, TAIL_PROBLEM, Mx, static_views
+from .mx import (
+    BLOCK,
+    MAX_SCALE,
+    NAN_SCALE,
+    TAIL_PROBLEM,
+    Mx,
+    agreed_scales,
+    static_views,
+)
 from .threads import run, spans
 
 _INFINITY = np.uint32(INFINITY)
+_SIGN, _MAGNITUDE = U4(1 << 31), U4((1 << 31) - 1)
 
 
 _TILE_BLOCKS = LANES // BLOCK
@@ -55,8 +66,18 @@ def _scale(top, emax, max_fraction, ceil):
     return min(max(scale, 0), MAX_SCALE)
 
 
+@njit(nogil=True)
+def _saturate(words, scale, emax):
+    """Make magnitudes that have the largest code 2^(scale - 127 + emax + 1), which has it too."""
+    most = U4((scale + emax + 1) << 23)
+    for i in range(words.size):
+        word = words[i]
+        words[i] = U4(U4(word & _SIGN) | min(U4(word & _MAGNITUDE), most))
+
+
 @cached(nogil=True)
-def _encode_tiles(x, kind, payload, scales, element, ceil, first, last):
+def _encode_tiles(x, kind, payload, scales, element, ceil, given, first, last):
+    """`given`: scales that were agreed on, or none."""
     bits, mantissa, bias, largest, emax, max_fraction, integer = element
     words, tops = np.empty(LANES, np.uint32), np.empty(_TILE_BLOCKS, np.uint32)
     floats, lanes = np.empty(LANES, np.float32), np.empty(BLOCK // 2, np.uint32)
@@ -74,7 +95,14 @@ def _encode_tiles(x, kind, payload, scales, element, ceil, first, last):
             widen(padded, kind, words, floats)
         _largest_magnitudes(words, lanes, tops)
         for b in range((count + BLOCK - 1) // BLOCK):
-            scale = _scale(tops[b], emax, max_fraction, ceil)
+            if given.size:
+                scale = np.int64(given[tile * _TILE_BLOCKS + b])
+                if tops[b] > _INFINITY:
+                    scale = np.int64(NAN_SCALE)
+                elif np.int64(tops[b]) > (scale + emax + 1) << 23:
+                    _saturate(words[b * BLOCK : (b + 1) * BLOCK], scale, emax)
+            else:
+                scale = _scale(tops[b], emax, max_fraction, ceil)
             scales[tile * _TILE_BLOCKS + b] = scale
             tops[b] = scale
             offset = np.int32((scale - 127) << 23)
@@ -143,6 +171,11 @@ def _ceil(spec: Mx) -> bool:
     return spec.scale_rule == "ceil"
 
 
+#: See mx.py.
+ADDS_FLOAT32 = True
+_NONE_GIVEN = np.empty(0, np.uint8)
+
+
 def encode_chunk(
     spec: Mx,
     chunk: Chunk,
@@ -154,7 +187,9 @@ def encode_chunk(
 ) -> ChunkResult:
     """See `mx.encode_chunk`."""
     payload, scales = static_views(chunk)
-    fixed = (bits, kind_of(chunk.dtype), payload, scales, _element(spec), _ceil(spec))
+    given = agreed_scales(chunk, stats) if spec.agrees else _NONE_GIVEN
+    kind = kind_of(chunk.dtype)
+    fixed = (bits, kind, payload, scales, _element(spec), _ceil(spec), given)
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
     run(_encode_tiles, [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)
@@ -215,10 +250,7 @@ def decode_add_encode_chunk(
     key: Key | None = None,
     threads: int = 1,
 ) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
-
-    `source_spec` is `spec`: mx fuses nothing else.
-    """
+    """See `mx.decode_add_encode_chunk`."""
     if not _tail_is_zero(spec, source):
         return ChunkDecoded(TAIL_PROBLEM)
     cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
@@ -232,11 +264,16 @@ def _add_encode_pieces(
     fixed, room = _decode_arguments(spec, source), np.empty(_PIECE, chunk.dtype.bits)
     kind = kind_of(chunk.dtype)
     payload, scales = static_views(chunk)
+    kept = static_views(source)[1] if spec.agrees else _NONE_GIVEN
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
         tiles = -(-part.size // LANES)
         _decode_tiles(*fixed, part, at, at // LANES, at // LANES + tiles)
-        add(part, bits[at : at + part.size], kind)
+        if bits.dtype == part.dtype:
+            add(part, bits[at : at + part.size], kind)
+        else:
+            add_floats(part, bits[at : at + part.size].view(np.float32), kind)
         packed = payload[at * spec.format.bits // 8 :]
         here = scales[at // BLOCK :]
-        _encode_tiles(part, kind, packed, here, _element(spec), _ceil(spec), 0, tiles)
+        given = kept[at // BLOCK :]
+        _encode_tiles(part, kind, packed, here, _element(spec), _ceil(spec), given, 0, tiles)

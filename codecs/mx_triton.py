@@ -8,9 +8,16 @@ import functools
 import torch
 
 from ..formats.dtypes import DType
-from .base import CodecSpec, Plan
+from ..formats.header import align
+from .base import Plan
 from .minifloat import WIDENED
-from .minifloat_triton import Blocks, add_and_encode_blocks, decode_blocks, encode_blocks
+from .minifloat_triton import (
+    Blocks,
+    add_and_encode_blocks,
+    decode_blocks,
+    encode_blocks,
+    measure_scales,
+)
 from .mx import BLOCK
 
 
@@ -19,19 +26,40 @@ def supports(dtype: DType) -> bool:
     return dtype.name in WIDENED
 
 
-def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
-    """None: mx needs no statistics."""
-    return None
+#: `encode` measures what it is given no stats of.
+MEASURES = True
+
+
+def measure(spec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
+    """Scale bytes of the blocks of `x`, uint8, shape (blocks,); None where none are agreed on."""
+    if not spec.agrees:
+        return None
+    found = torch.empty(-(-x.numel() // BLOCK), dtype=torch.uint8, device=x.device)
+    measure_scales(_blocks(spec), dtype, x, found)
+    return found
 
 
 @functools.cache
 def _blocks(spec) -> Blocks:
-    return Blocks(spec.format, BLOCK, ceil=spec.scale_rule == "ceil")
+    return Blocks(spec.format, BLOCK, ceil=spec.scale_rule != "floor", given=spec.agrees)
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
-    encode_blocks(_blocks(plan.codec), plan, x, out, None)
+    blocks = _blocks(plan.codec)
+    if blocks.given and stats is None and plan.chunks > 1 and plan.chunk_nelem % BLOCK:
+        # Blocks of chunks are not those of the tensor.
+        stats = scratch[align(8 * plan.chunks) :][: -(-plan.nelem // BLOCK)]
+        measure_scales(blocks, plan.dtype, x, stats)
+    encode_blocks(blocks, plan, x, out, _checked(plan, stats))
+
+
+def _checked(plan: Plan, stats):
+    blocks = -(-plan.nelem // BLOCK)
+    if stats is not None and stats.numel() != blocks:
+        found = tuple(stats.shape)
+        raise ValueError(f"stats have shape {found}; allowed: ({blocks},) for {plan.shape}")
+    return stats
 
 
 def decode_add_encode(
@@ -49,11 +77,11 @@ def decode_add_encode(
 ) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`, in one pass.
 
-    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
-    `tightwire.device` for the contract.
+    Where scales are agreed on they stay, or are those of `stats`. `x` has the plan's dtype or
+    float32. Sums are in float32, rounded to the plan's. See `tightwire.device` for the contract.
     """
-    blocks = _blocks(plan.codec)
-    add_and_encode_blocks(blocks, plan, src, x, out, scratch, status, None, planned)
+    blocks, stats = _blocks(plan.codec), _checked(plan, stats)
+    add_and_encode_blocks(blocks, plan, src, x, out, scratch, status, stats, planned)
 
 
 def decode(

@@ -431,7 +431,7 @@ def float_bits(value: float, dtype: Dtype) -> int:
 def mx_element(params: bytes) -> Element:
     """The element type, of parameters that an encoder writes."""
     check(len(params) == 8, "bad_header", f"mx has 8 bytes of parameters, not {len(params)}")
-    check(params[0] <= 5 and params[1] <= 1, "bad_header", "unknown element or scale rule")
+    check(params[0] <= 5 and params[1] <= 2, "bad_header", "unknown element or scale rule")
     check(params[2:] == b"\5\0\0\0\0\0", "bad_header", "block size or end of the parameters")
     return MX_ELEMENTS[params[0]]
 

@@ -288,6 +288,8 @@ def mx_vectors() -> Iterator[LossyVector | Vector]:
     x = bell(82, "bfloat16", 2002).reshape(26, 77)
     yield lossy("bfloat16_e2m1_4_chunks", x, tw.codec("mx", element="e2m1"), chunks=4)
     yield lossy("bfloat16_no_checksum", bell(83, "bfloat16", 500), tw.codec("mx"), checksum=False)
+    x, codec = scaled_blocks(84, "float32", 1601), tw.codec("mx", scale_rule="agreed")
+    yield lossy("float32_e4m3_agreed_3_chunks", x, codec, chunks=3)
 
 
 def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
@@ -1185,7 +1187,7 @@ def mx_invalid() -> Invalid:
         "mx_no_parameters": b"",
         "mx_16_byte_parameters": params + bytes(8),
         "mx_element_6": poked(params, 0, b"\6"),
-        "mx_scale_rule_2": poked(params, 1, b"\2"),
+        "mx_scale_rule_3": poked(params, 1, b"\3"),
         "mx_block_16": poked(params, 2, b"\4"),
         "mx_parameters_reserved": poked(params, 3, b"\1"),
         "mx_parameters_end": poked(params, 7, b"\1"),

@@ -19,7 +19,10 @@ ELEMENTS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 SIZES = (0, 1, 127, 129, 2048, 4095, 4096, 4097, 12289, 70001)
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "raw": [{}],
-    "mx": [{"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")],
+    "mx": [
+        *({"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")),
+        {"element": "e2m3", "scale_rule": "agreed"},
+    ],
     "nvfp4": [{}],
     "zipccl": [{}, {"window": "sigma"}, {"window": "histogram"}, {"window": 5}],
     "sdp4bit": [

@@ -271,6 +271,129 @@ def test_fused_sums_are_those_of_the_steps(dtype: str, element: str) -> None:
         assert np.array_equal(acc, expected, equal_nan=True)
 
 
+def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
+    """Scale bytes of chunk `i`."""
+    lo, hi = buf.plan.chunk_range(i)
+    at = buf.header.sections[0].nbytes
+    found: Array = np.asarray(buf.static(i))[at:][: -(-(hi - lo) // BLOCK)]
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    element=st.sampled_from(sorted(BY_NAME)),
+    n=st.integers(300, 1500),
+    chunks=st.integers(1, 4),
+    shift=st.integers(-300, 300),
+    seed=st.integers(0, 2**32),
+)
+def test_property_scales_that_are_given(
+    dtype: str, element: str, n: int, chunks: int, shift: int, seed: int
+) -> None:
+    """They are taken, whatever they are, and the page's error bound holds with them."""
+    kind, rng = DTYPES[dtype], np.random.default_rng(seed)
+    low, high = (-24, 15) if dtype == "float16" else (-149, 126)
+    x = np.ldexp(rng.standard_normal(n), rng.integers(low, high, n)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        x = np.nan_to_num(x.astype(kind.numpy).astype(np.float32), posinf=1, neginf=-1)
+    x = x.astype(kind.numpy)
+    codec = tw.codec("mx", element=element, scale_rule="agreed")
+    measured = codec.measure(x).astype(int)
+    stats = np.clip(measured + rng.integers(min(shift, 0), max(shift, 1), measured.size), 0, 254)
+    stats = stats.astype(np.uint8)
+    before = stats.copy()
+    bufs = [codec.encode(x, stats=stats, chunks=chunks, backend=b) for b in ("ref", "cpu")]
+    assert bytes(bufs[0]) == bytes(bufs[1])
+    assert (stats == before).all()
+    if bufs[0].header.codec != "mx":
+        return
+    y = tw.decode(bufs[0])
+    for i in range(chunks):
+        lo, hi = bufs[0].plan.chunk_range(i)
+        scales = scales_of(bufs[0], i)
+        at = lo // BLOCK + np.arange(scales.size)
+        after = np.minimum(at + (lo % BLOCK > 0), stats.size - 1)
+        assert np.array_equal(scales, np.maximum(stats[at], stats[after]))
+        part, found = x[lo:hi].astype(np.float64), y[lo:hi].astype(np.float64)
+        allowed = bound(x[lo:hi], y[lo:hi], scales, BY_NAME[element], kind)
+        with np.errstate(invalid="ignore"):
+            good = np.abs(found - part) <= allowed
+        # Half a step above the largest number is infinity.
+        assert (good | np.isinf(found)).all()
+
+
+def test_scales_agreed_on_are_measured_as_ceil() -> None:
+    for element in BY_NAME:
+        for name in ("bfloat16", "float16", "float32"):
+            x = make_bits("special", DTYPES[name], 3001).view(DTYPES[name].numpy)
+            codec = tw.codec("mx", element=element, scale_rule="agreed")
+            buf = codec.encode(x)
+            ceil = tw.codec("mx", element=element, scale_rule="ceil").encode(x)
+            assert np.asarray(buf.static(0)).tobytes() == np.asarray(ceil.static(0)).tobytes()
+            stats = codec.measure(x)
+            assert stats is not None
+            assert np.array_equal(stats, scales_of(ceil))
+            assert codec.measure(np.ones(40)) is None
+            assert codec.reduce_op == "max"
+    assert tw.codec("mx").measure(x) is None
+    assert codec.measure(np.zeros((0, 3), np.float32)).shape == (0,)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("element", BY_NAME)
+def test_sums_keep_scales(element: str) -> None:
+    """In place, of float32 and of the buffer's dtype; a NaN of what is added is not lost."""
+    codec = tw.codec("mx", element=element, scale_rule="agreed")
+    for name, n, chunks in (("bfloat16", 1001, 3), ("float16", 70_001, 1), ("float32", 700, 2)):
+        kind = DTYPES[name]
+        x, y = (make_bits("normal", kind, n, seed=s).view(kind.numpy).copy() for s in (1, 2))
+        y[n // 2] = np.nan
+        stats = codec.measure(x) - np.uint8(1)
+        buf = codec.encode(x, stats=stats, chunks=chunks)
+        total = tw.decode(buf).astype(np.float32) + y.astype(np.float32)
+        expected = bytes(codec.encode(total.astype(kind.numpy), stats=stats, chunks=chunks))
+        lost = np.flatnonzero(np.isnan(tw.decode(expected).astype(np.float32)))
+        assert n // 2 in lost
+        assert lost.size <= BLOCK
+        for added in (y, y.astype(np.float32)):
+            for backend in ("ref", "cpu"):
+                room = np.frombuffer(bytearray(bytes(buf)), np.uint8)
+                for out in (None, room):
+                    found = codec.decode_add_encode(
+                        room, added, chunks=chunks, out=out, backend=backend
+                    )
+                    assert bytes(found) == expected
+        # With stats of their own, sums have those.
+        found = codec.decode_add_encode(buf, y, stats=stats + np.uint8(3), chunks=chunks)
+        again = codec.encode(total.astype(kind.numpy), stats=stats + np.uint8(3), chunks=chunks)
+        assert bytes(found) == bytes(again)
+
+
+def test_sums_of_ranks_fit_in_scales_that_are_so_much_larger() -> None:
+    """The page: the largest byte of R ranks plus ceil(log2 R)."""
+    rng = np.random.default_rng(5)
+    for element, e in BY_NAME.items():
+        codec = tw.codec("mx", element=element, scale_rule="agreed")
+        xs = np.abs(rng.standard_normal((5, 2000))).astype(np.float32)
+        stats = np.maximum.reduce([codec.measure(x) for x in xs]) + np.uint8(3)
+        buf = codec.encode(xs[0], stats=stats)
+        for x in xs[1:]:
+            buf = codec.decode_add_encode(buf, x)
+        u = np.repeat(np.ldexp(1.0, stats.astype(int) - 127), BLOCK)[:2000]
+        step = u * 2.0 ** (e.emax - e.mantissa)
+        # A step at most, even of the largest, a hop.
+        assert (np.abs(tw.decode(buf) - xs.sum(axis=0)) <= 2.5 * step).all()
+
+
+@pytest.mark.parametrize("bad", [np.zeros(15, np.uint8), np.zeros(16, np.int16), np.zeros((16, 1))])
+def test_bad_scales_are_refused(bad: Array, backend: str) -> None:
+    codec = tw.codec("mx", scale_rule="agreed")
+    with pytest.raises(ValueError, match=r"stats .*allowed"):
+        codec.encode(np.ones(500, np.float32), stats=bad, backend=backend)
+
+
 def test_damage_is_found_before_anything_is_added() -> None:
     codec = tw.codec("mx", element="e3m2")
     x = np.ones(601, np.float32)

@@ -696,6 +696,56 @@ def test_sums_of_float32_and_a_narrow_buffer(
     memory.check()
 
 
+#: Elements of all widths; the interpreter meets each dtype and width once.
+AGREED = [("e4m3", "bfloat16"), ("e2m1", "float16"), ("e3m2", "float32"), ("int8", "bfloat16")]
+AGREED_GPU = [("e5m2", "bfloat16"), ("e4m3", "float16"), ("e2m1", "bfloat16"), ("e4m3", "float32")]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("element", "name"),
+    [*AGREED, *(pytest.param(*case, marks=pytest.mark.gpu) for case in AGREED_GPU)],
+)
+def test_mx_scales_that_are_agreed_on(place: str, element: str, name: str) -> None:
+    """Measured, given, and kept by sums, also of float32; chunks may start within a block."""
+    dtype, codec = BY_NAME[name], tw.codec("mx", element=element, scale_rule="agreed")
+    memory, rng = Memory(place), np.random.default_rng(3)
+    for pattern, n, chunks in (("scales", 4 * 2048, 2), ("special", 2 * 2048 + 777, 3)):
+        bits, other = (make_bits(pattern, dtype, n, seed=s) for s in (1, 2))
+        x, y = memory.put(bits, dtype, first=chunks - 2), memory.put(other, dtype)
+        stats = codec.measure(x, backend="triton")
+        assert stats.dtype == torch.uint8
+        expected = codec.measure(bits.view(dtype.numpy))
+        assert np.array_equal(stats.cpu().numpy(), expected)
+        own = codec.encode(x, chunks=chunks, backend="triton")
+        assert bytes(own) == bytes(codec.encode(bits.view(dtype.numpy), chunks=chunks))
+        moved = np.clip(expected.astype(int) + rng.integers(-9, 9, expected.size), 0, 255)
+        moved = np.where(
+            rng.random(expected.size) < 0.1, rng.integers(0, 255, expected.size), moved
+        )
+        given = memory.put(moved.astype(np.uint8), BY_NAME["uint8"], first=5)
+        src = codec.encode(x, stats=given, chunks=chunks, backend="triton")
+        host = codec.encode(bits.view(dtype.numpy), stats=moved.astype(np.uint8), chunks=chunks)
+        assert bytes(src) == bytes(host)
+        total = codec.decode_add_encode(src, y, chunks=chunks, backend="triton")
+        src.check()
+        sums = codec.decode_add_encode(host, other.view(dtype.numpy), chunks=chunks, backend="ref")
+        assert bytes(total) == bytes(sums)
+        wide = make_bits("normal", BY_NAME["float32"], n, seed=4)
+        total = codec.decode_add_encode(
+            src, memory.put(wide, BY_NAME["float32"]), chunks=chunks, backend="triton"
+        )
+        for backend in ("ref", "cpu"):
+            sums = codec.decode_add_encode(
+                host, wide.view(np.float32), chunks=chunks, backend=backend
+            )
+            assert bytes(total) == bytes(sums)
+        with pytest.raises(ValueError, match=r"stats have shape .*allowed"):
+            codec.encode(x, stats=stats[:-1], chunks=chunks, backend="triton")
+    memory.check()
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_dynamiq_sums_of_float32_keep_widths(place: str, name: str) -> None:
     dtype, kind, n = BY_NAME[name], BY_NAME["float32"], 2 * 2048 + 700

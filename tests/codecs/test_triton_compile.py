@@ -301,6 +301,9 @@ def launches(name: str, dtype: str, everything: bool) -> None:
             kernels.encode(other, x, other_src, room)
             kernels.decode_add_encode(other, other, other_src, x, room, room, status)
             kernels.decode(other, other_src, x, room, status)
+        other, other_src = planned(scale_rule="agreed")
+        kernels.encode(other, x, other_src, room, kernels.measure(other.codec, plan.dtype, x))
+        kernels.decode_add_encode(other, other, other_src, x, room, room, status)
     if name == "zipccl":
         kernels.encode(planned(window=5)[0], x, room, room)
         kernels.encode(planned(window="sigma", checksum=False)[0], x, room, room, stats)
