@@ -709,7 +709,8 @@ class Communicator(CellSums):
             else:
                 self._decode_rows(call, buffer, gathered, spans[k], GATHERED)
 
-        self._all_reduce_by_hops(call, terms, info, topology, spans, put)
+        stats = self._all_reduce_by_hops(call, terms, info, topology, spans, put)
+        self._count_overflows(gathered.reshape(self._size, -1)[self._rank], spans, stats)
         if gathered is not result:
             tensors.put(result, gathered[:n])
 

@@ -17,10 +17,12 @@ from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import Codec, as_codec, decode
 from ..codecs.base import Bytes, Key, Plan
+from ..codecs.mx import Mx
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.header import MAJOR, MINOR
 from ..planning import integer
 from . import tensors
+from .auto_scale import AutoScale
 from .calls import Call, CollectiveError, LateCards, TraceRecord, rounding_key
 from .cost import Choice
 from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
@@ -87,6 +89,7 @@ class Group:
         trace: int = 1000,
         seed: int = 0,
         topology: Topology = "two-shot",
+        scaling: AutoScale | None = None,
     ) -> None:
         """Made by all ranks together: raises CollectiveError on each of them if they differ.
 
@@ -95,7 +98,9 @@ class Group:
         (`round_trips`). Compared are the versions of format and codec and all parameters. `trace`
         is the number of calls that `trace()` remembers. `seed`, below 2^64, is what codecs that
         round at random draw by, with the number of the call and the rank (`calls.rounding_key`).
-        `topology` is that of sums that do not name one.
+        `topology` is that of sums that do not name one. `scaling`, for mx with scales that are
+        agreed on alone, and of this group alone, is how sums by hops have their scales; None makes
+        an `AutoScale()`.
         """
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
@@ -143,6 +148,7 @@ class Group:
         self._topology: Topology = topology
         cut = f"{granularity} bytes" if pieces is None else f"{pieces} pieces"
         path = f"pipelined in {cut}" if algorithm == "pipelined" else algorithm
+        self._scaling = self._scaling_of(scaling)
         self._agree(sizes, path, seed)
 
     @property
@@ -159,6 +165,11 @@ class Group:
     def codec(self) -> Codec:
         """The codec of all ranks."""
         return self._codec
+
+    @property
+    def scaling(self) -> AutoScale | None:
+        """What makes the scales of sums by hops larger, of mx with scales that are agreed on."""
+        return self._scaling
 
     @property
     def topology(self) -> Topology:
@@ -220,6 +231,8 @@ class Group:
             "seed": seed,
             "topology": self._topology,
         }
+        if self._scaling is not None:
+            facts["scaling"] = f"{self._scaling.threshold} {self._scaling.shrink}"
         mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
         call = Call(self._rank, "Communicator", 0, "")
         with call.stage("agree"):
@@ -306,6 +319,21 @@ class Group:
                 f"collectives flatten tensors; allowed: {codec.name} with all parameters given"
             )
         return codec
+
+    def _scaling_of(self, given: AutoScale | None) -> AutoScale | None:
+        spec = self._codec.spec
+        if not isinstance(spec, Mx) or not spec.agrees:
+            if given is not None:
+                raise ValueError(
+                    f"scaling is given, codec is {spec!r}; allowed with it: mx with "
+                    'scale_rule="agreed"'
+                )
+            return None
+        if not isinstance(given, AutoScale | None):
+            raise TypeError(f"scaling is {given!r}; allowed: an AutoScale() or None")
+        scaling = AutoScale() if given is None else given
+        scaling.start(self._size)
+        return scaling
 
     def _check_topology(self, topology: Topology) -> None:
         if topology not in TOPOLOGIES:

@@ -24,6 +24,7 @@ from ..buffer import Buffer
 from ..codec import decode
 from ..codecs.base import Key, Plan
 from ..codecs.dynamiq import SAMPLED
+from ..codecs.mx import Mx
 from ..formats.dtypes import BY_NAME
 from ..inspection import verify
 from . import tensors
@@ -125,11 +126,11 @@ class MultiHop(Group):
         topology: Topology,
         spans: Sequence[Span],
         put: Callable[[Buffer, int], None],
-    ) -> None:
+    ) -> list[Any]:
         """Have `put(buffer, k)` called with piece k of the sum: chunk r is span k of share r.
 
         `flat`, shape (ranks * n,), is what travels, a share behind the other; `spans` are those of
-        the n elements of a share that pieces have.
+        the n elements of a share that pieces have. Gives the statistics of this rank's pieces.
         """
         pieces = self._pieces(call, flat, info, spans)
         digest = functools.partial(call.digest, info, (TOPOLOGIES.index(topology), *info.shape))
@@ -145,6 +146,7 @@ class MultiHop(Group):
             lanes.decode(functools.partial(put, buffer, k))
 
         self._by_hops(call, pieces, topology, digest, finish, deliver)
+        return [piece.parts[self._rank].stats for piece in pieces]
 
     def _reduce_scatter_by_hops(
         self,
@@ -173,6 +175,15 @@ class MultiHop(Group):
                 self._add_came(call, part.came, here)
 
         self._by_hops(call, pieces, topology, digest, finish, None)
+        self._count_overflows(total, spans, [p.parts[self._rank].stats for p in pieces])
+
+    def _count_overflows(self, share: Any, spans: Sequence[Span], stats: Sequence[Any]) -> None:
+        """Have scales follow how much of this rank's share of a sum they could not hold."""
+        spec = self._codec.spec
+        found = [(share[a:b], s) for (a, b), s in zip(spans, stats, strict=True) if s is not None]
+        if self._scaling is not None and isinstance(spec, Mx) and found:
+            sums, scales = zip(*found, strict=True)
+            self._scaling.count(sums, scales, spec)
 
     def _pieces(
         self, call: Call, flat: Any, info: ArrayInfo, spans: Sequence[Span]
@@ -190,25 +201,30 @@ class MultiHop(Group):
     def _agreed(
         self, call: Call, flat: Any, xs: Sequence[Any], plans: Sequence[Plan], info: ArrayInfo
     ) -> list[Any]:
-        """Statistics of each of `xs`, parts of `flat`, summed over ranks; None if nobody needs any.
+        """Statistics of each of `xs`, parts of `flat`, of all ranks; None if nobody needs any.
 
-        Raises CollectiveError, on all ranks, if one of them has got other sums; on a GPU, where
-        nobody waits for that, `_by_hops` does. Largest magnitudes are not agreed on: those of terms
-        say nothing of sums, which every hop measures for itself.
+        Raises CollectiveError, on all ranks, if one of them has got others; on a GPU, where nobody
+        waits for that, `_by_hops` does. nvfp4's largest magnitudes are not agreed on: those of
+        terms say nothing of sums, which every hop measures for itself.
         """
-        codec = self._codec
-        if codec.reduce_op != "sum" or all(plan.codec != codec.spec for plan in plans):
+        codec, spec, scaling = self._codec, self._codec.spec, self._scaling
+        if not spec.sums_keep_stats or all(plan.codec != spec for plan in plans):
             return [None] * len(xs)
-        each = codec.spec.stats_nelem
+        op: Op = "sum" if spec.reduce_op == "sum" else "max"
+        each = spec.stats_nelem
+        # One after the other, the parts have those of the whole.
+        at_once = each and len(plans) == 1 and plans[0].nelem % each == 0
         with call.stage("statistics"), np.errstate(all="ignore"):
-            if each and len(plans) == 1 and plans[0].nelem % each == 0:
-                # One after the other, the parts have those of the whole.
-                whole = codec.measure(flat)
-                found = list(whole.reshape(len(xs), -1))
-            else:
-                whole = None
-                found = [codec.measure(x) for x in xs]
-        return self._reduced(call, found, flat, "sum", info, whole)
+            found = [codec.measure(x) for x in ([flat] if at_once else xs)]
+            if scaling is not None:
+                found.append(scaling.overflowed(found[0]))
+        stats = self._reduced(call, found, flat, op, info)
+        if scaling is not None and isinstance(spec, Mx):
+            with call.stage("statistics"):
+                scaling.adapt(stats.pop())
+                for scales in stats:
+                    scaling.widen(scales, spec)
+        return list(stats[0].reshape(len(xs), -1)) if at_once else stats
 
     def _reduced(
         self,
@@ -217,14 +233,13 @@ class MultiHop(Group):
         like: Any,
         op: Op,
         info: ArrayInfo,
-        whole: Any = None,
     ) -> list[Any]:
         """Statistics `parts` of all ranks reduced, on the device of `like`, and compared.
 
-        `whole` has the parts one behind the other, and is overwritten.
+        If there is a single part, it may be overwritten.
         """
         with call.stage("statistics"), np.errstate(all="ignore"):
-            joined = side_by_side([whole] if whole is not None else parts, like)
+            joined = side_by_side(parts, like)
             self._transport.all_reduce(joined, op)
             if op == "sum":
                 _limit(joined)
@@ -260,10 +275,13 @@ class MultiHop(Group):
                 came = arriving.wait(self._transport.timeout)
             theirs, (mine, *bounds), sample = np.split(came, [self._size, self._size + 3])
             strange = [rank for rank, word in enumerate(theirs.tolist()) if word != mine]
-            least, most = np.array(bounds, np.int32).view(np.float32)
-            # Of strange ones all may be said.
-            good = least >= 0 and most < np.inf
-            known = sample.astype(np.int32).view(np.float32) if good else arrays.host_array(stats)
+            known = sample.astype(np.uint8)
+            if stats.dtype.is_floating_point:
+                least, most = np.array(bounds, np.int32).view(np.float32)
+                # Of strange ones all may be said.
+                good = least >= 0 and most < np.inf
+                known = sample.astype(np.int32).view(np.float32)
+                known = known if good else arrays.host_array(stats)
             self._summaries.append(arriving)
             self._remark(call, known, info)
             if strange:
@@ -451,16 +469,17 @@ def side_by_side(parts: Sequence[Any], like: Any) -> Any:
 
 
 def device_summary(stats: Any) -> Any:
-    """The sum modulo 2^64 of float32 `stats` as words times odd numbers, the words of the least and
-    the largest, and those of at most SAMPLED of them, evenly spaced; int64, on their device.
+    """The sum modulo 2^64 of `stats`, float32 as words or uint8, times odd numbers, the least and
+    the largest, and at most SAMPLED of them, evenly spaced; int64, on their device.
 
     Nothing waits for it.
     """
     torch = sys.modules["torch"]
     n = stats.shape[0]
-    words = stats.view(torch.int32)
+    words = stats.view(torch.int32) if stats.dtype.is_floating_point else stats
     total = (words * torch.arange(1, 2 * n + 1, 2, device=stats.device)).sum()
-    bounds = torch.stack(stats.aminmax()).view(torch.int32)
+    bounds = torch.stack(stats.aminmax())
+    bounds = bounds.view(torch.int32) if stats.dtype.is_floating_point else bounds
     return torch.cat([total.view(1), bounds, words[:: -(-n // SAMPLED)]])
 
 
