@@ -25,8 +25,6 @@ from . import tensors
 _UINT8, _INT32, _INT64 = (BY_NAME[name] for name in ("uint8", "int32", "int64"))
 #: log2 of mu counts in steps of 1 / ONE.
 ONE = 1 << 16
-#: mu stays within what scale bytes can say: 2^-256 to 2^256.
-_MOST = 256 * ONE
 
 
 class AutoScale:
@@ -35,7 +33,9 @@ class AutoScale:
     A block's scale is the power of two that the block's largest magnitude of all ranks needs, times
     2^ceil(log2 mu). Before each sum mu is doubled if in the last one, on any rank, more than
     `threshold` of its share's elements had the largest magnitude that their scales allow, and else
-    multiplied by `shrink`. All ranks have the same mu; on a GPU nothing waits for it.
+    multiplied by `shrink`. It stays between 1, as below that terms alone would saturate, and twice
+    the number of ranks, where no sum does but by rounding. Blocks with NaN or infinities do not
+    count. All ranks have the same mu; on a GPU nothing waits for it.
     """
 
     def __init__(self, threshold: float = 1e-5, shrink: float = 0.99) -> None:
@@ -47,6 +47,7 @@ class AutoScale:
         self.threshold = float(threshold)
         self.shrink = float(shrink)
         self._step = round(-math.log2(shrink) * ONE)
+        self._most = 0
         #: log2 of mu, int32, and whether the last sum overflowed, uint8, both of shape (1,).
         self._log: Any = np.zeros(1, np.int32)
         self._over: Any = np.zeros(1, np.uint8)
@@ -59,7 +60,9 @@ class AutoScale:
 
     def start(self, ranks: int) -> None:
         """Let mu be the number of ranks, and nothing have overflowed."""
-        self._log = np.array([round(math.log2(ranks) * ONE)], np.int32)
+        start = round(math.log2(ranks) * ONE)
+        self._most = start + ONE
+        self._log = np.array([start], np.int32)
         self._over = np.zeros(1, np.uint8)
 
     @tensors.kept
@@ -72,7 +75,7 @@ class AutoScale:
     def adapt(self, overflowed: Any) -> None:
         """Double or shrink mu by the maximum of what ranks say has `overflowed`."""
         grown = self._log + tensors.cast(overflowed, _INT32) * (ONE + self._step) - self._step
-        self._log = grown.clip(-_MOST, _MOST)
+        self._log = grown.clip(0, self._most)
 
     def widen(self, scales: Any, spec: Mx) -> None:
         """Multiply `scales`, scale bytes of blocks that all ranks agreed on, by mu, rounded up.
@@ -87,35 +90,37 @@ class AutoScale:
     @tensors.kept
     def count(self, sums: Sequence[Any], scales: Sequence[Any], spec: Mx) -> None:
         """Note whether too many elements of `sums`, arrays of shape (n,), overflowed `scales`."""
-        sums = [x if tensors.is_cuda(x) else arrays.host_array(x) for x in sums]
         if self._bounds is None:
             self._bounds = _bounds(spec)
-        self._bounds = _beside(self._bounds, sums[0])
-        total = sums[0][:0].sum(dtype=_library(sums[0]).int64)
+        self._bounds = _beside(self._bounds, scales[0])
+        total = self._bounds[:0].sum(dtype=_library(scales[0]).int64)
         for x, s in zip(sums, scales, strict=True):
             bounds = self._bounds[tensors.cast(s, _INT64)]
             blocks = x.shape[0] // BLOCK
-            total += _count(x[: blocks * BLOCK].reshape(-1, BLOCK), bounds[:blocks, None])
-            total += _count(x[blocks * BLOCK :], bounds[blocks:])
+            magnitudes = _magnitudes(x, tensors.is_torch(s))
+            total += (
+                magnitudes[: blocks * BLOCK].reshape(-1, BLOCK) >= bounds[:blocks, None]
+            ).sum()
+            total += (magnitudes[blocks * BLOCK :] >= bounds[blocks:]).sum()
         over = total > self.threshold * sum(x.shape[0] for x in sums)
         self._over = tensors.cast(over.reshape(1), _UINT8)
 
 
 def _bounds(spec: Mx) -> Any:
-    """The largest magnitude by scale byte, float32, shape (256,)."""
+    """The largest magnitude by scale byte, float32, shape (256,); NaN for special blocks."""
     element = spec.format
     with np.errstate(over="ignore"):
         found = np.ldexp(values_of(element)[element.largest], np.arange(256) - 127)
         bounds = found.astype(np.float32)
-    bounds[NAN_SCALE] = np.nan
+    bounds[NAN_SCALE - element.emax :] = np.nan
     return bounds
 
 
-def _count(x: Any, bounds: Any) -> Any:
-    """How many magnitudes of `x` are not below their bounds, float32."""
-    magnitudes = abs(x) if tensors.is_torch(x) else abs(x.astype(np.float32))
-    with np.errstate(invalid="ignore"):
-        return (magnitudes >= bounds).sum()
+def _magnitudes(x: Any, as_tensor: bool) -> Any:
+    if as_tensor:
+        return abs(x)
+    dtype = tensors.dtype_of(x)
+    return abs(arrays.host_bits(x, dtype).view(dtype.numpy).astype(np.float32))
 
 
 def _library(x: Any) -> Any:
@@ -123,7 +128,7 @@ def _library(x: Any) -> Any:
 
 
 def _beside(x: Any, like: Any) -> Any:
-    """`x` on the device of `like` if that is a GPU, else on the host, as NumPy has it."""
-    if tensors.is_cuda(like):
-        return x if tensors.is_cuda(x) else tensors.on_device(np.asarray(x), like.device)
-    return x.cpu().numpy() if tensors.is_torch(x) else x
+    """`x` in the library and on the device of `like`."""
+    if not tensors.is_torch(like):
+        return arrays.host_array(x)
+    return x.to(like.device) if tensors.is_torch(x) else tensors.on_device(x, like.device)

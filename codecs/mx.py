@@ -83,7 +83,6 @@ class Mx(CodecSpec):
     name: ClassVar[str] = "mx"
     id: ClassVar[int] = CODEC_IDS["mx"][0]
     lossless: ClassVar[bool] = False
-    reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
@@ -95,6 +94,11 @@ class Mx(CodecSpec):
     def agrees(self) -> bool:
         """Whether scales are stats."""
         return self.scale_rule == "agreed"
+
+    @property
+    def reduce_op(self) -> ReduceOp | None:  # type: ignore[override]
+        """How ranks agree on scales, where they do."""
+        return "max" if self.agrees else None
 
     @property
     def sums_keep_stats(self) -> bool:  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from processes import join, launch
 from ranks import exact
 from tightwire import arrays
 from tightwire.adapters import collectives
+from tightwire.adapters.auto_scale import AutoScale
 from tightwire.adapters.calls import Call, rounding_key
 from tightwire.adapters.error_feedback import ErrorFeedback
 from tightwire.adapters.group import Topology
@@ -28,6 +30,7 @@ from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.multihop import Hop, device_summary, hops
 from tightwire.adapters.switch import Measured
 from tightwire.arrays import Target, from_bits
+from tightwire.codecs.mx import Mx
 from tightwire.formats.dtypes import BY_NAME
 
 Array = npt.NDArray[Any]
@@ -43,8 +46,11 @@ CODECS = (
     tw.codec("sdp4bit", rounding="stochastic"),
     tw.codec("taco"),
     tw.codec("tahquant", hidden=48),
+    tw.codec("mx", element="e2m1", scale_rule="agreed"),
 )
 SEED = 7
+#: Sums have scales that fall from call to call whatever overflows.
+SHRINK = 2.0**-0.75
 
 
 @pytest.mark.parametrize("topology", HOPS)
@@ -89,8 +95,15 @@ class ByHand:
     """Sums of one piece of one share, by calls of the codec for all ranks' terms of it."""
 
     def __init__(
-        self, codec: tw.Codec, terms: Sequence[Array], share: int, number: int, call: int
+        self,
+        codec: tw.Codec,
+        terms: Sequence[Array],
+        share: int,
+        number: int,
+        call: int,
+        coded: int,
     ) -> None:
+        """`coded` sums were not raw, before this one."""
         self.codec, self.terms, self.share = codec, terms, share
         self.size = len(terms)
         self.key = functools.partial(rounding_key, SEED, call, number)
@@ -98,6 +111,12 @@ class ByHand:
         if codec.reduce_op == "sum":
             stats = [codec.measure(x) for x in terms]
             self.stats = np.minimum(functools.reduce(np.add, stats), np.finfo(np.float32).max)
+        elif isinstance(codec.spec, Mx) and codec.spec.agrees:
+            largest = functools.reduce(np.maximum, [codec.measure(x) for x in terms]).astype(int)
+            steps = math.ceil(max(math.log2(self.size) - 0.75 * (coded + 1), 0))
+            special = largest >= 255 - codec.spec.format.emax
+            stats = np.where(special, largest, np.minimum(largest + steps, 254))
+            self.stats = stats.astype(np.uint8)
 
     def encoded(self, rank: int, came: Sequence[tw.Buffer]) -> tw.Buffer:
         """Of the term of `rank` and what has come, in this order."""
@@ -148,9 +167,18 @@ class ByHand:
 
 
 def reference(
-    codec: tw.Codec, xs: Sequence[Array], topology: Topology, step: int, call: int, scatter: bool
+    codec: tw.Codec,
+    xs: Sequence[Array],
+    topology: Topology,
+    step: int,
+    call: int,
+    scatter: bool,
+    coded: int,
 ) -> Array:
-    """The sum of `xs`, shape (n,), pieces of shares having at most `step` elements."""
+    """The sum of `xs`, shape (n,), pieces of shares having at most `step` elements.
+
+    `coded` calls before this one were not raw.
+    """
     size, n = len(xs), xs[0].size
     if size == 1:
         return xs[0].astype(np.float32) if scatter else xs[0]
@@ -161,7 +189,7 @@ def reference(
     for c in range(size):
         for k, span in enumerate(spans):
             terms = [row[c, span] for row in rows]
-            hand = ByHand(codec, terms, c, c * len(spans) + k, call)
+            hand = ByHand(codec, terms, c, c * len(spans) + k, call, coded)
             found[c, span] = hand.scattered(topology) if scatter else hand.reduced(topology)
     return found.reshape(-1)[:n]
 
@@ -185,11 +213,14 @@ class Wanted:
         self.xs = inputs(codec, dtype, size, n)
         self.rows = inputs(codec, dtype, size, size * n)
         each = -(-n // size)
-        self.sum = reference(codec, self.xs, topology, step(each), 0, False)
+        first = min(step(each), each)
+        coded = int(codec.plan((first,), dtype).codec == codec.spec)
+        self.sum = reference(codec, self.xs, topology, step(each), 0, False, 0)
         with np.errstate(all="ignore"):
             terms = [(x.astype(np.float32) / size).astype(x.dtype) for x in self.xs]
-        self.mean = reference(codec, terms, topology, step(each), 1, False)
-        self.shares = reference(codec, self.rows, topology, step(n), 2, True).reshape(size, n)
+        self.mean = reference(codec, terms, topology, step(each), 1, False, coded)
+        shares = reference(codec, self.rows, topology, step(n), 2, True, 2 * coded)
+        self.shares = shares.reshape(size, n)
 
 
 def check_sums(
@@ -198,6 +229,8 @@ def check_sums(
     """Both sums of the communicator, in place and with poisoned outputs."""
     me = transport.rank
     options: dict[str, Any] = {"algorithm": "pipelined", "pieces": 3} if wanted.in_pieces else {}
+    if isinstance(wanted.codec.spec, Mx) and wanted.codec.spec.agrees:
+        options["scaling"] = AutoScale(threshold=1 - 2**-20, shrink=SHRINK)
     comm = tw.Communicator(transport, wanted.codec, seed=SEED, topology=wanted.topology, **options)
 
     def own(x: Array) -> Any:
@@ -234,15 +267,17 @@ def test_sums_are_what_the_codec_gives_by_hand(
 @pytest.mark.parametrize("topology", HOPS)
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_number_of_ranks(topology: Topology, size: int) -> None:
-    wanted = Wanted(CODECS[size % 2], topology, "float32", size, 401 * size + 5)
+    codec = CODECS[(0, 1, -1)[size % 3]]
+    wanted = Wanted(codec, topology, "float32", size, 401 * size + 5)
     run_ranks(size, lambda t: check_sums(t, wanted))
 
 
-@pytest.mark.parametrize("codec", [CODECS[0], CODECS[3]], ids=["dynamiq", "mx"])
+@pytest.mark.parametrize("at", [0, 3, -1], ids=["dynamiq", "mx", "agreed"])
 @pytest.mark.parametrize(("topology", "size"), [("ring", 3), ("butterfly", 4), ("butterfly", 5)])
 def test_sums_in_pieces(
-    codec: tw.Codec, topology: Topology, size: int, monkeypatch: pytest.MonkeyPatch
+    at: int, topology: Topology, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    codec = CODECS[at]
     monkeypatch.setattr(collectives, "_PIECE", 512)
     wanted = Wanted(codec, topology, "bfloat16", size, 1300 * size - 1, 512)
     for comm in run_ranks(size, lambda t: check_sums(t, wanted)):
@@ -841,8 +876,9 @@ def between_processes(device: Any) -> list[str]:
     size, found = transport.world_size, []
     where = device if device.type == "cuda" else None
     for topology in HOPS:
-        for i, codec in enumerate((CODECS[0], CODECS[3], CODECS[6])):
-            if codec.reduce_op is None or size == 2:
+        agreed = tw.codec("mx", scale_rule="agreed")
+        for i, codec in enumerate((CODECS[0], agreed, CODECS[6])):
+            if codec.reduce_op != "sum" or size == 2:
                 # Sums of more than two statistics depend on the network's order.
                 wanted = Wanted(codec, topology, DTYPES[i], size, 700 + i)
                 check_sums(transport, wanted, "torch" if i or where else "numpy", where)
