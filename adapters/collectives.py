@@ -92,12 +92,14 @@ class Communicator(CellSums):
     `topology` is how sums of such codecs are made that do not name one: in "two-shot", or growing
     from hop to hop, by "ring" or "butterfly" (DynamiQ, section 3.4). Then every rank encodes the
     sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
-    at a time. Statistics that add up (dynamiq's energies) are summed over ranks first, and with
-    random rounding the key of a share differs between ranks in the rank alone, as correlated
-    rounding needs it. Results are bit-identical on all ranks. With "cells" buffers of thc or
-    omnireduce are summed as they are, encoded by norms of which all ranks took the maximum: by NCCL
-    itself, elsewhere a share by each rank; nothing has a checksum on the way. In two shots these
-    codecs are as others: each rank keeps blocks and norms of its own, and the error is larger.
+    at a time. Statistics that add up (dynamiq's energies) are summed over ranks first; of mx with
+    scale_rule="agreed" scales are the largest of all ranks, times what `scaling` finds that sums
+    need, from first hop to last (`auto_scale.AutoScale`). With random rounding the key of a share
+    differs between ranks in the rank alone, as correlated rounding needs it. Results are
+    bit-identical on all ranks. With "cells" buffers of thc or omnireduce are summed as they are,
+    encoded by norms of which all ranks took the maximum: by NCCL itself, elsewhere a share by each
+    rank; nothing has a checksum on the way. In two shots these codecs are as others: each rank
+    keeps blocks, norms and scales of its own, and the error is larger.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -772,11 +772,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few cases, no weights, no nvCOMP")
     parser.add_argument("--lossy", action="store_true", help="the lossy codecs, nothing else")
     parser.add_argument("--seconds", type=float, default=90.0, help="of --lossy, then it stops")
+    parser.add_argument("--cases", nargs="*", default=[], help="of --lossy, parts of their names")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.lossy:
-        sys.exit(add_lossy(arguments.out, arguments.seconds))
+        sys.exit(add_lossy(arguments.out, arguments.seconds, arguments.cases))
     todo = cases(arguments.quick)
     names: dict[str, list[str]] = {}
     for case in todo:
@@ -844,13 +845,13 @@ def main() -> None:
     sys.exit(host_failed or len(fine) < len(todo))
 
 
-def add_lossy(folder: Path, seconds: float) -> bool:
+def add_lossy(folder: Path, seconds: float, cases: Sequence[str]) -> bool:
     """Measure the lossy codecs, put them beside what is recorded; True if something failed."""
     import gpu_lossy
 
     file = folder / "gpu.json"
     recorded = json.loads(file.read_text()) if file.exists() else {}
-    recorded["lossy"] = found = gpu_lossy.run(seconds)
+    recorded["lossy"] = found = gpu_lossy.run(seconds, cases, recorded.get("lossy"))
     file.write_text(json.dumps(recorded, indent=1) + "\n")
     print("\n".join(gpu_report.lossy_lines(recorded)))
     return any(case["errors"] for case in found["cases"])

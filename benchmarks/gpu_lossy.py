@@ -18,7 +18,7 @@ import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import bench_gpu as bench
@@ -71,6 +71,7 @@ def cases() -> list[Lossy]:
     """What is measured, the most important first."""
     kinds: list[tuple[str, str, dict[str, Any], bool]] = [
         ("mx e4m3", "mx", {}, False),
+        ("mx agreed, stats given", "mx", {"scale_rule": "agreed"}, True),
         ("nvfp4", "nvfp4", {}, False),
         ("nvfp4, stats given", "nvfp4", {}, True),
         ("taco", "taco", {}, False),
@@ -96,9 +97,9 @@ def cases() -> list[Lossy]:
         *((f"mx {e}", "mx", {"element": e}, False) for e in MX[1:]),
     ]
     found = [Lossy(n, c, tuple(p.items()), 256, given=g) for n, c, p, g in kinds]
-    large = [dataclasses.replace(case, mib=1024) for case in found[:5]]
+    large = [dataclasses.replace(case, mib=1024) for case in (*found[:1], *found[2:6])]
     large.append(Lossy("lhc 10x", "lhc", (("ratio", 10),), 1024, "float32"))
-    found[13:13] = large
+    found[14:14] = large
     found += [Lossy(name, name, (), 1024) for name in ADDS_UP[1:]]
     return [*found, Lossy("mx e4m3", "mx", (), 256, "float32")]
 
@@ -373,10 +374,17 @@ def torchao_side_by_side() -> dict[str, Any]:
     return {"rows": rows}
 
 
-def run(budget: float) -> dict[str, Any]:
-    """Measure every case for which the `budget`, in seconds, is enough."""
+def run(budget: float, chosen: Sequence[str] = (), before: Any = None) -> dict[str, Any]:
+    """Measure every case for which the `budget`, in seconds, is enough.
+
+    With `chosen` those alone whose name has one of these in it; the others stay as they were
+    `before`. Raises RuntimeError if that was another machine, or with other versions.
+    """
     begin = time.perf_counter()
-    todo = cases()
+    found = {"machine": bench.machine(), "versions": bench.versions()}
+    if chosen and any(before[name] != fact for name, fact in found.items()):
+        raise RuntimeError(f"what is recorded is of another machine or versions than {found}")
+    todo = [case for case in cases() if not chosen or any(text in case.name for text in chosen)]
     kinds = {(c.codec, c.params, c.dtype, c.given): c for c in todo}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
@@ -393,12 +401,16 @@ def run(budget: float) -> dict[str, Any]:
             failed = {"name": case.name, "dtype": case.dtype, "mib": case.mib, "timings": []}
             records.append(failed | {"errors": [bench.told(error)]})
         torch.cuda.empty_cache()
+    if chosen:
+        made = {(r["name"], r["dtype"], r["mib"]): r for r in [*before["cases"], *records]}
+        order = [(case.name, case.dtype, case.mib) for case in cases()]
+        records = [made[key] for key in order if key in made]
+        left_out = [f"{n}, {d}, {m} MiB" for n, d, m in order if (n, d, m) not in made]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": bench.machine(),
-        "versions": bench.versions(),
+        **found,
         "cases": records,
         "left_out": left_out,
-        "torchao": torchao_side_by_side(),
+        "torchao": before["torchao"] if chosen else torchao_side_by_side(),
         "seconds": round(time.perf_counter() - begin, 1),
     }

@@ -28,7 +28,9 @@ CONFIGS: dict[str, tw.Codec | None] = {
     "dynamiq any, 5 bits": tw.codec("dynamiq"),
     "dynamiq pow2, 5 bits": tw.codec("dynamiq", widths="pow2"),
     "MXFP8": tw.codec("mx"),
+    "MXFP8, scales agreed on": tw.codec("mx", scale_rule="agreed"),
     "MXFP4": tw.codec("mx", element="e2m1"),
+    "MXFP4, scales agreed on": tw.codec("mx", element="e2m1", scale_rule="agreed"),
     "thc": tw.codec("thc"),
 }
 
