@@ -510,13 +510,14 @@ def train(device: Any) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (4,))
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(61, 127), torch.nn.ReLU(), torch.nn.Linear(127, 5))
+    model.to(device)
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
     # Raw: zipccl would take a second of each process to load.
     hooks = fsdp.compress(model, weight_differences=True, two_level=levels, codec="raw")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(2)
-    x, y = torch.randn(64, 61), torch.randn(64, 5)
+    x, y = torch.randn(64, 61).to(device), torch.randn(64, 5).to(device)
     mine = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
     losses = []
     for _ in range(8):
@@ -534,7 +535,7 @@ def train(device: Any) -> dict[str, Any]:
     return {
         "losses": losses,
         "off": max((a - b).abs().max().item() for a, b in zip(seen, shards, strict=True)),
-        "seen": hashlib.sha256(b"".join(p.numpy().tobytes() for p in seen)).hexdigest(),
+        "seen": hashlib.sha256(b"".join(p.cpu().numpy().tobytes() for p in seen)).hexdigest(),
         "reasons": [record.reason for record in hooks.all_gather.trace()],
         "bytes": [[hook.raw_bytes, hook.wire_bytes] for hook in hooks],
         "sums": len(hooks.reduce_scatter.trace()),
@@ -549,7 +550,18 @@ def test_training_on_two_nodes(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if not hasattr(getattr(torch.distributed, "fsdp", None), "FSDPModule"):
         pytest.importorskip("torch.distributed.fsdp")
-    found = launch(__file__, "train", 4, tmp_path)
+    check_training(launch(__file__, "train", 4, tmp_path))
+
+
+@pytest.mark.gpu
+def test_training_on_gpus(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    check_training(launch(__file__, "train", 4, tmp_path, "cuda", "default"))
+
+
+def check_training(found: list[Any]) -> None:
     losses = np.mean([f["losses"] for f in found], axis=0)
     assert losses[-1] < 0.9 * losses[0]
     assert len({f["seen"] for f in found}) == 1
