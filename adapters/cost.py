@@ -25,6 +25,8 @@ Algorithm = Literal["native", "compressed", "pipelined"]
 
 #: A path replaces a simpler one only if it is predicted to take less time by this share.
 MARGIN = 0.03
+#: The same for messages larger than any that was measured.
+FAR_MARGIN = 0.15
 #: Times the time of a call with twice the bytes or more: below, it is the host's.
 FLAT = 1.5
 #: Most pieces that `Model.choose` cuts a message into.
@@ -208,6 +210,8 @@ class Model:
     slack: float = 1.0
     #: The largest input that was measured, if the host's time says nothing of larger ones.
     largest: Largest | None = None
+    #: Bytes of the largest input that was measured at all.
+    reach: int | None = None
 
     @classmethod
     def of(
@@ -271,7 +275,7 @@ class Model:
         flat = nbytes >= 2 * before and most < FLAT * less
         largest = Largest(nbytes, most, ratio) if flat else None
         halves = rest.times(0.5, 0.5)
-        model = cls(plain, wire, halves, halves, largest=largest)
+        model = cls(plain, wire, halves, halves, largest=largest, reach=int(nbytes))
         if pipelined is None:
             return model
         size, pieces, seconds = pipelined
@@ -305,11 +309,13 @@ class Model:
         """The path to take; with equal arguments the same on every rank that has an equal model.
 
         Native, compressed, and then 2, 4, ... up to `max_pieces` pieces: each must beat the one
-        chosen so far by MARGIN. So the choice is never predicted slower than native. Where a
-        collective cannot be cut, `max_pieces` is 1.
+        chosen so far by MARGIN, by FAR_MARGIN where `nbytes` is more than was measured. So the
+        choice is never predicted slower than native. Where a collective cannot be cut, `max_pieces`
+        is 1.
         """
         _check(nbytes, ratio, max_pieces)
         behind = self._behind(nbytes)
+        margin = MARGIN if self.reach is None or nbytes <= self.reach else FAR_MARGIN
         native = best = self.native.seconds(nbytes)
         chosen = 0
         found = {}
@@ -317,13 +323,13 @@ class Model:
         # A piece has a byte or more.
         while pieces <= max(min(max_pieces, nbytes), 1):
             seconds = found[pieces] = behind * self.pipelined(nbytes, ratio, pieces)
-            if seconds < best * (1 - MARGIN):
+            if seconds < best * (1 - margin):
                 best, chosen = seconds, pieces
             pieces *= 2
         if not chosen:
             fastest = min(found, key=found.__getitem__)
             nearest = f"{_path(fastest)} {duration(found[fastest])}"
-            reason = f"{nearest} not {MARGIN:.0%} below native {duration(native)}"
+            reason = f"{nearest} not {margin:.0%} below native {duration(native)}"
             return Choice("native", 1, native, native, reason)
         algorithm: Algorithm = "pipelined" if chosen > 1 else "compressed"
         reason = f"{_path(chosen)} {duration(best)} < native {duration(native)}"

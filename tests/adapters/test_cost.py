@@ -280,11 +280,23 @@ def test_host_time_hides_no_bytes_beyond_what_was_measured() -> None:
     fast = [(n, 20e-6 + n / 280e9) for n in sizes]
     model = Model.measured(fast, whole, 0.7)
     n = 1 << 29
-    assert replace(model, largest=None).choose(n, 0.7, 1).algorithm == "compressed"
+    guess = replace(model, largest=None)
+    assert guess.choose(n, 0.7, 1).algorithm == "compressed"
     assert model.choose(n, 0.7, 1).algorithm == "native"
     assert model.choose(n, 0.7, 1).native_seconds == pytest.approx(20e-6 + n / 280e9, rel=0.01)
     slow = [(n, 20e-6 + n / 25e9) for n in sizes]
     assert Model.measured(slow, whole, 0.7).choose(n, 0.7, 1).algorithm == "compressed"
+
+
+def test_beyond_what_was_measured_more_must_be_gained() -> None:
+    sizes = [1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
+    native = [(n, 20e-6 + n / 250e9) for n in sizes]
+    for gain, expected in ((0.9, "native"), (0.8, "compressed")):
+        model = Model.measured(native, [(n, gain * s) for n, s in native], 0.7)
+        assert model.choose(1 << 28, 0.7, 1).algorithm == "compressed"
+        choice = model.choose(1 << 29, 0.7, 1)
+        assert choice.algorithm == expected
+        assert ("not 15% below" in choice.reason) == (expected == "native")
 
 
 def test_a_crossover_beyond_what_was_measured_is_found() -> None:
@@ -293,7 +305,8 @@ def test_a_crossover_beyond_what_was_measured_is_found() -> None:
     model = Model.measured(plain, [(n, 1.1e-3 + n * 0.8e-9) for n in sizes], 0.7)
     assert model.choose(1 << 21, 0.7, 1).algorithm == "native"
     assert model.choose(1 << 26, 0.7, 1).algorithm == "compressed"
-    assert model.crossover(0.7, 1) == pytest.approx(5.9e6, rel=0.1)
+    # Where the gain is that of FAR_MARGIN.
+    assert model.crossover(0.7, 1) == pytest.approx(20.3e6, rel=0.01)
 
 
 def test_models_of_one_rank_never_compress() -> None:
