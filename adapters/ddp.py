@@ -55,9 +55,9 @@ class DdpHook:
     ) -> None:
         """`names` are those of the model's parameters; ValueError if feedback comes without.
 
-        And if it comes with a communicator that does not sum in two shots.
+        And if it comes with a communicator of a lossless codec, or not in two shots.
         """
-        check_feedback(error_feedback, comm.topology)
+        check_feedback(error_feedback, comm)
         if error_feedback is not None and names is None:
             raise ValueError("error_feedback is given, names are not; needed: both or none")
         self._channel = Channel(comm)

@@ -36,6 +36,7 @@ over all ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ from .hooks import (
     check_feedback,
     collectives_of_average,
     communicator,
+    gather,
     scatter,
     wide,
 )
@@ -67,7 +69,7 @@ class _Hook:
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of `Communicator`, and checked here."""
-        Communicator(connect(1)[0], **options)
+        self._alone = Communicator(connect(1)[0], **options)
         self._options = options
         self._channels: dict[Any, Channel] = {}
 
@@ -124,6 +126,47 @@ class AllGather(_Comm):
         """
         done = self._run(
             group, output_tensor, lambda comm: comm.all_gather(input_tensor, output_tensor)
+        )
+        return _finish(done, async_op)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str, module: Any) -> Any:
+        """This object for one FSDP `module`, whose shard's residual in `feedback` is called `name`.
+
+        What encoding loses of a parameter shard is added to it the next time: the weights that
+        layers compute with are then right in the mean over gathers, and follow changes smaller than
+        a step of the codec. Each gather by itself is no better, and two of the same weights differ.
+        So this is for weights that are gathered once a step and change little in it, that is with
+        `reshard_after_forward=False`: else backward computes with other weights than forward. With
+        gradient accumulation every micro-batch, and with one that is gathered anew every call, sees
+        others too. `DifferenceGather`, by its replica, loses nothing for good and gives equal
+        weights to equal shards.
+
+        The name is no other tensor's in `feedback`. A shard whose size has changed starts at zero.
+        While `module` is in evaluation mode (`module.eval()`) no residual is used or changed; FSDP
+        calls without gradients in training too, so that `no_grad` alone tells nothing. Parameters
+        of several dtypes, which go raw, have none. Raises ValueError for a lossless codec.
+        """
+        check_feedback(feedback, self._alone)
+        return _Named(self, self._corrected, feedback=feedback, name=name, module=module)
+
+    def _corrected(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        async_op: bool = False,
+        *,
+        feedback: ErrorFeedback,
+        name: str,
+        module: Any,
+    ) -> Any:
+        if not module.training or not input_tensor.is_floating_point():
+            return self(output_tensor, input_tensor, group, async_op)
+        parts = [(name, input_tensor.numel())]
+        done = self._run(
+            group,
+            output_tensor,
+            lambda comm: gather(comm, input_tensor, output_tensor, feedback, parts),
         )
         return _finish(done, async_op)
 
@@ -207,7 +250,11 @@ class ReduceScatter(_Comm):
         return self._reduce(output_tensor, input_tensor, group, op, async_op)
 
     def with_feedback(self, feedback: ErrorFeedback, name: str) -> Any:
-        """This object for one FSDP module, whose residual in `feedback` is called `name`."""
+        """This object for one FSDP module, whose residual in `feedback` is called `name`.
+
+        Raises ValueError for a lossless codec and but in two shots.
+        """
+        check_feedback(feedback, self._alone)
         return _Named(self, self._reduce, feedback=feedback, name=name)
 
     def _reduce(
@@ -318,9 +365,28 @@ class AllReduce(_Hook):
         divided in float32 instead, and by hops partial sums rounded to the gradients' dtype at
         each. Raises CollectiveError.
         """
-        collectives = collectives_of_average(self._options.get("topology", "two-shot"))
+        self._average(reduce_output)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str) -> Callable[[Any], None]:
+        """This hook for one FSDP module, whose residual in `feedback` is called `name`.
+
+        What encoding loses of a module's sharded gradients, and of this rank's share of their sum,
+        goes with the next ones. The name is no other tensor's in `feedback`, also not that of the
+        module's `ReduceScatter`. Gradients whose number has changed start at zero. Raises
+        ValueError for a lossless codec and but in two shots.
+        """
+        check_feedback(feedback, self._alone)
+        return functools.partial(self._average, feedback=feedback, name=name)
+
+    def _average(
+        self, reduce_output: Any, feedback: ErrorFeedback | None = None, name: str = ""
+    ) -> None:
+        parts = [(name, reduce_output.numel())]
         done = self._run(
-            self._group, reduce_output, lambda comm: average(comm, reduce_output), collectives
+            self._group,
+            reduce_output,
+            lambda comm: average(comm, reduce_output, feedback, parts),
+            collectives_of_average(self._alone.topology),
         )
         done.wait()
 
@@ -337,6 +403,7 @@ def compress(
     *,
     gradients: str | Codec | None = None,
     error_feedback: ErrorFeedback | None = None,
+    parameter_feedback: ErrorFeedback | None = None,
     topology: Topology = "two-shot",
     weight_differences: bool = False,
     two_level: TwoLevel | None = None,
@@ -348,19 +415,21 @@ def compress(
     say, while parameters arrive bit for bit. `error_feedback`, one of each rank, sends what was
     lost of a module's gradients with the next ones; it has a residual for each module by its name,
     as large as the unsharded gradients, which starts anew when other parameters get gradients.
+    `parameter_feedback`, which may be the same object, does so with shards of parameters where the
+    codec of `options` is lossy, by the name and "parameters": `AllGather.with_feedback` says when.
     `topology` is how gradients are summed: by hops partial sums are rounded to `reduce_dtype` and
     encoded at each hop, and a rank decodes its share in the end, without error feedback. With
-    `weight_differences` the all-gathers are a `DifferenceGather`, with `two_level` the
-    reduce-scatters a `TwoLevelScatter`, where `gradients`, `error_feedback` and `topology` have no
-    say and are refused.
+    `weight_differences` the all-gathers are a `DifferenceGather`, where `parameter_feedback` has no
+    say, with `two_level` the reduce-scatters a `TwoLevelScatter`, where `gradients`,
+    `error_feedback` and `topology` have none; they are refused.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
     two communicators on new process groups when it is first used, which all its ranks must do in
     the same order. The gradients' mean needs
     no divide factor or forced sum; those that are set are respected. Raises ValueError if there is
-    no FSDP module, or one with several meshes.
+    no FSDP module, or one with several meshes, and for error feedback of a lossless codec or but in
+    two shots.
     """
-    check_feedback(error_feedback, topology)
     reducing = options | {"topology": topology}
     if gradients is not None:
         reducing["codec"] = gradients
@@ -368,14 +437,25 @@ def compress(
         raise ValueError(
             "two_level is given with gradients, error_feedback or topology; allowed: either"
         )
-    gather = DifferenceGather(**options) if weight_differences else AllGather(**options)
+    if weight_differences and parameter_feedback is not None:
+        raise ValueError(
+            "weight_differences is given with parameter_feedback; allowed: either, as replicas "
+            "keep what is lost"
+        )
+    gathers = DifferenceGather(**options) if weight_differences else AllGather(**options)
     scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
-    hooks = Hooks(gather, scatters)
+    check_feedback(error_feedback, scatters._alone)
+    check_feedback(parameter_feedback, gathers._alone)
+    hooks = Hooks(gathers, scatters)
     modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError("module has no FSDP modules; fully_shard comes first")
     for name, m in modules:
-        own = gather.named(name) if isinstance(gather, DifferenceGather) else gather
+        own: Any = gathers
+        if isinstance(gathers, DifferenceGather):
+            own = gathers.named(name)
+        elif parameter_feedback is not None:
+            own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
         m.set_custom_all_gather(own)
         reduce = hooks.reduce_scatter
         if error_feedback is not None:

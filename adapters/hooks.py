@@ -76,16 +76,22 @@ def collectives_of_average(topology: Topology) -> int:
     return 2 if topology == "two-shot" else 1
 
 
-def check_feedback(feedback: ErrorFeedback | None, topology: Topology) -> None:
-    """Raise TypeError for what is no error feedback, ValueError where ranks encode sums of others'.
+def check_feedback(feedback: ErrorFeedback | None, comm: Communicator) -> None:
+    """Raise TypeError for what is no error feedback, ValueError where it would have no say.
 
-    These are not this rank's to keep residuals of.
+    A lossless codec loses nothing, and but in two shots nobody decodes a rank's own tensor.
     """
-    if feedback is not None and not isinstance(feedback, ErrorFeedback):
+    if feedback is None:
+        return
+    if not isinstance(feedback, ErrorFeedback):
         raise TypeError(f"error_feedback is {feedback!r}; allowed: an ErrorFeedback() or None")
-    if feedback is not None and topology != "two-shot":
+    if comm.topology != "two-shot":
         raise ValueError(
-            f"error_feedback is given, topology is {topology!r}; allowed with it: 'two-shot'"
+            f"error_feedback is given, topology is {comm.topology!r}; allowed with it: 'two-shot'"
+        )
+    if comm.codec.lossless:
+        raise ValueError(
+            f"error_feedback is given, codec is {comm.codec.spec!r}; allowed with it: lossy codecs"
         )
 
 
@@ -99,33 +105,49 @@ def average(
 
     That is as many collectives as `collectives_of_average` says. By hops and by cells it is an
     all-reduce, whose terms are divided in float32 (float64); by hops partial sums are rounded to
-    the dtype of `x` at each. In two shots sums are made in float32 (float64 in float64) in the
-    order of ranks, divided there and rounded once; all ranks get the same bits. With `feedback` the
-    residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
-    its encoding loses of that, and of this rank's share of the sum. Raises TypeError for another
-    dtype and for sparse tensors, ValueError for `feedback` but in two shots.
+    the dtype of `x` at each. In two shots it is as `two_shots` says. Raises TypeError for another
+    dtype and for sparse tensors, ValueError for `feedback` but in two shots of a lossy codec.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
-    check_feedback(feedback, comm.topology)
+    check_feedback(feedback, comm)
     if comm.topology != "two-shot":
         comm.all_reduce(x, x, op="mean")
         return
+    two_shots(comm, x, x, feedback, parts, divisor=comm.world_size)
+
+
+def two_shots(
+    comm: Communicator,
+    x: Any,
+    out: Any,
+    feedback: ErrorFeedback | None,
+    parts: Parts,
+    divisor: int = 1,
+) -> None:
+    """Fill `out`, 1-D, with the sum over all ranks' `x`, as long, divided by `divisor`.
+
+    A reduce-scatter and an all-gather. Sums are made in float32 (float64 in float64) in the order
+    of ranks, divided there and rounded once; all ranks get the same bits. `out` may be `x`, and is
+    of its dtype. With `feedback` it may be of another, which then is what travels, and the
+    residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
+    its encoding loses of that, and of this rank's share of the sum.
+    """
     padding = -x.numel() % comm.world_size
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)
-    scatter(comm, x, total, feedback, parts, padding)
-    mean = total.div_(comm.world_size).to(x.dtype)
+    scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    result = total.div_(divisor).to(out.dtype)
     if feedback is None and not padding:
-        comm.all_gather(mean, x)
+        comm.all_gather(result, out)
         return
-    gathered = comm.all_gather(mean)
+    gathered = comm.all_gather(result)
     if feedback is not None:
         first = comm.rank * each
         # A share of the sum is in the hands of one rank, which makes good for all.
-        lost = total.sub_(gathered[first : first + each]).mul_(comm.world_size)
+        lost = total.sub_(gathered[first : first + each]).mul_(divisor)
         feedback.add(parts, first, lost)
-    x.copy_(gathered[: x.numel()])
+    out.copy_(gathered[: x.numel()])
 
 
 def scatter(
@@ -135,20 +157,37 @@ def scatter(
     feedback: ErrorFeedback | None,
     parts: Parts,
     padding: int = 0,
+    dtype: Any = None,
 ) -> None:
-    """Fill `total` with this rank's share of the sum of `x`, 1-D, and of zeros behind it.
+    """Fill `total` with this rank's share, by rows, of the sum of `x`, and of zeros behind it.
 
-    `feedback` as `average` says, but for losses of the sum.
+    With `padding` zeros `x` is 1-D. `feedback` as `two_shots` says, but for losses of the sum; with
+    it `dtype` is what travels, None for that of `x`.
     """
     if feedback is None:
-        comm.reduce_scatter(torch.nn.functional.pad(x, (0, padding)) if padding else x, total)
+        comm.reduce_scatter(_padded(x, padding), total)
         return
+    corrected = feedback.corrected(x.reshape(-1), parts)
+    sent = _padded(corrected.reshape(x.shape), padding)
+    decoded = torch.empty_like(sent)
+    wire = str(dtype or x.dtype).removeprefix("torch.")
+    comm.reduce_scatter(sent, total, wire=wire, decoded=decoded)
+    feedback.keep(parts, corrected, decoded.reshape(-1)[: x.numel()])
+
+
+def gather(comm: Communicator, x: Any, out: Any, feedback: ErrorFeedback, parts: Parts) -> None:
+    """Fill `out`, 1-D, with all ranks' `x`, 1-D, each with the residuals of its `parts` added.
+
+    These become what encoding loses of that. The dtype of `out` is what travels; `x` may lie in it.
+    """
     corrected = feedback.corrected(x, parts)
-    padded = torch.nn.functional.pad(corrected, (0, padding)) if padding else corrected
-    decoded = torch.empty_like(padded)
-    wire = str(x.dtype).removeprefix("torch.")
-    comm.reduce_scatter(padded, total, wire=wire, decoded=decoded)
-    feedback.keep(parts, corrected, decoded[: x.numel()])
+    comm.all_gather(corrected.to(out.dtype), out)
+    first = comm.rank * x.numel()
+    feedback.keep(parts, corrected, out[first : first + x.numel()])
+
+
+def _padded(x: Any, padding: int) -> Any:
+    return torch.nn.functional.pad(x, (0, padding)) if padding else x
 
 
 def wide(n: int, like: Any) -> Any:

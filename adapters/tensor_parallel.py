@@ -22,13 +22,24 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
     model(x).square().mean().backward()
     print(parallel.raw_bytes, parallel.wire_bytes)
     dist.destroy_process_group()
+
+Error feedback is off unless `tp.set_error_feedback(model, ErrorFeedback())` sets it. Gradients of
+parameters are much alike from step to step; activations and their gradients are those of another
+batch. What a layer's encoding has lost of one is therefore no part of the next: adding it takes a
+bias of the codec out of the mean over steps, and adds to the error of every single step (with
+errors that are independent from step to step, it doubles its mean square). Rudakov et al.,
+"Activations and Gradients Compression for Model-Parallel Training" (2024), found no gain in
+training by error feedback, but models that need no compression at inference. Wang et al.,
+"Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees"
+(NeurIPS 2022), have a residual for every sample instead, of its own activations an epoch before.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -36,9 +47,21 @@ from torch.autograd.function import once_differentiable
 from ..codec import Codec
 from .calls import TraceRecord
 from .collectives import Communicator
-from .hooks import Channel, communicator
+from .error_feedback import ErrorFeedback
+from .hooks import (
+    Channel,
+    check_feedback,
+    collectives_of_average,
+    communicator,
+    gather,
+    scatter,
+    two_shots,
+    wide,
+)
 
 WIRES = (None, "bfloat16", "float16")
+
+Direction = Literal["forward", "backward"]
 
 
 class TensorParallel:
@@ -74,6 +97,8 @@ class TensorParallel:
         self._wire = wire
         self._forward = Channel(forward)
         self._backward = self._forward if backward is forward else Channel(backward)
+        self._feedback: ErrorFeedback | None = None
+        self._name = ""
 
     @property
     def raw_bytes(self) -> int:
@@ -89,16 +114,40 @@ class TensorParallel:
         """The last calls: those of forward, then those of backward if it has its own."""
         return [record for channel in self._channels() for record in channel.comm.trace()]
 
+    def with_feedback(self, feedback: ErrorFeedback | None, name: str) -> TensorParallel:
+        """This object with error feedback, for one place of a model that is called `name`.
+
+        In directions with a lossy codec `feedback`, one of each rank, keeps what encoding loses of
+        this rank's tensor and of its share of an all-reduced sum, and adds it to the next tensor of
+        that place, whatever batch that is of. A residual is called by the name, "forward" or
+        "backward", and the collective, as "name.forward.all_reduce"; it is float32 (of float64
+        float64), as large as the tensor, and starts at zero when its size changes, so that batches
+        should keep their shape. Natively nothing is rounded to `wire`.
+
+        Under `no_grad` and in inference mode no residual is used or changed, so that all ranks are
+        to be in the same mode. Nor is one of what is not floating-point. Under activation
+        checkpointing tensors are sent twice a step, and those of the second time, which gradients
+        are made with, are not those of the first. None for `feedback` is none.
+
+        Raises ValueError if no codec is lossy, and for one that does not sum in two shots.
+        """
+        lossy = [c.comm for c in self._channels() if not c.comm.codec.lossless]
+        for comm in lossy or [self._forward.comm]:
+            check_feedback(feedback, comm)
+        found = copy.copy(self)
+        found._feedback, found._name = feedback, name
+        return found
+
     def copy(self, x: Any) -> Any:
         """`x`, which all ranks have; its gradient is the sum over ranks (f in TACO, figure 2).
 
         Also for replicated parameters that are applied to one rank's share of a sequence.
         """
-        return _Collective.apply(x, _identity, self._sum(self._backward))
+        return _Collective.apply(x, _identity, self._sum("backward", x))
 
     def all_reduce(self, x: Any) -> Any:
         """The sum of all ranks' `x`; the gradient is the same on all ranks (g in figure 2)."""
-        return _Collective.apply(x, self._sum(self._forward), _identity)
+        return _Collective.apply(x, self._sum("forward", x), _identity)
 
     def all_gather(self, x: Any, dim: int = 0) -> Any:
         """All ranks' `x`, one behind the other along `dim`; the gradient is reduce-scattered.
@@ -106,9 +155,8 @@ class TensorParallel:
         Raises ValueError for an `x` without dimensions.
         """
         _need_dimension(x)
-        gather = functools.partial(self._gather, self._forward, dim)
-        scatter = functools.partial(self._scatter, self._backward, dim)
-        return _Collective.apply(x, gather, scatter)
+        gathered, scattered = self._gather("forward", x, dim), self._scatter("backward", x, dim)
+        return _Collective.apply(x, gathered, scattered)
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Any:
         """Share r of the sum of all ranks' `x` for rank r; the gradient is all-gathered.
@@ -117,42 +165,93 @@ class TensorParallel:
         an `x` without dimensions.
         """
         _need_dimension(x)
-        scatter = functools.partial(self._scatter, self._forward, dim)
-        gather = functools.partial(self._gather, self._backward, dim)
-        return _Collective.apply(x, scatter, gather)
+        scattered, gathered = self._scatter("forward", x, dim), self._gather("backward", x, dim)
+        return _Collective.apply(x, scattered, gathered)
 
     def _channels(self) -> list[Channel]:
         one = self._backward is self._forward
         return [self._forward] if one else [self._forward, self._backward]
 
-    def _narrow(self, x: Any) -> Any:
-        """`x` as it travels. A native call would not round by itself."""
-        if self._wire is None or not x.is_floating_point() or x.element_size() <= 2:
-            return x
-        return x.to(getattr(torch, self._wire))
+    def _channel(self, direction: Direction) -> Channel:
+        return self._forward if direction == "forward" else self._backward
 
-    def _sum(self, channel: Channel) -> Callable[[Any], Any]:
+    def _fed_back(
+        self, direction: Direction, collective: str, x: Any
+    ) -> tuple[ErrorFeedback | None, str]:
+        """The error feedback of a call that begins now with `x`, and the name in it."""
+        lossless = self._channel(direction).comm.codec.lossless
+        training = torch.is_grad_enabled() and x.is_floating_point()
+        feedback = self._feedback if training and not lossless else None
+        return feedback, f"{self._name}.{direction}.{collective}"
+
+    def _travels(self, x: Any) -> Any:
+        """The dtype that `x` travels in."""
+        if self._wire is None or not x.is_floating_point() or x.element_size() <= 2:
+            return x.dtype
+        return getattr(torch, self._wire)
+
+    # Without feedback tensors are rounded to that here: a native call would not.
+
+    def _sum(self, direction: Direction, like: Any) -> Callable[[Any], Any]:
+        channel = self._channel(direction)
+        feedback, name = self._fed_back(direction, "all_reduce", like)
+
         def run(x: Any) -> Any:
-            sent = self._narrow(x.detach().contiguous())
-            out = torch.empty_like(sent)
-            channel.run(out, lambda: channel.comm.all_reduce(sent, out)).wait()
+            x = x.detach().contiguous()
+            out = torch.empty_like(x, dtype=self._travels(x))
+            if feedback is None:
+                sent = x.to(out.dtype)
+                channel.run(out, lambda: channel.comm.all_reduce(sent, out)).wait()
+            else:
+                flat, parts = (x.view(-1), out.view(-1)), [(name, x.numel())]
+                channel.run(
+                    out,
+                    lambda: two_shots(channel.comm, *flat, feedback, parts),
+                    collectives_of_average("two-shot"),
+                ).wait()
             return out.to(x.dtype)
 
         return run
 
-    def _gather(self, channel: Channel, dim: int, x: Any) -> Any:
-        sent = self._narrow(x.detach().movedim(dim, 0).contiguous())
-        out = sent.new_empty((self.world_size * sent.shape[0], *sent.shape[1:]))
-        channel.run(out, lambda: channel.comm.all_gather(sent, out)).wait()
-        return out.to(x.dtype).movedim(0, dim)
+    def _gather(self, direction: Direction, like: Any, dim: int) -> Callable[[Any], Any]:
+        channel = self._channel(direction)
+        feedback, name = self._fed_back(direction, "all_gather", like)
 
-    def _scatter(self, channel: Channel, dim: int, x: Any) -> Any:
-        sent = self._narrow(x.detach().movedim(dim, 0).contiguous())
-        # Sums of what was narrowed stay in float32.
-        dtype = x.dtype if sent.dtype == x.dtype else torch.float32
-        out = sent.new_empty((sent.shape[0] // self.world_size, *sent.shape[1:]), dtype=dtype)
-        channel.run(out, lambda: channel.comm.reduce_scatter(sent, out)).wait()
-        return out.to(x.dtype).movedim(0, dim)
+        def run(x: Any) -> Any:
+            x = x.detach().movedim(dim, 0).contiguous()
+            shape = (self.world_size * x.shape[0], *x.shape[1:])
+            out = x.new_empty(shape, dtype=self._travels(x))
+            if feedback is None:
+                sent = x.to(out.dtype)
+                channel.run(out, lambda: channel.comm.all_gather(sent, out)).wait()
+            else:
+                flat, parts = (x.view(-1), out.view(-1)), [(name, x.numel())]
+                channel.run(out, lambda: gather(channel.comm, *flat, feedback, parts)).wait()
+            return out.to(x.dtype).movedim(0, dim)
+
+        return run
+
+    def _scatter(self, direction: Direction, like: Any, dim: int) -> Callable[[Any], Any]:
+        channel = self._channel(direction)
+        feedback, name = self._fed_back(direction, "reduce_scatter", like)
+
+        def run(x: Any) -> Any:
+            x = x.detach().movedim(dim, 0).contiguous()
+            travels = self._travels(x)
+            shape = (x.shape[0] // self.world_size, *x.shape[1:])
+            if feedback is None:
+                sent = x.to(travels)
+                # Sums of what was narrowed stay in float32.
+                out = x.new_empty(shape, dtype=x.dtype if sent is x else torch.float32)
+                channel.run(out, lambda: channel.comm.reduce_scatter(sent, out)).wait()
+            else:
+                out, parts = wide(math.prod(shape), x).view(shape), [(name, x.numel())]
+                channel.run(
+                    out, lambda: scatter(channel.comm, x, out, feedback, parts, dtype=travels)
+                ).wait()
+            return out.to(x.dtype).movedim(0, dim)
+
+        return run
 
 
 def connect(
@@ -199,17 +298,19 @@ class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
         cannot be divided.
         """
         super().__init__()
-        self._parallel, self._sequence_dim = parallel, sequence_dim
+        self._parallel = self._training_parallel = parallel
+        self._sequence_dim = sequence_dim
         self.weight = _share(linear.weight, 0, parallel, parts)
         bias = linear.bias
         self.bias = None if bias is None else _share(bias, 0, parallel, parts)
 
     def forward(self, x: Any) -> Any:
         """`x` of shape (..., in), equal on all ranks, or with `sequence_dim` a share of it."""
+        parallel = self._training_parallel if self.training else self._parallel
         if self._sequence_dim is None:
-            x = self._parallel.copy(x)
+            x = parallel.copy(x)
         else:
-            x = self._parallel.all_gather(x, self._sequence_dim)
+            x = parallel.all_gather(x, self._sequence_dim)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
@@ -228,22 +329,44 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
         Raises ValueError where the features cannot be divided.
         """
         super().__init__()
-        self._parallel, self._sequence_dim = parallel, sequence_dim
+        self._parallel = self._training_parallel = parallel
+        self._sequence_dim = sequence_dim
         self.weight = _share(linear.weight, 1, parallel)
         bias = linear.bias
         self.bias = None if bias is None else _parameter(bias, bias.requires_grad)
 
     def forward(self, x: Any) -> Any:
         """`x` of shape (..., in / world_size): what a column-parallel layer gives."""
+        parallel = self._training_parallel if self.training else self._parallel
         y = torch.nn.functional.linear(x, self.weight)
         bias = self.bias
         if self._sequence_dim is None:
-            y = self._parallel.all_reduce(y)
+            y = parallel.all_reduce(y)
         else:
-            y = self._parallel.reduce_scatter(y, self._sequence_dim)
+            y = parallel.reduce_scatter(y, self._sequence_dim)
             # Each rank sees the gradients of its own share only.
-            bias = None if bias is None else self._parallel.copy(bias)
+            bias = None if bias is None else parallel.copy(bias)
         return y if bias is None else y + bias
+
+
+def set_error_feedback(model: Any, feedback: ErrorFeedback | None) -> None:
+    """Give the column- and row-parallel linears in `model` error feedback, or with None take it.
+
+    On all ranks, each with an `ErrorFeedback` of its own, whose `state_dict()` goes into the rank's
+    checkpoint. Residuals are called by the names of the layers in `model`, as
+    `TensorParallel.with_feedback` says: of the output of a row-parallel linear "mlp.last" the
+    residual is "mlp.last.forward.all_reduce", with `sequence_dim` "....forward.reduce_scatter".
+    Layers in evaluation mode (`layer.eval()`) use and change none, also not for gradients. Raises
+    ValueError like `with_feedback`, and if `model` has no such layers; then nothing is set.
+    """
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds)]
+    if not layers:
+        allowed = " and ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"model has no layers to give error feedback; allowed: {allowed}")
+    given = [layer._parallel.with_feedback(feedback, name) for name, layer in layers]
+    for (_, layer), parallel in zip(layers, given, strict=True):
+        layer._training_parallel = parallel
 
 
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
