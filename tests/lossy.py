@@ -167,6 +167,26 @@ def check_lossy(
     comm.check()
 
 
+def check_over_time(found: Sequence[Array], exact: Array, left: Array, plain: Array) -> None:
+    """Results of one call with feedback, made over and over, against the `exact` one.
+
+    With what is `left` in residuals they add up to it, so that their mean comes as near as
+    1 / len(found), while `plain`, without feedback, is off by as much in every call.
+    """
+    sums = np.cumsum(np.asarray(found, np.float64), axis=0)
+    most = np.abs(sums).max()
+    np.testing.assert_allclose(sums[-1] + left, len(found) * exact, rtol=0, atol=1e-5 * most)
+
+    def error(mean: Array) -> float:
+        return float(np.sqrt(np.mean(np.square(mean - exact))))
+
+    count = len(found)
+    few, many = (error(sums[n - 1] / n) for n in (count // 4, count))
+    assert many < 0.5 * few, (few, many)
+    assert many < 4 / count * error(plain), (many, error(plain))
+    assert many > 0
+
+
 class Residuals:
     """Means with error feedback of all ranks, for codecs that do not round at random."""
 

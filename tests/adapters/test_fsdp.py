@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from lossy import Residuals
+from lossy import Residuals, check_over_time
 from processes import join, launch, torchrun
 
 torch = pytest.importorskip("torch")
@@ -280,6 +280,90 @@ def lossy(device: Any) -> dict[str, Any]:
     }
 
 
+def as_array(x: Any) -> Any:
+    return x.detach().cpu().float().numpy()
+
+
+def over_time(device: Any) -> None:
+    """The same gradients and the same parameters with feedback, in 4 bits, again and again."""
+    group, n, steps = dist.group.WORLD, 1001, 32
+    size, rank = dist.get_world_size(), dist.get_rank()
+    codec, module = tw.codec("mx", element="e2m1"), torch.nn.Linear(1, 1)
+    feedback, saved = ErrorFeedback(), ErrorFeedback()
+    xs = torch.randn(size, n, generator=torch.Generator().manual_seed(3)).to(device)
+    xs = xs.bfloat16().float()
+    hooks = fsdp.AllReduce(group, codec=codec), fsdp.AllGather(codec=codec)
+    fed = hooks[0].with_feedback(feedback, "g"), hooks[1].with_feedback(feedback, "w", module)
+
+    def mean(hook: Any) -> Any:
+        x = xs[rank].clone()
+        hook(x)
+        return x
+
+    def gathered(hook: Any, dtype: Any = torch.float32) -> Any:
+        out = torch.full((size * n,), float("nan"), device=device, dtype=dtype)
+        # FSDP's input lies in its output.
+        mine = out[rank * n :][:n].copy_(xs[rank])
+        assert hook(out, mine, group) is None
+        return out
+
+    def left(name: str) -> Any:
+        e = [torch.empty(n, device=device) for _ in range(size)]
+        dist.all_gather(e, feedback.residual(name))
+        return as_array(torch.stack(e))
+
+    means = [as_array(mean(fed[0])) for _ in range(steps)]
+    plain = mean(hooks[0])
+    check_over_time(means, as_array(xs.mean(0)), left("g").mean(0), as_array(plain))
+    wholes = [as_array(gathered(fed[1])) for _ in range(steps)]
+    plain = gathered(hooks[1])
+    check_over_time(wholes, as_array(xs).reshape(-1), left("w").reshape(-1), as_array(plain))
+
+    # Who goes on from a checkpoint goes on with the same bits.
+    saved.load_state_dict(feedback.state_dict())
+    again = hooks[0].with_feedback(saved, "g"), hooks[1].with_feedback(saved, "w", module)
+    assert torch.equal(mean(fed[0]), mean(again[0]))
+    assert torch.equal(gathered(fed[1]), gathered(again[1]))
+    # In evaluation residuals rest; bytes, of several dtypes, have none.
+    before = feedback.state_dict()["w"]
+    module.eval()
+    assert torch.equal(gathered(fed[1]), plain)
+    module.train()
+    found = torch.zeros(3 * size, dtype=torch.uint8, device=device)
+    fed[1](found, torch.full_like(found[:3], rank + 1), group)
+    assert found.tolist() == [r + 1 for r in range(size) for _ in range(3)]
+    assert torch.equal(feedback.residual("w"), before)
+    assert not torch.equal(gathered(fed[1]), plain)
+    feedback.reset()
+    narrow = [as_array(gathered(fed[1], torch.bfloat16)) for _ in range(steps)]
+    plain = gathered(hooks[1], torch.bfloat16)
+    check_over_time(narrow, as_array(xs).reshape(-1), left("w").reshape(-1), as_array(plain))
+
+
+def parameters(device: Any) -> list[str]:
+    """Residuals of parameter shards in training: by module, and at rest in evaluation."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model, feedback = make(device, "bfloat16", mesh), ErrorFeedback()
+    codec = tw.codec("mx", element="e2m1")
+    hooks = fsdp.compress(model, codec=codec, gradients=codec, parameter_feedback=feedback)
+    x = torch.ones(7, 61, device=device)
+    states = []
+    for training in (True, False, True):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            y = model(x)
+        if training:
+            y.square().mean().backward()
+        states.append(feedback.state_dict())
+        for module in (model[0], model[1], model):
+            module.reshard()
+    for name, e in states[0].items():
+        assert torch.equal(states[1][name], e)
+        assert not torch.equal(states[2][name], e)
+    assert hooks.all_gather.wire_bytes < 0.4 * hooks.all_gather.raw_bytes
+    return list(states[2])
+
+
 def mixed(device: Any) -> list[int]:
     """Parameters of two dtypes in one module are bytes to FSDP: they go raw, and exact."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -320,6 +404,8 @@ def everything(device: Any) -> dict[str, Any]:
     results: dict[str, Any] = {setup: compare(device, setup, mesh) for setup in SETUPS}
     results["replicas"] = replicas(device)
     results["lossy"] = lossy(device)
+    over_time(device)
+    results["parameters"] = parameters(device)
     results["mixed"] = mixed(device)
     if device.type == "cpu":
         results["refused"] = refuse(device)
@@ -350,6 +436,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert found["codecs"] == ["zipccl", "nvfp4"]
         (_, _), (raw, wire) = found["bytes"]
         assert 0 < wire < 0.17 * raw
+        assert sorted(rank["parameters"]) == [", parameters", "0, parameters", "1, parameters"]
         raw, wire = rank["mixed"]
         # Two calls, of which the trace has the last only; a card each, and padding.
         shard = 4 * (301 * 9 + 301) + 2 * (7 * 301 + 7)
