@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
+from lossy import check_over_time
 from processes import join, launch, torchrun
 
 torch = pytest.importorskip("torch")
@@ -22,6 +23,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tightwire.adapters import tensor_parallel as tp  # noqa: E402
+from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
 from tightwire.adapters.memory import MemoryTransport, connect, run_ranks  # noqa: E402
 
 BATCH, TIME, WIDTH, INNER = 7, 44, 37, 132
@@ -189,10 +191,115 @@ def narrow(device: Any) -> list[int]:
     return [parallel.raw_bytes, parallel.wire_bytes]
 
 
+def over_time(device: Any) -> None:
+    """The same tensors in 4 bits again and again, forward and backward, in odd shapes."""
+    steps, rank, size = 32, dist.get_rank(), dist.get_world_size()
+    codec, feedback = tw.codec("mx", element="e2m1"), ErrorFeedback()
+    parallel = tp.connect(codec, codec, device=device, wire="bfloat16")
+    fed = parallel.with_feedback(feedback, "a")
+    generator = torch.Generator().manual_seed(3)
+    shares = torch.randn(size, 5, 43, generator=generator).to(device)
+    wholes = torch.randn(size, 5, 43 * size, generator=generator).to(device)
+    joined, split = torch.cat(list(shares), 1), wholes.sum(0).chunk(size, 1)[rank]
+    calls: dict[str, tuple[Any, Any, Any]] = {
+        # What goes in forward and backward, and what comes out.
+        "all_reduce": (shares, shares, (shares.sum(0), shares[rank])),
+        "copy": (shares, shares, (shares[rank], shares.sum(0))),
+        "all_gather": (shares, wholes, (joined, split)),
+        "reduce_scatter": (wholes, shares, (split, joined)),
+    }
+
+    def run(parallel: Any, name: str) -> list[Any]:
+        x, gradient = (inputs[rank].clone() for inputs in calls[name][:2])
+        dim = (1,) if name in ("all_gather", "reduce_scatter") else ()
+        y = getattr(parallel, name)(x.requires_grad_(), *dim)
+        y.backward(gradient)
+        assert torch.equal(x, calls[name][0][rank])
+        assert torch.equal(gradient, calls[name][1][rank])
+        return [t.detach().cpu().numpy() for t in (y, x.grad)]
+
+    def left(key: str) -> Any:
+        """What is missing of a result, from the residuals of all ranks."""
+        e = [torch.empty_like(feedback.residual(key)) for _ in range(size)]
+        dist.all_gather(e, feedback.residual(key))
+        if key.endswith("all_gather"):
+            return torch.cat([one.view(43, 5) for one in e]).t().cpu().numpy()
+        total = torch.stack(e).sum(0)
+        if key.endswith("reduce_scatter"):
+            return total.view(43 * size, 5).t().chunk(size, 1)[rank].cpu().numpy()
+        return total.view(5, 43).cpu().numpy()
+
+    for name, (_, _, exact) in calls.items():
+        feedback.reset()
+        found = [run(fed, name) for _ in range(steps)]
+        plain = run(parallel, name)
+        keys = {key.split(".")[1]: key for key in feedback.state_dict()}
+        for k, direction in enumerate(("forward", "backward")):
+            results, wanted = [f[k] for f in found], exact[k].cpu().numpy()
+            if direction in keys:
+                check_over_time(results, wanted, left(keys[direction]), plain[k])
+            else:
+                assert digest(*map(torch.from_numpy, results)) == digest(*[exact[k]] * steps)
+
+
+NAMES = {
+    None: ["first.backward.all_reduce", "last.forward.all_reduce"],
+    1: [
+        *("first.backward.reduce_scatter", "first.forward.all_gather"),
+        *("last.backward.all_gather", "last.backward.all_reduce", "last.forward.reduce_scatter"),
+    ],
+}
+
+
+def fed_back(device: Any) -> None:
+    """Layers with feedback: in evaluation as without, and on from a checkpoint bit for bit."""
+    codec = tw.codec("mx", element="e2m1")
+    parallel = tp.connect(codec, codec, device=device)
+    for sequence_dim, names in NAMES.items():
+        whole, end = batch(device, torch.bfloat16)
+        if sequence_dim is not None:
+            whole, end = mine(whole, sequence_dim), mine(end, sequence_dim)
+        x = whole.detach()
+        model = made(device, torch.bfloat16, parallel, sequence_dim)
+
+        def step(model: Any, x: Any = x, end: Any = end) -> str:
+            own = x.clone().requires_grad_()
+            model.zero_grad()
+            y = model(own)
+            y.backward(end)
+            return digest(y, own.grad, *(p.grad for p in model.parameters()))
+
+        plain = step(model)
+        with torch.no_grad():
+            unfed = digest(model(x))
+        feedback, other = ErrorFeedback(), ErrorFeedback()
+        tp.set_error_feedback(model, feedback)
+        step(model)
+        state = feedback.state_dict()
+        assert sorted(state) == names
+        assert all(e.any() for e in state.values())
+        model.eval()
+        assert step(model) == plain
+        model.train()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert digest(model(x)) == unfed
+        assert all(torch.equal(e, feedback.residual(name)) for name, e in state.items())
+        other.load_state_dict(state)
+        second = step(model)
+        assert second != plain
+        tp.set_error_feedback(model, other)
+        assert step(model) == second
+        tp.set_error_feedback(model, None)
+        assert step(model) == plain
+
+
 def everything(device: Any) -> dict[str, Any]:
     """All of it on one rank."""
     check_against_one_process(device)
     lossless(device)
+    over_time(device)
+    fed_back(device)
     return {name: lossy(device, name) for name in LOSSY} | {"narrow": narrow(device)}
 
 
@@ -326,6 +433,62 @@ def test_what_is_refused() -> None:
         assert parallel.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
 
     run_ranks(2, task)
+
+
+def test_feedback_of_one_direction_and_of_other_sizes() -> None:
+    xs = torch.randn(2, 3, 77, generator=torch.Generator().manual_seed(0))
+
+    def task(transport: MemoryTransport) -> None:
+        lossy, exact = (tw.Communicator(transport, codec) for codec in ("nvfp4", "zipccl"))
+        feedback, x = ErrorFeedback(), xs[transport.rank]
+        plain = tp.TensorParallel(lossy, exact)
+        parallel = plain.with_feedback(feedback, "a")
+        for collective, call in (
+            ("all_gather", lambda by, x: by.all_gather(x, 1)),
+            ("all_reduce", lambda by, x: by.all_reduce(x)),
+        ):
+            key = f"a.forward.{collective}"
+            first = call(parallel, x)
+            assert not torch.equal(call(parallel, x), first)
+            # Another size starts at zero, and so do residuals without any element.
+            call(parallel, x[:2])
+            assert feedback.residual(key).shape == (2 * 77,)
+            assert torch.equal(call(parallel, x), first)
+            assert call(parallel, x[:0]).shape == call(plain, x[:0]).shape
+            integers = call(parallel, torch.arange(5).view(1, 5))
+            assert torch.equal(integers, call(plain, torch.arange(5).view(1, 5)))
+            assert feedback.residual(key).shape == (0,)
+        parallel.copy(x.clone().requires_grad_()).sum().backward()
+        assert sorted(feedback.state_dict()) == ["a.forward.all_gather", "a.forward.all_reduce"]
+        with pytest.raises(ValueError, match="x has 3 rows"):
+            parallel.reduce_scatter(x)
+        wide = parallel.all_reduce(x.double())
+        assert wide.dtype == feedback.residual("a.forward.all_reduce").dtype == torch.float64
+
+    run_ranks(2, task)
+
+
+def test_what_feedback_is_refused_for() -> None:
+    one = connect(1)[0]
+    feedback = ErrorFeedback()
+    exact = tp.TensorParallel(tw.Communicator(one))
+    with pytest.raises(ValueError, match=r"codec is Zipccl.*allowed with it: lossy codecs"):
+        exact.with_feedback(feedback, "a")
+    hops = tp.TensorParallel(tw.Communicator(one, "mx", topology="ring"), exact._forward.comm)
+    with pytest.raises(ValueError, match="topology is 'ring'; allowed with it: 'two-shot'"):
+        hops.with_feedback(feedback, "a")
+    with pytest.raises(ValueError, match="allowed: codecs whose round_trips is True"):
+        tw.Communicator(one, tw.codec("sdp4bit", rotate="encode"))
+    lossy = tp.TensorParallel(tw.Communicator(one, "mx"))
+    with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
+        lossy.with_feedback(ErrorFeedback, "a")
+    with pytest.raises(ValueError, match="allowed: ColumnParallelLinear and RowParallelLinear"):
+        tp.set_error_feedback(torch.nn.Linear(2, 2), feedback)
+    layers = [tp.RowParallelLinear(torch.nn.Linear(2, 2), by) for by in (lossy, exact)]
+    with pytest.raises(ValueError, match="allowed with it: lossy codecs"):
+        tp.set_error_feedback(torch.nn.ModuleList(layers), feedback)
+    layers[0](torch.ones(3, 2))
+    assert not feedback.state_dict()
 
 
 def test_a_lost_peer_is_an_error_of_backward() -> None:
