@@ -166,6 +166,33 @@ def test_hooks_take_nothing_else_for_feedback(feedback: Any) -> None:
         fsdp.compress(None, error_feedback=feedback)
 
 
+def test_hooks_take_feedback_only_where_something_is_lost() -> None:
+    pytest.importorskip("torch")
+    from tightwire.adapters import ddp, fsdp
+
+    feedback, lossy = ErrorFeedback(), {"codec": "mx"}
+    hops = {"codec": "mx", "topology": "ring"}
+    one = connect(1)[0]
+    calls = [
+        (r"codec is Zipccl\(", lambda: ddp.DdpHook(tw.Communicator(one), feedback, {})),
+        (r"codec is Zipccl\(", lambda: fsdp.compress(None, error_feedback=feedback)),
+        (r"codec is Zipccl\(", lambda: fsdp.compress(None, parameter_feedback=feedback)),
+        (r"codec is Zipccl\(", lambda: fsdp.AllGather().with_feedback(feedback, "a", None)),
+        (r"codec is Zipccl\(", lambda: fsdp.DifferenceGather().with_feedback(feedback, "a", None)),
+        (r"codec is Zipccl\(", lambda: fsdp.ReduceScatter().with_feedback(feedback, "a")),
+        (r"codec is Zipccl\(", lambda: fsdp.AllReduce(None).with_feedback(feedback, "a")),
+        ("topology is 'ring'", lambda: fsdp.AllReduce(None, **hops).with_feedback(feedback, "a")),
+        ("topology is 'ring'", lambda: fsdp.ReduceScatter(**hops).with_feedback(feedback, "a")),
+    ]
+    for found, call in calls:
+        with pytest.raises(ValueError, match=found + ".*allowed with it: "):
+            call()
+    with pytest.raises(ValueError, match="weight_differences is given with parameter_feedback"):
+        fsdp.compress(None, weight_differences=True, parameter_feedback=feedback, **lossy)
+    with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
+        fsdp.AllGather(**lossy).with_feedback(True, "a", None)
+
+
 def test_bad_calls() -> None:
     feedback = ErrorFeedback()
     with pytest.raises(TypeError, match="x is int32; allowed: float dtypes"):
