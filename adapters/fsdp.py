@@ -132,19 +132,19 @@ class AllGather(_Comm):
     def with_feedback(self, feedback: ErrorFeedback, name: str, module: Any) -> Any:
         """This object for one FSDP `module`, whose shard's residual in `feedback` is called `name`.
 
-        What encoding loses of a parameter shard is added to it the next time: the weights that
-        layers compute with are then right in the mean over gathers, and follow changes smaller than
-        a step of the codec. Each gather by itself is no better, and two of the same weights differ.
-        So this is for weights that are gathered once a step and change little in it, that is with
-        `reshard_after_forward=False`: else backward computes with other weights than forward. With
-        gradient accumulation every micro-batch, and with one that is gathered anew every call, sees
-        others too. `DifferenceGather`, by its replica, loses nothing for good and gives equal
-        weights to equal shards.
+        What encoding loses of a parameter shard is added to it when it is gathered next: the mean
+        over gathers of the weights that layers compute with becomes right, and they follow changes
+        smaller than a step of the codec. A single gather is no better than without, and two of the
+        same weights differ. So this makes sense where weights are gathered once a step and change
+        little in it. It makes none where backward gathers them anew, and so computes with other
+        weights than forward (`reshard_after_forward=False` avoids that), and little with gradient
+        accumulation, whose micro-batches then see different weights. `DifferenceGather` keeps in
+        its replica what is lost, and gives the same weights as long as shards stay the same.
 
         The name is no other tensor's in `feedback`. A shard whose size has changed starts at zero.
-        While `module` is in evaluation mode (`module.eval()`) no residual is used or changed; FSDP
-        calls without gradients in training too, so that `no_grad` alone tells nothing. Parameters
-        of several dtypes, which go raw, have none. Raises ValueError for a lossless codec.
+        No residual is used or changed while `module` is in evaluation mode (`module.eval()`); since
+        FSDP gathers without gradients in training too, `no_grad` alone does not tell. Parameters of
+        several dtypes, which go raw, have none. Raises ValueError for a lossless codec.
         """
         check_feedback(feedback, self._alone)
         return _Named(self, self._corrected, feedback=feedback, name=name, module=module)

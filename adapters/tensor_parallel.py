@@ -25,13 +25,14 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
 
 Error feedback is off unless `tp.set_error_feedback(model, ErrorFeedback())` sets it. Gradients of
 parameters are much alike from step to step; activations and their gradients are those of another
-batch. What a layer's encoding has lost of one is therefore no part of the next: adding it takes a
-bias of the codec out of the mean over steps, and adds to the error of every single step (with
-errors that are independent from step to step, it doubles its mean square). Rudakov et al.,
-"Activations and Gradients Compression for Model-Parallel Training" (2024), found no gain in
-training by error feedback, but models that need no compression at inference. Wang et al.,
-"Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees"
-(NeurIPS 2022), have a residual for every sample instead, of its own activations an epoch before.
+batch. What encoding has lost of one is then no part of the next: adding it takes a bias of the
+codec out of the mean over steps, and makes the single step worse (about twice the mean square
+error, where errors of two steps are independent). Rudakov et al., "Activations and Gradients
+Compression for Model-Parallel Training" (2024), found that error feedback does not improve
+training, but that models trained with it can do without compression at inference. AQ-SGD (Wang et
+al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
+Guarantees", NeurIPS 2022) sends how a sample's activations have changed since an epoch ago
+instead, and stores those of all samples.
 """
 
 from __future__ import annotations
@@ -122,12 +123,12 @@ class TensorParallel:
         that place, whatever batch that is of. A residual is called by the name, "forward" or
         "backward", and the collective, as "name.forward.all_reduce"; it is float32 (of float64
         float64), as large as the tensor, and starts at zero when its size changes, so that batches
-        should keep their shape. Natively nothing is rounded to `wire`.
+        should keep their shape. Natively tensors with feedback are not rounded to `wire`.
 
-        Under `no_grad` and in inference mode no residual is used or changed, so that all ranks are
-        to be in the same mode. Nor is one of what is not floating-point. Under activation
-        checkpointing tensors are sent twice a step, and those of the second time, which gradients
-        are made with, are not those of the first. None for `feedback` is none.
+        Under `no_grad` and in inference mode no residual is used or changed; all ranks are to be in
+        the same mode. Tensors of other dtypes than floats have none. Activation checkpointing makes
+        the calls of forward twice: what comes of the second, with other residuals, and goes into
+        gradients, is not what came of the first. `feedback` None is without.
 
         Raises ValueError if no codec is lossy, and for one that does not sum in two shots.
         """
@@ -185,12 +186,13 @@ class TensorParallel:
         return feedback, f"{self._name}.{direction}.{collective}"
 
     def _travels(self, x: Any) -> Any:
-        """The dtype that `x` travels in."""
+        """The dtype that `x` travels in.
+
+        Without feedback it is rounded to that first: a native call would not.
+        """
         if self._wire is None or not x.is_floating_point() or x.element_size() <= 2:
             return x.dtype
         return getattr(torch, self._wire)
-
-    # Without feedback tensors are rounded to that here: a native call would not.
 
     def _sum(self, direction: Direction, like: Any) -> Callable[[Any], Any]:
         channel = self._channel(direction)
