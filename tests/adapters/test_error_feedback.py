@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -170,10 +171,9 @@ def test_hooks_take_feedback_only_where_something_is_lost() -> None:
     pytest.importorskip("torch")
     from tightwire.adapters import ddp, fsdp
 
-    feedback, lossy = ErrorFeedback(), {"codec": "mx"}
+    feedback, one, wrong = ErrorFeedback(), connect(1)[0], cast(Any, True)
     hops = {"codec": "mx", "topology": "ring"}
-    one = connect(1)[0]
-    calls = [
+    calls: list[tuple[str, Callable[[], Any]]] = [
         (r"codec is Zipccl\(", lambda: ddp.DdpHook(tw.Communicator(one), feedback, {})),
         (r"codec is Zipccl\(", lambda: fsdp.compress(None, error_feedback=feedback)),
         (r"codec is Zipccl\(", lambda: fsdp.compress(None, parameter_feedback=feedback)),
@@ -188,9 +188,9 @@ def test_hooks_take_feedback_only_where_something_is_lost() -> None:
         with pytest.raises(ValueError, match=found + ".*allowed with it: "):
             call()
     with pytest.raises(ValueError, match="weight_differences is given with parameter_feedback"):
-        fsdp.compress(None, weight_differences=True, parameter_feedback=feedback, **lossy)
+        fsdp.compress(None, weight_differences=True, parameter_feedback=feedback, codec="mx")
     with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
-        fsdp.AllGather(**lossy).with_feedback(True, "a", None)
+        fsdp.AllGather(codec="mx").with_feedback(wrong, "a", None)
 
 
 def test_bad_calls() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -443,10 +443,11 @@ def test_feedback_of_one_direction_and_of_other_sizes() -> None:
         feedback, x = ErrorFeedback(), xs[transport.rank]
         plain = tp.TensorParallel(lossy, exact)
         parallel = plain.with_feedback(feedback, "a")
-        for collective, call in (
-            ("all_gather", lambda by, x: by.all_gather(x, 1)),
-            ("all_reduce", lambda by, x: by.all_reduce(x)),
-        ):
+        for collective, dim in (("all_gather", (1,)), ("all_reduce", ())):
+
+            def call(by: Any, x: Any, collective: str = collective, dim: Any = dim) -> Any:
+                return getattr(by, collective)(x, *dim)
+
             key = f"a.forward.{collective}"
             first = call(parallel, x)
             assert not torch.equal(call(parallel, x), first)
@@ -470,7 +471,7 @@ def test_feedback_of_one_direction_and_of_other_sizes() -> None:
 
 def test_what_feedback_is_refused_for() -> None:
     one = connect(1)[0]
-    feedback = ErrorFeedback()
+    feedback, wrong = ErrorFeedback(), cast(Any, ErrorFeedback)
     exact = tp.TensorParallel(tw.Communicator(one))
     with pytest.raises(ValueError, match=r"codec is Zipccl.*allowed with it: lossy codecs"):
         exact.with_feedback(feedback, "a")
@@ -481,7 +482,7 @@ def test_what_feedback_is_refused_for() -> None:
         tw.Communicator(one, tw.codec("sdp4bit", rotate="encode"))
     lossy = tp.TensorParallel(tw.Communicator(one, "mx"))
     with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
-        lossy.with_feedback(ErrorFeedback, "a")
+        lossy.with_feedback(wrong, "a")
     with pytest.raises(ValueError, match="allowed: ColumnParallelLinear and RowParallelLinear"):
         tp.set_error_feedback(torch.nn.Linear(2, 2), feedback)
     layers = [tp.RowParallelLinear(torch.nn.Linear(2, 2), by) for by in (lossy, exact)]
