@@ -180,9 +180,9 @@ def error_lines(recorded: dict[str, Any]) -> list[str]:
     )
     lines += [
         "Table 3: BERT-large MaskedLM, LLaMA 1B Chat, Gemma 1B Chat, LLaMA 1B MMLU, by ring on 8 "
-        "GPUs; table 4: LLaMA 1B MMLU, Gemma 1B Chat. Scales agreed on: largest magnitudes times a "
-        f"factor that follows overflows, on at most {setting['scaled']} elements (appendix C of "
-        "the paper, which measured MXFP so).",
+        "GPUs; table 4: LLaMA 1B MMLU, Gemma 1B Chat. Scales agreed on: codec mx "
+        f'with scale_rule="agreed" and AutoScale, on at most {setting["scaled"]} elements '
+        "(appendix C of the paper, which measured MXFP so, with scales that are no powers of two).",
         "",
         "![Errors by bits and by ranks](dynamiq.png)",
         "",
