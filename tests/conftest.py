@@ -8,6 +8,7 @@ import os
 import pytest
 from hypothesis import settings
 
+from interpreter import hasten
 from support import FLOATS
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
@@ -27,6 +28,8 @@ def pytest_configure() -> None:
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
+            if importlib.util.find_spec("triton") is not None:
+                hasten()
 
 
 @pytest.fixture(params=HOST_BACKENDS)

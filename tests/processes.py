@@ -94,7 +94,8 @@ def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
     task, rank, world_size, store, device, out = words
     run: Callable[[Any], Any] = tasks[task]
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    # As use_deterministic_algorithms(True), which imports the compiler: seconds.
+    torch.set_deterministic_debug_mode("error")
     where = torch.device(device, int(rank) if device == "cuda" else None)
     if where.type == "cuda":
         torch.cuda.set_device(where)

@@ -96,27 +96,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched | None:
     from triton.runtime import interpreter
 
     found = Watched(interpreter._interpreter)
-    run, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched: dict[str, Any] = {}
+    run = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **options: Any) -> Any:
         tensors = [getattr(a, "base", a) for a in args if hasattr(a, "data_ptr")]
         found.spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
-        patched.clear()
-        try:
-            return run(self, *args, **options)
-        finally:
-            patched.clear()
-
-    def patch_once(fn: Any) -> Any:
-        # Else done again for every call of one kernel function in another: a quarter of the time.
-        if fn.__module__ not in patched:
-            patched[fn.__module__] = patch(fn)
-        return patched[fn.__module__]
+        return run(self, *args, **options)
 
     monkeypatch.setattr(interpreter, "_interpreter", found)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     return found
 
 
