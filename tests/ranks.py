@@ -20,6 +20,8 @@ from tightwire.formats.dtypes import BY_NAME
 
 DESIGNS: tuple[Design, ...] = ("first", "between")
 DTYPES = ("bfloat16", "float32", "float16", "float8_e4m3fn", "int32")
+#: For groups of more than two processes: a smaller one of the same transport meets all.
+SOME_DTYPES = ("bfloat16", "int32")
 PATTERNS = ("normal", "scales", "random", "mixed_zeros")
 
 

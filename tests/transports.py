@@ -153,11 +153,14 @@ def check_bytes(transport: Transport, target: Target) -> None:
 
 
 def check_communicator(
-    transport: Transport, libraries: tuple[str, ...], device: Any = None
+    transport: Transport,
+    libraries: tuple[str, ...],
+    device: Any = None,
+    dtypes: tuple[str, ...] = DTYPES,
 ) -> list[list[int]]:
     """All collectives over the whole group, and disagreements; raw and wire bytes of some calls."""
     n, me = transport.world_size, transport.rank
-    for i, dtype in enumerate(DTYPES):
+    for i, dtype in enumerate(dtypes):
         check_collectives(
             transport, libraries[i % len(libraries)], dtype, DESIGNS[i % 2], 2, 641, device=device
         )

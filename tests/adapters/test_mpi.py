@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import check_collectives
+from ranks import DTYPES, SOME_DTYPES, check_collectives
 from tightwire.arrays import Target
 from transports import (
     PATIENCE,
@@ -29,7 +29,7 @@ from transports import (
 )
 
 
-def every_collective() -> Any:
+def every_collective(dtypes: tuple[str, ...]) -> Any:
     """All checks, in the group of all ranks, of one, and of every second rank."""
     from mpi4py import MPI
 
@@ -38,7 +38,7 @@ def every_collective() -> Any:
     transport = Mpi()
     for library in ("numpy", "torch"):
         check_transport(transport, Target(library))
-    sizes = check_communicator(transport, ("torch", "numpy"))
+    sizes = check_communicator(transport, ("torch", "numpy"), dtypes=dtypes)
     check_collectives(Mpi(MPI.COMM_SELF), "torch", "bfloat16", "first")
     half = Mpi(MPI.COMM_WORLD.Split(transport.rank % 2))
     check_collectives(half, "numpy", "float32", "between", 1, 300)
@@ -58,7 +58,7 @@ def two_ranks() -> Any:
     """The checks; then the last rank is silent."""
     from tightwire.adapters.mpi import Mpi
 
-    sizes = every_collective()
+    sizes = every_collective(DTYPES)
     transport = Mpi(timeout=PATIENCE)
     assert transport.timeout == PATIENCE
     error = survive(transport, np.ones(100_000, np.float32), lambda: time.sleep(100))
@@ -67,7 +67,7 @@ def two_ranks() -> Any:
 
 def four_ranks() -> Any:
     """The checks."""
-    return {"sizes": every_collective()}
+    return {"sizes": every_collective(SOME_DTYPES)}
 
 
 def killed() -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranks import check_collectives
+from ranks import DTYPES, SOME_DTYPES, check_collectives
 from tightwire.adapters.rendezvous import meet
 from tightwire.adapters.ucx import Ucx
 from tightwire.arrays import Target
@@ -34,12 +34,12 @@ from transports import (
 Join = Callable[..., Ucx]
 
 
-def every_collective(join: Join) -> list[list[int]]:
+def every_collective(join: Join, dtypes: tuple[str, ...]) -> list[list[int]]:
     """All checks over the whole group, and of rank 0 alone."""
     transport = join()
     for library in ("numpy", "torch"):
         check_transport(transport, Target(library), adds=False)
-    sizes = check_communicator(transport, ("torch", "numpy"))
+    sizes = check_communicator(transport, ("torch", "numpy"), dtypes=dtypes)
     if transport.rank == 0:
         alone = Ucx(0, 1, ("127.0.0.1", free_port()))
         check_transport(alone, Target("numpy"), adds=False)
@@ -55,7 +55,7 @@ def every_collective(join: Join) -> list[list[int]]:
 
 def two_ranks(join: Join) -> Any:
     """The checks; then the last rank is silent."""
-    sizes = every_collective(join)
+    sizes = every_collective(join, DTYPES)
     transport = join(PATIENCE)
     assert transport.timeout == PATIENCE
     x = torch.ones(100_000, dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ def two_ranks(join: Join) -> Any:
 
 def three_ranks(join: Join) -> Any:
     """The checks; then the last rank is killed, and does not come to a second group."""
-    sizes = every_collective(join)
+    sizes = every_collective(join, SOME_DTYPES)
     x = np.ones(100_000, np.float32)
     error = survive(join(), x, lambda: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
