@@ -138,7 +138,9 @@ class Form(NamedTuple):
         own = {"dtype": self.dtype} | self.constexprs
         heavy = HEAVY.get(self.kernel.partition(".")[0])
         if heavy is not None:
-            own = {k: v for k, v in own.items() if k in heavy}
+            # When encoding, how wide the elements are that are added is the width of a load.
+            alike = "ADD" if self.kernel.endswith("_encode_kernel") else ""
+            own = {k: bool(v) if k == alike else v for k, v in own.items() if k in heavy}
         return [("kernel", self.kernel), *sorted(own.items())]
 
     def is_main(self) -> bool:
