@@ -1760,8 +1760,8 @@ def on_host(data: bytes, **options: Any) -> Any:
 @pytest.mark.parametrize("part", range(6))
 def test_damage(place: str, part: int) -> None:
     """With verification the host's reason, or its tensor; without, no access out of bounds."""
-    cases = list(sanitize().cases(400))
-    for k, case in enumerate(cases[part::6] if place == "cuda" else cases[part:120:30]):
+    cases = list(sanitize().cases(400 if place == "cuda" else 120))
+    for k, case in enumerate(cases[part :: 6 if place == "cuda" else 30]):
         memory = Memory(place)
         array = memory.put(case.data, BY_NAME["uint8"])
         expected = on_host(case.data.tobytes())
