@@ -66,7 +66,7 @@ def launch(
                 text=True,
             )
             processes.append(process)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         results = []
         for rank, process in enumerate(processes[: max(1, world_size - 1)]):
             out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))

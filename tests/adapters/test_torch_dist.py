@@ -48,7 +48,7 @@ def launch(task: str, world_size: int, tmp_path: Path) -> list[Any]:
                 text=True,
             )
             processes.append(process)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         results = []
         for rank, process in enumerate(processes[:-1]):
             out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
