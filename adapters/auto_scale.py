@@ -3,15 +3,17 @@
 After DynamiQ, appendix C, and FP8-LM (arXiv 2310.18313), section 2.1. Blocks of all ranks' terms
 have one scale, mu times what the largest of them needs, and their sum has it too: it is rounded to
 the same steps at every hop, and saturates where mu is too small. mu starts as the number of ranks,
-with which nothing does; from call to call it shrinks, until too many elements of a sum are as large
-as their scale allows, and doubles then.
+with which nothing does; from sum to sum it shrinks, until too many elements of one are as large as
+their scale allows, and doubles then. Unlike theirs, scales are powers of two, as MX has them, so
+that mu counts as 2^ceil(log2 mu).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,73 +29,96 @@ _UINT8, _INT32, _INT64 = (BY_NAME[name] for name in ("uint8", "int32", "int64"))
 ONE = 1 << 16
 
 
+@dataclass(frozen=True)
 class AutoScale:
-    """The mu of the sums of one Communicator with codec mx, scale_rule="agreed".
+    """How mu follows sums: doubled after one in which, on any rank, more than `threshold` of the
+    share's elements have the largest magnitude that their scales allow, else multiplied by
+    `shrink`.
 
-    A block's scale is the power of two that the block's largest magnitude of all ranks needs, times
-    2^ceil(log2 mu). Before each sum mu is doubled if in the last one, on any rank, more than
-    `threshold` of its share's elements had the largest magnitude that their scales allow, and else
-    multiplied by `shrink`. It stays between 1, as below that terms alone would saturate, and twice
-    the number of ranks, where no sum does but by rounding. Blocks with NaN or infinities do not
-    count. All ranks have the same mu; on a GPU nothing waits for it.
+    Raises TypeError or ValueError unless 0 <= threshold < 1 and 1/2 < shrink <= 1.
     """
 
-    def __init__(self, threshold: float = 1e-5, shrink: float = 0.99) -> None:
-        """Raises ValueError if not 0 <= threshold < 1 and 1/2 < shrink <= 1."""
-        if not 0 <= threshold < 1:
-            raise ValueError(f"threshold is {threshold!r}; allowed: from 0, below 1")
-        if not 0.5 < shrink <= 1:
-            raise ValueError(f"shrink is {shrink!r}; allowed: above 1/2, at most 1")
-        self.threshold = float(threshold)
-        self.shrink = float(shrink)
-        self._step = round(-math.log2(shrink) * ONE)
-        self._most = 0
-        #: log2 of mu, int32, and whether the last sum overflowed, uint8, both of shape (1,).
-        self._log: Any = np.zeros(1, np.int32)
+    threshold: float = 1e-5
+    shrink: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        for name, low, high in (("threshold", "0 <=", "< 1"), ("shrink", "1/2 <", "<= 1")):
+            value = getattr(self, name)
+            message = f"{name} is {value!r}; allowed: numbers with {low} {name} {high}"
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(message)
+            fits = 0 <= value < 1 if name == "threshold" else 0.5 < value <= 1
+            if not fits:
+                raise ValueError(message)
+
+
+class Scaling:
+    """The mu of one Communicator, for sums by hops with codec mx and scale_rule="agreed".
+
+    It stays between 1, as below that terms alone would saturate, and twice the number of ranks,
+    where no sum does but by rounding. Blocks with NaN or infinities do not count as overflowing,
+    and a sum of zeros alone says nothing: mu stays. All tensors of the Communicator share it. All
+    ranks have the same; on a GPU nothing waits for it.
+    """
+
+    def __init__(self, how: AutoScale, spec: Mx, ranks: int) -> None:
+        self._how, self._spec = how, spec
+        self._step = round(-math.log2(how.shrink) * ONE)
+        start = round(math.log2(ranks) * ONE)
+        self._most = start + ONE
+        self._special = NAN_SCALE - spec.format.emax
+        # log2 of mu, int32; of the last sum whether it had elements, and whether this rank's share
+        # overflowed, uint8; all of shape (1,). The first sum has the mu that is here.
+        self._log: Any = np.array([start], np.int32)
+        self._active: Any = np.zeros(1, np.uint8)
         self._over: Any = np.zeros(1, np.uint8)
-        self._bounds: Any = None
+        self._bounds: Any = _bounds(spec)
 
     @property
     def mu(self) -> float:
-        """The mu of the last sum; on a GPU this waits for it."""
+        """That of the last sum, of which there may be none; on a GPU this waits for it."""
         return float(2.0 ** (int(self._log[0]) / ONE))
 
-    def start(self, ranks: int) -> None:
-        """Let mu be the number of ranks, and nothing have overflowed."""
-        start = round(math.log2(ranks) * ONE)
-        self._most = start + ONE
-        self._log = np.array([start], np.int32)
+    def state_dict(self) -> dict[str, float]:
+        """What the next sum depends on, for a checkpoint: every rank has the same."""
+        return {"log2_mu": int(self._log[0]) / ONE, "active": int(self._active[0])}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with mu as it was; on all ranks."""
+        log = min(max(round(state["log2_mu"] * ONE), 0), self._most)
+        self._log = np.array([log], np.int32)
+        self._active = np.array([bool(state["active"])], np.uint8)
         self._over = np.zeros(1, np.uint8)
 
     @tensors.kept
-    def overflowed(self, like: Any) -> Any:
-        """Whether this rank's share of the last sum overflowed: uint8, shape (1,), like `like`."""
-        self._over, self._log = _beside(self._over, like), _beside(self._log, like)
-        return self._over
+    def beside(self, like: Any) -> tuple[Any, Any]:
+        """(whether this rank's share of the last sum overflowed, uint8; log2 of mu, its bytes).
+
+        Like `like`, statistics of the sum that begins.
+        """
+        for name in ("_log", "_active", "_over", "_bounds"):
+            setattr(self, name, _beside(getattr(self, name), like))
+        return self._over, tensors.as_bytes(self._log)
 
     @tensors.kept
-    def adapt(self, overflowed: Any) -> None:
-        """Double or shrink mu by the maximum of what ranks say has `overflowed`."""
-        grown = self._log + tensors.cast(overflowed, _INT32) * (ONE + self._step) - self._step
-        self._log = grown.clip(0, self._most)
+    def widen(self, scales: Any, overflowed: Any) -> None:
+        """Adapt mu, and multiply `scales`, which all ranks agreed on, by it, rounded up.
 
-    def widen(self, scales: Any, spec: Mx) -> None:
-        """Multiply `scales`, scale bytes of blocks that all ranks agreed on, by mu, rounded up.
-
-        Those of blocks with NaN or infinities stay.
+        `overflowed` is the maximum of what ranks had `beside` theirs. Scale bytes of blocks with
+        NaN or infinities stay.
         """
-        steps = -(-self._log // ONE)
-        wider = (tensors.cast(scales, _INT32) + steps).clip(0, MAX_SCALE)
-        special = scales >= NAN_SCALE - spec.format.emax
+        by = tensors.cast(overflowed, _INT32) * (ONE + self._step) - self._step
+        self._log = (self._log + tensors.cast(self._active, _INT32) * by).clip(0, self._most)
+        special = scales >= self._special
+        self._active = tensors.cast(((scales > 0) & ~special).any().reshape(1), _UINT8)
+        wider = (tensors.cast(scales, _INT32) - (-self._log // ONE)).clip(0, MAX_SCALE)
         tensors.put(scales, _library(scales).where(special, scales, tensors.cast(wider, _UINT8)))
 
     @tensors.kept
-    def count(self, sums: Sequence[Any], scales: Sequence[Any], spec: Mx) -> None:
+    def count(self, sums: Sequence[Any], scales: Sequence[Any]) -> None:
         """Note whether too many elements of `sums`, arrays of shape (n,), overflowed `scales`."""
-        if self._bounds is None:
-            self._bounds = _bounds(spec)
-        self._bounds = _beside(self._bounds, scales[0])
-        total = self._bounds[:0].sum(dtype=_library(scales[0]).int64)
+        total = self._bounds[:0].sum(dtype=_library(self._bounds).int64)
         for x, s in zip(sums, scales, strict=True):
             bounds = self._bounds[tensors.cast(s, _INT64)]
             blocks = x.shape[0] // BLOCK
@@ -102,7 +127,7 @@ class AutoScale:
                 magnitudes[: blocks * BLOCK].reshape(-1, BLOCK) >= bounds[:blocks, None]
             ).sum()
             total += (magnitudes[blocks * BLOCK :] >= bounds[blocks:]).sum()
-        over = total > self.threshold * sum(x.shape[0] for x in sums)
+        over = total > self._how.threshold * sum(x.shape[0] for x in sums)
         self._over = tensors.cast(over.reshape(1), _UINT8)
 
 

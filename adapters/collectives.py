@@ -9,6 +9,7 @@ reads: header and places follow from the plan, so the receiver lays its buffer o
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import statistics
@@ -94,8 +95,9 @@ class Communicator(CellSums):
     sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
     at a time. Statistics that add up (dynamiq's energies) are summed over ranks first; of mx with
     scale_rule="agreed" scales are the largest of all ranks, times what `scaling` finds that sums
-    need, from first hop to last (`auto_scale.AutoScale`). With random rounding the key of a share
-    differs between ranks in the rank alone, as correlated rounding needs it. Results are
+    need, from first hop to last (`auto_scale.AutoScale`; one factor for all tensors: those of very
+    different sums are better off with communicators of their own). With random rounding the key of
+    a share differs between ranks in the rank alone, as correlated rounding needs it. Results are
     bit-identical on all ranks. With "cells" buffers of thc or omnireduce are summed as they are,
     encoded by norms of which all ranks took the maximum: by NCCL itself, elsewhere a share by each
     rank; nothing has a checksum on the way. In two shots these codecs are as others: each rank
@@ -773,9 +775,9 @@ class Communicator(CellSums):
             began = self._begin_swap(call, send, receive, digests, digests)
             buffers = self._end_swap(call, began)
             call.exchanged = last
-            # Where statistics add up, in one pass the last rank's would be those of the sum.
-            fuses = self._codec._fuses(total, sent) and self._codec.reduce_op != "sum"
-            if encode and n and fuses and not self._codec.lossless:
+            # Where sums keep them, in one pass the last rank's statistics would be the sum's.
+            keeps = self._codec.lossless or self._codec.spec.sums_keep_stats
+            if encode and n and self._codec._fuses(total, sent) and not keeps:
                 return self._add_and_encode(call, buffers, total)
             self._add(call, buffers, total)
             return None
@@ -1118,6 +1120,7 @@ class Communicator(CellSums):
         """Time the paths of a collective on this group; every rank gets the same numbers."""
         call = Call(self._rank, collective, self._counts["group"], "")
         kept, self._trace = self._trace, deque(maxlen=1)
+        scaling, self._scaling = self._scaling, copy.copy(self._scaling)
         try:
             with call.stage("measure"):
                 return self._timed(collective, like, info, source or info.dtype)
@@ -1125,7 +1128,7 @@ class Communicator(CellSums):
             self._broken = self._broken or str(error)
             raise
         finally:
-            self._trace = kept
+            self._trace, self._scaling = kept, scaling
             # What the largest sizes took is worth more than the time to get it again.
             for memory in (self._rooms, self._layouts, self._holders):
                 memory.clear()

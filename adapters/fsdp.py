@@ -46,6 +46,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.fsdp import FSDPModule
 
 from ..codec import Codec
+from .auto_scale import AutoScale
 from .calls import TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
@@ -405,6 +406,7 @@ def compress(
     error_feedback: ErrorFeedback | None = None,
     parameter_feedback: ErrorFeedback | None = None,
     topology: Topology = "two-shot",
+    scaling: AutoScale | None = None,
     weight_differences: bool = False,
     two_level: TwoLevel | None = None,
     **options: Any,
@@ -418,7 +420,8 @@ def compress(
     `parameter_feedback`, which may be the same object, does so with shards of parameters where the
     codec of `options` is lossy, by the name and "parameters": `AllGather.with_feedback` says when.
     `topology` is how gradients are summed: by hops partial sums are rounded to `reduce_dtype` and
-    encoded at each hop, and a rank decodes its share in the end, without error feedback. With
+    encoded at each hop, and a rank decodes its share in the end, without error feedback; `scaling`
+    is for mx with scales that are agreed on. With
     `weight_differences` the all-gathers are a `DifferenceGather`, where `parameter_feedback` has no
     say, with `two_level` the reduce-scatters a `TwoLevelScatter`, where `gradients`,
     `error_feedback` and `topology` have none; they are refused.
@@ -433,9 +436,13 @@ def compress(
     reducing = options | {"topology": topology}
     if gradients is not None:
         reducing["codec"] = gradients
-    if two_level is not None and (gradients, error_feedback, topology) != (None, None, "two-shot"):
+    if scaling is not None:
+        reducing["scaling"] = scaling
+    given = (gradients, error_feedback, scaling, topology)
+    if two_level is not None and given != (None, None, None, "two-shot"):
         raise ValueError(
-            "two_level is given with gradients, error_feedback or topology; allowed: either"
+            "two_level is given with gradients, error_feedback, scaling or topology; allowed: "
+            "either"
         )
     if weight_differences and parameter_feedback is not None:
         raise ValueError(

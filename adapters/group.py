@@ -22,7 +22,7 @@ from ..formats.dtypes import BY_NAME, DType
 from ..formats.header import MAJOR, MINOR
 from ..planning import integer
 from . import tensors
-from .auto_scale import AutoScale
+from .auto_scale import AutoScale, Scaling
 from .calls import Call, CollectiveError, LateCards, TraceRecord, rounding_key
 from .cost import Choice
 from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
@@ -99,8 +99,7 @@ class Group:
         is the number of calls that `trace()` remembers. `seed`, below 2^64, is what codecs that
         round at random draw by, with the number of the call and the rank (`calls.rounding_key`).
         `topology` is that of sums that do not name one. `scaling`, for mx with scales that are
-        agreed on alone, and of this group alone, is how sums by hops have their scales; None makes
-        an `AutoScale()`.
+        agreed on alone, is how those of sums by hops follow the sums; None is `AutoScale()`.
         """
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
@@ -149,7 +148,7 @@ class Group:
         cut = f"{granularity} bytes" if pieces is None else f"{pieces} pieces"
         path = f"pipelined in {cut}" if algorithm == "pipelined" else algorithm
         self._scaling = self._scaling_of(scaling)
-        self._agree(sizes, path, seed)
+        self._agree(sizes, path, seed, scaling)
 
     @property
     def rank(self) -> int:
@@ -167,8 +166,8 @@ class Group:
         return self._codec
 
     @property
-    def scaling(self) -> AutoScale | None:
-        """What makes the scales of sums by hops larger, of mx with scales that are agreed on."""
+    def scaling(self) -> Scaling | None:
+        """By how much scales of sums by hops are larger, of mx with scales that are agreed on."""
         return self._scaling
 
     @property
@@ -220,7 +219,9 @@ class Group:
 
     # Arguments, plans and memory.
 
-    def _agree(self, sizes: str, algorithm: str, seed: int) -> None:
+    def _agree(
+        self, sizes: str, algorithm: str, seed: int, scaling: AutoScale | None = None
+    ) -> None:
         spec = self._codec.spec
         facts = {
             "format": f"{MAJOR}.{MINOR}",
@@ -232,7 +233,7 @@ class Group:
             "topology": self._topology,
         }
         if self._scaling is not None:
-            facts["scaling"] = f"{self._scaling.threshold} {self._scaling.shrink}"
+            facts["scaling"] = scaling or AutoScale()
         mine = ", ".join(f"{name} {value}" for name, value in facts.items()).encode()
         call = Call(self._rank, "Communicator", 0, "")
         with call.stage("agree"):
@@ -320,7 +321,7 @@ class Group:
             )
         return codec
 
-    def _scaling_of(self, given: AutoScale | None) -> AutoScale | None:
+    def _scaling_of(self, given: AutoScale | None) -> Scaling | None:
         spec = self._codec.spec
         if not isinstance(spec, Mx) or not spec.agrees:
             if given is not None:
@@ -331,9 +332,7 @@ class Group:
             return None
         if not isinstance(given, AutoScale | None):
             raise TypeError(f"scaling is {given!r}; allowed: an AutoScale() or None")
-        scaling = AutoScale() if given is None else given
-        scaling.start(self._size)
-        return scaling
+        return Scaling(AutoScale() if given is None else given, spec, self._size)
 
     def _check_topology(self, topology: Topology) -> None:
         if topology not in TOPOLOGIES:

@@ -24,7 +24,6 @@ from ..buffer import Buffer
 from ..codec import decode
 from ..codecs.base import Key, Plan
 from ..codecs.dynamiq import SAMPLED
-from ..codecs.mx import Mx
 from ..formats.dtypes import BY_NAME
 from ..inspection import verify
 from . import tensors
@@ -179,11 +178,10 @@ class MultiHop(Group):
 
     def _count_overflows(self, share: Any, spans: Sequence[Span], stats: Sequence[Any]) -> None:
         """Have scales follow how much of this rank's share of a sum they could not hold."""
-        spec = self._codec.spec
         found = [(share[a:b], s) for (a, b), s in zip(spans, stats, strict=True) if s is not None]
-        if self._scaling is not None and isinstance(spec, Mx) and found:
+        if self._scaling is not None and found:
             sums, scales = zip(*found, strict=True)
-            self._scaling.count(sums, scales, spec)
+            self._scaling.count(sums, scales)
 
     def _pieces(
         self, call: Call, flat: Any, info: ArrayInfo, spans: Sequence[Span]
@@ -194,9 +192,13 @@ class MultiHop(Group):
         plans = [self._plan(info.dtype, b - a) for a, b in spans]
         stats = iter(self._agreed(call, flat, [x for xs in own for x in xs], plans, info))
         return [
-            _Piece(k, plan, [_Part(x, next(stats)) for x in xs], flat)
+            _Piece(k, plan, [_Part(x, self._stats_of(plan, next(stats))) for x in xs], flat)
             for k, (plan, xs) in enumerate(zip(plans, own, strict=True))
         ]
+
+    def _stats_of(self, plan: Plan, stats: Any) -> Any:
+        """`stats`, None for a piece that is too small to be coded."""
+        return stats if plan.codec == self._codec.spec else None
 
     def _agreed(
         self, call: Call, flat: Any, xs: Sequence[Any], plans: Sequence[Plan], info: ArrayInfo
@@ -216,48 +218,54 @@ class MultiHop(Group):
         at_once = each and len(plans) == 1 and plans[0].nelem % each == 0
         with call.stage("statistics"), np.errstate(all="ignore"):
             found = [codec.measure(x) for x in ([flat] if at_once else xs)]
-            if scaling is not None:
-                found.append(scaling.overflowed(found[0]))
-        stats = self._reduced(call, found, flat, op, info)
-        if scaling is not None and isinstance(spec, Mx):
+        if scaling is None:
+            stats = self._reduced(call, found, flat, op, info)
+        else:
             with call.stage("statistics"):
-                scaling.adapt(stats.pop())
-                for scales in stats:
-                    scaling.widen(scales, spec)
+                overflowed, own = scaling.beside(found[0])
+            joined = self._joined(call, [*found, overflowed], flat, op, info, own)
+            with call.stage("statistics"):
+                scaling.widen(joined[:-1], joined[-1:])
+            stats = _split(joined[:-1], found)
         return list(stats[0].reshape(len(xs), -1)) if at_once else stats
 
     def _reduced(
+        self, call: Call, parts: Sequence[Any], like: Any, op: Op, info: ArrayInfo
+    ) -> list[Any]:
+        """Statistics `parts` of all ranks reduced, on the device of `like`, and compared.
+
+        If there is a single part, it may be overwritten.
+        """
+        return _split(self._joined(call, parts, like, op, info), parts)
+
+    def _joined(
         self,
         call: Call,
         parts: Sequence[Any],
         like: Any,
         op: Op,
         info: ArrayInfo,
-    ) -> list[Any]:
-        """Statistics `parts` of all ranks reduced, on the device of `like`, and compared.
-
-        If there is a single part, it may be overwritten.
-        """
+        own: Any = None,
+    ) -> Any:
+        """As `_reduced`, one behind the other. `own`, of their dtype, is only compared."""
         with call.stage("statistics"), np.errstate(all="ignore"):
             joined = side_by_side(parts, like)
             self._transport.all_reduce(joined, op)
             if op == "sum":
                 _limit(joined)
+            compared = joined if own is None else side_by_side([joined, own], like)
         call.wire_bytes += 2 * (self._size - 1) * joined.nbytes // self._size
-        if tensors.is_cuda(joined):
-            self._summarize(call, joined, info)
+        if tensors.is_cuda(compared):
+            self._summarize(call, compared, info)
         else:
-            host = np.ascontiguousarray(arrays.host_array(joined))
+            host = np.ascontiguousarray(arrays.host_array(compared))
             word = hashlib.blake2b(host.tobytes(), digest_size=8).digest()
             digest = call.digest(info, (int.from_bytes(word, "little"), *info.shape))
             digests = [digest] * self._size
             # First, so that no rank waits for one whose sums are none.
             self._compare(call, like, digests, digests, "statistics", _OTHER_SUMS)
             self._remark(call, host, info)
-        stops = np.cumsum([part.shape[0] for part in parts]).tolist()
-        return [
-            joined[stop - part.shape[0] : stop] for part, stop in zip(parts, stops, strict=True)
-        ]
+        return joined
 
     def _summarize(self, call: Call, stats: Any, info: ArrayInfo) -> None:
         """Leave in `call.verdict` what compares `stats` of all ranks, which are on a GPU."""
@@ -407,8 +415,7 @@ class MultiHop(Group):
         part.own = part.came = None
         if came is None:
             with call.stage("encode"), np.errstate(all="ignore"):
-                given = stats if plan.codec == codec.spec else None
-                if not self._encode_here(own, plan, data, key, given):
+                if not self._encode_here(own, plan, data, key, stats):
                     codec.encode(own, stats=stats, key=key, out=data, checksum=self._checksum)
         elif own is None:
             self._check_came(call, came)
@@ -456,6 +463,12 @@ class MultiHop(Group):
             ):
                 self._codec.decode_add(came.buffer, total)
         self._decoded(call, came.buffer, came.note, came.word)
+
+
+def _split(joined: Any, parts: Sequence[Any]) -> list[Any]:
+    """What lies in `joined` in the place of each of `parts`."""
+    stops = np.cumsum([part.shape[0] for part in parts]).tolist()
+    return [joined[stop - part.shape[0] : stop] for part, stop in zip(parts, stops, strict=True)]
 
 
 def side_by_side(parts: Sequence[Any], like: Any) -> Any:

@@ -119,6 +119,8 @@ class CodecSpec:
     #: Statistics of all ranks, reduced, hold for partial sums too: `decode_add_encode` keeps what
     #: the buffer has of them.
     sums_keep_stats: ClassVar[bool] = False
+    #: Encoding measures nothing where it is given no statistics.
+    needs_stats: ClassVar[bool] = True
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
 

@@ -293,9 +293,11 @@ def add(a, b, kind):
     floats, padded = np.empty(LANES, np.float32), np.zeros(LANES, a.dtype)
     for at in range(0, a.size, LANES):
         count = min(LANES, a.size - at)
-        for source, words in ((a, u), (b, v)):
-            padded[:count] = source[at : at + count]
-            widen(padded, kind, words, floats)
+        # One by one, as only one of them may be read-only.
+        padded[:count] = a[at : at + count]
+        widen(padded, kind, u, floats)
+        padded[:count] = b[at : at + count]
+        widen(padded, kind, v, floats)
         x, y = u.view(np.float32), v.view(np.float32)
         for i in range(LANES):
             floats[i] = np.float32(x[i] + y[i])

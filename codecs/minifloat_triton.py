@@ -370,9 +370,10 @@ def _given_scales(
 
 
 @triton.jit
-def _kept_scales(tops, given):
-    """As `_power_scales`, of scale bytes `given`: a block with a NaN is NaN nevertheless."""
-    scales = tl.where(tops > _INFINITY, 255, given)
+def _kept_scales(tops, given, EMAX: tl.constexpr):
+    """As `_power_scales`, of scale bytes `given`; blocks with NaN or infinities have their own."""
+    special = tl.where(tops > _INFINITY, 255, 255 - EMAX)
+    scales = tl.where((tops < _INFINITY) | (given == 255), given, special)
     return scales, _float(tl.maximum((254 - scales) << 23, _HALF_LEAST))
 
 
@@ -738,7 +739,7 @@ def _encode_pairs(
         factor = tl.minimum(_reciprocal(_quotient(steps, g, _reciprocal(g))), _FLT_MAX)
     else:
         if GIVEN > 0:
-            scales, factor = _kept_scales(top, given)
+            scales, factor = _kept_scales(top, given, EMAX)
         else:
             scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
         lost = scales == 255
@@ -1023,7 +1024,7 @@ def _encode_tile(
         keep = tl.where(scales == _NAN_SCALE, 0, -1)
     else:
         if GIVEN > 0:
-            scales, factor = _kept_scales(top, given)
+            scales, factor = _kept_scales(top, given, EMAX)
         else:
             scales, factor = _power_scales(top, EMAX, MAX_FRACTION, CEIL)
         keep = tl.where(scales == 255, 0, -1)

@@ -72,9 +72,9 @@ class Mx(CodecSpec):
     `scale_rule`: "floor" is the rule of OCP v1.0, which saturates the largest values of some
     blocks; "ceil" takes the smallest scale that saturates none. With "agreed" scales are `stats`:
     scale bytes of the tensor's blocks, uint8, which ranks reduce by maximum and may make larger, so
-    that their sums fit (DynamiQ, appendix C); without, those of "ceil". A block with a NaN is NaN
-    whatever they are. `decode_add_encode` in one pass and without `stats` keeps the scales of
-    `src`.
+    that their sums fit (DynamiQ, appendix C); without, those of "ceil". NaN and infinities are kept
+    whatever the stats are. `decode_add_encode` in one pass and without `stats` keeps the scales of
+    `src`, a buffer of as many chunks, with a checksum or without as the sum.
     """
 
     element: str = "e4m3"
@@ -83,6 +83,7 @@ class Mx(CodecSpec):
     name: ClassVar[str] = "mx"
     id: ClassVar[int] = CODEC_IDS["mx"][0]
     lossless: ClassVar[bool] = False
+    needs_stats: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
@@ -131,9 +132,8 @@ class Mx(CodecSpec):
         return coded < align(nelem * dtype.itemsize)
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk, and scales that it cannot choose by chunk."""
-        uneven = self.agrees and chunks > 1 and nelem % BLOCK
-        return align(8 * chunks) + (align(-(-nelem * chunks // BLOCK)) if uneven else 0)
+        """Of the GPU backend: one sum per chunk."""
+        return align(8 * chunks)
 
     def pack_params(self) -> bytes:
         """Numbers of element type and scale rule, log2 of the block size."""
@@ -201,7 +201,7 @@ def encode_chunk(
     threads: int = 1,
 ) -> ChunkResult:
     """Encode the chunk's elements `bits` (1-D) into its static part."""
-    _encode(spec, chunk, bits, agreed_scales(chunk, stats) if spec.agrees else None)
+    _encode(spec, chunk, bits, None if stats is None else agreed_scales(chunk, stats))
     return ChunkResult(0)
 
 
@@ -239,10 +239,10 @@ def _encode(spec: Mx, chunk: Chunk, bits: Bits, given: Bytes | None) -> None:
         part = bits[first * BLOCK :][: _BATCH * BLOCK]
         words = _words(part, chunk.dtype)
         tops = _largest(words)
-        if given is None:
-            here = block_scales(tops, spec)
-        else:
-            here = np.where(tops > INFINITY, np.uint8(NAN_SCALE), given[first : first + _BATCH])
+        here = block_scales(tops, spec)
+        if given is not None:
+            kept = given[first : first + _BATCH]
+            here = np.where((tops < INFINITY) | (kept == NAN_SCALE), kept, here)
         nan = here[:, None] == NAN_SCALE
         words = np.where(nan, np.uint32(0), words)
         codes = round_codes(words, here[:, None].astype(np.int32), element)
@@ -264,15 +264,14 @@ def _largest(words: Bits) -> Bits:
     return largest
 
 
-def agreed_scales(chunk: Chunk, stats: npt.NDArray[Any] | None) -> Bytes:
+def agreed_scales(chunk: Chunk, stats: npt.NDArray[Any]) -> Bytes:
     """The scale bytes of a chunk's blocks, of those of the tensor's.
 
     A block that lies on two of the tensor's takes the larger. ValueError for a wrong number.
     """
     blocks = -(-math.prod(chunk.shape) // BLOCK)
-    if stats is None or stats.shape != (blocks,):
-        found = None if stats is None else stats.shape
-        raise ValueError(f"stats have shape {found}; allowed: ({blocks},) for {chunk.shape}")
+    if stats.shape != (blocks,):
+        raise ValueError(f"stats have shape {stats.shape}; allowed: ({blocks},) for {chunk.shape}")
     at = chunk.first // BLOCK + np.arange(-(-chunk.nelem // BLOCK))
     scales: Bytes = stats[at]
     if chunk.first % BLOCK:

@@ -95,11 +95,10 @@ def _encode_tiles(x, kind, payload, scales, element, ceil, given, first, last):
             widen(padded, kind, words, floats)
         _largest_magnitudes(words, lanes, tops)
         for b in range((count + BLOCK - 1) // BLOCK):
-            if given.size:
-                scale = np.int64(given[tile * _TILE_BLOCKS + b])
-                if tops[b] > _INFINITY:
-                    scale = np.int64(NAN_SCALE)
-                elif np.int64(tops[b]) > (scale + emax + 1) << 23:
+            kept = np.int64(given[tile * _TILE_BLOCKS + b]) if given.size else np.int64(0)
+            if given.size and (tops[b] < _INFINITY or kept == NAN_SCALE):
+                scale = kept
+                if np.int64(tops[b]) > (scale + emax + 1) << 23:
                     _saturate(words[b * BLOCK : (b + 1) * BLOCK], scale, emax)
             else:
                 scale = _scale(tops[b], emax, max_fraction, ceil)
@@ -168,7 +167,7 @@ def _element(spec: Mx) -> tuple[Any, ...]:
 
 
 def _ceil(spec: Mx) -> bool:
-    return spec.scale_rule == "ceil"
+    return spec.scale_rule != "floor"
 
 
 #: See mx.py.
@@ -187,7 +186,7 @@ def encode_chunk(
 ) -> ChunkResult:
     """See `mx.encode_chunk`."""
     payload, scales = static_views(chunk)
-    given = agreed_scales(chunk, stats) if spec.agrees else _NONE_GIVEN
+    given = _NONE_GIVEN if stats is None else agreed_scales(chunk, stats)
     kind = kind_of(chunk.dtype)
     fixed = (bits, kind, payload, scales, _element(spec), _ceil(spec), given)
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)

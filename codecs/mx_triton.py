@@ -8,7 +8,6 @@ import functools
 import torch
 
 from ..formats.dtypes import DType
-from ..formats.header import align
 from .base import Plan
 from .minifloat import WIDENED
 from .minifloat_triton import (
@@ -26,7 +25,7 @@ def supports(dtype: DType) -> bool:
     return dtype.name in WIDENED
 
 
-#: `encode` measures what it is given no stats of.
+#: `encode` needs no stats.
 MEASURES = True
 
 
@@ -46,12 +45,7 @@ def _blocks(spec) -> Blocks:
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
-    blocks = _blocks(plan.codec)
-    if blocks.given and stats is None and plan.chunks > 1 and plan.chunk_nelem % BLOCK:
-        # Blocks of chunks are not those of the tensor.
-        stats = scratch[align(8 * plan.chunks) :][: -(-plan.nelem // BLOCK)]
-        measure_scales(blocks, plan.dtype, x, stats)
-    encode_blocks(blocks, plan, x, out, _checked(plan, stats))
+    encode_blocks(_blocks(plan.codec), plan, x, out, _checked(plan, stats))
 
 
 def _checked(plan: Plan, stats):

@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]
 CODECS = (
     tw.codec("mx"),
     tw.codec("mx", element="e2m1", scale_rule="ceil"),
+    tw.codec("mx", scale_rule="agreed"),
     tw.codec("nvfp4"),
     tw.codec("taco"),
     tw.codec("taco", format="int8", rounding="stochastic", block=32),

@@ -93,8 +93,8 @@ class Codec:
     def measure(self, x: Any, *, backend: str | None = None) -> Any:
         """Statistics that ranks may agree on and pass to encode() as `stats`, or None.
 
-        A NumPy array; of a GPU array one of its library on its device, int64 (JAX: int32) or what
-        the codec measures in float32, without waiting for it (JAX: it waits).
+        A NumPy array; of a GPU array one of its library on its device, int64 (JAX: int32), or what
+        the codec measures in float32 or uint8, without waiting for it (JAX: it waits).
         """
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -242,9 +242,10 @@ class Codec:
         sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
         the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
         of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
-        buffer's dtype, of dynamiq of float32 too); nvfp4 needs another one on a GPU unless `stats`
-        are given. In one pass, and without `stats`, dynamiq keeps the widths of `src`; else it
-        chooses them anew, by the stats or by what the sum measures. `out` may be the memory of
+        buffer's dtype, of dynamiq and mx of float32 too); nvfp4 needs another one on a GPU unless
+        `stats` are given. In one pass, and without `stats`, dynamiq keeps the widths of `src`, and
+        mx scales that are agreed on; else they are chosen anew, by the stats or by what the sum
+        measures. `out` may be the memory of
         `src` but not overlap `x`. On a GPU nothing waits; damage of `src` is raised by
         `src.check()`.
         """

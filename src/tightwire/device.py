@@ -413,7 +413,9 @@ def decode_add_encode(
         _apart("the buffer that is decoded", decoded, "out", None, given)
         (first, last), (start, stop) = _span(encoded), _span(decoded)
         if first < stop and start < last:
-            return NotImplemented
+            if not spec.sums_keep_stats:
+                return NotImplemented
+            data = data.clone()
         if stats is not None:
             stats = _stats(spec, stats, plan.dtype, place)
             _apart("stats", stats, "out", encoded, given)

@@ -91,7 +91,7 @@ def encode_into(
     out[: header.size] = header
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
     # Statistics of one term say nothing of a sum, and nobody asks for them.
-    if stats is None and source is None:
+    if stats is None and source is None and plan.codec.needs_stats:
         with np.errstate(all="ignore"):
             stats = plan.codec.measure(bits, plan.dtype)
     for i in range(plan.chunks):

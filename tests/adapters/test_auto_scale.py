@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tightwire as tw
 from lossy import inputs
 from tightwire import arrays
-from tightwire.adapters.auto_scale import AutoScale
+from tightwire.adapters.auto_scale import AutoScale, Scaling
 from tightwire.adapters.calls import Call
 from tightwire.adapters.group import Topology
 from tightwire.adapters.memory import MemoryTransport, run_ranks
@@ -40,39 +41,66 @@ def as_library(x: Array, library: str) -> Any:
     return pytest.importorskip("torch").from_numpy(x)
 
 
+def scaling_of(ranks: int, element: str = "e4m3", **how: float) -> Scaling:
+    return Scaling(AutoScale(**how), spec_of(element), ranks)
+
+
+def next_sum(scaling: Scaling, scales: Array, overflowed: int, library: str = "numpy") -> Array:
+    """The scales of a sum after one that did so or did not overflow on another rank."""
+    given = as_library(scales.copy(), library)
+    own, log = scaling.beside(given)
+    assert [own.dtype, log.dtype] == [given.dtype] * 2
+    assert (own.shape, log.shape) == ((1,), (4,))
+    flag = as_library(np.array([overflowed], np.uint8), library)
+    scaling.widen(given, flag)
+    return np.asarray(given)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_mu_doubles_and_shrinks_between_its_bounds(library: str) -> None:
-    scaling = AutoScale(shrink=2**-0.5)
-    scaling.start(4)
-    quiet, over = (as_library(np.array([v], np.uint8), library) for v in (0, 1))
-    assert not scaling.overflowed(quiet)[0]
+    """From the number of ranks, which the first sum has; sums of nothing change nothing."""
+    scaling = scaling_of(4, shrink=2**-0.5)
+    some, none = np.array([0, 120, 0], np.uint8), np.array([0, 255, 250, 0], np.uint8)
     assert scaling.mu == 4
     found = []
-    for flag in (quiet, over, over, over, *[quiet] * 9):
-        scaling.adapt(flag)
+    for over, scales in [(0, some), (0, some), *[(1, some)] * 3, (0, none), *[(0, none)] * 3]:
+        next_sum(scaling, scales, over, library)
         found.append(np.log2(scaling.mu))
-    # From log2 of the ranks; at most one more, and not below 0.
-    expected = [1.5, 2.5, 3, 3, 2.5, 2, 1.5, 1, 0.5, 0, 0, 0, 0]
+    # It is the sum before that counts.
+    expected = [2, 1.5, 2.5, 3, 3, 2.5, 2.5, 2.5, 2.5]
     assert np.allclose(found, expected, atol=1e-4)
-    scaling.start(3)
-    assert np.isclose(scaling.mu, 3, rtol=1e-4)
+    for k in range(9):
+        next_sum(scaling, some, 0, library)
+        assert np.isclose(np.log2(scaling.mu), max(2.5 - k / 2, 0), atol=1e-4)
+    assert np.isclose(scaling_of(3).mu, 3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("element", ["e4m3", "e2m1", "int8"])
 def test_scales_become_larger(element: str, library: str) -> None:
-    scaling, spec = AutoScale(shrink=0.9), spec_of(element)
-    scaling.start(5)
-    scaling.overflowed(as_library(np.zeros(1, np.uint8), library))
-    special = 255 - spec.format.emax
+    scaling = scaling_of(5, element, shrink=0.9)
+    special = 255 - spec_of(element).format.emax
+    # mu is 5, 4.5, 4.05, 3.645
     for steps in (3, 3, 3, 2):
         before = np.arange(256).astype(np.uint8)
-        scales = as_library(before.copy(), library)
-        # 5, 4.5, 4.05, 3.6
-        scaling.widen(scales, spec)
         expected = np.where(before < special, np.minimum(before.astype(int) + steps, 254), before)
-        assert np.array_equal(np.asarray(scales), expected)
-        scaling.adapt(as_library(np.zeros(1, np.uint8), library))
+        assert np.array_equal(next_sum(scaling, before, 0, library), expected)
+
+
+def test_mu_goes_into_a_checkpoint() -> None:
+    scaling, again = (scaling_of(6, shrink=0.8) for _ in range(2))
+    scales = np.full(9, 100, np.uint8)
+    for _ in range(3):
+        next_sum(scaling, scales, 0)
+    again.load_state_dict(json.loads(json.dumps(scaling.state_dict())))
+    assert again.mu == scaling.mu
+    for over in (0, 1, 0, 0):
+        assert np.array_equal(next_sum(scaling, scales, over), next_sum(again, scales, over))
+        assert again.mu == scaling.mu
+    # Of fewer ranks than there were.
+    fewer = scaling_of(2)
+    fewer.load_state_dict({"log2_mu": 5.0, "active": 1})
+    assert fewer.mu == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -91,20 +119,18 @@ def test_overflows_are_counted(library: str, dtype: str) -> None:
     )
     for threshold, expected in ((0.0029, True), (0.0031, False)):
         for cuts in ([0, n], [0, 320, n]):
-            scaling = AutoScale(threshold=threshold)
-            scaling.start(2)
+            scaling = scaling_of(2, threshold=threshold)
             parts = [sums[a:b] for a, b in itertools.pairwise(cuts)]
             given = [scales[a // 32 : -(-b // 32)] for a, b in itertools.pairwise(cuts)]
-            scaling.count(parts, given, spec_of("e4m3"))
-            flag = scaling.overflowed(scales)
+            scaling.count(parts, given)
+            flag, _ = scaling.beside(scales)
             assert (flag.dtype, flag.shape) == (np.uint8, (1,))
             assert bool(flag[0]) == expected
-    scaling.count([sums[:0]], [scales[:0]], spec_of("e4m3"))
-    assert not scaling.overflowed(scales)[0]
+    scaling.count([sums[:0]], [scales[:0]])
+    assert not scaling.beside(scales)[0][0]
     # Infinity has no scale that it fits in.
-    x[:] = np.inf
-    scaling.count([x], [np.full(32, 247, np.uint8)], spec_of("e4m3"))
-    assert not scaling.overflowed(scales)[0]
+    scaling.count([np.full(n, np.inf, np.float32)], [np.full(32, 247, np.uint8)])
+    assert not scaling.beside(scales)[0][0]
 
 
 @pytest.mark.parametrize("topology", HOPS)
@@ -116,20 +142,20 @@ def test_scales_follow_the_sums(topology: Topology) -> None:
     alike = np.abs(np.tile(spread[:1], (size, 1)))
 
     def task(transport: MemoryTransport) -> tuple[list[float], list[Array]]:
-        scaling = AutoScale(threshold=0.01, shrink=2**-0.5)
-        comm = tw.Communicator(transport, agreed(), topology=topology, scaling=scaling)
-        assert comm.scaling is scaling
+        how = AutoScale(threshold=0.01, shrink=2**-0.5)
+        comm = tw.Communicator(transport, agreed(), topology=topology, scaling=how)
+        assert comm.scaling is not None
         found, sums = [], []
         for x in [spread] * 9 + [alike] * 9:
             sums.append(comm.all_reduce(x[comm.rank]))
-            found.append(scaling.mu)
+            found.append(comm.scaling.mu)
         return found, sums
 
     (mus, sums), *others = run_ranks(size, task)
     for other, theirs in others:
         assert other == mus
         assert all(a.tobytes() == b.tobytes() for a, b in zip(sums, theirs, strict=True))
-    assert np.isclose(mus[0], 4 * 2**-0.5, rtol=1e-3)
+    assert np.allclose(mus[:2], [4, 4 * 2**-0.5], rtol=1e-3)
     # At most one of these sums overflowed in too many places, and mu came back.
     assert min(mus[:9]) < 2
     grown = mus[9:]
@@ -179,18 +205,91 @@ def test_nothing_saturates_while_mu_is_the_number_of_ranks(
 
 def test_scatters_adapt_too() -> None:
     def task(transport: MemoryTransport) -> list[float]:
-        scaling = AutoScale(shrink=0.6)
-        comm = tw.Communicator(transport, agreed(), topology="ring", scaling=scaling)
+        comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))
+        assert comm.scaling is not None
         found = []
-        for _ in range(6):
+        for _ in range(7):
             comm.reduce_scatter(np.ones((2, 999), np.float32))
-            found.append(scaling.mu)
+            found.append(comm.scaling.mu)
         return found
 
     # 1 needs as much room as its scale has; 2 overflows it when mu has come down to 1.
-    expected = [1.2, 1, 2, 1.2, 1, 2]
+    expected = [2, 1.2, 1, 2, 1.2, 1, 2]
     for mus in run_ranks(2, task):
         assert np.allclose(mus, expected, rtol=1e-3)
+
+
+def test_data_after_many_sums_of_nothing_fits() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))
+        x = np.zeros(1000, np.float32)
+        for _ in range(9):
+            assert not comm.all_reduce(x).any()
+        assert (comm.all_reduce(x + np.float32(1.75)) == 7).all()
+
+    run_ranks(4, task)
+
+
+def test_pieces_that_are_not_coded_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in what is coded, and behind them elements that travel as they are."""
+    monkeypatch.setattr("tightwire.adapters.collectives._PIECE", 512)
+
+    def task(transport: MemoryTransport) -> list[float]:
+        comm = tw.Communicator(
+            transport,
+            agreed(),
+            topology="ring",
+            algorithm="pipelined",
+            pieces=2,
+            scaling=AutoScale(shrink=0.6),
+        )
+        assert comm.scaling is not None
+        x = np.zeros((2, 522), np.float32)
+        x[:, 512:] = 1.75
+        x[:, 0] = 1e-3
+        found = []
+        for _ in range(5):
+            total = comm.all_reduce(x.reshape(-1)).reshape(2, 522)
+            assert (total[:, 512:] == 3.5).all()
+            found.append(comm.scaling.mu)
+        return found
+
+    for mus in run_ranks(2, task):
+        assert mus[1] < mus[0]
+        assert max(mus[2:]) <= 2
+
+
+def test_timing_paths_leaves_mu_alone() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(
+            transport, agreed(), topology="ring", algorithm="auto", scaling=AutoScale(shrink=0.6)
+        )
+        scaling = comm.scaling
+        assert scaling is not None
+        comm.all_reduce(np.ones(5000, np.float32))
+        assert comm.trace()[-1].algorithm.startswith(("native", "ring"))
+        assert comm.scaling is scaling
+        assert np.isclose(scaling.mu, 3, rtol=1e-4)
+
+    run_ranks(3, task)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_in_two_shots_every_term_has_scales_of_its_own(dtype: str, op: Any) -> None:
+    """So has the sum, which none of its terms' scales would hold."""
+    size, kind = 5, BY_NAME[dtype].numpy
+
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, agreed())
+        x = np.full(9001, 1.75, np.float32).astype(kind)
+        wanted = 8.75 if op == "sum" else 1.75
+        total = comm.all_reduce(x, op=op).astype(np.float32)
+        assert np.abs(total - wanted).max() <= wanted / 16
+        share = comm.reduce_scatter(np.full((size, 1001), 1.75, np.float32))
+        assert np.abs(share - 8.75).max() <= 8.75 / 16
+
+    run_ranks(size, task)
 
 
 def test_statistics_of_scales_are_compared_on_a_device() -> None:
@@ -228,10 +327,28 @@ def test_statistics_that_differ_are_refused() -> None:
     run_ranks(3, task)
 
 
+def test_ranks_whose_mu_differs_are_refused() -> None:
+    def task(transport: MemoryTransport) -> None:
+        comm = tw.Communicator(transport, agreed(), topology="ring")
+        assert comm.scaling is not None
+        comm.all_reduce(np.ones(3000, np.float32))
+        if transport.rank == 1:
+            comm.scaling.load_state_dict({"log2_mu": 0.0, "active": 1})
+        with pytest.raises(tw.CollectiveError, match="have other sums of statistics") as caught:
+            comm.all_reduce(np.ones(3000, np.float32))
+        assert ("[0, 2]" if transport.rank == 1 else "[1]") in caught.value.detail
+
+    run_ranks(3, task)
+
+
 def test_bad_calls_are_refused() -> None:
     for bad in ({"threshold": -1e-9}, {"threshold": 1.0}, {"shrink": 0.5}, {"shrink": 1.01}):
         with pytest.raises(ValueError, match="allowed"):
             AutoScale(**bad)
+    wrong: Any
+    for wrong in ("0.5", None, True):
+        with pytest.raises(TypeError, match=r"threshold is .*allowed"):
+            AutoScale(threshold=wrong)
 
     def task(transport: MemoryTransport) -> None:
         with pytest.raises(ValueError, match="scaling is given, codec is Mx"):

@@ -113,7 +113,7 @@ class ByHand:
             self.stats = np.minimum(functools.reduce(np.add, stats), np.finfo(np.float32).max)
         elif isinstance(codec.spec, Mx) and codec.spec.agrees:
             largest = functools.reduce(np.maximum, [codec.measure(x) for x in terms]).astype(int)
-            steps = math.ceil(max(math.log2(self.size) - 0.75 * (coded + 1), 0))
+            steps = math.ceil(max(math.log2(self.size) - 0.75 * coded, 0))
             special = largest >= 255 - codec.spec.format.emax
             stats = np.where(special, largest, np.minimum(largest + steps, 254))
             self.stats = stats.astype(np.uint8)

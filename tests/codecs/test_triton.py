@@ -720,6 +720,9 @@ def test_mx_scales_that_are_agreed_on(place: str, element: str, name: str) -> No
         src.check()
         sums = codec.decode_add_encode(host, other.view(dtype.numpy), chunks=chunks, backend="ref")
         assert bytes(total) == bytes(sums)
+        again = codec.encode(x, stats=given, chunks=chunks, backend="triton")
+        codec.decode_add_encode(again, y, out=again, chunks=chunks, backend="triton")
+        assert bytes(again) == bytes(sums)
         wide = make_bits("normal", BY_NAME["float32"], n, seed=4)
         total = codec.decode_add_encode(
             src, memory.put(wide, BY_NAME["float32"]), chunks=chunks, backend="triton"
