@@ -395,7 +395,7 @@ def _is_usual(g):
 
 
 @triton.jit
-def _halves(word, EXP: tl.constexpr):
+def halves(word, EXP: tl.constexpr):
     """float32 values of the lower and of the upper element of a word."""
     if EXP == 8:
         return _float(word << 16), _float(word & 0xFFFF0000)
@@ -434,7 +434,7 @@ def _quiet(word, EXP: tl.constexpr):
 
 
 @triton.jit
-def _add_pair(a, b, EXP: tl.constexpr):
+def add_pair(a, b, EXP: tl.constexpr):
     """Sums of words' elements. Rounded from the exact sum they are what a rounding to float32 in
     between gives, as it has at least twice the bits and two more (Figueroa, When is double rounding
     innocuous?, 1995); a NaN becomes any NaN.
@@ -632,7 +632,7 @@ def _sum_pairs(
         )
         sums = ()
         for j in tl.static_range(_SLOT // 2):
-            sums = sums + (_add_pair(decoded[j], words[j], EXP),)
+            sums = sums + (add_pair(decoded[j], words[j], EXP),)
         words = sums
     return words, added
 
@@ -641,7 +641,7 @@ def _sum_pairs(
 def _top_of_pairs(words, EXP: tl.constexpr):
     """The largest magnitudes of slots, as float32 bits, int32; NaN where one is."""
     top = _top_pair(_top_pair(words[0], words[1], EXP), _top_pair(words[2], words[3], EXP), EXP)
-    low, high = _halves(top & 0x7FFF7FFF, EXP)
+    low, high = halves(top & 0x7FFF7FFF, EXP)
     return tl.maximum(_bits(low), _bits(high))
 
 
@@ -652,7 +652,7 @@ def _finite_top_of_pairs(words, EXP: tl.constexpr):
     top = words[0] * 0 + STEP * 0x10001
     for j in tl.static_range(_SLOT // 2):
         top = _top_finite(words[j], top, EXP)
-    low, high = _halves(top - STEP * 0x10001, EXP)
+    low, high = halves(top - STEP * 0x10001, EXP)
     return tl.max(tl.maximum(_bits(low), _bits(high)), 0)
 
 
@@ -745,7 +745,7 @@ def _encode_pairs(
         lost = scales == 255
     values = ()
     for j in tl.static_range(_SLOT // 2):
-        a, b = _halves(words[j], EXP)
+        a, b = halves(words[j], EXP)
         values = values + (a * factor, b * factor)
     if BITS == 4:
         low = _e2m1_word(values, words)
@@ -1535,7 +1535,7 @@ def aligned_for(plan: Plan, tensor: torch.Tensor, start: int = 0) -> bool:
 
 
 @functools.cache
-def _converts(device: torch.device) -> bool:
+def converts(device: torch.device) -> bool:
     """True if the device converts small floats by itself and has the packed integers of sm_90."""
     if not PTX or device.type != "cuda":
         return False
@@ -1660,7 +1660,7 @@ def measure_elements(blocks: Blocks, dtype: DType, x) -> torch.Tensor:
     n = x.numel()
     if n:
         aligned = x.data_ptr() % 16 == 0
-        variant = measure_variant(blocks, dtype, ENCODE, aligned, 0, _converts(x.device))
+        variant = measure_variant(blocks, dtype, ENCODE, aligned, 0, converts(x.device))
         tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
         variant.launch(tiles, (x, x, stats), n, n, tiles, 0, 0, 0)
     return stats
@@ -1672,7 +1672,7 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
     tiles = _tiles(plan, DECODE_ADD_ENCODE)
     aligned = aligned_for(plan, x)
     measure_variant(
-        blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, x.element_size(), _converts(x.device)
+        blocks, plan.dtype, DECODE_ADD_ENCODE, aligned, x.element_size(), converts(x.device)
     ).launch(
         tiles * plan.chunks,
         (x, src, stats),
@@ -1687,7 +1687,7 @@ def measure_sums(blocks: Blocks, plan: Plan, src, x) -> torch.Tensor:
 def measure_scales(blocks: Blocks, dtype: DType, x, found: torch.Tensor) -> None:
     """The scale bytes of the blocks of `x` to `found`, uint8, shape (blocks,), on its device."""
     n = x.numel()
-    pairs = dtype.itemsize == 2 and x.data_ptr() % 16 == 0 and _converts(x.device)
+    pairs = dtype.itemsize == 2 and x.data_ptr() % 16 == 0 and converts(x.device)
     if n:
         tiles = -(-n // (ENCODE.slots * int(_SLOT.value)))
         scales_variant(blocks, dtype, ENCODE, pairs).launch(tiles, (x, found), n)
@@ -1709,7 +1709,7 @@ def encode_blocks(blocks: Blocks, plan: Plan, x, out, stats, src=None, scratch=N
     given = 0
     if blocks.given:
         given = 1 if stats is not None else 2 if add else 0
-    cvt = _converts(out.device)
+    cvt = converts(out.device)
     encode_variant(blocks, plan.dtype, tiling, aligned, add, plan.checksum, cvt, given).launch(
         tiles * plan.chunks,
         (x, out, src if add else out, scratch if add else out, out if stats is None else stats),
@@ -1765,7 +1765,7 @@ def decode_blocks(
     if start < stop and (store or sums):
         adding = out.element_size() if add else 0
         even = aligned_for(plan, out, start)
-        cvt = _converts(src.device)
+        cvt = converts(src.device)
         decode_variant(blocks, plan.dtype, tiling, even, adding, store, sums, cvt).launch(
             tiles * (end - first),
             (src, out, scratch),

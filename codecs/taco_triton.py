@@ -28,7 +28,6 @@ from .device import (
     INTERPRETED,
     OVERFLOWED,
     RECORD,
-    STATUS_TOP,
     Variant,
     accumulator,
     add_header,
@@ -44,12 +43,12 @@ from .device import (
     padding_of,
     record_term,
     report,
-    round_bfloat16,
     touched,
     weigh,
 )
 from .hadamard_triton import butterflies, spread, turn
 from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
+from .runs_triton import limited, narrow_pair, report_any, rounded_pair
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -602,7 +601,7 @@ def _encode_kernel(
                 SUMS,
                 CVT,
             )
-            _report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
+            report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
             v = _sum_rows(y, v, left, TILE, MODE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT)
@@ -762,43 +761,6 @@ def _decode_tile(
 
 
 @triton.jit
-def _limited(y, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """`y` in the finite range of the dtype, or NaN."""
-    if EXP == 5:
-        top = 65504.0
-    else:
-        TOP: tl.constexpr = 0x7F7F0000 if ITEM == 2 else 0x7F7FFFFF
-        top = tl.full([], TOP, tl.uint32).to(tl.float32, bitcast=True)
-    y = tl.where(y > top, top, y)
-    return tl.where(y < -top, -top, y)
-
-
-@triton.jit
-def _narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr):
-    """Bits of two values in a word, `a` lower; limited and rounded to a dtype of 16 bits."""
-    if CVT:
-        PAIR: tl.constexpr = "f16x2" if EXP == 5 else "bf16x2"
-        word = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite." + PAIR + ".f32 $0, $2, $1;",
-            "=r,r,r",
-            [a, b],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = _limited(a, EXP, 2), _limited(b, EXP, 2)
-        if EXP == 5:
-            low = a.to(tl.float16).to(tl.uint16, bitcast=True)
-            high = b.to(tl.float16).to(tl.uint16, bitcast=True)
-        else:
-            low, high = round_bfloat16(a), round_bfloat16(b)
-        word = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
-    NAN: tl.constexpr = 0x7E007E00 if EXP == 5 else 0x7FC07FC0
-    return tl.where(lost, NAN, word)
-
-
-@triton.jit
 def _turn_halves(a, b, CVT: tl.constexpr):
     """Words of the lower and of the upper halves of `a` and `b`."""
     if CVT:
@@ -840,7 +802,7 @@ def _in_order(
     places = ()
     if ITEM == 4:
         for k in tl.static_range(COUNT):
-            bits = _limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
+            bits = limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
             words = words + (tl.where(lost, _LOST, bits),)
         if TURNED:
             words = turn(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
@@ -852,7 +814,7 @@ def _in_order(
         # Pairs that are half a block apart change hands, eight neighbours to a thread.
         pairs = ()
         for k in tl.static_range(HIGH // 2):
-            pairs = pairs + (_narrow_pair(y[k], y[k + HIGH // 2], lost, EXP, CVT),)
+            pairs = pairs + (narrow_pair(y[k], y[k + HIGH // 2], lost, EXP, CVT),)
         pairs = turn(pairs, BLOCKS, LOG_HIGH - 1, LOG_LOW - 3, 3)
         upper = ()
         for k in tl.static_range(0, 8, 2):
@@ -866,43 +828,10 @@ def _in_order(
         places = (place, place + 8 * STEP)
     else:
         for k in tl.static_range(0, COUNT, 2):
-            words = words + (_narrow_pair(y[k], y[k + 1], lost, EXP, CVT),)
+            words = words + (narrow_pair(y[k], y[k + 1], lost, EXP, CVT),)
         for k in tl.static_range(0, COUNT, 8):
             places = places + (tl.arange(0, TILE // LOW) * LOW + k,)
     return words, places
-
-
-@triton.jit
-def _rounded_pair(
-    a, b, EXP: tl.constexpr, ITEM: tl.constexpr, LIMIT: tl.constexpr, CVT: tl.constexpr
-):
-    """Two values rounded to the dtype, as float32; with LIMIT in its finite range, or NaN."""
-    if CVT and ITEM == 2:
-        ROUND: tl.constexpr = "cvt.rn.satfinite." if LIMIT else "cvt.rn."
-        WIDEN: tl.constexpr = (
-            "f16x2.f32 two, $3, $2; mov.b32 {low, high}, two; "
-            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;"
-            if EXP == 5
-            else "bf16x2.f32 two, $3, $2; shl.b32 $0, two, 16; and.b32 $1, two, -65536;"
-        )
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 two; .reg .b16 low, high; " + ROUND + WIDEN + " }",
-            "=&r,=&r,r,r",
-            [a, b],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        if LIMIT:
-            a, b = _limited(a, EXP, ITEM), _limited(b, EXP, ITEM)
-        if ITEM == 2:
-            if EXP == 5:
-                a, b = a.to(tl.float16).to(tl.float32), b.to(tl.float16).to(tl.float32)
-            else:
-                a = float_of(round_bfloat16(a).to(tl.uint32), EXP, ITEM)
-                b = float_of(round_bfloat16(b).to(tl.uint32), EXP, ITEM)
-        return a, b
 
 
 @triton.jit
@@ -923,12 +852,12 @@ def _sum_rows(
     LOW: tl.constexpr = 1 << LOG_LOW
     terms = ()
     for k in tl.static_range(0, len(y), 2):
-        terms = terms + _rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
+        terms = terms + rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
     if (TRANSFORM != _NONE) and (LOG_HIGH > 0):
         terms = turn(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
     sums = ()
     for k in tl.static_range(0, LOW, 2):
-        sums = sums + _rounded_pair(terms[k] + v[k], terms[k + 1] + v[k + 1], EXP, ITEM, False, CVT)
+        sums = sums + rounded_pair(terms[k] + v[k], terms[k + 1] + v[k + 1], EXP, ITEM, False, CVT)
     if MODE != 0:
         # A block that was filled up decodes to zeros and errors behind its end.
         kept = ()
@@ -937,13 +866,6 @@ def _sum_rows(
             kept = kept + (tl.where(i < left, sums[k], 0.0),)
         sums = kept
     return sums
-
-
-@triton.jit
-def _report_any(status_ptr, code, wrong):
-    """`report` without a look at all of the program's elements first: no thread waits."""
-    status = tl.zeros_like(wrong.to(tl.int64)) + (STATUS_TOP - code)
-    tl.atomic_max(status_ptr + wrong.to(tl.int32) * 0, status, mask=wrong, sem="relaxed")
 
 
 @triton.jit
@@ -1076,7 +998,7 @@ def _decode_kernel(
             SUMS,
             CVT,
         )
-        _report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
+        report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
         if STORE:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""tahquant on a GPU: 4096 values per program, in rows of a tile each. specs/tahquant.md.
+"""tahquant on a GPU: a run of 32 elements to a thread, a tile of 64 to two. specs/tahquant.md.
 
 Where tokens have widths, a program per token finds its entropy and a program per chunk picks the
 narrow ones before tiles are encoded; decoding counts them first. What is added over values is
@@ -19,7 +19,6 @@ from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from ..formats.header import align
 from .base import CodecSpec, Key, Plan
-from .columns_triton import to_columns
 from .device import (
     CHUNK,
     CHUNK_PADDING,
@@ -28,14 +27,12 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
+    PTX,
     RECORD,
     Variant,
-    accumulator,
     add_header,
-    add_to,
     check_header,
     clear,
-    float_of,
     header_word,
     header_words,
     kernel,
@@ -44,15 +41,32 @@ from .device import (
     padding_of,
     record_term,
     report,
-    round_bfloat16,
     touched,
     weigh,
     weigh_bytes,
 )
-from .hadamard_triton import rotate, spread
-from .minifloat_triton import elements_at
-from .tahquant import (
+from .hadamard_triton import butterflies, spread
+from .minifloat_triton import converts
+from .runs_triton import (
     ANCHOR,
+    RUN,
+    add_elements,
+    code_values,
+    code_word,
+    element_words,
+    exact_product_plus,
+    lanes,
+    load_elements,
+    load_words,
+    report_any,
+    store_elements,
+    store_runs,
+    sum_runs,
+    sum_words,
+    turn_bits,
+    word_values,
+)
+from .tahquant import (
     LOG,
     LOST,
     NARROW_SHARE,
@@ -62,19 +76,21 @@ from .tahquant import (
     tile_range,
 )
 
-_GROUP = tl.constexpr(4096)
-_WARPS = 4
-#: Of groups whose elements may lie anywhere: each has its own address and mask.
-_WARPS_ANYWHERE = 8
+#: Launch parameters: runs of a group of tiles, one program's share, one to a thread; and of what is
+#: read at once of a token whose entropy is found.
+RUNS = 128
+ENTROPY_RUNS = 32
+#: Whether decoded runs go through shared memory to where they are stored.
+STAGED = False
 _LOST, _TOO_LARGE = tl.constexpr(LOST), tl.constexpr(TOO_LARGE)
-_PIVOT, _ANCHOR = tl.constexpr(PIVOT), tl.constexpr(ANCHOR)
+_PIVOT = tl.constexpr(PIVOT)
 _SHARE = tl.constexpr(NARROW_SHARE)
 _LOG_A, _LOG_B, _LOG_C = (tl.constexpr(c) for c in LOG)
-#: Tokens that one program looks at together, and a power of two above all entropies.
-_TOKENS = tl.constexpr(1024)
+#: Tokens that the kernels of chunks look at together, their warps, and a power of eight above all
+#: entropies.
+_TOKENS = tl.constexpr(4096)
+_RANK_WARPS, _SELECT_WARPS = 16, 32
 _ENTROPIES = tl.constexpr(1 << 18)
-#: Rows of a token that its entropy is taken of together.
-_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -90,114 +106,224 @@ def _nelem(chunk, nelem, chunk_nelem):
 
 
 @triton.jit
+def _tile_counts(n, chunk_nelem, tiles, wide, hidden, token_tiles, ranked, TILE: tl.constexpr):
+    """Tiles of a chunk of `n` elements, and those of wide tokens; `tiles` and `wide`: of a whole
+    chunk, of which nothing has to be divided.
+    """
+    if n != chunk_nelem:
+        tiles = _tiles(n, hidden, token_tiles, TILE)
+        wide = tiles - ranked * (n // hidden // _SHARE) * token_tiles
+    return tiles, wide
+
+
+@triton.jit
 def _log2(number):
-    """log2 of float32 numbers in units of 2^-12; of 0 something finite."""
-    u = number.to(tl.uint32, bitcast=True)
-    f = (u >> 7) & 0xFFFF
-    h = _LOG_A - ((_LOG_B - ((_LOG_C * f) >> 16)) * f >> 16)
-    e = (u >> 23) - 127
-    return ((e << 16) + f + (((f * (65536 - f)) >> 16) * h >> 16)) >> 4
+    """log2 of float32 numbers in units of 2^-12, uint32; of 0 anything.
+
+    The page's h is A less a whole part, which is one of a sum: rounded up by adding 2^16 - 1.
+    """
+    u = number.to(tl.uint32, bitcast=True) >> 7
+    f = (u & 0xFFFF).to(tl.int32, bitcast=True)
+    h = (_LOG_C * f - (_LOG_B << 16)) >> 16
+    h = (h * f + ((_LOG_A << 16) + 0xFFFF)) >> 16
+    more = (((f * (65536 - f)) >> 16) * h) >> 16
+    return (u - (127 << 16) + more.to(tl.uint32, bitcast=True)) >> 4
 
 
 @triton.jit
-def _sum_bits(a, b, EXP: tl.constexpr, ITEM: tl.constexpr, X_ITEM: tl.constexpr):
-    """Bits of a + b, elements given as bits, those of `b` X_ITEM bytes, summed in float32."""
-    y = float_of(a, EXP, ITEM) + float_of(b, EXP, X_ITEM)
-    if ITEM == 4:
-        return y.to(tl.uint32, bitcast=True)
-    elif EXP == 8:
-        return round_bfloat16(y).to(tl.uint32)
+def _whole_part(y, PTX: tl.constexpr):
+    """The whole part of float32 numbers from 0 to 2^16, as bits of 2^23 more than it."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;",
+            "=r,r",
+            [y],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return y.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return (y.to(tl.int32).to(tl.float32) + 8388608.0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _swap(u, p, col):
-    """Rows whose first value and that in column `p` trade places; bits."""
-    first = tl.sum(tl.where(col == 0, u, 0), 1)
-    other = tl.sum(tl.where(col == p[:, None], u, 0), 1)
-    return tl.where(col == 0, other[:, None], tl.where(col == p[:, None], first[:, None], u))
+def _of_tiles(x, RUNS: tl.constexpr, WHAT: tl.constexpr):
+    """Of the two runs of each tile the sum, the larger or the smaller value, for both."""
+    both = tl.reshape(x, [RUNS // 2, 2])
+    if WHAT == "sum":
+        one = tl.sum(both, 1)
+    elif WHAT == "max":
+        one = tl.max(both, 1)
+    else:
+        one = tl.min(both, 1)
+    return spread(one, RUNS // 2, 2)
 
 
 @triton.jit
-def _rotated(u, ROWS: tl.constexpr):
-    """The transform of rows of 64 values, given as bits."""
-    v = tl.reshape(u.to(tl.float32, bitcast=True), [ROWS * 4, 16])
-    return rotate(to_columns(v, ROWS * 4, 16, 4), ROWS, 2) * 0.125
+def _rotated(v, RUNS: tl.constexpr):
+    """The transform of tiles of two runs."""
+    v = butterflies(v, RUN, 5)
+    second = lanes(RUNS) % 2 == 1
+    turned = ()
+    for k in tl.static_range(RUN):
+        own = v[k].to(tl.int32, bitcast=True)
+        other = (_of_tiles(own, RUNS, "sum") - own).to(tl.float32, bitcast=True)
+        turned = turned + (tl.where(second, other - v[k], v[k] + other) * 0.125,)
+    return turned
 
 
 @triton.jit
-def _decode_rows(
+def _swap(v, p, at_p, RUNS: tl.constexpr):
+    """Tiles whose first value and that at `p`, which is `at_p` (bits), trade places."""
+    part = lanes(RUNS) % 2
+    first = tl.where(part == 0, v[0].to(tl.int32, bitcast=True), 0)
+    first = _of_tiles(first, RUNS, "sum").to(tl.float32, bitcast=True)
+    swapped = ()
+    for k in tl.static_range(RUN):
+        swapped = swapped + (tl.where(p == part * RUN + k, first, v[k]),)
+    kept = (tl.where(part == 0, at_p.to(tl.float32, bitcast=True), swapped[0]),)
+    for k in tl.static_range(1, RUN):
+        kept = kept + (swapped[k],)
+    return kept
+
+
+@triton.jit
+def _value_at(v, p, RUNS: tl.constexpr):
+    """Bits of the value of tiles at `p`."""
+    part = lanes(RUNS) % 2
+    found = part * 0
+    for k in tl.static_range(RUN):
+        found = tl.where(p == part * RUN + k, v[k].to(tl.int32, bitcast=True), found)
+    return _of_tiles(found, RUNS, "sum")
+
+
+@triton.jit
+def _decode_runs(
     static_ptr,
+    run,
     t,
     here,
     wanted,
     tiles,
     wide,
-    slot,
-    narrow,
+    rank,
+    token_tiles,
     payload,
-    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
     TILE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
     SUMS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Decode tiles `t`, shape [ROWS], those that are `here`.
+    """Decode runs `run` of tiles `t`, those that are `here`; `rank`: what `_rank_kernel` says of
+    their tokens. `tiles` and `wide` are the words of a plane and of that of wide tokens.
 
-    `tiles` and `wide` are the words of a plane and of that of wide tokens. Returns element bits,
-    shape [ROWS, TILE], whether one of the `wanted` tiles is wrong, and the keyed sum (SUMS).
+    Returns float32 columns, which runs are lost, which of the `wanted` ones are wrong, and the
+    keyed sum (SUMS).
     """
-    PARTS: tl.constexpr = TILE // 32
-    PLANES: tl.constexpr = 3 if TILE == 64 else 6
+    PARTS: tl.constexpr = TILE // RUN
+    LOG: tl.constexpr = 2 if TILE == 64 else 3
     words_ptr = static_ptr.to(tl.pointer_type(tl.uint32))
-    part = tl.arange(0, ROWS * PARTS) % PARTS
-    at = spread(t * PARTS, ROWS, PARTS) + part
-    use = spread(here, ROWS, PARTS)
-    column = tl.arange(0, 32)[None, :]
-    code = tl.zeros([ROWS * PARTS, 32], tl.uint32)
-    total = tl.zeros([], tl.uint64)
-    for p in tl.static_range(PLANES):
-        word = tl.load(words_ptr + p * tiles * PARTS + at, mask=use, other=0)
-        code |= ((word[:, None] >> column) & 1) << p
+    total = tl.zeros([RUNS], tl.uint64)
+    words = ()
+    for p in tl.static_range(3 if TILE == 64 else 6):
+        at = p * tiles * PARTS
+        word = tl.load(words_ptr + at + run, mask=here, other=0)
         if SUMS:
-            total += tl.sum(weigh(word, p * tiles * PARTS + at), 0)
+            total += weigh(word, at + run)
+        words = words + (word,)
     if TILE == 64:
-        use = spread(here & (narrow == 0) & (slot >= 0) & (slot < wide), ROWS, PARTS)
-        at = spread((3 * tiles + slot) * PARTS, ROWS, PARTS) + part
+        slot = t - (rank >> 1) * token_tiles
+        use = here & ((rank & 1) == 0) & (slot >= 0) & (slot < wide)
+        at = 3 * tiles * PARTS + slot * PARTS + run % PARTS
         word = tl.load(words_ptr + at, mask=use, other=0)
-        code |= ((word[:, None] >> column) & 1) << 3
         if SUMS:
-            total += tl.sum(weigh(word, at), 0)
+            total += weigh(word, at)
+        words = words + (word,)
+    else:
+        words = words + (words[0] * 0, words[0] * 0)
+    words = turn_bits(words, LOG)
     scale = tl.load(words_ptr + payload * 32 + t, mask=here, other=0)
     if SUMS:
-        total += tl.sum(weigh(scale, payload * 32 + t), 0)
+        total += tl.where(run % PARTS == 0, weigh(scale, payload * 32 + t), 0)
     lost = scale == _LOST
     good = ((scale & 0x7C00) != 0x7C00) & (scale < 0x7C000000)
     bad = (good | lost) == 0
     scale = tl.where(good, scale, 0)
     m = scale.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     s = (scale >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    y = m[:, None] + tl.reshape(code, [ROWS, TILE]).to(tl.float32) * s[:, None]
+    m = tl.where(lost, float("nan"), m)
+    codes = ()
+    for j in tl.static_range(1 << LOG):
+        codes = codes + (code_values(words[j], 1 << LOG, 0, PTX),)
+    y = ()
+    for k in tl.static_range(RUN):
+        y = y + (exact_product_plus(codes[k % (1 << LOG)][k >> LOG], s, m, PTX),)
     if TILE == 64:
-        pivot_at = payload * 128 + tiles * 4 + t
-        pivot = tl.load(static_ptr + pivot_at, mask=here, other=0).to(tl.uint32)
+        at = payload * 128 + tiles * 4 + t
+        pivot = tl.load(static_ptr + at, mask=here, other=0).to(tl.int32)
         if SUMS:
-            total += tl.sum(weigh_bytes(pivot, pivot_at), 0)
+            total += tl.where(run % PARTS == 0, weigh_bytes(pivot, at), 0)
         bad |= (pivot != 0) & ((pivot >> 6) != 2)
-        turned = _rotated(y.to(tl.uint32, bitcast=True), ROWS).to(tl.uint32, bitcast=True)
-        turned = _swap(turned, (pivot & 63).to(tl.int32), tl.arange(0, TILE)[None, :])
-        y = tl.where((pivot != 0)[:, None], turned.to(tl.float32, bitcast=True), y)
-    if EXP == 5:
-        y = tl.where(y < 65504.0, y, 65504.0)
-        y = tl.where(y > -65504.0, y, -65504.0)
-        b = y.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-        b = tl.where(lost[:, None], 0x7E00, b)
-    elif ITEM == 2:
-        b = tl.where(lost[:, None], 0x7FC0, round_bfloat16(y).to(tl.uint32))
+        if tl.max(pivot, 0) > 0:
+            turned = _rotated(y, RUNS)
+            turned = _swap(turned, pivot & 63, _value_at(turned, pivot & 63, RUNS), RUNS)
+            chosen = ()
+            for k in tl.static_range(RUN):
+                chosen = chosen + (tl.where(pivot != 0, turned[k], y[k]),)
+            y = chosen
+    if SUMS:
+        return y, lost, bad & wanted, tl.sum(total, 0)
     else:
-        b = tl.where(lost[:, None], 0x7FC00000, y.to(tl.uint32, bitcast=True))
-    return b, tl.max((bad & wanted).to(tl.int32), 0), total
+        return y, lost, bad & wanted, tl.zeros([], tl.uint64)
+
+
+@triton.jit
+def _load(
+    x_ptr,
+    at,
+    begin,
+    count,
+    here,
+    RUNS: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Columns of runs: words (WORDS), those from element `at` on that are `here`, or float32 values
+    of `count` elements each from elements `begin` on.
+    """
+    if WORDS:
+        return load_words(x_ptr + at * ITEM, here, RUNS, ITEM)
+    else:
+        i = tl.arange(0, RUN)[None, :]
+        return load_elements(x_ptr, begin[:, None] + i, i < count[:, None], RUNS, EXP, ITEM)
+
+
+@triton.jit
+def _added(
+    y,
+    x,
+    count,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    X_ITEM: tl.constexpr,
+    WORDS: tl.constexpr,
+    CVT: tl.constexpr,
+):
+    """float32 columns of what was decoded plus columns of `_load`, 0 behind `count` elements."""
+    if WORDS and CVT and (X_ITEM == 2):
+        v = sum_words(y, x, EXP)
+    elif WORDS:
+        v = sum_runs(y, word_values(x, EXP, X_ITEM), EXP, ITEM, CVT)
+    else:
+        v = sum_runs(y, x, EXP, ITEM, CVT)
+    if count is not None:
+        # What fills a tile up decodes to errors.
+        used = ()
+        for k in tl.static_range(RUN):
+            used = used + (tl.where(k < count, v[k], 0.0),)
+        v = used
+    return v
 
 
 @kernel
@@ -212,77 +338,104 @@ def _entropy_kernel(
     token_tiles: tl.int64,
     whole: tl.int64,
     tokens: tl.int64,
+    tiles: tl.int64,
+    wide: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
     payload: tl.int64,
+    RUNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     FUSED: tl.constexpr,
     X_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+    CVT: tl.constexpr,
 ):
     """The entropy of one of the `whole` tokens of a chunk, in bits times 2^12.
 
     FUSED: of the elements plus those that the buffer `src_ptr` decodes to, `base_ptr` being what
     `_rank_kernel` says of its tokens; the elements at `x_ptr` then have X_ITEM bytes, the plan's
-    ITEM or float32's 4.
+    ITEM or float32's 4. ALIGNED: tokens are whole tiles, at multiples of 16 bytes.
     """
     TILE: tl.constexpr = 64
-    pid = tl.program_id(0).to(tl.int64)
-    chunk = pid // whole
-    token = pid % whole
+    pid = tl.program_id(0).to(tl.uint32)
+    chunk = (pid // whole.to(tl.uint32)).to(tl.int64)
+    token = pid.to(tl.int64) - chunk * whole
     first, n = _nelem(chunk, nelem, chunk_nelem)
-    if token < n // hidden:
-        x = elements_at(x_ptr, X_ITEM) + first + token * hidden
-        row = tl.arange(0, _ROWS)
-        i = row[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        rank = token * 0
+    if (token + 1) * hidden <= n:
+        first += token * hidden
+        if ALIGNED:
+            first = tl.multiple_of(first, 16)
+        run = lanes(RUNS)
+        rank = tl.zeros([RUNS], tl.int64)
         if FUSED:
-            rank = tl.load(base_ptr + chunk * tokens + token)
-        tiles = _tiles(n, hidden, token_tiles, TILE)
-        wide = tiles - n // hidden // _SHARE * token_tiles
-        top = tl.zeros([_ROWS, TILE], tl.int32)
+            rank += tl.load(base_ptr + chunk * tokens + token)
+            tiles, wide = _tile_counts(
+                n, chunk_nelem, tiles, wide, hidden, token_tiles, hidden * 0 + 1, TILE
+            )
+        top = tl.zeros([RUNS], tl.int32)
         highest = tl.full([], 1, tl.int32)
-        total = tl.zeros([_ROWS, TILE], tl.int64)
-        weighted = tl.zeros([_ROWS, TILE], tl.int64)
+        total = tl.zeros([RUNS], tl.int64)
+        weighted = tl.zeros([RUNS], tl.uint64)
         for measured in range(2):
+            # A is `highest`: magnitudes are multiplied by 2^(142 - A), in two steps that are exact.
+            power = tl.minimum(142 - highest, 127)
+            scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+            more = ((142 - highest - power + 127) << 23).to(tl.float32, bitcast=True)
+            # What is not finite counts as 2^15.
+            cap = tl.where(highest == 255, 32768.0, 65536.0)
             at = token * 0
             while at < hidden:
-                e = tl.load(x + at + i, mask=at + i < hidden, other=0).to(tl.uint32)
+                here = at + run * RUN < hidden
+                count = tl.minimum(tl.maximum(hidden - at - run * RUN, 0), RUN)
+                v = _load(
+                    x_ptr,
+                    first + at,
+                    first + at + run * RUN,
+                    count,
+                    here,
+                    RUNS,
+                    EXP,
+                    X_ITEM,
+                    ALIGNED,
+                )
                 if FUSED:
-                    t = token * token_tiles + at // TILE + row
-                    here = row * TILE + at < hidden
-                    b, _, _ = _decode_rows(
+                    t = token * token_tiles + at // TILE + run // 2
+                    y, _, _, _ = _decode_runs(
                         src_ptr + (static_at + chunk * static_stride) * 128,
+                        t * 2 + run % 2,
                         t,
                         here,
                         here,
                         tiles,
                         wide,
-                        t - (rank >> 1) * token_tiles,
-                        (t * 0 + rank) & 1,
+                        rank,
+                        token_tiles,
                         payload,
-                        _ROWS,
+                        RUNS,
                         TILE,
-                        EXP,
-                        ITEM,
                         False,
+                        PTX,
                     )
-                    e = tl.where(at + i < hidden, _sum_bits(b, e, EXP, ITEM, X_ITEM), 0)
-                u = float_of(e, EXP, ITEM).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+                    v = _added(y, v, count, EXP, ITEM, X_ITEM, ALIGNED, CVT)
+                elif ALIGNED:
+                    v = word_values(v, EXP, ITEM)
                 if measured == 0:
-                    top = tl.maximum(top, u.to(tl.int32))
+                    for k in tl.static_range(RUN):
+                        top = tl.maximum(top, tl.abs(v[k]).to(tl.int32, bitcast=True))
                 else:
-                    field = (u >> 23).to(tl.int32)
-                    w = tl.where(field == 255, 0, u & 0x7FFFFF)
-                    w |= tl.where(field > 0, 1 << 23, 0).to(tl.uint32)
-                    shift = tl.minimum(highest - tl.maximum(field, 1), 31)
-                    q = (w >> 8) >> shift.to(tl.uint32)
-                    total += q.to(tl.int64)
-                    weighted += (q * _log2(q.to(tl.float32))).to(tl.int64)
-                at += _ROWS * TILE
-            highest = tl.maximum(tl.max(tl.max(top, 1), 0) >> 23, 1)
-        s = tl.sum(tl.sum(total, 1), 0)
-        mean = tl.sum(tl.sum(weighted, 1), 0) // tl.maximum(s, 1)
+                    part = tl.zeros([RUNS], tl.float32)
+                    for k in tl.static_range(RUN):
+                        bits = _whole_part(tl.minimum(tl.abs(v[k]) * scale * more, cap), PTX)
+                        q = bits.to(tl.float32, bitcast=True) - 8388608.0
+                        part += q
+                        weighted += (bits & 0x7FFFFF).to(tl.uint64) * _log2(q).to(tl.uint64)
+                    total += part.to(tl.int32).to(tl.int64)
+                at += RUNS * RUN
+            highest = tl.maximum(tl.max(top, 0) >> 23, 1)
+        s = tl.sum(total, 0)
+        mean = tl.sum(weighted.to(tl.int64, bitcast=True), 0) // tl.maximum(s, 1)
         entropy = tl.maximum(_log2(s.to(tl.float32)).to(tl.int64) - mean, 0)
         tl.store(counts_ptr + chunk * tokens + token, tl.where(s > 0, entropy, 0))
 
@@ -312,21 +465,29 @@ def _select_kernel(
     share = whole // _SHARE
     i = tl.arange(0, _TOKENS)
     bound = share * 0
-    below = share * 0
-    # The largest number that fewer than `share` entropies are below, bit by bit.
-    bit = share * 0 + _ENTROPIES
-    while bit > 0:
-        bit = bit // 2
-        trial = bound | bit
-        below = share * 0
+    ties = share
+    # The largest number that fewer than `share` entropies are below, three bits at a time: how many
+    # of them are below each of seven numbers.
+    step = share * 0 + _ENTROPIES
+    while step > 1:
+        step = step // 8
+        below = ()
+        for _k in tl.static_range(7):
+            below = below + (tl.zeros([_TOKENS], tl.int32),)
         at = share * 0
         while at < whole:
             e = tl.load(counts_ptr + at + i, mask=at + i < whole, other=1 << 40)
-            below += tl.sum((e < trial).to(tl.int64), 0)
+            more = ()
+            for k in tl.static_range(7):
+                more = more + (below[k] + (e < bound + (k + 1) * step).to(tl.int32),)
+            below = more
             at += _TOKENS
-        if below < share:
-            bound = trial
-    ties = share - below
+        start = bound
+        for k in tl.static_range(7):
+            count = tl.sum(below[k], 0)
+            if count < share:
+                bound = start + (k + 1) * step
+                ties = share - count
     before = share * 0
     total = tl.zeros([], tl.uint64)
     at = share * 0
@@ -378,24 +539,197 @@ def _rank_kernel(
     index_ptr = src_ptr + (static_at + chunk * static_stride + index) * 128
     i = tl.arange(0, _TOKENS)
     before = whole * 0
-    odd = whole * 0
+    odd = tl.zeros([_TOKENS], tl.int32)
     at = whole * 0
     while at < count:
         use = at + i < (count + 7) // 8 * 8
         byte = tl.load(index_ptr + (at + i) // 8, mask=use, other=0).to(tl.int32)
         narrow = (byte >> (i & 7)) & 1
-        odd += tl.sum(tl.where(at + i >= whole, narrow, 0), 0)
+        odd |= tl.where(at + i >= whole, narrow, 0)
         rank = (before + tl.cumsum(narrow, 0) - narrow) * 2 + narrow
         tl.store(counts_ptr + at + i, rank, mask=at + i < count)
         before += tl.sum(narrow, 0)
         at += _TOKENS
-    if (odd != 0) | (before != whole // _SHARE):
+    if (tl.max(odd, 0) != 0) | (before != whole // _SHARE):
         report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
         # Of a wrong index no token is narrow: every word is weighed once all the same.
         at = whole * 0
         while at < count:
             tl.store(counts_ptr + at + i, i * 0, mask=at + i < count)
             at += _TOKENS
+
+
+@triton.jit
+def _places(
+    counts_ptr,
+    run,
+    n,
+    tiles,
+    hidden,
+    token_tiles,
+    ranked,
+    MODE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Of runs of a chunk what `counts_ptr` says of their tokens, 0 where nothing is `ranked`; their
+    numbers of elements; and where in the chunk these begin.
+    """
+    PARTS: tl.constexpr = TILE // RUN
+    t = run // PARTS
+    if MODE == 0:
+        # Tiles without gaps are fewer than 2^31.
+        token = (t.to(tl.uint32) // token_tiles.to(tl.uint32)).to(tl.int64)
+        at = run * RUN
+        count = at * 0 + RUN
+    else:
+        token = t // token_tiles
+        within = (t - token * token_tiles) * TILE + run % PARTS * RUN
+        at = token * hidden + within
+        count = tl.minimum(tl.minimum(hidden - within, n - at), RUN)
+        count = tl.where(t < tiles, tl.maximum(count, 0), 0)
+    if TILE == 64:
+        rank = tl.load(counts_ptr + token, mask=t < tiles * ranked, other=0)
+    else:
+        rank = t * 0
+    return rank, count, at
+
+
+@triton.jit
+def _encode_runs(
+    v,
+    static_ptr,
+    run,
+    t,
+    here,
+    tiles,
+    rank,
+    token_tiles,
+    payload,
+    RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Encode float32 columns of runs `run` of tiles `t`, those that are `here`; `rank`: what
+    `_select_kernel` says of their tokens. Gives the keyed sum (SUMS).
+    """
+    PARTS: tl.constexpr = TILE // RUN
+    LOG: tl.constexpr = 2 if TILE == 64 else 3
+    # Extremes of the two halves of each run.
+    low, high, top = (), (), ()
+    for half in tl.static_range(2):
+        a, b = v[16 * half], v[16 * half]
+        for k in tl.static_range(16 * half + 1, 16 * half + 16):
+            a = tl.minimum(a, v[k], propagate_nan=tl.PropagateNan.ALL)
+            b = tl.maximum(b, v[k], propagate_nan=tl.PropagateNan.ALL)
+        size = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+        low, high, top = low + (a,), high + (b,), top + (size.to(tl.int32, bitcast=True),)
+    low, high = tl.minimum(low[0], low[1]), tl.maximum(high[0], high[1])
+    largest = tl.maximum(top[0], top[1])
+    pivot = largest * 0
+    if TILE == 64:
+        # The second largest of four parts of a tile: no more than that of its elements.
+        other = tl.minimum(top[0], top[1])
+        other = tl.maximum(_of_tiles(other, RUNS, "max"), _of_tiles(largest, RUNS, "min"))
+        largest = _of_tiles(largest, RUNS, "max")
+        low, high = _of_whole_tiles(low, high, largest, RUNS)
+        turn = _dominates(largest, other)
+        if tl.max(turn.to(tl.int32), 0) > 0:
+            v, pivot = _turned(v, largest, turn, RUNS)
+            low, high = v[0], v[0]
+            for k in tl.static_range(1, RUN):
+                low, high = tl.minimum(low, v[k]), tl.maximum(high, v[k])
+            low, high = _of_whole_tiles(low, high, largest, RUNS)
+    lost = largest >= _TOO_LARGE
+    least = tl.where(low == 0.0, 0.0, low).to(tl.float16)
+    least = least.to(tl.uint16, bitcast=True).to(tl.uint32)
+    lost |= (least & 0x7FFF) == 0x7C00
+    m = least.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    most = tl.full([RUNS], 15.0 if TILE == 64 else 63.0, tl.float32)
+    if TILE == 64:
+        most = tl.where((rank & 1) != 0, 7.0, most)
+    span = high - m
+    step = tl.div_rn(tl.where(span > 0.0, span, 0.0), most).to(tl.float16)
+    step = step.to(tl.uint16, bitcast=True).to(tl.uint32)
+    lost |= step == 0x7C00
+    s = step.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    r = tl.div_rn(tl.full([RUNS], 1.0, tl.float32), tl.where(s > 0.0, s, 1.0))
+    r = tl.where(s > 0.0, r, 0.0)
+    numbers = ()
+    for k in tl.static_range(RUN):
+        q = tl.minimum(tl.maximum((v[k] - m) * r, 0.0), most)
+        numbers = numbers + (q + ANCHOR,)
+    words = ()
+    for j in tl.static_range(1 << LOG):
+        word = code_word(numbers, j, 1 << LOG, 1 << LOG, False)
+        words = words + (tl.where(lost, 0, word),)
+    words = turn_bits(words, LOG)
+    total = tl.zeros([RUNS], tl.uint64)
+    words_ptr = static_ptr.to(tl.pointer_type(tl.uint32))
+    for p in tl.static_range(3 if TILE == 64 else 6):
+        at = p * tiles * PARTS
+        tl.store(words_ptr + at + run, words[p], mask=here)
+        if SUMS:
+            total += tl.where(here, weigh(words[p], at + run), 0)
+    # The first run of a tile writes what the tile has.
+    own = here & (run % PARTS == 0)
+    if TILE == 64:
+        slot = t - (rank >> 1) * token_tiles
+        use = here & ((rank & 1) == 0)
+        at = (3 * tiles + slot) * PARTS + run % PARTS
+        tl.store(words_ptr + at, words[3], mask=use)
+        if SUMS:
+            total += tl.where(use, weigh(words[3], at), 0)
+        pivot = tl.where(lost, 0, pivot)
+        at = payload * 128 + tiles * 4 + t
+        tl.store(static_ptr + at, pivot.to(tl.uint8), mask=own)
+        if SUMS:
+            total += tl.where(own, weigh_bytes(pivot, at), 0)
+    both = tl.where(lost, _LOST, least | (step << 16))
+    tl.store(words_ptr + payload * 32 + t, both, mask=own)
+    if SUMS:
+        total += tl.where(own, weigh(both, payload * 32 + t), 0)
+        return tl.sum(total, 0)
+    else:
+        return tl.zeros([], tl.uint64)
+
+
+@triton.jit
+def _of_whole_tiles(low, high, largest, RUNS: tl.constexpr):
+    """(least, largest value) of tiles of two runs whose own these are; 0 of tiles that are lost."""
+    lost = largest >= _TOO_LARGE
+    low, high = tl.where(lost, 0.0, low), tl.where(lost, 0.0, high)
+    return _of_tiles(low, RUNS, "min"), _of_tiles(high, RUNS, "max")
+
+
+@triton.jit
+def _dominates(top, second):
+    """Whether a magnitude, int32 bits, is positive and at least twice another."""
+    top, second = top.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+    return (top > 0.0) & (top >= second * 2.0)
+
+
+@triton.jit
+def _turned(v, top, turn, RUNS: tl.constexpr):
+    """(columns, of tiles of two runs those rotated that one magnitude dominates; pivot bytes).
+
+    `top` are the largest magnitudes; where `turn` is 0, none dominates.
+    """
+    part = lanes(RUNS) % 2
+    p, count, second = part * 0, part * 0, part * 0
+    for k in tl.static_range(RUN):
+        size = tl.abs(v[k]).to(tl.int32, bitcast=True)
+        found = size == top
+        p = tl.where(found, part * RUN + k, p)
+        count += found.to(tl.int32)
+        second = tl.maximum(second, tl.where(found, 0, size))
+    p, count = _of_tiles(p, RUNS, "sum"), _of_tiles(count, RUNS, "sum")
+    second = tl.where(count == 1, _of_tiles(second, RUNS, "max"), top)
+    turn = turn & _dominates(top, second) & (top < _TOO_LARGE)
+    turned = _rotated(_swap(v, p, _value_at(v, p, RUNS), RUNS), RUNS)
+    chosen = ()
+    for k in tl.static_range(RUN):
+        chosen = chosen + (tl.where(turn, turned[k], v[k]),)
+    return chosen, tl.where(turn, p + _PIVOT, 0)
 
 
 @kernel
@@ -425,6 +759,8 @@ def _encode_kernel(
     hidden: tl.int64,
     token_tiles: tl.int64,
     tokens: tl.int64,
+    tiles: tl.int64,
+    wide: tl.int64,
     groups: tl.int64,
     ranked: tl.int32,
     head: tl.int32,
@@ -432,6 +768,7 @@ def _encode_kernel(
     static_stride: tl.int64,
     payload: tl.int64,
     index: tl.int64,
+    RUNS: tl.constexpr,
     MODE: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
@@ -439,148 +776,80 @@ def _encode_kernel(
     SUMS: tl.constexpr,
     FUSED: tl.constexpr,
     X_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+    CVT: tl.constexpr,
 ):
     """Encode a group of tiles. Header and records were cleared, the index written before.
 
     MODE 0: whole groups whose tiles follow one another without gaps; 1: the group at the end of a
     chunk of those, which may be empty, with what else a chunk has; 2: both, tiles anywhere.
-    `ranked`: there are narrow tokens. FUSED: as `_entropy_kernel`.
+    `tiles` and `wide` are those of a whole chunk. `ranked`: there are narrow tokens. FUSED: as
+    `_entropy_kernel`.
     """
-    ROWS: tl.constexpr = _GROUP // TILE
-    PARTS: tl.constexpr = TILE // 32
-    PLANES: tl.constexpr = 3 if TILE == 64 else 6
-    pid = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = TILE // RUN
+    TILES: tl.constexpr = RUNS // PARTS
+    pid = tl.program_id(0)
     chunk = pid
     if MODE != 1:
-        chunk = pid // groups
+        chunk = (pid.to(tl.uint32) // groups.to(tl.uint32)).to(tl.int32)
+    group = (pid - chunk * groups.to(tl.int32)).to(tl.int64)
+    chunk = chunk.to(tl.int64)
     first, n = _nelem(chunk, nelem, chunk_nelem)
-    tiles = _tiles(n, hidden, token_tiles, TILE)
-    last = n // _GROUP
+    # fmt: off
+    tiles, wide = _tile_counts(
+        n, chunk_nelem, tiles, wide, hidden, token_tiles, ranked.to(tl.int64), TILE
+    )
+    # fmt: on
+    last = n // (RUNS * RUN)
     if MODE == 2:
-        last = tiles // ROWS
-    group = last
-    if MODE != 1:
-        group = pid % groups
+        last = tiles // TILES
+    if MODE == 1:
+        group = last
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
-    words_ptr = static_ptr.to(tl.pointer_type(tl.uint32))
     total = tl.zeros([], tl.uint64)
     if (group < last) | ((MODE != 0) & (group == last)):
-        t = group * ROWS + tl.arange(0, ROWS)
-        token = t // token_tiles
+        run = group * RUNS + lanes(RUNS)
+        t = run // PARTS
+        rank, count, at = _places(
+            counts_ptr + chunk * tokens, run, n, tiles, hidden, token_tiles, ranked, MODE, TILE
+        )
         here = t < tiles
-        use = t < tiles * ranked
-        rank = tl.load(counts_ptr + chunk * tokens + token, mask=use, other=0)
-        narrow = rank & 1
-        slot = t - (rank >> 1) * token_tiles
+        used = None
+        if MODE != 0:
+            used = count
+        begin = first + group * (RUNS * RUN)
         if MODE == 0:
-            i = tl.arange(0, _GROUP // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-            x = elements_at(x_ptr, X_ITEM) + tl.multiple_of(first + group * _GROUP, 16)
-            inside = i >= 0
-            e = tl.load(x + i).to(tl.uint32)
-        else:
-            within = (t - token * token_tiles) * TILE
-            at = token * hidden + within
-            count = tl.minimum(tl.minimum(hidden - within, n - at), TILE)
-            count = tl.where(here, count, 0).to(tl.int32)
-            part = tl.arange(0, _GROUP // 16) % (TILE // 16) * 16
-            i = part[:, None] + tl.arange(0, 16)[None, :]
-            inside = i < spread(count, ROWS, TILE // 16)[:, None]
-            x = elements_at(x_ptr, X_ITEM) + first
-            e = tl.load(x + spread(at, ROWS, TILE // 16)[:, None] + i, mask=inside, other=0)
-            e = e.to(tl.uint32)
+            begin = tl.multiple_of(begin, 16)
+        v = _load(x_ptr, begin, first + at, count, None, RUNS, EXP, X_ITEM, MODE == 0)
         if FUSED:
-            rank = tl.load(base_ptr + chunk * tokens + token, mask=use, other=0)
-            b, wrong, weighed = _decode_rows(
+            source, _, _ = _places(
+                base_ptr + chunk * tokens, run, n, tiles, hidden, token_tiles, ranked, MODE, TILE
+            )
+            y, _, wrong, weighed = _decode_runs(
                 src_ptr + (static_at + chunk * static_stride) * 128,
+                run,
                 t,
                 here,
                 here,
                 tiles,
-                tiles - ranked * (n // hidden // _SHARE) * token_tiles,
-                t - (rank >> 1) * token_tiles,
-                rank & 1,
+                wide,
+                source,
+                token_tiles,
                 payload,
-                ROWS,
+                RUNS,
                 TILE,
-                EXP,
-                ITEM,
                 SUMS,
+                PTX,
             )
-            if wrong != 0:
-                report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+            report_any(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD, wrong)
             if SUMS:
                 tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            e = _sum_bits(tl.reshape(b, [_GROUP // 16, 16]), e, EXP, ITEM, X_ITEM)
-            # What fills a tile up decodes to errors.
-            e = tl.where(inside, e, 0)
-        u = tl.reshape(float_of(e, EXP, ITEM).to(tl.uint32, bitcast=True), [ROWS, TILE])
-        size = (u & 0x7FFFFFFF).to(tl.int32)
-        top = tl.max(size, 1)
-        lost = top >= _TOO_LARGE
-        top = tl.where(lost, 0, top)
-        u = tl.where(lost[:, None], 0, u)
-        v = u.to(tl.float32, bitcast=True)
-        pivot = top * 0
-        if TILE == 64:
-            size = tl.where(lost[:, None], 0, size)
-            column = tl.arange(0, TILE)[None, :]
-            p = tl.min(tl.where(size == top[:, None], column, TILE - 1), 1)
-            second = tl.max(tl.where(column == p[:, None], 0, size), 1)
-            twice = second.to(tl.float32, bitcast=True) * 2.0
-            turn = (top > 0) & (top.to(tl.float32, bitcast=True) >= twice)
-            pivot = tl.where(turn, p + _PIVOT, 0)
-            v = tl.where(turn[:, None], _rotated(_swap(u, p, column), ROWS), v)
-        low = tl.min(v, 1)
-        least = tl.where(low == 0.0, 0.0, low).to(tl.float16)
-        least = least.to(tl.uint16, bitcast=True).to(tl.uint32)
-        lost |= (least & 0x7FFF) == 0x7C00
-        least = tl.where(lost, 0, least)
-        m = least.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        most = tl.full([ROWS], 15.0 if TILE == 64 else 63.0, tl.float32)
-        most = tl.where(narrow != 0, 7.0, most)
-        span = tl.max(v, 1) - m
-        step = tl.div_rn(tl.where(span > 0.0, span, 0.0), most).to(tl.float16)
-        step = step.to(tl.uint16, bitcast=True).to(tl.uint32)
-        lost |= step == 0x7C00
-        step = tl.where(lost, 0, step)
-        s = step.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        r = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.where(s > 0.0, s, 1.0))
-        r = tl.where(s > 0.0, r, 0.0)
-        q = (v - m[:, None]) * r[:, None]
-        q = tl.where(q > 0.0, q, 0.0)
-        q = tl.where(q < most[:, None], q, most[:, None])
-        code = (q + _ANCHOR).to(tl.uint32, bitcast=True) & 0xFF
-        code = tl.reshape(tl.where(lost[:, None], 0, code), [ROWS * PARTS, 32])
-        bit = tl.arange(0, 32)[None, :]
-        half = tl.arange(0, ROWS * PARTS)
-        at = group * ROWS * PARTS + half
-        use = at < tiles * PARTS
-        for p in tl.static_range(PLANES):
-            word = tl.sum(((code >> p) & 1) << bit, 1)
-            if MODE == 0:
-                tl.store(words_ptr + p * tiles * PARTS + at, word)
-            else:
-                tl.store(words_ptr + p * tiles * PARTS + at, word, mask=use)
-            if SUMS:
-                terms = weigh(word, p * tiles * PARTS + at)
-                total += tl.sum(tl.where(use, terms, 0), 0)
-        if TILE == 64:
-            word = tl.sum(((code >> 3) & 1) << bit, 1)
-            at = spread((3 * tiles + slot) * PARTS, ROWS, PARTS) + half % PARTS
-            use = spread(here & (narrow == 0), ROWS, PARTS)
-            tl.store(words_ptr + at, word, mask=use)
-            if SUMS:
-                total += tl.sum(tl.where(use, weigh(word, at), 0), 0)
-        both = tl.where(lost, _LOST, least | (step << 16))
-        tl.store(words_ptr + payload * 32 + t, both, mask=here)
-        if SUMS:
-            total += tl.sum(tl.where(here, weigh(both, payload * 32 + t), 0), 0)
-        if TILE == 64:
-            pivot = tl.where(lost, 0, pivot)
-            at = payload * 128 + tiles * 4 + t
-            tl.store(static_ptr + at, pivot.to(tl.uint8), mask=here)
-            if SUMS:
-                total += tl.sum(tl.where(here, weigh_bytes(pivot, at), 0), 0)
+            v = _added(y, v, used, EXP, ITEM, X_ITEM, MODE == 0, CVT)
+        elif MODE == 0:
+            v = word_values(v, EXP, ITEM)
+        total += _encode_runs(
+            v, static_ptr, run, t, here, tiles, rank, token_tiles, payload, RUNS, TILE, SUMS
+        )
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
     if MODE != 0:
         if group == last:
@@ -630,18 +899,24 @@ def _decode_kernel(
     hidden: tl.int64,
     token_tiles: tl.int64,
     tokens: tl.int64,
+    tiles: tl.int64,
+    wide: tl.int64,
     groups: tl.int64,
     ranked: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
     payload: tl.int64,
+    RUNS: tl.constexpr,
     MODE: tl.constexpr,
     EXP: tl.constexpr,
     ITEM: tl.constexpr,
     TILE: tl.constexpr,
     STORE: tl.constexpr,
     ADD: tl.constexpr,
+    STAGED: tl.constexpr,
     SUMS: tl.constexpr,
+    PTX: tl.constexpr,
+    CVT: tl.constexpr,
 ):
     """Decode a group's elements from `start` to `stop` of the tensor to the start of `out_ptr`.
 
@@ -649,81 +924,85 @@ def _decode_kernel(
     which are the last group of each of `chunks` chunks and those of `start` and `stop`; 2: all
     groups, tiles anywhere.
     """
-    ROWS: tl.constexpr = _GROUP // TILE
+    PARTS: tl.constexpr = TILE // RUN
+    GROUP: tl.constexpr = RUNS * RUN
     pid = tl.program_id(0).to(tl.int64)
     if MODE == 1:
         pick = tl.where(pid == chunks, start, stop - 1)
         chunk = tl.where(pid < chunks, first_chunk + pid, pick // chunk_nelem)
     else:
-        chunk = (first_group + pid) // groups
+        ahead = (first_group + pid).to(tl.uint32)
+        chunk = (ahead // groups.to(tl.uint32)).to(tl.int64)
     first, n = _nelem(chunk, nelem, chunk_nelem)
-    tiles = _tiles(n, hidden, token_tiles, TILE)
+    # fmt: off
+    tiles, wide = _tile_counts(
+        n, chunk_nelem, tiles, wide, hidden, token_tiles, ranked.to(tl.int64), TILE
+    )
+    # fmt: on
     if MODE == 1:
-        group = tl.where(pid < chunks, n // _GROUP, (pick - first) // _GROUP)
+        group = tl.where(pid < chunks, n // GROUP, (pick - first) // GROUP)
     else:
-        group = (first_group + pid) % groups
-    at = group * _GROUP
-    inside = (n - at >= _GROUP) & (first + at >= start) & (first + at + _GROUP <= stop)
-    mine = group * ROWS < tiles
+        group = first_group + pid - chunk * groups
+    at = group * GROUP
+    inside = (n - at >= GROUP) & (first + at >= start) & (first + at + GROUP <= stop)
+    mine = group * (RUNS // PARTS) < tiles
     if MODE == 0:
         mine = inside
     elif MODE == 1:
         again = (pid > chunks) & (chunk == start // chunk_nelem)
-        again = again & (group == (start - first) // _GROUP)
-        mine &= (inside == 0) & ((pid < chunks) | ((n - at >= _GROUP) & (again == 0)))
-        mine &= (first + at < stop) & (first + tl.minimum(at + _GROUP, n) > start)
+        again = again & (group == (start - first) // GROUP)
+        mine &= (inside == 0) & ((pid < chunks) | ((n - at >= GROUP) & (again == 0)))
+        mine &= (first + at < stop) & (first + tl.minimum(at + GROUP, n) > start)
     if mine:
-        t = group * ROWS + tl.arange(0, ROWS)
-        token = t // token_tiles
-        within = (t - token * token_tiles) * TILE
+        run = group * RUNS + lanes(RUNS)
+        t = run // PARTS
+        rank, count, begin = _places(
+            counts_ptr + chunk * tokens, run, n, tiles, hidden, token_tiles, ranked, MODE, TILE
+        )
         here = t < tiles
-        begin = token * hidden + within
-        count = tl.where(here, tl.minimum(tl.minimum(hidden - within, n - begin), TILE), 0)
-        wanted = (first + begin < stop) & (first + begin + count > start)
-        use = t < tiles * ranked
-        rank = tl.load(counts_ptr + chunk * tokens + token, mask=use, other=0)
-        b, wrong, total = _decode_rows(
+        wanted = here
+        if MODE != 0:
+            edge = begin - run % PARTS * RUN
+            size = tl.minimum(tl.minimum(hidden - t % token_tiles * TILE, n - edge), TILE)
+            wanted = here & (first + edge < stop) & (first + edge + size > start)
+        y, lost, wrong, total = _decode_runs(
             src_ptr + (static_at + chunk * static_stride) * 128,
+            run,
             t,
             here,
             wanted,
             tiles,
-            tiles - ranked * (n // hidden // _SHARE) * token_tiles,
-            t - (rank >> 1) * token_tiles,
-            rank & 1,
+            wide,
+            rank,
+            token_tiles,
             payload,
-            ROWS,
+            RUNS,
             TILE,
-            EXP,
-            ITEM,
             SUMS,
+            PTX,
         )
-        if wrong != 0:
-            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+        report_any(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD, wrong)
         if SUMS:
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
         if STORE:
-            b = tl.reshape(b, [_GROUP // 16, 16])
-            row = tl.arange(0, _GROUP // 16)
-            column = tl.arange(0, 16)[None, :]
+            to = first + at - start
+            i = tl.arange(0, RUN)[None, :]
+            use = None
             if MODE == 0:
-                use = None
-                i = row[:, None] * 16 + column
-                to = tl.multiple_of(first + at - start, 16)
+                to = tl.multiple_of(to, 16)
+                i = tl.arange(0, RUNS)[:, None] * RUN + i
             else:
-                to = first + begin - start
-                low = tl.minimum(tl.maximum(-to, 0), TILE).to(tl.int32)
-                high = tl.maximum(tl.minimum(count, stop - start - to), 0).to(tl.int32)
-                i = (row % (TILE // 16) * 16)[:, None] + column
-                use = i >= spread(low, ROWS, TILE // 16)[:, None]
-                use &= i < spread(high, ROWS, TILE // 16)[:, None]
-                to = spread(to, ROWS, TILE // 16)[:, None]
-            if ADD == 0:
-                kind = tl.uint16 if ITEM == 2 else tl.uint32
-                tl.store(elements_at(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
+                to = first - start
+                i = begin[:, None] + i
+                use = (i < (begin + count)[:, None]) & (i + to >= 0) & (i + to < stop - start)
+            if ADD > 0:
+                add_elements(out_ptr, to + i, y, use, EXP, ITEM, ADD, CVT)
             else:
-                value = float_of(b, EXP, ITEM)
-                add_to(accumulator(out_ptr, EXP, ADD) + to + i, value, use, EXP, ADD)
+                words = element_words(y, lost, EXP, ITEM, CVT)
+                if MODE == 0:
+                    store_runs(out_ptr + to * ITEM, words, RUNS, STAGED)
+                else:
+                    store_elements(out_ptr, to + i, words, use, RUNS, ITEM)
 
 
 @kernel
@@ -835,18 +1114,22 @@ def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | No
 
 
 @functools.cache
-def _variant(name: str, dtype: DType, warps: int, **values: int) -> Variant:
-    """A kernel for a dtype."""
+def _variant(name: str, dtype: DType, runs: int, **values: int) -> Variant:
+    """A kernel for a dtype, with a thread for each of `runs`."""
     kernels = {"entropy": _entropy_kernel, "encode": _encode_kernel, "decode": _decode_kernel}
     chosen = kernels[name]
-    kind = {"EXP": dtype.exponent, "ITEM": dtype.itemsize}
+    kind = {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "PTX": PTX, "RUNS": runs}
     meta = (values | kind).items()
     order = [n for n in chosen.arg_names if n.isupper()]
-    return Variant(chosen, options(warps), **dict(sorted(meta, key=lambda kv: order.index(kv[0]))))
+    return Variant(
+        chosen, options(runs // 32), **dict(sorted(meta, key=lambda kv: order.index(kv[0])))
+    )
 
 
-_RANKS = Variant(_rank_kernel, options(_WARPS))
-_SELECTS = {sums: Variant(_select_kernel, options(_WARPS), SUMS=sums) for sums in (False, True)}
+_RANKS = Variant(_rank_kernel, options(_RANK_WARPS))
+_SELECTS = {
+    sums: Variant(_select_kernel, options(_SELECT_WARPS), SUMS=sums) for sums in (False, True)
+}
 
 
 @functools.cache
@@ -876,11 +1159,14 @@ class _Launches:
         self.static = plan.static_offset // 128, plan.static_stride // 128
         payload, scales, _ = (s.nbytes // 128 for s in plan.layout.sections)
         self.payload, self.index = payload, payload + scales
-        self.rows = _GROUP.value // spec.tile
+        group = RUNS * int(RUN.value)
+        self.runs, self.group, self.rows = RUNS, group, group // spec.tile
         #: Tiles follow one another without gaps.
         self.dense = n <= spec.hidden or spec.hidden % spec.tile == 0
-        self.whole = n // _GROUP.value
-        self.groups = spec.tiles(n) // self.rows + 1
+        self.whole = n // group
+        tiles = spec.tiles(n)
+        self.groups = tiles // self.rows + 1
+        self.tiles = tiles, tiles - spec.narrow_tokens(n) * self.hidden[1]
         self.aligned = self.dense and (plan.chunks == 1 or n * plan.dtype.itemsize % 16 == 0)
 
     def split(self, plan: Plan, scratch: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -935,16 +1221,19 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
     g = _launches(plan)
     summed = {"FUSED": src is not None, "X_ITEM": x.element_size()}
     out[: plan.static_offset].zero_()
+    cvt = converts(out.device)
     source, counts, base, *_ = tensors
     if g.ranked:
         whole = plan.chunk_nelem // g.spec.hidden
-        _variant("entropy", plan.dtype, _WARPS, **summed).launch(
+        aligned = g.aligned and g.spec.hidden % g.spec.tile == 0 and x.data_ptr() % 16 == 0
+        _variant("entropy", plan.dtype, ENTROPY_RUNS, ALIGNED=aligned, CVT=cvt, **summed).launch(
             whole * plan.chunks,
             (x, source, base, counts),
             *g.sizes,
             *g.hidden,
             whole,
             g.tokens,
+            *g.tiles,
             *g.static,
             g.payload,
         )
@@ -963,9 +1252,8 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
         modes = [(0, g.whole, g.whole * plan.chunks), (1, 1, plan.chunks)]
     for mode, groups, programs in modes:
         if programs:
-            values = {"MODE": mode, "TILE": g.spec.tile, "SUMS": plan.checksum} | summed
-            warps = _WARPS if mode == 0 else _WARPS_ANYWHERE
-            _variant("encode", plan.dtype, warps, **values).launch(
+            values = {"MODE": mode, "TILE": g.spec.tile, "SUMS": plan.checksum, "CVT": cvt}
+            _variant("encode", plan.dtype, g.runs, **values, **summed).launch(
                 programs,
                 (x, out, *tensors),
                 *g.first_words,
@@ -973,6 +1261,7 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
                 *g.sizes,
                 *g.hidden,
                 g.tokens,
+                *g.tiles,
                 groups,
                 int(g.ranked),
                 g.head,
@@ -1010,12 +1299,12 @@ def decode(
     first, end, first_whole, end_whole = touched(plan, start, stop)
     _rank(plan, src, counts, status, first, end)
     adding = out.element_size() if add else 0
-    values = {"TILE": g.spec.tile, "STORE": store, "ADD": adding}
+    values = {"TILE": g.spec.tile, "STORE": store, "ADD": adding, "STAGED": STAGED}
+    values |= {"SUMS": summed, "CVT": converts(src.device)}
     aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
     for mode, groups, lo, programs in _programs(plan, start, stop, aligned, end - first):
         if programs > 0:
-            warps = _WARPS if mode == 0 else _WARPS_ANYWHERE
-            _variant("decode", plan.dtype, warps, MODE=mode, SUMS=summed, **values).launch(
+            _variant("decode", plan.dtype, g.runs, MODE=mode, **values).launch(
                 programs,
                 (src, out, counts, sums, status),
                 start,
@@ -1026,6 +1315,7 @@ def decode(
                 *g.sizes,
                 *g.hidden,
                 g.tokens,
+                *g.tiles,
                 groups,
                 int(g.ranked),
                 *g.static,
@@ -1048,7 +1338,7 @@ def _programs(
         lo = low * g.groups + tile_range(g.spec, begin, begin + 1)[0] // g.rows
         hi = high * g.groups + tile_range(g.spec, last, last + 1)[0] // g.rows + 1
         return [(2, g.groups, lo, hi - lo)]
-    size = _GROUP.value
+    size = g.group
     lo = low * g.whole + min(begin // size, g.whole)
     hi = high * g.whole + min(last // size + 1, g.whole)
     return [(0, g.whole, lo, hi - lo), (1, 1, 0, chunks + 2)]

@@ -1037,29 +1037,30 @@ def test_tahquant(
 
 
 def test_tahquant_with_more_tokens_than_a_program_looks_at(place: str) -> None:
-    """A thousand tokens and more, equal ones among them, in the kernels that rank them."""
+    """Some thousand tokens, equal ones among them, in the kernels that rank them."""
     from tightwire.codecs import tahquant_triton
     from tightwire.codecs.tahquant import Tahquant
 
-    dtype, hidden = BY_NAME["bfloat16"], 64
+    dtype, hidden, tokens = BY_NAME["bfloat16"], 64, 5000
+    assert tokens > tahquant_triton._TOKENS.value
     codec = tw.codec("tahquant", hidden=hidden)
-    plan = codec.plan((1100 * hidden,), dtype.name)
-    bits = make_bits("normal", dtype, 1100 * hidden)
+    plan = codec.plan((tokens * hidden,), dtype.name)
+    bits = make_bits("normal", dtype, tokens * hidden)
     expected = np.frombuffer(bytes(codec.encode(bits.view(dtype.numpy))), np.uint8)
     index = slice(plan.dynamic_offset - plan.layout.sections[2].nbytes, plan.dynamic_offset)
     spec = plan.codec
-    narrow = np.unpackbits(expected[index], bitorder="little")[:1100].astype(np.int64)
+    narrow = np.unpackbits(expected[index], bitorder="little")[:tokens].astype(np.int64)
     assert isinstance(spec, Tahquant)
     launches = tahquant_triton._launches(plan)
     memory = Memory(place)
     src = memory.put(expected, BY_NAME["uint8"])
-    counts = memory.elements(BY_NAME["int64"], 1100)
+    counts = memory.elements(BY_NAME["int64"], tokens)
     status = memory.put(np.zeros(1, np.uint64), BY_NAME["int64"])
     tahquant_triton._rank(plan, src, counts.view(torch.uint8), status, 0, 1)
     ranks = 2 * (np.cumsum(narrow) - narrow) + narrow
     assert raw(counts).view(np.int64).tolist() == ranks.tolist()
     assert int(status.item()) == 0
-    entropies = np.where(narrow != 0, 7, 1000 + np.arange(1100) % 3)
+    entropies = np.where(narrow != 0, 7, 1000 + np.arange(tokens) % 3)
     entropies[np.flatnonzero(narrow)[-1]] = 1000
     again = memory.put(entropies.view(np.uint64), BY_NAME["int64"])
     out = memory.take(plan.nbytes)
@@ -1069,14 +1070,14 @@ def test_tahquant_with_more_tokens_than_a_program_looks_at(place: str) -> None:
         plan.nelem,
         plan.nelem,
         hidden,
-        1100,
+        tokens,
         launches.head,
         *launches.static,
         launches.index,
     )
-    chosen = np.zeros(1100, np.int64)
-    chosen[np.argsort(entropies, kind="stable")[:220]] = 1
-    found = np.unpackbits(raw(out)[index][:138], bitorder="little")[:1100]
+    chosen = np.zeros(tokens, np.int64)
+    chosen[np.argsort(entropies, kind="stable")[: tokens // 5]] = 1
+    found = np.unpackbits(raw(out)[index][: tokens // 8], bitorder="little")[:tokens]
     assert found.tolist() == chosen.tolist()
     ranks = 2 * (np.cumsum(chosen) - chosen) + chosen
     assert raw(again).view(np.int64).tolist() == ranks.tolist()
