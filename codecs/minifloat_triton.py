@@ -362,8 +362,10 @@ def _given_scales(
     elif GIVEN == _OF_STATS:
         at += first // BLOCK
         bytes_ptr = stats_ptr.to(tl.pointer_type(tl.uint8))
-        after = tl.minimum(at + (first % BLOCK != 0).to(tl.int64), (nelem - 1) // BLOCK)
-        scales = tl.maximum(tl.load(bytes_ptr + at, mask=use), tl.load(bytes_ptr + after, mask=use))
+        scales = tl.load(bytes_ptr + at, mask=use)
+        if first % BLOCK != 0:
+            after = tl.minimum(at + 1, (nelem - 1) // BLOCK)
+            scales = tl.maximum(scales, tl.load(bytes_ptr + after, mask=use))
     else:
         scales = slot
     return scales.to(tl.int32)
