@@ -29,7 +29,9 @@ class ErrorFeedback:
 
     A tensor may be made of `parts`, names and numbers of elements: each has its residual, so that
     buckets may be cut anew and come in any order. A residual whose size has changed starts at zero;
-    entries that are infinite or NaN become zero, so that a step that overflowed leaves no trace.
+    entries that are infinite or NaN become zero. A residual that went with a step whose result is
+    thrown away, as another rank's overflow can make it, is lost: where steps are skipped, take a
+    `state_dict()` before. Residuals of gradients that are scaled (loss scaling) are scaled alike.
 
     Tensors are PyTorch's or NumPy's, on any device, and are not modified. Not for use by several
     threads at once. Every rank has one of its own, with the residuals of what it sends.

@@ -419,6 +419,7 @@ def compress(
     as large as the unsharded gradients, which starts anew when other parameters get gradients.
     `parameter_feedback`, which may be the same object, does so with shards of parameters where the
     codec of `options` is lossy, by the name and "parameters": `AllGather.with_feedback` says when.
+    Frozen parameters gain nothing from it; of modules sharded as one group the last counts.
     `topology` is how gradients are summed: by hops partial sums are rounded to `reduce_dtype` and
     encoded at each hop, and a rank decodes its share in the end, without error feedback; `scaling`
     is for mx with scales that are agreed on. With

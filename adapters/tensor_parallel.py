@@ -123,7 +123,7 @@ class TensorParallel:
         that place, whatever batch that is of. A residual is called by the name, "forward" or
         "backward", and the collective, as "name.forward.all_reduce"; it is float32 (of float64
         float64), as large as the tensor, and starts at zero when its size changes, so that batches
-        should keep their shape. Natively tensors with feedback are not rounded to `wire`.
+        should keep their shape. What `wire` rounds away is a part of it.
 
         Under `no_grad` and in inference mode no residual is used or changed; all ranks are to be in
         the same mode. Tensors of other dtypes than floats have none. Activation checkpointing makes

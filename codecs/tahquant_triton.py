@@ -402,12 +402,14 @@ def _entropy_kernel(
                 )
                 if FUSED:
                     t = token * token_tiles + at // TILE + run // 2
+                    # Also what pads a token's last tile is rotated with the rest.
+                    inside = at // TILE + run // 2 < token_tiles
                     y, _, _, _ = _decode_runs(
                         src_ptr + (static_at + chunk * static_stride) * 128,
                         t * 2 + run % 2,
                         t,
-                        here,
-                        here,
+                        inside,
+                        inside,
                         tiles,
                         wide,
                         rank,
@@ -1167,7 +1169,7 @@ class _Launches:
         tiles = spec.tiles(n)
         self.groups = tiles // self.rows + 1
         self.tiles = tiles, tiles - spec.narrow_tokens(n) * self.hidden[1]
-        self.aligned = self.dense and (plan.chunks == 1 or n * plan.dtype.itemsize % 16 == 0)
+        self.aligned = self.dense and (plan.chunks == 1 or n % 16 == 0)
 
     def split(self, plan: Plan, scratch: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Workspace for sums of chunks and, twice, a number of each token."""
@@ -1301,7 +1303,7 @@ def decode(
     adding = out.element_size() if add else 0
     values = {"TILE": g.spec.tile, "STORE": store, "ADD": adding, "STAGED": STAGED}
     values |= {"SUMS": summed, "CVT": converts(src.device)}
-    aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
+    aligned = g.aligned and start % 16 == 0 and out.data_ptr() % 16 == 0
     for mode, groups, lo, programs in _programs(plan, start, stop, aligned, end - first):
         if programs > 0:
             _variant("decode", plan.dtype, g.runs, MODE=mode, **values).launch(

@@ -684,6 +684,20 @@ def test_sums_of_float32_and_a_narrow_buffer(
     memory.check()
 
 
+@pytest.mark.parametrize("hidden", [96, 32, pytest.param(160, marks=pytest.mark.gpu)])
+def test_tahquant_sums_of_tokens_whose_last_tile_is_half_empty(place: str, hidden: int) -> None:
+    """Its pivot turns what fills it up, too, which tells which tokens are narrow."""
+    memory, codec, kind = Memory(place), tw.codec("tahquant", hidden=hidden), BY_NAME["float32"]
+    rng = np.random.default_rng(0)
+    a, x = rng.standard_normal((2, 20, hidden)).astype(np.float32)
+    a[:, hidden // 64 * 64] = 50
+    src = codec.encode(memory.put(a.reshape(-1).view(np.uint32), kind), backend="triton")
+    x = x.reshape(-1) / 2
+    total = codec.decode_add_encode(src, memory.put(x.view(np.uint32), kind), backend="triton")
+    src.check()
+    assert bytes(total) == bytes(codec.decode_add_encode(bytes(src), x, backend="ref"))
+
+
 #: Elements of all widths; the interpreter meets each dtype and width once.
 AGREED = [("e4m3", "bfloat16"), ("e2m1", "float16"), ("e3m2", "float32"), ("int8", "bfloat16")]
 AGREED_GPU = [("e5m2", "bfloat16"), ("e4m3", "float16"), ("e2m1", "bfloat16"), ("e4m3", "float32")]
