@@ -684,7 +684,7 @@ def test_sums_of_float32_and_a_narrow_buffer(
     memory.check()
 
 
-@pytest.mark.parametrize("hidden", [96, 32, pytest.param(160, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("hidden", [96, pytest.param(160, marks=pytest.mark.gpu)])
 def test_tahquant_sums_of_tokens_whose_last_tile_is_half_empty(place: str, hidden: int) -> None:
     """Its pivot turns what fills it up, too, which tells which tokens are narrow."""
     memory, codec, kind = Memory(place), tw.codec("tahquant", hidden=hidden), BY_NAME["float32"]
