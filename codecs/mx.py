@@ -267,7 +267,8 @@ def _largest(words: Bits) -> Bits:
 def agreed_scales(chunk: Chunk, stats: npt.NDArray[Any]) -> Bytes:
     """The scale bytes of a chunk's blocks, of those of the tensor's.
 
-    A block that lies on two of the tensor's takes the larger. ValueError for a wrong number.
+    Where the chunk starts within one of those, its blocks take the larger of that which they start
+    in and the next. ValueError for a wrong number.
     """
     blocks = -(-math.prod(chunk.shape) // BLOCK)
     if stats.shape != (blocks,):
