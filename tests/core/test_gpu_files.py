@@ -1,0 +1,251 @@
+"""Files to a GPU and back. Without one the interpreter runs the kernels, on host memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tightwire import files, gpu_files, pinned  # noqa: E402
+from tightwire.formats.container import directory_bytes  # noqa: E402
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Where kernels run."""
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    return torch.device(request.param, 0 if request.param == "cuda" else None)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and slots so small that little data goes through many of them."""
+    monkeypatch.setattr(gpu_files, "WINDOW_NBYTES", 20_000)
+    monkeypatch.setattr(pinned, "SLOT_NBYTES", 4096)
+    monkeypatch.setattr(
+        pinned, "_pools", {False: pinned.Pool(False, 3), True: pinned.Pool(True, 3)}
+    )
+
+
+def model() -> dict[str, Any]:
+    """A tensor of every kind that is decoded in another way."""
+    torch.manual_seed(0)
+    bits = torch.randint(-(1 << 15), 1 << 15, (9001,), dtype=torch.int16)
+    return {
+        "bfloat16": torch.randn(3, 4096).bfloat16(),
+        "float32": torch.randn(5000) * 0.02,
+        "float16": torch.randn(4097).half(),
+        "float8_e4m3fn": torch.randn(6000).to(torch.float8_e4m3fn),
+        "float64": torch.randn(300).double(),
+        "stored raw": bits.view(torch.bfloat16),
+        "int64": torch.arange(3000),
+        "int8": torch.randint(-128, 127, (5001,), dtype=torch.int8),
+        "bool": torch.rand(777) > 0.5,
+        "complex64": torch.randn(10, dtype=torch.complex64),
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "bfloat16 too": torch.randn(3, 4096).bfloat16(),
+    }
+
+
+def bits(x: Any) -> Any:
+    return x.detach().cpu().reshape(-1).view(torch.uint8)
+
+
+def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(
+        found[name].dtype == x.dtype
+        and found[name].shape == x.shape
+        and torch.equal(bits(found[name]), bits(x))
+        for name, x in expected.items()
+    )
+
+
+def load(path: Path, device: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    directory = files.map_safetensors(path)[1]
+    with open(path, "rb") as file:
+        at, entries = directory.data_at, directory.entries
+        found = gpu_files.load(path, file.fileno(), at, entries, device, given or {}, 1 << 40)
+    slots = pinned.pool(device.type == "cuda")
+    assert len(slots._free) == slots._made, "a slot has not been given back"
+    return found
+
+
+@pytest.mark.usefixtures("small")
+def test_all_kinds_of_tensors(device: Any, tmp_path: Path) -> None:
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "x")
+    found = load(tmp_path / "x", device)
+    assert list(found) == list(tensors)
+    assert same(found, tensors)
+    assert all(x.device == device for x in found.values())
+
+
+def test_one_window(device: Any, tmp_path: Path) -> None:
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "x")
+    assert same(load(tmp_path / "x", device), tensors)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("params", [{"window": "sigma"}, {"window": 119}])
+def test_windows_per_tensor(params: dict[str, Any], device: Any, tmp_path: Path) -> None:
+    tensors = {k: v for k, v in model().items() if k.startswith(("bfloat16", "stored"))}
+    tw.save_file(tensors, tmp_path / "x", tw.codec("zipccl", **params))
+    assert same(load(tmp_path / "x", device), tensors)
+
+
+@pytest.mark.usefixtures("small")
+def test_memory_that_is_given(device: Any, tmp_path: Path) -> None:
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "x")
+    shifted = torch.full((3 * 4096 + 9,), 7.0, dtype=torch.bfloat16, device=device)
+    given = {
+        "bfloat16": shifted[1:-8].view(3, 4096),
+        "int8": torch.empty(5001, dtype=torch.int8, device=device),
+    }
+    found = load(tmp_path / "x", device, given)
+    assert found["bfloat16"] is given["bfloat16"]
+    assert same(found, tensors)
+    assert (shifted[0], shifted[-1]) == (7.0, 7.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_many_chunks(device: Any, tmp_path: Path) -> None:
+    x = torch.randn(40_000).bfloat16()
+    odd = torch.randn(9_999).bfloat16()
+    buffers = {"a": tw.encode(x, chunks=3), "b": tw.encode(odd, chunks=4)}
+    parsed = {name: buffer.parsed() for name, buffer in buffers.items()}
+    plans = {name: p.plan for name, p in parsed.items()}
+    metadata = {"tightwire": "1"}
+    files.write_compressed(tmp_path / "x", plans, iter(parsed.values()), metadata)
+    assert same(load(tmp_path / "x", device), {"a": x, "b": odd})
+
+
+@pytest.mark.usefixtures("small")
+def test_damage_has_the_reason_that_the_host_gives(device: Any, tmp_path: Path) -> None:
+    tensors = {k: v for k, v in model().items() if k in ("float16", "stored raw", "int8")}
+    path = tmp_path / "x"
+    tw.save_file(tensors, path)
+    data = path.read_bytes()
+    at = files.map_safetensors(path)[1].data_at
+    rng = np.random.default_rng(0)
+    for place in [at + 9, at + 40, at + 130, *rng.integers(at, len(data), 12).tolist()]:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(tw.FormatError) as host:
+            tw.load_file(path)
+        with pytest.raises(tw.FormatError) as found:
+            load(path, device)
+        assert found.value.reason == host.value.reason, place
+        assert str(path) in str(found.value)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_becomes_shorter(device: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    tw.save_file(model(), path)
+    directory = files.map_safetensors(path)[1]
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 30_000)
+        with pytest.raises(tw.FormatError, match=r"became shorter") as error:
+            entries = directory.entries
+            fd = file.fileno()
+            gpu_files.load(path, fd, directory.data_at, entries, device, {}, 1 << 40)
+    assert error.value.reason == "truncated"
+    slots = pinned.pool(device.type == "cuda")
+    assert len(slots._free) == slots._made
+
+
+@pytest.mark.usefixtures("small")
+def test_transfers_at_the_same_time_share_slots(device: Any, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 150_000, np.uint8).tobytes()
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    ranges = list(itertools.pairwise(range(0, 150_001, 25_000)))
+    outcomes: list[bytes] = []
+
+    def task() -> None:
+        with open(path, "rb") as file, pinned.Transfer(path, file.fileno(), ranges, device) as t:
+            outcomes.append(b"".join(staging.cpu().numpy().tobytes() for staging in t))
+
+    threads = [threading.Thread(target=task) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == [data] * 4
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_001])
+@pytest.mark.usefixtures("small")
+def test_bytes_there_and_back(nbytes: int, device: Any, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    path = tmp_path / "x"
+    with open(path, "wb+") as file:
+        with pinned.Writer(file.fileno(), device) as writer:
+            halves = torch.from_numpy(data).to(device).tensor_split(2)
+            writer.write(halves[0], 5)
+            writer.write(halves[1], 5 + halves[0].numel())
+        assert path.read_bytes()[5:] == data.tobytes()
+        cuts = [5 + nbytes * i // 7 for i in range(8)]
+        ranges = list(itertools.pairwise(cuts))
+        with pinned.Transfer(path, file.fileno(), ranges, device) as transfer:
+            found = [staging.cpu().numpy().copy() for staging in transfer]
+    assert np.concatenate(found).tobytes() == data.tobytes()
+
+
+@pytest.mark.usefixtures("small")
+def test_saved_bytes_are_those_of_the_host(device: Any, tmp_path: Path) -> None:
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "host")
+    expected = (tmp_path / "host").read_bytes()
+    directory = files.map_safetensors(tmp_path / "host")[1]
+    with open(tmp_path / "x", "wb") as file:
+        with pinned.Writer(file.fileno(), device) as writer:
+            on_device = {name: x.to(device) for name, x in tensors.items()}
+            codec = tw.codec("zipccl")
+            entries = gpu_files.save(writer, on_device, codec, directory.data_at)
+        file.write(directory_bytes(entries, directory.metadata, directory.data_at))
+    assert (tmp_path / "x").read_bytes() == expected
+
+
+@pytest.mark.usefixtures("small")
+def test_a_full_disk(device: Any, tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    x = torch.randn(9000).to(device)
+    with (
+        open("/dev/full", "wb") as file,
+        pytest.raises(OSError, match="No space"),
+        pinned.Writer(file.fileno(), device) as writer,
+    ):
+        gpu_files.save(writer, {"x": x}, tw.codec("zipccl"), 0)
+    slots = pinned.pool(device.type == "cuda")
+    assert len(slots._free) == slots._made
+
+
+def test_windows_cover_all_entries(small: None) -> None:
+    def entry(name: str, begin: int, end: int) -> Any:
+        return gpu_files.Entry(name, "U8", (end - begin,), begin, end)
+
+    sizes = [100, 19_000, 2_000, 50_000, 0, 1, 20_000, 20_000]
+    ends = np.cumsum(sizes).tolist()
+    entries = [entry(str(i), e - n, e) for i, (n, e) in enumerate(zip(sizes, ends, strict=True))]
+    windows = list(gpu_files._windows(entries))
+    assert [i for w in windows for i in range(*w)] == list(range(len(sizes)))
+    assert windows == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7), (7, 8)]
+    assert list(gpu_files._windows([])) == []
