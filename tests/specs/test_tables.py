@@ -55,3 +55,11 @@ def test_a_changed_file_changes_its_row(
     (other,) = vector_table.valid_table("raw")
     assert row["purpose"] == ""
     assert {c for c in row if row[c] != other[c]} == {"bin"}
+
+
+@pytest.mark.parametrize(
+    "name", ["README", "buffer", "errors", "errata", "philox", "raw", "zipccl", "mx", "nvfp4"]
+)
+def test_lines_of_pages_are_short(name: str) -> None:
+    lines = (SPECS / f"{name}.md").read_text().splitlines()
+    assert [i for i, line in enumerate(lines, 1) if len(line) > 120] == []
