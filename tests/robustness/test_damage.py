@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from damage import repair
-from support import make_bits
+from support import make_bits, repair
 from tightwire import engine
 from tightwire.codecs import threads as threads_module
 from tightwire.formats.dtypes import BY_NAME

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from damage import repair
-from support import make_bits
+from support import make_bits, repair
 from tightwire.engine import parse
 from tightwire.formats.dtypes import BY_NAME
 
