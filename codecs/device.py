@@ -402,11 +402,10 @@ def match_header(
 def touched(plan: Plan, start: int, stop: int) -> tuple[int, int, int, int]:
     """First and past-the-last chunk of a range, and of those that lie whole in it.
 
-    An empty range touches the chunk where it lies, and a whole tensor its empty chunks.
+    A whole tensor touches its empty chunks too. No other range is empty.
     """
     if (start, stop) == (0, plan.nelem):
         return 0, plan.chunks, 0, plan.chunks
     size = plan.chunk_nelem
-    first = min(start // size, plan.chunks - 1)
-    end = max(first + 1, -(-stop // size))
-    return first, end, -(-start // size), plan.chunks if stop == plan.nelem else stop // size
+    end = -(-stop // size)
+    return start // size, end, -(-start // size), end if stop == plan.nelem else stop // size

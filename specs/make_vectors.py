@@ -292,6 +292,46 @@ def mx_vectors() -> Iterator[LossyVector | Vector]:
     yield lossy("float32_e4m3_agreed_3_chunks", x, codec, chunks=3)
 
 
+def nvfp4_blocks(largest: float, *blocks: tuple[float, ...]) -> Array:
+    """float32, shape (272,): the tensor's largest value, then blocks of 16 that start as given."""
+    x = np.zeros((17, 16), np.float32)
+    x[0, 0] = largest
+    for row, block in zip(x[1:], blocks, strict=False):
+        row[: len(block)] = block
+    return x.reshape(-1)
+
+
+#: Largest value of the tensor and of a block, and an element there, for which one way alone to
+#: compute scale or code gives another code than specs/nvfp4.md does.
+NVFP4_ORDERS = {
+    "g_by_6": (1224, "0x1.271248p+3", "0x0p+0"),
+    "ag_times_c": (362, "0x1.eb4922p+6", "0x0p+0"),
+    "ag_by_6": (1338, "0x1.c5f6dap+1", "0x0p+0"),
+    "a_by_6": (1415, "0x1.229492p+8", "0x0p+0"),
+    "x_by_quotient": (698, "0x1.8edb6ep+8", "0x1.8edb6cp+5"),
+    "g_by_s": (1269, "0x1.2696dap+6", "0x1.eafb6ep+4"),
+}
+
+
+def nvfp4_rules() -> Iterator[LossyVector | Vector]:
+    """Vectors that catch one wrong reading each."""
+    codec = tw.codec("nvfp4")
+    ties = (0.53125, 0.59375, 8.5, 9.5, 272, 304, 336, 368, 400, 2**-10, 3 * 2**-10)
+    x = nvfp4_blocks(2688, *((6.0 * tie,) for tie in ties))
+    yield lossy("float32_scale_ties", x, codec)
+    codes = (6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
+    x = nvfp4_blocks(2688, codes, tuple(-v for v in codes))
+    yield lossy("float32_code_ties", x, codec)
+    for name, (largest, a, v) in NVFP4_ORDERS.items():
+        block = float.fromhex(a), float.fromhex(v)
+        yield lossy(f"float32_{name}", nvfp4_blocks(largest, block), codec)
+    parts = Parts.of(codec.encode(bell(100, "float32", 600), chunks=2, backend="ref"))
+    put(parts, 1, parts.header.sections[0].nbytes, struct.pack("<f", 3.0))
+    data = parts.join()
+    tensor = tw.decode(data, backend="ref").tobytes()
+    yield "nvfp4/float32_two_scales", data, tensor
+
+
 def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
     """Vectors of codec nvfp4."""
     codec = tw.codec("nvfp4")
@@ -313,6 +353,7 @@ def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
     put(parts, 0, parts.header.sections[0].nbytes + 16, bytes(range(256)))
     data = parts.join()
     yield "nvfp4/float16_all_codes", data, tw.decode(data, backend="ref").tobytes()
+    yield from nvfp4_rules()
 
 
 TACO_PARAMS: dict[str, dict[str, Any]] = {

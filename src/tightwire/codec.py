@@ -415,8 +415,9 @@ def decode(
 
     `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
     the tiles that hold them are decoded. Chunks that are decoded whole are checked whole: checksum,
-    padding, payload. Of a chunk that is decoded in part, header, records and the tiles touched are
-    checked, and the rest only with `verify=True`. `verify=False` leaves checksums and padding out.
+    padding, payload. Of a chunk that is decoded in part the tiles touched are checked (specs/
+    buffer.md, "Partial decoding"), and with `verify=True` all of it, which decodes it whole. Header
+    and records are always checked. `verify=False` leaves checksums and padding out.
 
     A result on a GPU is decoded there, from bytes of the host after an upload, as `Codec.encode`
     says of streams and `scratch`. A Buffer on that GPU is decoded without waiting for the device:

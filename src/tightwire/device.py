@@ -951,6 +951,11 @@ def _launch(
         out,
         None if scratch is None else work,
     )
+    if lo == hi and plan.nelem:
+        # No chunk is touched. What the host has not read yet are header and records.
+        if planned:
+            _checked_head(data[: plan.nbytes], plan)
+        return
     # A verdict at once is on this call alone; the Buffer's word waits for `check`.
     if memory is None or verify:
         status = fresh = _new_status(data.device)

@@ -323,9 +323,11 @@ def selection(plan: Plan, start: int | None, stop: int | None) -> tuple[int, int
 
 def touched_chunks(plan: Plan, start: int, stop: int) -> range:
     """Chunks that hold flat elements `start` to `stop`; of a whole tensor all, the empty too."""
-    size = plan.chunk_nelem
-    if size == 0 or stop - start == plan.nelem:
+    if stop - start == plan.nelem:
         return range(plan.chunks)
+    if start == stop:
+        return range(0)
+    size = plan.chunk_nelem
     return range(start // size, -(-stop // size))
 
 
@@ -341,7 +343,8 @@ def decode_range(
     """Decode flat elements `start` to `start + out.size` into `out` (bits, 1-D).
 
     With `verify` every chunk touched is checked whole: checksum, then padding, then payload. None
-    does so for chunks that are decoded whole, and leaves out the others.
+    does so for chunks that are decoded whole; of the others the payload is checked as far as
+    specs/buffer.md, "Partial decoding", says.
     """
     plan = parsed.plan
     stop = start + out.size
@@ -369,11 +372,15 @@ def _decode_chunk(
 ) -> None:
     """Decode flat elements `first` to `last`, all of chunk `i`, into `target`."""
     plan = parsed.plan
-    module = backend_module(plan.codec.name, backend)
     lo, hi = plan.chunk_range(i)
+    if verify and (first, last) != (lo, hi):
+        whole = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+        _decode_chunk(parsed, i, whole, lo, hi, verify=True, threads=threads, backend=backend)
+        target[:] = whole[first - lo : last - lo]
+        return
+    module = backend_module(plan.codec.name, backend)
     chunk = parsed.chunk(i)
     raw = bool(parsed.records[i].flags & RAW)
-    whole = (first, last) == (lo, hi)
     problem = None
     words_sum = None
     if raw:
@@ -385,7 +392,7 @@ def _decode_chunk(
             )
     if verify:
         if plan.checksum:
-            if words_sum is None or not whole:
+            if words_sum is None:
                 words_sum = _chunk_sum(module, chunk)
             _check_sum(parsed, i, words_sum)
         _check_padding(parsed, i, chunk, raw)
