@@ -691,8 +691,16 @@ def sdp4bit_rules() -> Iterator[LossyVector]:
     for bits in (8, 4):
         codec = tw.codec("sdp4bit", bits=bits, group=32, rotate="none", rounding="stochastic")
         yield lossy(f"float32_{bits}_one_addition", sdp4bit_halfway(bits), codec, key=TACO_KEY)
+    codec = tw.codec("sdp4bit", bits=8, group=32, rotate="none")
+    yield lossy("float32_product_with_r", bell(3894, "float32", 320), codec)
     small = np.ldexp(bell(230, "float32", 320), -24).astype(np.float16)
     yield lossy("float16_minus_zeros", small, tw.codec("sdp4bit", bits=8))
+
+
+def taco_rules() -> Iterator[LossyVector]:
+    """taco.md: r = K / s, and the merged scale is s / alpha."""
+    codec = tw.codec("taco", block=32, scales="merged", format="int8")
+    yield lossy("float32_order_of_quotients", bell(815, "float32", 320), codec)
 
 
 def rising(seed: int, dtype: str, n: int, block: int) -> Array:
@@ -781,7 +789,9 @@ def dynamiq_all_codes(grid: str, dtype: str, seed: int, **params: Any) -> Vector
 
 
 def tahquant_rules() -> Iterator[LossyVector]:
-    """tahquant.md: the least value of a tile is never -0."""
+    """tahquant.md: how lg rounds; the least value of a tile is never -0."""
+    x = bell(928, "float32", 320).reshape(20, 16)
+    yield lossy("float32_close_entropies", x, tw.codec("tahquant"))
     x = bell(290, "float16", 640).reshape(5, 128)
     x[0], x[1, ::2], x[1, 1::2] = -0.0, 0.0, -0.0
     x[2:4] = np.abs(x[2:4])
@@ -1935,6 +1945,7 @@ def all_files() -> dict[str, bytes]:
         lhc_vectors,
         thc_vectors,
         omnireduce_vectors,
+        taco_rules,
         sdp4bit_rules,
         tahquant_rules,
         dynamiq_rules,

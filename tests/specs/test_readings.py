@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
-from tightwire.codecs import dynamiq, norms, sdp4bit, tahquant, thc
+from tightwire.codecs import dynamiq, norms, philox, sdp4bit, tahquant, thc
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import spec_class
 
@@ -187,7 +187,7 @@ def test_chunks_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     data = (VECTORS / "thc/bfloat16_unlike_chunks_sum.tw").read_bytes()
     tensor = (VECTORS / "thc/bfloat16_unlike_chunks_sum.bin").read_bytes()
     assert tw.decode(data, backend="ref").tobytes() == tensor
-    first = thc.key_numbers(KEY)
+    first = philox.key_numbers(KEY)
     monkeypatch.setattr(thc, "seed_of", lambda views: first)
     assert tw.decode(data, backend="ref").tobytes() != tensor
 
@@ -210,7 +210,7 @@ def test_lost_super_groups_may_have_any_codes_and_a_finite_mean() -> None:
         buffer = tw.codec("dynamiq", bits=8, super_group=128, center=mean)
         data = (VECTORS / f"dynamiq/{name}_all_codes.tw").read_bytes()
         header = tw.inspect(data).header
-        spec = spec_class("dynamiq").unpack_params(header.params)
+        spec: Any = spec_class("dynamiq").unpack_params(header.params)
         assert (spec.bits, spec.center) == (8, mean)
         assert buffer.plan(header.shape, header.dtype.name).header.sections == header.sections
         scales = np.frombuffer(data[128 + header.sections[0].nbytes :], np.uint8)
