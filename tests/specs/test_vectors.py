@@ -88,7 +88,8 @@ def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
         tensor = (VECTORS / f"{name}.input").read_bytes()
     x = np.frombuffer(tensor, header.dtype.numpy).reshape(header.shape)
     checksum = bool(header.required & CHECKSUM)
-    key = KEY._replace(world=8 if name.endswith("of_8_ranks") else 1)
+    ranks = re.search(r"_of_(\d+)_ranks$", name)
+    key = KEY._replace(world=int(ranks[1]) if ranks else 1)
     buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, key=key, backend=backend)
     assert bytes(buffer) == data
 
@@ -201,7 +202,7 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
     assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
-    assert sum(map(len, made.values())) < 5_000_000
+    assert sum(map(len, made.values())) < 5_500_000
 
     changed = tmp_path / "raw" / "uint8_3.bin"
     changed.write_bytes(b"\1\2\4")
