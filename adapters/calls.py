@@ -85,6 +85,16 @@ class LateCards(NamedTuple):
     note: str = ""
 
 
+class LateDigests(NamedTuple):
+    """Digests of all ranks on their way to the host, shape (ranks, n), and what they show.
+
+    `check` gives the ranks whose results are damaged.
+    """
+
+    arriving: OnTheWay
+    check: Callable[[Any], list[int]]
+
+
 class Call:
     """One call under way: its name and number, and what the trace will say of it."""
 
@@ -97,14 +107,18 @@ class Call:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.seconds: dict[str, float] = {}
+        #: Dtype, shape and collective, as errors of other ranks name them.
+        self.text = ""
         #: What calls are alike in that move as many bytes in the same way.
         self.kind: tuple[object, ...] = ()
         #: Of the input, 0 where it is no common knowledge.
         self.nbytes = 0
         #: How many encodings there have been.
         self.encodings = 0
-        #: Cards that have not been compared yet.
-        self.late: list[LateCards] = []
+        #: Cards and digests that have not been compared yet.
+        self.late: list[LateCards | LateDigests] = []
+        #: All ranks are known to make this call.
+        self.compared = False
         #: What errors are told with that decoding on a GPU finds, by the number of its word.
         self.unchecked: dict[int, str] = {}
         #: Where these words are: any array of that device.
@@ -128,6 +142,11 @@ class Call:
         what = f"{self._key} {self.sequence} {info.dtype.name} {shape} {part}"
         found = hashlib.blake2b(what.encode(), digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1
+
+    def digest_of(self, data: bytes, info: ArrayInfo) -> int:
+        """63 bits that ranks agree on if they have the same `data`, in the same call."""
+        word = hashlib.blake2b(data, digest_size=8).digest()
+        return self.digest(info, (int.from_bytes(word, "little"), *info.shape))
 
     def record(
         self, error: str | None
