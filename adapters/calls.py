@@ -57,8 +57,9 @@ class TraceRecord:
     `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
     all-gather counts its share once for every other rank; uncompressed is what `wire=` makes of it.
     `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
-    in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank, and so
-    does "exchange", which is all of them where buffers have no dynamic part.
+    in pieces they overlap. The first of "sizes", in which calls and sizes are compared, "static",
+    "exchange", which is both where buffers have no dynamic part, and "native" waits for the slowest
+    rank; on the host that is "sizes".
     `reason` says why the algorithm was taken, and in sums by hops what the codec remarks on the
     statistics that ranks agreed on.
     """

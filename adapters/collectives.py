@@ -109,7 +109,8 @@ class Communicator(CellSums):
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
     before anything is sent; what goes wrong later raises CollectiveError, and `out` is undefined.
     On the host every call is compared among ranks before data move, so that other calls, dtypes and
-    shapes raise; on a GPU native calls are so before the first of a kind (collective, dtype, shape).
+    shapes raise; on a GPU native calls are so before the first of their kind (collective, dtype,
+    shape).
 
     Everything that is encoded has a checksum, and damage of it raises on the rank that gets it: on
     a GPU at the end of a later call or by `check()`, with `verify=True` at once. Native calls and

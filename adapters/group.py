@@ -225,7 +225,7 @@ class Group:
         stage that exchanges anything every rank waits until the last has come: who waits less came
         later. Native calls tell on the host only: on a GPU they wait for nothing.
         """
-        names = {"sizes" if self._sizes_first else "static", "exchange", "native"}
+        names = {"sizes", "exchange", "native"} | (set() if self._sizes_first else {"static"})
         last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
         waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
         mine = np.zeros(calls, np.float64)
