@@ -116,7 +116,7 @@ class Call:
         self.nbytes = 0
         #: How many encodings there have been.
         self.encodings = 0
-        #: Cards and digests that have not been compared yet.
+        #: Descriptors and digests that have not been compared yet.
         self.late: list[LateCards | LateDigests] = []
         #: All ranks are known to make this call.
         self.compared = False

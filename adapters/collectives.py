@@ -1130,25 +1130,25 @@ class Communicator(CellSums):
         call.exchanged = True
 
     def _send_native(self, call: Call, x: Any, to: int, name: int) -> None:
-        """A card, which says what comes, and the bytes of `x`."""
+        """A descriptor, which says what comes, and the bytes of `x`."""
         x = tensors.contiguous(x)
         word = content_digest(x) if self._digests else None
-        card = self._own_card(call, name, x, word)
+        descriptor = self._descriptor(call, name, x, word)
         with call.stage("sizes"):
-            self._transport.send(tensors.as_bytes(card), to)
+            self._transport.send(tensors.as_bytes(descriptor), to)
         self._move_native(call, tensors.as_bytes(x), to, self._transport.send)
 
     def _receive_native(self, call: Call, into: Any, source: int, name: int) -> None:
         """What `_send_native` sends; on the host nothing of another shape or dtype is received."""
-        card = tensors.empty((1, CARD_WORDS), _INT64, into)
+        descriptor = tensors.empty((1, CARD_WORDS), _INT64, into)
         with call.stage("sizes"):
-            self._transport.recv(tensors.as_bytes(card), source)
-            spare = self._spare_cards
-            arriving = tensors.OnTheWay(card, spare.pop() if spare else None)
-            self._check_cards_late(call, LateCards(arriving, [name], source, spare))
+            self._transport.recv(tensors.as_bytes(descriptor), source)
+            spare = self._spare_descriptors
+            arriving = tensors.OnTheWay(descriptor, spare.pop() if spare else None)
+            self._check_descriptors_late(call, LateCards(arriving, [name], source, spare))
         self._move_native(call, tensors.as_bytes(into), source, self._transport.recv)
         if self._digests:
-            strange = tensors.cast(content_digest(into) != card[0, 1:2], _INT64).reshape(1, 1)
+            strange = tensors.cast(content_digest(into) != descriptor[0, 1:2], _INT64).reshape(1, 1)
             self._check_digests_late(call, strange, lambda found: [self._rank] * int(found[0, 0]))
 
     def _move_native(

@@ -32,8 +32,8 @@ from .shares import (
     CARD_WORDS,
     Share,
     Shares,
-    card_without_record,
     pieces,
+    plain_descriptor,
     seal,
     sealed,
     sizes_on,
@@ -154,9 +154,9 @@ class Group:
         self._unchecked: deque[_Unchecked] = deque()
         self._spare: list[tensors.OnTheWay] = []
         self._summaries: list[tensors.OnTheWay] = []
-        #: Cards of native calls by text and device, and memory for those that come late.
+        #: Descriptors of native calls by text and device, and memory for those that come late.
         self._texts: dict[tuple[str, Any], Any] = {}
-        self._spare_cards: list[tensors.OnTheWay] = []
+        self._spare_descriptors: list[tensors.OnTheWay] = []
         self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
         #: Small native calls need not become uint8 first.
@@ -601,7 +601,7 @@ class Group:
                     if isinstance(late, LateDigests):
                         self._check_digests(call, late)
                         continue
-                    self._check_cards(call, late)
+                    self._check_descriptors(call, late)
         except CollectiveError as strange:
             # Ranks are out of step, whatever has gone well since.
             self._broken = self._broken or str(strange)
@@ -679,15 +679,16 @@ class Group:
         """
         with call.stage("sizes"):
             arriving = shares.arriving_late()
-            self._check_cards_late(call, LateCards(arriving, digests, source, shares.spare, note))
+            late = LateCards(arriving, digests, source, shares.spare, note)
+            self._check_descriptors_late(call, late)
 
-    def _check_cards_late(self, call: Call, late: LateCards) -> None:
+    def _check_descriptors_late(self, call: Call, late: LateCards) -> None:
         if self._verify or late.arriving.done():
-            self._check_cards(call, late)
+            self._check_descriptors(call, late)
         else:
             call.late.append(late)
 
-    def _check_cards(self, call: Call, late: LateCards) -> None:
+    def _check_descriptors(self, call: Call, late: LateCards) -> None:
         self._cards(call, late.arriving, late.digests, late.source, late.note)
         late.spare.append(late.arriving)
 
@@ -851,9 +852,9 @@ class Group:
         mine = tensors.empty((self._size, CARD_WORDS), _INT64, like)
         came = tensors.empty(mine.shape, _INT64, like)
         with call.stage(stage):
-            alike = self._own_card(call, there[0], like)
+            alike = self._descriptor(call, there[0], like)
             if call.collective == "all_gather":
-                # As its cards do: ranks that take other paths are to meet here.
+                # As its descriptors do: ranks that take other paths are to meet here.
                 self._transport.all_gather(tensors.as_bytes(came), tensors.as_bytes(alike))
             else:
                 tensors.put(mine, alike)
@@ -863,18 +864,18 @@ class Group:
             self._cards(call, tensors.OnTheWay(came), here, stage=stage, what=what)
         call.wire_bytes += CARD_NBYTES * (self._size - 1)
 
-    def _own_card(self, call: Call, digest: int, like: Any, word: Any = None) -> Any:
-        """A card of this call that says what it is, int64, shape (1, CARD_WORDS), with `word`."""
+    def _descriptor(self, call: Call, digest: int, like: Any, word: Any = None) -> Any:
+        """A descriptor that tells this call and `word`: int64, shape (1, CARD_WORDS)."""
         key = call.text, tensors.device_of(like)
         kept = self._texts.get(key)
         if kept is None:
             if len(self._texts) >= _MOST:
                 self._texts.clear()
-            kept = tensors.on_device(card_without_record(call.text), tensors.device_of(like))
+            kept = tensors.on_device(plain_descriptor(call.text), tensors.device_of(like))
             self._texts[key] = kept
-        card = tensors.copied(kept)
-        seal(card, digest, word)
-        return card
+        descriptor = tensors.copied(kept)
+        seal(descriptor, digest, word)
+        return descriptor
 
     def _compare_new(
         self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]

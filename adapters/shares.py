@@ -22,7 +22,7 @@ CARD_WORDS = 2 + RECORD.itemsize // 8
 CARD_NBYTES = 8 * CARD_WORDS
 _ODD = 0x9E3779B97F4A7C15
 _SIZE = 2 + RECORD.fields["dynamic_nbytes"][1] // 8  # type: ignore[index]
-#: Bytes of text in a card without a record: what the sender calls.
+#: Bytes of text in a descriptor without a record: what the sender calls.
 _TEXT_NBYTES = RECORD.itemsize
 
 
@@ -168,28 +168,28 @@ def sealed(digest: int, ratio: int) -> int:
     return word - (word >> 63 << 64)
 
 
-def card_without_record(text: str) -> npt.NDArray[np.int64]:
-    """A card of what is not encoded, int64, shape (1, CARD_WORDS), with `text` and no seal yet."""
+def plain_descriptor(text: str) -> npt.NDArray[np.int64]:
+    """A descriptor of what is not encoded, with `text` and no seal: int64, shape (1, CARD_WORDS)."""
     data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
     start = bytes(CARD_NBYTES - _TEXT_NBYTES)
     return np.frombuffer(bytearray(start + data), np.int64).reshape(1, CARD_WORDS)
 
 
-def seal(card: Any, digest: int, word: Any = None) -> None:
-    """Write the first words of `card`, shape (1, CARD_WORDS), int64: the seal covers `word`.
+def seal(descriptor: Any, digest: int, word: Any = None) -> None:
+    """Write the first words of `descriptor`, shape (1, CARD_WORDS), int64: the seal covers `word`.
 
-    `word`, shape (1,), is on the device of `card`, and 0 if it is None. Nothing waits for it.
+    `word`, shape (1,), is on the device of `descriptor`, and 0 if it is None. Nothing waits for it.
     """
-    tensors.fill(card[0, :1], sealed(digest, 0))
+    tensors.fill(descriptor[0, :1], sealed(digest, 0))
     if word is not None:
-        tensors.put(card[0, 1:2], word)
+        tensors.put(descriptor[0, 1:2], word)
         with np.errstate(over="ignore"):
-            card[0, :1] += word * (_ODD - 2**64)
+            descriptor[0, :1] += word * (_ODD - 2**64)
 
 
-def text_on(card: npt.NDArray[np.int64]) -> str:
-    """The text of a card, shape (CARD_WORDS,), which may be anything; "" if it has none."""
-    data = card.view(np.uint8)[CARD_NBYTES - _TEXT_NBYTES :].tobytes().rstrip(b"\0")
+def text_on(descriptor: npt.NDArray[np.int64]) -> str:
+    """The text of a descriptor, shape (CARD_WORDS,), which may be anything; "" if it has none."""
+    data = descriptor.view(np.uint8)[CARD_NBYTES - _TEXT_NBYTES :].tobytes().rstrip(b"\0")
     text = data.decode("ascii", "replace")
     return text if text.split(" ")[0] in BY_NAME and text.isprintable() else ""
 

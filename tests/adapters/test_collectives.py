@@ -154,12 +154,12 @@ def test_native_calls_move_everything(world_size: int, library: str, dtype: str)
 
     for trace in run_ranks(world_size, task):
         assert all(r.algorithm == "native" for r in trace)
-        # Cards go ahead of each call and message; what equal shares leave over has a checksum.
-        cards = CARD * (world_size - 1)
+        # A descriptor goes ahead of all; what equal shares leave over has a checksum.
+        ahead = CARD * (world_size - 1)
         for record in trace:
             more = record.wire_bytes - record.raw_bytes
-            assert more in (0, CARD, cards) or record.collective == "all_reduce"
-            assert more <= 2 * cards + 128 * (world_size - 1)
+            assert more in (0, CARD, ahead) or record.collective == "all_reduce"
+            assert more <= 2 * ahead + 128 * (world_size - 1)
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])

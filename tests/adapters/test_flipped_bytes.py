@@ -184,7 +184,7 @@ def _exchange_with_damage(inner: MemoryTransport, late: bool) -> None:
     comm = tw.Communicator(transport, algorithm="native", verify="digest")
     x = data(comm.rank, 1000, "float32")
     comm.all_gather(x)
-    # A card, and then the bytes.
+    # A descriptor, and then the bytes.
     transport.at = len(transport.sizes) + 1 if comm.rank == VICTIM else None
     with pytest.raises(tw.CollectiveError, match=r"ranks \[1\] got other bytes") as caught:
         comm.all_gather(x)
