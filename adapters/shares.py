@@ -169,7 +169,7 @@ def sealed(digest: int, ratio: int) -> int:
 
 
 def plain_descriptor(text: str) -> npt.NDArray[np.int64]:
-    """A descriptor of what is not encoded, with `text` and no seal: int64, shape (1, CARD_WORDS)."""
+    """A descriptor of what is not encoded, with `text`, no seal: int64, shape (1, CARD_WORDS)."""
     data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
     start = bytes(CARD_NBYTES - _TEXT_NBYTES)
     return np.frombuffer(bytearray(start + data), np.int64).reshape(1, CARD_WORDS)

@@ -125,7 +125,10 @@ def check_every_message(
     ],
 )
 def test_compressed_calls(codec: Any, dtype: str, options: dict[str, Any]) -> None:
-    calls = MOVES + SUMS if "topology" not in options else SUMS
+    calls = MOVES + SUMS
+    if options:
+        # What these change.
+        calls = SUMS[:2] if "topology" in options else [*MOVES[:2], SUMS[1]]
     options = options | {"checksum": True, "verify": True}
     for at, (_, errors) in enumerate(check_every_message(calls, codec, dtype, options)):
         # Whose text alone is damaged serves its purpose; its results are right.
