@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import stat
@@ -43,10 +44,10 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends without an error.
 
-    Until then it has another name in the same folder; on an error it is removed. Data and folder
-    are synced, so that a crash leaves the old file or the new one. A link is followed, an existing
-    file keeps its permissions, a new one gets `mode` or what the umask says. Raises OSError, also
-    for a `path` that is there and no regular file.
+    Until then it has another name in the same folder, and nobody else may read it; on an error it
+    is removed. Data and folder are synced, so that a crash leaves the old file or the new one. A
+    link is followed, an existing file keeps its permissions, a new one gets `mode` or what the
+    umask says. Raises OSError, also for a `path` that is there and no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.exists():
@@ -55,12 +56,13 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
             raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
         mode = stat.S_IMODE(status.st_mode)
     temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
+    if mode is None:
+        mode = _mode_by_umask(temporary)
     try:
-        with open(temporary, "xb") as file:
+        with os.fdopen(_create(temporary, 0o600), "wb") as file:
             yield file
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -75,6 +77,20 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
+
+
+def _create(path: Path, mode: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+
+def _mode_by_umask(path: Path) -> int:
+    """Permissions of a new file, learnt from an empty one: to read the umask is to change it."""
+    descriptor = _create(path, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        path.unlink()
 
 
 def write_compressed(
@@ -176,14 +192,15 @@ class LazyTensor:
         n_rows = self.shape[0]
         if isinstance(first, slice):
             rows = range(n_rows)[first]
-            lo, hi = (min(rows), max(rows) + 1) if rows else (0, 0)
+            lo, last = sorted((rows[0], rows[-1])) if rows else (0, -1)
+            hi = last + 1
             inner: Any = slice(None, None, rows.step)
         elif isinstance(first, (int, np.integer)) and not isinstance(first, bool):
             lo = range(n_rows)[int(first)]
             hi, inner = lo + 1, 0
         else:
             return self._whole()[index]
-        row = int(np.prod(self.shape[1:], dtype=np.int64))
+        row = math.prod(self.shape[1:])
         flat = decode(
             self.data, like=self.like, start=lo * row, stop=hi * row, max_nbytes=self.max_nbytes
         )

@@ -6,6 +6,7 @@ import base64
 import errno
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,13 +15,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import hypothesis.extra.numpy
+import hypothesis.strategies as st_
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import tightwire as tw
 from support import make_bits
 from tightwire import convert
+from tightwire.files import atomic_file
 from tightwire.formats.container import (
     SOURCE_KEY,
     Entry,
@@ -162,6 +167,50 @@ def test_lazy_tensors(like: str, tmp_path: Path) -> None:
             file["nothing"]
 
 
+SHAPES = ((7, 5, 3), (1, 9), (13,), (0, 4), (6, 0), ())
+INDEXED: dict[tuple[int, ...], Any] = {
+    shape: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in SHAPES
+}
+
+
+@settings(max_examples=200)
+@given(st_.data())
+def test_indices_mean_what_they_mean_to_numpy(indexed: tw.File, data: st_.DataObject) -> None:
+    shape = data.draw(st_.sampled_from(SHAPES))
+    index = data.draw(hypothesis.extra.numpy.basic_indices(shape, allow_newaxis=True))
+    found, expected = indexed[str(shape)][index], INDEXED[shape][index]
+    assert (found.shape, found.tobytes()) == (expected.shape, expected.tobytes())
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> tw.File:
+    path = tmp_path_factory.mktemp("indexed") / "x"
+    tw.save_file({str(shape): x for shape, x in INDEXED.items()}, path)
+    return tw.open(path)
+
+
+ENDLESS = """
+import resource, sys
+import numpy as np, tightwire as tw
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+rows = 1 << 60
+tw.save_file({"x": np.empty((rows, 0), np.float32), "y": np.empty((0, rows), bool)}, sys.argv[1])
+with tw.open(sys.argv[1]) as file:
+    x, y = file["x"], file["y"]
+    shapes = [x[:], x[::-1], x[5:-7:3], x[9, :], y[:], y[:, 3:5]]
+print([a.shape for a in shapes])
+"""
+
+
+def test_rows_that_an_attacker_chose_take_no_time(tmp_path: Path) -> None:
+    n = 1 << 60
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path / "x")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    expected = [(n, 0), (n, 0), (-(-(n - 12) // 3), 0), (0,), (0, n), (0, 2)]
+    assert run.stdout.strip() == str(expected)
+    assert (tmp_path / "x").stat().st_size < 1000
+
+
 def test_rows_decode_without_the_rest(tmp_path: Path) -> None:
     x = weights(400, 1024)
     path = tmp_path / "x.safetensors"
@@ -235,6 +284,29 @@ def test_new_files_follow_the_umask(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_bytes(b"")
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize("what", ["new", "replaced", "copied"])
+def test_nobody_else_reads_a_file_that_is_not_finished(what: str, tmp_path: Path) -> None:
+    """A kill leaves the temporary file as it was while it was written."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "x"
+    if what == "replaced":
+        path.write_bytes(b"old")
+        path.chmod(0o664)
+    seen: list[int] = []
+    mode = 0o640 if what == "copied" else None
+    with atomic_file(path, mode) as file:
+        file.write(b"secret")
+        file.flush()
+        seen += [p.stat().st_mode & 0o777 for p in folder.glob(".*")]
+    assert seen == [0o600]
+    (folder / "plain").write_bytes(b"")
+    by_umask = (folder / "plain").stat().st_mode & 0o777
+    expected = {"new": by_umask, "replaced": 0o664, "copied": 0o640}[what]
+    assert path.stat().st_mode & 0o777 == expected
+    assert {p.name for p in folder.iterdir()} == {"x", "plain"}
 
 
 def test_what_is_no_compressed_file(source: Path, tmp_path: Path) -> None:
