@@ -502,6 +502,102 @@ def test_complex128_can_be_saved_and_verified_but_not_restored(tmp_path: Path) -
         convert.decompress_file(path, tmp_path / "out")
 
 
+SURROGATE = "a\ud800"
+
+
+def test_writers_refuse_what_is_no_text(tmp_path: Path) -> None:
+    x = weights(5)
+    for tensors, metadata in (
+        ({SURROGATE: x}, {}),
+        ({"x": x}, {SURROGATE: "v"}),
+        ({"x": x}, {"k": SURROGATE}),
+    ):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            tw.save_file(tensors, tmp_path / "x", metadata=metadata)
+    for key in ("tightwire", "tightwire.source", "tightwire.any"):
+        with pytest.raises(ValueError, match="tightwire's own"):
+            tw.save_file({"x": x}, tmp_path / "x", metadata={key: "1"})
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tw.dumps({SURROGATE: x})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "metadata", ['"k":"\\ud800"', '"tightwire":"1"', '"tightwire.source":""', '"tightwire.x":""']
+)
+def test_sources_that_could_not_be_restored_are_refused(metadata: str, tmp_path: Path) -> None:
+    text = (
+        f'{{"__metadata__":{{{metadata}}},"x":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}'
+    )
+    source = tmp_path / "source"
+    source.write_bytes(len(text).to_bytes(8, "little") + text.encode() + b"1")
+    with pytest.raises(tw.FormatError, match="bad_container"):
+        convert.compress_file(source, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_message_is_a_file(tmp_path: Path) -> None:
+    tensors = {"w": weights(70, 90), "none": np.zeros((0, 4)), "scalar": np.array(2.5)}
+    tw.save_file(tensors, tmp_path / "x")
+    message = tw.dumps(tensors)
+    assert message == (tmp_path / "x").read_bytes()
+    for data in (
+        message,
+        bytearray(message),
+        memoryview(message),
+        np.frombuffer(message, np.uint8),
+    ):
+        found = tw.loads(data)
+        assert isinstance(found, dict)
+        assert list(found) == list(tensors)
+        for name, x in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape)
+            assert found[name].tobytes() == x.tobytes()
+    assert tw.loads(tw.dumps({})) == {}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_comes_back_as_a_list(kind: type, tmp_path: Path) -> None:
+    # Eleven: their names in order are not in the order of text.
+    arrays = [weights(40 + i) for i in range(11)]
+    message = tw.dumps(kind(arrays), tw.codec("zipccl", window="sigma"), threads=1)
+    found = tw.loads(message, like="torch", threads=1)
+    assert isinstance(found, list)
+    assert all(isinstance(x, torch.Tensor) for x in found)
+    for x, y in zip(arrays, found, strict=True):
+        assert y.view(torch.uint8).numpy().tobytes() == x.tobytes()
+    assert tw.loads(tw.dumps(kind())) == []
+    # As a file, it holds tensors with these names and no metadata of the user's.
+    (tmp_path / "x").write_bytes(message)
+    with tw.open(tmp_path / "x") as file:
+        assert file.keys() == [str(i) for i in range(11)]
+        assert file.metadata == {}
+    convert.decompress_file(tmp_path / "x", tmp_path / "plain")
+    assert set(st.load_file(tmp_path / "plain")) == set(map(str, range(11)))
+
+
+def test_bad_messages_and_bad_calls() -> None:
+    message = tw.dumps([np.zeros(1000, np.float32)] * 3)
+    assert len(tw.loads(message, max_nbytes=12_000)) == 3
+    for limit in (3_999, 11_999):
+        with pytest.raises(tw.FormatError, match="limit_exceeded"):
+            tw.loads(message, max_nbytes=limit)
+    for data in (b"", message[:-1], message + b"\0", bytes(tw.encode(weights(5)))):
+        with pytest.raises(tw.FormatError, match="bad_container"):
+            tw.loads(data)
+    damaged = bytearray(message)
+    damaged[-300] ^= 1
+    with pytest.raises(tw.FormatError, match="tensor '2'"):
+        tw.loads(damaged)
+    for bad in (weights(5), {weights(5).size: weights(5)}, "text", 7, iter([])):
+        with pytest.raises((TypeError, ValueError), match="allowed"):
+            tw.dumps(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        tw.loads("text")
+    with pytest.raises(TypeError):
+        tw.dumps([np.array(["a"])])
+
+
 def test_bad_calls_of_save_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="names to arrays"):
         tw.save_file([("x", weights(5))], tmp_path / "x")  # type: ignore[arg-type]
