@@ -287,7 +287,7 @@ def _options(
 
 
 Input = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
-Inputs = Annotated[list[Path], typer.Argument(metavar="FILE...", show_default=False)]
+Inputs = Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -514,7 +514,7 @@ def decompress(
     with .safetensors for .tw.safetensors.
 
     All inputs and outputs are checked before anything is written. An uncompressed model that is
-    there already is never overwritten, with --force neither: remove it yourself.
+    there already is never overwritten, not even with --force: remove it yourself.
     """
     targets = _targets(files, output, _restored_name)
     _check_sources(files, output, COMPRESSED, convert.inspect_file)

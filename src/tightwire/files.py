@@ -157,7 +157,7 @@ def save_file(
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; allowed: names to arrays")
-    fields = compressed_metadata(metadata or {})
+    fields = compressed_metadata(dict(metadata or {}))
     write_compressed(path, *_encoded(tensors, codec, threads), fields)
 
 
