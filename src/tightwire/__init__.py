@@ -6,7 +6,7 @@ from .buffer import Buffer
 from .codec import Codec, codec, codecs, decode, encode
 from .codecs.base import Key, Plan
 from .error import error
-from .files import File, load_file, save_file
+from .files import File, dumps, load_file, loads, save_file
 from .files import open_file as open
 from .formats.errors import FormatError
 from .formats.header import Header
@@ -32,10 +32,12 @@ __all__ = [
     "codec",
     "codecs",
     "decode",
+    "dumps",
     "encode",
     "error",
     "inspect",
     "load_file",
+    "loads",
     "open",
     "save_file",
     "verify",
