@@ -662,10 +662,8 @@ class Communicator(CellSums):
         """The dtype that elements of `dtype` travel as; of one rank alone they do not."""
         if wire is None:
             return dtype
-        sent = BY_NAME.get(wire)
-        if sent is None or not (
-            sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize
-        ):
+        sent = arrays.as_dtype(wire)
+        if not (sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize):
             allowed = "floats no wider than x"
             raise ValueError(f"wire is {wire!r}, x {dtype.name}; allowed: {allowed}")
         return dtype if self._size == 1 else sent
@@ -988,6 +986,7 @@ class Communicator(CellSums):
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
+        arrays.mark_written(out)
         before.left -= 1
         self._counts["group"] = sequence + 1
         seconds = {"native": time.perf_counter() - start}

@@ -101,6 +101,12 @@ class Group:
         `topology` is that of sums that do not name one. `scaling`, for mx with scales that are
         agreed on alone, is how those of sums by hops follow the sums; None is `AutoScale()`.
         """
+        if not all(hasattr(transport, name) for name in ("rank", "world_size", "all_to_all_v")):
+            raise TypeError(
+                f"Expected a transport, got {type(transport).__name__}. Allowed: one of "
+                "tightwire.adapters; for a process group of PyTorch TorchDist(group) of "
+                "tightwire.adapters.torch_dist"
+            )
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
         if algorithm not in ALGORITHMS:

@@ -579,7 +579,7 @@ def bad_calls(comm: tw.Communicator) -> list[tuple[type[Exception], str, Callabl
         (ValueError, "needed", lambda: comm.reduce_scatter(two, wrong)),
         (ValueError, "must be contiguous", lambda: comm.all_reduce(two, two.copy().T)),
         (TypeError, "x is bool; allowed: floats and integers", lambda: comm.all_reduce(x > 0)),
-        (TypeError, "is no array", lambda: comm.all_gather([1, 2])),
+        (TypeError, "Expected an array, got list", lambda: comm.all_gather([1, 2])),
         (ValueError, "root is 2; allowed: 0 to 1", lambda: comm.broadcast(x, 2)),
         (ValueError, "to is 0; allowed: 0 to 1 but 0", lambda: comm.send(x, 0)),
         (ValueError, "source is -1", lambda: comm.recv(x, -1)),
@@ -660,7 +660,7 @@ def test_sums_of_what_is_rounded_before_it_travels(library: str, algorithm: Any)
         # What travels is bfloat16; only some ranks' data shrink.
         assert first.raw_bytes == (n - 1) * 5000 * 2
         assert transport.rank or first.wire_bytes < 0.8 * first.raw_bytes
-        for wire in ("float64", "int8", "bf16"):
+        for wire in ("float64", "int8"):
             with pytest.raises(ValueError, match="wire is"):
                 comm.all_reduce(x, wire=wire)
 

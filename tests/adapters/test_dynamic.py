@@ -689,7 +689,7 @@ def test_bad_calls_say_what_is_allowed() -> None:
             (ValueError, r"send_splits is int64\[4\]", (x, torch.zeros(4, dtype=torch.int64))),
             (ValueError, r"send_indices is int64\[4\]", (x, splits, torch.zeros(4).long())),
             (ValueError, r"block_lens is int64\[2\]", (x, splits, indices, lens.repeat(2))),
-            (TypeError, "is no array", (x, [4, 2, 3])),
+            (TypeError, "Expected an array, got list", (x, [4, 2, 3])),
         ]
         for kind, message, given_ in cases:
             arguments = (*given_, *(splits, indices, lens)[len(given_) - 1 :])
