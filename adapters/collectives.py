@@ -113,7 +113,7 @@ class Communicator(CellSums):
     def _accepted(self, codec: Codec) -> Codec:
         if not codec.round_trips:
             raise ValueError(
-                f"codec is {codec.spec!r}, whose sums would be of other tensors than are given; "
+                f"codec is {codec.spec!r}, which decodes to another tensor than was encoded; "
                 "allowed: codecs whose round_trips is True"
             )
         return super()._accepted(codec)
@@ -167,7 +167,7 @@ class Communicator(CellSums):
         if send_splits is None and receive_splits is None:
             outward = inward = self._equal_splits(rows)
         elif send_splits is None or receive_splits is None:
-            raise ValueError("send_splits and receive_splits are given both or not at all")
+            raise ValueError("one of send_splits and receive_splits is given; needed: both or none")
         else:
             outward = self._splits("send_splits", send_splits)
             inward = self._splits("receive_splits", receive_splits)
@@ -1198,7 +1198,7 @@ def _nbytes(info: ArrayInfo) -> int:
 def _rows(info: ArrayInfo) -> tuple[int, tuple[int, ...]]:
     """Number and shape of the rows of x."""
     if not info.shape:
-        raise ValueError("x has no dimensions; shares need one to lie along")
+        raise ValueError("x has shape (); allowed: at least one dimension")
     return info.shape[0], info.shape[1:]
 
 

@@ -39,7 +39,7 @@ TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 _INT64 = BY_NAME["int64"]
 #: How errors say where a buffer came from that all ranks have made.
 CHUNKS = " (chunk i is rank i's)"
-_OTHER_CALL = "make another call, or of another dtype or shape"
+_OTHER_CALL = "make another call, or one with another dtype or shape"
 #: Elements from which on their number says nothing about the codec that is taken.
 _NAMED = 1 << 20
 #: Layouts that are kept: a model has so many sizes of buckets.

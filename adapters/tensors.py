@@ -312,7 +312,9 @@ class OnTheWay:
             while not self._event.query():
                 waited = time.monotonic() - start
                 if waited > timeout:
-                    raise TimeoutError(f"nothing came in {timeout:g} s: a rank is late or gone")
+                    raise TimeoutError(
+                        f"nothing arrived within {timeout:g} s: a rank is late or gone"
+                    )
                 # The first millisecond at full speed: that is how long most calls wait.
                 if waited > 1e-3:
                     time.sleep(5e-5)

@@ -242,7 +242,8 @@ def parse_header(src: memoryview) -> Header:
     params_at = table_at + 8 * n_sections
     if params_at > header_nbytes:
         raise FormatError(
-            "bad_header", f"{header_nbytes} bytes hold no {ndim} dimensions and table"
+            "bad_header",
+            f"{header_nbytes} bytes are too few for {ndim} dimensions, {n_sections} sections",
         )
     shape = struct.unpack(f"<{ndim}Q", data[_FIXED.size : table_at])
     dtype = BY_ID[dtype_id]

@@ -139,11 +139,11 @@ def describe(x: Any) -> ArrayInfo:
         if x.layout != sys.modules["torch"].strided or x.is_nested:
             raise TypeError(f"a {x.layout} tensor is not supported: call .to_dense() first")
         if x.device.type == "meta":
-            raise TypeError("a meta tensor has no data to encode")
+            raise TypeError("a meta tensor has no data. Allowed: tensors on the host or a GPU")
         if not has_memory(x):
             raise TypeError(
                 f"{_kind(x)} has no memory of its own. Allowed: tensors with data, outside of "
-                "FakeTensorMode and torch.func transforms; of a DTensor .to_local()"
+                "FakeTensorMode and torch.func transforms; of a DTensor x.to_local()"
             )
         device = None if x.device.type == "cpu" else x.device
         return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
@@ -158,12 +158,12 @@ def describe(x: Any) -> ArrayInfo:
             )
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"dtype {x.dtype} is not supported: of random keys encode jax.random.key_data(x)"
+                f"dtype {x.dtype} is not supported. Allowed: of random keys jax.random.key_data(x)"
             )
         devices = x.devices()
         if len(devices) != 1:
             raise TypeError(
-                f"a JAX array over {len(devices)} devices; encode its shards one by one"
+                f"a JAX array on {len(devices)} devices is not supported. Allowed: its shards"
             )
         (device,) = devices
         host = device.platform == "cpu"
@@ -262,7 +262,7 @@ def check_writable(
     if info.library == "jax":
         raise TypeError(f"{what} is a JAX array, which cannot be written to")
     if isinstance(x, np.generic) or (info.library == "torch" and (x.is_conj() or x.is_neg())):
-        raise ValueError(f"{what} is a scalar or a lazy view; needed: memory to write to")
+        raise ValueError(f"{what} is a scalar or a lazy view, and cannot be written to")
     if info.library == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ValueError(
             f"{what} requires grad, and autograd would not see the write. Allowed: within "
@@ -324,7 +324,7 @@ def bytes_view(src: Any) -> Bytes:
         return np.ascontiguousarray(src).reshape(-1)
     info = describe(src)
     if info.dtype != BY_NAME["uint8"]:
-        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+        raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
     return host_bits(src, info.dtype)
 
 

@@ -37,7 +37,8 @@ class Buffer:
     Of a tensor on a GPU the buffer stays there, and encode() and decode() wait for nothing. Damage
     that decode() meets is remembered, and raised as FormatError by `check()` and by what else
     brings something to the host: `nbytes`, `overflowed`, `dynamic()`, `packed()`, `bytes()`,
-    `np.asarray()`, `len()`, pickle. Read the buffer on the stream that encoded and decoded it, or order the streams before.
+    `np.asarray()`, `len()`, pickle. Read the buffer on the stream that encoded and decoded it, or
+    order the streams before.
     """
 
     __slots__ = ("_host", "_memory", "_shown", "_target", "plan")

@@ -139,7 +139,9 @@ class Codec:
         Raises TypeError or ValueError for bad calls, as without `key` where the codec draws.
         """
         if isinstance(x, Buffer):
-            raise TypeError("x is a Buffer, which is encoded. Allowed: arrays, as x.packed()")
+            raise TypeError(
+                "x is a Buffer, which is encoded already. Allowed: arrays, as x.packed()"
+            )
         self._check_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -196,11 +198,12 @@ class Codec:
         """Decode `src` and add it to `acc` (same shape, any float dtype) in place.
 
         The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
-        `acc`, which is to autograd as `out` of `tightwire.decode`. On the host checksums and padding are checked first, and a codec that can adds to
-        float32 in one pass. On a GPU nothing waits; bfloat16, float16 and float32 are added in the
-        same pass that decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that
-        of `encode`. `acc` is undefined after FormatError("bad_payload"), which later chunks may
-        raise when others have been added, and on a GPU after any error.
+        `acc`, which is to autograd as `out` of `tightwire.decode`. On the host checksums and
+        padding are checked first, and a codec that can adds to float32 in one pass. On a
+        GPU nothing waits; bfloat16, float16 and float32 are added in the same pass that decodes
+        them if `acc` is float32 or of the buffer's dtype. `scratch` is that of `encode`. `acc` is
+        undefined after FormatError("bad_payload"), which later chunks may raise when others have
+        been added, and on a GPU after any error.
 
         Raises FormatError for a damaged buffer, TypeError or ValueError for an `acc` that cannot
         take the sum or overlaps `src`.
@@ -521,7 +524,7 @@ def _on_gpu(x: Any) -> bool:
 def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
     _need_float(found.dtype, "the buffer")
     if found.shape != acc.shape:
-        raise ValueError(f"acc has shape {acc.shape}, the buffer {found.shape}")
+        raise ValueError(f"acc has shape {acc.shape}; needed: {found.shape}, that of the buffer")
 
 
 def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> None:
@@ -529,7 +532,7 @@ def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> N
     wider = x.dtype.name == "float32" and dtype.is_float and dtype.itemsize < 4
     if x.shape != shape or not (x.dtype == dtype or wider):
         wanted = f"{dtype.name}{list(shape)}"
-        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; the buffer {wanted}")
+        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; needed: {wanted}, as the buffer")
 
 
 def _need_float(dtype: DType, what: str) -> None:

@@ -166,7 +166,7 @@ def wrap(plan: Plan, array: Any, assembled: bool = False) -> Buffer:
     info = _describe(array)
     place = _place(info.library, info.device, "array")
     if info.dtype != _UINT8:
-        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+        raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
     with _scope(place, info.library):
         data = _bytes(_as_torch(array, info), plan.nbytes, "array", place)
     memory = Memory(data, foreign=info.library == "jax", assembled=assembled)
@@ -336,7 +336,9 @@ def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
         if plan.dtype not in _FUSED_ADD or info.dtype not in (plan.dtype, BY_NAME["float32"]):
             return NotImplemented
         if plan.shape != info.shape:
-            raise ValueError(f"acc has shape {info.shape}, the buffer {plan.shape}")
+            raise ValueError(
+                f"acc has shape {info.shape}; needed: {plan.shape}, that of the buffer"
+            )
         result = _output(acc, info, info.dtype, info.shape, "acc", place)
         _launch(source, result, 0, plan.nelem, None, scratch, what="acc", add=True)
     return acc
@@ -941,7 +943,7 @@ def _foreign(
         info = _describe(src)
         if _place(info.library, info.device, None) is not None:
             if info.dtype != _UINT8:
-                raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+                raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
             data = _as_torch(src, info).reshape(-1)
             limit = DEFAULT_MAX_NBYTES if max_nbytes is None else max_nbytes
             return _read_head(data, limit), data.to

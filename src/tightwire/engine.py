@@ -22,7 +22,6 @@ from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
 from .formats.dtypes import DType
 from .formats.errors import FormatError
-from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
 from .formats.header import (
     ALIGN,
     ASSEMBLED,
@@ -35,6 +34,7 @@ from .formats.header import (
     align,
     parse_header,
 )
+from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
 from .planning import backend_module, integer, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
@@ -268,7 +268,7 @@ def check_limit(plan: Plan, max_nbytes: int) -> None:
 def check_plan(head: Head, plan: Plan) -> None:
     """FormatError if `head` is not that of a buffer of `plan`."""
     if head.plan != plan:
-        raise FormatError("bad_header", "the bytes are no buffer of this plan")
+        raise FormatError("bad_header", "the bytes are not a buffer of this plan")
 
 
 def _header_and_plan(head: Bytes, nbytes: int) -> tuple[Header, Plan]:

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 from types import ModuleType
-from typing import Any
 
 from .codecs.base import CodecSpec, Plan
 from .formats.codec_ids import CODEC_IDS

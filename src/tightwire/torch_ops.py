@@ -32,8 +32,9 @@ def encode_into(
     """Encode `x` into `out`: uint8, contiguous, on the device of `x`, at least `plan.nbytes`.
 
     A graph may send the first `plan.nbytes` bytes of `out` as they are: what encoding leaves alone
-    of the dynamic slots is zeroed. With a `dynamic_capacity` that is little. The plan is `tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., ...)`. Raises TypeError
-    or ValueError for bad calls.
+    of the dynamic slots is zeroed. With a `dynamic_capacity` that is little. The plan is
+    `tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., ...)`. Raises TypeError or ValueError
+    for bad calls.
     """
     used = codec_named(codec)
     plan = used.plan(

@@ -65,7 +65,7 @@ def test_collectives_write_as_copy_does(name: str, algorithm: Any) -> None:
                 with pytest.raises(ValueError, match="requires grad"):
                     comm.recv(out, 1 - comm.rank)
                 continue
-            with pytest.raises(ValueError, match="requires grad.* Allowed: within torch.no_grad"):
+            with pytest.raises(ValueError, match=r"requires grad.* Allowed: within torch"):
                 call(comm, x, out)
         # They were refused before anything was sent.
         with torch.no_grad():

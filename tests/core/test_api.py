@@ -224,6 +224,20 @@ def test_import_needs_numpy_alone() -> None:
     assert _fresh_import()[2] == ["numpy", "tightwire"]
 
 
+def test_lazy_names_are_found() -> None:
+    code = "import tightwire as tw; print(*dir(tw))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed = run.stdout.split()
+    assert set(tw.__all__) <= set(listed)
+    modules = ("ddp", "fsdp", "tagc", "tensor_parallel")
+    for name in (*modules, "CollectiveError", "Communicator", "ErrorFeedback"):
+        assert name in listed
+        found = getattr(tw, name)
+        assert found.__name__ == (f"tightwire.adapters.{name}" if name in modules else name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tw.nothing
+
+
 def test_import_takes_under_150_ms_numpy_included() -> None:
     found = [_fresh_import() for _ in range(12)]
     # A machine may be so busy that NumPy alone takes as long: then we may add as much again.

@@ -61,7 +61,7 @@ def test_what_requires_grad_is_refused(write: str) -> None:
     """Views and inner tensors as well: `copy_` would become a part of their graph."""
     leaf = torch.zeros(N, requires_grad=True)
     for x in (leaf, leaf[:], leaf * 1):
-        with pytest.raises(ValueError, match="(out|acc) requires grad.* Allowed"):
+        with pytest.raises(ValueError, match=r"(out|acc) requires grad.* Allowed"):
             WRITES[write](x)
         assert not x.detach().any()
     with torch.no_grad():

@@ -187,7 +187,7 @@ def test_max_nbytes_is_a_size() -> None:
         with pytest.raises(ValueError, match="max_nbytes is -1; allowed: at least 0"):
             call(src, max_nbytes=-1)
         for bad in (1.5, "3"):
-            with pytest.raises(TypeError, match="max_nbytes is .*; allowed: an integer"):
+            with pytest.raises(TypeError, match=r"max_nbytes is .*; allowed: an integer"):
                 call(src, max_nbytes=bad)
 
 
