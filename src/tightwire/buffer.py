@@ -221,7 +221,7 @@ class Buffer:
 
     def __buffer__(self, flags: int) -> memoryview:
         """The packed bytes, read-only: Python asks from 3.12 on."""
-        return memoryview(self._packed_on_host()).toreadonly()
+        return self._packed_on_host().data.toreadonly()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """The packed bytes on the host, as uint8 if no other `dtype` is asked for.

@@ -182,7 +182,8 @@ def test_max_nbytes_is_for_buffers_too(limit: int) -> None:
 
 def test_max_nbytes_is_a_size() -> None:
     buf = encoded("raw")
-    for call in (tw.decode, tw.verify, tw.codec("raw").decode, Header.peek):
+    calls: list[Any] = [tw.decode, tw.verify, tw.codec("raw").decode, Header.peek]
+    for call in calls:
         src = buf if call is not Header.peek else bytes(buf)
         with pytest.raises(ValueError, match="max_nbytes is -1; allowed: at least 0"):
             call(src, max_nbytes=-1)
@@ -217,7 +218,7 @@ def test_buffers_follow_one_another_on_a_stream() -> None:
     sent = messages()
     here, there = socket.socketpair()
     with here, there, there.makefile("rb") as stream:
-        writer = threading.Thread(target=lambda: [here.sendall(data) for data in sent])
+        writer = threading.Thread(target=here.sendall, args=(b"".join(sent),))
         writer.start()
         received = [read_buffer(stream) for _ in sent]
         writer.join()

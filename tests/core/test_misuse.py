@@ -359,7 +359,11 @@ def seen_by(transform: Any, x: Any) -> list[Any]:
 
     def function(x: Any) -> Any:
         data = bytes(tw.encode(np.zeros(4, np.float32), "raw"))
-        calls = [lambda: tw.encode(x), lambda: tw.decode(x), lambda: tw.decode(data, like=x)]
+        calls: list[Any] = [
+            lambda: tw.encode(x),
+            lambda: tw.decode(x),
+            lambda: tw.decode(data, like=x),
+        ]
         if isinstance(x, torch.Tensor):
             calls.append(lambda: tw.decode(data, out=x))
         for call in calls:
@@ -448,7 +452,7 @@ def test_a_process_group_is_not_a_transport() -> None:
 
     group = dist.ProcessGroup(0, 1)
     with pytest.raises(TypeError, match=r"got ProcessGroup\. .*TorchDist\(group\)"):
-        tw.Communicator(group)  # type: ignore[arg-type]
+        tw.Communicator(group)
 
 
 def test_messages_name_what_was_given() -> None:
