@@ -242,15 +242,16 @@ def test_tensors_that_require_gradients_are_inputs_and_outputs() -> None:
     def task(transport: MemoryTransport) -> None:
         comm = tw.Communicator(transport)
         x = torch.nn.Parameter(torch.full((7,), float(transport.rank)))
-        assert comm.broadcast(x, 1) is x
-        assert x.tolist() == [1.0] * 7
-        assert comm.all_reduce(x, x) is x
-        assert x.tolist() == [2.0] * 7
-        gathered = torch.nn.Parameter(torch.zeros(14))
-        comm.all_gather(x, gathered)
-        assert comm.reduce_scatter(gathered, x) is x
-        assert x.tolist() == [4.0] * 7
-        assert comm.all_to_all(gathered, gathered) is gathered
+        with torch.no_grad():
+            assert comm.broadcast(x, 1) is x
+            assert x.tolist() == [1.0] * 7
+            assert comm.all_reduce(x, x) is x
+            assert x.tolist() == [2.0] * 7
+            gathered = torch.nn.Parameter(torch.zeros(14))
+            comm.all_gather(x, gathered)
+            assert comm.reduce_scatter(gathered, x) is x
+            assert x.tolist() == [4.0] * 7
+            assert comm.all_to_all(gathered, gathered) is gathered
 
     run_ranks(2, task)
 
