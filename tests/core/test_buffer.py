@@ -255,3 +255,44 @@ def test_a_peek_at_hostile_bytes() -> None:
     assert Header.peek(data, max_nbytes=len(data)).nbytes == len(data)
     with pytest.raises(tw.FormatError):
         read_buffer(io.BytesIO(huge))
+
+
+@pytest.mark.gpu
+def test_a_buffer_on_a_gpu() -> None:
+    """Copies are on the host and remember the library, not the device."""
+    x = torch.linspace(-1, 1, 9000, device="cuda").bfloat16()
+    plan = tw.codec("zipccl").plan(x.shape, x.dtype, chunks=3)
+    out = torch.full((plan.nbytes,), FOREIGN, dtype=torch.uint8, device="cuda")
+    buf = tw.encode(x, out=out, chunks=3)
+    for how in COPIES.values():
+        again = how(buf)
+        assert (again.plan, bytes(again)) == (plan, bytes(buf))
+        decoded = tw.decode(again)
+        assert torch.equal(decoded, x.cpu())
+    assert len(pickle.dumps(buf)) <= buf.nbytes + 200
+    assert np.asarray(buf).tobytes() == bytes(buf) == bytes(buf.__buffer__(0))
+    for call in (tw.decode, tw.verify):
+        with pytest.raises(tw.FormatError, match="limit_exceeded"):
+            call(buf, max_nbytes=17999)
+        call(buf, max_nbytes=18000)
+
+
+@pytest.mark.gpu
+def test_the_operator_leaves_nothing_foreign_in_slots_of_a_gpu() -> None:
+    from tightwire import torch_ops
+
+    x = torch.linspace(-1, 1, 6000, device="cuda")
+    plan = tw.codec("zipccl").plan(x.shape, x.dtype, chunks=3)
+    out = torch.full((plan.nbytes + 96,), FOREIGN, dtype=torch.uint8, device="cuda")
+    torch_ops.encode_into(x, out, "zipccl", 3)
+    buf = tw.Buffer.wrap(plan, out)
+    for i, used in enumerate(buf.sizes.tolist()):
+        slot = out[plan.dynamic_offset + i * plan.dynamic_stride :][: plan.dynamic_stride]
+        assert not slot[used:].any()
+    assert torch.equal(tw.decode(buf, verify=True), x)
+    assert out[plan.nbytes :].eq(FOREIGN).all()
+    inside = out[: x.nbytes].view(torch.float32)
+    before = inside.clone()
+    with pytest.raises(ValueError, match="overlaps"):
+        torch_ops.encode_into(inside, out, "zipccl", 3)
+    assert torch.equal(inside, before)
