@@ -36,7 +36,7 @@ from .transport import Op
 _INT64 = BY_NAME["int64"]
 #: How errors say that a sum came from its last rank.
 GATHERED = " (gather, chunk i is rank i's)"
-_OTHER_SUMS = "have computed other sums of statistics"
+_OTHER_SUMS = "have other sums of statistics"
 Span = tuple[int, int]
 
 
