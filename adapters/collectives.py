@@ -124,7 +124,7 @@ class Communicator(CellSums):
     def _accepted(self, codec: Codec) -> Codec:
         if not codec.round_trips:
             raise ValueError(
-                f"codec is {codec.spec!r}, whose sums would be of other tensors than are given; "
+                f"codec is {codec.spec!r}, which decodes to another tensor than was encoded; "
                 "allowed: codecs whose round_trips is True"
             )
         return super()._accepted(codec)
@@ -178,7 +178,7 @@ class Communicator(CellSums):
         if send_splits is None and receive_splits is None:
             outward = inward = self._equal_splits(rows)
         elif send_splits is None or receive_splits is None:
-            raise ValueError("send_splits and receive_splits are given both or not at all")
+            raise ValueError("one of send_splits and receive_splits is given; needed: both or none")
         else:
             outward = self._splits("send_splits", send_splits)
             inward = self._splits("receive_splits", receive_splits)
@@ -671,10 +671,8 @@ class Communicator(CellSums):
         """The dtype that elements of `dtype` travel as; of one rank alone they do not."""
         if wire is None:
             return dtype
-        sent = BY_NAME.get(wire)
-        if sent is None or not (
-            sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize
-        ):
+        sent = arrays.as_dtype(wire)
+        if not (sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize):
             allowed = "floats no wider than x"
             raise ValueError(f"wire is {wire!r}, x {dtype.name}; allowed: {allowed}")
         return dtype if self._size == 1 else sent
@@ -1007,6 +1005,7 @@ class Communicator(CellSums):
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
+        arrays.mark_written(out)
         before.left -= 1
         self._counts["group"] = sequence + 1
         seconds = {"native": time.perf_counter() - start}
@@ -1258,7 +1257,7 @@ def _nbytes(info: ArrayInfo) -> int:
 def _rows(info: ArrayInfo) -> tuple[int, tuple[int, ...]]:
     """Number and shape of the rows of x."""
     if not info.shape:
-        raise ValueError("x has no dimensions; shares need one to lie along")
+        raise ValueError("x has shape (); allowed: at least one dimension")
     return info.shape[0], info.shape[1:]
 
 

@@ -51,8 +51,8 @@ class ErrorFeedback:
         """
         if not codec.round_trips:
             raise ValueError(
-                f"codec is {codec.spec!r}, which loses no residual but another tensor; allowed: "
-                "codecs whose round_trips is True"
+                f"codec is {codec.spec!r}, which decodes to another tensor than was encoded; "
+                "allowed: codecs whose round_trips is True"
             )
         x, info, _ = tensors.as_input(x)
         parts = [(name, math.prod(info.shape))]

@@ -53,7 +53,7 @@ TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 _INT64 = BY_NAME["int64"]
 #: How errors say where a buffer came from that all ranks have made.
 CHUNKS = " (chunk i is rank i's)"
-_OTHER_CALL = "make another call, or of another dtype or shape"
+_OTHER_CALL = "make another call, or one with another dtype or shape"
 #: Elements from which on their number says nothing about the codec that is taken.
 _NAMED = 1 << 20
 #: Layouts that are kept: a model has so many sizes of buckets.
@@ -116,6 +116,12 @@ class Group:
         for mx with scales that are agreed on alone, is how those of sums by hops follow the sums;
         None is `AutoScale()`.
         """
+        if not all(hasattr(transport, name) for name in ("rank", "world_size", "all_to_all_v")):
+            raise TypeError(
+                f"Expected a transport, got {type(transport).__name__}. Allowed: one of "
+                "tightwire.adapters; for a process group of PyTorch TorchDist(group) of "
+                "tightwire.adapters.torch_dist"
+            )
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
         if algorithm not in ALGORITHMS:

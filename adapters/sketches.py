@@ -630,7 +630,7 @@ class _Wire:
                 raise self._call.failure(stage, detail)
             if _DAMAGED in wrong:
                 rank = wrong.index(_DAMAGED)
-                raise self._call.failure(stage, f"what came from rank {rank} is damaged")
+                raise self._call.failure(stage, f"data from rank {rank} are damaged")
         return found[len(verdict.stages) * ranks :]
 
     def _seal(self, sent: Any) -> None:

@@ -330,7 +330,9 @@ class DdpHook:
         their records bytes are counted.
         """
         if comm._trace.maxlen == 0:
-            raise ValueError("trace of comm is 0; allowed: at least 1, by which bytes are counted")
+            raise ValueError(
+                "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
+            )
         self._channel = Channel(comm)
         self._sums = _Sums(comm, tagc, state)
         self._tagc, self._names = tagc, names

@@ -45,6 +45,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..arrays import SHORT_DTYPES
 from ..codec import Codec
 from .calls import TraceRecord
 from .collectives import Communicator
@@ -87,6 +88,7 @@ class TensorParallel:
         `wire` "bfloat16" or "float16" rounds wider tensors to that before they are encoded. Raises
         ValueError for another `wire` and for communicators whose ranks differ.
         """
+        wire = SHORT_DTYPES.get(wire or "", wire)
         if wire not in WIRES:
             raise ValueError(f"wire is {wire!r}; allowed: {WIRES}")
         if backward is None:

@@ -54,9 +54,10 @@ def as_input(x: Any) -> tuple[Any, ArrayInfo, Target]:
 def as_output(
     out: Any, info: ArrayInfo, shape: tuple[int, ...], target: Target, what: str = "out"
 ) -> Any:
-    """The memory of `out`, None if it is None.
+    """The memory of `out`, None if it is None; it counts as written from here on.
 
-    Raises TypeError or ValueError if it is not fit for a result of this shape, like `info` else.
+    Raises TypeError or ValueError if it cannot hold a result of this shape and else like `info`,
+    and for tensors that require grad unless gradients are off.
     """
     if out is None:
         return None
@@ -78,6 +79,7 @@ def as_output(
         fit = fit and out.dtype.isnative
     if not fit:
         raise ValueError(f"{what} must be contiguous, writable and in native byte order")
+    arrays.mark_written(out)
     return out
 
 
@@ -310,7 +312,9 @@ class OnTheWay:
             while not self._event.query():
                 waited = time.monotonic() - start
                 if waited > timeout:
-                    raise TimeoutError(f"nothing came in {timeout:g} s: a rank is late or gone")
+                    raise TimeoutError(
+                        f"nothing arrived within {timeout:g} s: a rank is late or gone"
+                    )
                 # The first millisecond at full speed: that is how long most calls wait.
                 if waited > 1e-3:
                     time.sleep(5e-5)

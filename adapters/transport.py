@@ -89,7 +89,7 @@ class Transport(Protocol):
         NotImplementedError if the network has no sum, as here.
         """
         name = type(self).__name__
-        raise NotImplementedError(f"{name} has no sum")
+        raise NotImplementedError(f"{name} has no reduce_scatter")
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

@@ -146,7 +146,7 @@ class Ucx(Transport):
             raise ConnectionError(f"UCX: {error}") from error
         if not done:
             late = sorted({peer for peer, *_ in pending})
-            raise TimeoutError(f"ranks {late} did not come for {self._timeout:g} s")
+            raise TimeoutError(f"ranks {late} did not answer within {self._timeout:g} s")
 
     def _done(self) -> bool:
         for item in list(self._abandoned):

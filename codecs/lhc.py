@@ -84,7 +84,7 @@ class Lhc(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         allowed = f"ratio is {self.ratio!r}; allowed: 1.001 to {MAX_RATIO} in steps of 0.001"
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
             raise TypeError(allowed)

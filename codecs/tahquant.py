@@ -74,7 +74,7 @@ class Tahquant(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         check_choice("direction", self.direction, DIRECTIONS)
         allowed = f"hidden is {self.hidden!r}; allowed: int, 0 to 2**63 - 1"
         if isinstance(self.hidden, bool) or not isinstance(self.hidden, int):

@@ -1,5 +1,6 @@
-"""tightwire: any array becomes one self-describing compressed buffer, and comes back."""
+"""Lossless and lossy compression of tensors: one self-describing buffer each."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .buffer import Buffer
@@ -13,8 +14,13 @@ from .formats.header import Header
 from .inspection import Info, inspect, verify
 
 if TYPE_CHECKING:
+    from .adapters import ddp as ddp
+    from .adapters import fsdp as fsdp
+    from .adapters import tagc as tagc
+    from .adapters import tensor_parallel as tensor_parallel
     from .adapters.calls import CollectiveError
     from .adapters.collectives import Communicator
+    from .adapters.error_feedback import ErrorFeedback
 
 __version__ = "0.1.0"
 
@@ -23,6 +29,7 @@ __all__ = [
     "Codec",
     "CollectiveError",
     "Communicator",
+    "ErrorFeedback",
     "File",
     "FormatError",
     "Header",
@@ -43,11 +50,24 @@ __all__ = [
     "verify",
 ]
 
+#: Names that are imported when they are first asked for, and from which module of adapters.
+_LAZY = {
+    "CollectiveError": "calls",
+    "Communicator": "collectives",
+    "ErrorFeedback": "error_feedback",
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "tagc": "tagc",
+    "tensor_parallel": "tensor_parallel",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """What belongs to the collectives is imported when it is first asked for."""
-    if name in ("CollectiveError", "Communicator"):
-        from .adapters import calls, collectives
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".adapters.{_LAZY[name]}", __name__)
+    return module if name == _LAZY[name] else getattr(module, name)
 
-        return getattr(calls if name == "CollectiveError" else collectives, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

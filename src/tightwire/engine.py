@@ -34,10 +34,10 @@ from .formats.header import (
     align,
     parse_header,
 )
+from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
 from .planning import backend_module, integer, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
-DEFAULT_MAX_NBYTES = 64 << 30
 MAX_CACHED_HEADER = 4096
 
 
@@ -235,9 +235,7 @@ def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> He
     if head.size < min(header_nbytes, nbytes) and header_nbytes <= MAX_HEADER:
         head = read(header_nbytes)
     header, plan = _header_and_plan(head, header_nbytes)
-    tensor_nbytes = plan.nelem * plan.dtype.itemsize
-    if tensor_nbytes > max_nbytes:
-        raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
+    check_limit(plan, max_nbytes)
     if nbytes < plan.dynamic_offset:
         detail = f"{nbytes} bytes, the static parts end at {plan.dynamic_offset}"
         raise FormatError("truncated", detail)
@@ -260,10 +258,17 @@ def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> He
     return Head(header, plan, records, dynamic_at, nbytes)
 
 
+def check_limit(plan: Plan, max_nbytes: int) -> None:
+    """FormatError if the tensor has more than `max_nbytes` bytes."""
+    tensor_nbytes = plan.nelem * plan.dtype.itemsize
+    if tensor_nbytes > max_nbytes:
+        raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
+
+
 def check_plan(head: Head, plan: Plan) -> None:
     """FormatError if `head` is not that of a buffer of `plan`."""
     if head.plan != plan:
-        raise FormatError("bad_header", "the bytes are no buffer of this plan")
+        raise FormatError("bad_header", "the bytes are not a buffer of this plan")
 
 
 def _header_and_plan(head: Bytes, nbytes: int) -> tuple[Header, Plan]:

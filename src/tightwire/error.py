@@ -42,7 +42,7 @@ def error(x: Any, y: Any) -> Error:
         if info.dtype.name.startswith("complex"):
             raise TypeError(f"error() was given {info.dtype.name}; allowed: real dtypes")
     if infos[0].shape != infos[1].shape:
-        raise ValueError(f"x has shape {infos[0].shape}, y {infos[1].shape}")
+        raise ValueError(f"x has shape {infos[0].shape}, y {infos[1].shape}; needed: one shape")
     a, b = (
         arrays.host_bits(v, info.dtype).view(info.dtype.numpy)
         for v, info in zip((x, y), infos, strict=True)

@@ -82,7 +82,7 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
         if buf._host is None:
             raise ValueError("a buffer is in GPU memory; allowed: buffers on the host")
         if buf.plan != first.plan:
-            raise ValueError(f"{buf!r} beside {first!r}; allowed: buffers of one plan")
+            raise ValueError(f"{buf!r} and {first!r} differ; allowed: buffers of one plan")
         engine.check_chunks(buf.parsed())
     total = Buffer(first.plan, first._bytes.copy(), first.target)
     kind, at = spec.cell_dtype(first.plan.dtype), first.plan.layout.sections[0].nbytes
@@ -95,7 +95,7 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
             part = other._bytes[where]
             if (part[at:] != static[at:]).any():
                 raise ValueError(
-                    "what is beside the cells differs; allowed: buffers encoded with stats that "
+                    "indexes, norms or seeds differ; allowed: buffers encoded with stats that "
                     f"all ranks agreed on (by {spec.reduce_op}), and keys of one seed and step"
                 )
             term = part[:at].view(kind.numpy)

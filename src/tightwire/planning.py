@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import operator
 from types import ModuleType
-from typing import Any
 
 from .codecs.base import CodecSpec, Plan
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .formats.errors import FormatError
+from .formats.errors import integer as integer
 from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, align
 
 HOST_BACKENDS = ("ref", "cpu")
@@ -25,7 +24,7 @@ def spec_class(name: str) -> type[CodecSpec]:
     if not isinstance(name, str):
         raise TypeError(f"codec is {name!r}; allowed: a name, one of {', '.join(CODEC_IDS)}")
     if name not in CODEC_IDS:
-        raise ValueError(f"codec {name!r} is not known; known: {', '.join(CODEC_IDS)}")
+        raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
     spec: type[CodecSpec] = importlib.import_module(f"tightwire.codecs.{CODEC_IDS[name][1]}").SPEC
     return spec
 
@@ -77,14 +76,6 @@ def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
             if missing in packages:
                 return missing
         raise
-
-
-def integer(name: str, value: Any) -> int:
-    """`value` as an int; TypeError names what it was given for."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; allowed: an integer") from None
 
 
 def make_plan(

@@ -225,7 +225,7 @@ def sketched(transport: TorchDist) -> list[int]:
     damaging = Damaging(dist.new_group())
     sums = Sketches(tw.Communicator(damaging), Tagc(ratio=4), State())
     damaging.armed = True
-    with pytest.raises(tw.CollectiveError, match="'index': what came from rank 1 is damaged"):
+    with pytest.raises(tw.CollectiveError, match="'index': data from rank 1 are damaged"):
         sums.sums([("w", xs[me].float().cuda())])
     return found
 
