@@ -1,8 +1,8 @@
 """Encoding and decoding of whole buffers in host memory, chunk by chunk.
 
 Result records, raw fallback, checksums and every check that is the same for all codecs stand here;
-codec modules see one chunk at a time. Infinities and subnormals are ordinary there, whatever the
-caller has NumPy do about them.
+codec modules see one chunk at a time. They compute in the default floating-point mode, whatever
+that of the caller; infinities and subnormals are ordinary there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .codecs.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
+from .codecs.float_mode import default_floats
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
 from .formats.dtypes import DType
@@ -70,6 +71,7 @@ def _static_gaps(
     return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
 
 
+@default_floats()
 def encode_into(
     plan: Plan,
     bits: Bits,
@@ -92,8 +94,7 @@ def encode_into(
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
     # Statistics of one term say nothing of a sum, and nobody asks for them.
     if stats is None and source is None and plan.codec.needs_stats:
-        with np.errstate(all="ignore"):
-            stats = plan.codec.measure(bits, plan.dtype)
+        stats = plan.codec.measure(bits, plan.dtype)
     for i in range(plan.chunks):
         lo, hi = plan.chunk_range(i)
         slot_at = plan.dynamic_offset + i * plan.dynamic_stride
@@ -118,10 +119,9 @@ def encode_into(
             )
             result = ChunkResult(0)
         else:
-            with np.errstate(all="ignore"):
-                result = module.encode_chunk(
-                    plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
-                )
+            result = module.encode_chunk(
+                plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+            )
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
         raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
@@ -329,6 +329,7 @@ def touched_chunks(plan: Plan, start: int, stop: int) -> range:
     return range(start // size, -(-stop // size))
 
 
+@default_floats()
 def decode_range(
     parsed: Parsed,
     out: Bits,
@@ -379,10 +380,9 @@ def _decode_chunk(
     if raw:
         _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
     else:
-        with np.errstate(all="ignore"):
-            problem, words_sum = module.decode_chunk(
-                plan.codec, chunk, target, first - lo, threads=threads
-            )
+        problem, words_sum = module.decode_chunk(
+            plan.codec, chunk, target, first - lo, threads=threads
+        )
     if verify:
         if plan.checksum:
             if words_sum is None or not whole:
@@ -405,6 +405,7 @@ def _check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
     _check_padding(parsed, i, chunk, False)
 
 
+@default_floats()
 def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1) -> bool:
     """Add a whole buffer's elements to `acc` (float32, 1-D) in one pass, chunk by chunk.
 
@@ -441,6 +442,7 @@ def seal(plan: Plan, data: Bytes) -> None:
         records["checksum"][i] = total & MASK64
 
 
+@default_floats()
 def verify_chunks(parsed: Parsed, threads: int = 1) -> None:
     """Check every chunk whole, with memory for one decoded chunk. Raises FormatError."""
     plan = parsed.plan
