@@ -84,7 +84,7 @@ class CellSums(MultiHop):
         self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cells))
         first, *others = came.reshape(self._size, -1)
         for term in others:
-            first += term
+            tensors.add(first, term)
         return first
 
     def _account_cells(self, call: Call, times: int, raw: float, wire: int) -> None:
