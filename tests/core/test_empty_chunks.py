@@ -103,7 +103,7 @@ def test_records_out_of_place_are_found_among_many() -> None:
         with pytest.raises(tw.FormatError) as caught:
             engine.parse(np.frombuffer(bytes(damaged), np.uint8))
         few = bytearray(bytes(tw.encode(np.zeros(5, np.float32), "raw", chunks=20)))
-        few[nbytes + 32 * 9 + field] = value
+        few[nbytes + 32 * 8 + field] = value
         with pytest.raises(tw.FormatError) as wanted:
             engine.parse(np.frombuffer(bytes(few), np.uint8))
         assert caught.value.reason == wanted.value.reason
