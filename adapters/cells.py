@@ -90,7 +90,7 @@ class CellSums(MultiHop):
         self._check_swapped(call, cells, equal, came, equal)
         first, *others = came.reshape(self._size, -1)
         for term in others:
-            first += term
+            tensors.add(first, term)
         return first
 
     def _account_cells(self, call: Call, times: int, raw: float, wire: int) -> None:

@@ -689,8 +689,8 @@ class Communicator(CellSums):
         """For a mean `x` over the number of ranks, in the dtype of sums; else `x` itself."""
         if op == "sum":
             return x
-        with np.errstate(all="ignore"):
-            return tensors.cast(x, tensors.sum_dtype(tensors.dtype_of(x))) / self._size
+        wide = tensors.cast(x, tensors.sum_dtype(tensors.dtype_of(x)))
+        return tensors.elementwise(lambda v: v / self._size, wide)
 
     def _reduce_by_hops(
         self,

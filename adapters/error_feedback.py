@@ -8,6 +8,7 @@ decoding has lost of it.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,14 +74,13 @@ class ErrorFeedback:
         if info.shape != (total,):
             raise ValueError(f"x has shape {info.shape}; its parts have {total} elements")
         e = self._residual(parts, tensors.sum_dtype(info.dtype), x)
-        with np.errstate(all="ignore"):
-            return tensors.cast(x, tensors.sum_dtype(info.dtype)) + e
+        return tensors.elementwise(operator.add, tensors.cast(x, tensors.sum_dtype(info.dtype)), e)
 
     def keep(self, parts: Parts, corrected: Any, decoded: Any) -> None:
         """Let e be corrected - decoded: of shape (n,), what was to be sent and what arrived."""
         e = self._residual(parts, arrays.describe(corrected).dtype, corrected)
-        with np.errstate(all="ignore"):
-            lost = corrected - tensors.cast(decoded, arrays.describe(e).dtype)
+        decoded = tensors.cast(decoded, arrays.describe(e).dtype)
+        lost = tensors.elementwise(operator.sub, corrected, decoded)
         tensors.put(e, _finite(lost))
 
     def replace(self, parts: Parts, e: Any) -> None:
@@ -109,8 +109,8 @@ class ErrorFeedback:
         """
         e = self._residual(parts, arrays.describe(lost).dtype, lost)
         here = e[start : start + lost.shape[0]]
-        with np.errstate(all="ignore"):
-            tensors.put(here, _finite(here + lost[: here.shape[0]]))
+        added = tensors.elementwise(operator.add, here, lost[: here.shape[0]])
+        tensors.put(here, _finite(added))
 
     def residual(self, name: str) -> Any:
         """The e of the tensor or part called `name`, shape (n,): a view. Raises KeyError."""

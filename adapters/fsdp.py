@@ -46,6 +46,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.fsdp import FSDPModule
 
 from ..codec import Codec
+from . import tensors
 from .auto_scale import AutoScale
 from .calls import TraceRecord
 from .collectives import Communicator
@@ -277,9 +278,9 @@ class ReduceScatter(_Comm):
 
             def scale(x: Any) -> None:
                 if kind == dist.ReduceOp.AVG:
-                    x.div_(comm.world_size)
+                    tensors.change(lambda v: v.div_(comm.world_size), x)
                 elif kind == dist.ReduceOp.PREMUL_SUM:
-                    x.mul_(factor)
+                    tensors.change(lambda v: v.mul_(factor), x)
 
             if kind == dist.ReduceOp.SUM or comm.topology == "two-shot":
                 self._sum(comm, input_tensor, total, feedback, name)

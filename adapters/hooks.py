@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import tensors
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
 from .group import Topology
@@ -137,7 +138,8 @@ def two_shots(
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)
     scatter(comm, x, total, feedback, parts, padding, out.dtype)
-    result = total.div_(divisor).to(out.dtype)
+    tensors.change(lambda v: v.div_(divisor), total)
+    result = tensors.cast(total, tensors.dtype_of(out))
     if feedback is None and not padding:
         comm.all_gather(result, out)
         return
@@ -145,8 +147,9 @@ def two_shots(
     if feedback is not None:
         first = comm.rank * each
         # A share of the sum is in the hands of one rank, which makes good for all.
-        lost = total.sub_(gathered[first : first + each]).mul_(divisor)
-        feedback.add(parts, first, lost)
+        own = gathered[first : first + each]
+        tensors.change(lambda v, w: v.sub_(w).mul_(divisor), total, own)
+        feedback.add(parts, first, total)
     out.copy_(gathered[: x.numel()])
 
 

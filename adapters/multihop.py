@@ -496,6 +496,7 @@ def device_summary(stats: Any) -> Any:
 def _limit(x: Any) -> None:
     """Make sums that are too large the largest finite number."""
     if tensors.is_torch(x):
-        x.clamp_(max=sys.modules["torch"].finfo(x.dtype).max)
+        largest = sys.modules["torch"].finfo(x.dtype).max
+        tensors.change(lambda v: v.clamp_(max=largest), x)
     else:
-        np.minimum(x, np.finfo(x.dtype).max, out=x)
+        tensors.change(lambda v: np.minimum(v, np.finfo(v.dtype).max, out=v), x)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,9 @@ class WeightDifferences:
                 replica = self._beside(replica, x)
             if replica is not None:
                 mine = replica.values.reshape(group.world_size, -1)[group.rank]
-                difference = tensors.cast(x, _FLOAT32) - tensors.cast(mine, _FLOAT32)
+                difference = tensors.elementwise(
+                    operator.sub, tensors.cast(x, _FLOAT32), tensors.cast(mine, _FLOAT32)
+                )
                 if bool((difference - difference == 0).all()):
                     same = replica.shard is not None and bool((replica.shard == x).all())
                     how = _UNCHANGED if same else _DIFFERENCES

@@ -29,6 +29,7 @@ from ..homomorphic import (
     sketch,
 )
 from ..sparsify import check_theta, kept, sparsify_rows
+from . import tensors
 from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
@@ -535,7 +536,7 @@ class Sketches:
                 terms = [row[at - CARD_NBYTES : end - CARD_NBYTES].view(own.dtype) for row in came]
                 total = own.copy_(terms[0]) if own.dtype == torch.float32 else terms[0].float()
                 for term in terms[1:]:
-                    total += term
+                    tensors.add(total, term)
                 own.copy_(total)
         if everywhere:
             with call.stage("sketch"):

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from . import tensors
 from .calls import TraceRecord
 from .collectives import Communicator
 from .fsdp import AllGather, _Comm, _finish, _scale
@@ -176,9 +177,9 @@ class ReduceScatter(_Comm):
                 sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
             total = self._total(sums, parameters, changed, output_tensor, input_tensor)
             if kind == dist.ReduceOp.AVG:
-                total.div_(comm.world_size)
+                tensors.change(lambda v: v.div_(comm.world_size), total)
             elif kind == dist.ReduceOp.PREMUL_SUM:
-                total.mul_(factor)
+                tensors.change(lambda v: v.mul_(factor), total)
             output_tensor.copy_(total)
 
         return _finish(self._run(group, output_tensor, call, collectives=0), async_op)

@@ -232,6 +232,11 @@ class Plan:
         start = min(i * self.chunk_nelem, self.nelem)
         return start, min(start + self.chunk_nelem, self.nelem)
 
+    @cached_property
+    def filled_chunks(self) -> int:
+        """Chunks that have elements; those behind them have none."""
+        return -(-self.nelem // self.chunk_nelem) if self.nelem else 0
+
     def raw_dynamic(self, i: int) -> int:
         """Dynamic bytes of chunk `i` if it is stored raw: what its static part cannot hold."""
         lo, hi = self.chunk_range(i)

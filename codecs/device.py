@@ -17,6 +17,7 @@ from triton import knobs
 from ..formats import checksum
 from ..formats.errors import FormatError
 from .base import Plan
+from .compiling import announce
 
 INTERPRETED = knobs.runtime.interpret
 CUDA = torch.version.hip is None
@@ -104,6 +105,8 @@ class Variant:
         if form is not None:
             form[(programs, 1, 1)](*pointers, *numbers, *self._values)
             return
+        if not INTERPRETED:
+            announce(self._kernel.__module__, "Triton's cache")
         views = [triton.reinterpret(t, k) for t, k in zip(tensors, self._types, strict=True)]
         self._forms[key] = self._kernel[(programs,)](*views, *numbers, **self._keywords)
 

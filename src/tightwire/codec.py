@@ -14,6 +14,7 @@ from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.float_mode import default_floats
 from .codecs.philox import check_key, key_numbers
 from .codecs.threads import cpu_count
 from .engine import selection
@@ -107,7 +108,7 @@ class Codec:
             if found is not NotImplemented:
                 return found
         info = arrays.describe(x)
-        with np.errstate(all="ignore"):
+        with default_floats():
             return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
 
     def encode(
@@ -170,7 +171,8 @@ class Codec:
         buffer = Buffer(plan, _room(plan, None if to_gpu else out, bits), target)
         if stats is not None:
             stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
-            self.spec.check_stats(stats, info.dtype)
+            with default_floats():
+                self.spec.check_stats(stats, info.dtype)
             if np.may_share_memory(buffer._bytes, stats):
                 raise ValueError("out overlaps stats")
             if plan.codec != self.spec:
@@ -231,7 +233,7 @@ class Codec:
             return acc
         decoded = decode(src, like="numpy")
         _check_like(arrays.describe(decoded), info)
-        with np.errstate(all="ignore"):
+        with default_floats():
             values += decoded.reshape(-1).astype(values.dtype)
         return acc
 
@@ -322,7 +324,7 @@ class Codec:
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         wide = np.float64 if dtype.name == "float64" else np.float32
-        with np.errstate(all="ignore"):
+        with default_floats():
             total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
         bits = total.reshape(-1).view(dtype.bits)
         return self.encode(
@@ -354,6 +356,7 @@ class Codec:
         return hasattr(device_module(self.name), "decode_add_encode")
 
 
+@default_floats()
 def codec(name: str, **params: Any) -> Codec:
     """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
     spec = spec_class(name)

@@ -16,6 +16,7 @@ import numpy as np
 from . import engine
 from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
+from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .files import (
@@ -175,7 +176,7 @@ def cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
     if target is dtype:
         return bits
     # NaNs and values out of range have a place in the target: nothing to warn about.
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+    with default_floats():
         return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
 
 

@@ -21,6 +21,7 @@ from . import arrays
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bytes, CodecSpec, Key, Plan
+from .codecs.float_mode import default_floats
 from .engine import (
     DEFAULT_MAX_NBYTES,
     Head,
@@ -885,7 +886,8 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     """Statistics on the device. Those that come from there are not read: kernels clamp them."""
     if not (arrays.on_gpu(stats) or (place.type == "cpu" and isinstance(stats, torch.Tensor))):
         stats = np.asarray(stats)
-        spec.check_stats(stats, dtype)
+        with default_floats():
+            spec.check_stats(stats, dtype)
         if stats.dtype in (np.float32, np.uint8):
             return _upload(np.ascontiguousarray(stats), place)
         # A fill takes the value along: nothing waits, and a captured graph keeps it.

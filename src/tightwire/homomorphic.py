@@ -27,6 +27,7 @@ from . import arrays, engine
 from .buffer import Buffer
 from .codec import Codec, as_codec, decode, device_for
 from .codecs.base import Bytes, CodecSpec
+from .codecs.float_mode import default_floats
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .formats.dtypes import DType
 from .planning import backend_module
@@ -69,6 +70,7 @@ def seal(buf: Buffer) -> Buffer:
     return buf
 
 
+@default_floats()
 def add(first: Buffer, *others: Buffer) -> Buffer:
     """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
@@ -101,8 +103,7 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
             term = part[:at].view(kind.numpy)
             # Before the count itself can overflow.
             spec.check_sum(term)
-            with np.errstate(all="ignore"):
-                cells += term
+            cells += term
             spec.check_sum(cells)
     return seal(total)
 
@@ -282,6 +283,7 @@ class Sketched:
         return out
 
 
+@default_floats()
 def safe_codec(
     codec: str | Codec,
     index: Any,

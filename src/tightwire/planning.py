@@ -8,6 +8,7 @@ import math
 from types import ModuleType
 
 from .codecs.base import CodecSpec, Plan
+from .codecs.float_mode import default_floats
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .formats.errors import FormatError
@@ -25,6 +26,13 @@ def spec_class(name: str) -> type[CodecSpec]:
         raise TypeError(f"codec is {name!r}; allowed: a name, one of {', '.join(CODEC_IDS)}")
     if name not in CODEC_IDS:
         raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
+    return _spec_class(name)
+
+
+@functools.cache
+@default_floats()
+def _spec_class(name: str) -> type[CodecSpec]:
+    # Modules compute tables when they are imported.
     spec: type[CodecSpec] = importlib.import_module(f"tightwire.codecs.{CODEC_IDS[name][1]}").SPEC
     return spec
 
@@ -37,6 +45,7 @@ def backend_module(name: str, backend: str | None) -> ModuleType:
 
 
 @functools.cache
+@default_floats()
 def _backend_module(name: str, backend: str | None) -> ModuleType:
     stem = f"tightwire.codecs.{CODEC_IDS[name][1]}"
     if backend == "ref":
@@ -54,6 +63,7 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
 
 
 @functools.cache
+@default_floats()
 def device_module(name: str) -> ModuleType | str:
     """The module that codes codec `name` on a GPU, or the name of the package that it lacks."""
     stem = f"tightwire.codecs.{CODEC_IDS[name][1]}_{DEVICE_BACKEND}"
@@ -98,6 +108,7 @@ def make_plan(
 
 
 @functools.lru_cache(maxsize=1024)
+@default_floats()
 def _make_plan(
     spec: CodecSpec,
     dtype: DType,
@@ -135,6 +146,7 @@ def _make_plan(
     return Plan(spec, dtype, shape, chunks, layout, stride, checksum)
 
 
+@default_floats()
 def plan_of_header(header: Header) -> Plan:
     """The plan that a parsed header claims; FormatError if no encoder would have written it."""
     cls = spec_class(header.codec)
