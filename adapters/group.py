@@ -8,7 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -134,6 +134,7 @@ class Group:
         self._summaries: list[tensors.OnTheWay] = []
         self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
+        self._closed = False
         #: Small native calls need not become uint8 first.
         self._plain_dtypes: frozenset[Any] = getattr(transport, "plain_dtypes", frozenset())
         self._rank = transport.rank
@@ -192,6 +193,30 @@ class Group:
         """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
         while self._unchecked:
             self._settle(self._unchecked.popleft())
+
+    def close(self) -> None:
+        """Let work memory go, and close the transport, which no other communicator may then use.
+
+        Later calls raise CollectiveError, all but `trace()`. Closing again does nothing. A process
+        group that `TorchDist` was given stays.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # Also refuses what `_call` does not see.
+        self._broken = self._broken or "the communicator is closed"
+        for memory in (self._unchecked, self._spare, self._summaries, self._words, self._plans):
+            memory.clear()
+        for named in (self._rooms, self._layouts, self._holders):
+            named.clear()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
 
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
         """Ranks and the seconds that another waited for each in the last `calls` calls.
@@ -280,6 +305,8 @@ class Group:
         call = Call(self._rank, collective, sequence, key)
         dtype = sent or info.dtype
         call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
+        if self._closed:
+            raise call.failure("start", "the communicator is closed")
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason

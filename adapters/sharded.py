@@ -154,6 +154,12 @@ class WeightDifferences:
         tensors.put(into, values.reshape(shape))
         return tensors.as_result(into, info.dtype, target) if out is None else out
 
+    def close(self) -> None:
+        """Close `comm`, with its transport, and forget all replicas. Closing again does nothing."""
+        self.reset()
+        self._group.close()
+        self.comm.close()
+
     def reset(self) -> None:
         """Forget all replicas: weights are sent as they are once more."""
         self._replicas.clear()
@@ -383,6 +389,11 @@ class TwoLevel:
         """
         groups = self._within, self._between, *self._gathers
         return [record for group in groups for record in group.trace()]
+
+    def close(self) -> None:
+        """Let memory go, and close both transports. Closing again does nothing."""
+        for group in (self._within, self._between, *self._gathers):
+            group.close()
 
     def check(self) -> None:
         """Raise CollectiveError for damage that decoding on a GPU has met; waits for the device."""
