@@ -196,8 +196,9 @@ def failures(device: Any) -> None:
             model = DistributedDataParallel(inner, bucket_cap_mb=0.1, **options)
             hook: Any = register(model, **RAW)
             x = torch.ones(1, 600)
-            # From then on there are several buckets.
-            model(x).sum().backward()
+            # From the third step on there are several buckets.
+            for _ in range(2):
+                model(x).sum().backward()
             for bad in (0, 1):
                 hook._average = failing = Failing(hook, bad)
                 with pytest.raises(tw.CollectiveError, match="'decode': damaged"):
