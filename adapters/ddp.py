@@ -65,11 +65,14 @@ class DdpHook(Closing):
     ) -> None:
         """`names` are those of the model's parameters; ValueError if feedback comes without.
 
-        And if it comes with a communicator of a lossless codec, or not in two shots.
+        And if it comes with a communicator of a lossless codec, or not in two shots, or has loaded
+        the state of another rank or number of ranks.
         """
         check_feedback(error_feedback, comm)
         if error_feedback is not None and names is None:
             raise ValueError("error_feedback is given, names are not; needed: both or none")
+        if error_feedback is not None and names is not None:
+            error_feedback.belongs(names.values(), comm.rank, comm.world_size)
         self._channel = Channel(comm)
         self.error_feedback = error_feedback
         self._names = names or {}

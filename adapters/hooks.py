@@ -239,6 +239,7 @@ def scatter(
     if feedback is None:
         comm.reduce_scatter(_padded(x, padding), total)
         return
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
     corrected = feedback.corrected(x.reshape(-1), parts)
     sent = _padded(corrected.reshape(x.shape), padding)
     decoded = torch.empty_like(sent)
@@ -252,6 +253,7 @@ def gather(comm: Communicator, x: Any, out: Any, feedback: ErrorFeedback, parts:
 
     These become what encoding loses of that. The dtype of `out` is what travels; `x` may lie in it.
     """
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
     corrected = feedback.corrected(x, parts)
     comm.all_gather(corrected.to(out.dtype), out)
     first = comm.rank * x.numel()

@@ -114,14 +114,16 @@ def resources() -> list[int]:
     return [len(dist.distributed_c10d._world.pg_map), *folders]
 
 
-def settled(before: list[int]) -> list[int]:
-    """The resources when they are no more than `before`, or after some seconds: peers close too."""
-    deadline = time.monotonic() + 10
-    while any(a > b for a, b in zip(resources(), before, strict=True)):
-        if time.monotonic() > deadline:
-            break
+def at_rest() -> list[int]:
+    """The resources when they have not changed for a while, as peers close in their own time."""
+    found, since = resources(), time.monotonic()
+    deadline = since + 10
+    while time.monotonic() < min(since + 0.5, deadline):
         time.sleep(0.05)
-    return resources()
+        now = resources()
+        if now != found:
+            found, since = now, time.monotonic()
+    return found
 
 
 def many_models(device: Any) -> dict[str, Any]:
@@ -159,13 +161,13 @@ def many_models(device: Any) -> dict[str, Any]:
     replicated(False)
     sharded(False)
     dist.barrier()
-    before = settled([0, 0, 0])
+    before = at_rest()
     for i in range(20):
         replicated(i % 2 == 0)
     for i in range(5):
         sharded(i % 2 == 0)
     dist.barrier()
-    after = settled(before)
+    after = at_rest()
     comm = tw.Communicator(TorchDist(dist.new_group()), "raw")
     with comm:
         comm.all_reduce(torch.ones(3))
