@@ -224,7 +224,7 @@ class TorchDist(Transport):
             for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
                 works += [move([_tensor(x)], peer, 0) for x in arrays if x.shape[0]]
         for work in works:
-            work.wait()
+            self._received(work)
 
     def _pieces(self, pieces: Sequence[Any] | None) -> list[Any]:
         """A tensor for every rank, empty where there is none."""
@@ -234,12 +234,20 @@ class TorchDist(Transport):
     @_names_silent_ranks
     def send(self, x: Any, to: int) -> None:
         """See `Transport`."""
-        self._group.send([_tensor(x)], to, 0).wait()
+        self._received(self._group.send([_tensor(x)], to, 0))
 
     @_names_silent_ranks
     def recv(self, out: Any, source: int) -> None:
         """See `Transport`."""
-        self._group.recv([_tensor(out)], source, 0).wait()
+        self._received(self._group.recv([_tensor(out)], source, 0))
+
+    def _received(self, work: Any) -> None:
+        """Wait for a message."""
+        if self._device.type == "cpu":
+            # gloo's messages know no other timeout than that of the group when it was made.
+            work.wait(timedelta(seconds=self._timeout))
+        else:
+            work.wait()
 
     @_names_silent_ranks
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
