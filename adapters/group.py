@@ -26,7 +26,7 @@ from .auto_scale import AutoScale, Scaling
 from .calls import Call, CollectiveError, LateCards, TraceRecord, rounding_key
 from .cost import Choice
 from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
-from .switch import ALGORITHMS, Algorithm, Measured, Switch
+from .switch import ALGORITHMS, SUMS, Algorithm, Measured, Switch
 from .transport import Transport
 
 Design = Literal["first", "between"]
@@ -324,6 +324,8 @@ class Group:
                 does = "codes" if taken == name else "gains nothing on"
                 what = dtype.name if share is None else f"shares of {share} {dtype.name}"
                 call.reason = f"{name} {does} {dtype.name if taken == name else what}"
+            if collective in SUMS and taken == self._codec.name and self._codec.spec.caution:
+                call.reason += f"; {self._codec.spec.caution}"
         error: str | None = None
         try:
             yield call
