@@ -61,7 +61,9 @@ class Channel:
         return future
 
 
-def communicator(group: Any, device: torch.device, purpose: str, **options: Any) -> Communicator:
+def communicator(
+    group: Any, device: torch.device, purpose: str = "a communicator", **options: Any
+) -> Communicator:
     """A communicator of the ranks of `group`, which all call this, on connections of its own.
 
     Other ranks take no part. `group` None is the default group, `purpose` is what all ranks want it

@@ -96,6 +96,7 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of what the transport has made for itself, if anything; no call comes after."""
+        return
 
 
 def wait_until(done: Callable[[], bool], timeout: float) -> bool:

@@ -228,7 +228,7 @@ def refuse(device: Any) -> None:
             self.phase = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    calls = [
+    calls: list[tuple[Any, str]] = [
         (lambda: ddp.register(linear()), "allowed: a DistributedDataParallel"),
         (lambda: tagc.register(linear()), "allowed: a DistributedDataParallel"),
         (lambda: ddp.register(None), "allowed: a DistributedDataParallel"),
