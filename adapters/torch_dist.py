@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,13 +24,16 @@ _REPORT = 1.0
 _GRACE = timedelta(seconds=5)
 
 
-def _names_silent_ranks(method: Callable[..., None]) -> Callable[..., None]:
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _names_silent_ranks(method: _Method) -> _Method:
     """Have errors of the network say which ranks have not noticed any."""
 
     @functools.wraps(method)
-    def call(self: TorchDist, *args: Any) -> None:
+    def call(self: TorchDist, *args: Any, **options: Any) -> None:
         try:
-            method(self, *args)
+            method(self, *args, **options)
         except NotImplementedError:
             raise
         except RuntimeError as error:
@@ -39,7 +42,7 @@ def _names_silent_ranks(method: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise RuntimeError(f"{error}; {self._silent_ranks()}") from error
 
-    return call
+    return cast(_Method, call)
 
 
 class TorchDist(Transport):
