@@ -103,7 +103,7 @@ class Closing:
 def distributed(model: Any) -> DistributedDataParallel:
     """`model`; raises TypeError if it is no DistributedDataParallel."""
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model is a {type(model).__name__}; allowed: a DistributedDataParallel")
+        raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
     return model
 
 

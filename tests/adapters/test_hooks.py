@@ -229,9 +229,9 @@ def refuse(device: Any) -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     calls: list[tuple[Any, str]] = [
-        (lambda: ddp.register(linear()), "allowed: a DistributedDataParallel"),
-        (lambda: tagc.register(linear()), "allowed: a DistributedDataParallel"),
-        (lambda: ddp.register(None), "allowed: a DistributedDataParallel"),
+        (lambda: ddp.register(linear()), "allowed: DistributedDataParallel"),
+        (lambda: tagc.register(linear()), "allowed: DistributedDataParallel"),
+        (lambda: ddp.register(None), "allowed: DistributedDataParallel"),
         (lambda: fsdp.compress([]), "allowed: a module after fully_shard"),
         (lambda: tagc.compress(None), "allowed: a module after fully_shard"),
         (lambda: fsdp.compress(fully_shard(Complex(), mesh=mesh)), "'phase' is torch.complex64"),
