@@ -194,10 +194,10 @@ def failures(device: Any) -> None:
     """A step after one that failed: it goes on, or says in our words that it does not."""
     for register in (ddp.register, tagc.register):
         for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-            inner = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))
+            inner = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
             model = DistributedDataParallel(inner, bucket_cap_mb=0.1, **options)
             hook: Any = register(model, **RAW)
-            x = torch.ones(1, 600)
+            x = torch.ones(1, 200)
             # From the third step on there are several buckets.
             for _ in range(2):
                 model(x).sum().backward()
