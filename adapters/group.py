@@ -9,7 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from .shares import (
     sizes_on,
     text_on,
 )
-from .switch import ALGORITHMS, Algorithm, Measured, Switch
+from .switch import ALGORITHMS, SUMS, Algorithm, Measured, Switch
 from .transport import Transport
 
 Design = Literal["first", "between"]
@@ -165,6 +165,7 @@ class Group:
         self._spare_descriptors: list[tensors.OnTheWay] = []
         self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
+        self._closed = False
         #: Small native calls need not become uint8 first.
         self._plain_dtypes: frozenset[Any] = getattr(transport, "plain_dtypes", frozenset())
         self._rank = transport.rank
@@ -223,6 +224,30 @@ class Group:
         """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
         while self._unchecked:
             self._settle(self._unchecked.popleft())
+
+    def close(self) -> None:
+        """Let work memory go, and close the transport, which no other communicator may then use.
+
+        Later calls raise CollectiveError, all but `trace()`. Closing again does nothing. A process
+        group that `TorchDist` was given stays.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # Also refuses what `_call` does not see.
+        self._broken = self._broken or "the communicator is closed"
+        for memory in (self._unchecked, self._spare, self._summaries, self._words, self._plans):
+            memory.clear()
+        for named in (self._rooms, self._layouts, self._holders):
+            named.clear()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
 
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
         """Ranks and the seconds that another waited for each in the last `calls` calls.
@@ -322,6 +347,8 @@ class Group:
         dtype = sent or info.dtype
         call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
         call.text = f"{dtype.name} {info.shape} {key if pair is None else collective}"
+        if self._closed:
+            raise call.failure("start", "the communicator is closed")
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason
@@ -339,6 +366,8 @@ class Group:
                 does = "codes" if taken == name else "gains nothing on"
                 what = dtype.name if share is None else f"shares of {share} {dtype.name}"
                 call.reason = f"{name} {does} {dtype.name if taken == name else what}"
+            if collective in SUMS and taken == self._codec.name and self._codec.spec.caution:
+                call.reason += f"; {self._codec.spec.caution}"
         error: str | None = None
         try:
             yield call

@@ -421,6 +421,7 @@ class Sketches:
     def _sparsified(self, name: str, x: Any) -> _Layer:
         flat, accumulate = x.reshape(-1), self.tagc.accumulate
         if accumulate:
+            self.state.residuals.belongs([name], self.comm.rank, self.comm.world_size)
             rows = self.state.residuals.corrected(flat, [(name, x.numel())]).view(x.shape)
         else:
             rows = flat.float().view(x.shape)

@@ -95,6 +95,10 @@ class Transport(Protocol):
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 
+    def close(self) -> None:
+        """Let go of what the transport has made for itself, if anything; no call comes after."""
+        return
+
 
 def wait_until(done: Callable[[], bool], timeout: float) -> bool:
     """True as soon as `done()` is true, False if it is not for `timeout` seconds.

@@ -123,6 +123,8 @@ class CodecSpec:
     needs_stats: ClassVar[bool] = True
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
+    #: What sums lose besides the codec's error, as traces say it; "" if nothing.
+    caution: ClassVar[str] = ""
 
     @property
     def round_trips(self) -> bool:

@@ -70,6 +70,7 @@ class Omnireduce(CodecSpec):
     homomorphic: ClassVar[bool] = True
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    caution: ClassVar[str] = "NaN and infinities in blocks beyond the budget are lost"
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is not allowed."""
