@@ -57,8 +57,9 @@ class TraceRecord:
     `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
     all-gather counts its share once for every other rank; uncompressed is what `wire=` makes of it.
     `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
-    in pieces they overlap. The first of "sizes" and "static" waits for the slowest rank, and so
-    does "exchange", which is all of them where buffers have no dynamic part.
+    in pieces they overlap. The first of "sizes", in which calls and sizes are compared, "static",
+    "exchange", which is both where buffers have no dynamic part, and "native" waits for the slowest
+    rank; on the host that is "sizes".
     `reason` says why the algorithm was taken, and in sums by hops what the codec remarks on the
     statistics that ranks agreed on.
     """
@@ -85,6 +86,16 @@ class LateCards(NamedTuple):
     note: str = ""
 
 
+class LateDigests(NamedTuple):
+    """Digests of all ranks on their way to the host, shape (ranks, n), and what they show.
+
+    `check` gives the ranks whose results are damaged.
+    """
+
+    arriving: OnTheWay
+    check: Callable[[Any], list[int]]
+
+
 class Call:
     """One call under way: its name and number, and what the trace will say of it."""
 
@@ -97,14 +108,18 @@ class Call:
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.seconds: dict[str, float] = {}
+        #: Dtype, shape and collective, as errors of other ranks name them.
+        self.text = ""
         #: What calls are alike in that move as many bytes in the same way.
         self.kind: tuple[object, ...] = ()
         #: Of the input, 0 where it is no common knowledge.
         self.nbytes = 0
         #: How many encodings there have been.
         self.encodings = 0
-        #: Cards that have not been compared yet.
-        self.late: list[LateCards] = []
+        #: Descriptors and digests that have not been compared yet.
+        self.late: list[LateCards | LateDigests] = []
+        #: All ranks are known to make this call.
+        self.compared = False
         #: What errors are told with that decoding on a GPU finds, by the number of its word.
         self.unchecked: dict[int, str] = {}
         #: Where these words are: any array of that device.
@@ -128,6 +143,11 @@ class Call:
         what = f"{self._key} {self.sequence} {info.dtype.name} {shape} {part}"
         found = hashlib.blake2b(what.encode(), digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1
+
+    def digest_of(self, data: bytes, info: ArrayInfo) -> int:
+        """63 bits that ranks agree on if they have the same `data`, in the same call."""
+        word = hashlib.blake2b(data, digest_size=8).digest()
+        return self.digest(info, (int.from_bytes(word, "little"), *info.shape))
 
     def record(
         self, error: str | None

@@ -41,8 +41,9 @@ class CellSums(MultiHop):
                 self._transport.all_reduce(cells, "sum")
             else:
                 whole = _padded(cells, size)
-                own = self._sum_of_shares(whole)
+                own = self._sum_of_shares(call, whole)
                 self._transport.all_gather(tensors.as_bytes(whole), tensors.as_bytes(own))
+                self._check_gathered(call, own, whole)
                 tensors.put(cells, whole[: cells.shape[0]])
         share = -(-cells.shape[0] // size) * cells.itemsize
         self._account_cells(call, 2, terms.nbytes / size, share)
@@ -58,7 +59,7 @@ class CellSums(MultiHop):
             if self._adds_cells(cells):
                 self._transport.reduce_scatter(own, cells)
             else:
-                tensors.put(own, self._sum_of_shares(cells))
+                tensors.put(own, self._sum_of_shares(call, cells))
         self._account_cells(call, 1, total.shape[0] * info.dtype.itemsize, own.nbytes)
         self._decode_cells(call, buffers[self._rank], total)
 
@@ -76,15 +77,20 @@ class CellSums(MultiHop):
 
     def _adds_cells(self, cells: Any) -> bool:
         """True if the network adds up such cells by itself."""
+        if self._digests:
+            # Partial sums of a network cannot be compared.
+            return False
         return tensors.is_cuda(cells) and cells.dtype in self._plain_dtypes
 
-    def _sum_of_shares(self, cells: Any) -> Any:
+    def _sum_of_shares(self, call: Call, cells: Any) -> Any:
         """This rank's share of the sum of all ranks' cells, added up here in the order of ranks."""
         came = tensors.empty(cells.shape, tensors.dtype_of(cells), cells)
         self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cells))
+        equal = [cells.shape[0] // self._size] * self._size
+        self._check_swapped(call, cells, equal, came, equal)
         first, *others = came.reshape(self._size, -1)
         for term in others:
-            first += term
+            tensors.add(first, term)
         return first
 
     def _account_cells(self, call: Call, times: int, raw: float, wire: int) -> None:

@@ -26,13 +26,14 @@ from ..buffer import Buffer
 from ..codec import Codec, decode
 from ..formats.dtypes import BY_NAME, DType
 from . import tensors
-from .calls import Call, TraceRecord
+from .calls import Call, LateCards, TraceRecord
 from .cells import CellSums
 from .cost import Choice
+from .digests import content_digest
 from .group import CHUNKS, DESIGNS, TOPOLOGIES, Design, Exchange, Topology
 from .lanes import Lanes
 from .multihop import GATHERED
-from .shares import CARD_NBYTES, Shares, pieces, split
+from .shares import CARD_NBYTES, CARD_WORDS, Shares, pieces, split
 from .switch import AS_BEFORE, SUMS, Before, Measured
 from .tensors import as_input, as_output, as_result
 
@@ -56,6 +57,7 @@ _PATHS = (
 #: Nothing travels, so nothing is encoded.
 ALONE = Choice("native", 1, 0.0, 0.0, "one rank")
 
+_INT64 = BY_NAME["int64"]
 Span = tuple[int, int]
 Op = Literal["sum", "mean"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -106,14 +108,23 @@ class Communicator(CellSums):
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
     thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
     before anything is sent; what goes wrong later raises CollectiveError, and `out` is undefined.
-    Damage that decoding on a GPU meets is raised at the end of a later call or by `check()`, with
-    `verify=True` at once.
+    On the host every call is compared among ranks before data move, so that other calls, dtypes and
+    shapes raise; on a GPU native calls are so before the first of their kind (collective, dtype,
+    shape).
+
+    Everything that is encoded has a checksum, and damage of it raises on the rank that gets it: on
+    a GPU at the end of a later call or by `check()`, with `verify=True` at once. Native calls and
+    sums by "cells" have no checksums. With `verify="digest"` ranks compare digests of what each
+    sent and what each got behind every such call, and all of them raise if any differ (of a
+    message: its receiver), on a GPU at the end of a later call or by `check()`; the communicator
+    refuses later calls then. Sums are made of the terms of all ranks then, in the order of ranks,
+    and never by the network itself, whose partial sums nobody could compare.
     """
 
     def _accepted(self, codec: Codec) -> Codec:
         if not codec.round_trips:
             raise ValueError(
-                f"codec is {codec.spec!r}, whose sums would be of other tensors than are given; "
+                f"codec is {codec.spec!r}, which decodes to another tensor than was encoded; "
                 "allowed: codecs whose round_trips is True"
             )
         return super()._accepted(codec)
@@ -167,7 +178,7 @@ class Communicator(CellSums):
         if send_splits is None and receive_splits is None:
             outward = inward = self._equal_splits(rows)
         elif send_splits is None or receive_splits is None:
-            raise ValueError("send_splits and receive_splits are given both or not at all")
+            raise ValueError("one of send_splits and receive_splits is given; needed: both or none")
         else:
             outward = self._splits("send_splits", send_splits)
             inward = self._splits("receive_splits", receive_splits)
@@ -316,7 +327,7 @@ class Communicator(CellSums):
         In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
         of its results, rounded to what travels; natively as there. So all ranks get the same bits,
         of a lossy codec too: every term is encoded once, and so is the sum. The last
-        x.size % world_size elements are sent as they are.
+        x.size % world_size elements are sent as they are, with a checksum.
         """
         if op not in OPS:
             raise ValueError(f"op is {op!r}; allowed: {OPS}")
@@ -370,7 +381,7 @@ class Communicator(CellSums):
                 call, flat[:main], total, info, sent, choice, last=False, encode=late == "sum"
             )
             if rest:
-                self._sum_plain(call, tensors.cast(flat[main:], sent), left)
+                self._sum_rest(call, tensors.cast(flat[main:], sent), left, part)
             total, left = self._divided(total, late), self._divided(left, late)
             # What has been encoded already says `total` no longer.
             rounded = total if encoded is not None else tensors.cast(total, sent)
@@ -421,8 +432,7 @@ class Communicator(CellSums):
             # No encoding of a collective has these numbers.
             call.encodings = -1 - to
             if choice.algorithm == "native":
-                payload = tensors.as_bytes(tensors.contiguous(x))
-                self._message_native(call, payload, to, self._transport.send)
+                self._send_native(call, x, to, call.digest(info, info.shape))
                 return
             plan = self._plan(info.dtype, math.prod(info.shape))
             shares = self._encode(call, [x.reshape(-1)], [plan])
@@ -445,8 +455,7 @@ class Communicator(CellSums):
         key = f"from {source} to {self._rank}"
         with self._call("recv", "message", info, choice, pair=key) as call:
             if choice.algorithm == "native":
-                payload = tensors.as_bytes(into)
-                self._message_native(call, payload, source, self._transport.recv)
+                self._receive_native(call, into, source, call.digest(info, info.shape))
                 return out
             plan = self._plan(info.dtype, math.prod(info.shape))
             shares = self._receive("receive", [plan], into)
@@ -662,10 +671,8 @@ class Communicator(CellSums):
         """The dtype that elements of `dtype` travel as; of one rank alone they do not."""
         if wire is None:
             return dtype
-        sent = BY_NAME.get(wire)
-        if sent is None or not (
-            sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize
-        ):
+        sent = arrays.as_dtype(wire)
+        if not (sent.is_float and dtype.is_float and sent.itemsize <= dtype.itemsize):
             allowed = "floats no wider than x"
             raise ValueError(f"wire is {wire!r}, x {dtype.name}; allowed: {allowed}")
         return dtype if self._size == 1 else sent
@@ -682,8 +689,8 @@ class Communicator(CellSums):
         """For a mean `x` over the number of ranks, in the dtype of sums; else `x` itself."""
         if op == "sum":
             return x
-        with np.errstate(all="ignore"):
-            return tensors.cast(x, tensors.sum_dtype(tensors.dtype_of(x))) / self._size
+        wide = tensors.cast(x, tensors.sum_dtype(tensors.dtype_of(x)))
+        return tensors.elementwise(lambda v: v / self._size, wide)
 
     def _reduce_by_hops(
         self,
@@ -840,18 +847,26 @@ class Communicator(CellSums):
                     tensors.add(total, decode(buffer))
             self._decoded(call, buffer, note, source)
 
-    def _sum_plain(self, call: Call, x: Any, total: Any) -> None:
-        """Sum all ranks' few elements `x` to `total`; they travel as they are."""
-        dtype = arrays.describe(x).dtype
-        mine = tensors.as_bytes(tensors.contiguous(x))
-        nbytes = x.shape[0] * dtype.itemsize
-        came = tensors.empty_bytes(self._size * nbytes, x)
+    def _sum_rest(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> None:
+        """Sum all ranks' few elements `x` to `total`; they travel as they are, with checksums."""
+        n, size = x.shape[0], self._size
+        plan, whole = (self._plan(info.dtype, k * n, k, raw=True) for k in (1, size))
         with call.stage("rest"):
-            self._transport.all_gather(came, mine)
-        call.raw_bytes += (self._size - 1) * nbytes
-        call.wire_bytes += (self._size - 1) * nbytes
+            send = self._room("rest", [plan], x)
+            if not self._encode_here(x, plan, send.data[0], None):
+                self._raw.encode(x, out=send.data[0], checksum=self._checksum)
+            digest = call.digest(info, info.shape, -1)
+            send.write_cards([digest], 0)
+            receive = self._receive("rests", [whole], x)
+            self._transport.all_to_all_v(receive.parcels, send.parcels * size)
+        self._compare_late(call, receive, [digest] * size)
+        (buffer,) = receive.buffers(self._words_of(receive.room))
+        call.raw_bytes += (size - 1) * send.raw_nbytes
+        call.wire_bytes += (size - 1) * (CARD_NBYTES + send.static_nbytes)
+        came = tensors.empty((size * n,), info.dtype, x)
+        self._decode(call, buffer, came, None)
         tensors.clear(total)
-        for values in tensors.view(came, dtype).reshape(self._size, -1):
+        for values in came.reshape(size, n):
             tensors.add(total, values)
 
     # Messages and broadcast.
@@ -860,8 +875,7 @@ class Communicator(CellSums):
         plan = self._plan(info.dtype, values.shape[0], self._size)
         digests = [call.digest(info, (root, *info.shape))] * self._size
         whole = self._receive("receive", [plan], values)
-        if self._fixed:
-            self._compare_new(call, values, digests, digests)
+        self._compare_new(call, values, digests, digests)
         is_root = self._rank == root
         parts: list[list[Any]] = [[]] * self._size
         if is_root:
@@ -947,7 +961,10 @@ class Communicator(CellSums):
         move: Callable[[Any, Any], None],
     ) -> Any:
         """A native call like one before, with as little host work as can be; None if it is not."""
-        if self._broken is not None or not tensors.is_torch(x) or not x.is_contiguous():
+        # On the host and with digests a native call is more than what moves data.
+        if self._broken is not None or self._digests:
+            return None
+        if not tensors.is_cuda(x) or not x.is_contiguous():
             return None
         plain = x.dtype in self._plain_dtypes
         # Backends differ in what they make of a scalar.
@@ -988,6 +1005,7 @@ class Communicator(CellSums):
             self._broken = str(error)
             call = Call(self._rank, collective, sequence, collective)
             raise call.failure("native", str(error)) from error
+        arrays.mark_written(out)
         before.left -= 1
         self._counts["group"] = sequence + 1
         seconds = {"native": time.perf_counter() - start}
@@ -1012,10 +1030,12 @@ class Communicator(CellSums):
 
     def _gather_native(self, call: Call, x: Any, out: Any, info: ArrayInfo) -> None:
         self._compare_shape(call, x, info)
-        mine = tensors.as_bytes(tensors.contiguous(x))
+        x = tensors.contiguous(x)
+        mine = tensors.as_bytes(x)
         with call.stage("native"):
             self._transport.all_gather(tensors.as_bytes(out), mine)
         self._sent_plain(call, (self._size - 1) * int(mine.shape[0]))
+        self._check_gathered(call, x, out)
 
     def _swap_native(
         self,
@@ -1036,6 +1056,7 @@ class Communicator(CellSums):
                 self._transport.all_to_all_v(outs, [[part] for part in _byte_parts(flat, sends)])
         item = arrays.describe(flat).dtype.itemsize
         self._sent_plain(call, (sum(sends) - sends[self._rank]) * item)
+        self._check_swapped(call, flat, sends, result, receives)
 
     def _scatter_native(self, call: Call, x: Any, total: Any, info: ArrayInfo) -> bool:
         """The network's own reduce-scatter; False if it has none for this dtype."""
@@ -1065,8 +1086,11 @@ class Communicator(CellSums):
         return True
 
     def _sums(self, dtype: DType) -> bool:
-        """True for what networks sum as we do but for the order."""
-        return dtype.name in ("float32", "float64", "int32", "int64")
+        """True for what networks sum as we do but for the order.
+
+        With digests nothing is: what travels as it is can be compared, partial sums cannot.
+        """
+        return not self._digests and dtype.name in ("float32", "float64", "int32", "int64")
 
     def _reduces(self, dtype: DType, x: Any) -> bool:
         """True if `_sum_native` sums `x`.
@@ -1075,7 +1099,7 @@ class Communicator(CellSums):
         """
         if dtype.name in ("bfloat16", "float16"):
             takes = tensors.is_cuda(x) and x.dtype in self._plain_dtypes
-            return takes and not self._codec.lossless
+            return takes and not self._codec.lossless and not self._digests
         return self._sums(dtype)
 
     def _sums_to(self, total: Any, dtype: DType) -> bool:
@@ -1085,6 +1109,8 @@ class Communicator(CellSums):
         """Scatter and all-gather, as they are; what equal shares leave over goes to everybody."""
         data = tensors.as_bytes(into)
         self._compare_shape(call, into, arrays.describe(into), root)
+        # The root's own is overwritten too.
+        before = content_digest(into) if self._digests else None
         each = int(data.shape[0]) // self._size
         main = self._size * each
         mine = tensors.empty_bytes(each, into)
@@ -1098,15 +1124,40 @@ class Communicator(CellSums):
                 self._scatter(call, root, [[]] * self._size, [mine, tail])
             self._transport.all_gather(data[:main], mine)
         call.raw_bytes = call.wire_bytes = call.wire_bytes + (self._size - 1) * each
+        if before is not None:
+            self._check_broadcast(call, before, into, root)
         call.exchanged = True
 
-    def _message_native(
+    def _send_native(self, call: Call, x: Any, to: int, name: int) -> None:
+        """A descriptor, which says what comes, and the bytes of `x`."""
+        x = tensors.contiguous(x)
+        word = content_digest(x) if self._digests else None
+        descriptor = self._descriptor(call, name, x, word)
+        with call.stage("sizes"):
+            self._transport.send(tensors.as_bytes(descriptor), to)
+        self._move_native(call, tensors.as_bytes(x), to, self._transport.send)
+
+    def _receive_native(self, call: Call, into: Any, source: int, name: int) -> None:
+        """What `_send_native` sends; on the host nothing of another shape or dtype is received."""
+        descriptor = tensors.empty((1, CARD_WORDS), _INT64, into)
+        with call.stage("sizes"):
+            self._transport.recv(tensors.as_bytes(descriptor), source)
+            spare = self._spare_descriptors
+            arriving = tensors.OnTheWay(descriptor, spare.pop() if spare else None)
+            self._check_descriptors_late(call, LateCards(arriving, [name], source, spare))
+        self._move_native(call, tensors.as_bytes(into), source, self._transport.recv)
+        if self._digests:
+            strange = tensors.cast(content_digest(into) != descriptor[0, 1:2], _INT64).reshape(1, 1)
+            self._check_digests_late(call, strange, lambda found: [self._rank] * int(found[0, 0]))
+
+    def _move_native(
         self, call: Call, payload: Any, peer: int, move: Callable[[Any, int], None]
     ) -> None:
         with call.stage("native"):
             if payload.shape[0]:
                 move(payload, peer)
         self._sent_plain(call, int(payload.shape[0]))
+        call.wire_bytes += CARD_NBYTES
 
     def _sent_plain(self, call: Call, nbytes: int) -> None:
         call.raw_bytes += nbytes
@@ -1119,11 +1170,15 @@ class Communicator(CellSums):
     ) -> Measured:
         """Time the paths of a collective on this group; every rank gets the same numbers."""
         call = Call(self._rank, collective, self._counts["group"], "")
+        call.text = f"{info.dtype.name} {info.shape} {collective}"
         kept, self._trace = self._trace, deque(maxlen=1)
         scaling, self._scaling = self._scaling, copy.copy(self._scaling)
         try:
             with call.stage("measure"):
-                return self._timed(collective, like, info, source or info.dtype)
+                # Ranks with other tensors would take other paths.
+                digests = [call.digest(info, info.shape)] * self._size
+                self._compare(call, like, digests, digests, "measure")
+                return self._timed(call, like, info, source or info.dtype)
         except BaseException as error:
             self._broken = self._broken or str(error)
             raise
@@ -1133,7 +1188,8 @@ class Communicator(CellSums):
             for memory in (self._rooms, self._layouts, self._holders):
                 memory.clear()
 
-    def _timed(self, collective: str, like: Any, info: ArrayInfo, source: DType) -> Measured:
+    def _timed(self, call: Call, like: Any, info: ArrayInfo, source: DType) -> Measured:
+        collective = call.collective
         cuda = tensors.is_cuda(like)
         sizes: tuple[int, ...] = _MEASURED_GPU if cuda else _MEASURED_HOST
         most = _MOST_GPU if cuda else _MOST_HOST
@@ -1158,6 +1214,8 @@ class Communicator(CellSums):
         values = tensors.view(found, BY_NAME["float64"])
         self._transport.all_reduce(values, "max")
         agreed = arrays.host_array(values)
+        digests = [call.digest_of(agreed.tobytes(), info)] * self._size
+        self._compare(call, like, digests, digests, "measure", "have other measurements")
         return Measured(sizes, agreed[:-1].reshape(-1, 3).tolist(), _PIECES, float(agreed[-1]))
 
     def _time(self, collective: str, x: Any, wire: dict[str, str]) -> float:
@@ -1199,7 +1257,7 @@ def _nbytes(info: ArrayInfo) -> int:
 def _rows(info: ArrayInfo) -> tuple[int, tuple[int, ...]]:
     """Number and shape of the rows of x."""
     if not info.shape:
-        raise ValueError("x has no dimensions; shares need one to lie along")
+        raise ValueError("x has shape (); allowed: at least one dimension")
     return info.shape[0], info.shape[1:]
 
 

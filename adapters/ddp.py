@@ -24,7 +24,7 @@ With `ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())` gradie
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,10 +32,20 @@ import torch.distributed as dist
 
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
-from .hooks import Channel, average, check_feedback, collectives_of_average, communicator
+from .hooks import (
+    Channel,
+    Closing,
+    average,
+    check_feedback,
+    collectives_of_average,
+    communicator,
+    distributed,
+    in_backward,
+    trained_device,
+)
 
 
-class DdpHook:
+class DdpHook(Closing):
     """The state of `ddp_hook`: a communicator of the ranks of the model, for nothing else.
 
     `error_feedback` keeps what a lossy codec loses of the gradients of each parameter, by its name
@@ -55,14 +65,20 @@ class DdpHook:
     ) -> None:
         """`names` are those of the model's parameters; ValueError if feedback comes without.
 
-        And if it comes with a communicator of a lossless codec, or not in two shots.
+        And if it comes with a communicator of a lossless codec, or not in two shots, or has loaded
+        the state of another rank or number of ranks.
         """
         check_feedback(error_feedback, comm)
         if error_feedback is not None and names is None:
             raise ValueError("error_feedback is given, names are not; needed: both or none")
+        if error_feedback is not None and names is not None:
+            error_feedback.belongs(names.values(), comm.rank, comm.world_size)
         self._channel = Channel(comm)
         self.error_feedback = error_feedback
         self._names = names or {}
+
+    def _open(self) -> Iterable[Channel]:
+        return [self._channel]
 
     @property
     def comm(self) -> Communicator:
@@ -96,11 +112,17 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     "native" sums of float32 are the network's own; by hops see `Communicator.all_reduce`). On a GPU
     all of it runs on a stream of its own; the host waits there for sizes. Raises TypeError for
     sparse or complex gradients, CollectiveError for what goes wrong on the wire; backward() raises
-    them.
+    them in the end, when all buckets have gone, and gradients are then undefined. The next step
+    goes on if the communicator does; else it raises CollectiveError too, and a new
+    DistributedDataParallel and `register` are needed.
     """
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)
-    return state._channel.run(gradients, lambda: state._average(bucket), collectives)
+
+    def call() -> Any:
+        return state._channel.run(gradients, lambda: state._average(bucket), collectives)
+
+    return in_backward(gradients, call)
 
 
 def register(
@@ -112,14 +134,17 @@ def register(
 ) -> DdpHook:
     """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
 
-    Without `comm`, one is made with `options` (see `Communicator`) on a new process group of the
-    model's ranks. Raises ValueError if both are given. With a lossy codec, `error_feedback` (each
+    Without `comm`, one is made with `options` (see `Communicator`) for the model's ranks, with
+    connections of its own; other ranks take no part. It ends with `close()` of what is returned, or
+    with the model. Raises TypeError for other models, ValueError if `comm` and options are given,
+    CollectiveError if ranks differ or do not come. With a lossy codec, `error_feedback` (each
     rank makes its own) sends what was lost of a gradient with the next one, for a float32 number
     of memory for each parameter.
     """
+    model = distributed(model)
     if comm is None:
-        device = next(p.device for p in model.parameters() if p.requires_grad)
-        comm = communicator(model.process_group, device, **options)
+        device = trained_device(model)
+        comm = communicator(model.process_group, device, "ddp.register", **options)
     elif options:
         raise ValueError(f"comm and {sorted(options)} are given; allowed: one or the other")
     names = {p: name for name, p in model.module.named_parameters()}

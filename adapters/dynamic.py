@@ -513,7 +513,7 @@ class FixedRateAllToAll(_Exchange):
         invalid, above = _ranks_with(status, INVALID), _ranks_with(status, ABOVE_CAPACITY)
         if invalid:
             problems.append(
-                f"metadata of ranks {invalid} make no sense; allowed: splits that x has rows for, "
+                f"metadata of ranks {invalid} are invalid; allowed: splits that x has rows for, "
                 "indices of splits, block lens that send_indices has entries for"
             )
         if above:

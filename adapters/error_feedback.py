@@ -8,8 +8,9 @@ decoding has lost of it.
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from . import tensors
 
 #: Names and numbers of elements of the tensors that lie one behind the other in another.
 Parts = Sequence[tuple[str, int]]
+#: A rank, and the number of ranks.
+_Place = tuple[int, int]
 
 
 class ErrorFeedback:
@@ -34,13 +37,33 @@ class ErrorFeedback:
     `state_dict()` before. Residuals of gradients that are scaled (loss scaling) are scaled alike.
 
     Tensors are PyTorch's or NumPy's, on any device, and are not modified. Not for use by several
-    threads at once. Every rank has one of its own, with the residuals of what it sends.
+    threads at once. Every rank has one of its own, with the residuals of what it sends. They are
+    laid out as that rank's tensors are among so many ranks (FSDP interleaves parameters by ranks),
+    so that a state is for the rank that saved it, among as many ranks; others are refused.
     """
 
     def __init__(self) -> None:
         self._residuals: dict[str, Any] = {}
         #: The residuals of parts that came together lie in one array.
         self._joined: dict[tuple[tuple[str, int], ...], Any] = {}
+        #: By name, whose residual it is: rank and number of ranks.
+        self._places: dict[str, _Place] = {}
+        #: The same of what was loaded, until `belongs`; None if the state did not say.
+        self._loaded: dict[str, _Place | None] = {}
+
+    def belongs(self, names: Iterable[str], rank: int, world_size: int) -> None:
+        """Note that residuals called so are of this rank, of so many ranks; hooks do it.
+
+        Raises ValueError for those that were loaded from the state of another rank or another
+        number of ranks, or from one that does not say.
+        """
+        mine = rank, world_size
+        for name in names:
+            found = self._loaded.get(name, self._places.get(name, mine))
+            if found != mine:
+                raise ValueError(_wrong_place(name, found, mine))
+            self._places[name] = mine
+            self._loaded.pop(name, None)
 
     def encode(self, codec: Codec, x: Any, name: str, **options: Any) -> Buffer:
         """The buffer of x + e; e becomes (x + e) - decode(buffer).
@@ -51,8 +74,8 @@ class ErrorFeedback:
         """
         if not codec.round_trips:
             raise ValueError(
-                f"codec is {codec.spec!r}, which loses no residual but another tensor; allowed: "
-                "codecs whose round_trips is True"
+                f"codec is {codec.spec!r}, which decodes to another tensor than was encoded; "
+                "allowed: codecs whose round_trips is True"
             )
         x, info, _ = tensors.as_input(x)
         parts = [(name, math.prod(info.shape))]
@@ -73,14 +96,13 @@ class ErrorFeedback:
         if info.shape != (total,):
             raise ValueError(f"x has shape {info.shape}; its parts have {total} elements")
         e = self._residual(parts, tensors.sum_dtype(info.dtype), x)
-        with np.errstate(all="ignore"):
-            return tensors.cast(x, tensors.sum_dtype(info.dtype)) + e
+        return tensors.elementwise(operator.add, tensors.cast(x, tensors.sum_dtype(info.dtype)), e)
 
     def keep(self, parts: Parts, corrected: Any, decoded: Any) -> None:
         """Let e be corrected - decoded: of shape (n,), what was to be sent and what arrived."""
         e = self._residual(parts, arrays.describe(corrected).dtype, corrected)
-        with np.errstate(all="ignore"):
-            lost = corrected - tensors.cast(decoded, arrays.describe(e).dtype)
+        decoded = tensors.cast(decoded, arrays.describe(e).dtype)
+        lost = tensors.elementwise(operator.sub, corrected, decoded)
         tensors.put(e, _finite(lost))
 
     def replace(self, parts: Parts, e: Any) -> None:
@@ -109,26 +131,52 @@ class ErrorFeedback:
         """
         e = self._residual(parts, arrays.describe(lost).dtype, lost)
         here = e[start : start + lost.shape[0]]
-        with np.errstate(all="ignore"):
-            tensors.put(here, _finite(here + lost[: here.shape[0]]))
+        added = tensors.elementwise(operator.add, here, lost[: here.shape[0]])
+        tensors.put(here, _finite(added))
 
     def residual(self, name: str) -> Any:
         """The e of the tensor or part called `name`, shape (n,): a view. Raises KeyError."""
         return self._residuals[name]
 
     def reset(self) -> None:
-        """Forget all residuals."""
+        """Forget all residuals, and whose they are."""
         self._residuals.clear()
         self._joined.clear()
+        self._places.clear()
+        self._loaded.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all residuals by name, for a checkpoint of this rank."""
-        return {name: tensors.copied(e) for name, e in self._residuals.items()}
+        """For a checkpoint of this rank: copies of all "residuals" by name, and their "ranks".
+
+        These are pairs by name, of a rank and the number of ranks; what only `encode` uses is of
+        none.
+        """
+        residuals = {name: tensors.copied(e) for name, e in self._residuals.items()}
+        places = {**self._places, **self._loaded}
+        ranks = {name: places[name] for name in residuals if places.get(name) is not None}
+        return {"residuals": residuals, "ranks": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the residuals of `state_dict`, and no others. They move to where tensors are."""
-        self.reset()
-        self._residuals = {name: tensors.copied(e) for name, e in state.items()}
+        """Take the residuals of `state_dict`, and no others. They move to where tensors are.
+
+        Raises ValueError if a residual is of another rank or number of ranks than a hook has used
+        or registered it for, and takes nothing then; hooks that come later raise it at their first
+        call. A plain mapping of names to residuals, as states once were, does not say whose they
+        are: it serves `encode` alone.
+        """
+        residuals, said = state.get("residuals"), state.get("ranks", {})
+        if not isinstance(residuals, Mapping):
+            residuals, said = state, {}
+        loaded: dict[str, _Place | None] = {}
+        for name in residuals:
+            place = said.get(name)
+            loaded[name] = None if place is None else (int(place[0]), int(place[1]))
+            mine = self._places.get(name)
+            if mine is not None and loaded[name] != mine:
+                raise ValueError(_wrong_place(name, loaded[name], mine))
+        self._joined.clear()
+        self._loaded = loaded
+        self._residuals = {name: tensors.copied(e) for name, e in residuals.items()}
 
     @tensors.kept
     def _residual(self, parts: Parts, dtype: DType, like: Any) -> Any:
@@ -160,6 +208,14 @@ class ErrorFeedback:
         names = {name for name, _ in key}
         self._joined = {k: j for k, j in self._joined.items() if names.isdisjoint(n for n, _ in k)}
         self._joined[key] = joined
+
+
+def _wrong_place(name: str, found: _Place | None, mine: _Place) -> str:
+    of = "of an unknown rank" if found is None else f"of rank {found[0]} of {found[1]}"
+    return (
+        f"the residual {name!r} is {of}, this is rank {mine[0]} of {mine[1]}; allowed: the state "
+        "that this rank has saved among as many ranks, or none: reset()"
+    )
 
 
 def _is_like(e: Any, dtype: DType, like: Any) -> bool:

@@ -37,8 +37,8 @@ over all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,15 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.fsdp import FSDPModule
 
 from ..codec import Codec
+from . import tensors
 from .auto_scale import AutoScale
-from .calls import TraceRecord
+from .calls import CollectiveError, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
 from .group import Topology
 from .hooks import (
     Channel,
+    Closing,
     average,
     check_feedback,
     collectives_of_average,
@@ -65,7 +67,7 @@ from .memory import connect
 from .sharded import TwoLevel, WeightDifferences
 
 
-class _Hook:
+class _Hook(Closing):
     """A communicator for every process group it meets, made by its ranks at the first call."""
 
     def __init__(self, **options: Any) -> None:
@@ -73,6 +75,15 @@ class _Hook:
         self._alone = Communicator(connect(1)[0], **options)
         self._options = options
         self._channels: dict[Any, Channel] = {}
+        self._closed = False
+
+    def _open(self) -> Iterable[Channel]:
+        return self._channels.values()
+
+    def close(self) -> None:
+        """See `hooks.Closing`."""
+        self._closed = True
+        super().close()
 
     @property
     def raw_bytes(self) -> int:
@@ -93,7 +104,10 @@ class _Hook:
     ) -> Any:
         channel = self._channels.get(group)
         if channel is None:
-            comm = communicator(group, tensor.device, **self._options)
+            kind = type(self).__name__
+            if self._closed:
+                raise CollectiveError(group.rank(), kind, 0, "start", "the hook is closed")
+            comm = communicator(group, tensor.device, f"FSDP: {kind}", **self._options)
             channel = self._channels[group] = Channel(comm)
         comm = channel.comm
         return channel.run(tensor, lambda: call(comm), collectives)
@@ -205,6 +219,12 @@ class DifferenceGather(AllGather):
         for one in self._differences.values():
             one.reset()
 
+    def close(self) -> None:
+        """See `hooks.Closing`; replicas go too."""
+        for one in self._differences.values():
+            one.close()
+        super().close()
+
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Any:
@@ -277,9 +297,9 @@ class ReduceScatter(_Comm):
 
             def scale(x: Any) -> None:
                 if kind == dist.ReduceOp.AVG:
-                    x.div_(comm.world_size)
+                    tensors.change(lambda v: v.div_(comm.world_size), x)
                 elif kind == dist.ReduceOp.PREMUL_SUM:
-                    x.mul_(factor)
+                    tensors.change(lambda v: v.mul_(factor), x)
 
             if kind == dist.ReduceOp.SUM or comm.topology == "two-shot":
                 self._sum(comm, input_tensor, total, feedback, name)
@@ -393,10 +413,25 @@ class AllReduce(_Hook):
 
 
 class Hooks(NamedTuple):
-    """What `compress` has set, for their `raw_bytes`, `wire_bytes` and `trace()`."""
+    """What `compress` has set, for their `raw_bytes`, `wire_bytes` and `trace()`.
+
+    A context that ends with `close()`.
+    """
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
+
+    def close(self) -> None:
+        """Close both: see `hooks.Closing`."""
+        self.all_gather.close()
+        self.reduce_scatter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
 
 
 def compress(
@@ -428,11 +463,11 @@ def compress(
     `error_feedback` and `topology` have none; they are refused.
 
     On all ranks, before training. `options` are those of `Communicator`; each process group gets
-    two communicators on new process groups when it is first used, which all its ranks must do in
-    the same order. The gradients' mean needs
-    no divide factor or forced sum; those that are set are respected. Raises ValueError if there is
-    no FSDP module, or one with several meshes, and for error feedback of a lossless codec or but in
-    two shots.
+    two communicators with connections of their own when it is first used, which all its ranks must
+    do in the same order. The gradients' mean needs
+    no divide factor or forced sum; those that are set are respected. Raises TypeError if `module`
+    is no module and for complex parameters, ValueError if there is no FSDP module, or one with
+    several meshes, and for error feedback of a lossless codec or but in two shots.
     """
     reducing = options | {"topology": topology}
     if gradients is not None:
@@ -454,10 +489,8 @@ def compress(
     scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
     check_feedback(error_feedback, scatters._alone)
     check_feedback(parameter_feedback, gathers._alone)
+    modules = fsdp_modules(module)
     hooks = Hooks(gathers, scatters)
-    modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
-    if not modules:
-        raise ValueError("module has no FSDP modules; fully_shard comes first")
     for name, m in modules:
         own: Any = gathers
         if isinstance(gathers, DifferenceGather):
@@ -470,6 +503,25 @@ def compress(
             reduce = reduce.with_feedback(error_feedback, name)
         m.set_custom_reduce_scatter(reduce)
     return hooks
+
+
+def fsdp_modules(module: Any) -> list[tuple[str, Any]]:
+    """Names and FSDP modules in `module`, itself included, before anything is set.
+
+    Raises TypeError if it is no module and for complex parameters, ValueError if there is none.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; allowed: a module after fully_shard")
+    modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        raise ValueError("module has no FSDP modules; fully_shard comes first")
+    for name, p in module.named_parameters():
+        if p.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is {p.dtype}, which no codec takes; allowed: parameters of "
+                "real dtypes, as torch.view_as_real() makes them"
+            )
+    return modules
 
 
 def _finish(done: Any, async_op: bool) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -23,14 +24,27 @@ from ..formats.header import MAJOR, MINOR
 from ..planning import integer
 from . import tensors
 from .auto_scale import AutoScale, Scaling
-from .calls import Call, CollectiveError, LateCards, TraceRecord, rounding_key
+from .calls import Call, CollectiveError, LateCards, LateDigests, TraceRecord, rounding_key
 from .cost import Choice
-from .shares import CARD_NBYTES, Share, Shares, pieces, sealed, sizes_on
-from .switch import ALGORITHMS, Algorithm, Measured, Switch
+from .digests import content_digest, content_digests
+from .shares import (
+    CARD_NBYTES,
+    CARD_WORDS,
+    Share,
+    Shares,
+    pieces,
+    plain_descriptor,
+    seal,
+    sealed,
+    sizes_on,
+    text_on,
+)
+from .switch import ALGORITHMS, SUMS, Algorithm, Measured, Switch
 from .transport import Transport
 
 Design = Literal["first", "between"]
 DESIGNS = ("first", "between")
+Verify = bool | Literal["digest"]
 Topology = Literal["two-shot", "ring", "butterfly", "cells"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 #: Collectives that come in both designs, and that all ranks take part in alike.
@@ -39,7 +53,7 @@ TWO_DESIGNS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 _INT64 = BY_NAME["int64"]
 #: How errors say where a buffer came from that all ranks have made.
 CHUNKS = " (chunk i is rank i's)"
-_OTHER_CALL = "make another call, or of another dtype or shape"
+_OTHER_CALL = "make another call, or one with another dtype or shape"
 #: Elements from which on their number says nothing about the codec that is taken.
 _NAMED = 1 << 20
 #: Layouts that are kept: a model has so many sizes of buckets.
@@ -85,7 +99,7 @@ class Group:
         granularity: int = 64 << 20,
         sizes: Design = "first",
         checksum: bool = True,
-        verify: bool = False,
+        verify: Verify = False,
         trace: int = 1000,
         seed: int = 0,
         topology: Topology = "two-shot",
@@ -98,9 +112,16 @@ class Group:
         (`round_trips`). Compared are the versions of format and codec and all parameters. `trace`
         is the number of calls that `trace()` remembers. `seed`, below 2^64, is what codecs that
         round at random draw by, with the number of the call and the rank (`calls.rounding_key`).
-        `topology` is that of sums that do not name one. `scaling`, for mx with scales that are
-        agreed on alone, is how those of sums by hops follow the sums; None is `AutoScale()`.
+        `verify` is as the class says. `topology` is that of sums that do not name one. `scaling`,
+        for mx with scales that are agreed on alone, is how those of sums by hops follow the sums;
+        None is `AutoScale()`.
         """
+        if not all(hasattr(transport, name) for name in ("rank", "world_size", "all_to_all_v")):
+            raise TypeError(
+                f"Expected a transport, got {type(transport).__name__}. Allowed: one of "
+                "tightwire.adapters; for a process group of PyTorch TorchDist(group) of "
+                "tightwire.adapters.torch_dist"
+            )
         if sizes not in DESIGNS:
             raise ValueError(f"sizes is {sizes!r}; allowed: {DESIGNS}")
         if algorithm not in ALGORITHMS:
@@ -113,15 +134,22 @@ class Group:
             raise ValueError(f"granularity is {granularity}; allowed: at least 1 byte")
         if not 0 <= integer("seed", seed) < 1 << 64:
             raise ValueError(f"seed is {seed}; allowed: 0 to 2**64 - 1")
+        if verify not in (False, True, "digest"):
+            raise ValueError(f"verify is {verify!r}; allowed: False, True, 'digest'")
+        if verify == "digest" and not checksum:
+            raise ValueError("verify is 'digest', checksum False; allowed with it: checksum=True")
         self._transport = transport
         self._codec = self._accepted(as_codec(codec))
+        self._raw = as_codec("raw")
         self._seed = seed
         self._sizes_first = sizes == "first"
         self._checksum = bool(checksum)
-        self._verify = bool(verify)
+        self._verify = bool(verify) and verify != "digest"
+        #: Ranks compare digests of what travels without checksums.
+        self._digests = verify == "digest"
         self._trace: deque[_Traced] = deque(maxlen=trace)
         self._counts: Counter[str] = Counter()
-        self._plans: dict[tuple[DType, int, int], Plan] = {}
+        self._plans: dict[tuple[DType, int, int, bool], Plan] = {}
         #: Pieces are laid out by the thread that encodes, too.
         self._layout_lock = threading.RLock()
         self._rooms: dict[tuple[str, Any], Any] = {}
@@ -132,8 +160,12 @@ class Group:
         self._unchecked: deque[_Unchecked] = deque()
         self._spare: list[tensors.OnTheWay] = []
         self._summaries: list[tensors.OnTheWay] = []
+        #: Descriptors of native calls by text and device, and memory for those that come late.
+        self._texts: dict[tuple[str, Any], Any] = {}
+        self._spare_descriptors: list[tensors.OnTheWay] = []
         self._compared: set[tuple[object, ...]] = set()
         self._broken: str | None = None
+        self._closed = False
         #: Small native calls need not become uint8 first.
         self._plain_dtypes: frozenset[Any] = getattr(transport, "plain_dtypes", frozenset())
         self._rank = transport.rank
@@ -193,6 +225,30 @@ class Group:
         while self._unchecked:
             self._settle(self._unchecked.popleft())
 
+    def close(self) -> None:
+        """Let work memory go, and close the transport, which no other communicator may then use.
+
+        Later calls raise CollectiveError, all but `trace()`. Closing again does nothing. A process
+        group that `TorchDist` was given stays.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # Also refuses what `_call` does not see.
+        self._broken = self._broken or "the communicator is closed"
+        for memory in (self._unchecked, self._spare, self._summaries, self._words, self._plans):
+            memory.clear()
+        for named in (self._rooms, self._layouts, self._holders):
+            named.clear()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
+
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
         """Ranks and the seconds that another waited for each in the last `calls` calls.
 
@@ -200,7 +256,7 @@ class Group:
         stage that exchanges anything every rank waits until the last has come: who waits less came
         later. Native calls tell on the host only: on a GPU they wait for nothing.
         """
-        names = {"sizes" if self._sizes_first else "static", "exchange", "native"}
+        names = {"sizes", "exchange", "native"} | (set() if self._sizes_first else {"static"})
         last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
         waits = [sum(s for n, s in r.seconds.items() if n in names) for r in last[-calls:]]
         mine = np.zeros(calls, np.float64)
@@ -231,6 +287,7 @@ class Group:
             "checksum": self._checksum,
             "seed": seed,
             "topology": self._topology,
+            "digests": self._digests,
         }
         if self._scaling is not None:
             facts["scaling"] = scaling or AutoScale()
@@ -247,13 +304,22 @@ class Group:
                 raise call.failure("agree", f"ranks differ: {found}")
 
     def _gather_plain(self, mine: Bytes) -> Bytes:
-        """`mine` of all ranks, shape (world_size, mine.size), through the transport's arrays."""
-        x = self._transport.empty(mine.size)
-        out = self._transport.empty(self._size * mine.size)
-        x[:] = tensors.on_device(mine, tensors.device_of(x))
+        """`mine` of all ranks, shape (world_size, mine.size), through the transport's arrays.
+
+        A checksum goes with it; RuntimeError if one does not fit.
+        """
+        sent = np.concatenate([mine, _checksum(mine)])
+        x = self._transport.empty(sent.size)
+        out = self._transport.empty(self._size * sent.size)
+        x[:] = tensors.on_device(sent, tensors.device_of(x))
         self._transport.all_gather(out, x)
-        gathered: Bytes = arrays.host_array(out).reshape(self._size, mine.size)
-        return gathered
+        came = arrays.host_array(out).reshape(self._size, sent.size)
+        found: Bytes = np.ascontiguousarray(came[:, : mine.size])
+        sums = came[:, mine.size :]
+        damaged = [r for r, row in enumerate(found) if (_checksum(row) != sums[r]).any()]
+        if damaged:
+            raise RuntimeError(f"what ranks {damaged} sent was damaged on the way")
+        return found
 
     @contextmanager
     def _call(
@@ -280,6 +346,9 @@ class Group:
         call = Call(self._rank, collective, sequence, key)
         dtype = sent or info.dtype
         call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
+        call.text = f"{dtype.name} {info.shape} {key if pair is None else collective}"
+        if self._closed:
+            raise call.failure("start", "the communicator is closed")
         if self._broken is not None:
             raise call.failure("start", f"an earlier call has failed: {self._broken}")
         call.algorithm, call.reason = "native", choice.reason
@@ -297,6 +366,8 @@ class Group:
                 does = "codes" if taken == name else "gains nothing on"
                 what = dtype.name if share is None else f"shares of {share} {dtype.name}"
                 call.reason = f"{name} {does} {dtype.name if taken == name else what}"
+            if collective in SUMS and taken == self._codec.name and self._codec.spec.caution:
+                call.reason += f"; {self._codec.spec.caution}"
         error: str | None = None
         try:
             yield call
@@ -370,11 +441,12 @@ class Group:
             raise ValueError(f"{name} is {rank}; allowed: {allowed}")
         return rank
 
-    def _plan(self, dtype: DType, nelem: int, chunks: int = 1) -> Plan:
-        key = dtype, nelem, chunks
+    def _plan(self, dtype: DType, nelem: int, chunks: int = 1, *, raw: bool = False) -> Plan:
+        key = dtype, nelem, chunks, raw
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._codec.plan((nelem,), dtype, chunks=chunks, checksum=self._checksum)
+            codec = self._raw if raw else self._codec
+            plan = codec.plan((nelem,), dtype, chunks=chunks, checksum=self._checksum)
             with self._layout_lock:
                 if len(self._plans) >= _KEPT:
                     self._plans.clear()
@@ -446,7 +518,9 @@ class Group:
                     )
         return shares
 
-    def _encode_here(self, x: Any, plan: Plan, data: Any, key: Key, stats: Any = None) -> bool:
+    def _encode_here(
+        self, x: Any, plan: Plan, data: Any, key: Key | None, stats: Any = None
+    ) -> bool:
         """Encode on a GPU, in memory of the communicator's own; False on the host."""
         if not tensors.is_cuda(x):
             return False
@@ -559,8 +633,10 @@ class Group:
         try:
             with call.stage("sizes"):
                 for late in call.late:
-                    self._cards(call, late.arriving, late.digests, late.source, late.note)
-                    late.spare.append(late.arriving)
+                    if isinstance(late, LateDigests):
+                        self._check_digests(call, late)
+                        continue
+                    self._check_descriptors(call, late)
         except CollectiveError as strange:
             # Ranks are out of step, whatever has gone well since.
             self._broken = self._broken or str(strange)
@@ -603,17 +679,25 @@ class Group:
         digests: Sequence[int],
         source: int | None = None,
         note: str = "",
+        stage: str = "sizes",
+        what: str = _OTHER_CALL,
     ) -> Any:
         """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call.
 
-        They are those of all ranks, or all from rank `source`.
+        They are those of all ranks, or all from rank `source`. Of other things that ranks must
+        agree on `what` says what those do that differ.
         """
         host = arriving.wait(self._transport.timeout)
         seals, said = host[:, 0].tolist(), host[:, 1].tolist()
         strange = [i for i, digest in enumerate(digests) if seals[i] != sealed(digest, said[i])]
         if strange:
-            strange = strange if source is None else [source]
-            raise call.failure("sizes", f"ranks {strange} {_OTHER_CALL}{note}")
+            told = {i if source is None else source: text_on(host[i]) for i in strange}
+            detail = f"ranks {list(told)} {what}{note}"
+            if what == _OTHER_CALL:
+                texts = [f"; rank {rank}: {text}" for rank, text in told.items() if text]
+                detail += f"{''.join(texts)}; here: {call.text}"
+            raise call.failure(stage, detail)
+        call.compared = True
         return host
 
     def _compare_late(
@@ -630,11 +714,18 @@ class Group:
         """
         with call.stage("sizes"):
             arriving = shares.arriving_late()
-            if self._verify or arriving.done():
-                self._cards(call, arriving, digests, source, note)
-                shares.spare.append(arriving)
-            else:
-                call.late.append(LateCards(arriving, digests, source, shares.spare, note))
+            late = LateCards(arriving, digests, source, shares.spare, note)
+            self._check_descriptors_late(call, late)
+
+    def _check_descriptors_late(self, call: Call, late: LateCards) -> None:
+        if self._verify or late.arriving.done():
+            self._check_descriptors(call, late)
+        else:
+            call.late.append(late)
+
+    def _check_descriptors(self, call: Call, late: LateCards) -> None:
+        self._cards(call, late.arriving, late.digests, late.source, late.note)
+        late.spare.append(late.arriving)
 
     def _exchange_fixed(
         self,
@@ -790,34 +881,144 @@ class Group:
     ) -> None:
         """Raise if another rank makes another call: `there` are digests for them, `here` theirs.
 
-        Of other things that ranks must agree on `what` says what those do that differ.
+        `stage` and `what` are those of `_cards`.
         """
+        like = tensors.empty((1,), _INT64, like)
+        mine = tensors.empty((self._size, CARD_WORDS), _INT64, like)
+        came = tensors.empty(mine.shape, _INT64, like)
         with call.stage(stage):
-            mine = tensors.on_device(np.array(there, np.int64), tensors.device_of(like))
-            came = tensors.empty((self._size,), _INT64, mine)
-            self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(mine))
-            found = tensors.OnTheWay(came).wait(self._transport.timeout).tolist()
-        call.wire_bytes += 8 * (self._size - 1)
-        strange = [rank for rank, digest in enumerate(here) if found[rank] != digest]
-        if strange:
-            raise call.failure(stage, f"ranks {strange} {what}")
+            alike = self._descriptor(call, there[0], like)
+            if call.collective == "all_gather":
+                # As its descriptors do: ranks that take other paths are to meet here.
+                self._transport.all_gather(tensors.as_bytes(came), tensors.as_bytes(alike))
+            else:
+                tensors.put(mine, alike)
+                seals = np.array([sealed(digest, 0) for digest in there], np.int64)
+                tensors.put(mine[:, 0], tensors.on_device(seals, tensors.device_of(like)))
+                self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(mine))
+            self._cards(call, tensors.OnTheWay(came), here, stage=stage, what=what)
+        call.wire_bytes += CARD_NBYTES * (self._size - 1)
+
+    def _descriptor(self, call: Call, digest: int, like: Any, word: Any = None) -> Any:
+        """A descriptor that tells this call and `word`: int64, shape (1, CARD_WORDS)."""
+        key = call.text, tensors.device_of(like)
+        kept = self._texts.get(key)
+        if kept is None:
+            if len(self._texts) >= _MOST:
+                self._texts.clear()
+            kept = tensors.on_device(plain_descriptor(call.text), tensors.device_of(like))
+            self._texts[key] = kept
+        descriptor = tensors.copied(kept)
+        seal(descriptor, digest, word)
+        return descriptor
 
     def _compare_new(
         self, call: Call, like: Any, there: Sequence[int], here: Sequence[int]
     ) -> None:
-        """Compare before the first call of a kind that moves data before it compares anything.
+        """Compare before a call moves data that has compared nothing yet.
 
-        All ranks know the shape, so that it is the first on each of them.
+        On the host that is every call: gloo ends a process that gets more bytes than it expects,
+        and other networks leave what does not come as it was. On a GPU, which the host would wait
+        for, it is the first call of a kind; all ranks know the shape, so that it is the first on
+        each of them.
         """
-        key = call.kind
-        if key in self._compared:
+        known = self._size == 1 or (tensors.is_cuda(like) and call.kind in self._compared)
+        if known or call.compared:
             return
         if len(self._compared) >= _MOST:
             self._compared.clear()
         self._compare(call, like, there, here)
-        self._compared.add(key)
+        self._compared.add(call.kind)
 
     def _compare_shape(self, call: Call, like: Any, info: ArrayInfo, *more: int) -> None:
         """`_compare_new` where all ranks have one shape, and one root if `more` says which."""
         digests = [call.digest(info, (*more, *info.shape))] * self._size
         self._compare_new(call, like, digests, digests)
+
+    # Digests of what travels without a checksum.
+
+    def _agree_on_digests(
+        self, call: Call, words: Sequence[Any], check: Callable[[Any], list[int]]
+    ) -> None:
+        """Gather `words`, int64, shape (1,) each, and raise for ranks that `check` finds in them.
+
+        On a GPU the host does not wait for that: the error comes with the call's verdict.
+        """
+        mine = tensors.empty((len(words),), _INT64, words[0])
+        for i, word in enumerate(words):
+            tensors.put(mine[i : i + 1], word)
+        everyone = tensors.empty((self._size * len(words),), _INT64, mine)
+        with call.stage("digest"):
+            self._transport.all_gather(tensors.as_bytes(everyone), tensors.as_bytes(mine))
+        call.wire_bytes += 8 * len(words) * (self._size - 1)
+        self._check_digests_late(call, everyone.reshape(self._size, -1), check)
+
+    def _check_digests_late(
+        self, call: Call, words: Any, check: Callable[[Any], list[int]]
+    ) -> None:
+        """Have `check` look at `words`: now if they are on the host, else with the call's verdict.
+
+        On a GPU it is never now: all ranks are to come to the end of the call.
+        """
+        late = LateDigests(tensors.OnTheWay(words), check)
+        if tensors.is_cuda(words) or not late.arriving.done():
+            call.late.append(late)
+        else:
+            self._check_digests(call, late)
+
+    def _check_digests(self, call: Call, late: LateDigests) -> None:
+        """Raise if digests on the host, or still on the way, show that results are damaged."""
+        with call.stage("digest"):
+            found = late.check(late.arriving.wait(self._transport.timeout))
+        if found:
+            raise call.failure("digest", f"ranks {found} got other bytes than were sent")
+
+    def _check_gathered(self, call: Call, x: Any, whole: Any) -> None:
+        """Have all ranks raise if the shares of `whole` are not the `x` of all ranks."""
+        if not self._digests:
+            return
+        with call.stage("digest"):
+            own = content_digest(x)
+            shares = content_digest(content_digests(whole, [math.prod(x.shape)] * self._size))
+
+        def check(found: Any) -> list[int]:
+            wanted = content_digest(np.ascontiguousarray(found[:, 0]))
+            return _numbers(found[:, 1] != wanted)
+
+        self._agree_on_digests(call, [own, shares], check)
+
+    def _check_swapped(
+        self, call: Call, x: Any, sends: Sequence[int], whole: Any, receives: Sequence[int]
+    ) -> None:
+        """Have all ranks raise if elements of `x` for a rank are not those of its `whole`."""
+        if not self._digests:
+            return
+        with call.stage("digest"):
+            mine, found = content_digests(x, sends), content_digests(whole, receives)
+            told = tensors.empty((self._size,), _INT64, found)
+            self._transport.all_to_all(tensors.as_bytes(told), tensors.as_bytes(mine))
+            strange = (told != found).any().reshape(1)
+        call.wire_bytes += 8 * (self._size - 1)
+        self._agree_on_digests(call, [strange], lambda found: _numbers(found[:, 0] != 0))
+
+    def _check_broadcast(self, call: Call, before: Any, x: Any, root: int) -> None:
+        """Have all ranks raise if the `x` of one is not what it was `before` on rank `root`.
+
+        `before` is a digest.
+        """
+        with call.stage("digest"):
+            words = [before, content_digest(x)]
+
+        def check(found: Any) -> list[int]:
+            return _numbers(found[:, 1] != found[root, 0])
+
+        self._agree_on_digests(call, words, check)
+
+
+def _checksum(data: Bytes) -> Bytes:
+    return np.frombuffer(hashlib.blake2b(data.tobytes(), digest_size=8).digest(), np.uint8)
+
+
+def _numbers(marked: Any) -> list[int]:
+    """Of the marked entries or rows."""
+    return np.flatnonzero(marked).tolist()

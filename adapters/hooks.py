@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from . import tensors
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
 from .group import Topology
@@ -30,6 +30,11 @@ class Channel:
         self.wire_bytes = 0
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
+
+    def close(self) -> None:
+        """Close the communicator, once the call under way is over."""
+        with self._lock:
+            self.comm.close()
 
     def run(self, tensor: Any, call: Callable[[], None], collectives: int = 1) -> Any:
         """A torch Future of `tensor`, which `call()` fills by so many `collectives`.
@@ -57,18 +62,88 @@ class Channel:
         return future
 
 
-def communicator(group: Any, device: torch.device, **options: Any) -> Communicator:
-    """A communicator on a new process group of the ranks of `group`, which all call this.
+def communicator(
+    group: Any, device: torch.device, purpose: str = "a communicator", **options: Any
+) -> Communicator:
+    """A communicator of the ranks of `group`, which all call this, on connections of its own.
 
-    Other ranks take no part. `group` None is the default group; `options` are `Communicator`'s.
+    Other ranks take no part. `group` None is the default group, `purpose` is what all ranks want it
+    for, `options` are `Communicator`'s. Raises CollectiveError as `TorchDist.new_group`.
     """
-    own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend=dist.get_backend(group),
-        timeout=timedelta(seconds=TorchDist(group, device).timeout),
-        use_local_synchronization=True,
-    )
-    return Communicator(TorchDist(own, device), **options)
+    transport = TorchDist.new_group(group, device, purpose=purpose)
+    try:
+        return Communicator(transport, **options)
+    except BaseException:
+        transport.close()
+        raise
+
+
+class Closing:
+    """A context that ends with `close()`, which goes through the channels of a hook."""
+
+    def _open(self) -> Iterable[Channel]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the communicators: their threads, connections and memory go.
+
+        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. What
+        nobody refers to any more (a model that is gone) closes by itself.
+        """
+        for channel in self._open():
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
+
+
+def distributed(model: Any) -> DistributedDataParallel:
+    """`model`; raises TypeError if it is no DistributedDataParallel."""
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
+    return model
+
+
+def trained_device(model: DistributedDataParallel) -> torch.device:
+    """Where the gradients of a model are, which DistributedDataParallel wants to be one place."""
+    return next(p.device for p in model.parameters() if p.requires_grad)
+
+
+def in_backward(tensor: Any, call: Callable[[], Any]) -> Any:
+    """The Future that `call()` returns for a bucket, or one of `tensor` as it is if it fails.
+
+    Then backward() raises in the end what failed first. Raised at once, it would leave
+    DistributedDataParallel in the middle of a step, and other ranks waiting for later buckets.
+    """
+    try:
+        return call()
+    except Exception as error:
+        _raise_at_the_end(error)
+        devices = [tensor.device] if tensor.device.type == "cuda" else None
+        future: Any = torch.futures.Future(devices=devices)
+        future.set_result(tensor)
+        return future
+
+
+def _raise_at_the_end(error: Exception) -> None:
+    """Have backward() raise `error` behind all callbacks that it knows when it comes to them.
+
+    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready.
+    """
+
+    def raise_it() -> None:
+        raise error
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    try:
+        queue(lambda: queue(raise_it))
+    except RuntimeError:
+        # Nobody is in backward().
+        raise error from None
 
 
 def collectives_of_average(topology: Topology) -> int:
@@ -137,7 +212,8 @@ def two_shots(
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)
     scatter(comm, x, total, feedback, parts, padding, out.dtype)
-    result = total.div_(divisor).to(out.dtype)
+    tensors.change(lambda v: v.div_(divisor), total)
+    result = tensors.cast(total, tensors.dtype_of(out))
     if feedback is None and not padding:
         comm.all_gather(result, out)
         return
@@ -145,8 +221,9 @@ def two_shots(
     if feedback is not None:
         first = comm.rank * each
         # A share of the sum is in the hands of one rank, which makes good for all.
-        lost = total.sub_(gathered[first : first + each]).mul_(divisor)
-        feedback.add(parts, first, lost)
+        own = gathered[first : first + each]
+        tensors.change(lambda v, w: v.sub_(w).mul_(divisor), total, own)
+        feedback.add(parts, first, total)
     out.copy_(gathered[: x.numel()])
 
 
@@ -167,6 +244,7 @@ def scatter(
     if feedback is None:
         comm.reduce_scatter(_padded(x, padding), total)
         return
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
     corrected = feedback.corrected(x.reshape(-1), parts)
     sent = _padded(corrected.reshape(x.shape), padding)
     decoded = torch.empty_like(sent)
@@ -180,6 +258,7 @@ def gather(comm: Communicator, x: Any, out: Any, feedback: ErrorFeedback, parts:
 
     These become what encoding loses of that. The dtype of `out` is what travels; `x` may lie in it.
     """
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
     corrected = feedback.corrected(x, parts)
     comm.all_gather(corrected.to(out.dtype), out)
     first = comm.rank * x.numel()

@@ -124,7 +124,7 @@ class Mpi(Transport):
         try:
             done = wait_until(lambda: ready() and MPI.Request.Testall(requests), self._timeout)
             if not done:
-                raise TimeoutError(f"{what}: a rank did not come for {self._timeout:g} s")
+                raise TimeoutError(f"{what}: a rank did not take part within {self._timeout:g} s")
         except (RuntimeError, TimeoutError):
             self._abandoned += requests
             raise

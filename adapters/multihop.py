@@ -9,7 +9,6 @@ last one encodes too, and its buffer is what all ranks decode.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -259,9 +258,7 @@ class MultiHop(Group):
             self._summarize(call, compared, info)
         else:
             host = np.ascontiguousarray(arrays.host_array(compared))
-            word = hashlib.blake2b(host.tobytes(), digest_size=8).digest()
-            digest = call.digest(info, (int.from_bytes(word, "little"), *info.shape))
-            digests = [digest] * self._size
+            digests = [call.digest_of(host.tobytes(), info)] * self._size
             # First, so that no rank waits for one whose sums are none.
             self._compare(call, like, digests, digests, "statistics", _OTHER_SUMS)
             self._remark(call, host, info)
@@ -499,6 +496,7 @@ def device_summary(stats: Any) -> Any:
 def _limit(x: Any) -> None:
     """Make sums that are too large the largest finite number."""
     if tensors.is_torch(x):
-        x.clamp_(max=sys.modules["torch"].finfo(x.dtype).max)
+        largest = sys.modules["torch"].finfo(x.dtype).max
+        tensors.change(lambda v: v.clamp_(max=largest), x)
     else:
-        np.minimum(x, np.finfo(x.dtype).max, out=x)
+        tensors.change(lambda v: np.minimum(v, np.finfo(v.dtype).max, out=v), x)

@@ -190,7 +190,9 @@ class Nccl(Transport):
         thread.start()
         thread.join(self._timeout)
         if not made:
-            raise TimeoutError(f"not all of {self._size} ranks came for {self._timeout:g} s")
+            raise TimeoutError(
+                f"not all of {self._size} ranks took part within {self._timeout:g} s"
+            )
         if isinstance(made[0], Exception):
             raise made[0]
         return made[0]

@@ -47,15 +47,18 @@ def _collect(
                 connection = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 missing = sorted(set(range(world_size)) - set(found))
-                raise TimeoutError(f"ranks {missing} did not come to {address}") from None
+                raise TimeoutError(f"ranks {missing} have not connected to {address}") from None
             connection.settimeout(_left(deadline))
             file = stack.enter_context(connection.makefile("rw"))
             try:
                 peer, size, theirs = json.loads(file.readline())
             except ValueError as error:
-                raise ConnectionError(f"what came to {address} is no rank: {error}") from error
+                raise ConnectionError(
+                    f"a connection to {address} is not from a rank: {error}"
+                ) from error
             if size != world_size or peer in found or not 0 < peer < world_size:
-                raise RuntimeError(f"rank {peer} of {size} came to {sorted(found)} of {world_size}")
+                here = f"ranks {sorted(found)} of {world_size} are here"
+                raise RuntimeError(f"rank {peer} of {size} has connected; {here}")
             found[peer] = theirs
             files.append(file)
         everything = [found[i] for i in range(world_size)]
@@ -72,7 +75,7 @@ def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
         except OSError as error:
             # Rank 0 may not be listening yet.
             if _left(deadline) <= _PAUSE:
-                raise TimeoutError(f"rank 0 is not at {address}: {error}") from error
+                raise TimeoutError(f"rank 0 cannot be reached at {address}: {error}") from error
             time.sleep(_PAUSE)
         else:
             connection.settimeout(_left(deadline))

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,24 +155,39 @@ class WeightDifferences:
         tensors.put(into, values.reshape(shape))
         return tensors.as_result(into, info.dtype, target) if out is None else out
 
+    def close(self) -> None:
+        """Close `comm`, with its transport, and forget all replicas. Closing again does nothing."""
+        self.reset()
+        self._group.close()
+        self.comm.close()
+
     def reset(self) -> None:
         """Forget all replicas: weights are sent as they are once more."""
         self._replicas.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all replicas by name, shape (ranks * n,), equal on all ranks.
+        """Copies of all "replicas" by name, shape (ranks * n,), and "world_size", the ranks.
 
-        They may be left out of a checkpoint: weights are then sent as they are once.
+        Equal on all ranks. They may be left out of a checkpoint: weights are then sent as they are
+        once.
         """
-        return {name: tensors.copied(r.values) for name, r in self._replicas.items()}
+        replicas = {name: tensors.copied(r.values) for name, r in self._replicas.items()}
+        return {"replicas": replicas, "world_size": self._group.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the replicas of `state_dict`, and no others. They move to where shards are.
 
-        Ranks compare a digest of them at the next gather of each name.
+        Ranks compare a digest of them at the next gather of each name. Raises ValueError for the
+        state of another number of ranks, and for one that does not say: in replicas shards lie one
+        behind the other, and other ranks have other shards. Without a state weights are sent as
+        they are once.
         """
+        ranks = state.get("world_size")
+        if ranks != self._group.world_size:
+            what = "says no world_size" if ranks is None else f"is of {ranks} ranks"
+            raise ValueError(f"state {what}; allowed: of {self._group.world_size} ranks, or none")
         self._replicas = {}
-        for name, values in state.items():
+        for name, values in state["replicas"].items():
             host = arrays.host_array(tensors.as_bytes(values))
             kept = tensors.copied(values)
             self._replicas[name] = _Replica(kept, None, _number(host.tobytes()))
@@ -194,7 +210,9 @@ class WeightDifferences:
                 replica = self._beside(replica, x)
             if replica is not None:
                 mine = replica.values.reshape(group.world_size, -1)[group.rank]
-                difference = tensors.cast(x, _FLOAT32) - tensors.cast(mine, _FLOAT32)
+                difference = tensors.elementwise(
+                    operator.sub, tensors.cast(x, _FLOAT32), tensors.cast(mine, _FLOAT32)
+                )
                 if bool((difference - difference == 0).all()):
                     same = replica.shard is not None and bool((replica.shard == x).all())
                     how = _UNCHANGED if same else _DIFFERENCES
@@ -383,6 +401,11 @@ class TwoLevel:
         """
         groups = self._within, self._between, *self._gathers
         return [record for group in groups for record in group.trace()]
+
+    def close(self) -> None:
+        """Let memory go, and close both transports. Closing again does nothing."""
+        for group in (self._within, self._between, *self._gathers):
+            group.close()
 
     def check(self) -> None:
         """Raise CollectiveError for damage that decoding on a GPU has met; waits for the device."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..buffer import Buffer
 from ..codecs.base import Plan
@@ -21,6 +22,8 @@ CARD_WORDS = 2 + RECORD.itemsize // 8
 CARD_NBYTES = 8 * CARD_WORDS
 _ODD = 0x9E3779B97F4A7C15
 _SIZE = 2 + RECORD.fields["dynamic_nbytes"][1] // 8  # type: ignore[index]
+#: Bytes of text in a descriptor without a record: what the sender calls.
+_TEXT_NBYTES = RECORD.itemsize
 
 
 class Share(NamedTuple):
@@ -163,6 +166,32 @@ def sealed(digest: int, ratio: int) -> int:
     """The first word of a card, which covers the second."""
     word = (digest + ratio * _ODD) % 2**64
     return word - (word >> 63 << 64)
+
+
+def plain_descriptor(text: str) -> npt.NDArray[np.int64]:
+    """A descriptor of what is not encoded, with `text`, no seal: int64, shape (1, CARD_WORDS)."""
+    data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+    start = bytes(CARD_NBYTES - _TEXT_NBYTES)
+    return np.frombuffer(bytearray(start + data), np.int64).reshape(1, CARD_WORDS)
+
+
+def seal(descriptor: Any, digest: int, word: Any = None) -> None:
+    """Write the first words of `descriptor`, shape (1, CARD_WORDS), int64: the seal covers `word`.
+
+    `word`, shape (1,), is on the device of `descriptor`, and 0 if it is None. Nothing waits for it.
+    """
+    tensors.fill(descriptor[0, :1], sealed(digest, 0))
+    if word is not None:
+        tensors.put(descriptor[0, 1:2], word)
+        with np.errstate(over="ignore"):
+            descriptor[0, :1] += word * (_ODD - 2**64)
+
+
+def text_on(descriptor: npt.NDArray[np.int64]) -> str:
+    """The text of a descriptor, shape (CARD_WORDS,), which may be anything; "" if it has none."""
+    data = descriptor.view(np.uint8)[CARD_NBYTES - _TEXT_NBYTES :].tobytes().rstrip(b"\0")
+    text = data.decode("ascii", "replace")
+    return text if text.split(" ")[0] in BY_NAME and text.isprintable() else ""
 
 
 def sizes_on(cards: Any) -> list[int]:

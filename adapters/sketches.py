@@ -29,6 +29,7 @@ from ..homomorphic import (
     sketch,
 )
 from ..sparsify import check_theta, kept, sparsify_rows
+from . import tensors
 from .calls import Call, TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
@@ -420,6 +421,7 @@ class Sketches:
     def _sparsified(self, name: str, x: Any) -> _Layer:
         flat, accumulate = x.reshape(-1), self.tagc.accumulate
         if accumulate:
+            self.state.residuals.belongs([name], self.comm.rank, self.comm.world_size)
             rows = self.state.residuals.corrected(flat, [(name, x.numel())]).view(x.shape)
         else:
             rows = flat.float().view(x.shape)
@@ -535,7 +537,7 @@ class Sketches:
                 terms = [row[at - CARD_NBYTES : end - CARD_NBYTES].view(own.dtype) for row in came]
                 total = own.copy_(terms[0]) if own.dtype == torch.float32 else terms[0].float()
                 for term in terms[1:]:
-                    total += term
+                    tensors.add(total, term)
                 own.copy_(total)
         if everywhere:
             with call.stage("sketch"):
@@ -630,7 +632,7 @@ class _Wire:
                 raise self._call.failure(stage, detail)
             if _DAMAGED in wrong:
                 rank = wrong.index(_DAMAGED)
-                raise self._call.failure(stage, f"what came from rank {rank} is damaged")
+                raise self._call.failure(stage, f"data from rank {rank} are damaged")
         return found[len(verdict.stages) * ranks :]
 
     def _seal(self, sent: Any) -> None:

@@ -34,18 +34,26 @@ Where the codec lhc has no kernels, index, sketch and peeling are on the host.
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
+from . import tensors
 from .calls import TraceRecord
 from .collectives import Communicator
-from .fsdp import AllGather, _Comm, _finish, _scale
-from .hooks import Channel, average, communicator, wide
+from .fsdp import AllGather, _Comm, _finish, _scale, fsdp_modules
+from .hooks import (
+    Channel,
+    Closing,
+    average,
+    communicator,
+    distributed,
+    in_backward,
+    trained_device,
+    wide,
+)
 from .layers import Rule
 from .memory import connect
 from .sketches import Report, Sketches, State, Tagc
@@ -176,9 +184,9 @@ class ReduceScatter(_Comm):
                 sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
             total = self._total(sums, parameters, changed, output_tensor, input_tensor)
             if kind == dist.ReduceOp.AVG:
-                total.div_(comm.world_size)
+                tensors.change(lambda v: v.div_(comm.world_size), total)
             elif kind == dist.ReduceOp.PREMUL_SUM:
-                total.mul_(factor)
+                tensors.change(lambda v: v.mul_(factor), total)
             output_tensor.copy_(total)
 
         return _finish(self._run(group, output_tensor, call, collectives=0), async_op)
@@ -253,12 +261,27 @@ class _Unit:
 
 
 class Hooks(NamedTuple):
-    """What `compress` has set: for `raw_bytes` and `wire_bytes`, and the state of this rank."""
+    """What `compress` has set: for `raw_bytes` and `wire_bytes`, and the state of this rank.
+
+    A context that ends with `close()`.
+    """
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     #: `reports` of layers and steps; `residuals.state_dict()` belongs in the rank's checkpoint.
     state: State
+
+    def close(self) -> None:
+        """Close both: see `hooks.Closing`."""
+        self.all_gather.close()
+        self.reduce_scatter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
 
 
 def compress(
@@ -280,17 +303,16 @@ def compress(
     requires a gradient gets none, and in the first after other ones require it, the unit goes by
     the communicator, which its layers' reports say: which gradient is whose is not known for sure.
 
-    Raises TypeError for unknown options, ValueError for wrong ones, if there is no FSDP module, or
+    Raises TypeError for unknown options, other modules and complex parameters, ValueError for wrong
+    options, if there is no FSDP module, or
     one with several meshes, and at the first call for an index mode that does not carry so many
     ranks.
     """
     state, tagc, options = _checked(state, tagc, options)
+    modules = fsdp_modules(module)
     hooks = Hooks(AllGather(**options), ReduceScatter(tagc, state, **options), state)
     names = {id(p): name for name, p in module.named_parameters()}
-    modules = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    if not modules:
-        raise ValueError("module has no FSDP modules; fully_shard comes first")
-    for m in modules:
+    for _, m in modules:
         m.set_custom_all_gather(hooks.all_gather)
         m.set_custom_reduce_scatter(hooks.reduce_scatter.unit(_parameters(m, names)))
     return hooks
@@ -318,7 +340,7 @@ def _parameters(module: Any, names: Mapping[int, str]) -> Callable[[], list[Para
     return now
 
 
-class DdpHook:
+class DdpHook(Closing):
     """The state of `ddp_hook`: a communicator of the ranks of the model, for nothing else."""
 
     def __init__(
@@ -330,11 +352,16 @@ class DdpHook:
         their records bytes are counted.
         """
         if comm._trace.maxlen == 0:
-            raise ValueError("trace of comm is 0; allowed: at least 1, by which bytes are counted")
+            raise ValueError(
+                "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
+            )
         self._channel = Channel(comm)
         self._sums = _Sums(comm, tagc, state)
         self._tagc, self._names = tagc, names
         self.state = state
+
+    def _open(self) -> Iterable[Channel]:
+        return [self._channel]
 
     @property
     def raw_bytes(self) -> int:
@@ -389,9 +416,14 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     element of a large layer takes 8.4 bits at 10x for gradients of float32, of 64 that a
     reduce-scatter and an all-gather take; of bfloat16 and float16 5.2, of 32. All ranks get the
     same bits. Raises TypeError for sparse or complex gradients, CollectiveError for what goes wrong
-    on the wire; backward() raises them.
+    on the wire; backward() raises them in the end, as of `ddp.ddp_hook`.
     """
-    return state._channel.run(bucket.buffer(), lambda: state._average(bucket), collectives=0)
+    x = bucket.buffer()
+
+    def call() -> Any:
+        return state._channel.run(x, lambda: state._average(bucket), collectives=0)
+
+    return in_backward(x, call)
 
 
 def register(
@@ -410,15 +442,14 @@ def register(
     `comm` and options are given, for wrong options, and for an index mode that does not carry so
     many ranks.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
+    model = distributed(model)
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm is {comm!r}; allowed: a Communicator, or None")
     given = sorted(options)
     state, tagc, options = _checked(state, tagc, options)
     if comm is None:
-        device = next(p.device for p in model.parameters() if p.requires_grad)
-        comm = communicator(model.process_group, device, **options)
+        device = trained_device(model)
+        comm = communicator(model.process_group, device, "tagc.register", **options)
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     names = {p: name for name, p in model.module.named_parameters()}

@@ -45,12 +45,14 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..arrays import SHORT_DTYPES
 from ..codec import Codec
 from .calls import TraceRecord
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback
 from .hooks import (
     Channel,
+    Closing,
     check_feedback,
     collectives_of_average,
     communicator,
@@ -65,7 +67,7 @@ WIRES = (None, "bfloat16", "float16")
 Direction = Literal["forward", "backward"]
 
 
-class TensorParallel:
+class TensorParallel(Closing):
     """The ranks that share a model's layers, and the four collectives that autograd sees.
 
     Tensors have any shape and lie on the communicators' device; floating-point ones may need
@@ -87,6 +89,7 @@ class TensorParallel:
         `wire` "bfloat16" or "float16" rounds wider tensors to that before they are encoded. Raises
         ValueError for another `wire` and for communicators whose ranks differ.
         """
+        wire = SHORT_DTYPES.get(wire or "", wire)
         if wire not in WIRES:
             raise ValueError(f"wire is {wire!r}; allowed: {WIRES}")
         if backward is None:
@@ -168,6 +171,9 @@ class TensorParallel:
         _need_dimension(x)
         scattered, gathered = self._scatter("forward", x, dim), self._gather("backward", x, dim)
         return _Collective.apply(x, scattered, gathered)
+
+    def _open(self) -> list[Channel]:
+        return self._channels()
 
     def _channels(self) -> list[Channel]:
         one = self._backward is self._forward
@@ -268,13 +274,14 @@ def connect(
     """Tensor parallelism of the ranks of a process group, None for the default one.
 
     `forward` and `backward` are the codecs of activations and of their gradients; None sends them
-    as they are. All ranks of `group` call this; each direction gets a process group of its own.
+    as they are. All ranks of `group` call this; each direction gets connections of its own.
     `options` are those of `Communicator` for both directions.
     """
     comms = []
-    for codec in (forward, backward):
+    for direction, codec in (("forward", forward), ("backward", backward)):
         path = {"algorithm": "native"} if codec is None else {"codec": codec}
-        comms.append(communicator(group, torch.device(device), **options | path))
+        purpose = f"tensor_parallel.connect, {direction}"
+        comms.append(communicator(group, torch.device(device), purpose, **options | path))
     return TensorParallel(*comms, wire=wire)
 
 

@@ -1,14 +1,18 @@
 """What collectives do to arrays themselves, in NumPy and PyTorch alike.
 
 Arrays of CuPy and JAX cross by DLPack where they are: to PyTorch on a GPU, to NumPy on the host.
+On the host everything is computed in the default floating-point mode, whatever the caller's. That
+binds the calling thread alone, and PyTorch's threads have the modes in which they were made: so
+PyTorch is given no more elements at once than it computes on the calling thread.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,12 +20,15 @@ import numpy.typing as npt
 
 from .. import arrays
 from ..arrays import ArrayInfo, Target
+from ..codecs.float_mode import default_floats
 from ..formats.dtypes import BY_NAME, DType
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UINT8 = BY_NAME["uint8"]
+#: Elements up to which PyTorch uses no other threads (at::internal::GRAIN_SIZE).
+_GRAIN = 1 << 15
 
 
 def _described(x: Any) -> ArrayInfo:
@@ -54,9 +61,10 @@ def as_input(x: Any) -> tuple[Any, ArrayInfo, Target]:
 def as_output(
     out: Any, info: ArrayInfo, shape: tuple[int, ...], target: Target, what: str = "out"
 ) -> Any:
-    """The memory of `out`, None if it is None.
+    """The memory of `out`, None if it is None; it counts as written from here on.
 
-    Raises TypeError or ValueError if it is not fit for a result of this shape, like `info` else.
+    Raises TypeError or ValueError if it cannot hold a result of this shape and else like `info`,
+    and for tensors that require grad unless gradients are off.
     """
     if out is None:
         return None
@@ -78,6 +86,7 @@ def as_output(
         fit = fit and out.dtype.isnative
     if not fit:
         raise ValueError(f"{what} must be contiguous, writable and in native byte order")
+    arrays.mark_written(out)
     return out
 
 
@@ -191,8 +200,9 @@ def as_bytes(x: Any) -> Any:
 def cast(x: Any, dtype: DType) -> Any:
     """`x` in `dtype`: `x` itself if it is that already."""
     if is_torch(x):
-        return x.to(torch_dtype(dtype))
-    with np.errstate(all="ignore"):
+        kind = torch_dtype(dtype)
+        return x if x.dtype == kind else elementwise(lambda v: v.to(kind), x)
+    with default_floats():
         return x.astype(dtype.numpy, copy=False)
 
 
@@ -217,10 +227,12 @@ def clear(total: Any) -> None:
 
 def put(x: Any, values: Any) -> None:
     """Copy `values` to `x`, in its dtype."""
-    if is_torch(x):
+    if is_cuda(x):
         x.copy_(values)
+    elif is_torch(x):
+        x.copy_(cast(values, dtype_of(x)) if is_torch(values) else values)
     else:
-        with np.errstate(all="ignore"):
+        with default_floats():
             x[...] = values
 
 
@@ -247,10 +259,38 @@ def add(total: Any, values: Any) -> None:
     if is_torch(total):
         # One kernel, which adds in the wider dtype, that of `total`. 8-bit floats have none.
         is_narrow = values.is_floating_point() and values.element_size() == 1
-        total.add_(values.to(total.dtype) if is_narrow else values)
+        change(operator.iadd, total, cast(values, dtype) if is_narrow else values)
         return
-    with np.errstate(all="ignore"):
-        total += cast(values, dtype)
+    change(operator.iadd, total, cast(values, dtype))
+
+
+def elementwise(function: Callable[..., Any], *xs: Any) -> Any:
+    """`function(*xs)`, which works element by element, of arrays of one shape."""
+    if is_cuda(xs[0]):
+        return function(*xs)
+    with default_floats():
+        if not is_torch(xs[0]) or xs[0].numel() <= _GRAIN:
+            return function(*xs)
+        import torch
+
+        return torch.cat([function(*pieces) for pieces in _pieces(xs)]).reshape(xs[0].shape)
+
+
+def change(function: Callable[..., Any], x: Any, *others: Any) -> None:
+    """Call `function(x, *others)`, which changes contiguous `x` in place, as `elementwise` does."""
+    if is_cuda(x):
+        function(x, *others)
+        return
+    with default_floats():
+        if not is_torch(x) or x.numel() <= _GRAIN:
+            function(x, *others)
+            return
+        for pieces in _pieces((x.view(-1), *others)):
+            function(*pieces)
+
+
+def _pieces(xs: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(x.reshape(-1).split(_GRAIN) for x in xs), strict=True)
 
 
 def sum_dtype(dtype: DType) -> DType:
@@ -310,7 +350,9 @@ class OnTheWay:
             while not self._event.query():
                 waited = time.monotonic() - start
                 if waited > timeout:
-                    raise TimeoutError(f"nothing came in {timeout:g} s: a rank is late or gone")
+                    raise TimeoutError(
+                        f"nothing arrived within {timeout:g} s: a rank is late or gone"
+                    )
                 # The first millisecond at full speed: that is how long most calls wait.
                 if waited > 1e-3:
                     time.sleep(5e-5)

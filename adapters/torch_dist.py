@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .calls import Call
 from .transport import Op, Transport
+
+#: Seconds that a rank whose call failed waits for the others to say the same.
+_REPORT = 1.0
+#: What rank 0 has to tell the others that somebody did not come.
+_GRACE = timedelta(seconds=5)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _names_silent_ranks(method: _Method) -> _Method:
+    """Have errors of the network say which ranks have not noticed any."""
+
+    @functools.wraps(method)
+    def call(self: TorchDist, *args: Any, **options: Any) -> None:
+        try:
+            method(self, *args, **options)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            # Of the backends' errors these are about peers.
+            if self._store is None or not re.search("(?i)connection|timed out|timeout", str(error)):
+                raise
+            raise RuntimeError(f"{error}; {self._silent_ranks()}") from error
+
+    return cast(_Method, call)
 
 
 class TorchDist(Transport):
     """The ranks of a process group, the default one if `group` is None.
 
     Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
-    Give the communicator a group of its own (`dist.new_group()`): other traffic on it must not come
-    between. All-gathers and equal all-to-alls take tensors of any shape and `plain_dtypes`. gloo
-    raises after the group's timeout; NCCL's own watchdog ends the process.
+    Give the communicator a group of its own (`TorchDist.new_group()` or `dist.new_group()`): other
+    traffic on it must not come between. All-gathers and equal all-to-alls take tensors of any shape
+    and `plain_dtypes`. gloo raises after the timeout, and the error names ranks that have not
+    noticed a failure a second later; NCCL's own watchdog ends the process.
     """
 
     #: Dtypes that the backends know: small calls of them need not become uint8 first.
@@ -28,25 +61,88 @@ class TorchDist(Transport):
         | {torch.int8, torch.uint8, torch.int32, torch.int64}
     )
 
-    def __init__(self, group: Any = None, device: Any = None) -> None:
+    def __init__(
+        self, group: Any = None, device: Any = None, *, timeout: float | None = None
+    ) -> None:
         """`device` None: the current GPU for NCCL, else the CPU. Raises ValueError off the group.
+
+        `timeout`, in seconds, becomes that of the group. None: it keeps the one it was made with;
+        if that is PyTorch's default (30 minutes, NCCL: 10), which `dist.new_group()` takes whatever
+        `dist.init_process_group(timeout=...)` said, it gets that of the default group.
 
         dist.init_process_group() comes first.
         """
-        self._group = dist.group.WORLD if group is None else group
-        if self._group is None or self._group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("no process group, or this process is not in it")
-        if device is None:
-            on_gpu = dist.get_backend(self._group) == "nccl"
-            device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        self._device = torch.device(device)
-        self._rank: int = self._group.rank()
-        self._ranks: list[int] = dist.get_process_group_ranks(self._group)
-        options = self._group._get_backend(self._device).options
-        self._timeout: float = options._timeout.total_seconds()
+        self._given, self._device = _member(group, device)
+        backend = self._given._get_backend(self._device)
+        before = backend.options._timeout
+        wanted = _timeout(self._given, self._device, timeout)
+        if wanted != before:
+            backend._set_default_timeout(wanted)
+        self._rank: int = self._given.rank()
+        self._size: int = self._given.size()
+        self._store: Any = _store(self._given)
+        self._timeout = wanted.total_seconds()
+        self._prepare()
+
+    @classmethod
+    def new_group(
+        cls,
+        group: Any = None,
+        device: Any = None,
+        *,
+        timeout: float | None = None,
+        purpose: str = "TorchDist.new_group",
+    ) -> Self:
+        """A transport of the same ranks as `TorchDist(group, device)`, on connections of its own.
+
+        All ranks of the group call this, and no others; ranks may be in any number of other groups.
+        `timeout` is as in `TorchDist`, and `group` keeps its own. PyTorch does not list the
+        connections among its process groups: `close()` ends them, or the end of the last reference
+        to the transport.
+
+        Raises CollectiveError at once if ranks call this for another `purpose`, or with another
+        backend or timeout, and within the timeout if one does not come. TypeError for other
+        backends than gloo and NCCL.
+        """
+        given, device = _member(group, device)
+        kind = given._get_backend(device).name()
+        if kind not in _CONNECT:
+            raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
+        wanted = _timeout(given, device, timeout)
+        rank, size = given.rank(), given.size()
+        store = _store(given)
+        # The same on all ranks whatever else each of them has made: a rank counts its own calls.
+        number = store.add(f"calls/{rank}", 1) - 1
+        store = dist.PrefixStore(f"{number}", store)
+        call = Call(rank, "new_group", number, "")
+        with call.stage("agree"):
+            facts = f"{purpose}, {kind}, timeout {wanted.total_seconds():g} s"
+            problem = _disagreement(store, rank, size, facts, wanted)
+        if problem:
+            raise call.failure("agree", problem)
+        found = cls.__new__(cls)
+        found._device, found._rank, found._size = device, rank, size
+        found._store, found._timeout = store, wanted.total_seconds()
+        with call.stage("connect"):
+            found._given = _CONNECT[kind](store, rank, size, wanted)
+        # NCCL is to be told, also if nobody calls close().
+        found._let_go = weakref.finalize(found, found._given.shutdown)
+        found._prepare()
+        return found
+
+    #: Ends what `new_group` has made.
+    _let_go: Callable[[], Any] | None = None
+
+    def _prepare(self) -> None:
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
         self._swap = _in_order(dist.AllToAllOptions)
         self._nothing = self.empty(0)
+
+    @property
+    def _group(self) -> Any:
+        if self._given is None:
+            raise RuntimeError("the transport is closed")
+        return self._given
 
     @property
     def rank(self) -> int:
@@ -56,12 +152,45 @@ class TorchDist(Transport):
     @property
     def world_size(self) -> int:
         """See `Transport`."""
-        return len(self._ranks)
+        return self._size
 
     @property
     def timeout(self) -> float:
         """See `Transport`: the group's; a tenth less where NCCL's watchdog ends the process."""
         return self._timeout if self._device.type == "cpu" else 0.9 * self._timeout
+
+    def close(self) -> None:
+        """See `Transport`: ends what `new_group` has made. A group that was given stays as it is.
+
+        Not while another thread is in a call.
+        """
+        self._given = self._store = None
+        if self._let_go is not None:
+            self._let_go()
+
+    def _silent_ranks(self) -> str:
+        """What is known of the other ranks, when a call has failed here."""
+        store, ranks, found = self._store, range(self._size), []
+        keys = [f"failed/{rank}" for rank in ranks]
+
+        def ask() -> None:
+            store.set(keys[self._rank], "")
+            try:
+                store.wait(keys, timedelta(seconds=_REPORT))
+            except RuntimeError:
+                found.append([rank for rank in ranks if not store.check([keys[rank]])])
+            else:
+                found.append([])
+
+        # The store may itself be a rank's that has stopped; then its calls never return.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * _REPORT + 1)
+        if not found:
+            return "the store does not answer either: the process that holds it has stopped"
+        if not found[0]:
+            return "all ranks have failed here"
+        return f"ranks {found[0]} have not noticed: stopped, gone, or not in this call"
 
     def empty(self, nbytes: int) -> Any:
         """See `Transport`; a tensor."""
@@ -70,14 +199,17 @@ class TorchDist(Transport):
     # The methods of the group itself, and not the functions of torch.distributed: these are renamed
     # (all_gather_into_tensor), and take global ranks.
 
+    @_names_silent_ranks
     def all_gather(self, out: Any, x: Any) -> None:
         """See `Transport`."""
         _finish(self._group._allgather_base(_tensor(out), _tensor(x), self._gather))
 
+    @_names_silent_ranks
     def all_to_all(self, out: Any, x: Any) -> None:
         """See `Transport`."""
         _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
 
+    @_names_silent_ranks
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
         """See `Transport`; NCCL makes one launch of the first pieces, one of the second."""
         if self._device.type != "cpu":
@@ -95,21 +227,32 @@ class TorchDist(Transport):
             for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
                 works += [move([_tensor(x)], peer, 0) for x in arrays if x.shape[0]]
         for work in works:
-            work.wait()
+            self._received(work)
 
     def _pieces(self, pieces: Sequence[Any] | None) -> list[Any]:
         """A tensor for every rank, empty where there is none."""
         found = pieces or [None] * self.world_size
         return [self._nothing if piece is None else _tensor(piece) for piece in found]
 
+    @_names_silent_ranks
     def send(self, x: Any, to: int) -> None:
         """See `Transport`."""
-        self._group.send([_tensor(x)], to, 0).wait()
+        self._received(self._group.send([_tensor(x)], to, 0))
 
+    @_names_silent_ranks
     def recv(self, out: Any, source: int) -> None:
         """See `Transport`."""
-        self._group.recv([_tensor(out)], source, 0).wait()
+        self._received(self._group.recv([_tensor(out)], source, 0))
 
+    def _received(self, work: Any) -> None:
+        """Wait for a message."""
+        if self._device.type == "cpu":
+            # gloo's messages know no other timeout than that of the group when it was made.
+            work.wait(timedelta(seconds=self._timeout))
+        else:
+            work.wait()
+
+    @_names_silent_ranks
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
         """See `Transport`; NCCL has no "or"."""
         options = _in_order(dist.AllreduceOptions)
@@ -120,14 +263,107 @@ class TorchDist(Transport):
         }[op]
         _finish(self._group.allreduce([_tensor(x)], options))
 
+    @_names_silent_ranks
     def reduce_scatter(self, out: Any, x: Any) -> None:
         """See `Transport`."""
         options = _in_order(dist.ReduceScatterOptions)
         _finish(self._group._reduce_scatter_base(_tensor(out), _tensor(x), options))
 
+    @_names_silent_ranks
     def barrier(self) -> None:
         """See `Transport`."""
-        self._group.barrier().wait()
+        options = dist.BarrierOptions()
+        if self._device.type != "cpu":
+            # NCCL would have to guess.
+            options.device_ids = [self._device.index]
+        self._group.barrier(options).wait()
+
+
+def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
+    """The process group, which this process is in, and the device of its tensors."""
+    found = dist.group.WORLD if group is None else group
+    if found is None or found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("no process group, or this process is not in it")
+    if device is None:
+        on_gpu = dist.get_backend(found) == "nccl"
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return found, device
+
+
+def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta:
+    """See `TorchDist`."""
+    if asked is not None:
+        if not asked > 0:
+            raise ValueError(f"timeout is {asked}; allowed: seconds above 0, or None")
+        return timedelta(seconds=asked)
+    own, is_default = _timeout_of(group, device)
+    if not is_default:
+        return own
+    world = dist.group.WORLD
+    devices = [d for d in world._device_types if d.type == device.type] or world._device_types
+    inherited, is_default = _timeout_of(world, devices[0])
+    return own if is_default else inherited
+
+
+def _timeout_of(group: Any, device: torch.device) -> tuple[timedelta, bool]:
+    """The timeout of a group's backend, and whether it is what PyTorch takes if none is given."""
+    backend = group._get_backend(device)
+    found: timedelta = backend.options._timeout
+    return found, found == dist.distributed_c10d._get_default_timeout(backend.name())
+
+
+def _store(group: Any) -> Any:
+    """The key-value store by which a group's ranks have met; every group has keys of its own."""
+    return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
+
+
+def _disagreement(store: Any, rank: int, size: int, facts: str, timeout: timedelta) -> str:
+    """What is wrong if ranks have other facts or do not come, the same on all of them; else ""."""
+    store.set(f"facts/{rank}", facts)
+    if rank != 0:
+        # Rank 0 may have come late, and then waits as long for the others.
+        if _came(store, ["facts/0"], timeout) and _came(store, ["verdict"], timeout + _GRACE):
+            return str(store.get("verdict").decode())
+        return f"rank 0 has not come in {timeout.total_seconds():g} s"
+    keys = [f"facts/{r}" for r in range(size)]
+    if _came(store, keys, timeout):
+        said = [store.get(key).decode() for key in keys]
+        groups = {text: [r for r in range(size) if said[r] == text] for text in said}
+        differ = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
+        problem = f"ranks differ: {differ}" if len(groups) > 1 else ""
+    else:
+        missing = [r for r in range(size) if not store.check([keys[r]])]
+        problem = f"ranks {missing} have not come in {timeout.total_seconds():g} s"
+    store.set("verdict", problem)
+    return problem
+
+
+def _came(store: Any, keys: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        # Stores differ in what they raise when time is up.
+        return bool(store.check(keys))
+    return True
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+#: How to connect the ranks of a group once more, by backend. Not `dist.new_group()`, which wants
+#: all ranks of the default group, or (`use_local_synchronization`) ranks that have made equally
+#: many groups before, and with NCCL splits the default group, which its other ranks have to join.
+_CONNECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _rounds(pieces: Sequence[Sequence[Any]]) -> Iterator[Sequence[Any]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..arrays import describe, library_of, on_gpu, writable_bits
+from ..codecs.float_mode import default_floats
 
 #: How `Transport.all_reduce` combines.
 Op = Literal["sum", "max", "or"]
@@ -89,10 +90,14 @@ class Transport(Protocol):
         NotImplementedError if the network has no sum, as here.
         """
         name = type(self).__name__
-        raise NotImplementedError(f"{name} has no sum")
+        raise NotImplementedError(f"{name} has no reduce_scatter")
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
+
+    def close(self) -> None:
+        """Let go of what the transport has made for itself, if anything; no call comes after."""
+        return
 
 
 def wait_until(done: Callable[[], bool], timeout: float) -> bool:
@@ -130,5 +135,5 @@ def all_reduce_by_gather(transport: Transport, x: Any, op: Op) -> None:
     values = writable_bits(x, info.dtype, info.shape, "x").view(info.dtype.numpy)
     gathered = np.empty((transport.world_size, values.size), values.dtype)
     transport.all_gather(gathered.reshape(-1).view(np.uint8), values.view(np.uint8))
-    with np.errstate(all="ignore"):
+    with default_floats():
         values[...] = functools.reduce(_REDUCE[op], gathered)

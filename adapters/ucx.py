@@ -53,8 +53,7 @@ class Ucx(Transport):
             context, enable_delayed_submission=True, enable_python_future=False
         )
         worker.start_progress_thread(polling_mode=False, epoll_timeout=1)
-        #: Leave the group: peers that wait for this rank raise.
-        self.close = weakref.finalize(self, worker.stop_progress_thread)
+        self._leave = weakref.finalize(self, worker.stop_progress_thread)
         workers = meet(rank, world_size, address, bytes(worker.address), timeout)
         self._endpoints: list[Any] = [
             worker.create_endpoint_from_worker_address(
@@ -80,6 +79,10 @@ class Ucx(Transport):
     def timeout(self) -> float:
         """See `Transport`."""
         return self._timeout
+
+    def close(self) -> None:
+        """Leave the group: peers that wait for this rank raise."""
+        self._leave()
 
     def empty(self, nbytes: int) -> Any:
         """See `Transport`; a NumPy array."""
@@ -146,7 +149,7 @@ class Ucx(Transport):
             raise ConnectionError(f"UCX: {error}") from error
         if not done:
             late = sorted({peer for peer, *_ in pending})
-            raise TimeoutError(f"ranks {late} did not come for {self._timeout:g} s")
+            raise TimeoutError(f"ranks {late} did not answer within {self._timeout:g} s")
 
     def _done(self) -> bool:
         for item in list(self._abandoned):

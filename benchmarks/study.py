@@ -107,7 +107,10 @@ def compress_beside_cp(source: Path, rounds: int = 7) -> dict[str, Any]:
         for _ in range(rounds + 1):
             for name, run in (
                 ("cp_sync", ["sh", "-c", f"cp '{source}' '{copy}' && sync '{copy}'"]),
-                ("compress", [*command, "compress", "--force", "--json", str(source), packed]),
+                (
+                    "compress",
+                    [*command, "compress", "--force", "--json", str(source), "-o", packed],
+                ),
                 ("python_start", [*command, "--version"]),
             ):
                 start = time.perf_counter()

@@ -135,6 +135,12 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "mx e2m1": ("mx", {"element": "e2m1"}),
     "mx int8": ("mx", {"element": "int8"}),
     "nvfp4": ("nvfp4", {}),
+    "sdp4bit int8": ("sdp4bit", {"bits": 8}),
+    "sdp4bit int4": ("sdp4bit", {}),
+    "tahquant": ("tahquant", {"hidden": 1024}),
+    "tahquant backward": ("tahquant", {"hidden": 1024, "direction": "backward"}),
+    "dynamiq 5 bits": ("dynamiq", {}),
+    "dynamiq 5 bits pow2": ("dynamiq", {"widths": "pow2"}),
 }
 
 SUMMED = ("taco ash e4m3", "taco none e4m3", "mx e4m3")
@@ -154,7 +160,8 @@ def codec_errors(name: str) -> dict[str, dict[str, float]]:
         for method, quantize in BY_HAND.items():
             found[method].append(tw.error(x, quantize(x)).vnmse)
         for method, (codec, params) in CODECS.items():
-            buf = tw.encode(x, tw.codec(codec, **params))
+            chosen = tw.codec(codec, **params)
+            buf = chosen.encode(x, key=tw.Key(seed) if chosen.spec.draws else None)
             found[method].append(tw.error(x, tw.decode(buf)).vnmse)
             bits[method] = {"bits": 8 * buf.nbytes / N}
     return {method: summary(values) | bits.get(method, {}) for method, values in found.items()}

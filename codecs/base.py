@@ -123,6 +123,8 @@ class CodecSpec:
     needs_stats: ClassVar[bool] = True
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
+    #: What sums lose besides the codec's error, as traces say it; "" if nothing.
+    caution: ClassVar[str] = ""
 
     @property
     def round_trips(self) -> bool:
@@ -231,6 +233,11 @@ class Plan:
         """First and past-the-last flat element of chunk `i`."""
         start = min(i * self.chunk_nelem, self.nelem)
         return start, min(start + self.chunk_nelem, self.nelem)
+
+    @cached_property
+    def filled_chunks(self) -> int:
+        """Chunks that have elements; those behind them have none."""
+        return -(-self.nelem // self.chunk_nelem) if self.nelem else 0
 
     def raw_dynamic(self, i: int) -> int:
         """Dynamic bytes of chunk `i` if it is stored raw: what its static part cannot hold."""

@@ -17,6 +17,7 @@ from triton import knobs
 from ..formats import checksum
 from ..formats.errors import FormatError
 from .base import Plan
+from .compiling import announce
 
 INTERPRETED = knobs.runtime.interpret
 CUDA = torch.version.hip is None
@@ -104,6 +105,8 @@ class Variant:
         if form is not None:
             form[(programs, 1, 1)](*pointers, *numbers, *self._values)
             return
+        if not INTERPRETED:
+            announce(self._kernel.__module__, "Triton's cache")
         views = [triton.reinterpret(t, k) for t, k in zip(tensors, self._types, strict=True)]
         self._forms[key] = self._kernel[(programs,)](*views, *numbers, **self._keywords)
 
@@ -402,11 +405,10 @@ def match_header(
 def touched(plan: Plan, start: int, stop: int) -> tuple[int, int, int, int]:
     """First and past-the-last chunk of a range, and of those that lie whole in it.
 
-    An empty range touches the chunk where it lies, and a whole tensor its empty chunks.
+    A whole tensor touches its empty chunks too. No other range is empty.
     """
     if (start, stop) == (0, plan.nelem):
         return 0, plan.chunks, 0, plan.chunks
     size = plan.chunk_nelem
-    first = min(start // size, plan.chunks - 1)
-    end = max(first + 1, -(-stop // size))
-    return first, end, -(-start // size), plan.chunks if stop == plan.nelem else stop // size
+    end = -(-stop // size)
+    return start // size, end, -(-start // size), end if stop == plan.nelem else stop // size

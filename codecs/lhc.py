@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,6 +35,8 @@ from .base import (
 from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
 
 Ints = npt.NDArray[np.int64]
+#: int32 where that is enough, else int64: there may be as many as elements.
+Numbers = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint32]
 
 #: Cells of a row of the sketch, which is the least that it grows by.
@@ -59,6 +61,7 @@ _PARAMS = struct.Struct("<IBBH")
 INDEX_PROBLEM = "bits of the index behind the last element"
 CELL_PROBLEM = "a cell that no element has is not zero"
 _SIGN = np.uint32(1 << 31)
+_BATCH_NELEM = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Lhc(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         allowed = f"ratio is {self.ratio!r}; allowed: 1.001 to {MAX_RATIO} in steps of 0.001"
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
             raise TypeError(allowed)
@@ -189,11 +192,9 @@ class Peeling(NamedTuple):
     """Where the K elements of a chunk's index have their values."""
 
     #: Numbers of the elements, ascending, shape (K,).
-    elements: Ints
-    #: The cells of each, shape (K, 3).
-    cells: Ints
+    elements: Numbers
     #: The cell that an element has for itself; -1 if it is estimated. Shape (K,).
-    own: Ints
+    own: Numbers
     rounds: int
 
 
@@ -248,13 +249,25 @@ def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
     return Mapping(to, offsets, h & _SIGN)
 
 
-def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
-    """Peel by rounds: who is alone in a cell gets it, in the first of its cells, and leaves."""
-    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little"))
+def number_dtype(nelem: int, n_cells: int) -> type[np.signedinteger[Any]]:
+    """The dtype of numbers of elements and of cells."""
+    return np.int32 if max(nelem, n_cells) < 1 << 31 else np.int64
+
+
+def cells_of(elements: Numbers, mapping: Mapping) -> Ints:
+    """The cells of each of the elements, shape (n, 3)."""
     block = elements // BLOCK
     places = (elements[:, None] + mapping.offsets[block]) % BLOCK
-    cells = mapping.blocks[block] * BLOCK + places
-    own = np.full(elements.size, -1)
+    found: Ints = mapping.blocks[block] * BLOCK + places
+    return found
+
+
+def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
+    """Peel by rounds: who is alone in a cell gets it, in the first of its cells, and leaves."""
+    kind = number_dtype(nelem, n_cells)
+    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little")).astype(kind)
+    cells = cells_of(elements, mapping).astype(kind)
+    own = np.full(elements.size, -1, kind)
     counts = np.bincount(cells.reshape(-1), minlength=n_cells)
     left, rounds = np.arange(elements.size), 0
     while left.size:
@@ -266,7 +279,7 @@ def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
         own[peeled] = cells[peeled, alone[found].argmax(axis=1)]
         counts -= np.bincount(cells[peeled].reshape(-1), minlength=n_cells)
         left, rounds = left[~found], rounds + 1
-    return Peeling(elements, cells, own, rounds)
+    return Peeling(elements, own, rounds)
 
 
 Peel = Callable[[Bytes, int, Mapping, int], Peeling]
@@ -320,10 +333,10 @@ def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: D
 
     In float32, by block, hash and element.
     """
-    stay = found.own < 0
-    block = found.elements[stay] // BLOCK
+    elements = found.elements[found.own < 0]
+    block = elements // BLOCK
     order = np.argsort((block[:, None] * HASHES + np.arange(HASHES)).reshape(-1), kind="stable")
-    at = found.cells[stay].reshape(-1)[order]
+    at = cells_of(elements, mapping).reshape(-1)[order]
     signed = (words[:, None] ^ mapping.signs[block]).reshape(-1)[order]
     sums = np.zeros(cells.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -352,25 +365,34 @@ def decode_chunk(
         return ChunkDecoded(INDEX_PROBLEM)
     mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
     found = peeler(index, chunk.nelem, mapping, cells.size)
-    stay = found.own < 0
     unused = np.ones(cells.size, bool)
-    unused[found.own[~stay]] = False
-    unused[found.cells[stay]] = False
+    for part in _batches(found):
+        own = part.own
+        unused[own[own >= 0]] = False
+        unused[cells_of(part.elements[own < 0], mapping)] = False
     if cells[unused].any():
         return ChunkDecoded(CELL_PROBLEM)
     kind = spec.cell_dtype(chunk.dtype)
-    inside = (found.elements >= start) & (found.elements < start + out.size)
-    alone = inside & ~stay
-    values = cells[found.own[alone]]
-    if kind != chunk.dtype:
-        values = narrow(widen(values, kind), chunk.dtype)
-    out[found.elements[alone] - start] = values
-    stay &= inside
-    if stay.any():
-        words = widen(cells[found.cells[stay]], kind)
-        words = words ^ mapping.signs[found.elements[stay] // BLOCK]
-        out[found.elements[stay] - start] = narrow(median(words), chunk.dtype)
+    first, last = np.searchsorted(found.elements, [start, start + out.size])
+    inside = Peeling(found.elements[first:last], found.own[first:last], found.rounds)
+    for part in _batches(inside):
+        stay = part.own < 0
+        values = cells[part.own[~stay]]
+        if kind != chunk.dtype:
+            values = narrow(widen(values, kind), chunk.dtype)
+        out[part.elements[~stay] - start] = values
+        estimated = part.elements[stay]
+        words = widen(cells[cells_of(estimated, mapping)], kind)
+        words = words ^ mapping.signs[estimated // BLOCK]
+        out[estimated - start] = narrow(median(words), chunk.dtype)
     return ChunkDecoded()
+
+
+def _batches(found: Peeling) -> Iterator[Peeling]:
+    """What was found of a few elements at a time: decoding needs memory for these alone."""
+    for at in range(0, found.elements.size, _BATCH_NELEM):
+        part = slice(at, at + _BATCH_NELEM)
+        yield Peeling(found.elements[part], found.own[part], found.rounds)
 
 
 def median(words: Words) -> Words:

@@ -10,12 +10,12 @@ import numpy as np
 from ..numba_cache import cached
 from . import lhc
 from .base import Bytes
-from .lhc import BLOCK, HASHES, Mapping, Peeling
+from .lhc import BLOCK, HASHES, Mapping, Peeling, number_dtype
 
 
 @cached(nogil=True, error_model="numpy")
-def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled):
-    """Fill `cells` and `own`; the number of rounds.
+def _peel(elements, blocks, offsets, counts, members, own, queue, peeled):
+    """Fill `own`; the number of rounds.
 
     A cell is known by how many elements are in it and the XOR of their places in `elements`. It
     enters `queue` once, when one is left; `peeled` has room for every element.
@@ -24,7 +24,6 @@ def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled)
         b = elements[i] // BLOCK
         for j in range(HASHES):
             c = blocks[b, j] * BLOCK + (elements[i] + offsets[b, j]) % BLOCK
-            cells[i, j] = c
             counts[c] += 1
             members[c] ^= i
         own[i] = -1
@@ -40,9 +39,11 @@ def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled)
             if counts[queue[k]] == 1:
                 i = members[queue[k]]
                 if own[i] < 0:
+                    b = elements[i] // BLOCK
                     for j in range(HASHES):
-                        if counts[cells[i, j]] == 1:
-                            own[i] = cells[i, j]
+                        c = blocks[b, j] * BLOCK + (elements[i] + offsets[b, j]) % BLOCK
+                        if counts[c] == 1:
+                            own[i] = c
                             break
                     peeled[done] = i
                     done += 1
@@ -52,8 +53,9 @@ def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled)
         first = last
         for k in range(gone, done):
             i = peeled[k]
+            b = elements[i] // BLOCK
             for j in range(HASHES):
-                c = cells[i, j]
+                c = blocks[b, j] * BLOCK + (elements[i] + offsets[b, j]) % BLOCK
                 counts[c] -= 1
                 members[c] ^= i
                 if counts[c] == 1:
@@ -63,21 +65,20 @@ def _peel(elements, blocks, offsets, counts, members, cells, own, queue, peeled)
 
 def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
     """See `lhc.peel`."""
-    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little"))
-    cells = np.empty((elements.size, HASHES), np.int64)
-    own = np.empty(elements.size, np.int64)
+    kind = number_dtype(nelem, n_cells)
+    elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little")).astype(kind)
+    own = np.empty(elements.size, kind)
     rounds = _peel(
         elements,
         mapping.blocks,
         mapping.offsets,
-        np.zeros(n_cells, np.int64),
-        np.zeros(n_cells, np.int64),
-        cells,
+        np.zeros(n_cells, kind),
+        np.zeros(n_cells, kind),
         own,
-        np.empty(n_cells, np.int64),
-        np.empty(elements.size, np.int64),
+        np.empty(n_cells, kind),
+        np.empty(elements.size, kind),
     )
-    return Peeling(elements, cells, own, rounds)
+    return Peeling(elements, own, rounds)
 
 
 encode_chunk = partial(lhc.encode_chunk, peeler=peel)

@@ -55,7 +55,7 @@ SIXTH = np.float32(1 / 6)
 NO_RECIPROCAL = np.float32(2.0**-128)
 
 TAIL_PROBLEM = "bits behind the last code"
-SCALE_PROBLEM = "the tensor scale is no positive finite number"
+SCALE_PROBLEM = "the tensor scale is not a positive finite number"
 
 _BATCH = 1 << 15
 

@@ -70,9 +70,10 @@ class Omnireduce(CodecSpec):
     homomorphic: ClassVar[bool] = True
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    caution: ClassVar[str] = "NaN and infinities in blocks beyond the budget are lost"
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         object.__setattr__(self, "bits", plain_number(self.bits))
         allowed = f"bits is {self.bits!r}; allowed: 1/16 to {MAX_BITS} in steps of 1/{BUDGET_STEPS}"
         if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):

@@ -79,7 +79,7 @@ class Sdp4bit(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         check_choice("bits", self.bits, BITS)
         check_choice("group", self.group, GROUPS)
         check_choice("rotate", self.rotate, ROTATE)

@@ -108,7 +108,7 @@ class Taco(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         check_choice("format", self.format, FORMATS)
         check_choice("transform", self.transform, TRANSFORMS)
         check_choice("scales", self.scales, SCALES)

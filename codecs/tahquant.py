@@ -72,9 +72,10 @@ class Tahquant(CodecSpec):
     id: ClassVar[int] = CODEC_IDS["tahquant"][0]
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+    caution: ClassVar[str] = "values from 2^20 on make their tile NaN"
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         check_choice("direction", self.direction, DIRECTIONS)
         allowed = f"hidden is {self.hidden!r}; allowed: int, 0 to 2**63 - 1"
         if isinstance(self.hidden, bool) or not isinstance(self.hidden, int):

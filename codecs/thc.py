@@ -94,7 +94,7 @@ class Thc(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none."""
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
         check_choice("bits", self.bits, BITS)
         check_choice("norm", self.norm, NORMS)
 

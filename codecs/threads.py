@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .float_mode import default_floats
+
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -63,11 +65,14 @@ def spans(n_units: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
 def run(task: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
     """`task(*call)` for every call, in order: the first runs here, the others on the pool.
 
-    The task must not call `run` itself: a pool whose threads wait for it can stall.
+    On the pool it computes in the default floating-point mode; here the caller sees to that. The
+    task must not call `run` itself: a pool whose threads wait for it can stall.
     """
     if len(calls) == 1:
         return [task(*calls[0])]
-    futures = [_executor().submit(task, *call) for call in calls[1:]]
+    # Threads of the pool have the mode of whoever was the first to need one.
+    there = default_floats()(task)
+    futures = [_executor().submit(there, *call) for call in calls[1:]]
     try:
         first = task(*calls[0])
     finally:

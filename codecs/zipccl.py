@@ -408,19 +408,20 @@ def decode_chunk(
         return ChunkDecoded(f"{dynamic.size} bytes of escapes of {f.width} bytes each")
     ends = np.append(offsets[1:], np.uint32(total)).astype(np.int64)
     begins = offsets.astype(np.int64)
+    stop = start + out.size
+    here = slice(start // TILE, -(-stop // TILE))
     if (
-        (begins[:1] != 0).any()
-        or (begins > ends).any()
-        or (ends > total).any()
-        or (entries & (ZERO_MODE - 1) > f.max_base).any()
-        or (entries == ZERO_MODE).any()
+        (here.start == 0 and begins[0] != 0)
+        or (begins[here] > ends[here]).any()
+        or (ends[here] > total).any()
+        or (entries[here] & (ZERO_MODE - 1) > f.max_base).any()
+        or (entries[here] == ZERO_MODE).any()
     ):
         return ChunkDecoded("escape offsets or windows out of range")
-    if not entries_fit(spec, entries):
+    if not entries_fit(spec, entries, here):
         return ChunkDecoded("windows that differ in a tensor with one window")
     escapes = dynamic.view(f.escape_dtype)
-    stop = start + out.size
-    for first, columns, batch in _runs(nelem, start // TILE, -(-stop // TILE)):
+    for first, columns, batch in _runs(nelem, here.start, here.stop):
         block = tiles[first * f.block_nbytes(COLUMNS) :][: batch * f.block_nbytes(columns)]
         block = block.reshape(batch, -1)
         rest = np.zeros((batch, ROWS, columns), dtype.bits)
@@ -482,12 +483,15 @@ def window_of(
     return column & (ZERO_MODE - 1), column >= ZERO_MODE
 
 
-def entries_fit(spec: Zipccl, entries: npt.NDArray[np.uint16]) -> bool:
-    """False if the index entries are not those of the one window that the parameters promise."""
+def entries_fit(spec: Zipccl, entries: npt.NDArray[np.uint16], here: slice) -> bool:
+    """False if an index entry of the tiles `here` is not the one window that `spec` promises.
+
+    `entries` are those of the chunk. What `spec` does not say, the chunk's first entry does.
+    """
     if spec.window == "tile":
         return True
     first = spec.window if isinstance(spec.window, int) else int(entries[0]) & (ZERO_MODE - 1)
-    return not (entries != first).any()
+    return not (entries[here] != first).any()
 
 
 def static_views(

@@ -773,7 +773,7 @@ def decode_chunk(
 
     results = run(task, cuts)
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
-    if problem is None and not entries_fit(spec, entries):
+    if problem is None and not entries_fit(spec, entries, slice(first, last)):
         problem = "windows that differ in a tensor with one window"
     if x is not out:
         out[:] = x[start - first * TILE :][: out.size]

@@ -36,6 +36,11 @@ def record_term(dynamic_nbytes: int, flags: int, ordinal: int, info: int) -> int
     return fields & MASK64
 
 
+def ordinal_terms(ordinals: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """What ordinals add to `record_term` of records that are alike else: uint64, modulo 2**64."""
+    return (ordinals << np.uint64(32)) * np.uint64(F_FLAGS)
+
+
 def words_sum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
     """Keyed sum of `data` (uint8, 1-D) read as little-endian words from position `first_word`.
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import FormatError
 from .header import ALIGN, MAX_RANK
 
+#: tightwire's own metadata keys: this one, and all that begin with it and a dot.
 VERSION_KEY = "tightwire"
 SOURCE_KEY = "tightwire.source"
+LIST_KEY = "tightwire.list"
 VERSION = "1"
+LIST = "1"
+METADATA = "__metadata__"
 MAX_JSON = 100_000_000
+#: Most characters of a tensor's entry, and most entries of the metadata: a header takes memory in
+#: proportion to its size.
+MAX_ENTRY = 4096
+MAX_METADATA = 1 << 16
 
 #: Bits per element of every dtype name that safetensors knows.
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8}
@@ -25,7 +34,7 @@ _BITS |= {"F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F6
 _BITS |= {"I64": 64, "U64": 64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a safetensors file; `begin` and `end` count from the start of the data."""
 
@@ -78,68 +87,130 @@ def read_directory(data: memoryview) -> Directory:
 
 
 def parse_directory(json_bytes: bytes) -> Directory:
-    """Read and check a safetensors header's JSON."""
+    """Read and check a safetensors header's JSON. Raises FormatError("bad_container")."""
     try:
-        fields = json.loads(json_bytes.decode(), object_pairs_hook=_unique)
+        fields = _read_object(json_bytes.decode())
+        metadata = fields.pop(METADATA, {})
+        entries = sorted(fields.values(), key=lambda e: (e.begin, e.end))
+        at = 0
+        for entry in entries:
+            if entry.begin != at:
+                raise ValueError(f"data of {entry.name!r} starts at {entry.begin}, not {at}")
+            at = entry.end
     except (ValueError, RecursionError) as error:
-        raise _bad(f"the safetensors header is no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise _bad("the safetensors header is no JSON object")
-    try:
-        for name in fields:
-            name.encode()
-    except UnicodeEncodeError:
-        raise _bad("a tensor name is no valid Unicode") from None
-    metadata = fields.pop("__metadata__", {})
-    if not _is_text_map(metadata):
-        raise _bad("__metadata__ is no map from text to text")
-    entries = sorted(
-        (_entry(name, f) for name, f in fields.items()), key=lambda e: (e.begin, e.end)
-    )
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            raise _bad(f"data of {entry.name!r} starts at {entry.begin}, not {at}")
-        at = entry.end
+        raise _bad(f"bad safetensors header: {error}") from None
     return Directory(tuple(entries), metadata, json_bytes)
+
+
+#: Tokens with the white space around them; the first is also an empty object as a whole.
+_OPEN, _COLON, _NEXT, _END = (
+    re.compile(rf"[ \t\n\r]*{token}[ \t\n\r]*")
+    for token in (r"\{[ \t\n\r]*(\}?)", ":", "([,}])", r"\Z")
+)
+#: Reads the value of a member from a text: name, text, position; returns the value and its end.
+_ReadValue = Callable[[str, str, int], tuple[Any, int]]
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """Entries by name, and the metadata. Nothing but these is ever built, whatever the text is."""
+    fields, at = _members(text, 0, _member, MAX_JSON)
+    _token(_END, text, at)
+    return fields
+
+
+def _members(text: str, at: int, read: _ReadValue, limit: int) -> tuple[dict[str, Any], int]:
+    """The members, at most `limit`, of the JSON object at `at`, and its end."""
+    members: dict[str, Any] = {}
+    token = _token(_OPEN, text, at)
+    last = token[1]
+    while last != "}":
+        name, at = _text(text, token.end())
+        if name in members:
+            raise ValueError(f"{name!r} occurs twice")
+        if len(members) == limit:
+            raise ValueError(f"an object has more than {limit} members")
+        members[name], at = read(name, text, _token(_COLON, text, at).end())
+        token = _token(_NEXT, text, at)
+        last = token[1]
+    return members, token.end()
+
+
+def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
+    found = pattern.match(text, at)
+    if found is None:
+        raise ValueError(f"malformed JSON at character {at}")
+    return found
+
+
+def _text(text: str, at: int) -> tuple[str, int]:
+    """The JSON string at `at`, and its end."""
+    if not text.startswith('"', at):
+        raise ValueError(f"expected a text at character {at}")
+    value, end = _JSON.raw_decode(text, at)
+    check_text(value)
+    return value, end
+
+
+def check_text(value: str) -> None:
+    """Raise ValueError for a text that UTF-8 cannot hold."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{value!r} has a lone surrogate, which is no Unicode text") from None
+
+
+def _member(name: str, text: str, at: int) -> tuple[Any, int]:
+    """A member of the header: the metadata, or the entry of a tensor."""
+    if name == METADATA:
+        return _members(text, at, lambda key, text, at: _text(text, at), MAX_METADATA)
+    end = text.find("}", at, at + MAX_ENTRY) + 1
+    if not end:
+        raise ValueError(f"the entry of {name!r} does not end within {MAX_ENTRY} characters")
+    return _entry(name, _JSON.raw_decode(text[at:end])[0]), end
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("a field occurs twice")
     return fields
 
 
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _entry(name: str, fields: Any) -> Entry:
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise _bad(f"entry of {name!r} is not dtype, shape and data_offsets")
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise ValueError(f"entry of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _bad(f"dtype {dtype!r} of {name!r} is not known")
+        raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     for value in (shape, offsets):
         if not isinstance(value, list) or not all(map(_is_size, value)):
-            raise _bad(f"shape or data_offsets of {name!r} are no list of sizes")
+            raise ValueError(f"shape or data_offsets of {name!r} are not lists of sizes")
     if len(shape) > MAX_RANK:
-        raise _bad(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
+        raise ValueError(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * _BITS[dtype]:
-        raise _bad(f"data_offsets of {name!r} do not fit its shape")
+        raise ValueError(f"data_offsets of {name!r} do not fit its shape")
     return Entry(name, dtype, tuple(shape), *offsets)
+
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def directory_bytes(
     entries: Sequence[Entry], metadata: Mapping[str, str], room: int | None = None
 ) -> bytes:
-    """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `room`."""
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `room`.
+
+    Raises ValueError for a header that no reader takes.
+    """
+    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for e in entries:
         fields[e.name] = {
             "dtype": e.dtype,
@@ -148,14 +219,51 @@ def directory_bytes(
         }
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     size = room if room is not None else -(-(8 + len(text)) // ALIGN) * ALIGN
+    if size - 8 > MAX_JSON:
+        raise ValueError(f"the header would have {size - 8} bytes; allowed: {MAX_JSON}")
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def is_own(key: str) -> bool:
+    """True for the metadata keys that are tightwire's own."""
+    return key == VERSION_KEY or key.startswith(f"{VERSION_KEY}.")
+
+
+def users_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Metadata without tightwire's own."""
+    return {k: v for k, v in metadata.items() if not is_own(k)}
+
+
+def check_names(names: Iterable[Any]) -> None:
+    """Raise ValueError for what cannot be the name of a tensor."""
+    for name in names:
+        if not isinstance(name, str) or name == METADATA:
+            raise ValueError(f"tensor name {name!r}; allowed: any text but {METADATA!r}")
+        check_text(name)
+
+
+def check_metadata(metadata: Mapping[Any, Any]) -> None:
+    """Raise TypeError or ValueError for what a user cannot store as metadata."""
+    if len(metadata) > MAX_METADATA - 2:
+        raise ValueError(f"{len(metadata)} metadata entries; allowed: {MAX_METADATA - 2}")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata {key!r}: {value!r}; allowed: text to text")
+        if is_own(key):
+            raise ValueError(f"metadata {key!r} is tightwire's own; allowed: other keys")
+        check_text(key)
+        check_text(value)
 
 
 def compressed_metadata(
     metadata: Mapping[str, str], source: Directory | None = None
 ) -> dict[str, str]:
-    """Metadata of a compressed file: the original's, the version, the source header if given."""
-    fields = {k: v for k, v in metadata.items() if k not in (VERSION_KEY, SOURCE_KEY)}
+    """Metadata of a compressed file: the original's, the version, the source header if given.
+
+    Raises TypeError or ValueError for metadata that a user cannot store.
+    """
+    check_metadata(metadata)
+    fields = dict(metadata)
     if source is not None:
         limit = _source_limit(source.entries, fields)
         if len(source.json_bytes) > limit:
@@ -172,7 +280,7 @@ def _source_limit(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
     """Most bytes of source header: a small file must not make its reader unpack a large one."""
     names = sum(len(e.name) + 64 for e in entries)
     texts = sum(len(k) + len(v) for k, v in metadata.items() if k != SOURCE_KEY)
-    return (1 << 20) + 16 * (names + texts)
+    return min((1 << 20) + 16 * (names + texts), MAX_JSON)
 
 
 def check_compressed(directory: Directory) -> None:
@@ -185,6 +293,11 @@ def check_compressed(directory: Directory) -> None:
     for e in directory.entries:
         if e.dtype != "U8" or len(e.shape) != 1:
             raise _bad(f"{e.name!r} is {e.dtype}{list(e.shape)}, not one-dimensional U8")
+    if LIST_KEY in directory.metadata:
+        if directory.metadata[LIST_KEY] != LIST:
+            raise _bad(f"{LIST_KEY} is {directory.metadata[LIST_KEY]!r}, not {LIST!r}")
+        if any(e.name != str(i) for i, e in enumerate(directory.entries)):
+            raise _bad("the tensors of a list are not named 0, 1, ... in the order of their data")
 
 
 def source_directory(directory: Directory) -> Directory | None:
@@ -205,4 +318,6 @@ def source_directory(directory: Directory) -> Directory | None:
     source = parse_directory(data)
     if [e.name for e in source.entries] != [e.name for e in directory.entries]:
         raise _bad("the source header names other tensors than the file")
+    if any(map(is_own, source.metadata)):
+        raise _bad("the source header has metadata of tightwire's own")
     return source

@@ -1,6 +1,9 @@
-"""The one exception for bytes that are not a valid tightwire buffer or file."""
+"""The one exception for bytes that are not a valid tightwire buffer or file, and a check."""
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 #: Every reason a decoder may give, in the order of specs/errors.md.
 REASONS = (
@@ -34,3 +37,17 @@ class FormatError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """`value`, which was given for `name`, as an int.
+
+    Raises TypeError if it is none, ValueError if it is below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; allowed: an integer") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}; allowed: at least {least}")
+    return number

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .codec_ids import NAMES_BY_ID
 from .dtypes import BY_ID, DType
-from .errors import FormatError
+from .errors import FormatError, integer
 
 MAGIC = b"\x9eTWB"
 MAJOR, MINOR = 1, 0
@@ -19,6 +20,8 @@ MAX_HEADER = 1 << 20
 MAX_RANK = 32
 MAX_CHUNKS = 1 << 16
 MAX_NBYTES = (1 << 63) - 1
+#: What bytes of unknown origin may ask for where the caller does not say.
+DEFAULT_MAX_NBYTES = 64 << 30
 
 #: Required feature bits. A reader refuses a buffer with a required bit that it does not know.
 CHECKSUM = 1
@@ -69,6 +72,15 @@ SECTION_NAMES = {1: "payload", 2: "tiles", 3: "index", 4: "scales", 64: "escapes
 SECTION_KINDS = {name: kind for kind, name in SECTION_NAMES.items()}
 
 
+class Peek(NamedTuple):
+    """What the first bytes of a buffer say about its size."""
+
+    #: Size of the whole buffer in bytes, None while more of it has to be seen.
+    nbytes: int | None
+    #: How many first bytes say more; never more than the buffer has.
+    needed: int
+
+
 @dataclass(frozen=True)
 class Header:
     """Everything that is known before the data: specs/buffer.md, "Header"."""
@@ -95,6 +107,25 @@ class Header:
     def nbytes(self) -> int:
         """Bytes of the header itself; the result records start there."""
         return _FIXED.size + 8 * (len(self.shape) + len(self.sections)) + len(self.params)
+
+    @staticmethod
+    def peek(data: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Peek:
+        """How long the buffer is that starts with the bytes `data`: for buffers on a stream.
+
+        `data` is bytes-like and may be empty. As long as `nbytes` of the result is None, read up
+        to `needed` bytes and ask again; after three times at most the size is known. Only the
+        header is checked, and `nbytes` is what it and the records claim: decode() checks the rest.
+
+        Raises FormatError if `data` is not the start of a buffer, and with the reason
+        "limit_exceeded" if the buffer has more than `max_nbytes` bytes, or `needed` would be more.
+        """
+        limit = integer("max_nbytes", max_nbytes, least=0)
+        view = memoryview(data).cast("B")
+        found = _peek(view)
+        if max(found.needed, found.nbytes or 0) > limit:
+            claimed = found.needed if found.nbytes is None else found.nbytes
+            raise FormatError("limit_exceeded", f"{claimed} bytes, max_nbytes is {limit}")
+        return found
 
     def pack(self) -> bytes:
         """The header's bytes with their CRC32C."""
@@ -129,20 +160,56 @@ def header_crc(data: bytes) -> int:
     return int(google_crc32c.extend(google_crc32c.value(data[:_CRC_AT]), data[_CRC_AT + 4 :]))
 
 
-def parse_header(src: memoryview) -> Header:
-    """Read and check the header at the start of `src` (uint8); codec parameters stay bytes.
+def _peek(src: memoryview) -> Peek:
+    """`Header.peek` without a limit."""
+    if len(src) < _FIXED.size:
+        start = bytes(src[:4])
+        if not MAGIC.startswith(start):
+            raise FormatError("bad_magic", f"starts with {start!r}, not {MAGIC!r}")
+        return Peek(None, _FIXED.size)
+    header_nbytes = _fixed_fields(src)[4]
+    if len(src) < header_nbytes:
+        return Peek(None, header_nbytes)
+    header = parse_header(src)
+    records_end = header_nbytes + RECORD.itemsize * header.chunks
+    static = sum(s.nbytes for s in header.sections if not s.dynamic)
+    dynamic_at = align(records_end) + header.chunks * static
+    if header.dynamic_stride:
+        return Peek(dynamic_at + header.chunks * header.dynamic_stride, header_nbytes)
+    if len(src) < records_end:
+        return Peek(None, records_end)
+    records = np.frombuffer(src[header_nbytes:records_end], RECORD)
+    sizes: list[int] = records["dynamic_nbytes"].tolist()
+    return Peek(dynamic_at + sum(map(align, sizes)), records_end)
 
-    The order of the checks is that of specs/buffer.md, "Reading". Raises FormatError.
-    """
+
+def _fixed_fields(src: memoryview) -> tuple[Any, ...]:
+    """The fields of fixed size, checked as far as they say where the header ends."""
     if len(src) < 4:
         raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
     if bytes(src[:4]) != MAGIC:
         raise FormatError("bad_magic", f"starts with {bytes(src[:4])!r}, not {MAGIC!r}")
     if len(src) < _FIXED.size:
         raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
+    fields = _FIXED.unpack(src[: _FIXED.size])
+    major, minor, header_nbytes = fields[1], fields[2], fields[4]
+    if major != MAJOR:
+        raise FormatError("unsupported_version", f"format {major}.{minor}, this reads {MAJOR}.x")
+    if header_nbytes > MAX_HEADER:
+        raise FormatError("header_too_large", f"{header_nbytes} bytes, at most {MAX_HEADER}")
+    if header_nbytes < _FIXED.size or header_nbytes % 8:
+        raise FormatError("bad_header", f"header of {header_nbytes} bytes")
+    return fields
+
+
+def parse_header(src: memoryview) -> Header:
+    """Read and check the header at the start of `src` (uint8); codec parameters stay bytes.
+
+    The order of the checks is that of specs/buffer.md, "Reading". Raises FormatError.
+    """
     (
         _,
-        major,
+        _,
         minor,
         codec_id,
         header_nbytes,
@@ -155,13 +222,7 @@ def parse_header(src: memoryview) -> Header:
         chunks,
         stride_blocks,
         crc,
-    ) = _FIXED.unpack(src[: _FIXED.size])
-    if major != MAJOR:
-        raise FormatError("unsupported_version", f"format {major}.{minor}, this reads {MAJOR}.x")
-    if header_nbytes > MAX_HEADER:
-        raise FormatError("header_too_large", f"{header_nbytes} bytes, at most {MAX_HEADER}")
-    if header_nbytes < _FIXED.size or header_nbytes % 8:
-        raise FormatError("bad_header", f"header of {header_nbytes} bytes")
+    ) = _fixed_fields(src)
     if len(src) < header_nbytes:
         raise FormatError("truncated", f"{len(src)} bytes, the header has {header_nbytes}")
     data = bytes(src[:header_nbytes])
@@ -181,7 +242,8 @@ def parse_header(src: memoryview) -> Header:
     params_at = table_at + 8 * n_sections
     if params_at > header_nbytes:
         raise FormatError(
-            "bad_header", f"{header_nbytes} bytes hold no {ndim} dimensions and table"
+            "bad_header",
+            f"{header_nbytes} bytes are too few for {ndim} dimensions, {n_sections} sections",
         )
     shape = struct.unpack(f"<{ndim}Q", data[_FIXED.size : table_at])
     dtype = BY_ID[dtype_id]

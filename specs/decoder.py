@@ -541,7 +541,7 @@ def taco_used(taco: Taco, chunk_nelem: int, nelem: int) -> tuple[int, int, int]:
     return codes, scales_at, scales_at + 4 * taco.words * blocks
 
 
-# taco.md, "Arithmetic" and "Codes": one float64 operation on float32 numbers, then f32().
+# taco.md, "Arithmetic" and "Layout": one float64 operation on float32 numbers, then f32().
 
 
 def f32(x: float) -> float:
@@ -651,12 +651,13 @@ class Sdp4bit(NamedTuple):
 def sdp4bit_parameters(params: bytes) -> Sdp4bit:
     """Refuse parameters that no encoder writes."""
     check(len(params) == 8, "bad_header", f"sdp4bit has 8 bytes of parameters, not {len(params)}")
-    bits, log_group, turn, rounding = params[:4]
+    bits, log_group, rotation, rounding = params[:4]
     check(bits in (4, 8), "bad_header", f"codes of {bits} bits")
     check(5 <= log_group <= 12, "bad_header", f"group size 2^{log_group}")
-    check(turn <= 3 and rounding <= 1, "bad_header", f"rotate {turn}, rounding {rounding}")
+    valid = rotation <= 3 and rounding <= 1
+    check(valid, "bad_header", f"rotate {rotation}, rounding {rounding}")
     check(not any(params[4:]), "bad_header", "nonzero end of the parameters")
-    return Sdp4bit(bits, 2**log_group, turn)
+    return Sdp4bit(bits, 2**log_group, rotation)
 
 
 # sdp4bit.md, "Layout"
@@ -908,7 +909,7 @@ def dynamiq_starts(dynamiq: Dynamiq, chunk_nelem: int) -> tuple[int, int, int]:
     return 0, payload, payload + scales
 
 
-# dynamiq.md, "Grids", "Decoding" and "Checks"
+# dynamiq.md, "Arithmetic", "Decoding" and "Checks"
 
 GROWTH = [1, 1.5, 1.1875, 1.078125, 1.03515625, 1.015625, 1.0078125]
 
@@ -999,19 +1000,19 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 class Thc(NamedTuple):
-    """What the parameters say; `size` is that of a cell in bytes."""
+    """What the parameters say; `size` is that of a payload element in bytes."""
 
     size: int
     tensor: bool
 
     def used(self, chunk_nelem: int, nelem: int) -> list[tuple[int, int]]:
-        """Where in a static part cells, number of ranks, seed and norms begin and end."""
+        """Where in a static part sums, number of ranks, seed and norms begin and end."""
         count_at = 1024 * self.size * ceil_div(chunk_nelem, 1024)
-        cells = 1024 * self.size * ceil_div(nelem, 1024)
+        sums = 1024 * self.size * ceil_div(nelem, 1024)
         scales_at = count_at + 128
         norms = scales_at + 16
         return [
-            (0, cells),
+            (0, sums),
             (count_at, count_at + self.size),
             (scales_at, scales_at + 12),
             (norms, norms + 4 * (1 if self.tensor else ceil_div(nelem, 1024))),
@@ -1055,20 +1056,20 @@ def thc_decode(h: Header, nelem: int, static: bytes) -> bytes:
     out = bytearray()
     for b in range(ceil_div(nelem, 1024)):
         size, at = thc.size, 1024 * thc.size * b
-        cells = [
+        sums = [
             int.from_bytes(static[at + size * i : at + size * (i + 1)], "little")
             for i in range(1024)
         ]
         word = u32(static, norms_at + (0 if thc.tensor else 4 * b))
         kept = min(1024, nelem - 1024 * b)
         if word in (0, 0x7FC00000):
-            check(not any(cells), "bad_payload", "cells of a block without a norm")
+            check(not any(sums), "bad_payload", "sums of a block without a norm")
             out += (
                 float_bits(float_of_bits(word), h.dtype).to_bytes(h.dtype.nbytes, "little") * kept
             )
             continue
-        check(max(cells) <= 30 * ranks, "bad_payload", f"cell {max(cells)} of {ranks} ranks")
-        v = [float(c - 15 * ranks) for c in cells]
+        check(max(sums) <= 30 * ranks, "bad_payload", f"a sum {max(sums)} of {ranks} ranks")
+        v = [float(c - 15 * ranks) for c in sums]
         rotate(v)
         scale = f32(float_of_bits(word) / float_of_bits(0x435EDA01))
         signs: list[int] = []
@@ -1084,30 +1085,30 @@ def thc_decode(h: Header, nelem: int, static: bytes) -> bytes:
 
 
 class Omnireduce(NamedTuple):
-    """What the parameters say; `cells` is a dtype."""
+    """What the parameters say; `values` is a dtype."""
 
     steps: int
     block: int
-    cells: Dtype
+    values: Dtype
 
     def slots(self, chunk_nelem: int) -> int:
         """K."""
         blocks = ceil_div(chunk_nelem, self.block)
-        return min(max(blocks * self.steps // (128 * self.cells.nbytes), 1), blocks)
+        return min(max(blocks * self.steps // (128 * self.values.nbytes), 1), blocks)
 
     def payload(self, chunk_nelem: int) -> int:
-        """Bytes of the section with the cells."""
-        return self.slots(chunk_nelem) * self.block * self.cells.nbytes
+        """Bytes of the section with the payload elements."""
+        return self.slots(chunk_nelem) * self.block * self.values.nbytes
 
 
 def omnireduce_parameters(params: bytes) -> Omnireduce:
     """Refuse parameters that no encoder writes."""
     check(len(params) == 8, "bad_header", f"omnireduce has 8 parameter bytes, not {len(params)}")
-    steps, log_block, cells, zero = struct.unpack("<HBBI", params)
+    steps, log_block, values, zero = struct.unpack("<HBBI", params)
     check(1 <= steps <= 512, "bad_header", f"budget {steps}")
     check(6 <= log_block <= 12, "bad_header", f"blocks of 2^{log_block}")
-    check(cells <= 2 and zero == 0, "bad_header", "parameters")
-    return Omnireduce(steps, 2**log_block, DTYPES[16 + cells])
+    check(values <= 2 and zero == 0, "bad_header", "parameters")
+    return Omnireduce(steps, 2**log_block, DTYPES[16 + values])
 
 
 def omnireduce_sections(omni: Omnireduce, dtype_id: int, chunk_nelem: int) -> list[Section]:
@@ -1127,7 +1128,7 @@ def omnireduce_sections(omni: Omnireduce, dtype_id: int, chunk_nelem: int) -> li
 def omnireduce_decode(h: Header, nelem: int, static: bytes) -> bytes:
     """Decode a chunk; static padding has been checked."""
     omni = omnireduce_parameters(h.params)
-    size, payload = omni.cells.nbytes, omni.payload(h.chunk_nelem)
+    size, payload = omni.values.nbytes, omni.payload(h.chunk_nelem)
     blocks = ceil_div(nelem, omni.block)
     index = int.from_bytes(static[payload : payload + ceil_div(blocks, 8)], "little")
     kept = [b for b in range(index.bit_length()) if index >> b & 1]
@@ -1137,14 +1138,14 @@ def omnireduce_decode(h: Header, nelem: int, static: bytes) -> bytes:
     at = 0
     for b in kept:
         for i in range(b * omni.block, min((b + 1) * omni.block, nelem)):
-            cell = static[at : at + size]
-            if omni.cells != h.dtype:
-                wide = b"\0\0" + cell if omni.cells.name == "bfloat16" else cell
-                value = struct.unpack("<e" if omni.cells.name == "float16" else "<f", wide)[0]
-                cell = float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
-            out[h.dtype.nbytes * i : h.dtype.nbytes * (i + 1)] = cell
+            value_bytes = static[at : at + size]
+            if omni.values != h.dtype:
+                wide = b"\0\0" + value_bytes if omni.values.name == "bfloat16" else value_bytes
+                value = struct.unpack("<e" if omni.values.name == "float16" else "<f", wide)[0]
+                value_bytes = float_bits(value, h.dtype).to_bytes(h.dtype.nbytes, "little")
+            out[h.dtype.nbytes * i : h.dtype.nbytes * (i + 1)] = value_bytes
             at += size
-    check(not any(static[at:payload]), "bad_payload", "a cell that no element has")
+    check(not any(static[at:payload]), "bad_payload", "a payload element that no element has")
     return bytes(out)
 
 
@@ -1152,10 +1153,10 @@ def omnireduce_decode(h: Header, nelem: int, static: bytes) -> bytes:
 
 
 class Lhc(NamedTuple):
-    """What the parameters say; `cells` is a dtype id."""
+    """What the parameters say; `dtype` is that of the buckets."""
 
     steps: int
-    cells: int
+    dtype: int
     published: bool
 
     def rows(self, chunk_nelem: int) -> int:
@@ -1166,17 +1167,17 @@ class Lhc(NamedTuple):
 def lhc_parameters(params: bytes, dtype_id: int) -> Lhc:
     """Refuse parameters that no encoder writes."""
     check(len(params) == 8, "bad_header", f"lhc has 8 parameter bytes, not {len(params)}")
-    steps, cells, mapping, zero = struct.unpack("<IBBH", params)
+    steps, dtype, mapping, zero = struct.unpack("<IBBH", params)
     check(1001 <= steps <= 1000000, "bad_header", f"ratio {steps}")
-    check(cells <= 3 and mapping <= 1 and zero == 0, "bad_header", "parameters")
-    return Lhc(steps, (dtype_id, 16, 17, 18)[cells], mapping == 1)
+    check(dtype <= 3 and mapping <= 1 and zero == 0, "bad_header", "parameters")
+    return Lhc(steps, (dtype_id, 16, 17, 18)[dtype], mapping == 1)
 
 
 def lhc_sections(lhc: Lhc, dtype_id: int, chunk_nelem: int) -> list[Section]:
     """The section table, where lhc takes the dtype and number of elements."""
     check(dtype_id in (16, 17, 18), "bad_header", f"lhc does not take dtype {dtype_id}")
     check(chunk_nelem <= 2**36, "bad_header", f"{chunk_nelem} elements in an lhc chunk")
-    sketch = 1024 * lhc.rows(chunk_nelem) * DTYPES[lhc.cells].nbytes
+    sketch = 1024 * lhc.rows(chunk_nelem) * DTYPES[lhc.dtype].nbytes
     index = align(ceil_div(chunk_nelem, 8))
     raw = align(chunk_nelem * DTYPES[dtype_id].nbytes)
     check(sketch + index < raw, "bad_header", "lhc gains nothing for this size")
@@ -1199,16 +1200,16 @@ def murmur3(key: int, seed: int) -> int:
     return h ^ h >> 16
 
 
-def lhc_turn(lhc: Lhc, q: int, rows: int) -> list[list[tuple[int, int, float]]]:
-    """Block of cells, offset and sign for each hash, of each block of turn q."""
-    turn = range(4 * rows * q, 4 * rows * (q + 1))
+def lhc_span(lhc: Lhc, q: int, rows: int) -> list[list[tuple[int, int, float]]]:
+    """Block of buckets, offset and sign for each hash, of each block of span q."""
+    span = range(4 * rows * q, 4 * rows * (q + 1))
     if lhc.published:
-        hashed = [[murmur3(b // 4, seed) for seed in range(3)] for b in turn]
-        to = [[4 * (x % rows) + b % 4 for x in h] for b, h in zip(turn, hashed, strict=True)]
-        offsets = [[0, 0, 0] for _ in turn]
+        hashed = [[murmur3(b // 4, seed) for seed in range(3)] for b in span]
+        to = [[4 * (x % rows) + b % 4 for x in h] for b, h in zip(span, hashed, strict=True)]
+        offsets = [[0, 0, 0] for _ in span]
     else:
-        hashed = [[murmur3(b, seed) for seed in range(3)] for b in turn]
-        to = [[0, 0, 0] for _ in turn]
+        hashed = [[murmur3(b, seed) for seed in range(3)] for b in span]
+        to = [[0, 0, 0] for _ in span]
         for j in range(3):
             keys = [h[j] % 2**31 for h in hashed]
             for place, i in enumerate(sorted(range(4 * rows), key=keys.__getitem__)):
@@ -1231,69 +1232,69 @@ def lhc_offsets(h: list[int]) -> list[int]:
 # lhc.md, "Peeling" and "Decoding"
 
 
-def lhc_peel(cells_of: dict[int, list[int]]) -> dict[int, int]:
-    """The own cell of every element that is peeled."""
+def lhc_peel(buckets_of: dict[int, list[int]]) -> dict[int, int]:
+    """The own bucket of every element that is peeled."""
     own: dict[int, int] = {}
     counts: dict[int, int] = {}
-    for cells in cells_of.values():
-        for c in cells:
+    for buckets in buckets_of.values():
+        for c in buckets:
             counts[c] = counts.get(c, 0) + 1
     while True:
         peeled = {}
-        for i, cells in cells_of.items():
-            alone = [c for c in cells if counts[c] == 1]
+        for i, buckets in buckets_of.items():
+            alone = [c for c in buckets if counts[c] == 1]
             if i not in own and alone:
                 peeled[i] = alone[0]
         if not peeled:
             return own
         own |= peeled
         for i in peeled:
-            for c in cells_of[i]:
+            for c in buckets_of[i]:
                 counts[c] -= 1
 
 
 def lhc_decode(h: Header, nelem: int, static: bytes) -> bytes:
     """Decode a chunk; static padding has been checked."""
     lhc = lhc_parameters(h.params, h.dtype_id)
-    rows, size = lhc.rows(h.chunk_nelem), DTYPES[lhc.cells].nbytes
-    n_cells = 1024 * rows
-    sketch = [static[size * c : size * (c + 1)] for c in range(n_cells)]
-    index = int.from_bytes(static[size * n_cells :][: ceil_div(nelem, 8)], "little")
+    rows, size = lhc.rows(h.chunk_nelem), DTYPES[lhc.dtype].nbytes
+    n_buckets = 1024 * rows
+    sketch = [static[size * c : size * (c + 1)] for c in range(n_buckets)]
+    index = int.from_bytes(static[size * n_buckets :][: ceil_div(nelem, 8)], "little")
     check(index >> nelem == 0, "bad_payload", "bits of the index behind the last element")
 
-    turns = ceil_div(nelem, n_cells)
-    blocks = [block for q in range(turns) for block in lhc_turn(lhc, q, rows)]
-    cells_of = {
+    spans = ceil_div(nelem, n_buckets)
+    blocks = [block for q in range(spans) for block in lhc_span(lhc, q, rows)]
+    buckets_of = {
         i: [256 * r + (i + o) % 256 for r, o, _ in blocks[i // 256]]
         for i, bit in enumerate(reversed(bin(index)[2:]))
         if bit == "1"
     }
-    own = lhc_peel(cells_of)
+    own = lhc_peel(buckets_of)
     used = set(own.values())
-    used.update(c for i, cells in cells_of.items() if i not in own for c in cells)
-    unused = (any(sketch[c]) for c in range(n_cells) if c not in used)
-    check(not any(unused), "bad_payload", "a cell that no element has")
+    used.update(c for i, buckets in buckets_of.items() if i not in own for c in buckets)
+    unused = (any(sketch[c]) for c in range(n_buckets) if c not in used)
+    check(not any(unused), "bad_payload", "a bucket that no element has")
 
     out = bytearray(nelem * h.dtype.nbytes)
-    for i, cells in cells_of.items():
-        if i in own and lhc.cells == h.dtype_id:
+    for i, buckets in buckets_of.items():
+        if i in own and lhc.dtype == h.dtype_id:
             value = sketch[own[i]]
         elif i in own:
             value = lhc_rounded(lhc_value(lhc, sketch[own[i]]), h)
         else:
             signs = [sign for _, _, sign in blocks[i // 256]]
-            three = [s * lhc_value(lhc, sketch[c]) for s, c in zip(signs, cells, strict=True)]
+            three = [s * lhc_value(lhc, sketch[c]) for s, c in zip(signs, buckets, strict=True)]
             median = sorted(three, key=lambda v: (v, math.copysign(1.0, v)))[1]
             value = lhc_rounded(math.nan if any(map(math.isnan, three)) else median, h)
         out[h.dtype.nbytes * i : h.dtype.nbytes * (i + 1)] = value
     return bytes(out)
 
 
-def lhc_value(lhc: Lhc, cell: bytes) -> float:
-    """The value of a cell."""
-    if lhc.cells == 17:
-        cell = b"\0\0" + cell
-    return float(struct.unpack("<e" if lhc.cells == 16 else "<f", cell)[0])
+def lhc_value(lhc: Lhc, bucket: bytes) -> float:
+    """The value of a bucket."""
+    if lhc.dtype == 17:
+        bucket = b"\0\0" + bucket
+    return float(struct.unpack("<e" if lhc.dtype == 16 else "<f", bucket)[0])
 
 
 def lhc_rounded(value: float, h: Header) -> bytes:
@@ -1476,7 +1477,7 @@ def static_padding(h: Header, nelem: int, stored_raw: bool, static: bytes) -> by
         return static[omni.payload(h.chunk_nelem) + ceil_div(ceil_div(nelem, omni.block), 8) :]
     if h.codec == 11:
         lhc = lhc_parameters(h.params, h.dtype_id)
-        sketch = 1024 * lhc.rows(h.chunk_nelem) * DTYPES[lhc.cells].nbytes
+        sketch = 1024 * lhc.rows(h.chunk_nelem) * DTYPES[lhc.dtype].nbytes
         return static[sketch + ceil_div(nelem, 8) :]
     index = align(blocks_nbytes(h.dtype, h.chunk_nelem))
     index_end = index + 6 * ceil_div(nelem, TILE)

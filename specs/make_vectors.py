@@ -25,6 +25,8 @@ import tightwire as tw
 from tightwire import homomorphic
 from tightwire.codecs import minifloat, zipccl
 from tightwire.codecs.base import Chunk
+from tightwire.codecs.philox import key_numbers
+from tightwire.codecs.philox import random_words as philox_words
 from tightwire.codecs.thc import NORMS
 from tightwire.engine import encode_into
 from tightwire.formats.checksum import MASK64, identity_term, record_term, words_sum
@@ -292,6 +294,46 @@ def mx_vectors() -> Iterator[LossyVector | Vector]:
     yield lossy("float32_e4m3_agreed_3_chunks", x, codec, chunks=3)
 
 
+def nvfp4_blocks(largest: float, *blocks: tuple[float, ...]) -> Array:
+    """float32, shape (272,): the tensor's largest value, then blocks of 16 that start as given."""
+    x = np.zeros((17, 16), np.float32)
+    x[0, 0] = largest
+    for row, block in zip(x[1:], blocks, strict=False):
+        row[: len(block)] = block
+    return x.reshape(-1)
+
+
+#: Largest value of the tensor and of a block, and an element there, for which one way alone to
+#: compute scale or code gives another code than specs/nvfp4.md does.
+NVFP4_ORDERS = {
+    "g_by_6": (1224, "0x1.271248p+3", "0x0p+0"),
+    "ag_times_c": (362, "0x1.eb4922p+6", "0x0p+0"),
+    "ag_by_6": (1338, "0x1.c5f6dap+1", "0x0p+0"),
+    "a_by_6": (1415, "0x1.229492p+8", "0x0p+0"),
+    "x_by_quotient": (698, "0x1.8edb6ep+8", "0x1.8edb6cp+5"),
+    "g_by_s": (1269, "0x1.2696dap+6", "0x1.eafb6ep+4"),
+}
+
+
+def nvfp4_rules() -> Iterator[LossyVector | Vector]:
+    """Vectors that catch one wrong reading each."""
+    codec = tw.codec("nvfp4")
+    ties = (0.53125, 0.59375, 8.5, 9.5, 272, 304, 336, 368, 400, 2**-10, 3 * 2**-10)
+    x = nvfp4_blocks(2688, *((6.0 * tie,) for tie in ties))
+    yield lossy("float32_scale_ties", x, codec)
+    codes = (6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
+    x = nvfp4_blocks(2688, codes, tuple(-v for v in codes))
+    yield lossy("float32_code_ties", x, codec)
+    for name, (largest, a, v) in NVFP4_ORDERS.items():
+        block = float.fromhex(a), float.fromhex(v)
+        yield lossy(f"float32_{name}", nvfp4_blocks(largest, block), codec)
+    parts = Parts.of(codec.encode(bell(100, "float32", 600), chunks=2, backend="ref"))
+    put(parts, 1, parts.header.sections[0].nbytes, struct.pack("<f", 3.0))
+    data = parts.join()
+    tensor = tw.decode(data, backend="ref").tobytes()
+    yield "nvfp4/float32_two_scales", data, tensor
+
+
 def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
     """Vectors of codec nvfp4."""
     codec = tw.codec("nvfp4")
@@ -313,6 +355,7 @@ def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
     put(parts, 0, parts.header.sections[0].nbytes + 16, bytes(range(256)))
     data = parts.join()
     yield "nvfp4/float16_all_codes", data, tw.decode(data, backend="ref").tobytes()
+    yield from nvfp4_rules()
 
 
 TACO_PARAMS: dict[str, dict[str, Any]] = {
@@ -585,7 +628,8 @@ def lhc_vectors() -> Iterator[LossyVector]:
 
 def summed(name: str, codec: tw.Codec, xs: list[Array], **options: Any) -> Vector:
     """The sum of the buffers of ranks 0, 1, ..., which no encoder writes."""
-    stats = np.maximum.reduce([codec.measure(x) for x in xs])
+    combine: Any = np.bitwise_or if codec.reduce_op == "or" else np.maximum
+    stats = combine.reduce([codec.measure(x) for x in xs])
     keys = [TACO_KEY._replace(rank=rank) for rank in range(len(xs))]
     pairs = zip(xs, keys, strict=True)
     parts = [codec.encode(x, stats=stats, key=k, backend="ref", **options) for x, k in pairs]
@@ -655,6 +699,157 @@ def omnireduce_vectors() -> Iterator[LossyVector | Vector]:
     yield coded("no_checksum", bell(217, "bfloat16", 1537), block=256, bits=1, checksum=False)
     ranks = [scaled_super_groups(218 + i, "float32", 1100) for i in range(3)]
     yield summed("3", tw.codec("omnireduce", block=64), ranks)
+
+
+# Vectors that tell a rule from wrong readings of it; tests/specs/test_readings.py has the readings.
+
+
+def permuted(seed: int, x: Array) -> Array:
+    """The elements of `x` in another order."""
+    return x[np.argsort(random_words(seed, x.size), kind="stable")]
+
+
+def sdp4bit_halfway(bits: int) -> Array:
+    """float32 whose codes one addition, v + D, and two, v + Q + 1, round differently.
+
+    Of 8 bits each lies next to the middle of two of the numbers that v + 128 can be; of 4 bits
+    below one of them, by a little more than half the distance. The word that rank 3 draws for it
+    makes the smallest difference count.
+    """
+    n, largest = 320, (1 << bits - 1) - 1
+    words = philox_words(key_numbers(TACO_KEY), 0, n)
+    steps = 65535 - (words >> np.uint32(16)).astype(np.int64)
+    if bits == 8:
+        x = steps * 2.0**-16 + 2.0**-17 + np.where(steps % 2 == 0, 1, -1) * 2.0**-24
+    else:
+        x = (steps + 1) * 2.0**-16 - 2.0**-21 - 2.0**-24
+    x[(x < 0.5) | (np.arange(n) % 32 == 0)] = largest
+    return x.astype(np.float32)
+
+
+def sdp4bit_rules() -> Iterator[LossyVector]:
+    """sdp4bit.md: v + D is one addition; a decoded value may round to -0."""
+    for bits in (8, 4):
+        codec = tw.codec("sdp4bit", bits=bits, group=32, rotate="none", rounding="stochastic")
+        yield lossy(f"float32_{bits}_one_addition", sdp4bit_halfway(bits), codec, key=TACO_KEY)
+    codec = tw.codec("sdp4bit", bits=8, group=32, rotate="none")
+    yield lossy("float32_product_with_r", bell(3894, "float32", 320), codec)
+    small = np.ldexp(bell(230, "float32", 320), -24).astype(np.float16)
+    yield lossy("float16_minus_zeros", small, tw.codec("sdp4bit", bits=8))
+
+
+def taco_rules() -> Iterator[LossyVector]:
+    """taco.md: r = K / s, and the merged scale is s / alpha."""
+    codec = tw.codec("taco", block=32, scales="merged", format="int8")
+    yield lossy("float32_order_of_quotients", bell(815, "float32", 320), codec)
+
+
+def rising(seed: int, dtype: str, n: int, block: int) -> Array:
+    """Values whose scale grows from block to block."""
+    x = bell(seed, "float64", n) * (1 + np.arange(n) // block)
+    return x.astype(np.float32).astype(BY_NAME[dtype].numpy)
+
+
+def thc_rules() -> Iterator[LossyVector | Vector]:
+    """thc.md: whose norm a block of a chunk takes; chunks may be sums of unlike ranks."""
+    codec = tw.codec("thc")
+    yield lossy(
+        "float32_short_blocks", rising(231, "float32", 1300, 1024), codec, key=TACO_KEY, chunks=3
+    )
+    x = rising(232, "bfloat16", 1400, 1024)
+    parts = Parts.of(codec.encode(x, key=TACO_KEY, chunks=2, backend="ref"))
+    keys = [TACO_KEY._replace(seed=1 << 63 | 5, step=9, rank=rank) for rank in range(2)]
+    stats = np.float32(2) * codec.measure(x)
+    two = [codec.encode(x, key=k, stats=stats, chunks=2, backend="ref") for k in keys]
+    parts.static[1] = Parts.of(homomorphic.add(*two)).static[1]
+    data = parts.join()
+    tensor = tw.decode(data, backend="ref").tobytes()
+    yield "thc/bfloat16_unlike_chunks_sum", data, tensor
+
+
+def omnireduce_rules() -> Iterator[LossyVector]:
+    """omnireduce.md: whose norm a block of a chunk takes; zeros keep their signs."""
+    codec = tw.codec("omnireduce", block=64)
+    x = bell(233, "bfloat16", 600)
+    x[448:512] *= x.dtype.type(100)
+    yield lossy("bfloat16_short_blocks", x, codec, chunks=3)
+    x = bell(234, "float32", 200)
+    x[::3], x[1::5] = -0.0, -(2.0**-149)
+    yield lossy("float32_minus_zeros", x, codec)
+
+
+def dynamiq_rules() -> Iterator[LossyVector | Vector]:
+    """dynamiq.md: strata of odd worlds, orders of sums, the last step up, lost super-groups."""
+
+    def coded(name: str, x: Array, world: int = 1, **params: Any) -> LossyVector:
+        codec, key = tw.codec("dynamiq", **params), TACO_KEY._replace(world=world)
+        return lossy(f"{x.dtype.name}_{name}", x, codec, key=key)
+
+    for i, world in enumerate((3, 5)):
+        x = scaled_super_groups(235 + i, TACO_DTYPES[i], 700)
+        yield coded(f"of_{world}_ranks", x, world)
+    small: dict[str, Any] = {"super_group": 128, "rounding": "nearest"}
+    values = bell(400, "float32", 128)
+    x = np.concatenate([permuted(401 + i, values) for i in range(6)])
+    yield coded("order_of_energies", x, **small)
+    values = np.concatenate([values[:64], -values[:64]])
+    x = np.concatenate([permuted(270 + i, values) for i in range(4)])[:-56]
+    yield coded("order_of_means", x, center=True, **small)
+
+    # Energies 255 and 7680: to 4 bits the one gains as much as the other to 8, for half the units.
+    x = np.zeros((8, 128), BY_NAME["bfloat16"].numpy)
+    x[[0, 2, 3, 4], :3], x[[0, 2, 3, 4], 3:66] = 1, 2
+    x[1, :30] = 16
+    yield coded("step_that_does_not_fit", x.reshape(-1), bits=3.5, widths="pow2", **small)
+    for i, grid in enumerate(("balanced", "signed", "uniform")):
+        yield dynamiq_all_codes(grid, TACO_DTYPES[i], 280 + 4 * i, center=i == 1)
+
+
+def dynamiq_all_codes(grid: str, dtype: str, seed: int, **params: Any) -> Vector:
+    """Random codes of every width; super-group 5 is lost, whatever else it has."""
+    n, size = 7, 128
+    codec = tw.codec("dynamiq", bits=8, super_group=size, grid=grid, rounding="nearest", **params)
+    spec: Any = codec.spec
+    x = np.ones(n * size, BY_NAME[dtype].numpy)
+    parts = Parts.of(codec.encode(x, backend="ref"))
+    payload, scales, _ = (s.nbytes for s in parts.header.sections)
+    widths = [2 + 3 * j % 7 for j in range(n)]
+    codes = random_bits(seed, "uint8", (sum(widths) * size // 8,)).tobytes()
+    put(parts, 0, 0, codes.ljust(payload, b"\0"))
+    pairs = zip(widths[0::2], [*widths[1::2], 0], strict=True)
+    put(parts, 0, payload + scales, bytes(low | high << 4 for low, high in pairs))
+    words = (random_words(seed + 1, n) % (8 << 7) + (122 << 7)).astype("<u2")
+    words[3], words[5] = 0, 0x7FC0
+    means = (random_words(seed + 2, n) % (4 << 7) + (122 << 7)).astype("<u2")
+    fractions = random_bits(seed + 3, "uint8", (n * size // spec.group,))
+    kept = [words, means, fractions] if spec.center else [words, fractions]
+    put(parts, 0, payload, b"".join(part.tobytes() for part in kept))
+    data = parts.join()
+    name = f"dynamiq/{dtype}_{grid}_all_codes"
+    return name, data, tw.decode(data, backend="ref").tobytes()
+
+
+def tahquant_rules() -> Iterator[LossyVector]:
+    """tahquant.md: how lg rounds; the least value of a tile is never -0."""
+    x = bell(928, "float32", 320).reshape(20, 16)
+    yield lossy("float32_close_entropies", x, tw.codec("tahquant"))
+    x = bell(290, "float16", 640).reshape(5, 128)
+    x[0], x[1, ::2], x[1, 1::2] = -0.0, 0.0, -0.0
+    x[2:4] = np.abs(x[2:4])
+    x[2:, ::3] = -0.0
+    yield lossy("float16_minus_zeros", x, tw.codec("tahquant"))
+    backward = tw.codec("tahquant", direction="backward")
+    yield lossy("float16_backward_minus_zeros", x, backward)
+
+
+def lhc_rules() -> Iterator[Vector]:
+    """lhc.md: sums; an element of the index may be -0 on a rank."""
+    xs = []
+    for i in range(4):
+        chosen = random_words(300 + 2 * i, 2000) % 40 == 0
+        xs.append(np.where(chosen, bell(301 + 2 * i, "float16", 2000), np.float16(0)))
+    xs[0][xs[1] != 0] = -0.0
+    yield summed("4", tw.codec("lhc", ratio=2), xs)
 
 
 # Invalid vectors: a valid buffer with one thing changed, header CRC32C and checksums repaired.
@@ -1791,6 +1986,13 @@ def all_files() -> dict[str, bytes]:
         lhc_vectors,
         thc_vectors,
         omnireduce_vectors,
+        taco_rules,
+        sdp4bit_rules,
+        tahquant_rules,
+        dynamiq_rules,
+        thc_rules,
+        omnireduce_rules,
+        lhc_rules,
     ):
         for name, buffer, tensor, *given in vectors():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor

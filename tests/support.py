@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import tightwire as tw
+from tightwire.formats import checksum
 from tightwire.formats.dtypes import BY_NAME, DType
+from tightwire.formats.header import RECORD, header_crc, parse_header
+from tightwire.planning import plan_of_header
 
 FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
@@ -38,3 +42,34 @@ def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[
         at = np.flatnonzero(rng.random(n) < 0.2)
         bits[at] = chosen[rng.integers(0, chosen.size, at.size)].astype(dtype.bits)
     return bits
+
+
+def repair(data: bytearray) -> None:
+    """Make the header CRC and, as far as sizes allow, the chunk checksums right again."""
+    nbytes = int.from_bytes(data[8:12], "little")
+    if not 32 <= nbytes <= len(data):
+        return
+    data[28:32] = header_crc(bytes(data[:nbytes])).to_bytes(4, "little")
+    try:
+        header = parse_header(memoryview(data))
+        plan = plan_of_header(header)
+    except tw.FormatError:
+        return
+    if plan.dynamic_offset > len(data) or not plan.checksum:
+        return
+    at = plan.dynamic_offset
+    for i in range(plan.chunks):
+        record_at = nbytes + i * RECORD.itemsize
+        record = np.frombuffer(bytes(data[record_at : record_at + RECORD.itemsize]), RECORD)[0]
+        used = int(record["dynamic_nbytes"])
+        if at + used > len(data):
+            return
+        start = plan.static_offset + i * plan.static_stride
+        static = np.frombuffer(bytes(data[start : start + plan.static_stride]), np.uint8)
+        dynamic = np.frombuffer(bytes(data[at : at + used]), np.uint8)
+        total = checksum.words_sum(static) + checksum.words_sum(dynamic, static.size // 4)
+        total += plan.identity_term(i)
+        flags, ordinal, info = (int(record[k]) for k in ("flags", "ordinal", "info"))
+        total += checksum.record_term(used, flags, ordinal, info)
+        data[record_at : record_at + 8] = (total & checksum.MASK64).to_bytes(8, "little")
+        at += header.dynamic_stride or -(-used // 128) * 128

@@ -121,7 +121,7 @@ def check_transport(
                 wanted = everyone.sum(axis=0, dtype=name)[me * size : (me + 1) * size]
                 np.testing.assert_allclose(host_array(out), wanted, rtol=1e-5, atol=1e-3)
             else:
-                with pytest.raises(NotImplementedError, match="has no sum"):
+                with pytest.raises(NotImplementedError, match="has no reduce_scatter"):
                     transport.reduce_scatter(out, x)
             assert np.array_equal(host_array(x), everyone[me])
     check_bytes(transport, target)

@@ -19,6 +19,16 @@ _DLPACK_CPU = 1
 
 _by_numpy: dict[np.dtype[Any], DType] = {}
 
+#: Names of dtypes that are accepted beside the full ones.
+SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+
 
 class ArrayInfo(NamedTuple):
     """What an array is: its library, its device (None on the host), element type and shape."""
@@ -41,9 +51,28 @@ def numpy_dtype(dtype: np.dtype[Any]) -> DType:
     found = _by_numpy.get(dtype)
     if found is None:
         if dtype.hasobject or dtype.names or dtype.subdtype:
-            raise TypeError(f"dtype {dtype} is not supported: it is no plain number")
+            raise TypeError(f"dtype {dtype} is not supported; supported: {', '.join(BY_NAME)}")
         found = _by_numpy[dtype] = dtype_named(dtype.name)
     return found
+
+
+def as_dtype(dtype: Any) -> DType:
+    """The `DType` of a name (full or of `SHORT_DTYPES`), a NumPy dtype or a library's dtype.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if dtype is None:
+        raise TypeError("dtype is None; allowed: a name, a NumPy dtype or a library's dtype")
+    name = str(dtype).removeprefix("torch.")
+    name = SHORT_DTYPES.get(name, name)
+    if name in BY_NAME:
+        return BY_NAME[name]
+    try:
+        return numpy_dtype(np.dtype(dtype))
+    except TypeError:
+        return dtype_named(name)
 
 
 def _is_a(library: str, x: Any) -> bool:
@@ -64,8 +93,8 @@ def library_of(x: Any) -> str:
     if isinstance(x, np.generic) or hasattr(x, "__dlpack__"):
         return "numpy"
     raise TypeError(
-        f"{type(x).__name__} is no array; allowed: NumPy, PyTorch, CuPy, JAX arrays "
-        "and anything with __dlpack__ on the host"
+        f"Expected an array, got {type(x).__name__}. Allowed: arrays of NumPy, PyTorch, CuPy and "
+        "JAX, and objects on the host with __dlpack__"
     )
 
 
@@ -74,8 +103,28 @@ def on_gpu(x: Any) -> bool:
     if _is_a("torch", x):
         return bool(x.is_cuda)
     if _is_a("jax", x):
-        return all(device.platform == "gpu" for device in x.devices())
+        return not _is_traced(x) and all(device.platform == "gpu" for device in x.devices())
     return _is_a("cupy", x)
+
+
+def _is_traced(x: Any) -> bool:
+    """True for what stands for an array while JAX traces a function."""
+    return isinstance(x, sys.modules["jax"].core.Tracer)
+
+
+def has_memory(x: Any) -> bool:
+    """False for a tensor whose elements are nowhere in memory.
+
+    Such are tensors of FakeTensorMode, within torch.func transforms or with freed storage,
+    ZeroTensors, and subclasses that wrap other tensors (DTensor).
+    """
+    try:
+        if type(x) is not sys.modules["torch"].Tensor and x.untyped_storage().device.type == "meta":
+            # To ask a FakeTensor for its address would warn.
+            return False
+        return bool(x.data_ptr()) or not x.numel()
+    except RuntimeError:
+        return False
 
 
 def describe(x: Any) -> ArrayInfo:
@@ -90,16 +139,31 @@ def describe(x: Any) -> ArrayInfo:
         if x.layout != sys.modules["torch"].strided or x.is_nested:
             raise TypeError(f"a {x.layout} tensor is not supported: call .to_dense() first")
         if x.device.type == "meta":
-            raise TypeError("a meta tensor has no data to encode")
+            raise TypeError("a meta tensor has no data. Allowed: tensors on the host or a GPU")
+        if not has_memory(x):
+            raise TypeError(
+                f"{_kind(x)} has no memory of its own. Allowed: tensors with data, outside of "
+                "FakeTensorMode and torch.func transforms; of a DTensor x.to_local()"
+            )
         device = None if x.device.type == "cpu" else x.device
         return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
     if library == "cupy":
         return ArrayInfo("cupy", x.device, numpy_dtype(x.dtype), tuple(x.shape))
     if library == "jax":
+        jax = sys.modules["jax"]
+        if _is_traced(x):
+            raise TypeError(
+                f"{_kind(x)} has no data while JAX traces. Allowed: arrays outside of jax.jit, "
+                "jax.vmap and jax.grad, or within a jax.pure_callback"
+            )
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"dtype {x.dtype} is not supported. Allowed: of random keys jax.random.key_data(x)"
+            )
         devices = x.devices()
         if len(devices) != 1:
             raise TypeError(
-                f"a JAX array over {len(devices)} devices; encode its shards one by one"
+                f"a JAX array on {len(devices)} devices is not supported. Allowed: its shards"
             )
         (device,) = devices
         host = device.platform == "cpu"
@@ -107,6 +171,12 @@ def describe(x: Any) -> ArrayInfo:
     if not isinstance(x, (np.ndarray, np.generic)):
         x = _from_dlpack(x)
     return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+
+
+def _kind(x: Any) -> str:
+    """What to call an array whose class says little."""
+    name = type(x).__name__
+    return "the tensor" if name in ("Tensor", "Parameter") else f"a {name}"
 
 
 def _from_dlpack(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -184,19 +254,41 @@ def check_jax(x: Any, dtype: DType) -> Any:
 def check_writable(
     x: Any, info: ArrayInfo, dtype: DType, shape: tuple[int, ...], what: str
 ) -> None:
-    """Raise TypeError or ValueError if `x` is not memory of this dtype and shape to write to."""
+    """Raise TypeError or ValueError if `x` is not memory of this dtype and shape to write to.
+
+    Of tensors that require grad, views of them included, that is ValueError unless gradients are
+    off: the write would not be part of the graph.
+    """
     if info.library == "jax":
         raise TypeError(f"{what} is a JAX array, which cannot be written to")
     if isinstance(x, np.generic) or (info.library == "torch" and (x.is_conj() or x.is_neg())):
-        raise ValueError(f"{what} is a scalar or a lazy view; needed: memory to write to")
+        raise ValueError(f"{what} is a scalar or a lazy view, and cannot be written to")
+    if info.library == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise ValueError(
+            f"{what} requires grad, and autograd would not see the write. Allowed: within "
+            "torch.no_grad(), or a tensor that does not require grad"
+        )
     if info.dtype != dtype or info.shape != shape:
         raise ValueError(
             f"{what} is {info.dtype.name}{list(info.shape)}; needed: {dtype.name}{list(shape)}"
         )
 
 
+def mark_written(x: Any) -> None:
+    """Tell autograd that the memory of `x`, if it is a tensor, gets other values.
+
+    As after `Tensor.copy_`: the version counter, which views share, goes up, so that a backward
+    pass that needs the old values raises. Inference tensors have none, and no backward pass.
+    """
+    if _is_a("torch", x):
+        sys.modules["torch"].autograd.graph.increment_version(x)
+
+
 def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:
-    """The memory of the host array `x` as bits, shape (n,); it must have this dtype and shape."""
+    """The memory of the host array `x` as bits, shape (n,), which counts as written from here on.
+
+    It must have this dtype and shape.
+    """
     info = describe(x)
     if info.device is not None and info.library != "jax":
         raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")
@@ -204,6 +296,7 @@ def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bi
     host = host_array(x)
     if not (host.flags.c_contiguous and host.flags.writeable and host.dtype.isnative):
         raise ValueError(f"{what} must be contiguous, writable and in native byte order")
+    mark_written(x)
     return host.reshape(-1).view(dtype.bits)
 
 
@@ -231,7 +324,7 @@ def bytes_view(src: Any) -> Bytes:
         return np.ascontiguousarray(src).reshape(-1)
     info = describe(src)
     if info.dtype != BY_NAME["uint8"]:
-        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+        raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
     return host_bits(src, info.dtype)
 
 

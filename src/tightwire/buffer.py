@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,10 +12,10 @@ import numpy.typing as npt
 
 from .arrays import Target, bytes_view, describe, from_bits, host_array, is_bytes, on_gpu
 from .codecs.base import Bytes, Plan
-from .engine import Parsed, check_plan, parse
+from .engine import DEFAULT_MAX_NBYTES, Parsed, check_limit, check_plan, parse
 from .formats.dtypes import BY_NAME
 from .formats.header import OVERFLOW, RECORD, Header, align
-from .planning import device_engine
+from .planning import device_engine, make_plan
 
 if TYPE_CHECKING:
     from .device import Memory
@@ -23,15 +26,19 @@ _UINT8 = BY_NAME["uint8"]
 class Buffer:
     """One compressed tensor: header, result records, static parts, dynamic slots.
 
-    A fresh buffer has slack in its dynamic slots, which holds whatever that memory held before:
-    hand `packed()` or `bytes()`, which have none, to strangers, not `array`. Decoding needs nothing
-    but the bytes. A buffer given to encode() as `out` is overwritten: only the one
-    that encode() returns describes what it then holds.
+    Decoding needs nothing but the bytes. A fresh buffer has slack in its dynamic slots: bytes that
+    encoding has not written. `packed()`, `bytes(buf)` and `np.asarray(buf)` copy the buffer without
+    its slack, and pickle and `copy` do as well: they make a buffer on the host, of the same plan,
+    that decodes to the same library if that is installed. From Python 3.12 on a Buffer is also
+    bytes-like: `sock.sendall(buf)`, `file.write(buf)` and `memoryview(buf)` see those packed bytes,
+    read-only. A buffer given to encode() as `out` is overwritten: only the one that encode()
+    returns describes what it then holds.
 
     Of a tensor on a GPU the buffer stays there, and encode() and decode() wait for nothing. Damage
     that decode() meets is remembered, and raised as FormatError by `check()` and by what else
     brings something to the host: `nbytes`, `overflowed`, `dynamic()`, `packed()`, `bytes()`,
-    `len()`. Read the buffer on the stream that encoded and decoded it, or order the streams before.
+    `np.asarray()`, `len()`, pickle. Read the buffer on the stream that encoded and decoded it, or
+    order the streams before.
     """
 
     __slots__ = ("_host", "_memory", "_shown", "_target", "plan")
@@ -53,7 +60,7 @@ class Buffer:
         waiting for it. `array` is bytes-like or a contiguous uint8 array of any library, on the
         host or a GPU (there 16-byte aligned), of `plan.nbytes` bytes or more; of those the buffer
         has the first. Decoding raises FormatError, on a GPU by `check()`, if they are no buffer of
-        this plan. Raises TypeError or ValueError if `array` is none of this.
+        this plan. Raises TypeError or ValueError for any other `array`.
 
         An `assembled` buffer has chunks of several encoders (specs/buffer.md). In GPU memory only
         decoding takes it: header and ordinals are the plan's, and not compared.
@@ -85,6 +92,10 @@ class Buffer:
     @property
     def array(self) -> Any:
         """The whole buffer with its slack: uint8, shape (plan.nbytes,), in the input's library.
+
+        Do not publish `array`: its slack is uninitialized. Dynamic slots keep, behind the bytes
+        that are used, what that memory held before, which may be anything of this process. What
+        leaves the process is `packed()` or `bytes(buf)`. `__dlpack__` exports `array`.
 
         The buffer's own memory, where that is in reach of the library. A JAX array has to be
         dropped before the buffer is encoded into anew: JAX takes it for immutable.
@@ -166,6 +177,17 @@ class Buffer:
         if self._memory is not None:
             self._memory.check(self._target)
 
+    def zero_slack(self) -> None:
+        """Zero what encoding has not written of the dynamic slots of a buffer on the host.
+
+        For a buffer that is to leave the process with its slots.
+        """
+        plan = self.plan
+        for i, used in enumerate(self._records["dynamic_nbytes"].tolist()):
+            start = plan.dynamic_offset + i * plan.dynamic_stride
+            first = start + used if used <= plan.dynamic_stride else start
+            self._bytes[first : start + plan.dynamic_stride] = 0
+
     def parsed(self) -> Parsed:
         """The buffer on the host, after the checks that any foreign buffer gets.
 
@@ -189,10 +211,30 @@ class Buffer:
             return packed
         return from_bits(packed, _UINT8, packed.shape, self._target)
 
-    def __bytes__(self) -> bytes:
+    def _packed_on_host(self) -> Bytes:
         if self._memory is not None:
-            return self._memory.packed_on_host(self._target, self.plan).tobytes()
-        return self.parsed().pack().tobytes()
+            return self._memory.packed_on_host(self._target, self.plan)
+        return self.parsed().pack()
+
+    def __bytes__(self) -> bytes:
+        return self._packed_on_host().tobytes()
+
+    def __buffer__(self, flags: int) -> memoryview:
+        """The packed bytes, read-only: Python asks from 3.12 on."""
+        return self._packed_on_host().data.toreadonly()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """The packed bytes on the host, as uint8 if no other `dtype` is asked for.
+
+        They are always a copy: raises ValueError for `copy` False.
+        """
+        if copy is False:
+            raise ValueError("the packed bytes of a Buffer are a copy. Allowed: copy=None or True")
+        return self._packed_on_host().astype(np.uint8 if dtype is None else dtype, copy=False)
+
+    def __reduce__(self) -> tuple[Callable[..., Buffer], tuple[bytes, int, str]]:
+        # A device means nothing elsewhere; memory that encoding has not written is nobody's.
+        return _restored, (bytes(self), self.plan.dynamic_stride, self._target.library)
 
     def __len__(self) -> int:
         return self.nbytes
@@ -212,8 +254,35 @@ class Buffer:
         return f"<{what} {self.nbytes} bytes>"
 
 
-def parsed_source(src: Any, max_nbytes: int) -> Parsed:
-    """A Buffer, bytes-like object or uint8 array after the checks of `engine.parse`."""
+def parsed_source(src: Any, max_nbytes: int | None) -> Parsed:
+    """A Buffer, bytes-like object or uint8 array after the checks of `engine.parse`.
+
+    `max_nbytes` None is no limit for a Buffer, and the default for bytes.
+    """
     if isinstance(src, Buffer):
+        if max_nbytes is not None:
+            check_limit(src.plan, max_nbytes)
         return src.parsed()
-    return parse(bytes_view(src), max_nbytes)
+    return parse(bytes_view(src), DEFAULT_MAX_NBYTES if max_nbytes is None else max_nbytes)
+
+
+def _restored(data: bytes, dynamic_stride: int, library: str) -> Buffer:
+    """The host Buffer whose packed bytes are `data`, with slots of `dynamic_stride` bytes.
+
+    It decodes to `library`, or to NumPy where that is not installed.
+    """
+    parsed = parse(np.frombuffer(data, np.uint8), max_nbytes=1 << 63)
+    packed = parsed.plan
+    plan = make_plan(
+        packed.codec, packed.dtype, packed.shape, packed.chunks, dynamic_stride, packed.checksum
+    )
+    host = np.zeros(plan.nbytes, np.uint8)
+    host[: plan.dynamic_offset] = parsed.data[: plan.dynamic_offset]
+    header = replace(parsed.header, dynamic_stride=plan.dynamic_stride).pack()
+    host[: len(header)] = np.frombuffer(header, np.uint8)
+    for i in range(plan.chunks):
+        used = parsed.chunk(i).dynamic
+        start = plan.dynamic_offset + i * plan.dynamic_stride
+        host[start : start + used.size] = used
+    installed = importlib.util.find_spec(library) is not None
+    return Buffer(plan, host, Target(library if installed else "numpy"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
@@ -13,11 +14,12 @@ from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.float_mode import default_floats
 from .codecs.philox import check_key, key_numbers
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES, selection
+from .engine import selection
 from .formats.codec_ids import CODEC_IDS
-from .formats.dtypes import BY_NAME, DType, dtype_named
+from .formats.dtypes import BY_NAME, DType
 from .planning import (
     DEVICE_BACKEND,
     backend_module,
@@ -75,7 +77,7 @@ class Codec:
 
     def plan(
         self,
-        shape: tuple[int, ...],
+        shape: Sequence[int],
         dtype: Any,
         *,
         chunks: int | None = 1,
@@ -84,11 +86,15 @@ class Codec:
     ) -> Plan:
         """Every size and offset of a buffer for `shape` and `dtype`, before any data is seen.
 
-        `dtype` is a name, a NumPy dtype or a library's dtype. `dynamic_capacity` fixes the bytes
-        of each chunk's dynamic slot (fixed rate). Raises TypeError or ValueError for bad calls.
+        `dtype` is a name ("bfloat16", or short: bf16, fp16, fp32, fp64, e4m3, e5m2), a NumPy dtype
+        or a library's dtype. `dynamic_capacity` fixes the bytes of each chunk's dynamic slot (fixed
+        rate). Raises TypeError or ValueError for bad calls.
         """
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"shape is {shape!r}; allowed: a tuple of integers")
         sizes = tuple(integer("a dimension of shape", d) for d in shape)
-        return make_plan(self.spec, _dtype(dtype), sizes, chunks, dynamic_capacity, checksum)
+        kind = arrays.as_dtype(dtype)
+        return make_plan(self.spec, kind, sizes, chunks, dynamic_capacity, checksum)
 
     def measure(self, x: Any, *, backend: str | None = None) -> Any:
         """Statistics that ranks may agree on and pass to encode() as `stats`, or None.
@@ -102,7 +108,7 @@ class Codec:
             if found is not NotImplemented:
                 return found
         info = arrays.describe(x)
-        with np.errstate(all="ignore"):
+        with default_floats():
             return self.spec.measure(arrays.host_bits(x, info.dtype), info.dtype)
 
     def encode(
@@ -133,6 +139,10 @@ class Codec:
 
         Raises TypeError or ValueError for bad calls, as without `key` where the codec draws.
         """
+        if isinstance(x, Buffer):
+            raise TypeError(
+                "x is a Buffer, which is encoded already. Allowed: arrays, as x.packed()"
+            )
         self._check_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -161,7 +171,8 @@ class Codec:
         buffer = Buffer(plan, _room(plan, None if to_gpu else out, bits), target)
         if stats is not None:
             stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
-            self.spec.check_stats(stats, info.dtype)
+            with default_floats():
+                self.spec.check_stats(stats, info.dtype)
             if np.may_share_memory(buffer._bytes, stats):
                 raise ValueError("out overlaps stats")
             if plan.codec != self.spec:
@@ -179,22 +190,25 @@ class Codec:
             buffer = gpu.moved(buffer, out)
         return buffer
 
-    def decode(self, src: Source, *, out: Any = None, scratch: Any = None) -> Any:
+    def decode(
+        self, src: Source, *, out: Any = None, scratch: Any = None, max_nbytes: int | None = None
+    ) -> Any:
         """See `tightwire.decode`; the codec that decodes is the one that the buffer names."""
-        return decode(src, out=out, scratch=scratch)
+        return decode(src, out=out, scratch=scratch, max_nbytes=max_nbytes)
 
     def decode_add(self, src: Source, acc: Any, *, scratch: Any = None) -> Any:
         """Decode `src` and add it to `acc` (same shape, any float dtype) in place.
 
         The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
-        `acc`. On the host checksums and padding are checked first, and a codec that can adds to
-        float32 in one pass. On a GPU nothing waits; bfloat16, float16 and float32 are added in the
-        same pass that decodes them if `acc` is float32 or of the buffer's dtype. `scratch` is that
-        of `encode`. `acc` is undefined after FormatError("bad_payload"), which later chunks may
-        raise when others have been added, and on a GPU after any error.
+        `acc`, which is to autograd as `out` of `tightwire.decode`. On the host checksums and
+        padding are checked first, and a codec that can adds to float32 in one pass. On a
+        GPU nothing waits; bfloat16, float16 and float32 are added in the same pass that decodes
+        them if `acc` is float32 or of the buffer's dtype. `scratch` is that of `encode`. `acc` is
+        undefined after FormatError("bad_payload"), which later chunks may raise when others have
+        been added, and on a GPU after any error.
 
-        Raises FormatError for a damaged buffer, TypeError or ValueError for an `acc` that is none,
-        or that overlaps `src`.
+        Raises FormatError for a damaged buffer, TypeError or ValueError for an `acc` that cannot
+        take the sum or overlaps `src`.
         """
         info = arrays.describe(acc)
         gpu = device_for(None, src, acc)
@@ -211,7 +225,7 @@ class Codec:
         acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
         _need_float(info.dtype, "acc")
         values = acc_bits.view(info.dtype.numpy)
-        parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
+        parsed = parsed_source(src, None)
         if np.may_share_memory(values, parsed.data):
             raise ValueError(f"acc overlaps {_DECODED}")
         fits = parsed.plan.shape == info.shape and info.dtype.name == "float32"
@@ -219,7 +233,7 @@ class Codec:
             return acc
         decoded = decode(src, like="numpy")
         _check_like(arrays.describe(decoded), info)
-        with np.errstate(all="ignore"):
+        with default_floats():
             values += decoded.reshape(-1).astype(values.dtype)
         return acc
 
@@ -283,7 +297,7 @@ class Codec:
             )
         bits = arrays.host_bits(x, info.dtype)
         target = Target(info.library, info.device)
-        parsed = parsed_source(src, DEFAULT_MAX_NBYTES)
+        parsed = parsed_source(src, None)
         dtype = parsed.plan.dtype
         _check_added(info, parsed.plan.shape, dtype)
         plan = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
@@ -310,7 +324,7 @@ class Codec:
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         wide = np.float64 if dtype.name == "float64" else np.float32
-        with np.errstate(all="ignore"):
+        with default_floats():
             total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
         bits = total.reshape(-1).view(dtype.bits)
         return self.encode(
@@ -342,6 +356,7 @@ class Codec:
         return hasattr(device_module(self.name), "decode_add_encode")
 
 
+@default_floats()
 def codec(name: str, **params: Any) -> Codec:
     """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
     spec = spec_class(name)
@@ -351,7 +366,9 @@ def codec(name: str, **params: Any) -> Codec:
     unknown = [param for param in params if param not in known]
     if unknown:
         allowed = ", ".join(known) or "no parameters"
-        raise TypeError(f"{name} was given {', '.join(unknown)}; allowed: {allowed}")
+        many = "parameters" if len(unknown) > 1 else "parameter"
+        listed = ", ".join(map(repr, unknown))
+        raise TypeError(f"Unknown {many} {listed} of {name}. Allowed: {allowed}")
     return Codec(spec(**params))
 
 
@@ -401,7 +418,7 @@ def decode(
     like: Any = None,
     start: int | None = None,
     stop: int | None = None,
-    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    max_nbytes: int | None = None,
     verify: bool | None = None,
     scratch: Any = None,
     threads: int | None = None,
@@ -411,21 +428,26 @@ def decode(
 
     The result is in the library of the encoded tensor (a Buffer), of `src` (a uint8 array) or
     NumPy (bytes); `like`, an array or a library's name, chooses another. `out`, an array of the
-    right dtype and shape, is filled and returned; after an error its contents are undefined.
+    right dtype and shape, is filled and returned; after an error its contents are undefined. To
+    autograd a tensor was written to as by `Tensor.copy_`, except that one that requires grad, leaf
+    or not, is refused outside of torch.no_grad().
 
     `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
     the tiles that hold them are decoded. Chunks that are decoded whole are checked whole: checksum,
-    padding, payload. Of a chunk that is decoded in part, header, records and the tiles touched are
-    checked, and the rest only with `verify=True`. `verify=False` leaves checksums and padding out.
+    padding, payload. Of a chunk that is decoded in part the tiles touched are checked (specs/
+    buffer.md, "Partial decoding"), and with `verify=True` all of it, which decodes it whole. Header
+    and records are always checked. `verify=False` leaves checksums and padding out.
 
     A result on a GPU is decoded there, from bytes of the host after an upload, as `Codec.encode`
     says of streams and `scratch`. A Buffer on that GPU is decoded without waiting for the device:
     its damage is raised by `Buffer.check()`, or at once with `verify=True`. Of anything else the
     host checks header and records first, and damage is raised at once.
 
-    Raises FormatError if the bytes are not a valid buffer or need more than `max_nbytes`.
+    Raises FormatError if the bytes are not a valid buffer or the whole tensor has more than
+    `max_nbytes` bytes; None is 64 GiB, and for a Buffer no limit.
     """
-    max_nbytes = integer("max_nbytes", max_nbytes)
+    if max_nbytes is not None:
+        max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     chosen = None if like is None else arrays.target_of(like)
     gpu = device_for(backend, src, out, like)
     if gpu is not None:
@@ -506,7 +528,7 @@ def _on_gpu(x: Any) -> bool:
 def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
     _need_float(found.dtype, "the buffer")
     if found.shape != acc.shape:
-        raise ValueError(f"acc has shape {acc.shape}, the buffer {found.shape}")
+        raise ValueError(f"acc has shape {acc.shape}; needed: {found.shape}, that of the buffer")
 
 
 def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> None:
@@ -514,23 +536,12 @@ def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> N
     wider = x.dtype.name == "float32" and dtype.is_float and dtype.itemsize < 4
     if x.shape != shape or not (x.dtype == dtype or wider):
         wanted = f"{dtype.name}{list(shape)}"
-        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; the buffer {wanted}")
+        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; needed: {wanted}, as the buffer")
 
 
 def _need_float(dtype: DType, what: str) -> None:
     if not dtype.is_float:
         raise TypeError(f"{what} is {dtype.name}; allowed: float dtypes")
-
-
-def _dtype(dtype: Any) -> DType:
-    if isinstance(dtype, DType):
-        return dtype
-    if dtype is None:
-        raise TypeError("dtype is None; allowed: a name, a NumPy dtype or a library's dtype")
-    name = str(dtype)
-    if name.startswith("torch."):
-        return dtype_named(name.removeprefix("torch."))
-    return arrays.numpy_dtype(np.dtype(dtype)) if name not in BY_NAME else BY_NAME[name]
 
 
 def thread_count(threads: int | None) -> int:

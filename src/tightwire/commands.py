@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
@@ -26,8 +26,8 @@ import typer
 
 from . import __version__, convert, inspection, units
 from .codec import Codec, codec
-from .files import File, map_safetensors
-from .formats.container import SOURCE_KEY
+from .files import Contents, map_safetensors
+from .formats.container import VERSION_KEY, users_metadata
 from .formats.dtypes import DType, dtype_named
 from .formats.errors import FormatError
 from .formats.header import MAGIC
@@ -39,7 +39,7 @@ EXIT_CODES = {
     DIFFERENT: "the files differ, or a decoder failed a vector",
     2: "wrong usage of the command line (told as text, with --json too)",
     BAD_BYTES: "the bytes are not a valid file or buffer",
-    SYSTEM: "the operating system said no: no such file, disk full, DST exists, ...",
+    SYSTEM: "the operating system said no: no such file, disk full, the output exists, ...",
     UNSUPPORTED: "unsupported: an element type, codec or parameter, a package not installed",
     INTERRUPTED: "interrupted by Ctrl-C; 128 + its number for another signal (143: terminated)",
     BROKEN_PIPE: "the reader of the output has gone away (as in | head)",
@@ -286,10 +286,18 @@ def _options(
     pass
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
-Target = Annotated[Path | None, typer.Argument(metavar="DST", show_default=False)]
 Input = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing DST.")]
+Inputs = Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="Where the result goes: a file, or a folder that is there; of several, a folder.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that tightwire compressed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 CastTo = Annotated[
     Cast | None,
@@ -309,25 +317,106 @@ def _same(a: Path, b: Path) -> bool:
     return a.exists() and b.exists() and a.samefile(b)
 
 
-def _check_source(source: Path) -> None:
-    """Refuse what no DST can be named after; Path makes "." of an empty SRC."""
-    if not source.name:
-        raise Failure(UNSUPPORTED, "unsupported", f"SRC is {source}; name a file")
+#: What a command did with one file: its JSON document, and what shows it as text.
+Done = tuple[dict[str, Any], Callable[[], None]]
 
 
-def _check_target(source: Path, target: Path, force: bool) -> None:
-    """Refuse, before any work is done, a target that cannot or should not be written."""
-    if not target.parent.is_dir():
-        raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
-    if target.is_dir():
-        raise Failure(SYSTEM, "os_error", f"{target}: is a folder; name a file")
-    # A symbolic link to nothing is something too: it may be meant for a disk not mounted now.
-    if not os.path.lexists(target):
-        return
-    if _same(source, target):
-        raise Failure(UNSUPPORTED, "unsupported", f"{target}: is SRC itself; name another DST")
-    if not force:
-        raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
+def _each(files: Sequence[Path], work: Callable[[Path], Done], as_json: bool) -> int:
+    """Work on every file, whatever becomes of the others; the first Failure gives the exit code."""
+    documents: list[dict[str, Any]] = []
+    failures: list[Failure] = []
+    for path in files:
+        try:
+            document, show = work(path)
+        except Failure as failure:
+            failures.append(failure)
+            documents.append({"path": path, "ok": False, "error": failure.document})
+            if not as_json:
+                _complain(failure)
+            continue
+        documents.append({"path": path, "ok": True, "error": None} | document)
+        if not as_json:
+            show()
+    if as_json:
+        first = {"error": failures[0].document} if failures else {}
+        _print_json({"files": documents} | first)
+    return failures[0].code if failures else 0
+
+
+def _targets(
+    sources: Sequence[Path], output: Path | None, name_of: Callable[[Path], str]
+) -> dict[Path, Path]:
+    """Where the result of each source goes. Refuses two that would go to one place."""
+    for source in sources:
+        # Path makes "." of an empty argument.
+        if not source.name:
+            raise Failure(UNSUPPORTED, "unsupported", f"FILE is {source}; name a file")
+    into_folder = output is not None and output.is_dir()
+    if output is not None and len(sources) > 1 and not into_folder:
+        raise Failure(SYSTEM, "os_error", f"{output}: no such folder; create it first")
+    targets: dict[Path, Path] = {}
+    taken: dict[str, Path] = {}
+    for source in sources:
+        if output is None:
+            target = source.with_name(name_of(source))
+        else:
+            target = output / name_of(source) if into_folder else output
+        other = taken.setdefault(os.path.realpath(target), source)
+        if other is not source:
+            message = f"{target}: {other} and {source} would both be written there"
+            raise Failure(UNSUPPORTED, "unsupported", message)
+        targets[source] = target
+    return targets
+
+
+def _check_sources(
+    sources: Sequence[Path], output: Path | None, needed: str, check: Callable[[Path], object]
+) -> None:
+    for source in sources:
+        if len(sources) > 1 and output is None and not source.exists():
+            hint = "every argument is an input, -o names the output"
+            raise Failure(SYSTEM, "os_error", f"{source}: No such file or directory; {hint}")
+        with _about(source, needed):
+            check(source)
+
+
+def _check_targets(targets: Mapping[Path, Path], force: bool) -> None:
+    """Refuse, before any work is done, targets that cannot or should not be written."""
+    sources = [source.stat() for source in targets]
+    taken = {(status.st_dev, status.st_ino) for status in sources}
+    for target in targets.values():
+        if not target.parent.is_dir():
+            raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
+        # A symbolic link to nothing is something too: it may be meant for a disk not mounted now.
+        if not os.path.lexists(target):
+            continue
+        if target.exists() and (target.stat().st_dev, target.stat().st_ino) in taken:
+            message = f"{target}: is an input itself; name another output with -o"
+            raise Failure(UNSUPPORTED, "unsupported", message)
+        with _about(target):
+            obstacle = _obstacle(target)
+        if obstacle is not None:
+            advice = "remove it yourself or name another output with -o"
+            raise Failure(SYSTEM, "os_error", f"{target}: {obstacle}; {advice}")
+        if not force:
+            raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
+
+
+def _obstacle(target: Path) -> str | None:
+    """Why --force does not overwrite what is there; None if tightwire made it or it is empty."""
+    if not target.exists():
+        return None
+    if not target.is_file():
+        return "exists and is not a regular file"
+    if not target.stat().st_size:
+        return None
+    try:
+        if VERSION_KEY not in map_safetensors(target)[1].metadata:
+            return "exists and holds an uncompressed model"
+        convert.inspect_file(target)
+    except FormatError:
+        return "exists and is not a file that tightwire compressed"
+    return None
 
 
 @contextmanager
@@ -344,8 +433,8 @@ def _writing(source: Path | None, target: Path) -> Iterator[None]:
 
 @_command
 def compress(
-    source: Source,
-    target: Target = None,
+    files: Inputs,
+    output: Output = None,
     codec_name: Annotated[str, typer.Option("--codec", help="Name of the codec.")] = "zipccl",
     window: Annotated[
         str | None,
@@ -357,38 +446,50 @@ def compress(
     force: Force = False,
     threads: Threads = None,
     as_json: Json = False,
-) -> None:
-    """Compress a safetensors file.
+) -> int:
+    """Compress safetensors files.
 
-    DST is a safetensors file too, by default SRC with .tw.safetensors for .safetensors. Without
-    --cast, decompress gives SRC back byte for byte.
+    Every FILE is an input. Its compressed form is a safetensors file too; without -o it lies beside
+    FILE, with .tw.safetensors for .safetensors. Without --cast, decompress gives FILE back byte for
+    byte.
+
+    All inputs and outputs are checked before anything is written. --force overwrites only what
+    tightwire compressed: to replace an uncompressed model or any other file, remove it yourself.
     """
-    _check_source(source)
-    if target is None:
-        target = source.with_name(source.name.removesuffix(".safetensors") + ".tw.safetensors")
     chosen = _codec(codec_name, window)
     if not chosen.lossless:
         raise ValueError(f"{codec_name} is lossy, and decompress promises the file that was")
-    _check_target(source, target, force)
-    with _about(source, PLAIN), _writing(source, target), _progress("compress", source) as progress:
-        reports = convert.compress_file(
-            source, target, chosen, cast=_cast(cast), threads=threads, progress=progress
-        )
-    before, after = source.stat().st_size, target.stat().st_size
-    document = {
-        "source": source,
-        "target": target,
-        "source_nbytes": before,
-        "target_nbytes": after,
-        "ratio": after / before,
-        "cast": cast,
-        "tensors": [asdict(r) | {"ratio": r.ratio} for r in reports],
-    }
-    if as_json:
-        _print_json(document)
-    else:
+    targets = _targets(files, output, _compressed_name)
+    _check_sources(files, output, PLAIN, convert.check_plain)
+    _check_targets(targets, force)
+
+    def work(source: Path) -> Done:
+        target = targets[source]
+        with (
+            _about(source, PLAIN),
+            _writing(source, target),
+            _progress("compress", source) as progress,
+        ):
+            reports = convert.compress_file(
+                source, target, chosen, cast=_cast(cast), threads=threads, progress=progress
+            )
+        before, after = source.stat().st_size, target.stat().st_size
+        document = {
+            "target": target,
+            "source_nbytes": before,
+            "target_nbytes": after,
+            "ratio": after / before,
+            "cast": cast,
+            "tensors": [asdict(r) | {"ratio": r.ratio} for r in reports],
+        }
         sizes = f"{_size(before)} -> {_size(after)}, ratio {after / before:.4f}"
-        _say(f"{target}: {_tensors(len(reports))}, {sizes}")
+        return document, lambda: _say(f"{target}: {_tensors(len(reports))}, {sizes}")
+
+    return _each(files, work, as_json)
+
+
+def _compressed_name(source: Path) -> str:
+    return source.name.removesuffix(".safetensors") + ".tw.safetensors"
 
 
 def _codec(name: str, window: str | None) -> Codec:
@@ -401,35 +502,46 @@ def _codec(name: str, window: str | None) -> Codec:
 
 @_command
 def decompress(
-    source: Source,
-    target: Target = None,
+    files: Inputs,
+    output: Output = None,
     force: Force = False,
     threads: Threads = None,
     as_json: Json = False,
-) -> None:
-    """Restore the file that was compressed.
+) -> int:
+    """Restore the files that were compressed.
 
-    DST is by default SRC with .safetensors for .tw.safetensors. Every tensor is checked.
+    Every FILE is an input, and every tensor is checked. Without -o the result lies beside FILE,
+    with .safetensors for .tw.safetensors.
+
+    All inputs and outputs are checked before anything is written. An uncompressed model that is
+    there already is never overwritten, not even with --force: remove it yourself.
     """
-    _check_source(source)
-    if target is None:
-        stem = source.name.removesuffix(".tw.safetensors")
-        if stem == source.name:
-            raise typer.BadParameter(f"{source} does not end in .tw.safetensors: name DST too")
-        target = source.with_name(f"{stem}.safetensors")
-    _check_target(source, target, force)
-    with (
-        _about(source, COMPRESSED),
-        _writing(source, target),
-        _progress("decompress", source) as progress,
-    ):
-        convert.decompress_file(source, target, threads=threads, progress=progress)
-    before, after = source.stat().st_size, target.stat().st_size
-    if as_json:
-        document = {"source": source, "target": target}
-        _print_json(document | {"source_nbytes": before, "target_nbytes": after})
-    else:
-        _say(f"{target}: {_size(before)} -> {_size(after)}")
+    targets = _targets(files, output, _restored_name)
+    _check_sources(files, output, COMPRESSED, convert.inspect_file)
+    _check_targets(targets, force)
+
+    def work(source: Path) -> Done:
+        target = targets[source]
+        with (
+            _about(source, COMPRESSED),
+            _writing(source, target),
+            _progress("decompress", source) as progress,
+        ):
+            convert.decompress_file(source, target, threads=threads, progress=progress)
+        before, after = source.stat().st_size, target.stat().st_size
+        document = {"target": target, "source_nbytes": before, "target_nbytes": after}
+        return document, lambda: _say(f"{target}: {_size(before)} -> {_size(after)}")
+
+    return _each(files, work, as_json)
+
+
+def _restored_name(source: Path) -> str:
+    stem = source.name.removesuffix(".tw.safetensors")
+    if stem == source.name:
+        raise typer.BadParameter(
+            f"{source} does not end in .tw.safetensors: name its output file with -o"
+        )
+    return f"{stem}.safetensors"
 
 
 def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -441,35 +553,19 @@ def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 
 
 @_command
-def verify(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)],
-    as_json: Json = False,
-) -> int:
+def verify(files: Inputs, as_json: Json = False) -> int:
     """Check every byte of compressed files or bare buffers.
 
     Header, checksums, padding and payload, as decompress would, without writing anything. All files
     are checked; the exit code is that of the first one that is bad.
     """
-    results: list[dict[str, Any]] = []
-    failures: list[Failure] = []
-    for path in files:
-        result: dict[str, Any] = {"path": path, "ok": True, "tensors": None, "error": None}
-        results.append(result)
-        try:
-            with _about(path, COMPRESSED):
-                result["tensors"] = _verify(path)
-        except Failure as failure:
-            failures.append(failure)
-            result |= {"ok": False, "error": failure.document}
-            if not as_json:
-                _complain(failure)
-            continue
-        if not as_json:
-            _say(f"{path}: ok, {_tensors(result['tensors'])}")
-    if as_json:
-        first = {"error": failures[0].document} if failures else {}
-        _print_json({"files": results} | first)
-    return failures[0].code if failures else 0
+
+    def work(path: Path) -> Done:
+        with _about(path, COMPRESSED):
+            n = _verify(path)
+        return {"tensors": n}, lambda: _say(f"{path}: ok, {_tensors(n)}")
+
+    return _each(files, work, as_json)
 
 
 def _verify(path: Path) -> int:
@@ -485,66 +581,66 @@ def _verify(path: Path) -> int:
 
 @_command
 def inspect(
-    path: Input,
+    files: Inputs,
     tensor: Annotated[
         str | None, typer.Option("--tensor", help="Show one tensor and its sections.")
     ] = None,
     as_json: Json = False,
-) -> None:
-    """Show the tensors of a compressed file.
+) -> int:
+    """Show the tensors of compressed files.
 
     FILE may also be a bare buffer. Only headers are read, nothing is decoded.
     """
-    file = None
-    infos = {}
-    with _about(path, COMPRESSED):
-        data = _buffer_bytes(path)
-        if data is not None:
-            if tensor is not None:
-                raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
-            buffer = inspection.inspect(data)
-        else:
-            with File(path) as file:
-                if tensor is not None and tensor not in file:
-                    raise ValueError(f"no tensor {tensor!r}; 'inspect FILE' lists the names")
-                for name in file if tensor is None else [tensor]:
-                    with convert.naming(f"tensor {name!r}"):
-                        infos[name] = inspection.inspect(file.buffer(name))
-        nbytes = path.stat().st_size
-    if file is None:
-        _show_buffer(path, None, buffer, as_json)
-    elif tensor is not None:
-        _show_buffer(path, tensor, infos[tensor], as_json)
-    else:
-        _show_file(path, file, nbytes, infos, as_json)
+
+    def work(path: Path) -> Done:
+        with _about(path, COMPRESSED):
+            done = _inspect(path, tensor)
+        return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
+
+    return _each(files, work, as_json)
 
 
-def _show_file(
-    path: Path, file: File, nbytes: int, infos: dict[str, inspection.Info], as_json: bool
-) -> None:
+def _shown_under(path: Path | None, show: Callable[[], None]) -> None:
+    if path is not None:
+        _say(f"{path}:")
+    show()
+
+
+def _inspect(path: Path, tensor: str | None) -> Done:
+    data = _buffer_bytes(path)
+    if data is not None:
+        if tensor is not None:
+            raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
+        return _buffer_done(None, inspection.inspect(data))
+    contents, infos = convert.inspect_file(path, tensor)
+    if tensor is not None:
+        return _buffer_done(tensor, infos[tensor])
+    return _file_done(contents, infos)
+
+
+def _file_done(contents: Contents, infos: Mapping[str, inspection.Info]) -> Done:
     raw = sum(info.raw_nbytes for info in infos.values())
     packed = sum(info.packed_nbytes for info in infos.values())
     ratio = packed / raw if raw else 1.0
-    exact = SOURCE_KEY in file.directory.metadata
-    if as_json:
-        _print_json(
-            {
-                "path": path,
-                "nbytes": nbytes,
-                "raw_nbytes": raw,
-                "packed_nbytes": packed,
-                "ratio": ratio,
-                "restores_source_file": exact,
-                "metadata": file.metadata,
-                "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
-            }
-        )
-        return
-    rows = [_row(name, info) for name, info in infos.items()]
-    total = ["total", "", "", "", _size(raw), _size(packed), f"{ratio:.4f}", ""]
-    _print_table(_COLUMNS, [*rows, total], last=1)
-    restores = "gives its source back byte for byte" if exact else "keeps no source header"
-    _say(f"{_tensors(len(infos))} in {_size(nbytes)}; the file {restores}")
+    exact = contents.source is not None
+    document = {
+        "nbytes": contents.data.size,
+        "raw_nbytes": raw,
+        "packed_nbytes": packed,
+        "ratio": ratio,
+        "restores_source_file": exact,
+        "metadata": users_metadata(contents.directory.metadata),
+        "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
+    }
+
+    def show() -> None:
+        rows = [_row(name, info) for name, info in infos.items()]
+        total = ["total", "", "", "", _size(raw), _size(packed), f"{ratio:.4f}", ""]
+        _print_table(_COLUMNS, [*rows, total], last=1)
+        restores = "gives its source back byte for byte" if exact else "keeps no source header"
+        _say(f"{_tensors(len(infos))} in {_size(contents.data.size)}; the file {restores}")
+
+    return document, show
 
 
 _COLUMNS = ("<tensor", "<dtype", "shape", "<codec", "raw", "packed", "ratio", "chunks")
@@ -558,10 +654,11 @@ def _row(name: str, info: inspection.Info) -> list[str]:
     return [name, header.dtype.name, _shape(header.shape), header.codec, *sizes, chunks]
 
 
-def _show_buffer(path: Path, name: str | None, info: inspection.Info, as_json: bool) -> None:
-    if as_json:
-        _print_json({"path": path, "tensor": name} | info.as_dict())
-        return
+def _buffer_done(name: str | None, info: inspection.Info) -> Done:
+    return {"tensor": name} | info.as_dict(), lambda: _show_buffer(name, info)
+
+
+def _show_buffer(name: str | None, info: inspection.Info) -> None:
     fields = info.as_dict()
     _print_table(_COLUMNS, [_row("(buffer)" if name is None else name, info)])
     sections = [

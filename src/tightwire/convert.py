@@ -8,7 +8,6 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -17,19 +16,30 @@ import numpy as np
 from . import engine
 from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
+from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Parsed
-from .files import File, PathLike, atomic_file, map_safetensors, write_compressed
+from .files import (
+    Contents,
+    PathLike,
+    atomic_file,
+    map_file,
+    map_safetensors,
+    naming,
+    write_compressed,
+)
 from .formats.container import (
     VERSION_KEY,
     Directory,
     Entry,
     compressed_metadata,
     directory_bytes,
-    source_directory,
+    is_own,
+    users_metadata,
 )
 from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import FormatError
+from .inspection import Info, inspect
 from .planning import make_plan
 
 _COPY_NBYTES = 1 << 22
@@ -68,20 +78,6 @@ def entry_dtype(entry: Entry) -> DType:
         raise TypeError(f"{entry.name!r} is {entry.dtype}; supported: {allowed}") from None
 
 
-@contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Say in a FormatError what it is about."""
-    try:
-        yield
-    except FormatError as error:
-        raise FormatError(error.reason, f"{what}: {error.detail}") from None
-
-
-def _parse(file: File, name: str, max_nbytes: int) -> Parsed:
-    with naming(f"tensor {name!r}"):
-        return engine.parse(file.buffer(name), max_nbytes)
-
-
 def _release(data: Bytes) -> None:
     """Let the system drop the pages of a mapped file: they would count as this process's memory."""
     base: Any = data
@@ -109,9 +105,7 @@ def compress_file(
     TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
-    data, directory = map_safetensors(source)
-    if VERSION_KEY in directory.metadata:
-        raise FormatError("bad_container", f"{source} is compressed already")
+    data, directory = plain_file(source)
     dtypes = {e.name: entry_dtype(e) for e in directory.entries}
     plans: dict[str, Plan] = {}
     for e in directory.entries:
@@ -141,6 +135,20 @@ def compress_file(
     return reports
 
 
+def plain_file(path: PathLike) -> tuple[Bytes, Directory]:
+    """Map a safetensors file that is not compressed. Raises FormatError or OSError."""
+    data, directory = map_safetensors(path)
+    if any(map(is_own, directory.metadata)):
+        raise FormatError("bad_container", "compressed already, or its metadata says so")
+    return data, directory
+
+
+def check_plain(path: PathLike) -> None:
+    """Raise what `compress_file` would raise for the header of this file."""
+    for entry in plain_file(path)[1].entries:
+        entry_dtype(entry)
+
+
 def _mode(path: PathLike) -> int:
     """Permissions of a file: what is made from it is no more open than it."""
     return stat.S_IMODE(os.stat(path).st_mode)
@@ -168,15 +176,13 @@ def cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
     if target is dtype:
         return bits
     # NaNs and values out of range have a place in the target: nothing to warn about.
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+    with default_floats():
         return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
 
 
 def plain_tensors(path: PathLike, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
     """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,)."""
-    data, directory = map_safetensors(path)
-    if VERSION_KEY in directory.metadata:
-        raise FormatError("bad_container", "compressed already; a plain file is needed")
+    data, directory = plain_file(path)
     for e in directory.entries:
         dtype = entry_dtype(e)
         target = cast_dtype(dtype, cast)
@@ -196,35 +202,41 @@ def decompress_file(
     A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
     tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
     """
-    with File(source, max_nbytes=max_nbytes) as file:
-        parsed = {name: _parse(file, name, max_nbytes) for name in file}
-        head = _restored_head(file, parsed)
-        with atomic_file(target, _mode(source)) as out:
-            out.write(head)
-            for name, item in parsed.items():
-                with naming(f"tensor {name!r}"):
-                    nbytes = _write_decoded(out, item, thread_count(threads))
-                _release(file.data)
-                progress(name, nbytes)
+    contents = Contents(map_file(source))
+    parsed = contents.parse_all(max_nbytes)
+    head = _restored_head(contents, parsed)
+    with atomic_file(target, _mode(source)) as out:
+        out.write(head)
+        for name, item in parsed.items():
+            with naming(f"tensor {name!r}"):
+                nbytes = _write_decoded(out, item, thread_count(threads))
+            _release(contents.data)
+            progress(name, nbytes)
 
 
 def _write_decoded(out: BinaryIO, parsed: Parsed, threads: int) -> int:
+    return out.write(_decoded_bits(parsed, threads).view(np.uint8).data)
+
+
+def _decoded_bits(parsed: Parsed, threads: int) -> Bits:
+    """Element bits of a whole tensor, shape (n,)."""
     plan = parsed.plan
     bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
     engine.decode_range(parsed, bits, 0, threads=threads)
-    return out.write(bits.view(np.uint8).data)
+    return bits
 
 
-def _restored_head(file: File, parsed: dict[str, Parsed]) -> bytes:
-    """First bytes of the file that `file` was made from, or of a plain one like it."""
-    source = _checked_source(file, parsed)
+def _restored_head(contents: Contents, parsed: dict[str, Parsed]) -> bytes:
+    """First bytes of the file that a compressed one was made from, or of a plain one like it."""
+    source = contents.source
     if source is not None:
         return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
     for name, item in parsed.items():
         if item.plan.dtype.safetensors is None:
             dtype = item.plan.dtype.name
             raise TypeError(f"{name!r} is {dtype}, which safetensors has no name for")
-    return directory_bytes(_decoded_entries(parsed), file.metadata)
+    metadata = users_metadata(contents.directory.metadata)
+    return directory_bytes(_decoded_entries(parsed), metadata)
 
 
 def _decoded_entries(parsed: dict[str, Parsed]) -> list[Entry]:
@@ -238,16 +250,6 @@ def _decoded_entries(parsed: dict[str, Parsed]) -> list[Entry]:
     return entries
 
 
-def _checked_source(file: File, parsed: dict[str, Parsed]) -> Directory | None:
-    """The source header if there is one; FormatError if it is not that of the file's tensors."""
-    source = source_directory(file.directory)
-    if source is not None and list(source.entries) != _decoded_entries(parsed):
-        raise FormatError(
-            "bad_container", "the source header describes other tensors than the file"
-        )
-    return source
-
-
 def verify_file(
     path: PathLike,
     *,
@@ -255,14 +257,24 @@ def verify_file(
     progress: Progress = no_progress,
 ) -> None:
     """Check every tensor of a compressed file as decode() would. Raises FormatError."""
-    with File(path, max_nbytes=max_nbytes) as file:
-        parsed = {name: _parse(file, name, max_nbytes) for name in file}
-        _checked_source(file, parsed)
-        for name, item in parsed.items():
-            with naming(f"tensor {name!r}"):
-                engine.verify_chunks(item, threads=cpu_count())
-            _release(file.data)
-            progress(name, item.plan.nelem * item.plan.dtype.itemsize)
+    contents = Contents(map_file(path))
+    for name, item in contents.parse_all(max_nbytes).items():
+        with naming(f"tensor {name!r}"):
+            engine.verify_chunks(item, threads=cpu_count())
+        _release(contents.data)
+        progress(name, item.plan.nelem * item.plan.dtype.itemsize)
+
+
+def inspect_file(path: PathLike, name: str | None = None) -> tuple[Contents, dict[str, Info]]:
+    """What the buffers of all tensors of a compressed file, or of one, say about themselves.
+
+    No payload is read. Raises FormatError, OSError, ValueError for a tensor that is not there.
+    """
+    contents = Contents(map_file(path))
+    if name is not None and name not in contents:
+        raise ValueError(f"no tensor {name!r}; 'inspect FILE' lists the names")
+    names = contents.names() if name is None else [name]
+    return contents, {n: inspect(contents.parse(n, 1 << 63).data) for n in names}
 
 
 @dataclass(frozen=True)
@@ -274,9 +286,15 @@ class Difference:
     n_elements: int | None = None
 
 
-def diff_files(a: PathLike, b: PathLike, progress: Progress = no_progress) -> list[Difference]:
+def diff_files(
+    a: PathLike,
+    b: PathLike,
+    progress: Progress = no_progress,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
-    left, right = _Tensors(a), _Tensors(b)
+    left, right = _Tensors(a, max_nbytes), _Tensors(b, max_nbytes)
     found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
     found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
     for name in left.names:
@@ -301,32 +319,31 @@ def _text(dtype: DType, shape: tuple[int, ...]) -> str:
 class _Tensors:
     """Element bits of the tensors of a plain or compressed safetensors file."""
 
-    def __init__(self, path: PathLike) -> None:
+    def __init__(self, path: PathLike, max_nbytes: int) -> None:
         self._path = path
+        self._parsed: dict[str, Parsed] = {}
         with naming(str(path)):
-            data, directory = map_safetensors(path)
-            self._file = File(path) if VERSION_KEY in directory.metadata else None
-        self._data: Bytes = data
-        self._directory: Directory = directory
-        self._entries = {e.name: e for e in directory.entries}
+            self._data, self._directory = map_safetensors(path)
+            if VERSION_KEY in self._directory.metadata:
+                self._parsed = Contents(self._data).parse_all(max_nbytes)
+        self._entries = {e.name: e for e in self._directory.entries}
 
     @property
     def names(self) -> dict[str, Entry]:
         return self._entries
 
     def kind(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        if self._file is not None:
-            with naming(str(self._path)):
-                plan = _parse(self._file, name, 1 << 63).plan
+        if name in self._parsed:
+            plan = self._parsed[name].plan
             return plan.dtype, plan.shape
         entry = self._entries[name]
         return entry_dtype(entry), entry.shape
 
     def bits(self, name: str) -> Any:
         dtype, _ = self.kind(name)
-        if self._file is not None:
+        if name in self._parsed:
             with naming(f"{self._path}: tensor {name!r}"):
-                return self._file.get(name, like="numpy").reshape(-1).view(dtype.bits)
+                return _decoded_bits(self._parsed[name], cpu_count())
         entry = self._entries[name]
         return cast_bits(self._data[self._directory.span(entry)], dtype, dtype)
 
@@ -337,5 +354,6 @@ __all__ = [
     "compress_file",
     "decompress_file",
     "diff_files",
+    "inspect_file",
     "verify_file",
 ]

@@ -21,7 +21,16 @@ from . import arrays
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer, parsed_source
 from .codecs.base import Bytes, CodecSpec, Key, Plan
-from .engine import DEFAULT_MAX_NBYTES, Head, check_plan, parse_head, selection, touched_chunks
+from .codecs.float_mode import default_floats
+from .engine import (
+    DEFAULT_MAX_NBYTES,
+    Head,
+    check_limit,
+    check_plan,
+    parse_head,
+    selection,
+    touched_chunks,
+)
 from .formats.dtypes import BY_NAME, DTYPES, DType
 from .formats.header import ALIGN, ASSEMBLED, RECORD
 from .planning import device_module, make_plan
@@ -158,7 +167,7 @@ def wrap(plan: Plan, array: Any, assembled: bool = False) -> Buffer:
     info = _describe(array)
     place = _place(info.library, info.device, "array")
     if info.dtype != _UINT8:
-        raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+        raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
     with _scope(place, info.library):
         data = _bytes(_as_torch(array, info), plan.nbytes, "array", place)
     memory = Memory(data, foreign=info.library == "jax", assembled=assembled)
@@ -219,6 +228,7 @@ def moved(buffer: Buffer, out: Any) -> Buffer:
     place = _place(target.library, target.device, "the array that is encoded")
     with _scope(place, target.library, None if out is None else _library_of(out)):
         memory = _room(out, plan, place)
+        buffer.zero_slack()
         memory.data[: plan.nbytes].copy_(_upload(buffer._bytes, place))
     return Buffer(plan, None, target, memory)
 
@@ -254,7 +264,7 @@ def decode(
     chosen: Target | None,
     start: int | None,
     stop: int | None,
-    max_nbytes: int,
+    max_nbytes: int | None,
     verify: bool | None,
     scratch: Any,
     required: bool,
@@ -287,7 +297,7 @@ def decode(
         return _export(result, plan.dtype, target)
 
 
-def verify(src: Any, max_nbytes: int) -> Any:
+def verify(src: Any, max_nbytes: int | None) -> Any:
     """As `tightwire.verify`, on the device of `src`; NotImplemented where that is the host's."""
     target = target_of_source(src)
     place = _place(target.library, target.device, None)
@@ -320,14 +330,16 @@ def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
     if place is None:
         return NotImplemented
     with _scope(place, info.library, _library_of_buffer(src)):
-        source = _open(src, place, DEFAULT_MAX_NBYTES, False)
+        source = _open(src, place, None, False)
         if source is None:
             return NotImplemented
         plan = source.plan
         if plan.dtype not in _FUSED_ADD or info.dtype not in (plan.dtype, BY_NAME["float32"]):
             return NotImplemented
         if plan.shape != info.shape:
-            raise ValueError(f"acc has shape {info.shape}, the buffer {plan.shape}")
+            raise ValueError(
+                f"acc has shape {info.shape}; needed: {plan.shape}, that of the buffer"
+            )
         result = _output(acc, info, info.dtype, info.shape, "acc", place)
         _launch(source, result, 0, plan.nelem, None, scratch, what="acc", add=True)
     return acc
@@ -394,7 +406,7 @@ def decode_add_encode(
     if place is None or info.library == "jax" or (out is not None and _is_host(out, False)):
         return NotImplemented
     with _scope(place, info.library, info.library if out is None else _library_of(out)):
-        source = _open(src, place, DEFAULT_MAX_NBYTES, False)
+        source = _open(src, place, None, False)
         if source is None or not hasattr(source.kernels, "decode_add_encode"):
             return NotImplemented
         kernels, source_plan, data, _, memory = source
@@ -585,7 +597,7 @@ def _describe(x: Any) -> ArrayInfo:
     """`arrays.describe`, in less time for the common case."""
     if isinstance(x, torch.Tensor) and x.is_cuda and x.layout is torch.strided and not x.is_nested:
         dtype = _DTYPES.get(x.dtype)
-        if dtype is not None:
+        if dtype is not None and arrays.has_memory(x):
             return ArrayInfo("torch", x.device, dtype, tuple(x.shape))
     return arrays.describe(x)
 
@@ -747,12 +759,17 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _writable_bytes(x: Any, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
-    """The memory of the uint8 array `x`, shape (n,), which must be fit for kernels."""
+    """The memory of the uint8 array `x`, shape (n,), which must be fit for kernels.
+
+    It counts as written from here on.
+    """
     if not (type(x) is torch.Tensor and x.dtype == torch.uint8 and x.layout is torch.strided):
         info = _describe(x)
         arrays.check_writable(x, info, _UINT8, info.shape, what)
         x = _as_torch(x, info)
-    return _bytes(x, nbytes, what, place)
+    data = _bytes(x, nbytes, what, place)
+    arrays.mark_written(data)
+    return data
 
 
 def _bytes(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
@@ -775,13 +792,17 @@ def _fits(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> 
 def _output(
     x: Any, info: ArrayInfo, dtype: DType, shape: tuple[int, ...], what: str, place: torch.device
 ) -> torch.Tensor:
-    """The memory of the array `x`, which must be fit to hold this dtype and shape."""
+    """The memory of the array `x`, which must be fit to hold this dtype and shape.
+
+    It counts as written from here on.
+    """
     arrays.check_writable(x, info, dtype, shape, what)
     tensor = _as_torch(x, info)
     if tensor.device != place:
         raise ValueError(f"{what} is on {tensor.device}; needed: memory on {place}")
     if not tensor.is_contiguous():
         raise ValueError(f"{what} must be contiguous")
+    arrays.mark_written(tensor)
     return tensor
 
 
@@ -865,7 +886,8 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     """Statistics on the device. Those that come from there are not read: kernels clamp them."""
     if not (arrays.on_gpu(stats) or (place.type == "cpu" and isinstance(stats, torch.Tensor))):
         stats = np.asarray(stats)
-        spec.check_stats(stats, dtype)
+        with default_floats():
+            spec.check_stats(stats, dtype)
         if stats.dtype in (np.float32, np.uint8):
             return _upload(np.ascontiguousarray(stats), place)
         # A fill takes the value along: nothing waits, and a captured graph keeps it.
@@ -887,8 +909,10 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     return tensor.contiguous().view(_TORCH[info.dtype])
 
 
-def _open(src: Any, place: torch.device, max_nbytes: int, required: bool) -> _Source | None:
+def _open(src: Any, place: torch.device, max_nbytes: int | None, required: bool) -> _Source | None:
     """`src` in memory at `place`, after the host's checks if it is no Buffer there."""
+    if isinstance(src, Buffer) and max_nbytes is not None:
+        check_limit(src.plan, max_nbytes)
     memory = src._memory if isinstance(src, Buffer) else None
     if memory is not None and memory.data.device == place:
         kernels = _kernels(src.plan, required)
@@ -910,7 +934,9 @@ def _open(src: Any, place: torch.device, max_nbytes: int, required: bool) -> _So
     return _Source(kernels, head.plan, data, starts)
 
 
-def _foreign(src: Any, max_nbytes: int) -> tuple[Head, Callable[[torch.device], torch.Tensor]]:
+def _foreign(
+    src: Any, max_nbytes: int | None
+) -> tuple[Head, Callable[[torch.device], torch.Tensor]]:
     """What the host has checked of bytes that are elsewhere, and how they come to a device."""
     if isinstance(src, Buffer) and src._memory is not None:
         data = src._memory.data[: src.plan.nbytes]
@@ -919,9 +945,10 @@ def _foreign(src: Any, max_nbytes: int) -> tuple[Head, Callable[[torch.device], 
         info = _describe(src)
         if _place(info.library, info.device, None) is not None:
             if info.dtype != _UINT8:
-                raise TypeError(f"a buffer is bytes or a uint8 array, not {info.dtype.name}")
+                raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
             data = _as_torch(src, info).reshape(-1)
-            return _read_head(data, max_nbytes), data.to
+            limit = DEFAULT_MAX_NBYTES if max_nbytes is None else max_nbytes
+            return _read_head(data, limit), data.to
     parsed = parsed_source(src, max_nbytes)
     return parsed, functools.partial(_upload, parsed.data)
 
@@ -951,6 +978,11 @@ def _launch(
         out,
         None if scratch is None else work,
     )
+    if lo == hi and plan.nelem:
+        # No chunk is touched. What the host has not read yet are header and records.
+        if planned:
+            _checked_head(data[: plan.nbytes], plan)
+        return
     # A verdict at once is on this call alone; the Buffer's word waits for `check`.
     if memory is None or verify:
         status = fresh = _new_status(data.device)

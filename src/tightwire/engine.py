@@ -1,15 +1,16 @@
 """Encoding and decoding of whole buffers in host memory, chunk by chunk.
 
 Result records, raw fallback, checksums and every check that is the same for all codecs stand here;
-codec modules see one chunk at a time. Infinities and subnormals are ordinary there, whatever the
-caller has NumPy do about them.
+codec modules see one chunk at a time. They compute in the default floating-point mode, whatever
+that of the caller; infinities and subnormals are ordinary there.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .codecs.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
+from .codecs.float_mode import default_floats
 from .formats import checksum as checksum_ref
-from .formats.checksum import MASK64, record_term
+from .formats.checksum import MASK64, ordinal_terms, record_term
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import (
@@ -34,11 +36,13 @@ from .formats.header import (
     align,
     parse_header,
 )
+from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
 from .planning import backend_module, integer, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
-DEFAULT_MAX_NBYTES = 64 << 30
 MAX_CACHED_HEADER = 4096
+#: Chunks from which on arrays of records are faster than records.
+_MANY_CHUNKS = 64
 
 
 def _summer(module: ModuleType) -> Callable[..., int]:
@@ -70,6 +74,7 @@ def _static_gaps(
     return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
 
 
+@default_floats()
 def encode_into(
     plan: Plan,
     bits: Bits,
@@ -92,9 +97,10 @@ def encode_into(
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
     # Statistics of one term say nothing of a sum, and nobody asks for them.
     if stats is None and source is None and plan.codec.needs_stats:
-        with np.errstate(all="ignore"):
-            stats = plan.codec.measure(bits, plan.dtype)
-    for i in range(plan.chunks):
+        stats = plan.codec.measure(bits, plan.dtype)
+    # One empty chunk is encoded; what is behind it are its copies.
+    last = min(plan.filled_chunks + 1, plan.chunks)
+    for i in range(last) if source is None else source.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
         slot_at = plan.dynamic_offset + i * plan.dynamic_stride
         chunk = plan.chunk(i, out, out[slot_at : slot_at + plan.dynamic_stride])
@@ -118,10 +124,9 @@ def encode_into(
             )
             result = ChunkResult(0)
         else:
-            with np.errstate(all="ignore"):
-                result = module.encode_chunk(
-                    plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
-                )
+            result = module.encode_chunk(
+                plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+            )
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
         raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
@@ -147,6 +152,26 @@ def encode_into(
         _RECORD.pack_into(
             out.data, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
         )
+    if last < plan.chunks:
+        _repeat_empty(plan, out)
+
+
+def _repeat_empty(plan: Plan, out: Bytes) -> None:
+    """Copy the first empty chunk to all behind it: they differ in ordinal and checksum alone."""
+    start = plan.header.nbytes
+    records = out[start : start + RECORD.itemsize * plan.chunks].view(RECORD)
+    statics = out[plan.static_offset : plan.dynamic_offset].reshape(plan.chunks, -1)
+    slots = out[plan.dynamic_offset : plan.nbytes].reshape(plan.chunks, -1)
+    first, others = plan.filled_chunks, slice(plan.filled_chunks + 1, None)
+    statics[others] = statics[first]
+    used = min(int(records["dynamic_nbytes"][first]), plan.dynamic_stride)
+    slots[others, :used] = slots[first, :used]
+    ordinals = np.arange(plan.chunks, dtype=np.uint64)
+    records[others] = records[first]
+    records["ordinal"] = ordinals
+    if plan.checksum and not records["flags"][first] & OVERFLOW:
+        terms = ordinal_terms(ordinals)
+        records["checksum"][others] += terms[others] - terms[first]
 
 
 def _store_raw(data: Bytes, chunk: Chunk) -> None:
@@ -199,15 +224,38 @@ class Parsed(Head):
         dynamic = self.data[at : at + record.dynamic_nbytes]
         return self.plan.chunk(i, self.data, dynamic, record.info)
 
+    def distinct(self, chunks: range) -> Sequence[int]:
+        """`chunks` but for empty ones with the bytes of the first empty one, which is among them.
+
+        What is found of that one holds for the others.
+        """
+        plan, first = self.plan, self.plan.filled_chunks
+        if first not in chunks or chunks.stop == first + 1:
+            return chunks
+        start = self.header.nbytes
+        records = self.data[start : start + RECORD.itemsize * plan.chunks].view(RECORD)
+        one, others = records[first], records[first + 1 : chunks.stop]
+        alike = (others["dynamic_nbytes"] == 0) & (one["dynamic_nbytes"] == 0)
+        alike &= (others["flags"] == one["flags"]) & (others["info"] == one["info"])
+        if plan.checksum:
+            here = records[first : chunks.stop]
+            sums = here["checksum"] - ordinal_terms(here["ordinal"].astype(np.uint64))
+            alike &= sums[1:] == sums[0]
+        statics = self.data[plan.static_offset : plan.dynamic_offset].view(np.uint64)
+        rows = statics.reshape(plan.chunks, -1)[first : chunks.stop]
+        alike &= (rows[1:] == rows[0]).all(axis=1)
+        differ = np.flatnonzero(~alike) + first + 1
+        return [*range(chunks.start, first + 1), *differ.tolist()]
+
     def pieces(self) -> Iterator[Bytes]:
         """The canonical bytes, piece by piece and mostly without copies."""
         plan, size = self.plan, self.header.nbytes
         yield self.packed_header
         yield self.data[size : plan.dynamic_offset]
-        for i in range(plan.chunks):
-            dynamic = self.chunk(i).dynamic
-            yield dynamic
-            yield np.zeros(-dynamic.size % ALIGN, np.uint8)
+        for record, at in zip(self.records, self.dynamic_at, strict=True):
+            if record.dynamic_nbytes:
+                yield self.data[at : at + record.dynamic_nbytes]
+                yield np.zeros(-record.dynamic_nbytes % ALIGN, np.uint8)
 
     def pack(self) -> Bytes:
         """The canonical bytes: dynamic parts close up, padding is zero."""
@@ -235,22 +283,18 @@ def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> He
     if head.size < min(header_nbytes, nbytes) and header_nbytes <= MAX_HEADER:
         head = read(header_nbytes)
     header, plan = _header_and_plan(head, header_nbytes)
-    tensor_nbytes = plan.nelem * plan.dtype.itemsize
-    if tensor_nbytes > max_nbytes:
-        raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
+    check_limit(plan, max_nbytes)
     if nbytes < plan.dynamic_offset:
         detail = f"{nbytes} bytes, the static parts end at {plan.dynamic_offset}"
         raise FormatError("truncated", detail)
     if head.size < plan.static_offset:
         head = read(plan.static_offset)
     records_end = header.nbytes + RECORD.itemsize * plan.chunks
-    records = [Record(*r) for r in head[header.nbytes : records_end].view(RECORD).tolist()]
-    _check_records(header, plan, records)
-    dynamic_at = []
-    end = plan.dynamic_offset
-    for record in records:
-        dynamic_at.append(end)
-        end += header.dynamic_stride or align(record.dynamic_nbytes)
+    table = head[header.nbytes : records_end].view(RECORD)
+    records = list(map(Record._make, table.tolist()))
+    _check_records(header, plan, [(i, records[i]) for i in _notable(plan, table)])
+    sizes = [header.dynamic_stride or align(r.dynamic_nbytes) for r in records]
+    *dynamic_at, end = itertools.accumulate(sizes, initial=plan.dynamic_offset)
     if nbytes < end:
         raise FormatError("truncated", f"{nbytes} bytes, the buffer has {end}")
     if nbytes > end:
@@ -260,10 +304,17 @@ def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> He
     return Head(header, plan, records, dynamic_at, nbytes)
 
 
+def check_limit(plan: Plan, max_nbytes: int) -> None:
+    """FormatError if the tensor has more than `max_nbytes` bytes."""
+    tensor_nbytes = plan.nelem * plan.dtype.itemsize
+    if tensor_nbytes > max_nbytes:
+        raise FormatError("limit_exceeded", f"{tensor_nbytes} bytes, max_nbytes is {max_nbytes}")
+
+
 def check_plan(head: Head, plan: Plan) -> None:
     """FormatError if `head` is not that of a buffer of `plan`."""
     if head.plan != plan:
-        raise FormatError("bad_header", "the bytes are no buffer of this plan")
+        raise FormatError("bad_header", "the bytes are not a buffer of this plan")
 
 
 def _header_and_plan(head: Bytes, nbytes: int) -> tuple[Header, Plan]:
@@ -279,17 +330,28 @@ def _cached_header_and_plan(data: bytes) -> tuple[Header, Plan]:
     return header, plan_of_header(header)
 
 
-def _check_records(header: Header, plan: Plan, records: list[Record]) -> None:
-    if any(r.flags & ~(RAW | OVERFLOW) for r in records):
+def _notable(plan: Plan, table: npt.NDArray[Any]) -> Sequence[int]:
+    """Numbers of the records that may be bad: those of many empty chunks say nothing."""
+    if table.size < _MANY_CHUNKS:
+        return range(table.size)
+    found = table["ordinal"] != np.arange(table.size)
+    for field in ("dynamic_nbytes", "flags", "info", *(() if plan.checksum else ("checksum",))):
+        found |= table[field] != 0
+    numbers: list[int] = np.flatnonzero(found).tolist()
+    return numbers
+
+
+def _check_records(header: Header, plan: Plan, numbered: Sequence[tuple[int, Record]]) -> None:
+    if any(r.flags & ~(RAW | OVERFLOW) for _, r in numbered):
         raise FormatError("bad_record", "unknown flags")
-    for i, r in enumerate(records):
+    for i, r in numbered:
         if r.flags & OVERFLOW:
             detail = (
                 f"chunk {i} needs {r.dynamic_nbytes} dynamic bytes, has {header.dynamic_stride}"
             )
             raise FormatError("dynamic_overflow", detail)
     assembled = header.required & ASSEMBLED
-    for i, r in enumerate(records):
+    for i, r in numbered:
         if r.checksum and not plan.checksum:
             raise FormatError(
                 "bad_record", f"chunk {i} has a checksum in a buffer without checksums"
@@ -323,12 +385,15 @@ def selection(plan: Plan, start: int | None, stop: int | None) -> tuple[int, int
 
 def touched_chunks(plan: Plan, start: int, stop: int) -> range:
     """Chunks that hold flat elements `start` to `stop`; of a whole tensor all, the empty too."""
-    size = plan.chunk_nelem
-    if size == 0 or stop - start == plan.nelem:
+    if stop - start == plan.nelem:
         return range(plan.chunks)
+    if start == stop:
+        return range(0)
+    size = plan.chunk_nelem
     return range(start // size, -(-stop // size))
 
 
+@default_floats()
 def decode_range(
     parsed: Parsed,
     out: Bits,
@@ -341,11 +406,12 @@ def decode_range(
     """Decode flat elements `start` to `start + out.size` into `out` (bits, 1-D).
 
     With `verify` every chunk touched is checked whole: checksum, then padding, then payload. None
-    does so for chunks that are decoded whole, and leaves out the others.
+    does so for chunks that are decoded whole; of the others the payload is checked as far as
+    specs/buffer.md, "Partial decoding", says.
     """
     plan = parsed.plan
     stop = start + out.size
-    for i in touched_chunks(plan, start, stop):
+    for i in parsed.distinct(touched_chunks(plan, start, stop)):
         lo, hi = plan.chunk_range(i)
         first = max(start, lo)
         last = max(min(stop, hi), first)
@@ -369,23 +435,26 @@ def _decode_chunk(
 ) -> None:
     """Decode flat elements `first` to `last`, all of chunk `i`, into `target`."""
     plan = parsed.plan
-    module = backend_module(plan.codec.name, backend)
     lo, hi = plan.chunk_range(i)
+    if verify and (first, last) != (lo, hi):
+        whole = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+        _decode_chunk(parsed, i, whole, lo, hi, verify=True, threads=threads, backend=backend)
+        target[:] = whole[first - lo : last - lo]
+        return
+    module = backend_module(plan.codec.name, backend)
     chunk = parsed.chunk(i)
     raw = bool(parsed.records[i].flags & RAW)
-    whole = (first, last) == (lo, hi)
     problem = None
     words_sum = None
     if raw:
         _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
     else:
-        with np.errstate(all="ignore"):
-            problem, words_sum = module.decode_chunk(
-                plan.codec, chunk, target, first - lo, threads=threads
-            )
+        problem, words_sum = module.decode_chunk(
+            plan.codec, chunk, target, first - lo, threads=threads
+        )
     if verify:
         if plan.checksum:
-            if words_sum is None or not whole:
+            if words_sum is None:
                 words_sum = _chunk_sum(module, chunk)
             _check_sum(parsed, i, words_sum)
         _check_padding(parsed, i, chunk, raw)
@@ -405,6 +474,7 @@ def _check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
     _check_padding(parsed, i, chunk, False)
 
 
+@default_floats()
 def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1) -> bool:
     """Add a whole buffer's elements to `acc` (float32, 1-D) in one pass, chunk by chunk.
 
@@ -415,7 +485,7 @@ def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1
     if not hasattr(module, "decode_add_chunk"):
         return False
     check_chunks(parsed)
-    for i in range(parsed.plan.chunks):
+    for i in parsed.distinct(range(parsed.plan.chunks)):
         lo, hi = parsed.plan.chunk_range(i)
         chunk = parsed.chunk(i)
         decoded = module.decode_add_chunk(parsed.plan.codec, chunk, acc[lo:hi], threads=threads)
@@ -426,7 +496,7 @@ def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1
 def check_chunks(parsed: Parsed) -> None:
     """Checksum and padding of every chunk, none of which is stored raw. Raises FormatError."""
     module = backend_module(parsed.plan.codec.name, None)
-    for i in range(parsed.plan.chunks):
+    for i in parsed.distinct(range(parsed.plan.chunks)):
         _check_chunk(parsed, i, module)
 
 
@@ -441,11 +511,12 @@ def seal(plan: Plan, data: Bytes) -> None:
         records["checksum"][i] = total & MASK64
 
 
+@default_floats()
 def verify_chunks(parsed: Parsed, threads: int = 1) -> None:
     """Check every chunk whole, with memory for one decoded chunk. Raises FormatError."""
     plan = parsed.plan
     room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-    for i in range(plan.chunks):
+    for i in parsed.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
         _decode_chunk(parsed, i, room[: hi - lo], lo, hi, verify=True, threads=threads)
 

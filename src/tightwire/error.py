@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays
+from .codecs.float_mode import default_floats
 
 _BATCH = 1 << 20
 _Array = npt.NDArray[Any]
@@ -27,6 +28,7 @@ class Error(NamedTuple):
     cosine: float
 
 
+@default_floats()
 def error(x: Any, y: Any) -> Error:
     """Compare `y` with the original `x`: arrays of any library, one shape and real dtypes.
 
@@ -42,27 +44,31 @@ def error(x: Any, y: Any) -> Error:
         if info.dtype.name.startswith("complex"):
             raise TypeError(f"error() was given {info.dtype.name}; allowed: real dtypes")
     if infos[0].shape != infos[1].shape:
-        raise ValueError(f"x has shape {infos[0].shape}, y {infos[1].shape}")
+        raise ValueError(f"x has shape {infos[0].shape}, y {infos[1].shape}; needed: one shape")
     a, b = (
         arrays.host_bits(v, info.dtype).view(info.dtype.numpy)
         for v, info in zip((x, y), infos, strict=True)
     )
     parts = [slice(at, at + _BATCH) for at in range(0, a.size, _BATCH)]
-    with np.errstate(all="ignore"):
-        tops = np.zeros(3)
-        for part in parts:
-            found = [np.abs(v).max() for v in _compared(a[part], b[part])]
-            tops = np.maximum(tops, found)
-        if not np.isfinite(tops[:2]).all():
-            return Error(math.nan, math.nan, math.nan)
-        # Of powers of two, by which quotients are exact.
-        exponents = [int(e) for e in np.frexp(np.minimum(tops, np.finfo(np.float64).max))[1]]
-        sums = np.zeros(4)
-        for part in parts:
-            scaled = zip(_compared(a[part], b[part]), exponents, strict=True)
-            u, v, apart = (np.ldexp(w, -e) for w, e in scaled)
-            sums += [u @ u, v @ v, u @ v, apart @ apart]
+    tops = np.zeros(3)
+    for part in parts:
+        found = [np.abs(v).max() for v in _compared(a[part], b[part])]
+        tops = np.maximum(tops, found)
+    if not np.isfinite(tops[:2]).all():
+        return Error(math.nan, math.nan, math.nan)
+    # Of powers of two, by which quotients are exact.
+    exponents = [int(e) for e in np.frexp(np.minimum(tops, np.finfo(np.float64).max))[1]]
+    sums = np.zeros(4)
+    for part in parts:
+        scaled = zip(_compared(a[part], b[part]), exponents, strict=True)
+        u, v, apart = (np.ldexp(w, -e) for w, e in scaled)
+        sums += [_dot(u, u), _dot(v, v), _dot(u, v), _dot(apart, apart)]
     return _figures(tops, exponents, *map(float, sums))
+
+
+def _dot(a: _Doubles, b: _Doubles) -> float:
+    # Not BLAS's: its threads have floating-point modes of their own.
+    return float((a * b).sum())
 
 
 def _figures(

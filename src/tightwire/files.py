@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
+import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +22,19 @@ from .codec import Codec, as_codec, decode
 from .codecs.base import Bytes, Plan
 from .engine import DEFAULT_MAX_NBYTES, Parsed
 from .formats.container import (
-    SOURCE_KEY,
-    VERSION_KEY,
+    LIST,
+    LIST_KEY,
     Directory,
     Entry,
     check_compressed,
+    check_names,
     compressed_metadata,
     directory_bytes,
     read_directory,
+    source_directory,
+    users_metadata,
 )
+from .formats.errors import FormatError
 from .formats.header import Header
 from .planning import make_plan
 
@@ -43,10 +49,10 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends without an error.
 
-    Until then it has another name in the same folder; on an error it is removed. Data and folder
-    are synced, so that a crash leaves the old file or the new one. A link is followed, an existing
-    file keeps its permissions, a new one gets `mode` or what the umask says. Raises OSError, also
-    for a `path` that is there and no regular file.
+    Until then it has another name in the same folder, and nobody else may read it; on an error it
+    is removed. Data and folder are synced, so that a crash leaves the old file or the new one. A
+    link is followed, an existing file keeps its permissions, a new one gets `mode` or what the
+    umask says. Raises OSError, also for a `path` that is there and no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.exists():
@@ -55,12 +61,13 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
             raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
         mode = stat.S_IMODE(status.st_mode)
     temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
+    if mode is None:
+        mode = _mode_by_umask(temporary)
     try:
-        with open(temporary, "xb") as file:
+        with os.fdopen(_create(temporary, 0o600), "wb") as file:
             yield file
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -77,6 +84,20 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
             raise
 
 
+def _create(path: Path, mode: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+
+def _mode_by_umask(path: Path) -> int:
+    """Permissions of a new file, learnt from an empty one: to read the umask is to change it."""
+    descriptor = _create(path, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
 def write_compressed(
     path: PathLike,
     plans: Mapping[str, Plan],
@@ -84,26 +105,36 @@ def write_compressed(
     metadata: Mapping[str, str],
     mode: int | None = None,
 ) -> None:
+    """A file with one buffer per name, in order; see `write_container`."""
+    with atomic_file(path, mode) as file:
+        write_container(file, plans, buffers, metadata)
+
+
+def write_container(
+    file: BinaryIO,
+    plans: Mapping[str, Plan],
+    buffers: Iterator[Parsed],
+    metadata: Mapping[str, str],
+) -> None:
     """Write one buffer per name, in order, as each comes; the header goes in last.
 
-    `plans` bounds the sizes, so that room for the header can be left in front. No buffer is held
+    `plans` bounds the sizes, so that space for the header can be left in front. No buffer is held
     while the next one is made.
     """
     largest = sum(plan.nbytes for plan in plans.values())
     widest = [Entry(name, "U8", (largest,), largest, largest) for name in plans]
-    room = len(directory_bytes(widest, metadata))
+    head_nbytes = len(directory_bytes(widest, metadata))
     entries = []
     at = 0
-    with atomic_file(path, mode) as file:
-        file.seek(room)
-        for name in plans:
-            size = _write_pieces(file, next(buffers))
-            entries.append(Entry(name, "U8", (size,), at, at + size))
-            at += size
-        if next(buffers, None) is not None:
-            raise ValueError("more buffers than plans")
-        file.seek(0)
-        file.write(directory_bytes(entries, metadata, room))
+    file.seek(head_nbytes)
+    for name in plans:
+        size = _write_pieces(file, next(buffers))
+        entries.append(Entry(name, "U8", (size,), at, at + size))
+        at += size
+    if next(buffers, None) is not None:
+        raise ValueError("more buffers than plans")
+    file.seek(0)
+    file.write(directory_bytes(entries, metadata, head_nbytes))
 
 
 def _write_pieces(file: BinaryIO, parsed: Parsed) -> int:
@@ -124,24 +155,133 @@ def save_file(
     encoded tensor. The file appears whole or not at all. Raises TypeError or ValueError for a bad
     call, OSError if the disk fails.
     """
-    chosen = as_codec(codec)
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; allowed: names to arrays")
-    for name in tensors:
-        if not isinstance(name, str) or name == "__metadata__":
-            raise ValueError(f"tensor name {name!r}; allowed: any text but '__metadata__'")
-    metadata = dict(metadata or {})
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata {key!r}: {value!r}; allowed: text to text")
-        if key in (VERSION_KEY, SOURCE_KEY):
-            raise ValueError(f"metadata {key!r} is tightwire's own; allowed: other keys")
+    fields = compressed_metadata(dict(metadata or {}))
+    write_compressed(path, *_encoded(tensors, codec, threads), fields)
+
+
+def _encoded(
+    tensors: Mapping[str, Any], codec: str | Codec, threads: int | None
+) -> tuple[dict[str, Plan], Iterator[Parsed]]:
+    """Plans by name, and the buffers, each encoded when it is asked for."""
+    chosen = as_codec(codec)
+    check_names(tensors)
     plans = {}
     for name, x in tensors.items():
         info = arrays.describe(x)
         plans[name] = make_plan(chosen.spec, info.dtype, info.shape, None)
     buffers = (chosen.encode(x, chunks=None, threads=threads).parsed() for x in tensors.values())
-    write_compressed(path, plans, buffers, compressed_metadata(metadata))
+    return plans, buffers
+
+
+def dumps(
+    tensors: Mapping[str, Any] | Sequence[Any],
+    codec: str | Codec = "zipccl",
+    *,
+    threads: int | None = None,
+) -> bytes:
+    """Many arrays of any library as one message, which `loads` reads.
+
+    `tensors` is names to arrays or a list (or tuple) of arrays. The bytes are those of the file
+    that `save_file` writes; a list is kept as tensors "0", "1", ... with a mark in the metadata
+    (specs/container.md). Raises TypeError or ValueError for a bad call.
+    """
+    metadata = compressed_metadata({})
+    if isinstance(tensors, (list, tuple)):
+        tensors = {str(i): x for i, x in enumerate(tensors)}
+        metadata[LIST_KEY] = LIST
+    elif not isinstance(tensors, Mapping):
+        found = type(tensors).__name__
+        raise TypeError(f"tensors is a {found}; allowed: names to arrays, or a list of arrays")
+    message = io.BytesIO()
+    write_container(message, *_encoded(tensors, codec, threads), metadata)
+    return message.getvalue()
+
+
+def loads(
+    data: Any,
+    *,
+    like: Any = "numpy",
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+) -> dict[str, Any] | list[Any]:
+    """The arrays of a message by `dumps`, checked: a dict, or a list if it was given one.
+
+    `data` is bytes-like or a uint8 array; the contents of a compressed file will do. `like`, an
+    array or a library's name, says which library the arrays belong to. Raises FormatError for
+    bytes that are no such message, or whose arrays need more than `max_nbytes` bytes together.
+    """
+    contents = Contents(arrays.bytes_view(data))
+    plans = [parsed.plan for parsed in contents.parse_all(max_nbytes).values()]
+    total = sum(plan.nelem * plan.dtype.itemsize for plan in plans)
+    if total > max_nbytes:
+        raise FormatError("limit_exceeded", f"{total} bytes, max_nbytes is {max_nbytes}")
+    names = contents.names()
+    tensors = {name: contents.decode(name, like, max_nbytes, threads) for name in names}
+    return list(tensors.values()) if LIST_KEY in contents.directory.metadata else tensors
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in a FormatError what it is about."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(error.reason, f"{what}: {error.detail}") from None
+
+
+class Contents:
+    """The bytes of a compressed file or message, their header checked.
+
+    Every reader goes through here, so that all give the same reason for the same bytes
+    (specs/container.md, "Reading"). Raises FormatError.
+    """
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.directory = read_directory(data.data)
+        check_compressed(self.directory)
+        #: Header of the file that this one was made from, None if there was none.
+        self.source = source_directory(self.directory)
+        self._entries = {e.name: e for e in self.directory.entries}
+        self._sources = {} if self.source is None else {e.name: e for e in self.source.entries}
+
+    def names(self) -> list[str]:
+        """Names of the tensors, in the order of their data."""
+        return list(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def buffer(self, name: str) -> Bytes:
+        """The bytes of one tensor's buffer, a view, as they are. KeyError for another name."""
+        return self.data[self.directory.span(self._entries[name])]
+
+    def parse(self, name: str, max_nbytes: int) -> Parsed:
+        """One tensor's buffer, checked but for its payload."""
+        with naming(f"tensor {name!r}"):
+            parsed = engine.parse(self.buffer(name), max_nbytes)
+            if parsed.header.dynamic_stride:
+                raise FormatError("bad_container", "the buffer is not packed")
+            plan = parsed.plan
+            if self.source is not None:
+                source = self._sources[name]
+                if (source.dtype, source.shape) != (plan.dtype.safetensors, plan.shape):
+                    found = f"{plan.dtype.name}{list(plan.shape)}"
+                    wanted = f"{source.dtype}{list(source.shape)}"
+                    detail = f"{found}; the source header says {wanted}"
+                    raise FormatError("bad_container", detail)
+        return parsed
+
+    def parse_all(self, max_nbytes: int) -> dict[str, Parsed]:
+        """The buffers of all tensors, so that a bad one is found before anything is decoded."""
+        return {name: self.parse(name, max_nbytes) for name in self._entries}
+
+    def decode(self, name: str, like: Any, max_nbytes: int, threads: int | None = None) -> Any:
+        """A tensor that `parse` took, its payload checked, in the library of `like`."""
+        with naming(f"tensor {name!r}"):
+            return decode(self.buffer(name), like=like, max_nbytes=max_nbytes, threads=threads)
 
 
 @dataclass(frozen=True)
@@ -176,14 +316,15 @@ class LazyTensor:
         n_rows = self.shape[0]
         if isinstance(first, slice):
             rows = range(n_rows)[first]
-            lo, hi = (min(rows), max(rows) + 1) if rows else (0, 0)
+            lo, last = sorted((rows[0], rows[-1])) if rows else (0, -1)
+            hi = last + 1
             inner: Any = slice(None, None, rows.step)
         elif isinstance(first, (int, np.integer)) and not isinstance(first, bool):
             lo = range(n_rows)[int(first)]
             hi, inner = lo + 1, 0
         else:
             return self._whole()[index]
-        row = int(np.prod(self.shape[1:], dtype=np.int64))
+        row = math.prod(self.shape[1:])
         flat = decode(
             self.data, like=self.like, start=lo * row, stop=hi * row, max_nbytes=self.max_nbytes
         )
@@ -208,53 +349,59 @@ class File:
         self.path = Path(path)
         self.like = like
         self.max_nbytes = max_nbytes
-        self.data, self.directory = map_safetensors(path)
-        check_compressed(self.directory)
-        self._entries = {e.name: e for e in self.directory.entries}
+        self._contents = Contents(map_file(path))
         self._closed = False
+
+    @property
+    def contents(self) -> Contents:
+        """What readers of whole files work on. ValueError after `close`."""
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+        return self._contents
 
     @property
     def metadata(self) -> dict[str, str]:
         """The file's metadata without tightwire's own entries."""
-        own = (VERSION_KEY, SOURCE_KEY)
-        return {k: v for k, v in self.directory.metadata.items() if k not in own}
+        return users_metadata(self._contents.directory.metadata)
 
     def keys(self) -> list[str]:
         """Names of the tensors, in the order of their data."""
-        return list(self._entries)
+        return self._contents.names()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.keys())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._contents
 
     def buffer(self, name: str) -> Bytes:
         """The packed buffer of one tensor: uint8, a view of the file."""
-        if self._closed:
-            raise ValueError(f"{self.path} is closed")
-        try:
-            entry = self._entries[name]
-        except KeyError:
-            raise KeyError(f"{name!r} is not in {self.path}") from None
-        return self.data[self.directory.span(entry)]
+        return self._holding(name).buffer(name)
+
+    def _holding(self, name: str) -> Contents:
+        """The contents, if they hold a tensor of that name; else KeyError."""
+        if name not in self:
+            raise KeyError(f"{name!r} is not in {self.path}")
+        return self.contents
 
     def __getitem__(self, name: str) -> LazyTensor:
-        data = self.buffer(name)
-        parsed = engine.parse(data, self.max_nbytes)
-        return LazyTensor(name, parsed.header, data, self.like, self.max_nbytes)
+        contents = self._holding(name)
+        parsed = contents.parse(name, self.max_nbytes)
+        return LazyTensor(name, parsed.header, parsed.data, self.like, self.max_nbytes)
 
     def get(self, name: str, *, like: Any = None, threads: int | None = None) -> Any:
         """One whole tensor, checked, in the library and on the device of `like`."""
         chosen = self.like if like is None else like
-        return decode(self.buffer(name), like=chosen, max_nbytes=self.max_nbytes, threads=threads)
+        contents = self._holding(name)
+        contents.parse(name, self.max_nbytes)
+        return contents.decode(name, chosen, self.max_nbytes, threads)
 
     def close(self) -> None:
         """Let go of the file; buffers handed out stay valid."""
-        self.data = np.empty(0, np.uint8)
+        self._contents.data = np.empty(0, np.uint8)
         self._closed = True
 
     def __enter__(self) -> File:
@@ -269,14 +416,17 @@ class File:
         self.close()
 
 
+def map_file(path: PathLike) -> Bytes:
+    """The bytes of a file, mapped into memory."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
 def map_safetensors(path: PathLike) -> tuple[Bytes, Directory]:
     """Map a safetensors file and read its header. Raises FormatError or OSError."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            data = np.empty(0, np.uint8)
-        else:
-            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    data = map_file(path)
     return data, read_directory(data.data)
 
 
@@ -296,6 +446,10 @@ def load_file(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Every tensor of a compressed safetensors file, checked, by name."""
-    with open_file(path, like=like, max_nbytes=max_nbytes) as file:
-        return {name: file.get(name, threads=threads) for name in file}
+    """Every tensor of a compressed safetensors file, checked, by name.
+
+    `max_nbytes` bounds each tensor. Raises FormatError, OSError.
+    """
+    contents = Contents(map_file(path))
+    contents.parse_all(max_nbytes)
+    return {n: contents.decode(n, like, max_nbytes, threads) for n in contents.names()}

@@ -27,6 +27,7 @@ from . import arrays, engine
 from .buffer import Buffer
 from .codec import Codec, as_codec, decode, device_for
 from .codecs.base import Bytes, CodecSpec
+from .codecs.float_mode import default_floats
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .formats.dtypes import DType
 from .planning import backend_module
@@ -69,6 +70,7 @@ def seal(buf: Buffer) -> Buffer:
     return buf
 
 
+@default_floats()
 def add(first: Buffer, *others: Buffer) -> Buffer:
     """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
 
@@ -82,7 +84,7 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
         if buf._host is None:
             raise ValueError("a buffer is in GPU memory; allowed: buffers on the host")
         if buf.plan != first.plan:
-            raise ValueError(f"{buf!r} beside {first!r}; allowed: buffers of one plan")
+            raise ValueError(f"{buf!r} and {first!r} differ; allowed: buffers of one plan")
         engine.check_chunks(buf.parsed())
     total = Buffer(first.plan, first._bytes.copy(), first.target)
     kind, at = spec.cell_dtype(first.plan.dtype), first.plan.layout.sections[0].nbytes
@@ -95,14 +97,13 @@ def add(first: Buffer, *others: Buffer) -> Buffer:
             part = other._bytes[where]
             if (part[at:] != static[at:]).any():
                 raise ValueError(
-                    "what is beside the cells differs; allowed: buffers encoded with stats that "
+                    "indexes, norms or seeds differ; allowed: buffers encoded with stats that "
                     f"all ranks agreed on (by {spec.reduce_op}), and keys of one seed and step"
                 )
             term = part[:at].view(kind.numpy)
             # Before the count itself can overflow.
             spec.check_sum(term)
-            with np.errstate(all="ignore"):
-                cells += term
+            cells += term
             spec.check_sum(cells)
     return seal(total)
 
@@ -282,6 +283,7 @@ class Sketched:
         return out
 
 
+@default_floats()
 def safe_codec(
     codec: str | Codec,
     index: Any,

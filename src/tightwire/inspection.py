@@ -9,8 +9,8 @@ from . import engine
 from .buffer import parsed_source
 from .codec import device_for
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES
 from .formats.header import CHECKSUM, MAJOR, RAW, Header
+from .planning import integer
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,14 @@ def inspect(src: Any) -> Info:
     )
 
 
-def verify(src: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> None:
+def verify(src: Any, *, max_nbytes: int | None = None) -> None:
     """Check everything that decode() checks, one chunk in memory at a time; returns None.
 
-    Raises FormatError with the reason at the first thing that is wrong.
+    Raises FormatError with the reason at the first thing that is wrong; `max_nbytes` is that of
+    decode().
     """
+    if max_nbytes is not None:
+        max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     gpu = device_for(None, src)
     if gpu is not None and gpu.verify(src, max_nbytes) is not NotImplemented:
         return

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from . import arrays
 from .codecs.base import Plan
+from .codecs.float_mode import default_floats
 from .codecs.omnireduce import Omnireduce, largest
 
 Floats = npt.NDArray[np.float32]
@@ -47,6 +48,7 @@ class LocalTop:
         self.target = sum(min(slots, spec.blocks(hi - lo)) for lo, hi in ranges)
         self.k = float(self.target)
 
+    @default_floats()
     def propose(self, norms: Any) -> Floats:
         """`norms` (of `Codec.measure`), float32, all but the largest k, rounded, set to 0.
 
@@ -58,6 +60,7 @@ class LocalTop:
         found[kept] = given[kept]
         return found
 
+    @default_floats()
     def update(self, agreed: Any) -> int:
         """Adapt k to the maximum of what ranks proposed; the number of blocks in their union.
 

@@ -8,21 +8,46 @@ Numba also numbers the functions that it compiles, from 1 in each process, and t
 that tells functions of one factory apart by their symbols. A process that loads what two others
 have compiled would take the first of two equal symbols for both, so here each process counts from
 a random number (https://github.com/numba/numba/issues/10486).
+
+A folder that cannot be written to, a full disk and damaged files stop nobody: functions are then
+compiled in memory, and a warning says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import pickle
 import secrets
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from numba import njit
+from numba import config, njit
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+from .codecs.compiling import announce
+
+_DIGEST_NBYTES = 32
+_first_warning = threading.Lock()
+
+
+def _warn(error: Exception, folder: str | Path) -> None:
+    """Warn, once in each process, that the cache in `folder` is of no use."""
+    if _first_warning.acquire(blocking=False):
+        warnings.warn(
+            f"the cache of compiled functions in {folder} cannot be used "
+            f"({type(error).__name__}: {error}); functions are compiled in memory, which takes "
+            "seconds in each process. The environment variable NUMBA_CACHE_DIR names another "
+            "folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _count_from_anywhere() -> None:
@@ -37,11 +62,13 @@ if hasattr(os, "register_at_fork"):
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     """The index of a function and the files of its signatures, under a lock.
 
-    Each call makes a lock of its own: none may be carried into a forked child.
+    Each call makes a lock of its own: none may be carried into a forked child. A file of code
+    starts with a digest of the rest: damaged code is not run.
     """
 
     def __init__(self, cache_path: str, filename_base: str, source_stamp: Any) -> None:
-        super().__init__(cache_path, filename_base, source_stamp)
+        # Files of Numba's own have no digest, and other names.
+        super().__init__(cache_path, f"{filename_base}-digest", source_stamp)
         self._lock = Path(cache_path, f"{filename_base}.lock")
 
     def load(self, key: Any) -> Any:
@@ -54,6 +81,28 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         with FileLock(self._lock):
             super().save(key, data)
 
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except OSError:
+            raise
+        # Damaged bytes make `pickle` raise anything. What is saved next replaces them.
+        except Exception as error:
+            _warn(error, self._cache_path)
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        data = Path(self._data_path(name)).read_bytes()
+        digest, code = data[:_DIGEST_NBYTES], data[_DIGEST_NBYTES:]
+        if hashlib.sha256(code).digest() != digest:
+            raise ValueError(f"{name} is damaged")
+        return pickle.loads(code)
+
+    def _save_data(self, name: str, data: Any) -> None:
+        code = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
@@ -62,13 +111,36 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         files = _Files(self._cache_path, base, locator.get_source_stamp())
         self._cache_file = files  # type: ignore[has-type,unused-ignore]
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function of a signature, None if it has to be compiled."""
+        found = None
+        try:
+            found = super().load_overload(sig, target_context)
+        except Exception as error:
+            _warn(error, self._cache_path)
+        if found is None:
+            announce(self._py_func.__module__, self._cache_path)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what has been compiled, where that can be done."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _warn(error, self._cache_path)
+
 
 def cached(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` with a cache on disk."""
+    """`numba.njit` with a cache on disk, or without one where there is no place for it."""
 
     def decorate(function: Any) -> Any:
         compiled = njit(**options)(function)
-        compiled._cache = _Cache(compiled.py_func)
+        try:
+            compiled._cache = _Cache(compiled.py_func)
+        except (OSError, RuntimeError) as error:
+            # No folder can be written to.
+            own = Path(function.__code__.co_filename).parent / "__pycache__"
+            _warn(error, config.CACHE_DIR or own)
         return compiled
 
     return decorate

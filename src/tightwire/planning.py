@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import operator
 from types import ModuleType
-from typing import Any
 
 from .codecs.base import CodecSpec, Plan
+from .codecs.float_mode import default_floats
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .formats.errors import FormatError
+from .formats.errors import integer as integer
 from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, align
 
 HOST_BACKENDS = ("ref", "cpu")
@@ -25,7 +25,14 @@ def spec_class(name: str) -> type[CodecSpec]:
     if not isinstance(name, str):
         raise TypeError(f"codec is {name!r}; allowed: a name, one of {', '.join(CODEC_IDS)}")
     if name not in CODEC_IDS:
-        raise ValueError(f"codec {name!r} is not known; known: {', '.join(CODEC_IDS)}")
+        raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
+    return _spec_class(name)
+
+
+@functools.cache
+@default_floats()
+def _spec_class(name: str) -> type[CodecSpec]:
+    # Modules compute tables when they are imported.
     spec: type[CodecSpec] = importlib.import_module(f"tightwire.codecs.{CODEC_IDS[name][1]}").SPEC
     return spec
 
@@ -38,6 +45,7 @@ def backend_module(name: str, backend: str | None) -> ModuleType:
 
 
 @functools.cache
+@default_floats()
 def _backend_module(name: str, backend: str | None) -> ModuleType:
     stem = f"tightwire.codecs.{CODEC_IDS[name][1]}"
     if backend == "ref":
@@ -55,6 +63,7 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
 
 
 @functools.cache
+@default_floats()
 def device_module(name: str) -> ModuleType | str:
     """The module that codes codec `name` on a GPU, or the name of the package that it lacks."""
     stem = f"tightwire.codecs.{CODEC_IDS[name][1]}_{DEVICE_BACKEND}"
@@ -79,14 +88,6 @@ def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
         raise
 
 
-def integer(name: str, value: Any) -> int:
-    """`value` as an int; TypeError names what it was given for."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; allowed: an integer") from None
-
-
 def make_plan(
     spec: CodecSpec,
     dtype: DType,
@@ -107,6 +108,7 @@ def make_plan(
 
 
 @functools.lru_cache(maxsize=1024)
+@default_floats()
 def _make_plan(
     spec: CodecSpec,
     dtype: DType,
@@ -144,6 +146,7 @@ def _make_plan(
     return Plan(spec, dtype, shape, chunks, layout, stride, checksum)
 
 
+@default_floats()
 def plan_of_header(header: Header) -> Plan:
     """The plan that a parsed header claims; FormatError if no encoder would have written it."""
     cls = spec_class(header.codec)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .codecs.float_mode import default_floats
 from .formats.dtypes import BY_NAME, DType
 
 
@@ -90,6 +91,7 @@ def check_theta(theta: Any, more: str = "") -> None:
         raise ValueError(f"theta is {theta!r}; allowed: 0 to 1{more}")
 
 
+@default_floats()
 def kept(theta: float, n: int) -> int:
     """How many of n elements are not zeroed."""
     # The share as it is written: 0.9 of 10 elements are 9, though the float is above 0.9.

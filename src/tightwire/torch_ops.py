@@ -31,12 +31,26 @@ def encode_into(
 ) -> None:
     """Encode `x` into `out`: uint8, contiguous, on the device of `x`, at least `plan.nbytes`.
 
-    The plan is `tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., ...)`. Raises TypeError
-    or ValueError for bad calls.
+    A graph may send the first `plan.nbytes` bytes of `out` as they are: what encoding leaves alone
+    of the dynamic slots is zeroed. With a `dynamic_capacity` that is little. The plan is
+    `tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., ...)`. Raises TypeError or ValueError
+    for bad calls.
     """
-    codec_named(codec).encode(
+    used = codec_named(codec)
+    plan = used.plan(
+        x.shape, x.dtype, chunks=chunks, dynamic_capacity=dynamic_capacity, checksum=checksum
+    )
+    if out.is_cuda and out.dtype == torch.uint8 and out.is_contiguous():
+        # How much of a slot is used is known on the device alone.
+        from .device import check_apart
+
+        check_apart("the array that is encoded", x, "out", out)
+        out.view(-1)[plan.dynamic_offset : plan.nbytes].zero_()
+    buffer = used.encode(
         x, out=out, chunks=chunks, dynamic_capacity=dynamic_capacity, checksum=checksum
     )
+    if buffer._memory is None:
+        buffer.zero_slack()
 
 
 @encode_into.register_fake
@@ -71,8 +85,11 @@ def decode_into(
     shape and dtype and the same arguments. On the host damage is raised as FormatError and the
     status is 0. On a GPU nothing is raised and nothing waits: a status other than 0 says that `src`
     is damaged and `out` undefined, and `problem` of the module tightwire.codecs.device gives the
-    FormatError.
+    FormatError. Raises ValueError if `out` requires grad.
     """
+    if out.requires_grad:
+        # Whether gradients are off is not known within an operator.
+        raise ValueError("out requires grad. Allowed: out.detach(), within torch.no_grad()")
     info = describe(out)
     plan = codec_named(codec).plan(
         info.shape, info.dtype, chunks=chunks, dynamic_capacity=dynamic_capacity, checksum=checksum

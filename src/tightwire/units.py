@@ -32,7 +32,7 @@ def parse_speed(text: str) -> float:
     number, unit = _split(text, "a speed such as 25GB/s or 200Gb/s")
     amount = unit.removesuffix("/s") if unit.endswith("/s") else unit.removesuffix("ps")
     if amount == unit:
-        raise ValueError(f"{text!r} is no speed: put /s behind it, as in 25GB/s or 200Gb/s")
+        raise ValueError(f"{text!r} is not a speed: put /s behind it, as in 25GB/s or 200Gb/s")
     if amount in _BYTES:
         speed = number * _BYTES[amount]
     elif amount in _BITS:

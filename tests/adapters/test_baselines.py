@@ -53,6 +53,31 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
     assert tw.error(exact, tw.decode(total)).vnmse < {"thc": 0.2, "omnireduce": 0.1}[codec.name]
 
 
+@pytest.mark.parametrize(
+    ("codec", "topology", "value"),
+    [
+        (tw.codec("omnireduce", bits=8), "cells", np.nan),
+        (tw.codec("omnireduce", bits=8), "two-shot", np.nan),
+        (tw.codec("tahquant", hidden=192), "two-shot", 2.0**20),
+    ],
+)
+def test_traces_say_what_sums_lose(codec: tw.Codec, topology: Any, value: float) -> None:
+    """Of blocks with a NaN as many are kept as the budget allows; of tiles all become NaN."""
+
+    def rank(t: MemoryTransport) -> None:
+        comm = tw.Communicator(t, codec, topology=topology)
+        x = np.full(192 * 40, value, np.float32)
+        comm.all_gather(x)
+        total = comm.all_reduce(x)
+        lost = ~np.isnan(total) if codec.name == "omnireduce" else np.isnan(total)
+        assert lost.any()
+        gathered, summed = comm.trace()
+        assert summed.reason.endswith(f"; {codec.spec.caution}")
+        assert ";" not in gathered.reason
+
+    run_ranks(2, rank)
+
+
 class Counted(MemoryTransport):
     """Counts bytes to others; those of `all_reduce` as a network sends them."""
 

@@ -92,16 +92,75 @@ def test_checkpoints_are_copies_and_cross_libraries() -> None:
     assert not feedback.residual("w").requires_grad
     state = feedback.state_dict()
     feedback.keep([("a", 5)], x, x)
-    assert state["a"].tolist() == [0, 0.5, 1, 1.5, 2]
+    saved = state["residuals"]["a"]
+    assert saved.tolist() == [0, 0.5, 1, 1.5, 2]
     other = ErrorFeedback()
     other.load_state_dict(state)
-    exact(other.corrected(np.ones(5, np.float32), [("a", 5)]), 1 + host_array(state["a"]))
-    other.load_state_dict({"a": host_array(state["a"])})
-    assert torch.equal(other.corrected(torch.zeros(5), [("a", 5)]), state["a"])
+    exact(other.corrected(np.ones(5, np.float32), [("a", 5)]), 1 + host_array(saved))
+    # As states once were.
+    other.load_state_dict({"a": host_array(saved)})
+    assert torch.equal(other.corrected(torch.zeros(5), [("a", 5)]), saved)
     other.reset()
     with pytest.raises(KeyError):
         other.residual("a")
-    assert state["a"].tolist() == [0, 0.5, 1, 1.5, 2]
+    assert saved.tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+@pytest.mark.parametrize("hook", ["scatter", "gather", "average", "sketches"])
+def test_a_state_is_for_as_many_ranks(hook: str) -> None:
+    """With more ranks the elements of a residual would be of others, and of the same number."""
+    pytest.importorskip("torch")
+    from tightwire.adapters import hooks, sketches
+
+    n = 1 << 17 if hook == "sketches" else 3200
+
+    def call(transport: MemoryTransport, feedback: ErrorFeedback) -> None:
+        comm, parts = tw.Communicator(transport, "mx"), [("a", n)]
+        x = array(np.linspace(0, 1, n, dtype=np.float32), "torch")
+        if hook == "scatter":
+            hooks.scatter(comm, x, hooks.wide(n // comm.world_size, x), feedback, parts)
+        elif hook == "gather":
+            hooks.gather(comm, x, x.new_empty(n * comm.world_size), feedback, parts)
+        elif hook == "average":
+            hooks.average(comm, x, feedback, parts)
+        else:
+            state = sketches.State()
+            state.residuals = feedback
+            sums = sketches.Sketches(comm, sketches.Tagc(ratio=4), state)
+            sums.sums([("a", x.view(comm.world_size, -1))])
+
+    def save(transport: MemoryTransport) -> Any:
+        feedback = ErrorFeedback()
+        call(transport, feedback)
+        return feedback.state_dict()
+
+    def load(transport: MemoryTransport, states: Any, error: str) -> None:
+        feedback = ErrorFeedback()
+        feedback.load_state_dict(states[transport.rank % 2])
+        with pytest.raises(ValueError, match=error):
+            call(transport, feedback)
+        feedback.reset()
+        call(transport, feedback)
+        before = feedback.state_dict()
+        with pytest.raises(ValueError, match=error):
+            feedback.load_state_dict(states[transport.rank % 2])
+        exact(feedback.residual("a"), host_array(before["residuals"]["a"]))
+
+    states = run_ranks(2, save)
+    assert [state["ranks"]["a"] for state in states] == [(0, 2), (1, 2)]
+
+    def go_on(transport: MemoryTransport) -> None:
+        feedback = ErrorFeedback()
+        feedback.load_state_dict(states[transport.rank])
+        call(transport, feedback)
+
+    run_ranks(2, go_on)
+    other = r"'a' is of rank [01] of 2, this is rank . of 4; allowed: .* as many ranks, or none"
+    run_ranks(4, lambda transport: load(transport, states, other))
+    # Of another rank, and as states once were.
+    run_ranks(2, lambda transport: load(transport, states[::-1], "this is rank [01] of 2"))
+    old = [state["residuals"] for state in states]
+    run_ranks(2, lambda transport: load(transport, old, "is of an unknown rank, this is rank"))
 
 
 def test_another_size_starts_anew() -> None:

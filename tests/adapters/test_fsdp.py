@@ -222,7 +222,7 @@ def replicas(device: Any) -> dict[str, Any]:
     for name, module in (("0", model[0]), ("1", model[1]), ("", model)):
         module.set_all_reduce_hook(lossy.with_feedback(feedback, name))
     train(model, device, "")
-    assert sorted(feedback.state_dict()) == ["", "0", "1"]
+    assert sorted(feedback.state_dict()["residuals"]) == ["", "0", "1"]
     assert feedback.residual("0").any()
     assert lossy.wire_bytes < 0.2 * lossy.raw_bytes
     # All copies got the same means.
@@ -339,7 +339,7 @@ def over_time(device: Any) -> None:
     assert torch.equal(mean(fed[0]), mean(again[0]))
     assert torch.equal(gathered(fed[1]), gathered(again[1]))
     # In evaluation residuals rest; bytes, of several dtypes, have none.
-    before = feedback.state_dict()["w"]
+    before = feedback.state_dict()["residuals"]["w"]
     module.eval()
     assert torch.equal(gathered(fed[1]), plain)
     module.train()
@@ -368,7 +368,7 @@ def parameters(device: Any) -> list[str]:
             y = model(x)
         if training:
             y.square().mean().backward()
-        states.append(feedback.state_dict())
+        states.append(feedback.state_dict()["residuals"])
         for module in (model[0], model[1], model):
             module.reshard()
     assert all(torch.equal(states[1][name], e) for name, e in states[0].items())

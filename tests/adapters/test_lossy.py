@@ -76,6 +76,7 @@ class Steps(MemoryTransport):
             self.damage(outs)
 
 
+#: Calls, and what they exchange once ranks are known to make the same one.
 CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
     "all_gather": (lambda comm, x: comm.all_gather(x), ["all_to_all_v"]),
     "all_to_all": (lambda comm, x: comm.all_to_all(x), ["all_to_all_v"]),
@@ -93,11 +94,12 @@ def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
         x = np.random.default_rng(comm.rank).standard_normal(30_000, np.float32)
         for call, kinds in CALLS.values():
             call(comm, x.copy())
-            # The first call of a kind is compared with the other ranks'.
             steps.calls.clear()
             steps.sent = 0
             call(comm, x.copy())
-            assert steps.calls == kinds
+            # On the host each call is compared with the other ranks' first.
+            assert steps.calls[0] in ("all_gather", "all_to_all")
+            assert steps.calls[1:] == kinds
             record = comm.trace()[-1]
             assert record.wire_bytes == steps.sent < 0.29 * record.raw_bytes
             assert "no sizes" in record.algorithm
@@ -178,6 +180,11 @@ def test_a_sum_is_rounded_by_words_of_its_own() -> None:
         assert np.abs(mean - 2.0 * x).mean() < 0.3 * np.abs(one).mean()
 
 
+def as_known(comm: tw.Communicator) -> None:
+    """As on a GPU, where ranks compare the first call of a kind alone before data move."""
+    comm._compare_new = lambda *_: None  # type: ignore[method-assign]
+
+
 def settled(call: Callable[[], Any]) -> str:
     """The stage of what is raised."""
     with pytest.raises(tw.CollectiveError) as caught:
@@ -213,6 +220,7 @@ def test_another_call_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> N
             comm.all_gather(shaped)
         comm.check()
         # Both kinds have been compared, and have as many bytes.
+        as_known(comm)
         odd = x if comm.rank else x.reshape(100, 60)
         if how in ("at once", "verify"):
             assert settled(lambda: comm.all_gather(odd)) == "sizes"
@@ -253,6 +261,7 @@ def test_damaged_cards(name: str, at: int) -> None:
         x = np.random.default_rng(0).standard_normal(6000, np.float32)
         call = CALLS[name][0]
         call(comm, x.copy())
+        as_known(comm)
         transport.barrier()
         armed = armed or comm.rank == 1
         transport.barrier()

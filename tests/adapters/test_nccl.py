@@ -98,7 +98,7 @@ def absent(join: Callable[..., Any]) -> float:
     from tightwire.adapters.nccl import Nccl
 
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="not all of 2 ranks came"):
+    with pytest.raises(TimeoutError, match="not all of 2 ranks took part"):
         Nccl(Nccl.unique_id(), 0, 2, PATIENCE)
     return time.monotonic() - start
 

@@ -168,6 +168,26 @@ def test_replicas_that_differ_are_sent_anew() -> None:
         assert reasons == [less, whole, whole, less, whole, whole, whole, whole]
 
 
+def test_replicas_are_for_as_many_ranks() -> None:
+    """With other ranks they would be of other shards, in another order, and of the same size."""
+
+    def save(transport: MemoryTransport) -> Any:
+        gathers = WeightDifferences(tw.Communicator(transport))
+        gathers.gather("w", np.arange(8, dtype=np.float32))
+        return gathers.state_dict()
+
+    def load(transport: MemoryTransport, state: Any) -> None:
+        gathers = WeightDifferences(tw.Communicator(transport))
+        with pytest.raises(ValueError, match="state is of 2 ranks; allowed: of 4 ranks, or none"):
+            gathers.load_state_dict(state)
+        with pytest.raises(ValueError, match="state says no world_size; allowed: of 4 ranks"):
+            gathers.load_state_dict(state["replicas"])
+        assert not gathers.state_dict()["replicas"]
+
+    state = run_ranks(2, save)[0]
+    run_ranks(4, lambda transport: load(transport, state))
+
+
 def test_other_dtypes_are_sent_as_they_are() -> None:
     def task(transport: MemoryTransport) -> Any:
         gathers = WeightDifferences(tw.Communicator(transport))
@@ -175,7 +195,12 @@ def test_other_dtypes_are_sent_as_they_are() -> None:
         assert gathers.gather("w", x).tolist() == gathers.gather("w", x).tolist()
         empty = [gathers.gather("none", np.empty((0, 3), np.float32)).shape for _ in range(2)]
         scalar = [gathers.gather("one", np.float32(transport.rank)).tolist() for _ in range(2)]
-        return gathers.gather("w", x).tolist(), empty, scalar, list(gathers.state_dict())
+        return (
+            gathers.gather("w", x).tolist(),
+            empty,
+            scalar,
+            list(gathers.state_dict()["replicas"]),
+        )
 
     wanted = [0, 1, 2, 3, 4, 1, 2, 3, 4, 5], [(0, 3)] * 2, [[0.0, 1.0]] * 2, ["none", "one"]
     assert run_ranks(2, task) == [wanted] * 2

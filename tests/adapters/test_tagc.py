@@ -369,7 +369,11 @@ def refused(device: Any) -> None:
         (lambda: tagc.register(model, comm=bad), TypeError, "comm is 10; allowed: a Communicator"),
         (lambda: tagc.register(model, trace=-1), ValueError, "trace is -1; allowed"),
         (lambda: tagc.register(model, comm=comm, trace=3), ValueError, "comm and .* are given"),
-        (lambda: tagc.register(model, comm=silent), ValueError, "trace of comm is 0; allowed"),
+        (
+            lambda: tagc.register(model, comm=silent),
+            ValueError,
+            "comm was made with trace=0; allowed",
+        ),
     ]
     for call, error, text in calls:
         with pytest.raises(error, match=text):

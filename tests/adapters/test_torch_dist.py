@@ -30,6 +30,8 @@ from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
 
 #: In seconds, of the group whose last rank does not come.
 TIMEOUT = 2.0
+#: In seconds, of the default group whose last rank is stopped.
+PATIENCE = 5.0
 
 
 def launch(task: str, world_size: int, tmp_path: Path) -> list[Any]:
@@ -97,9 +99,9 @@ def every_collective(transport: TorchDist, dtypes: tuple[str, ...]) -> list[list
     return [[r.raw_bytes, r.wire_bytes] for r in comm.trace()]
 
 
-def survive(transport: TorchDist, leave: Any) -> list[Any]:
+def survive(transport: TorchDist, leave: Any, codec: str = "zipccl") -> list[Any]:
     """The last rank leaves between two calls; what the others say of it, and after how long."""
-    comm = tw.Communicator(transport)
+    comm = tw.Communicator(transport, codec)
     x = torch.ones(100_000, dtype=torch.bfloat16)
     comm.all_reduce(x)
     if comm.rank == comm.world_size - 1:
@@ -111,7 +113,7 @@ def survive(transport: TorchDist, leave: Any) -> list[Any]:
     with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
         comm.all_reduce(x)
     error = caught.value
-    return [error.rank, error.collective, error.sequence, error.stage, took]
+    return [error.rank, error.collective, error.sequence, error.stage, took, str(error)]
 
 
 def two_ranks(transport: TorchDist) -> dict[str, Any]:
@@ -131,6 +133,44 @@ def four_ranks(transport: TorchDist) -> dict[str, Any]:
     }
 
 
+def stopped(transport: TorchDist) -> dict[str, Any]:
+    """Timeouts of groups; then the last rank is stopped, of a group that was given none."""
+
+    def seconds(group: Any, timeout: float | None = None) -> list[float]:
+        """The timeout of the transport, and what PyTorch then has for the group."""
+        found = TorchDist(group, timeout=timeout).timeout
+        return [found, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()]
+
+    transport.barrier()
+    # As of init_process_group(timeout=...), in which processes have time to start.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE))
+    assert seconds(dist.new_group()) == [PATIENCE] * 2
+    assert seconds(dist.new_group(timeout=timedelta(seconds=7))) == [7, 7]
+    assert seconds(dist.new_group(timeout=timedelta(seconds=7)), 9) == [9, 9]
+    assert seconds(dist.group.WORLD) == [PATIENCE] * 2
+    with pytest.raises(ValueError, match=r"timeout is 0; allowed: seconds above 0"):
+        TorchDist(timeout=0)
+    assert TorchDist.new_group().timeout == PATIENCE
+    own = TorchDist.new_group(timeout=8)
+    assert own.timeout == 8
+    assert (own.rank, own.world_size) == (transport.rank, transport.world_size)
+    check_transport(own, Target("torch"))
+    own.close()
+    own.close()
+    with pytest.raises(RuntimeError, match="the transport is closed"):
+        own.barrier()
+    fresh = TorchDist(dist.new_group())
+    return {"error": survive(fresh, lambda: os.kill(os.getpid(), signal.SIGSTOP), "raw")}
+
+
+def test_a_stopped_rank_is_named_within_the_default_groups_timeout(tmp_path: Path) -> None:
+    for me, found in enumerate(launch("stopped", 3, tmp_path)):
+        rank, _, _, _, took, text = found["error"]
+        assert rank == me
+        assert "ranks [2] have not noticed: stopped, gone, or not in this call" in text
+        assert took < PATIENCE + 10
+
+
 @pytest.mark.parametrize("task", ["two_ranks", "four_ranks"])
 def test_every_collective_and_a_lost_rank(task: str, tmp_path: Path) -> None:
     for me, found in enumerate(launch(task, {"two_ranks": 2, "four_ranks": 4}[task], tmp_path)):
@@ -138,7 +178,9 @@ def test_every_collective_and_a_lost_rank(task: str, tmp_path: Path) -> None:
         for raw, wire in found["calls"]:
             assert raw > 0
             assert wire < 0.74 * raw
-        rank, collective, sequence, stage, took = found["error"]
+        rank, collective, sequence, stage, took, text = found["error"]
+        last = {"two_ranks": 1, "four_ranks": 3}[task]
+        assert f"ranks [{last}] have not noticed" in text
         assert (rank, collective, sequence) == (me, "all_reduce", 1)
         assert stage in ("sizes", "payload", "static", "dynamic")
         assert took < TIMEOUT + 10

@@ -87,6 +87,8 @@ def every_collective(transport: TorchDist) -> list[list[int]]:
     with pytest.raises(tw.CollectiveError, match=r"ranks \[.*\] make another call"):
         comm.all_gather(torch.zeros((4, 2) if me == 0 else (2, 4), device="cuda"))
     damage(transport)
+    native_damage()
+    native_messages()
     comm = tw.Communicator(transport)
     weights = Ranks(1, "torch", "bfloat16", place).array(0, (n * 30_000,))
     for call in (comm.all_gather, comm.all_to_all, comm.reduce_scatter, comm.all_reduce):
@@ -123,6 +125,37 @@ def damage(transport: TorchDist) -> None:
         gathered = comm.all_gather(x)
         comm.check()
         exact(gathered[-50_000:], data.host(transport.world_size - 1, (50_000,)))
+
+
+def native_damage() -> None:
+    """With digests a flipped bit of one rank is raised on all of them, late."""
+    damaging = Damaging(dist.new_group())
+    comm = tw.Communicator(damaging, algorithm="native", verify="digest")
+    x = torch.ones(50_000, device="cuda")
+    comm.all_gather(x)
+    comm.check()
+    damaging.armed = comm.rank == 0
+    with pytest.raises(tw.CollectiveError, match=r"ranks \[0\] got other bytes than were sent"):
+        comm.all_gather(x)
+        comm.check()
+
+
+def native_messages() -> None:
+    """Of another dtype: the receiver raises, late or at once; of this one: they come."""
+    for verify in (False, "digest"):
+        comm = tw.Communicator(TorchDist(dist.new_group()), algorithm="native", verify=verify)
+        x = torch.arange(1000, dtype=torch.float32, device="cuda")
+        if comm.rank == 0:
+            comm.send(x, 1)
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            assert torch.equal(comm.recv(torch.empty_like(x), 0), x)
+            comm.check()
+            wrong = torch.empty(1000, dtype=torch.int32, device="cuda")
+            with pytest.raises(tw.CollectiveError, match=r"rank 0: float32 \(1000,\) send"):
+                comm.recv(wrong, 0)
+                comm.check()
+    dist.barrier()
 
 
 def killed(transport: TorchDist) -> list[Any]:
@@ -192,7 +225,7 @@ def sketched(transport: TorchDist) -> list[int]:
     damaging = Damaging(dist.new_group())
     sums = Sketches(tw.Communicator(damaging), Tagc(ratio=4), State())
     damaging.armed = True
-    with pytest.raises(tw.CollectiveError, match="'index': what came from rank 1 is damaged"):
+    with pytest.raises(tw.CollectiveError, match="'index': data from rank 1 are damaged"):
         sums.sums([("w", xs[me].float().cuda())])
     return found
 

@@ -37,6 +37,8 @@ from tightwire.formats.header import MAGIC, header_crc
 Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 CLI = [sys.executable, "-m", "tightwire.cli"]
+#: A file that --force overwrites.
+OURS = tw.dumps({"x": np.arange(3)})
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = ["w.bf16", "w.f32", "ids", "flags", "empty", "scalar"]
 
@@ -135,15 +137,16 @@ def test_compress_and_decompress(plain: Path, tensors: Tensors) -> None:
     packed = plain.with_name("m.tw.safetensors")
     assert (done.code, done.err) == (0, "")
     assert str(packed) in done.out
-    document = Outcome("compress", plain, plain.with_name("other.tw"), "--json").json
+    other = plain.with_name("other.tw")
+    [document] = Outcome("compress", plain, "-o", other, "--json").json["files"]
     assert document["target_nbytes"] == packed.stat().st_size
     assert [t["name"] for t in document["tensors"]] == NAMES
     plain.unlink()
     assert Outcome("decompress", packed).code == 0
     assert plain.read_bytes() == source
-    document = Outcome(
-        "decompress", packed, plain.with_name("again"), "--threads", 1, "--json"
-    ).json
+    again = plain.with_name("again")
+    done = Outcome("decompress", packed, "--output", again, "--threads", 1, "--json")
+    [document] = done.json["files"]
     assert plain.with_name("again").read_bytes() == source
     assert document["target_nbytes"] == len(source)
 
@@ -154,28 +157,29 @@ def test_compress_and_decompress(plain: Path, tensors: Tensors) -> None:
 )
 def test_compress_options(plain: Path, options: list[str]) -> None:
     target = plain.with_name("t")
-    assert Outcome("compress", plain, target, *options).code == 0
+    assert Outcome("compress", plain, "-o", target, *options).code == 0
     assert Outcome("diff", plain, target).code == 0
 
 
 def test_cast(plain: Path, tensors: Tensors) -> None:
     target = plain.with_name("t")
-    assert Outcome("compress", plain, target, "--cast", "bfloat16", "--json").json["cast"]
+    done = Outcome("compress", plain, "-o", target, "--cast", "bfloat16", "--json")
+    assert done.json["files"][0]["cast"] == "bfloat16"
     loaded = tw.load_file(target)
     expected = tensors["w.f32"].astype(ml_dtypes.bfloat16)
     assert loaded["w.f32"].tobytes() == expected.tobytes()
     assert loaded["ids"].tobytes() == tensors["ids"].tobytes()
-    assert Outcome("decompress", target, plain.with_name("u")).code == 0
+    assert Outcome("decompress", target, "-o", plain.with_name("u")).code == 0
     assert Outcome("diff", target, plain.with_name("u")).code == 0
 
 
 @pytest.mark.parametrize("tensors", [{}, {"e": np.empty((3, 0), np.float16)}])
 def test_files_without_elements(tmp_path: Path, tensors: Tensors) -> None:
     path = write_safetensors(tmp_path / "a", tensors, {})
-    assert Outcome("compress", path, tmp_path / "b").code == 0
+    assert Outcome("compress", path, "-o", tmp_path / "b").code == 0
     assert Outcome("verify", tmp_path / "b").code == 0
     assert f"{len(tensors)} tensor" in Outcome("inspect", tmp_path / "b").out
-    assert Outcome("decompress", tmp_path / "b", tmp_path / "c").code == 0
+    assert Outcome("decompress", tmp_path / "b", "-o", tmp_path / "c").code == 0
     assert path.read_bytes() == (tmp_path / "c").read_bytes()
     check_failure(5, "unsupported", "bench", path)
     check_failure(5, "unsupported", "demo", path, "--plot", tmp_path / "p")
@@ -185,7 +189,7 @@ def test_cast_of_special_values_is_silent(tmp_path: Path) -> None:
     x = np.array([0x7F800001, 0xFF8ABCDE, 0x7F7FFFFF, 1], np.uint32).view(np.float32)
     y = np.array([1e300, -1e300, np.nan, 5e-324, 1 + 2.0**-8])
     path = write_safetensors(tmp_path / "a", {"x": np.tile(x, 999), "y": np.tile(y, 999)}, {})
-    done = Outcome("compress", path, tmp_path / "b", "--cast", "bfloat16")
+    done = Outcome("compress", path, "-o", tmp_path / "b", "--cast", "bfloat16")
     assert (done.code, done.err) == (0, "")
     loaded = tw.load_file(tmp_path / "b")["y"][:5].astype(float)
     np.testing.assert_array_equal(loaded, [np.inf, -np.inf, np.nan, 0, 1])
@@ -214,7 +218,7 @@ def test_inspect_file(packed: Path) -> None:
     assert all(name in done.out for name in NAMES)
     assert max(map(len, done.out.splitlines())) <= 100
     assert "byte for byte" in done.out
-    document = Outcome("inspect", packed, "--json").json
+    [document] = Outcome("inspect", packed, "--json").json["files"]
     assert document["metadata"] == {"made": "here"}
     assert document["raw_nbytes"] == sum(t["raw_nbytes"] for t in document["tensors"])
     assert {t["name"]: t["shape"] for t in document["tensors"]}["empty"] == [0, 4]
@@ -225,7 +229,7 @@ def test_inspect_tensor_and_buffer(packed: Path, buffer: Path) -> None:
         done = Outcome("inspect", *args)
         assert (done.code, done.err) == (0, "")
         assert "escapes" in done.out
-        document = Outcome("inspect", *args, "--json").json
+        [document] = Outcome("inspect", *args, "--json").json["files"]
         assert document["shape"] == [100, 200]
         assert [s["name"] for s in document["sections"]] == ["tiles", "index", "escapes"]
 
@@ -240,7 +244,7 @@ def test_inspect_reads_headers_only(packed: Path) -> None:
 def test_names_cannot_reach_the_terminal(tmp_path: Path) -> None:
     name = "\x1b[2Jw[red]\n\u202e"
     path = write_safetensors(tmp_path / "a", {name: np.arange(3)}, {})
-    assert Outcome("compress", path, tmp_path / "b").code == 0
+    assert Outcome("compress", path, "-o", tmp_path / "b").code == 0
     done = Outcome("inspect", tmp_path / "b")
     assert r"\x1b[2Jw[red]\n\u202e" in done.out
     assert "\x1b" not in done.out
@@ -394,7 +398,7 @@ def test_usage_errors(plain: Path) -> None:
         assert (done.code, done.out) == (2, "")
     done = Outcome("decompress", plain)
     assert done.code == 2
-    assert "name DST" in done.err
+    assert "name its output file with -o" in " ".join(done.err.replace("│", " ").split())
 
 
 ADVISE = (
@@ -588,8 +592,8 @@ def middle(packed: Path, name: str) -> int:
     return directory.data_at + (entry.begin + entry.end) // 2
 
 
-READERS = [["verify", "P"], ["inspect", "P"], ["decompress", "P", "T"], ["diff", "P", "P"]]
-MAKERS = [["compress", "P", "T"], ["bench", "P"], ["demo", "P", "--plot", "T"]]
+READERS = [["verify", "P"], ["inspect", "P"], ["decompress", "P", "-o", "T"], ["diff", "P", "P"]]
+MAKERS = [["compress", "P", "-o", "T"], ["bench", "P"], ["demo", "P", "--plot", "T"]]
 
 
 def check_untouched(path: Path, command: list[str], code: int, reason: str) -> str:
@@ -669,7 +673,9 @@ def test_newer_buffer(packed: Path, command: list[str]) -> None:
     assert "2.0" in message
 
 
-@pytest.mark.parametrize("command", [["verify", "P"], ["decompress", "P", "T"], ["diff", "P", "P"]])
+@pytest.mark.parametrize(
+    "command", [["verify", "P"], ["decompress", "P", "-o", "T"], ["diff", "P", "P"]]
+)
 @pytest.mark.parametrize("name", ["w.bf16", "w.f32", "ids"])
 def test_corrupted_byte(packed: Path, command: list[str], name: str) -> None:
     data = bytearray(packed.read_bytes())
@@ -691,19 +697,114 @@ def test_corrupted_buffer(buffer: Path) -> None:
 def test_existing_target(plain: Path, packed: Path, command: str) -> None:
     source = plain if command == "compress" else packed
     target = plain.with_name("target")
-    target.write_bytes(b"mine")
-    message = check_untouched(source, [command, "P", "T"], 4, "os_error")
-    assert "--force" in message
-    assert Outcome(command, source, target, "--force").code == 0
-    assert target.read_bytes() != b"mine"
-    message = check_failure(5, "unsupported", command, source, source, "--force")
-    assert "SRC itself" in message
-    check_failure(4, "os_error", command, source, source.parent, "--force")
-    check_failure(4, "os_error", command, source, source.parent / "no" / "x")
+    words = [command, "P", "-o", "T"]
+    tw.save_file({"x": np.arange(3)}, target)
+    ours = target.read_bytes()
+    assert "--force overwrites" in check_untouched(source, words, 4, "os_error")
+    assert Outcome(command, source, "-o", target, "--force").code == 0
+    assert target.read_bytes() != ours
+    # What nobody but its owner can make again stays, and the message says what it is.
+    holdings = {
+        plain.read_bytes(): "holds an uncompressed model",
+        b"mine": "is not a file that tightwire compressed",
+        ours[:-1]: "is not a file that tightwire compressed",
+        ours.replace(MAGIC, bytes(4)): "is not a file that tightwire compressed",
+    }
+    for data, message in holdings.items():
+        target.write_bytes(data)
+        for force in ([], ["--force"]):
+            found = check_untouched(source, [*words, *force], 4, "os_error")
+            assert message in found
+            assert "remove it yourself or name another output" in found
+    target.write_bytes(b"")
+    assert "--force overwrites" in check_untouched(source, words, 4, "os_error")
+    assert Outcome(command, source, "-o", target, "--force").code == 0
+    target.unlink()
+    os.mkfifo(target)
+    message = check_untouched(source, [*words, "--force"], 4, "os_error")
+    assert "not a regular file" in message
+    message = check_failure(5, "unsupported", command, source, "-o", source, "--force")
+    assert "an input itself" in message
+    check_failure(4, "os_error", command, source, "-o", source.parent / "no" / "x")
+
+
+def test_a_glob_of_shards_is_several_inputs(tmp_path: Path, tensors: Tensors) -> None:
+    shards = [write_safetensors(tmp_path / f"{c}.safetensors", tensors, {"c": c}) for c in "ab"]
+    before = listing(tmp_path)
+    done = Outcome("compress", *shards)
+    assert (done.code, done.err) == (0, "")
+    packed = [tmp_path / f"{c}.tw.safetensors" for c in "ab"]
+    assert [line.split(":")[0] for line in done.out.splitlines()] == [str(p) for p in packed]
+    assert listing(tmp_path).items() > before.items()
+    # Into a folder, which has to be there.
+    folder = tmp_path / "out"
+    message = check_failure(4, "os_error", "decompress", *packed, "-o", folder)
+    assert "no such folder" in message
+    folder.mkdir()
+    document = Outcome("decompress", *packed, "-o", folder, "--json").json
+    assert [(f["path"], f["ok"], f["target"]) for f in document["files"]] == [
+        (str(p), True, str(folder / f"{c}.safetensors")) for p, c in zip(packed, "ab", strict=True)
+    ]
+    assert listing(folder) == before
+    assert Outcome("compress", shards[0], "-o", folder).code == 0
+    assert (folder / "a.tw.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress"])
+def test_nothing_is_written_before_all_is_checked(
+    tmp_path: Path, plain: Path, packed: Path, command: str
+) -> None:
+    suffix = ".safetensors" if command == "compress" else ".tw.safetensors"
+    source = plain if command == "compress" else packed
+    good, bad = tmp_path / f"good{suffix}", tmp_path / f"bad{suffix}"
+    good.write_bytes(source.read_bytes())
+    bad.write_bytes(source.read_bytes()[:-1])
+    folder, one = tmp_path / "folder", tmp_path / "one"
+    folder.mkdir()
+    one.mkdir()
+    (one / good.name).write_bytes(good.read_bytes())
+    kept = tmp_path / ("bad.tw.safetensors" if command == "compress" else "bad.safetensors")
+    before = listing(tmp_path)
+    missing = check_failure(4, "os_error", command, good, tmp_path / "none.tw.safetensors")
+    assert "every argument is an input, -o names the output" in missing
+    assert "bad" in check_failure(3, "bad_container", command, good, bad)
+    message = check_failure(5, "unsupported", command, good, one / good.name, "-o", folder)
+    assert "would both be written there" in message
+    check_failure(5, "unsupported", command, good, good, "--force")
+    assert listing(tmp_path) == before
+    assert listing(folder) == {}
+    bad.write_bytes(good.read_bytes())
+    kept.write_bytes(plain.read_bytes())
+    before = listing(tmp_path)
+    message = check_failure(4, "os_error", command, good, bad, "--force")
+    assert "holds an uncompressed model" in message
+    assert listing(tmp_path) == before
+
+
+def test_one_bad_file_does_not_stop_the_others(
+    tmp_path: Path, packed: Path, buffer: Path, plain: Path
+) -> None:
+    broken = tmp_path / "broken.tw.safetensors"
+    data = bytearray(packed.read_bytes())
+    data[middle(packed, "ids")] ^= 1
+    broken.write_bytes(data)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    done = Outcome("decompress", broken, packed, "-o", folder, "--json")
+    assert done.code == 3
+    assert [f["ok"] for f in done.json["files"]] == [False, True]
+    assert done.json["error"] == done.json["files"][0]["error"]
+    assert listing(folder) == {"m.safetensors": plain.read_bytes()}
+    done = Outcome("inspect", plain, packed, buffer)
+    assert (done.code, done.err.count("\n")) == (3, 1)
+    assert done.out.startswith(f"{packed}:\n")
+    assert f"\n{buffer}:\n" in done.out
+    files = Outcome("inspect", plain, packed, buffer, "--json").json["files"]
+    assert [f["ok"] for f in files] == [False, True, True]
 
 
 def test_unsupported(plain: Path, packed: Path) -> None:
-    compress = ["compress", "P", "T"]
+    compress = ["compress", "P", "-o", "T"]
     assert "raw, zipccl" in check_untouched(plain, [*compress, "--codec", "lz9"], 5, "unsupported")
     for window in ("wide", "4000", "-1"):
         check_untouched(plain, [*compress, f"--window={window}"], 5, "unsupported")
@@ -735,10 +836,10 @@ def test_full_disk(
     plain: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, command: str, function: str
 ) -> None:
     target = plain.with_name("target")
-    target.write_bytes(b"mine")
+    target.write_bytes(OURS)
     monkeypatch.setattr(os, function, fail(errno.ENOSPC))
     source = plain if command == "compress" else packed
-    message = check_untouched(source, [command, "P", "T", "--force"], 4, "os_error")
+    message = check_untouched(source, [command, "P", "-o", "T", "--force"], 4, "os_error")
     assert message.startswith(f"{target}: No space left")
 
 
@@ -785,9 +886,9 @@ def test_dangling_target(plain: Path, packed: Path, command: str) -> None:
     source = plain if command == "compress" else packed
     target = plain.with_name("target")
     target.symlink_to("nothing")
-    assert "--force" in check_untouched(source, [command, "P", "T"], 4, "os_error")
+    assert "--force" in check_untouched(source, [command, "P", "-o", "T"], 4, "os_error")
     assert target.is_symlink()
-    assert Outcome(command, source, target, "--force").code == 0
+    assert Outcome(command, source, "-o", target, "--force").code == 0
     assert target.is_file()
 
 
@@ -818,10 +919,10 @@ main()
 def test_short_write(plain: Path, packed: Path, command: str) -> None:
     """The disk takes the first 20 kB and no more."""
     target = plain.with_name("target")
-    target.write_bytes(b"mine")
+    target.write_bytes(OURS)
     before = listing(plain.parent)
     source = plain if command == "compress" else packed
-    done = run(command, source, target, "--force", code=LIMITED)
+    done = run(command, source, "-o", target, "--force", code=LIMITED)
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == f"tightwire: {target}: File too large; nothing was written there\n"
     assert listing(plain.parent) == before
@@ -852,17 +953,17 @@ def test_without_the_extra(packed: Path, name: str) -> None:
 
 def test_progress_bar_on_a_terminal_only(plain: Path) -> None:
     target = plain.with_name("t")
-    done = run("compress", plain, target)
+    done = run("compress", plain, "-o", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     ours, theirs = pty.openpty()
-    words = [*CLI, "compress", str(plain), str(target), "--force", "--json"]
+    words = [*CLI, "compress", str(plain), "-o", str(target), "--force", "--json"]
     environment = os.environ | {"TERM": "xterm"}
     child = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=theirs, env=environment, timeout=60
     )
     os.close(theirs)
-    assert json.loads(child.stdout)["target"] == str(target)
+    assert json.loads(child.stdout)["files"][0]["target"] == str(target)
     assert b"compress" in os.read(ours, 1 << 16)
     os.close(ours)
 
@@ -909,12 +1010,12 @@ main()
 """
 
 
-@pytest.mark.parametrize("existing", [None, b"mine"])
+@pytest.mark.parametrize("existing", [None, OURS])
 @pytest.mark.parametrize("nbytes", [0, 10 << 20, 38 << 20])
 def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None) -> None:
     """The temporary file that is left proves that the kill came while it was written."""
     target = tmp_path / "target"
-    words = [*CLI, "compress", str(large), str(target), "--force"]
+    words = [*CLI, "compress", str(large), "-o", str(target), "--force"]
     for _ in range(10):
         if existing is not None:
             target.write_bytes(existing)
@@ -934,7 +1035,7 @@ def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None
 def test_interrupted(tmp_path: Path, large: Path, number: int) -> None:
     """Ctrl-C and its like clean up."""
     words = [sys.executable, "-c", AS_ON_A_TERMINAL]
-    words += ["compress", str(large), str(tmp_path / "target")]
+    words += ["compress", str(large), "-o", str(tmp_path / "target")]
     for _ in range(10):
         status = interrupt(words, tmp_path, 1 << 20, number)
         if status:
@@ -992,7 +1093,7 @@ def test_output_that_is_not_unicode(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "é", {"né": np.arange(3)}, {})
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = os.environ | plain | {"PYTHONIOENCODING": ""}
-    done = run("compress", path, tmp_path / "b", env=environment)
+    done = run("compress", path, "-o", tmp_path / "b", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     done = run("inspect", tmp_path / "b", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -1021,7 +1122,7 @@ def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
 def test_long_names_fold(tmp_path: Path) -> None:
     name = "x" * 150
     path = write_safetensors(tmp_path / "a", {name: np.arange(3)}, {})
-    assert Outcome("compress", path, tmp_path / "b").code == 0
+    assert Outcome("compress", path, "-o", tmp_path / "b").code == 0
     lines = Outcome("inspect", tmp_path / "b").out.splitlines()
     assert max(map(len, lines)) == 100
     assert sum(line.count("x") for line in lines) == 150

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -363,3 +364,18 @@ def test_bfloat16_of_torch() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, t)
     assert x.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.05, 2.2), (0.15, 2.5), (1.0, 5.5)])
+def test_decoding_needs_little_memory_beside_the_tensor(share: float, most: float) -> None:
+    """In tensors of float32, the one that is decoded among them, with Numba."""
+    rng = np.random.default_rng(0)
+    x = np.where(rng.random(1 << 21) < share, rng.standard_normal(1 << 21), 0).astype(np.float32)
+    data = bytes(tw.encode(x, "lhc"))
+    tw.decode(data)
+    tracemalloc.start()
+    try:
+        tw.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < most * x.nbytes
+    finally:
+        tracemalloc.stop()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,12 @@ import pytest
 
 pytest.importorskip("numba")
 
-from numba.core import caching
+from numba.core import caching, config
 from numba.core.dispatcher import Dispatcher
 
 import tightwire as tw
-from tightwire.numba_cache import _Cache, _Files
+from tightwire import numba_cache
+from tightwire.numba_cache import _Cache, _Files, cached
 from tightwire.planning import backend_module
 
 
@@ -144,3 +149,139 @@ def test_no_function_has_another_cache(name: str) -> None:
     ]
     assert not [c for c in caches if isinstance(c, caching.FunctionCache) and type(c) is not _Cache]
     assert any(isinstance(c, _Cache) for c in caches)
+
+
+#: Encodes and decodes, and says what was warned of, and what was logged.
+FIRST_CALL = """
+import logging, sys, warnings
+import numpy as np
+
+records = []
+handler = logging.Handler()
+handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+logging.getLogger("tightwire").addHandler(handler)
+logging.getLogger("tightwire").setLevel("INFO")
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import tightwire as tw
+
+    x = np.arange(4096, dtype=np.float32)
+    for _ in range(2):
+        y = tw.decode(bytes(tw.encode(x, "lhc")))
+        assert y.shape == x.shape
+for warning in caught:
+    print("warned", warning.category.__name__, warning.message)
+for record in records:
+    print("logged", *record)
+"""
+
+
+def first_call(folder: Path) -> list[str]:
+    """Lines of FIRST_CALL in a process with the cache in `folder`."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return run.stdout.splitlines()
+
+
+#: What can become of a file: an empty one, one cut, zeros after a crash, a bit.
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-9],
+    "zeros": lambda data: bytes(len(data)),
+    "bit": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+}
+
+
+def damage(folder: Path, suffix: str, how: str) -> None:
+    files = list(folder.rglob(f"*{suffix}"))
+    assert files
+    for file in files:
+        file.write_bytes(DAMAGES[how](file.read_bytes()))
+
+
+def test_what_processes_say_of_a_cache_empty_warm_and_damaged(tmp_path: Path) -> None:
+    (line,) = first_call(tmp_path)
+    assert line.startswith("logged INFO compiling the kernels of lhc (backend cpu)")
+    assert str(tmp_path) in line
+    assert first_call(tmp_path) == []
+    damage(tmp_path, ".nbc", "bit")
+    warned, logged = first_call(tmp_path)
+    assert warned.startswith("warned RuntimeWarning")
+    assert "is damaged" in warned
+    assert str(tmp_path) in warned
+    assert logged == line
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where functions are kept, in a process that has not warned yet."""
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(numba_cache, "_first_warning", threading.Lock())
+    return tmp_path / "cache"
+
+
+def called() -> int:
+    """Cache hits of a function that was declared, compiled or loaded, and called."""
+
+    @cached()
+    def plus_one(x: Any) -> Any:
+        return x + 1
+
+    assert [plus_one(x) for x in (1, 1.5, 2)] == [2, 2.5, 3]
+    hits: int = sum(plus_one.stats.cache_hits.values())
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("suffix", "how"),
+    # An index with another bit may be an index of other files.
+    [(s, how) for s in (".nbi", ".nbc") for how in DAMAGES if (s, how) != (".nbi", "bit")],
+)
+def test_damaged_files_are_a_warning_and_are_replaced(folder: Path, suffix: str, how: str) -> None:
+    assert called() == 0
+    assert called() == 2
+    damage(folder, suffix, how)
+    with pytest.warns(RuntimeWarning, match=re.escape(str(folder))) as caught:
+        assert called() == 0
+    assert len(caught) == 1
+    assert called() == 2
+
+
+def test_a_full_disk_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, path: str) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device") as caught:
+        assert called() == called() == 0
+    assert len(caught) == 1
+    assert str(folder) in str(caught[0].message)
+
+
+def test_no_folder_that_can_be_written_to_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    folder.write_text("no folder")
+    with pytest.warns(RuntimeWarning, match="no locator available") as caught:
+        assert called() == 0
+    assert len(caught) == 1
+    assert str(folder) in str(caught[0].message)
+
+
+def test_a_folder_that_is_lost_is_a_warning(folder: Path) -> None:
+    """Between the declaration of a function and its first call."""
+
+    @cached()
+    def plus_two(x: Any) -> Any:
+        return x + 2
+
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    with pytest.warns(RuntimeWarning, match=re.escape(str(folder))):
+        assert plus_two(1) == 3

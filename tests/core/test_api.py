@@ -155,7 +155,7 @@ def test_codecs_are_values() -> None:
     assert a.lossless
     assert not a.homomorphic
     assert a.reduce_op is None
-    with pytest.raises(ValueError, match="known: raw, zipccl"):
+    with pytest.raises(ValueError, match="Allowed: raw, zipccl"):
         tw.codec("gzip")
     with pytest.raises(TypeError, match="codec"):
         tw.encode(weights(), 7)  # type: ignore[arg-type]
@@ -222,6 +222,20 @@ def _fresh_import() -> tuple[float, float, list[str]]:
 
 def test_import_needs_numpy_alone() -> None:
     assert _fresh_import()[2] == ["numpy", "tightwire"]
+
+
+def test_lazy_names_are_found() -> None:
+    code = "import tightwire as tw; print(*dir(tw))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed = run.stdout.split()
+    assert set(tw.__all__) <= set(listed)
+    modules = ("ddp", "fsdp", "tagc", "tensor_parallel")
+    for name in (*modules, "CollectiveError", "Communicator", "ErrorFeedback"):
+        assert name in listed
+        found = getattr(tw, name)
+        assert found.__name__ == (f"tightwire.adapters.{name}" if name in modules else name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tw.nothing
 
 
 def test_import_takes_under_150_ms_numpy_included() -> None:

@@ -6,6 +6,7 @@ import base64
 import errno
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,13 +15,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import hypothesis.extra.numpy
+import hypothesis.strategies as st_
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import tightwire as tw
 from support import make_bits
 from tightwire import convert
+from tightwire.files import atomic_file
 from tightwire.formats.container import (
     SOURCE_KEY,
     Entry,
@@ -162,6 +167,50 @@ def test_lazy_tensors(like: str, tmp_path: Path) -> None:
             file["nothing"]
 
 
+SHAPES = ((7, 5, 3), (1, 9), (13,), (0, 4), (6, 0), ())
+INDEXED: dict[tuple[int, ...], Any] = {
+    shape: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in SHAPES
+}
+
+
+@settings(max_examples=200)
+@given(st_.data())
+def test_indices_mean_what_they_mean_to_numpy(indexed: tw.File, data: st_.DataObject) -> None:
+    shape = data.draw(st_.sampled_from(SHAPES))
+    index = data.draw(hypothesis.extra.numpy.basic_indices(shape, allow_newaxis=True))
+    found, expected = indexed[str(shape)][index], INDEXED[shape][index]
+    assert (found.shape, found.tobytes()) == (expected.shape, expected.tobytes())
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> tw.File:
+    path = tmp_path_factory.mktemp("indexed") / "x"
+    tw.save_file({str(shape): x for shape, x in INDEXED.items()}, path)
+    return tw.open(path)
+
+
+ENDLESS = """
+import resource, sys
+import numpy as np, tightwire as tw
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+rows = 1 << 60
+tw.save_file({"x": np.empty((rows, 0), np.float32), "y": np.empty((0, rows), bool)}, sys.argv[1])
+with tw.open(sys.argv[1]) as file:
+    x, y = file["x"], file["y"]
+    shapes = [x[:], x[::-1], x[5:-7:3], x[9, :], y[:], y[:, 3:5]]
+print([a.shape for a in shapes])
+"""
+
+
+def test_rows_that_an_attacker_chose_take_no_time(tmp_path: Path) -> None:
+    n = 1 << 60
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path / "x")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    expected = [(n, 0), (n, 0), (-(-(n - 12) // 3), 0), (0,), (0, n), (0, 2)]
+    assert run.stdout.strip() == str(expected)
+    assert (tmp_path / "x").stat().st_size < 1000
+
+
 def test_rows_decode_without_the_rest(tmp_path: Path) -> None:
     x = weights(400, 1024)
     path = tmp_path / "x.safetensors"
@@ -235,6 +284,29 @@ def test_new_files_follow_the_umask(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_bytes(b"")
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize("what", ["new", "replaced", "copied"])
+def test_nobody_else_reads_a_file_that_is_not_finished(what: str, tmp_path: Path) -> None:
+    """A kill leaves the temporary file as it was while it was written."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "x"
+    if what == "replaced":
+        path.write_bytes(b"old")
+        path.chmod(0o664)
+    seen: list[int] = []
+    mode = 0o640 if what == "copied" else None
+    with atomic_file(path, mode) as file:
+        file.write(b"secret")
+        file.flush()
+        seen += [p.stat().st_mode & 0o777 for p in folder.glob(".*")]
+    assert seen == [0o600]
+    (folder / "plain").write_bytes(b"")
+    by_umask = (folder / "plain").stat().st_mode & 0o777
+    expected = {"new": by_umask, "replaced": 0o664, "copied": 0o640}[what]
+    assert path.stat().st_mode & 0o777 == expected
+    assert {p.name for p in folder.iterdir()} == {"x", "plain"}
 
 
 def test_what_is_no_compressed_file(source: Path, tmp_path: Path) -> None:
@@ -430,6 +502,103 @@ def test_complex128_can_be_saved_and_verified_but_not_restored(tmp_path: Path) -
         convert.decompress_file(path, tmp_path / "out")
 
 
+SURROGATE = "a\ud800"
+
+
+def test_writers_refuse_what_is_no_text(tmp_path: Path) -> None:
+    x = weights(5)
+    for tensors, metadata in (
+        ({SURROGATE: x}, {}),
+        ({"x": x}, {SURROGATE: "v"}),
+        ({"x": x}, {"k": SURROGATE}),
+    ):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            tw.save_file(tensors, tmp_path / "x", metadata=metadata)
+    for key in ("tightwire", "tightwire.source", "tightwire.any"):
+        with pytest.raises(ValueError, match="tightwire's own"):
+            tw.save_file({"x": x}, tmp_path / "x", metadata={key: "1"})
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tw.dumps({SURROGATE: x})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "metadata", ['"k":"\\ud800"', '"tightwire":"1"', '"tightwire.source":""', '"tightwire.x":""']
+)
+def test_sources_that_could_not_be_restored_are_refused(metadata: str, tmp_path: Path) -> None:
+    text = (
+        f'{{"__metadata__":{{{metadata}}},"x":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}'
+    )
+    source = tmp_path / "source"
+    source.write_bytes(len(text).to_bytes(8, "little") + text.encode() + b"1")
+    with pytest.raises(tw.FormatError, match="bad_container"):
+        convert.compress_file(source, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_message_is_a_file(tmp_path: Path) -> None:
+    tensors = {"w": weights(70, 90), "none": np.zeros((0, 4)), "scalar": np.array(2.5)}
+    tw.save_file(tensors, tmp_path / "x")
+    message = tw.dumps(tensors)
+    assert message == (tmp_path / "x").read_bytes()
+    for data in (
+        message,
+        bytearray(message),
+        memoryview(message),
+        np.frombuffer(message, np.uint8),
+    ):
+        found = tw.loads(data)
+        assert isinstance(found, dict)
+        assert list(found) == list(tensors)
+        for name, x in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape)
+            assert found[name].tobytes() == x.tobytes()
+    assert tw.loads(tw.dumps({})) == {}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_comes_back_as_a_list(kind: type, tmp_path: Path) -> None:
+    # Eleven: their names in order are not in the order of text.
+    arrays = [weights(40 + i) for i in range(11)]
+    message = tw.dumps(kind(arrays), tw.codec("zipccl", window="sigma"), threads=1)
+    found = tw.loads(message, like="torch", threads=1)
+    assert isinstance(found, list)
+    assert all(isinstance(x, torch.Tensor) for x in found)
+    for x, y in zip(arrays, found, strict=True):
+        assert y.view(torch.uint8).numpy().tobytes() == x.tobytes()
+    assert tw.loads(tw.dumps(kind())) == []
+    # As a file, it holds tensors with these names and no metadata of the user's.
+    (tmp_path / "x").write_bytes(message)
+    with tw.open(tmp_path / "x") as file:
+        assert file.keys() == [str(i) for i in range(11)]
+        assert file.metadata == {}
+    convert.decompress_file(tmp_path / "x", tmp_path / "plain")
+    assert set(st.load_file(tmp_path / "plain")) == set(map(str, range(11)))
+
+
+def test_bad_messages_and_bad_calls() -> None:
+    message = tw.dumps([np.zeros(1000, np.float32)] * 3)
+    assert len(tw.loads(message, max_nbytes=12_000)) == 3
+    for limit in (3_999, 11_999):
+        with pytest.raises(tw.FormatError, match="limit_exceeded"):
+            tw.loads(message, max_nbytes=limit)
+    for data in (b"", message[:-1], message + b"\0", bytes(tw.encode(weights(5)))):
+        with pytest.raises(tw.FormatError, match="bad_container"):
+            tw.loads(data)
+    damaged = bytearray(message)
+    damaged[-300] ^= 1
+    with pytest.raises(tw.FormatError, match="tensor '2'"):
+        tw.loads(damaged)
+    calls: list[Any] = [weights(5), {5: weights(5)}, "text", 7, iter([])]
+    for bad in calls:
+        with pytest.raises((TypeError, ValueError), match="allowed"):
+            tw.dumps(bad)
+    with pytest.raises(TypeError):
+        tw.loads("text")
+    with pytest.raises(TypeError):
+        tw.dumps([np.array(["a"])])
+
+
 def test_bad_calls_of_save_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="names to arrays"):
         tw.save_file([("x", weights(5))], tmp_path / "x")  # type: ignore[arg-type]
@@ -456,5 +625,5 @@ def test_a_source_with_other_dtypes_is_refused(tmp_path: Path) -> None:
         other = parse_directory(directory_bytes([entry], {})[8:])
         head = directory_bytes(directory.entries, compressed_metadata({}, other))
         (tmp_path / "y").write_bytes(head + data[directory.data_at :])
-        with pytest.raises(tw.FormatError, match="other tensors"):
+        with pytest.raises(tw.FormatError, match="the source header says"):
             convert.verify_file(tmp_path / "y")

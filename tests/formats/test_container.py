@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given, strategies
 
 import tightwire as tw
 from tightwire.formats.container import Entry, directory_bytes, parse_directory, read_directory
@@ -69,6 +71,110 @@ def test_a_good_file() -> None:
 )
 def test_damage(data: bytes) -> None:
     assert reason(data) == "bad_container"
+
+
+SMALL = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+MIB = 1 << 20
+HOSTILE = {
+    "objects": '{"a":[' + "{}," * MIB + "{}]}",
+    "lists": '{"a":{"dtype":"U8","data_offsets":[0,0],"shape":[' + "[]," * MIB + "[]]}}",
+    "numbers": '{"a":{"dtype":"U8","data_offsets":[0,0],"shape":[' + "1234," * MIB + "0]}}",
+    "fields": '{"a":{' + ",".join(f'"{i}":1' for i in range(MIB // 4)) + "}}",
+    "objects in metadata": '{"__metadata__":{"a":[' + "{}," * MIB + "{}]}}",
+    "metadata": '{"__metadata__":{' + ",".join(f'"{i}":""' for i in range(MIB // 4)) + "}}",
+    "depth": '{"a":' * MIB,
+    "digits": '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,' + "9" * 3 * MIB + "]}}",
+    "one entry": '{"a":{"dtype":"U8",' + " " * 3 * MIB + '"shape":[0],"data_offsets":[0,0]}}',
+}
+
+
+def traced(json_bytes: bytes) -> tuple[float, tw.FormatError | None]:
+    """Peak memory of reading a header over its size, and the refusal."""
+    tracemalloc.start()
+    try:
+        parse_directory(json_bytes)
+        refusal = None
+    except tw.FormatError as error:
+        refusal = error
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak / len(json_bytes), refusal
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_header_takes_little_memory(name: str) -> None:
+    """A JSON parser makes 8 to 25 times the size of these."""
+    peak, refusal = traced(HOSTILE[name].encode())
+    assert refusal is not None
+    assert refusal.reason == "bad_container"
+    # The most metadata that a header may have takes some 10 MB.
+    assert peak < (7 if name == "metadata" else 3)
+
+
+def test_memory_of_a_header_is_in_proportion() -> None:
+    """Entries are as short as entries can be; the emoji makes all characters wide."""
+    for name in ("a", "\U0001f600"):
+        members = [f'"{i}":{SMALL}' for i in range(20_000)]
+        peak, refusal = traced(f'{{"{name}":{SMALL},{",".join(members)}}}'.encode())
+        assert refusal is None
+        assert peak < 12
+
+
+def test_many_tensors() -> None:
+    entries = tuple(
+        Entry(f"layers.{i}.é", "BF16", (4, 2), 16 * i, 16 * i + 16) for i in range(10**5)
+    )
+    metadata = {f"{i}": '{"}": [' for i in range(1 << 16)}
+    found = parse_directory(directory_bytes(entries, metadata)[8:])
+    assert found.entries == entries
+    assert found.metadata == metadata
+
+
+def test_limits_of_a_header() -> None:
+    for spaces, good in ((4096 - len(SMALL), True), (4097 - len(SMALL), False)):
+        text = f'{{"a":{SMALL[:-1] + " " * spaces}}}}}'.encode()
+        assert (traced(text)[1] is None) == good
+    for n, good in ((1 << 16, True), ((1 << 16) + 1, False)):
+        text = json.dumps({"__metadata__": {str(i): "" for i in range(n)}}).encode()
+        assert (traced(text)[1] is None) == good
+    with pytest.raises(ValueError, match="100000000"):
+        directory_bytes([], {"a": "b" * 100_000_000})
+
+
+@given(
+    strategies.recursive(
+        strategies.none()
+        | strategies.booleans()
+        | strategies.integers()
+        | strategies.floats()
+        | strategies.text(max_size=3)
+        | strategies.sampled_from(["U8", "dtype"]),
+        lambda inner: (
+            strategies.lists(inner, max_size=3)
+            | strategies.dictionaries(
+                strategies.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__"])
+                | strategies.text(max_size=2),
+                inner,
+                max_size=4,
+            )
+        ),
+    )
+)
+def test_any_json_is_refused_or_a_header(fields: Any) -> None:
+    """What is taken is what Python's parser reads."""
+    for indent in (None, 1):
+        text = json.dumps(fields, indent=indent).encode()
+        try:
+            found = parse_directory(text)
+        except tw.FormatError as error:
+            assert error.reason == "bad_container"
+            continue
+        assert isinstance(fields, dict)
+        assert found.metadata == fields.get("__metadata__", {})
+        assert {e.name for e in found.entries} == set(fields) - {"__metadata__"}
+        for e in found.entries:
+            assert (e.dtype, list(e.shape)) == (fields[e.name]["dtype"], fields[e.name]["shape"])
 
 
 def test_written_headers_are_aligned_and_read_by_safetensors(tmp_path: Path) -> None:

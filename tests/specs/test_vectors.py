@@ -30,6 +30,7 @@ KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 
 #: Valid buffers that no encode() with known parameters gives: slotted, or edited afterwards.
 NOT_PACKED_ENCODINGS = {
+    "nvfp4/float32_two_scales",
     "raw/uint8_assembled",
     "raw/uint8_newer_minor",
     "zipccl/bfloat16_fixed_rate",
@@ -87,7 +88,8 @@ def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
         tensor = (VECTORS / f"{name}.input").read_bytes()
     x = np.frombuffer(tensor, header.dtype.numpy).reshape(header.shape)
     checksum = bool(header.required & CHECKSUM)
-    key = KEY._replace(world=8 if name.endswith("of_8_ranks") else 1)
+    ranks = re.search(r"_of_(\d+)_ranks$", name)
+    key = KEY._replace(world=int(ranks[1]) if ranks else 1)
     buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, key=key, backend=backend)
     assert bytes(buffer) == data
 
@@ -200,7 +202,7 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
     assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
-    assert sum(map(len, made.values())) < 5_000_000
+    assert sum(map(len, made.values())) < 5_500_000
 
     changed = tmp_path / "raw" / "uint8_3.bin"
     changed.write_bytes(b"\1\2\4")
@@ -223,17 +225,14 @@ def test_worked_example_of_buffer_page() -> None:
     assert (len(data), list(tensor)) == (int(size[1]), [1, 2, 3])
     checked = 0
     for offset, fields in re.findall(r"^    ([0-9a-f]{3})  (.{48})", example, re.MULTILINE):
+        shown = bytes.fromhex(fields.partition("...")[0])
         at = int(offset, 16)
-        for word in fields.replace("CRC32C", "?? ?? ?? ??").split():
-            if word == "checksum":
-                at += 8
-            elif word == "...":
-                break
-            else:
-                assert word == "??" or int(word, 16) == data[at]
-                checked += word != "??"
-                at += 1
-    assert checked == 72
+        assert data[at : at + len(shown)] == shown
+        checked += len(shown)
+    assert checked == 0x50 + 1 + 4
+    crc = re.search(r"CRC32C ([0-9a-f]{8})", example)
+    assert crc is not None
+    assert int(crc[1], 16) == int.from_bytes(data[28:32], "little")
     assert not any(data[0x50:0x80])
     assert not any(data[0x83:])
 
@@ -322,7 +321,7 @@ def test_worked_example_of_dynamiq_page() -> None:
 
 def test_worked_example_of_zipccl_page() -> None:
     data, tensor = vector("zipccl/bfloat16_2048_ones")
-    text = page("zipccl.md")
+    text = " ".join(page("zipccl.md").split())
     example = text[text.index("## Worked example") :]
     numbers = re.search(
         r"(\d+) elements 1\.0 \(0x(\w+)\).*W = (\d+).*window (\d+) = `79 00`.* is "

@@ -1,0 +1,105 @@
+"""Every reader of compressed files, and what it makes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tightwire as tw
+from tightwire import convert
+from tightwire.files import map_safetensors
+from tightwire.formats.container import VERSION_KEY
+from tightwire.formats.errors import REASONS
+
+MAX_NBYTES = 1 << 24
+#: A tensor's dtype, shape and bytes.
+Value = tuple[str, tuple[int, ...], bytes]
+Tensors = dict[str, Value]
+
+
+def value(x: Any) -> Value:
+    return x.dtype.name, x.shape, x.tobytes()
+
+
+def _load_file(path: Path) -> Tensors:
+    return {n: value(x) for n, x in tw.load_file(path, max_nbytes=MAX_NBYTES).items()}
+
+
+def _loads(path: Path) -> Tensors:
+    tensors = tw.loads(path.read_bytes(), max_nbytes=MAX_NBYTES)
+    if isinstance(tensors, list):
+        tensors = {str(i): x for i, x in enumerate(tensors)}
+    return {name: value(x) for name, x in tensors.items()}
+
+
+def _decompress(path: Path) -> Tensors:
+    target = path.with_name("restored")
+    try:
+        convert.decompress_file(path, target, max_nbytes=MAX_NBYTES)
+        return {
+            e.name: (dtype.name, e.shape, bits.tobytes())
+            for e, dtype, bits in convert.plain_tensors(target, None)
+        }
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _verify(path: Path) -> None:
+    convert.verify_file(path, max_nbytes=MAX_NBYTES)
+
+
+def _diff(path: Path) -> None:
+    if VERSION_KEY not in map_safetensors(path)[1].metadata:
+        # Of plain files, which diff takes too, there is nothing to compare with the others.
+        tw.open(path)
+    assert convert.diff_files(path, path, max_nbytes=MAX_NBYTES) == []
+
+
+#: Readers that check whole files; those that give no tensors give None.
+WHOLE: dict[str, Callable[[Path], Tensors | None]] = {
+    "load_file": _load_file,
+    "loads": _loads,
+    "decompress": _decompress,
+    "verify": _verify,
+    "diff": _diff,
+}
+
+
+def reason(reader: Callable[[Path], object], path: Path) -> str | None:
+    """Why a reader refuses a file; None if it does not."""
+    try:
+        reader(path)
+    except tw.FormatError as error:
+        assert error.reason in REASONS
+        return error.reason
+    return None
+
+
+def by_tensor(path: Path) -> None:
+    """Read what is in a file tensor by tensor, and some rows of each."""
+    with tw.open(path, max_nbytes=MAX_NBYTES) as file:
+        for name in file:
+            file.get(name)
+            lazy = file[name]
+            if lazy.shape and np.prod(lazy.shape) < MAX_NBYTES:
+                assert lazy[-1:].nbytes <= lazy[:].nbytes
+
+
+def agreed(path: Path) -> str | Tensors:
+    """What all readers make of a file: the reason of their refusal, or the tensors."""
+    reasons = {name: reason(reader, path) for name, reader in WHOLE.items()}
+    assert len(set(reasons.values())) == 1, reasons
+    found = reasons["verify"]
+    # inspect sees no payload, and has no limit.
+    shown = reason(convert.inspect_file, path)
+    assert shown in (None, found) or found == "limit_exceeded", (shown, found)
+    assert (reason(by_tensor, path) is None) == (found is None)
+    if found is not None:
+        return found
+    tensors = _load_file(path)
+    assert tensors == _loads(path)
+    assert tensors == _decompress(path)
+    return tensors

@@ -1,0 +1,208 @@
+"""Damaged files: every reader gives the exact tensors, or all refuse for the same reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import readers
+import tightwire as tw
+from support import make_bits, repair
+from tightwire import convert
+from tightwire.formats.container import Entry, directory_bytes, read_directory
+from tightwire.formats.dtypes import BY_NAME
+
+
+def _weights(n: int) -> Any:
+    return make_bits("scales", BY_NAME["bfloat16"], n).view(ml_dtypes.bfloat16)
+
+
+def _compressed() -> bytes:
+    """A container with a source header."""
+    x = np.linspace(-1, 1, 300, dtype=np.float32).reshape(3, 100)
+    entries = [Entry("w", "F32", x.shape, 0, 1200), Entry("none", "I64", (0, 5), 1200, 1200)]
+    entries.append(Entry("ids", "U8", (7,), 1200, 1207))
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        source.write_bytes(directory_bytes(entries, {"format": "pt"}) + x.tobytes() + bytes(7))
+        convert.compress_file(source, target)
+        return target.read_bytes()
+
+
+SAMPLES = {
+    "dict": tw.dumps({"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())}),
+    "list": tw.dumps([np.arange(9, dtype=np.int16), _weights(1100)]),
+    "sparse": tw.dumps({"x": _weights(900)}, tw.codec("omnireduce", block=64)),
+    "source": _compressed(),
+}
+VALUES = {
+    readers.value(x)
+    for data in SAMPLES.values()
+    for tensors in [tw.loads(data)]
+    for x in (tensors.values() if isinstance(tensors, dict) else tensors)
+}
+Rng = np.random.Generator
+Mutant = Callable[[Rng, bytes], bytes]
+
+
+def flip(rng: Rng, data: bytes) -> bytes:
+    """One to three bits, anywhere or in the header."""
+    broken = bytearray(data)
+    end = len(data) if rng.random() < 0.5 else read_directory(memoryview(data)).data_at
+    for at in rng.integers(0, end, rng.integers(1, 4)):
+        broken[at] ^= 1 << int(rng.integers(8))
+    return bytes(broken)
+
+
+def cut(rng: Rng, data: bytes) -> bytes:
+    return data[: rng.integers(len(data))] + bytes(int(rng.integers(0, 2)) * 128)
+
+
+def splice(rng: Rng, data: bytes) -> bytes:
+    """A piece of a file in the place of another: bytes, or whole blocks of 128."""
+    other = SAMPLES[str(rng.choice(list(SAMPLES)))]
+    unit = int(rng.choice([1, 128]))
+    n = int(rng.integers(1, 300 if unit == 1 else 6)) * unit
+    at = int(rng.integers(len(data) // unit)) * unit
+    start = int(rng.integers(len(other) // unit)) * unit
+    removed = n if rng.random() < 0.7 else 0
+    return data[:at] + other[start : start + n] + data[at + removed :]
+
+
+def with_header(data: bytes, text: bytes) -> bytes:
+    """The file with another header."""
+    return len(text).to_bytes(8, "little") + text + data[read_directory(memoryview(data)).data_at :]
+
+
+NUMBERS = [-1, 0, 1, 127, 128, 256, 1 << 31, 1 << 60, 1 << 63, 1 << 64, 10**400, 0.5, 1e999, -0.0]
+ODD: list[Any] = [*NUMBERS, None, True, "", "U8", "BF16", "\ud800", "0", [], {}, [[]], [0, 128]]
+TOKENS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\u0061", b"\\ud800", b"\0", b"\xff", b"1e9"]
+TOKENS += [b'"x":{},', b"[" * 3000, b'{"a":' * 3000, b" " * 5000, b"9" * 5000, b"null", b"-", b"\n"]
+
+
+def edit(rng: Rng, data: bytes) -> bytes:
+    """One field of the header is something else: a number, another type, gone, renamed, moved."""
+    header: Any = json.loads(read_directory(memoryview(data)).json_bytes)
+    parent, key = header, list(header)[int(rng.integers(len(header)))]
+    while isinstance(parent[key], (dict, list)) and parent[key] and rng.random() < 0.8:
+        parent = parent[key]
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        key = keys[int(rng.integers(len(keys)))]
+    what = rng.integers(5)
+    if what == 0 and isinstance(parent, dict):
+        name = str(rng.choice(["", "x", "__metadata__", "tightwire", "0", "1", "shape", "\udfff"]))
+        parent[name] = parent.pop(key)
+    elif what == 1:
+        del parent[key]
+    elif what == 2 and isinstance(parent[key], int):
+        parent[key] += int(rng.choice([-128, -1, 1, 128, 1 << 62]))
+    elif what == 3 and isinstance(parent, list):
+        parent.append(parent[key])
+    else:
+        parent[key] = ODD[int(rng.integers(len(ODD)))]
+    return with_header(data, json.dumps(header).encode())
+
+
+def edit_text(rng: Rng, data: bytes) -> bytes:
+    """A token in the header's text, for another one or between two."""
+    text = read_directory(memoryview(data)).json_bytes
+    at, n = int(rng.integers(len(text))), int(rng.integers(0, 3))
+    return with_header(data, text[:at] + TOKENS[int(rng.integers(len(TOKENS)))] + text[at + n :])
+
+
+def twice(rng: Rng, data: bytes) -> bytes:
+    """A member of the header a second time."""
+    text = read_directory(memoryview(data)).json_bytes.rstrip()
+    header = json.loads(text)
+    key = str(rng.choice(list(header)))
+    member = f"{json.dumps(key)}:{json.dumps(header[key])}".encode()
+    return with_header(data, text[:-1] + b"," + member + b"}")
+
+
+def repaired(rng: Rng, data: bytes) -> bytes:
+    """A buffer with some changed bytes, whose checksums are right."""
+    directory = read_directory(memoryview(data))
+    where = directory.span(directory.entries[int(rng.integers(len(directory.entries)))])
+    buffer = bytearray(data[where])
+    end = len(buffer) if rng.random() < 0.3 else min(len(buffer), 160)
+    for at in rng.integers(0, end, rng.integers(1, 4)):
+        buffer[at] = int(rng.choice([0, 1, 2, 0x7F, 0x80, 0xFF, int(rng.integers(256))]))
+    repair(buffer)
+    return data[: where.start] + bytes(buffer) + data[where.stop :]
+
+
+MUTANTS: tuple[Mutant, ...] = (flip, cut, splice, edit, edit_text, twice, repaired)
+#: Peak memory that hundreds of readings may add: tensors of at most MAX_NBYTES, in each reader.
+MEMORY = 16 * readers.MAX_NBYTES
+
+
+def check(mutant: Mutant, seed: int, path: Path) -> bool:
+    """Read one mutant by all readers; True if they took it."""
+    rng = np.random.default_rng(seed)
+    name = list(SAMPLES)[seed % len(SAMPLES)]
+    data = mutant(rng, SAMPLES[name])
+    path.write_bytes(data)
+    start = time.process_time()
+    found = readers.agreed(path)
+    assert time.process_time() - start < 20
+    if isinstance(found, str):
+        return False
+    # Names have no checksum, tensors do; those whose checksums were repaired may be any.
+    assert mutant is repaired or set(found.values()) <= VALUES
+    return True
+
+
+def check_many(mutant: Mutant, seeds: range, path: Path) -> int:
+    """How many of the mutants the readers took."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with mock.patch.object(os, "fsync"):
+        taken = sum(check(mutant, seed, path) for seed in seeds)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown << 10 < MEMORY
+    return taken
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_are_read_by_all(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(SAMPLES[name])
+    found = readers.agreed(path)
+    assert isinstance(found, dict)
+    assert set(found.values()) <= VALUES
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+def test_mutants(mutant: Mutant, tmp_path: Path) -> None:
+    n = 150
+    taken = check_many(mutant, range(n), tmp_path / "x")
+    assert taken < n
+    # Some of these are harmless: that all are refused would mean that the samples are.
+    assert taken > 0 or mutant not in (edit, edit_text, repaired)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+def test_many_mutants(mutant: Mutant, tmp_path: Path) -> None:
+    assert check_many(mutant, range(150, 10_000), tmp_path / "x") < 9_850
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_flipped_bits_of_the_data_are_refused(name: str, tmp_path: Path) -> None:
+    """A bit of every 97th byte behind the header."""
+    data, path = SAMPLES[name], tmp_path / "x"
+    for at in range(read_directory(memoryview(data)).data_at, len(data), 97):
+        broken = bytearray(data)
+        broken[at] ^= 1 << at % 8
+        path.write_bytes(broken)
+        assert readers.reason(convert.verify_file, path) is not None, at

@@ -1,0 +1,178 @@
+"""Selections of damaged buffers: what specs/buffer.md, "Partial decoding", and the pages list."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from support import make_bits, repair
+from tightwire.engine import parse
+from tightwire.formats.dtypes import BY_NAME
+
+Range = tuple[int, int]
+
+
+class Damage(NamedTuple):
+    """Bytes that are wrong in chunk 0 of a bfloat16 tensor, and the elements that they spoil."""
+
+    codec: tw.Codec
+    pattern: str
+    chunk_nelem: int
+    section: int
+    at: int
+    new: str
+    spoilt: Range
+
+
+ZIPCCL, SIGMA = tw.codec("zipccl"), tw.codec("zipccl", window="sigma")
+SDP4BIT, TACO = tw.codec("sdp4bit"), tw.codec("taco")
+TAHQUANT, DYNAMIQ = tw.codec("tahquant", hidden=144), tw.codec("dynamiq", rounding="nearest")
+OMNIREDUCE = tw.codec("omnireduce", block=64)
+CASES = {
+    "raw": Damage(tw.codec("raw"), "normal", 900, 0, 7, "ff", (0, 0)),
+    "zipccl_first_offset": Damage(ZIPCCL, "normal", 12288, 1, 0, "01", (0, 4096)),
+    "zipccl_offset": Damage(ZIPCCL, "normal", 12288, 1, 4, "ffffffff", (0, 8192)),
+    "zipccl_window": Damage(ZIPCCL, "normal", 12288, 1, 14, "ffff", (4096, 8192)),
+    "zipccl_one_window": Damage(SIGMA, "normal", 12288, 1, 16, "0100", (8192, 12288)),
+    "mx": Damage(tw.codec("mx", element="e3m2"), "normal", 501, 0, 375, "80", (500, 501)),
+    "nvfp4_scale": Damage(tw.codec("nvfp4"), "normal", 501, 1, 0, "00000000", (0, 501)),
+    "nvfp4_tail": Damage(tw.codec("nvfp4"), "normal", 501, 0, 250, "ff", (500, 501)),
+    "taco_scale": Damage(TACO, "normal", 900, 1, 8, "00000000", (256, 512)),
+    "taco_code": Damage(TACO, "normal", 900, 0, 300, "7f", (256, 512)),
+    "sdp4bit_scale": Damage(SDP4BIT, "normal", 501, 1, 4, "00000000", (128, 256)),
+    "sdp4bit_code": Damage(SDP4BIT, "normal", 501, 0, 100, "88", (128, 256)),
+    "sdp4bit_tail": Damage(SDP4BIT, "normal", 501, 0, 250, "11", (500, 501)),
+    "tahquant_index": Damage(TAHQUANT, "normal", 1008, 2, 0, "7f", (0, 1008)),
+    "tahquant_tile": Damage(TAHQUANT, "normal", 1008, 1, 16, "007c", (208, 272)),
+    "dynamiq_width": Damage(DYNAMIQ, "normal", 768, 2, 0, "00", (0, 768)),
+    "dynamiq_scale": Damage(DYNAMIQ, "normal", 768, 1, 2, "0100", (256, 512)),
+    "dynamiq_rows": Damage(DYNAMIQ, "zero", 768, 0, 400, "01", (767, 768)),
+    "thc_count": Damage(tw.codec("thc"), "normal", 2048, 0, 2048, "00", (0, 2048)),
+    "thc_norm": Damage(tw.codec("thc"), "normal", 2048, 1, 20, "01000000", (0, 2048)),
+    "thc_cell": Damage(tw.codec("thc"), "normal", 2048, 0, 1500, "ff", (1024, 2048)),
+    "omnireduce": Damage(OMNIREDUCE, "normal", 400, 1, 0, "80", (0, 400)),
+    "lhc": Damage(tw.codec("lhc"), "one_hot", 3001, 1, 375, "80", (0, 3001)),
+}
+
+
+def tensor(case: Damage) -> Any:
+    kind = BY_NAME["bfloat16"]
+    nelem = 2 * case.chunk_nelem
+    return make_bits(case.pattern, kind, nelem).view(kind.numpy)
+
+
+def encoded(case: Damage) -> tw.Buffer:
+    """Two chunks, without damage."""
+    return case.codec.encode(tensor(case), chunks=2, key=tw.Key(1))
+
+
+def damaged(case: Damage) -> bytes:
+    """Two chunks, the first with its damage; checksums are right."""
+    data = bytearray(bytes(encoded(case)))
+    plan = parse(np.frombuffer(bytes(data), np.uint8)).plan
+    assert plan.codec.name == case.codec.name
+    at = plan.static_offset + case.at
+    at += sum(s.nbytes for s in plan.layout.sections[: case.section])
+    new = bytes.fromhex(case.new)
+    assert data[at : at + len(new)] != new
+    data[at : at + len(new)] = new
+    repair(data)
+    return bytes(data)
+
+
+def outcome(data: Any, start: int, stop: int, backend: str, verify: bool | None = None) -> Any:
+    """The elements' bytes, or the reason of the refusal."""
+    source = data
+    if backend == "triton":
+        source = pytest.importorskip("torch").frombuffer(bytearray(data), dtype=_uint8())
+    try:
+        y = tw.decode(source, start=start, stop=stop, backend=backend, verify=verify)
+    except tw.FormatError as error:
+        return error.reason
+    return y.view(_uint8()).numpy().tobytes() if backend == "triton" else y.tobytes()
+
+
+def _uint8() -> Any:
+    return pytest.importorskip("torch").uint8
+
+
+def selections(case: Damage) -> list[Range]:
+    """Single elements at all the places where the verdict may change, runs and empty ranges."""
+    n = case.chunk_nelem
+    edges = {0, n // 2, n - 1, *(e + d for e in case.spoilt for d in (-1, 0) if 0 <= e + d < n)}
+    runs = [(0, n // 3), (n // 3, n - 1), (n - 2, n + 2)]
+    return [(e, e + 1) for e in sorted(edges)] + runs + [(e, e) for e in (0, 1, n // 2, n, 2 * n)]
+
+
+def test_every_codec_has_a_case() -> None:
+    assert {case.codec.name for case in CASES.values()} == set(tw.codecs())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_is_refused_for_what_it_touches(name: str, backend: str) -> None:
+    check_case(CASES[name], backend, selections(CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_is_refused_for_what_it_touches_on_a_device(name: str) -> None:
+    pytest.importorskip("triton")
+    case = CASES[name]
+    lo, hi = case.spoilt
+    n = case.chunk_nelem
+    beside = (hi, hi + 1) if hi < n else (max(lo - 1, 0), lo)
+    check_case(case, "triton", [(lo, min(lo + 1, hi)), (hi - 1, hi) if hi else (5, 9), beside])
+
+
+def check_case(case: Damage, backend: str, ranges: list[Range]) -> None:
+    data = damaged(case)
+    lo, hi = case.spoilt
+    n = case.chunk_nelem
+    for start, stop in ranges:
+        spoilt = max(start, lo) < min(stop, hi)
+        found = outcome(data, start, stop, backend)
+        assert (found == "bad_payload") == spoilt, (start, stop, found)
+        assert isinstance(found, str) == spoilt
+    if lo < hi:
+        assert outcome(data, 0, n, backend) == "bad_payload"
+        assert outcome(data, n - 1, n, backend, verify=True) == "bad_payload"
+        assert outcome(data, 0, 1, backend, verify=True) == "bad_payload"
+    whole = outcome(data, n, 2 * n, backend)
+    assert whole == tw.decode(encoded(case))[n:].tobytes()
+    assert outcome(data, 0, 0, backend, verify=True) == b""
+
+
+def test_both_host_backends_judge_parts_alike() -> None:
+    """Bytes of the payload damaged at random; checksums right and wrong."""
+    rng = np.random.default_rng(0)
+    refused = 0
+    for name, case in CASES.items():
+        original = bytes(encoded(case))
+        first = parse(np.frombuffer(original, np.uint8)).plan.static_offset
+        n = 2 * case.chunk_nelem
+        borders = [0, 1, n // 4, n // 2 - 1, n // 2, n // 2 + 1, n - 1, n]
+        for k in range(24):
+            data = bytearray(original)
+            at = int(rng.integers(first if k % 2 else max(first, len(data) - 600), len(data)))
+            data[at] = int(rng.choice([0, 1, 127, 128, 255, data[at] ^ 1]))
+            if k % 4:
+                repair(data)
+            ends = rng.choice(borders, 2) if k % 3 == 0 else rng.integers(0, n + 1, 2)
+            start, stop = sorted(ends.tolist())
+            verify = (None, None, False, True)[k // 3 % 4]
+            found = outcome(bytes(data), start, stop, "ref", verify)
+            where = (name, at, start, stop, verify)
+            assert outcome(bytes(data), start, stop, "cpu", verify) == found, where
+            refused += isinstance(found, str)
+    assert refused > 50
+
+
+def test_an_empty_selection_reads_no_chunk(backend: str) -> None:
+    data = bytes(encoded(CASES["sdp4bit_tail"]))
+    first = parse(np.frombuffer(data, np.uint8)).plan.static_offset
+    spoilt = data[:first] + b"\xff" * (len(data) - first)
+    for at in (0, 7, 501, 1002):
+        assert outcome(spoilt, at, at, backend) == b""
+    assert outcome(spoilt[:-128], 7, 7, backend) == "truncated"
