@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -36,7 +36,7 @@ from .formats.container import (
 )
 from .formats.errors import FormatError
 from .formats.header import Header
-from .planning import make_plan
+from .planning import device_files, make_plan
 
 PathLike = str | os.PathLike[str]
 
@@ -262,17 +262,19 @@ class Contents:
         """One tensor's buffer, checked but for its payload."""
         with naming(f"tensor {name!r}"):
             parsed = engine.parse(self.buffer(name), max_nbytes)
-            if parsed.header.dynamic_stride:
-                raise FormatError("bad_container", "the buffer is not packed")
-            plan = parsed.plan
-            if self.source is not None:
-                source = self._sources[name]
-                if (source.dtype, source.shape) != (plan.dtype.safetensors, plan.shape):
-                    found = f"{plan.dtype.name}{list(plan.shape)}"
-                    wanted = f"{source.dtype}{list(source.shape)}"
-                    detail = f"{found}; the source header says {wanted}"
-                    raise FormatError("bad_container", detail)
+            self.check_head(name, parsed.header, parsed.plan)
         return parsed
+
+    def check_head(self, name: str, header: Header, plan: Plan) -> None:
+        """Refuse a buffer that is not packed, or another tensor than the source header says."""
+        if header.dynamic_stride:
+            raise FormatError("bad_container", "the buffer is not packed")
+        if self.source is not None:
+            source = self._sources[name]
+            if (source.dtype, source.shape) != (plan.dtype.safetensors, plan.shape):
+                found = f"{plan.dtype.name}{list(plan.shape)}"
+                wanted = f"{source.dtype}{list(source.shape)}"
+                raise FormatError("bad_container", f"{found}; the source header says {wanted}")
 
     def parse_all(self, max_nbytes: int) -> dict[str, Parsed]:
         """The buffers of all tensors, so that a bad one is found before anything is decoded."""
@@ -448,8 +450,16 @@ def load_file(
 ) -> dict[str, Any]:
     """Every tensor of a compressed safetensors file, checked, by name.
 
-    `max_nbytes` bounds each tensor. Raises FormatError, OSError.
+    `like`, an array or a library's name, says where they go. To a GPU the compressed bytes cross
+    the bus, and are decoded and checked there, in the order of the current stream; reading, copies
+    and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError, OSError, and
+    torch.OutOfMemoryError where a GPU has too little memory.
     """
     contents = Contents(map_file(path))
+    target = arrays.target_of(like)
+    gpu_files = device_files() if target.device is not None else None
+    if isinstance(gpu_files, ModuleType):
+        loaded: dict[str, Any] = gpu_files.load_file(Path(path), contents, target, max_nbytes)
+        return loaded
     contents.parse_all(max_nbytes)
     return {n: contents.decode(n, like, max_nbytes, threads) for n in contents.names()}

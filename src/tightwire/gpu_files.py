@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,20 @@ import numpy.typing as npt
 import torch
 
 from . import engine
+from .arrays import Target
 from .buffer import Buffer
 from .codec import Codec, decode
 from .codecs.base import Bytes, Plan
 from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
-from .device import _TORCH, DEVICE_ALIGN, _kernels_for, moved
+from .device import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _kernels_for, _place, _scope, moved
+from .files import Contents, naming
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
 from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
-from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, align
+from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
 from .pinned import Transfer, Writer
 
 #: Bytes of the file that are decoded at a time, if no tensor alone has more.
@@ -38,25 +40,35 @@ WINDOW_NBYTES = 128 << 20
 HEAD_NBYTES = 512
 
 
+def load_file(path: Path, contents: Contents, target: Target, max_nbytes: int) -> dict[str, Any]:
+    """As `tightwire.load_file`, to the GPU of `target`."""
+    place = _place(target.library, target.device, "like")
+    with _scope(place, target.library), open(path, "rb") as file:
+        found = load(path, file.fileno(), contents, place, max_nbytes)
+        return {name: _export(x, _DTYPES[x.dtype], target) for name, x in found.items()}
+
+
 def load(
     path: Path,
     fd: int,
-    data_at: int,
-    entries: Sequence[Entry],
+    contents: Contents,
     device: torch.device,
-    given: Mapping[str, torch.Tensor],
     max_nbytes: int,
+    given: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file on `device`, by name, in the order of `entries`, that of their data.
+    """The tensors of a file on `device`, by name, in the order of their data.
 
-    A tensor goes where `given` says: contiguous memory on `device`, of its dtype and shape. Works
-    in the order of the current stream, and waits for it. Raises FormatError for damage, OSError,
-    and torch.OutOfMemoryError, which name file and tensor.
+    `contents` is the file's, open as `fd`; only its header is read there. A tensor goes where
+    `given` says: contiguous memory on `device`, of its dtype and shape. Works in the order of the
+    current stream, and waits for it. Raises FormatError for damage, OSError, and
+    torch.OutOfMemoryError, which name file and tensor.
     """
+    given = given or {}
+    data_at, entries = contents.directory.data_at, contents.directory.entries
     windows = list(_windows(entries))
     ranges = [(data_at + entries[i].begin, data_at + entries[j - 1].end) for i, j in windows]
     with Transfer(path, fd, ranges, device) as transfer:
-        plans, groups = _read_heads(path, fd, data_at, entries, max_nbytes)
+        plans, groups = _read_heads(path, fd, contents, max_nbytes)
         results = [
             given[e.name] if e.name in given else _allocated(path, e.name, plan, device)
             for e, plan in zip(entries, plans, strict=True)
@@ -86,12 +98,8 @@ def _windows(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
         yield first, len(entries)
 
 
-@contextmanager
-def _naming(path: Path, name: str) -> Iterator[None]:
-    try:
-        yield
-    except FormatError as error:
-        raise FormatError(error.reason, f"{path}: {name!r}: {error.detail}") from None
+def _naming(path: Path, name: str) -> AbstractContextManager[None]:
+    return naming(f"{path}: tensor {name!r}")
 
 
 def _allocated(path: Path, name: str, plan: Plan, device: torch.device) -> torch.Tensor:
@@ -99,7 +107,7 @@ def _allocated(path: Path, name: str, plan: Plan, device: torch.device) -> torch
         return torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=device)
     except torch.OutOfMemoryError as error:
         size = plan.nelem * plan.dtype.itemsize
-        message = f"{path}: no memory on {device} for {name!r}, {size} bytes"
+        message = f"{path}: no memory on {device} for tensor {name!r}, {size} bytes"
         raise torch.OutOfMemoryError(message) from error
 
 
@@ -113,38 +121,41 @@ class _Group:
 
 
 def _read_heads(
-    path: Path, fd: int, data_at: int, entries: Sequence[Entry], max_nbytes: int
+    path: Path, fd: int, contents: Contents, max_nbytes: int
 ) -> tuple[list[Plan], list[_Group]]:
-    """Plans of all buffers, checked as `engine.parse_head` does, and groups of the usual ones.
+    """Plans of all buffers, checked as `Contents.parse` does, and groups of the usual ones.
 
     Buffers of one plan are checked together: a file may have many thousands.
     """
+    data_at, entries = contents.directory.data_at, contents.directory.entries
     plans: list[Plan] = []
     members: dict[bytes, list[tuple[int, bytes]]] = {}
-    known: dict[bytes, Plan] = {}
+    known: dict[bytes, tuple[Header, Plan]] = {}
     for i, entry in enumerate(entries):
         start, nbytes = data_at + entry.begin, entry.end - entry.begin
         data = os.pread(fd, min(HEAD_NBYTES, nbytes), start)
         header = data[: int.from_bytes(data[8:12], "little")]
-        plan = known.get(header)
-        if plan is None:
-            # The first of its kind is checked one by one, as are those that this cannot read.
+        usual = header in known
+        if not usual:
+            # The first of its kind is checked by itself, as are those that this cannot read.
             with _naming(path, entry.name):
                 head = engine.parse_head(_reader(path, fd, start, nbytes), nbytes, max_nbytes)
-                if head.header.dynamic_stride:
-                    raise FormatError("bad_container", "the buffer is not packed")
-            plan = head.plan
-            if head.header.required & ~CHECKSUM or len(header) != head.header.nbytes:
-                plans.append(plan)
-                continue
-            known[header] = plan
+            usual = not head.header.required & ~CHECKSUM and len(header) == head.header.nbytes
+            known[header] = head.header, head.plan
+        planned, plan = known[header]
+        with _naming(path, entry.name):
+            contents.check_head(entry.name, planned, plan)
+        if not usual:
+            del known[header]
+            plans.append(plan)
+            continue
         if len(data) < plan.static_offset:
             data = os.pread(fd, plan.static_offset, start)
         plans.append(plan)
         members.setdefault(header, []).append((i, data[len(header) : plan.static_offset]))
     groups = []
     for header, found in members.items():
-        plan = known[header]
+        plan = known[header][1]
         numbers = np.array([i for i, _ in found])
         sizes = np.array([entries[i].end - entries[i].begin for i, _ in found])
         if all(len(data) == plan.static_offset - len(header) for _, data in found):
@@ -229,7 +240,7 @@ class _Owned:
         if error is not None:
             row = (STATUS_TOP.value - code) >> 8 & 0xFFFFFFFF
             name = entries[int(self._owners[row])].name
-            raise FormatError(error.reason, f"{path}: {name!r}: found on the device")
+            raise FormatError(error.reason, f"{path}: tensor {name!r}: found on the device")
 
 
 def _batches(

@@ -76,6 +76,12 @@ def device_engine() -> ModuleType | str:
     return _module_or_missing("tightwire.device", "torch")
 
 
+@functools.cache
+def device_files() -> ModuleType | str:
+    """The module `tightwire.gpu_files`, or the name of the package that it lacks."""
+    return _module_or_missing("tightwire.gpu_files", "torch", "triton")
+
+
 def _module_or_missing(module: str, *packages: str) -> ModuleType | str:
     try:
         return importlib.import_module(module)

@@ -73,11 +73,13 @@ def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     )
 
 
+def contents(path: Path) -> files.Contents:
+    return files.Contents(files.map_file(path))
+
+
 def load(path: Path, device: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    directory = files.map_safetensors(path)[1]
     with open(path, "rb") as file:
-        at, entries = directory.data_at, directory.entries
-        found = gpu_files.load(path, file.fileno(), at, entries, device, given or {}, 1 << 40)
+        found = gpu_files.load(path, file.fileno(), contents(path), device, 1 << 40, given)
     slots = pinned.pool(device.type == "cuda")
     assert len(slots._free) == slots._made, "a slot has not been given back"
     return found
@@ -140,7 +142,7 @@ def test_damage_has_the_reason_that_the_host_gives(device: Any, tmp_path: Path) 
     path = tmp_path / "x"
     tw.save_file(tensors, path)
     data = path.read_bytes()
-    at = files.map_safetensors(path)[1].data_at
+    at = contents(path).directory.data_at
     rng = np.random.default_rng(0)
     for place in [at + 9, at + 40, at + 130, *rng.integers(at, len(data), 12).tolist()]:
         damaged = bytearray(data)
@@ -158,13 +160,11 @@ def test_damage_has_the_reason_that_the_host_gives(device: Any, tmp_path: Path) 
 def test_a_file_that_becomes_shorter(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
     tw.save_file(model(), path)
-    directory = files.map_safetensors(path)[1]
+    found = contents(path)
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 30_000)
         with pytest.raises(tw.FormatError, match=r"became shorter") as error:
-            entries = directory.entries
-            fd = file.fileno()
-            gpu_files.load(path, fd, directory.data_at, entries, device, {}, 1 << 40)
+            gpu_files.load(path, file.fileno(), found, device, 1 << 40)
     assert error.value.reason == "truncated"
     slots = pinned.pool(device.type == "cuda")
     assert len(slots._free) == slots._made
@@ -213,7 +213,7 @@ def test_saved_bytes_are_those_of_the_host(device: Any, tmp_path: Path) -> None:
     tensors = model()
     tw.save_file(tensors, tmp_path / "host")
     expected = (tmp_path / "host").read_bytes()
-    directory = files.map_safetensors(tmp_path / "host")[1]
+    directory = contents(tmp_path / "host").directory
     with open(tmp_path / "x", "wb") as file:
         with pinned.Writer(file.fileno(), device) as writer:
             on_device = {name: x.to(device) for name, x in tensors.items()}
