@@ -394,10 +394,16 @@ def add_header(plan: Plan, out: torch.Tensor, words: tuple[int, ...]) -> None:
 
 
 def match_header(
-    plan: Plan, src: torch.Tensor, status: torch.Tensor, words: tuple[int, ...]
+    plan: Plan,
+    src: torch.Tensor,
+    status: torch.Tensor,
+    words: tuple[int, ...],
+    first: int = HEADER_WORDS,
 ) -> None:
-    """Compare what a header has beyond HEADER_WORDS words with the plan's."""
-    for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
+    """Compare the words of a header from number `first` on, by default beyond those that kernels
+    get as arguments, with the plan's.
+    """
+    for at in range(first, len(words), HEADER_WORDS):
         part = words[at : at + HEADER_WORDS]
         _MATCH_HEADER.launch(1, (src, status), at, plan.header.nbytes // 8, *part)
 

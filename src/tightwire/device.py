@@ -978,16 +978,18 @@ def _launch(
         out,
         None if scratch is None else work,
     )
-    if lo == hi and plan.nelem:
-        # No chunk is touched. What the host has not read yet are header and records.
-        if planned:
-            _checked_head(data[: plan.nbytes], plan)
-        return
     # A verdict at once is on this call alone; the Buffer's word waits for `check`.
     if memory is None or verify:
         status = fresh = _new_status(data.device)
     else:
         status, fresh = memory.status, None
+    if lo == hi and plan.nelem:
+        # No chunk is touched. All that the host has not read is the header.
+        if planned:
+            _match_header(plan, data, status)
+        if fresh is not None:
+            _settle(fresh)
+        return
     check = verify is not False
     if verify:
         touched = touched_chunks(plan, lo, hi)
@@ -1024,6 +1026,12 @@ def _launch(
         memory.lease(data)
     if fresh is not None:
         _settle(fresh)
+
+
+def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
+    from .codecs.device import header_words, match_header
+
+    match_header(plan, data, status, header_words(plan), 0)
 
 
 def _new_status(device: torch.device) -> torch.Tensor:

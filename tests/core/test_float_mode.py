@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "thc": ({"norm": "tensor"},),
     "lhc": ({"ratio": 4.1, "sketch": "float16"},),
 }
-CODECS = [(name, {}) for name in tw.codecs()]
+CODECS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in tw.codecs()]
 CODECS += [(name, params) for name, found in VARIANTS.items() for params in found]
 
 
@@ -161,7 +161,7 @@ def test_a_share_that_is_zeroed_is_exact() -> None:
     shares = [k / 100 for k in range(1, 100)]
 
     def nonzero() -> list[int]:
-        return [np.count_nonzero(sparsify(x, share)[0]) for share in shares]
+        return [int(np.count_nonzero(sparsify(x, share)[0])) for share in shares]
 
     assert check(nonzero) == [1000 - 10 * k for k in range(1, 100)]
 

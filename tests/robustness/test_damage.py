@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import float_modes
 import tightwire as tw
 from support import make_bits, repair
 from tightwire import engine
 from tightwire.codecs import threads as threads_module
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.errors import REASONS
-from tightwire.formats.header import RECORD
+from tightwire.formats.header import RECORD, parse_header
+from tightwire.planning import HOST_BACKENDS, plan_of_header
 
 RECORD_SIZE = RECORD.itemsize
 
@@ -253,6 +255,21 @@ def check_mutations(seed: int, count: int, every: int) -> None:
 
 def test_twenty_thousand_mutations() -> None:
     check_mutations(seed=0, count=20_000, every=9)
+
+
+@pytest.mark.skipif(not float_modes.SUPPORTED, reason="modes are not known here")
+def test_mutations_in_other_floating_point_modes() -> None:
+    rng = np.random.default_rng(11)
+    names, decoded = list(SAMPLES), 0
+    for k in range(1500):
+        data = mutate(rng, SAMPLES[names[k % len(names)]])
+        repair(data)
+        backend = HOST_BACKENDS[k // len(names) % 2]
+        wanted = outcome(data, backend)
+        with float_modes.mode(float_modes.MODES[k % len(float_modes.MODES)]):
+            assert outcome(data, backend) == wanted, k
+        decoded += not isinstance(wanted, str)
+    assert decoded > 100
 
 
 @pytest.mark.long
