@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import re
@@ -22,6 +23,30 @@ from .transport import Op, Transport
 _REPORT = 1.0
 #: What rank 0 has to tell the others that somebody did not come.
 _GRACE = timedelta(seconds=5)
+
+
+#: Non-empty once the interpreter exits.
+_exiting: list[bool] = []
+_noting = threading.Lock()
+
+
+def _note_exit() -> None:
+    """Have `_exiting` set before finalizers run: what is registered last is called first."""
+    if _noting.acquire(blocking=False):
+        atexit.register(_exiting.append, True)
+
+
+def _end(group: Any) -> None:
+    """End a group whose transport is dropped.
+
+    NCCL waits there for the other ranks, whose garbage collectors may find theirs much later, and
+    this may be anywhere, in a call that they wait for: so it is done on a thread of its own. At the
+    end of the process all ranks are here.
+    """
+    if _exiting or group.name() != "nccl":
+        group.shutdown()
+    else:
+        threading.Thread(target=group.shutdown, name="tightwire-close", daemon=True).start()
 
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -126,12 +151,13 @@ class TorchDist(Transport):
         with call.stage("connect"):
             found._given = _CONNECT[kind](store, rank, size, wanted)
         # NCCL is to be told, also if nobody calls close().
-        found._let_go = weakref.finalize(found, found._given.shutdown)
+        found._let_go = weakref.finalize(found, _end, found._given)
+        _note_exit()
         found._prepare()
         return found
 
-    #: Ends what `new_group` has made.
-    _let_go: Callable[[], Any] | None = None
+    #: Ends what `new_group` has made, if the transport is dropped.
+    _let_go: weakref.finalize[..., Any] | None = None
 
     def _prepare(self) -> None:
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
@@ -162,11 +188,12 @@ class TorchDist(Transport):
     def close(self) -> None:
         """See `Transport`: ends what `new_group` has made. A group that was given stays as it is.
 
-        Not while another thread is in a call.
+        Not while another thread is in a call. Over NCCL ranks wait for one another here: all close
+        their transports in the same order.
         """
-        self._given = self._store = None
-        if self._let_go is not None:
-            self._let_go()
+        given, self._given, self._store = self._given, None, None
+        if self._let_go is not None and self._let_go.detach() is not None:
+            given.shutdown()
 
     def _silent_ranks(self) -> str:
         """What is known of the other ranks, when a call has failed here."""

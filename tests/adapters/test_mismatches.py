@@ -115,7 +115,7 @@ def test_mismatched_calls_raise_and_no_process_ends(tmp_path: Path) -> None:
     for case in CASES:
         stage, detail = second[case]
         assert stage in ("sizes", "measure"), (case, second[case])
-        assert "ranks [0] make another call, or of another dtype or shape" in detail, case
+        assert "ranks [0] make another call, or one with another dtype or shape" in detail, case
         # The sender of a message learns of it when nobody takes its bytes, or not at all.
         if CASES[case][2] or "first" in case:
             assert "ranks [1] make another call" in first[case][1], (case, first[case])

@@ -19,8 +19,8 @@ from tightwire import engine
 from tightwire.codecs import threads as threads_module
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.errors import REASONS
-from tightwire.formats.header import RECORD, parse_header
-from tightwire.planning import HOST_BACKENDS, plan_of_header
+from tightwire.formats.header import RECORD
+from tightwire.planning import HOST_BACKENDS
 
 RECORD_SIZE = RECORD.itemsize
 
