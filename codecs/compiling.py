@@ -25,7 +25,7 @@ def announce(module: str, where: str) -> None:
     logging.getLogger("tightwire").info(
         "compiling the kernels of %s (backend %s), at the first call for a dtype; they are kept in "
         "%s for later processes",
-        stem,
+        stem if stem in _STEMS else "several codecs",
         backend,
         where,
     )

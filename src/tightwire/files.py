@@ -34,7 +34,7 @@ from .formats.container import (
     source_directory,
     users_metadata,
 )
-from .formats.errors import FormatError
+from .formats.errors import FormatError, integer
 from .formats.header import Header
 from .planning import device_files, make_plan
 
@@ -169,10 +169,30 @@ def _encoded(
     check_names(tensors)
     plans = {}
     for name, x in tensors.items():
-        info = arrays.describe(x)
-        plans[name] = make_plan(chosen.spec, info.dtype, info.shape, None)
-    buffers = (chosen.encode(x, chunks=None, threads=threads).parsed() for x in tensors.values())
-    return plans, buffers
+        with _naming_call(name):
+            info = arrays.describe(x)
+            plans[name] = make_plan(chosen.spec, info.dtype, info.shape, None)
+    return plans, _buffers(chosen, tensors, threads)
+
+
+def _buffers(chosen: Codec, tensors: Mapping[str, Any], threads: int | None) -> Iterator[Parsed]:
+    for name, x in tensors.items():
+        with _naming_call(name):
+            parsed = chosen.encode(x, chunks=None, threads=threads).parsed()
+        yield parsed
+
+
+@contextmanager
+def _naming_call(name: str) -> Iterator[None]:
+    """Say in the error of a bad call which tensor it is about."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except TypeError as error:
+        raise TypeError(f"tensors[{name!r}]: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"tensors[{name!r}]: {error}") from error
 
 
 def dumps(
@@ -212,7 +232,8 @@ def loads(
     array or a library's name, says which library the arrays belong to. Raises FormatError for
     bytes that are no such message, or whose arrays need more than `max_nbytes` bytes together.
     """
-    contents = Contents(arrays.bytes_view(data))
+    max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+    contents = Contents(_message(data))
     plans = [parsed.plan for parsed in contents.parse_all(max_nbytes).values()]
     total = sum(plan.nelem * plan.dtype.itemsize for plan in plans)
     if total > max_nbytes:
@@ -220,6 +241,13 @@ def loads(
     names = contents.names()
     tensors = {name: contents.decode(name, like, max_nbytes, threads) for name in names}
     return list(tensors.values()) if LIST_KEY in contents.directory.metadata else tensors
+
+
+def _message(data: Any) -> Bytes:
+    try:
+        return arrays.bytes_view(data)
+    except TypeError as error:
+        raise TypeError(f"Expected the bytes of a message: {error}") from error
 
 
 @contextmanager
@@ -278,6 +306,7 @@ class Contents:
 
     def parse_all(self, max_nbytes: int) -> dict[str, Parsed]:
         """The buffers of all tensors, so that a bad one is found before anything is decoded."""
+        max_nbytes = integer("max_nbytes", max_nbytes, least=0)
         return {name: self.parse(name, max_nbytes) for name in self._entries}
 
     def decode(self, name: str, like: Any, max_nbytes: int, threads: int | None = None) -> Any:
@@ -350,7 +379,7 @@ class File:
     ) -> None:
         self.path = Path(path)
         self.like = like
-        self.max_nbytes = max_nbytes
+        self.max_nbytes = integer("max_nbytes", max_nbytes, least=0)
         self._contents = Contents(map_file(path))
         self._closed = False
 

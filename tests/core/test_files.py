@@ -627,3 +627,14 @@ def test_a_source_with_other_dtypes_is_refused(tmp_path: Path) -> None:
         (tmp_path / "y").write_bytes(head + data[directory.data_at :])
         with pytest.raises(tw.FormatError, match="the source header says"):
             convert.verify_file(tmp_path / "y")
+
+
+@pytest.mark.parametrize(("limit", "error"), [(-1, ValueError), ("9", TypeError), (1.5, TypeError)])
+def test_limits_are_whole_numbers(limit: Any, error: type[Exception], tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    tw.save_file({}, path)
+    for call in (tw.open, tw.load_file, convert.verify_file):
+        with pytest.raises(error, match="max_nbytes is"):
+            call(path, max_nbytes=limit)
+    with pytest.raises(error, match="max_nbytes is"):
+        tw.loads(path.read_bytes(), max_nbytes=limit)

@@ -221,11 +221,19 @@ def test_flags_that_were_raised_within_warn_of_nothing() -> None:
 
 #: The pool's threads, and PyTorch's, are made by a thread that flushes.
 POOL = """
+import threading
 import numpy as np
 import torch
 import tightwire as tw
+from tightwire.codecs import threads
 
 assert torch.set_flush_denormal(True)
+# All threads of the pool are made here, and have the mode of this one.
+n = max(threads.cpu_count(), 2)
+together = threading.Barrier(n + 1)
+jobs = [threads._executor().submit(together.wait) for _ in range(n)]
+together.wait()
+assert threads._executor().submit(lambda: (torch.tensor(1e-40) * 1).item()).result() == 0
 x = np.random.default_rng(0).standard_normal((1024, 1024)) * 2.0**-16
 x = x.astype(np.float16)
 for name in ("tahquant", "taco"):
