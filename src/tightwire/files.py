@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +121,7 @@ def write_container(
     `plans` bounds the sizes, so that space for the header can be left in front. No buffer is held
     while the next one is made.
     """
-    largest = sum(plan.nbytes for plan in plans.values())
-    widest = [Entry(name, "U8", (largest,), largest, largest) for name in plans]
-    head_nbytes = len(directory_bytes(widest, metadata))
+    head_nbytes = header_bound(plans, metadata)
     entries = []
     at = 0
     file.seek(head_nbytes)
@@ -135,6 +133,13 @@ def write_container(
         raise ValueError("more buffers than plans")
     file.seek(0)
     file.write(directory_bytes(entries, metadata, head_nbytes))
+
+
+def header_bound(plans: Mapping[str, Plan], metadata: Mapping[str, str]) -> int:
+    """Where the data of a file with buffers of these plans can start."""
+    largest = sum(plan.nbytes for plan in plans.values())
+    widest = [Entry(name, "U8", (largest,), largest, largest) for name in plans]
+    return len(directory_bytes(widest, metadata))
 
 
 def _write_pieces(file: BinaryIO, parsed: Parsed) -> int:
@@ -152,13 +157,29 @@ def save_file(
     """Write named arrays of any library as a compressed safetensors file.
 
     Tensors are encoded and written one by one: beside the caller's arrays, memory holds one
-    encoded tensor. The file appears whole or not at all. Raises TypeError or ValueError for a bad
-    call, OSError if the disk fails.
+    encoded tensor. PyTorch's tensors of one GPU are encoded there, some 128 MiB at a time, while
+    packed bytes cross the bus and are written by threads. The file appears whole or not at all.
+    Raises TypeError or ValueError for a bad call, OSError if the disk fails.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; allowed: names to arrays")
     fields = compressed_metadata(dict(metadata or {}))
-    write_compressed(path, *_encoded(tensors, codec, threads), fields)
+    chosen = as_codec(codec)
+    plans, buffers = _encoded(tensors, chosen, threads)
+    gpu_files = device_files() if _on_one_gpu(tensors.values()) else None
+    if isinstance(gpu_files, ModuleType):
+        with atomic_file(path) as file:
+            gpu_files.write_container(file, plans, tensors, chosen, fields)
+    else:
+        write_compressed(path, plans, buffers, fields)
+
+
+def _on_one_gpu(tensors: Collection[Any]) -> bool:
+    """True for tensors of PyTorch, one or more, all on the same GPU."""
+    if not tensors or not all(arrays.on_gpu(x) for x in tensors):
+        return False
+    first, *others = (arrays.target_of(x) for x in tensors)
+    return first.library == "torch" and all(other == first for other in others)
 
 
 def _encoded(

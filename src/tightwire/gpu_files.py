@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,9 @@ from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
 from .device import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _kernels_for, _place, _scope, moved
-from .files import Contents, naming
+from .files import Contents, header_bound, naming
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
-from .formats.container import Entry
+from .formats.container import Entry, directory_bytes
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
@@ -329,6 +329,21 @@ def _rows(
     rows["words"] = (records["checksum"] - fields).view(np.int64)
     rows["fixed"] = fixed
     return rows.reshape(-1)
+
+
+def write_container(
+    file: BinaryIO,
+    plans: Mapping[str, Plan],
+    tensors: Mapping[str, torch.Tensor],
+    codec: Codec,
+    metadata: Mapping[str, str],
+) -> None:
+    """As `files.write_container`: encode `tensors`, all on one GPU, there."""
+    head_nbytes = header_bound(plans, metadata)
+    device = next(iter(tensors.values())).device
+    with torch.cuda.device(device), Writer(file.fileno(), device) as writer:
+        entries = save(writer, tensors, codec, head_nbytes)
+    file.write(directory_bytes(entries, metadata, head_nbytes))
 
 
 def save(writer: Writer, tensors: Mapping[str, torch.Tensor], codec: Codec, at: int) -> list[Entry]:

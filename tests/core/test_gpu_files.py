@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tightwire import files, gpu_files, pinned  # noqa: E402
-from tightwire.formats.container import directory_bytes  # noqa: E402
+from tightwire.formats.container import Entry, directory_bytes  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -223,6 +223,20 @@ def test_saved_bytes_are_those_of_the_host(device: Any, tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small")
+def test_save_and_load_of_a_gpu(tmp_path: Path) -> None:
+    """The public calls: the bytes of the host, back in memory of the GPU."""
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "host", metadata={"a": "b"})
+    on_gpu = {name: x.cuda() for name, x in tensors.items()}
+    tw.save_file(on_gpu, tmp_path / "gpu", metadata={"a": "b"})
+    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "host").read_bytes()
+    loaded = tw.load_file(tmp_path / "gpu", like=on_gpu["bool"])
+    assert same(loaded, tensors)
+    assert all(x.is_cuda for x in loaded.values())
+
+
 @pytest.mark.usefixtures("small")
 def test_a_full_disk(device: Any, tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
@@ -240,7 +254,7 @@ def test_a_full_disk(device: Any, tmp_path: Path) -> None:
 
 def test_windows_cover_all_entries(small: None) -> None:
     def entry(name: str, begin: int, end: int) -> Any:
-        return gpu_files.Entry(name, "U8", (end - begin,), begin, end)
+        return Entry(name, "U8", (end - begin,), begin, end)
 
     sizes = [100, 19_000, 2_000, 50_000, 0, 1, 20_000, 20_000]
     ends = np.cumsum(sizes).tolist()
