@@ -836,8 +836,8 @@ def dynamiq_rules() -> Iterator[LossyVector | Vector]:
     # A magnitude of 2^110 or none: the mean is 0 of the first two super-groups alone.
     x = np.resize(np.ldexp(np.float32(1), [110, 109]), 384).astype(np.float32)
     x[256:] /= 2
-    params = {"widths": "pow2", "grid": "uniform", "scales": "wide", "center": True}
-    yield coded("center_limit", x, super_group=128, **params)
+    params: dict[str, Any] = {"widths": "pow2", "grid": "uniform", "scales": "wide"}
+    yield coded("center_limit", x, super_group=128, center=True, **params)
 
 
 def dynamiq_all_codes(grid: str, dtype: str, seed: int, **params: Any) -> Vector:
