@@ -347,6 +347,7 @@ def nvfp4_vectors() -> Iterator[LossyVector | Vector]:
         yield lossy(f"{dtype}_small", small.astype(BY_NAME[dtype].numpy), codec)
     yield lossy("bfloat16_zeros", np.zeros(300, BY_NAME["bfloat16"].numpy), codec)
     yield lossy("float32_5_chunks", bell(97, "float32", 1601), codec, chunks=5)
+    yield lossy("float32_66_chunks", bell(101, "float32", 65 * 65), codec, chunks=66)
     yield lossy("float16_no_checksum", bell(98, "float16", 500), codec, checksum=False)
     stats = np.array([np.float32(1.0).view(np.int32)])
     parts = Parts.of(codec.encode(bell(99, "float16", 16 * 256), stats=stats, backend="ref"))
@@ -750,6 +751,20 @@ def rising(seed: int, dtype: str, n: int, block: int) -> Array:
     return x.astype(np.float32).astype(BY_NAME[dtype].numpy)
 
 
+def norm_near_a_tie() -> Array:
+    """Blocks whose root mean square is rounded up only if their sums are added as the page says.
+
+    Nearly all is in the first block: 3443599^2 + 23687400^2 = 23936401^2, which has 25 bits and is
+    halfway between two float32. Each of the others is below half a step of the first block's sum;
+    blocks 1 and 3 together are above.
+    """
+    x = np.zeros((5, 1024), np.float32)
+    x[0, :512], x[0, 512:] = 3 * 3443599 / 2.0**24, 3 * 23687400 / 2.0**24
+    step = np.spacing(512 * 9 * (23936401 / 2.0**24) ** 2)
+    x[1:, 0] = np.sqrt(step * np.array([0.45, 0.1, 0.3, 0.1]))
+    return x.reshape(-1)[:4608]
+
+
 def thc_rules() -> Iterator[LossyVector | Vector]:
     """thc.md: whose norm a block of a chunk takes; chunks may be sums of unlike ranks."""
     codec = tw.codec("thc")
@@ -766,6 +781,14 @@ def thc_rules() -> Iterator[LossyVector | Vector]:
     tensor = tw.decode(data, backend="ref").tobytes()
     yield "thc/bfloat16_unlike_chunks_sum", data, tensor
 
+    # Chunk 3 has elements of block 1 alone, and the norm of block 2 for that of its neighbour.
+    x = bell(290, "float32", 2103)
+    x[2090] = np.nan
+    yield lossy("float32_lost_neighbour", x, codec, key=TACO_KEY, chunks=5)
+    codec = tw.codec("thc", norm="tensor")
+    yield lossy("float32_order_of_norms", norm_near_a_tie(), codec, key=TACO_KEY)
+    yield lossy("float16_30_blocks", bell(291, "float16", 30000), codec, key=TACO_KEY)
+
 
 def omnireduce_rules() -> Iterator[LossyVector]:
     """omnireduce.md: whose norm a block of a chunk takes; zeros keep their signs."""
@@ -781,9 +804,9 @@ def omnireduce_rules() -> Iterator[LossyVector]:
 def dynamiq_rules() -> Iterator[LossyVector | Vector]:
     """dynamiq.md: strata of odd worlds, orders of sums, the last step up, lost super-groups."""
 
-    def coded(name: str, x: Array, world: int = 1, **params: Any) -> LossyVector:
+    def coded(name: str, x: Array, world: int = 1, chunks: int = 1, **params: Any) -> LossyVector:
         codec, key = tw.codec("dynamiq", **params), TACO_KEY._replace(world=world)
-        return lossy(f"{x.dtype.name}_{name}", x, codec, key=key)
+        return lossy(f"{x.dtype.name}_{name}", x, codec, key=key, chunks=chunks)
 
     for i, world in enumerate((3, 5)):
         x = scaled_super_groups(235 + i, TACO_DTYPES[i], 700)
@@ -803,6 +826,18 @@ def dynamiq_rules() -> Iterator[LossyVector | Vector]:
     yield coded("step_that_does_not_fit", x.reshape(-1), bits=3.5, widths="pow2", **small)
     for i, grid in enumerate(("balanced", "signed", "uniform")):
         yield dynamiq_all_codes(grid, TACO_DTYPES[i], 280 + 4 * i, center=i == 1)
+
+    # Chunks of 258 elements, two super-groups, but for the last one, of 255.
+    x = scaled_super_groups(292, "float32", 1287)
+    yield coded("short_chunk", x, chunks=5, rounding="nearest")
+    x = scaled_super_groups(294, "float32", 1501) + np.float32(3)
+    x = x.astype(BY_NAME["bfloat16"].numpy)
+    yield coded("3_chunks_center", x, chunks=3, **(small | {"center": True}))
+    # A magnitude of 2^110 or none: the mean is 0 of the first two super-groups alone.
+    x = np.resize(np.ldexp(np.float32(1), [110, 109]), 384).astype(np.float32)
+    x[256:] /= 2
+    params: dict[str, Any] = {"widths": "pow2", "grid": "uniform", "scales": "wide"}
+    yield coded("center_limit", x, super_group=128, center=True, **params)
 
 
 def dynamiq_all_codes(grid: str, dtype: str, seed: int, **params: Any) -> Vector:

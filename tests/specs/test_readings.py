@@ -62,6 +62,28 @@ def own_block_only(right: Any) -> Callable[..., Any]:
     return wrong
 
 
+def blocks_in_order(right: Any) -> Callable[..., Any]:
+    """thc: the sums of blocks added one after the other."""
+    return lambda energy: float(np.add.accumulate(energy)[-1])
+
+
+def neighbouring_blocks(right: Any) -> Callable[..., Any]:
+    """thc: the sums of neighbours added, then those of pairs, and so on."""
+
+    def wrong(energy: Any) -> float:
+        while energy.size > 1:
+            energy = np.append(energy, np.zeros(energy.size % 2))
+            energy = energy[0::2] + energy[1::2]
+        return float(energy[0])
+
+    return wrong
+
+
+def limit_excluded(right: Any) -> Any:
+    """dynamiq: the mean is 0 above 2^110, not from there on."""
+    return np.nextafter(right, np.inf)
+
+
 def world_not_rounded_up(right: Any) -> Callable[..., Any]:
     """dynamiq: as many strata as ranks."""
 
@@ -139,6 +161,8 @@ READINGS: list[tuple[str, Any, str, Wrong]] = [
     ("sdp4bit/float32_8_one_addition", sdp4bit, "round_to_code", two_additions),
     ("sdp4bit/float32_4_one_addition", sdp4bit, "round_to_code", two_additions),
     ("thc/float32_short_blocks", norms, "of_chunk", own_block_only),
+    ("thc/float32_order_of_norms", norms, "total", blocks_in_order),
+    ("thc/float32_order_of_norms", norms, "total", neighbouring_blocks),
     ("omnireduce/bfloat16_short_blocks", norms, "of_chunk", own_block_only),
     ("dynamiq/bfloat16_of_3_ranks", dynamiq, "shares_of", world_not_rounded_up),
     ("dynamiq/float16_of_5_ranks", dynamiq, "shares_of", world_not_rounded_up),
@@ -149,6 +173,7 @@ READINGS: list[tuple[str, Any, str, Wrong]] = [
         for wrong in (sum_of_neighbours, sum_in_order, sum_in_double)
     ),
     ("dynamiq/bfloat16_step_that_does_not_fit", dynamiq, "choose_widths", later_steps_that_fit),
+    ("dynamiq/float32_center_limit", dynamiq, "CENTER_LIMIT", limit_excluded),
     ("dynamiq/float16_center", dynamiq, "_load", negative_means_are_small),
     ("tahquant/float16_minus_zeros", tahquant, "_encode_tiles", least_value_is_minus_zero),
     ("tahquant/float16_backward_minus_zeros", tahquant, "_encode_tiles", least_value_is_minus_zero),

@@ -201,7 +201,9 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     make_vectors = spec_module("make_vectors")
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
-    assert made == {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
+    there = {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
+    # Files of containers have a test and a generator of their own.
+    assert made == {p: data for p, data in there.items() if p.parts[0] != "container"}
     assert sum(map(len, made.values())) < 5_500_000
 
     changed = tmp_path / "raw" / "uint8_3.bin"
