@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Self
@@ -10,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from . import tensors
+from .calls import CollectiveError
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
 from .group import Topology
@@ -207,11 +209,20 @@ def two_shots(
     of its dtype. With `feedback` it may be of another, which then is what travels, and the
     residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
     its encoding loses of that, and of this rank's share of the sum.
+
+    If decoding terms fails on a rank, that rank raises CollectiveError, and the others get NaN for
+    its share; all stay in step.
     """
     padding = -x.numel() % comm.world_size
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)
-    scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    try:
+        scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    except CollectiveError:
+        if comm._broken is None:
+            # The others go on to the all-gather, and are not to add damaged sums unnoticed.
+            comm.all_gather(total.fill_(math.nan).to(out.dtype))
+        raise
     tensors.change(lambda v: v.div_(divisor), total)
     result = tensors.cast(total, tensors.dtype_of(out))
     if feedback is None and not padding:

@@ -28,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from tightwire.adapters import ddp, fsdp, tagc  # noqa: E402
 from tightwire.adapters import tensor_parallel as tp  # noqa: E402
-from tightwire.adapters.hooks import communicator  # noqa: E402
+from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
+from tightwire.adapters.hooks import average, communicator  # noqa: E402
+from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
 from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
 
 #: A model whose hook goes as it is, so that nothing is compiled.
@@ -246,6 +248,50 @@ def everything(device: Any) -> dict[str, Any]:
     failures(device)
     refuse(device)
     return many_models(device) | uneven_groups(device)
+
+
+class Damaging(MemoryTransport):
+    """Flips a bit of the next large array that another rank sends for a reduce-scatter."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.armed = False
+
+    def _take(self, kind: str, source: int, out: Any) -> None:
+        super()._take(kind, source, out)
+        if self.armed and kind.startswith("all_to_all") and source != self.rank and len(out) > 500:
+            out[len(out) // 2] ^= 16
+            self.armed = False
+
+
+@pytest.mark.parametrize(("codec", "fed_back"), [("zipccl", False), ("nvfp4", True)])
+@pytest.mark.parametrize("n", [4000, 4001])
+def test_damage_of_terms(codec: str, fed_back: bool, n: int) -> None:
+    """Who gets damaged terms raises, and comes to the all-gather that the others are in."""
+
+    def task(inner: MemoryTransport) -> tuple[str, Any, Any]:
+        transport = Damaging(inner)
+        comm = tw.Communicator(transport, codec)
+        feedback, parts = (ErrorFeedback(), [("x", n)]) if fed_back else (None, [])
+        x = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank))
+        first, damaged, then = x.clone(), x.clone(), x.clone()
+        average(comm, first, feedback, parts)
+        transport.armed = comm.rank == 1
+        error = ""
+        try:
+            average(comm, damaged, feedback, parts)
+        except tw.CollectiveError as caught:
+            error = caught.stage
+        average(comm, then, feedback, parts)
+        return error, damaged, then
+
+    (left, seen, then), (right, _, also) = run_ranks(2, task)
+    assert (left, right) == ("", "decode")
+    share = -(-n // 2)
+    assert seen[:share].isfinite().all()
+    assert seen[share:].isnan().all()
+    assert then.isfinite().all()
+    assert torch.equal(then, also)
 
 
 def test_hooks(tmp_path: Path) -> None:
