@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -83,6 +84,17 @@ def communicator(
 class Closing:
     """A context that ends with `close()`, which goes through the channels of a hook."""
 
+    #: Why a model cannot make another step, if it has not ended its last.
+    _unended: CollectiveError | None = None
+
+    def _refuses(self) -> CollectiveError | None:
+        """What every later call will raise, if ranks are out of step."""
+        for channel in self._open():
+            problem = channel.comm.refusal("backward")
+            if problem is not None:
+                return problem
+        return None
+
     def _open(self) -> Iterable[Channel]:
         raise NotImplementedError
 
@@ -115,7 +127,19 @@ def trained_device(model: DistributedDataParallel) -> torch.device:
     return next(p.device for p in model.parameters() if p.requires_grad)
 
 
-def in_backward(tensor: Any, call: Callable[[], Any]) -> Any:
+def install(model: DistributedDataParallel, state: Closing, hook: Callable[..., Any]) -> None:
+    """Register the communication hook `hook` of `state` on `model`."""
+    model.register_comm_hook(state, hook)
+    model.register_forward_pre_hook(functools.partial(_go_on, state))
+
+
+def _go_on(state: Closing, model: Any, args: Any) -> None:
+    """Raise before a step if the last has not been ended, which the model would complain of."""
+    if state._unended is not None and torch.is_grad_enabled() and model.require_backward_grad_sync:
+        raise state._unended
+
+
+def in_backward(state: Closing, tensor: Any, call: Callable[[], Any]) -> Any:
     """The Future that `call()` returns for a bucket, or one of `tensor` as it is if it fails.
 
     Then backward() raises in the end what failed first. Raised at once, it would leave
@@ -124,25 +148,35 @@ def in_backward(tensor: Any, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        _raise_at_the_end(error)
+        _raise_at_the_end(state, error)
         devices = [tensor.device] if tensor.device.type == "cuda" else None
         future: Any = torch.futures.Future(devices=devices)
         future.set_result(tensor)
         return future
 
 
-def _raise_at_the_end(error: Exception) -> None:
+def _raise_at_the_end(state: Closing, error: Exception) -> None:
     """Have backward() raise `error` behind all callbacks that it knows when it comes to them.
 
-    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready.
+    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready. If
+    ranks are out of step `error` comes before it: with find_unused_parameters=True it waits for a
+    collective of all ranks, and would raise what gloo says of that.
     """
 
     def raise_it() -> None:
         raise error
 
+    def choose() -> None:
+        problem = state._refuses()
+        if problem is None:
+            queue(raise_it)
+            return
+        state._unended = problem
+        raise_it()
+
     queue = torch.autograd.Variable._execution_engine.queue_callback
     try:
-        queue(lambda: queue(raise_it))
+        queue(choose)
     except RuntimeError:
         # Nobody is in backward().
         raise error from None

@@ -51,6 +51,7 @@ from .hooks import (
     communicator,
     distributed,
     in_backward,
+    install,
     trained_device,
     wide,
 )
@@ -423,7 +424,7 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     def call() -> Any:
         return state._channel.run(x, lambda: state._average(bucket), collectives=0)
 
-    return in_backward(x, call)
+    return in_backward(state, x, call)
 
 
 def register(
@@ -454,7 +455,7 @@ def register(
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     names = {p: name for name, p in model.module.named_parameters()}
     hook = DdpHook(comm, tagc, state, names)
-    model.register_comm_hook(hook, ddp_hook)
+    install(model, hook, ddp_hook)
     return hook
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,26 @@ def failures(device: Any) -> None:
                     model(x).sum().backward()
 
 
+def unused(device: Any) -> None:
+    """Ranks out of step in a model that makes a collective of its own behind the last bucket."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(linear(), process_group=group, find_unused_parameters=True)
+    hook: Any = ddp.register(model, **RAW)
+    step(model)
+
+    def fail(bucket: Any) -> None:
+        hook.comm._broken = "damaged"
+        raise tw.CollectiveError(0, "reduce_scatter", 0, "sizes", "damaged")
+
+    if dist.get_rank() == 0:
+        hook._average = fail
+    for _ in range(2):
+        with pytest.raises(tw.CollectiveError):
+            step(model)
+    with torch.no_grad():
+        model(torch.ones(1, 5))
+
+
 def refuse(device: Any) -> None:
     """What is raised for modules that are not meant."""
 
@@ -246,6 +267,7 @@ def refuse(device: Any) -> None:
 
 def everything(device: Any) -> dict[str, Any]:
     failures(device)
+    unused(device)
     refuse(device)
     return many_models(device) | uneven_groups(device)
 
