@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from tightwire.adapters import tensor_parallel as tp  # noqa: E402
 from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
 from tightwire.adapters.hooks import average, communicator  # noqa: E402
 from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
-from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.torch_dist import TorchDist, _disagreement  # noqa: E402
 
 #: A model whose hook goes as it is, so that nothing is compiled.
 RAW: dict[str, Any] = {"codec": "raw"}
@@ -314,6 +316,60 @@ def test_damage_of_terms(codec: str, fed_back: bool, n: int) -> None:
     assert seen[share:].isnan().all()
     assert then.isfinite().all()
     assert torch.equal(then, also)
+
+
+@pytest.fixture
+def alone(request: Any) -> Iterator[None]:
+    """A process group of this process alone, at the debug level `request.param` if there is one."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(request, "param", before))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("alone", [dist.DebugLevel.DETAIL], indirect=True)
+def test_wrapped_backends(alone: None) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    for transport in (TorchDist(dist.new_group(), timeout=7), TorchDist.new_group(timeout=7)):
+        assert transport.timeout == 7
+        with tw.Communicator(transport, "raw") as comm:
+            assert comm.all_reduce(torch.ones(3)).tolist() == [1] * 3
+
+
+def test_the_last_reference(alone: None) -> None:
+    """A model that is gone closes its connections, without the garbage collector."""
+    model = DistributedDataParallel(linear())
+    hook = ddp.register(model, **RAW)
+    step(model)
+    comm = weakref.ref(hook.comm)
+    transport = weakref.ref(hook.comm.transport)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, hook
+        assert comm() is None
+        assert transport() is None
+    finally:
+        gc.enable()
+
+
+def test_a_group_that_is_gone(alone: None) -> None:
+    model = DistributedDataParallel(linear())
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="the process group has been destroyed"):
+        ddp.register(model, **RAW)
+
+
+def test_a_late_rank_0() -> None:
+    """Who waited for it has given up, which it says at once."""
+    store, timeout = dist.HashStore(), timedelta(seconds=0.1)
+    waited = [_disagreement(store, rank, 3, "facts", timeout) for rank in (1, 2)]
+    assert waited == ["rank 0 has not come in 0.1 s"] * 2
+    told = [_disagreement(store, rank, 3, "facts", timedelta(hours=1)) for rank in (0, 2)]
+    assert told == ["rank 0 has not come in time, other ranks have given up"] * 2
 
 
 def test_hooks(tmp_path: Path) -> None:
