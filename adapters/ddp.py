@@ -2,12 +2,13 @@
 
 To try it, `torchrun --nproc-per-node 2 example.py` with
 
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from tightwire.adapters import ddp
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     model = DistributedDataParallel(torch.nn.Linear(1000, 1000).bfloat16())
     hook = ddp.register(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

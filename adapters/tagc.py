@@ -437,11 +437,12 @@ def register(
 ) -> DdpHook:
     """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
 
-    Without `comm`, one is made with `options` (see `Communicator`) on a new process group of the
-    model's ranks. Other layers go by the communicator's codec. `state` has residuals of an earlier
-    run. Raises TypeError for other models, settings, communicators and options, ValueError if
-    `comm` and options are given, for wrong options, and for an index mode that does not carry so
-    many ranks.
+    Without `comm`, one is made with `options` (see `Communicator`) for the model's ranks, with
+    connections of its own; other ranks take no part. Other layers go by the communicator's codec.
+    `state` has residuals of an earlier run. Raises TypeError for other models, settings,
+    communicators and options, ValueError if `comm` and options are given, for wrong options, and
+    for an index mode that does not carry so many ranks, CollectiveError if ranks differ or do not
+    come.
     """
     model = distributed(model)
     if comm is not None and not isinstance(comm, Communicator):

@@ -357,6 +357,10 @@ def test_the_last_reference(alone: None) -> None:
 
 
 def test_a_group_that_is_gone(alone: None) -> None:
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="the process group has been destroyed"):
+        TorchDist.new_group(group)
     model = DistributedDataParallel(linear())
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="the process group has been destroyed"):
