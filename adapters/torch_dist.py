@@ -101,8 +101,9 @@ class TorchDist(Transport):
         to the transport.
 
         Raises CollectiveError at once if ranks call this for another `purpose`, or with another
-        backend or timeout, and within the timeout if one does not come. TypeError for other
-        backends than gloo and NCCL.
+        backend or timeout, and within the timeout if one does not come; one that comes later raises
+        at once. TypeError for other backends than gloo and NCCL, ValueError off the group, and for
+        one that has been destroyed.
         """
         given, device = _member(group, device)
         kind = _backend(given, device).name()
