@@ -2,12 +2,13 @@
 
 To try it, `torchrun --nproc-per-node 2 example.py` with
 
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from tightwire.adapters import ddp
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     model = DistributedDataParallel(torch.nn.Linear(1000, 1000).bfloat16())
     hook = ddp.register(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,6 +42,7 @@ from .hooks import (
     communicator,
     distributed,
     in_backward,
+    install,
     trained_device,
 )
 
@@ -113,8 +115,9 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     all of it runs on a stream of its own; the host waits there for sizes. Raises TypeError for
     sparse or complex gradients, CollectiveError for what goes wrong on the wire; backward() raises
     them in the end, when all buckets have gone, and gradients are then undefined. The next step
-    goes on if the communicator does; else it raises CollectiveError too, and a new
-    DistributedDataParallel and `register` are needed.
+    goes on if the communicator does; else it raises CollectiveError too (without `register` it may
+    be DistributedDataParallel's RuntimeError), and a new DistributedDataParallel and `register` are
+    needed.
     """
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)
@@ -122,7 +125,7 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     def call() -> Any:
         return state._channel.run(gradients, lambda: state._average(bucket), collectives)
 
-    return in_backward(gradients, call)
+    return in_backward(state, gradients, call)
 
 
 def register(
@@ -149,5 +152,5 @@ def register(
         raise ValueError(f"comm and {sorted(options)} are given; allowed: one or the other")
     names = {p: name for name, p in model.module.named_parameters()}
     state = DdpHook(comm, error_feedback, names)
-    model.register_comm_hook(state, ddp_hook)
+    install(model, state, ddp_hook)
     return state

@@ -225,6 +225,15 @@ class Group:
         while self._unchecked:
             self._settle(self._unchecked.popleft())
 
+    def refusal(self, collective: str, sequence: int | None = None) -> CollectiveError | None:
+        """What a later call so named would raise at once; None if there may be later calls."""
+        if self._broken is None:
+            return None
+        number = self._counts["group"] if sequence is None else sequence
+        why = f"an earlier call has failed: {self._broken}"
+        why = "the communicator is closed" if self._closed else why
+        return CollectiveError(self._rank, collective, number, "start", why)
+
     def close(self) -> None:
         """Let work memory go, and close the transport, which no other communicator may then use.
 
@@ -347,10 +356,9 @@ class Group:
         dtype = sent or info.dtype
         call.kind = key, dtype.name, info.shape, choice.algorithm, algorithm
         call.text = f"{dtype.name} {info.shape} {key if pair is None else collective}"
-        if self._closed:
-            raise call.failure("start", "the communicator is closed")
-        if self._broken is not None:
-            raise call.failure("start", f"an earlier call has failed: {self._broken}")
+        refusal = self.refusal(collective, sequence)
+        if refusal is not None:
+            raise refusal
         call.algorithm, call.reason = "native", choice.reason
         if choice.algorithm != "native":
             nelem = math.prod(info.shape) if share is None else share

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Self
@@ -10,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from . import tensors
+from .calls import CollectiveError
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
 from .group import Topology
@@ -81,6 +84,17 @@ def communicator(
 class Closing:
     """A context that ends with `close()`, which goes through the channels of a hook."""
 
+    #: Why a model cannot make another step, if it has not ended its last.
+    _unended: CollectiveError | None = None
+
+    def _refuses(self) -> CollectiveError | None:
+        """What every later call will raise, if ranks are out of step."""
+        for channel in self._open():
+            problem = channel.comm.refusal("backward")
+            if problem is not None:
+                return problem
+        return None
+
     def _open(self) -> Iterable[Channel]:
         raise NotImplementedError
 
@@ -113,7 +127,19 @@ def trained_device(model: DistributedDataParallel) -> torch.device:
     return next(p.device for p in model.parameters() if p.requires_grad)
 
 
-def in_backward(tensor: Any, call: Callable[[], Any]) -> Any:
+def install(model: DistributedDataParallel, state: Closing, hook: Callable[..., Any]) -> None:
+    """Register the communication hook `hook` of `state` on `model`."""
+    model.register_comm_hook(state, hook)
+    model.register_forward_pre_hook(functools.partial(_go_on, state))
+
+
+def _go_on(state: Closing, model: Any, args: Any) -> None:
+    """Raise before a step if the last has not been ended, which the model would complain of."""
+    if state._unended is not None and torch.is_grad_enabled() and model.require_backward_grad_sync:
+        raise state._unended
+
+
+def in_backward(state: Closing, tensor: Any, call: Callable[[], Any]) -> Any:
     """The Future that `call()` returns for a bucket, or one of `tensor` as it is if it fails.
 
     Then backward() raises in the end what failed first. Raised at once, it would leave
@@ -122,25 +148,35 @@ def in_backward(tensor: Any, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        _raise_at_the_end(error)
+        _raise_at_the_end(state, error)
         devices = [tensor.device] if tensor.device.type == "cuda" else None
         future: Any = torch.futures.Future(devices=devices)
         future.set_result(tensor)
         return future
 
 
-def _raise_at_the_end(error: Exception) -> None:
+def _raise_at_the_end(state: Closing, error: Exception) -> None:
     """Have backward() raise `error` behind all callbacks that it knows when it comes to them.
 
-    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready.
+    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready. If
+    ranks are out of step `error` comes before it: with find_unused_parameters=True it waits for a
+    collective of all ranks, and would raise what gloo says of that.
     """
 
     def raise_it() -> None:
         raise error
 
+    def choose() -> None:
+        problem = state._refuses()
+        if problem is None:
+            queue(raise_it)
+            return
+        state._unended = problem
+        raise_it()
+
     queue = torch.autograd.Variable._execution_engine.queue_callback
     try:
-        queue(lambda: queue(raise_it))
+        queue(choose)
     except RuntimeError:
         # Nobody is in backward().
         raise error from None
@@ -207,11 +243,20 @@ def two_shots(
     of its dtype. With `feedback` it may be of another, which then is what travels, and the
     residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
     its encoding loses of that, and of this rank's share of the sum.
+
+    If decoding terms fails on a rank, that rank raises CollectiveError, and the others get NaN for
+    its share; all stay in step.
     """
     padding = -x.numel() % comm.world_size
     each = (x.numel() + padding) // comm.world_size
     total = wide(each, x)
-    scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    try:
+        scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    except CollectiveError:
+        if comm._broken is None:
+            # The others go on to the all-gather, and are not to add damaged sums unnoticed.
+            comm.all_gather(total.fill_(math.nan).to(out.dtype))
+        raise
     tensors.change(lambda v: v.div_(divisor), total)
     result = tensors.cast(total, tensors.dtype_of(out))
     if feedback is None and not padding:

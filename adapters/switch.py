@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +48,9 @@ class Measured(NamedTuple):
     ratio: float
 
 
+_Measure = Callable[[str, Any, ArrayInfo, DType | None], Measured]
+
+
 class Before:
     """A native call that may be repeated `left` times; what it needed to know, found once."""
 
@@ -75,11 +79,12 @@ class Switch:
         algorithm: Algorithm,
         pieces: int | None,
         granularity: int,
-        measure: Callable[[str, Any, ArrayInfo, DType | None], Measured],
+        measure: _Measure,
     ) -> None:
+        """`measure` is a method, of the object that holds this: it is referred to weakly."""
         self._codec = codec
         self._auto = algorithm == "auto"
-        self._measure = measure
+        self._measure = _weakly(measure)
         self._forced: Choice | None = None
         #: Bytes of a piece, where their number is to follow from the size.
         self._granularity = 0
@@ -215,6 +220,18 @@ class Switch:
         if known:
             return known
         return self._ratios.ratio(self._codec.name, dtype.name, nbytes)
+
+
+def _weakly(method: _Measure) -> _Measure:
+    """`method`, without a reference to its object: that goes with its last user, not in a cycle."""
+    found = weakref.WeakMethod(method)
+
+    def call(collective: str, x: Any, info: ArrayInfo, source: DType | None) -> Measured:
+        bound = found()
+        assert bound is not None
+        return bound(collective, x, info, source)
+
+    return call
 
 
 def _place(x: Any) -> str:

@@ -51,6 +51,7 @@ from .hooks import (
     communicator,
     distributed,
     in_backward,
+    install,
     trained_device,
     wide,
 )
@@ -423,7 +424,7 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
     def call() -> Any:
         return state._channel.run(x, lambda: state._average(bucket), collectives=0)
 
-    return in_backward(x, call)
+    return in_backward(state, x, call)
 
 
 def register(
@@ -436,11 +437,12 @@ def register(
 ) -> DdpHook:
     """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
 
-    Without `comm`, one is made with `options` (see `Communicator`) on a new process group of the
-    model's ranks. Other layers go by the communicator's codec. `state` has residuals of an earlier
-    run. Raises TypeError for other models, settings, communicators and options, ValueError if
-    `comm` and options are given, for wrong options, and for an index mode that does not carry so
-    many ranks.
+    Without `comm`, one is made with `options` (see `Communicator`) for the model's ranks, with
+    connections of its own; other ranks take no part. Other layers go by the communicator's codec.
+    `state` has residuals of an earlier run. Raises TypeError for other models, settings,
+    communicators and options, ValueError if `comm` and options are given, for wrong options, and
+    for an index mode that does not carry so many ranks, CollectiveError if ranks differ or do not
+    come.
     """
     model = distributed(model)
     if comm is not None and not isinstance(comm, Communicator):
@@ -454,7 +456,7 @@ def register(
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     names = {p: name for name, p in model.module.named_parameters()}
     hook = DdpHook(comm, tagc, state, names)
-    model.register_comm_hook(hook, ddp_hook)
+    install(model, hook, ddp_hook)
     return hook
 
 

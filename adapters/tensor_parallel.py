@@ -6,11 +6,12 @@ become an all-gather and a reduce-scatter along the sequence.
 
 To try it, `torchrun --nproc-per-node 2 example.py` with
 
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
     from tightwire.adapters import tensor_parallel as tp
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     torch.manual_seed(0)
     parallel = tp.connect("taco", "taco", wire="bfloat16")
     model = torch.nn.Sequential(

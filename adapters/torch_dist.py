@@ -98,7 +98,7 @@ class TorchDist(Transport):
         dist.init_process_group() comes first.
         """
         self._given, self._device = _member(group, device)
-        backend = self._given._get_backend(self._device)
+        backend = _backend(self._given, self._device)
         before = backend.options._timeout
         wanted = _timeout(self._given, self._device, timeout)
         if wanted != before:
@@ -126,11 +126,12 @@ class TorchDist(Transport):
         to the transport.
 
         Raises CollectiveError at once if ranks call this for another `purpose`, or with another
-        backend or timeout, and within the timeout if one does not come. TypeError for other
-        backends than gloo and NCCL.
+        backend or timeout, and within the timeout if one does not come; one that comes later raises
+        at once. TypeError for other backends than gloo and NCCL, ValueError off the group, and for
+        one that has been destroyed.
         """
         given, device = _member(group, device)
-        kind = given._get_backend(device).name()
+        kind = _backend(given, device).name()
         if kind not in _CONNECT:
             raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
         wanted = _timeout(given, device, timeout)
@@ -311,6 +312,8 @@ def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
     found = dist.group.WORLD if group is None else group
     if found is None or found == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("no process group, or this process is not in it")
+    if found not in dist.distributed_c10d._world.pg_map:
+        raise ValueError("the process group has been destroyed")
     if device is None:
         on_gpu = dist.get_backend(found) == "nccl"
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
@@ -318,6 +321,12 @@ def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return found, device
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What a group moves tensors of a device by; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it."""
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta:
@@ -337,7 +346,7 @@ def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta
 
 def _timeout_of(group: Any, device: torch.device) -> tuple[timedelta, bool]:
     """The timeout of a group's backend, and whether it is what PyTorch takes if none is given."""
-    backend = group._get_backend(device)
+    backend = _backend(group, device)
     found: timedelta = backend.options._timeout
     return found, found == dist.distributed_c10d._get_default_timeout(backend.name())
 
@@ -350,13 +359,20 @@ def _store(group: Any) -> Any:
 def _disagreement(store: Any, rank: int, size: int, facts: str, timeout: timedelta) -> str:
     """What is wrong if ranks have other facts or do not come, the same on all of them; else ""."""
     store.set(f"facts/{rank}", facts)
+    late = f"rank 0 has not come in {timeout.total_seconds():g} s"
     if rank != 0:
-        # Rank 0 may have come late, and then waits as long for the others.
-        if _came(store, ["facts/0"], timeout) and _came(store, ["verdict"], timeout + _GRACE):
+        # Rank 0 may come when this rank gives up: who is first to say so decides.
+        in_time = _came(store, ["facts/0"], timeout)
+        if not in_time and store.compare_set("first", "", "late") == b"late":
+            return late
+        # It waits as long for the others.
+        if _came(store, ["verdict"], timeout + _GRACE):
             return str(store.get("verdict").decode())
-        return f"rank 0 has not come in {timeout.total_seconds():g} s"
+        return late
     keys = [f"facts/{r}" for r in range(size)]
-    if _came(store, keys, timeout):
+    if store.compare_set("first", "", "in time") == b"late":
+        problem = "rank 0 has not come in time, other ranks have given up"
+    elif _came(store, keys, timeout):
         said = [store.get(key).decode() for key in keys]
         groups = {text: [r for r in range(size) if said[r] == text] for text in said}
         differ = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())

@@ -6,6 +6,9 @@ import gc
 import os
 import sys
 import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,10 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from tightwire.adapters import ddp, fsdp, tagc  # noqa: E402
 from tightwire.adapters import tensor_parallel as tp  # noqa: E402
-from tightwire.adapters.hooks import communicator  # noqa: E402
-from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
+from tightwire.adapters.hooks import average, communicator  # noqa: E402
+from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
+from tightwire.adapters.torch_dist import TorchDist, _disagreement  # noqa: E402
 
 #: A model whose hook goes as it is, so that nothing is compiled.
 RAW: dict[str, Any] = {"codec": "raw"}
@@ -218,6 +223,26 @@ def failures(device: Any) -> None:
                     model(x).sum().backward()
 
 
+def unused(device: Any) -> None:
+    """Ranks out of step in a model that makes a collective of its own behind the last bucket."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(linear(), process_group=group, find_unused_parameters=True)
+    hook: Any = ddp.register(model, **RAW)
+    step(model)
+
+    def fail(bucket: Any) -> None:
+        hook.comm._broken = "damaged"
+        raise tw.CollectiveError(0, "reduce_scatter", 0, "sizes", "damaged")
+
+    if dist.get_rank() == 0:
+        hook._average = fail
+    for _ in range(2):
+        with pytest.raises(tw.CollectiveError):
+            step(model)
+    with torch.no_grad():
+        model(torch.ones(1, 5))
+
+
 def refuse(device: Any) -> None:
     """What is raised for modules that are not meant."""
 
@@ -244,8 +269,111 @@ def refuse(device: Any) -> None:
 
 def everything(device: Any) -> dict[str, Any]:
     failures(device)
+    unused(device)
     refuse(device)
     return many_models(device) | uneven_groups(device)
+
+
+class Damaging(MemoryTransport):
+    """Flips a bit of the next large array that another rank sends for a reduce-scatter."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.armed = False
+
+    def _take(self, kind: str, source: int, out: Any) -> None:
+        super()._take(kind, source, out)
+        if self.armed and kind.startswith("all_to_all") and source != self.rank and len(out) > 500:
+            out[len(out) // 2] ^= 16
+            self.armed = False
+
+
+@pytest.mark.parametrize(("codec", "fed_back"), [("zipccl", False), ("nvfp4", True)])
+@pytest.mark.parametrize("n", [4000, 4001])
+def test_damage_of_terms(codec: str, fed_back: bool, n: int) -> None:
+    """Who gets damaged terms raises, and comes to the all-gather that the others are in."""
+
+    def task(inner: MemoryTransport) -> tuple[str, Any, Any]:
+        transport = Damaging(inner)
+        comm = tw.Communicator(transport, codec)
+        feedback, parts = (ErrorFeedback(), [("x", n)]) if fed_back else (None, [])
+        x = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank))
+        first, damaged, then = x.clone(), x.clone(), x.clone()
+        average(comm, first, feedback, parts)
+        transport.armed = comm.rank == 1
+        error = ""
+        try:
+            average(comm, damaged, feedback, parts)
+        except tw.CollectiveError as caught:
+            error = caught.stage
+        average(comm, then, feedback, parts)
+        return error, damaged, then
+
+    (left, seen, then), (right, _, also) = run_ranks(2, task)
+    assert (left, right) == ("", "decode")
+    share = -(-n // 2)
+    assert seen[:share].isfinite().all()
+    assert seen[share:].isnan().all()
+    assert then.isfinite().all()
+    assert torch.equal(then, also)
+
+
+@pytest.fixture
+def alone(request: Any) -> Iterator[None]:
+    """A process group of this process alone, at the debug level `request.param` if there is one."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(request, "param", before))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize("alone", [dist.DebugLevel.DETAIL], indirect=True)
+def test_wrapped_backends(alone: None) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    for transport in (TorchDist(dist.new_group(), timeout=7), TorchDist.new_group(timeout=7)):
+        assert transport.timeout == 7
+        with tw.Communicator(transport, "raw") as comm:
+            assert comm.all_reduce(torch.ones(3)).tolist() == [1] * 3
+
+
+def test_the_last_reference(alone: None) -> None:
+    """A model that is gone closes its connections, without the garbage collector."""
+    model = DistributedDataParallel(linear())
+    hook = ddp.register(model, **RAW)
+    step(model)
+    comm = weakref.ref(hook.comm)
+    transport = weakref.ref(hook.comm.transport)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, hook
+        assert comm() is None
+        assert transport() is None
+    finally:
+        gc.enable()
+
+
+def test_a_group_that_is_gone(alone: None) -> None:
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="the process group has been destroyed"):
+        TorchDist.new_group(group)
+    model = DistributedDataParallel(linear())
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="the process group has been destroyed"):
+        ddp.register(model, **RAW)
+
+
+def test_a_late_rank_0() -> None:
+    """Who waited for it has given up, which it says at once."""
+    store, timeout = dist.HashStore(), timedelta(seconds=0.1)
+    waited = [_disagreement(store, rank, 3, "facts", timeout) for rank in (1, 2)]
+    assert waited == ["rank 0 has not come in 0.1 s"] * 2
+    told = [_disagreement(store, rank, 3, "facts", timedelta(hours=1)) for rank in (0, 2)]
+    assert told == ["rank 0 has not come in time, other ranks have given up"] * 2
 
 
 def test_hooks(tmp_path: Path) -> None:
