@@ -373,7 +373,7 @@ class Communicator(CellSums):
             if choice.algorithm != "native" and sent == wide and not self._codec.lossless:
                 # The terms of such sums are as wide as the sums, which might overflow.
                 flat, late = self._divided(flat, op), "sum"
-            # What equal shares leave over is less than an element for each rank: it goes as it is.
+            # What equal shares leave over, less than an element for each rank, is a raw buffer.
             main = self._size * each
             total = tensors.empty((each,), wide, x)
             left = tensors.empty((rest,), wide, x)
