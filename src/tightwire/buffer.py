@@ -257,8 +257,11 @@ class Buffer:
 def parsed_source(src: Any, max_nbytes: int | None) -> Parsed:
     """A Buffer, bytes-like object or uint8 array after the checks of `engine.parse`.
 
-    `max_nbytes` None is no limit for a Buffer, and the default for bytes.
+    `max_nbytes` None is no limit for a Buffer, and the default for bytes. What readers of files
+    have parsed comes back as it is.
     """
+    if isinstance(src, Parsed):
+        return src
     if isinstance(src, Buffer):
         if max_nbytes is not None:
             check_limit(src.plan, max_nbytes)

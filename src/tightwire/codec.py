@@ -468,7 +468,7 @@ def decode(
     if isinstance(src, Buffer):
         target = src.target
     else:
-        target = Target() if arrays.is_bytes(src) else arrays.target_of(src)
+        target = Target() if _is_host_bytes(src) else arrays.target_of(src)
     plan = parsed.plan
     lo, hi, shape = selection(plan, start, stop)
     to_gpu = gpu is not None and _on_gpu(out)
@@ -492,6 +492,10 @@ def decode(
     if out is not None:
         return out
     return arrays.from_bits(bits, plan.dtype, shape, chosen or target)
+
+
+def _is_host_bytes(src: Any) -> bool:
+    return isinstance(src, engine.Parsed) or arrays.is_bytes(src)
 
 
 def as_codec(value: str | Codec) -> Codec:

@@ -25,6 +25,7 @@ from .codecs.float_mode import default_floats
 from .engine import (
     DEFAULT_MAX_NBYTES,
     Head,
+    Parsed,
     check_limit,
     check_plan,
     parse_head,
@@ -941,7 +942,7 @@ def _foreign(
     if isinstance(src, Buffer) and src._memory is not None:
         data = src._memory.data[: src.plan.nbytes]
         return _checked_head(data, src.plan), data.to
-    if not (isinstance(src, Buffer) or arrays.is_bytes(src)):
+    if not (isinstance(src, (Buffer, Parsed)) or arrays.is_bytes(src)):
         info = _describe(src)
         if _place(info.library, info.device, None) is not None:
             if info.dtype != _UINT8:

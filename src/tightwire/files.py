@@ -255,12 +255,12 @@ def loads(
     """
     max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     contents = Contents(_message(data))
-    plans = [parsed.plan for parsed in contents.parse_all(max_nbytes).values()]
+    buffers = contents.parse_all(max_nbytes)
+    plans = [parsed.plan for parsed in buffers.values()]
     total = sum(plan.nelem * plan.dtype.itemsize for plan in plans)
     if total > max_nbytes:
         raise FormatError("limit_exceeded", f"{total} bytes, max_nbytes is {max_nbytes}")
-    names = contents.names()
-    tensors = {name: contents.decode(name, like, max_nbytes, threads) for name in names}
+    tensors = decode_all(buffers, like, threads)
     return list(tensors.values()) if LIST_KEY in contents.directory.metadata else tensors
 
 
@@ -330,10 +330,16 @@ class Contents:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)
         return {name: self.parse(name, max_nbytes) for name in self._entries}
 
-    def decode(self, name: str, like: Any, max_nbytes: int, threads: int | None = None) -> Any:
-        """A tensor that `parse` took, its payload checked, in the library of `like`."""
+
+def decode_all(
+    buffers: Mapping[str, Parsed], like: Any, threads: int | None = None
+) -> dict[str, Any]:
+    """The tensors of parsed buffers, by name, payloads checked, in the library of `like`."""
+    tensors = {}
+    for name, parsed in buffers.items():
         with naming(f"tensor {name!r}"):
-            return decode(self.buffer(name), like=like, max_nbytes=max_nbytes, threads=threads)
+            tensors[name] = decode(parsed, like=like, threads=threads)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -448,8 +454,8 @@ class File:
         """One whole tensor, checked, in the library and on the device of `like`."""
         chosen = self.like if like is None else like
         contents = self._holding(name)
-        contents.parse(name, self.max_nbytes)
-        return contents.decode(name, chosen, self.max_nbytes, threads)
+        parsed = contents.parse(name, self.max_nbytes)
+        return decode_all({name: parsed}, chosen, threads)[name]
 
     def close(self) -> None:
         """Let go of the file; buffers handed out stay valid."""
@@ -511,5 +517,4 @@ def load_file(
     if isinstance(gpu_files, ModuleType):
         loaded: dict[str, Any] = gpu_files.load_file(Path(path), contents, target, max_nbytes)
         return loaded
-    contents.parse_all(max_nbytes)
-    return {n: contents.decode(n, like, max_nbytes, threads) for n in contents.names()}
+    return decode_all(contents.parse_all(max_nbytes), like, threads)
