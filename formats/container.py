@@ -75,10 +75,10 @@ def _bad(detail: str) -> FormatError:
 def read_directory(data: memoryview) -> Directory:
     """Read and check a whole safetensors file's header. Raises FormatError("bad_container")."""
     if len(data) < 8:
-        raise _bad(f"{len(data)} bytes are no safetensors file")
+        raise _bad(f"not a safetensors file: {len(data)} bytes")
     length = int.from_bytes(data[:8], "little")
     if length > MAX_JSON or length > len(data) - 8:
-        raise _bad(f"no safetensors file, or cut off: header of {length} bytes in {len(data)}")
+        raise _bad(f"not a safetensors file, or cut off: header of {length} bytes in {len(data)}")
     directory = parse_directory(bytes(data[8 : 8 + length]))
     if directory.data_at + directory.data_nbytes != len(data):
         expected = directory.data_at + directory.data_nbytes
