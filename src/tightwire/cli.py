@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run `tightwire`; without the [cli] extra, say in one line how to get it."""
     try:
-        from .commands import main as run
+        from .commands.app import main as run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

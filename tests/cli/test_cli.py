@@ -28,7 +28,9 @@ import tightwire as tw
 from tightwire import bench, conformance, convert, demo
 from tightwire.adapters.cost import COLLECTIVES, DEVICES, RATIOS, codec_lines
 from tightwire.codecs.zipccl import histogram_base
-from tightwire.commands import EXIT_CODES, CollectiveName, DeviceName, app
+from tightwire.commands.advise import CollectiveName, DeviceName
+from tightwire.commands.app import app
+from tightwire.commands.failures import EXIT_CODES
 from tightwire.files import map_safetensors
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.dtypes import BY_NAME
@@ -1049,10 +1051,10 @@ def test_an_ignored_signal_stays_ignored() -> None:
     code = """
 import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from tightwire import commands
-with commands._stoppable():
+from tightwire.commands import app
+with app._stoppable():
     os.kill(os.getpid(), signal.SIGHUP)
-    assert signal.getsignal(signal.SIGTERM) is commands._stop
+    assert signal.getsignal(signal.SIGTERM) is app._stop
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
     assert run(code=code).returncode == 0

@@ -1,0 +1,1 @@
+"""The commands of `tightwire`. A module is imported when one of its commands is named."""

@@ -1,0 +1,313 @@
+"""advise: whether compressing a collective pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import units
+from ..formats.dtypes import dtype_named
+from .command import Json, command
+from .failures import writing
+from .output import print_json, print_table, say, size_text
+from .targets import check_plot
+
+
+class CollectiveName(StrEnum):
+    """Collectives that --collective knows."""
+
+    all_gather = "all_gather"
+    all_to_all = "all_to_all"
+    reduce_scatter = "reduce_scatter"
+    all_reduce = "all_reduce"
+    broadcast = "broadcast"
+    send = "send"
+
+
+class DeviceName(StrEnum):
+    """Devices that --device knows."""
+
+    h200 = "h200"
+    cpu = "cpu"
+
+
+def _quantity(name: str, parse: Callable[[str], Any], what: str) -> Any:
+    """An option that a parser of units.py reads; what it refuses is wrong usage."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    metavar = parse.__name__.removeprefix("parse_").upper()
+    return typer.Option(name, parser=parsed, metavar=metavar, help=what)
+
+
+@command
+def advise(
+    link: Annotated[
+        float,
+        _quantity(
+            "--link",
+            units.parse_speed,
+            "Speed of a rank's link in one direction: 25GB/s, or 200Gb/s in bits.",
+        ),
+    ],
+    message: Annotated[
+        int,
+        _quantity("--message", units.parse_size, "Bytes of one rank's input: 256MiB."),
+    ],
+    world: Annotated[
+        list[int] | None,
+        typer.Option("--world", min=1, help="Number of ranks; repeatable with --simulate."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Element type.")] = "bfloat16",
+    collective: Annotated[
+        CollectiveName, typer.Option("--collective", help="What the ranks do.")
+    ] = CollectiveName.all_gather,
+    latency: Annotated[
+        float,
+        _quantity("--latency", units.parse_time, "Time of an empty message."),
+    ] = "5us",  # type: ignore[assignment]
+    gap: Annotated[
+        float | None,
+        _quantity(
+            "--gap",
+            units.parse_time,
+            "Time from one message of a rank to its next; the latency if not given.",
+        ),
+    ] = None,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option("--device", help="Where zipccl's speed was recorded; h200 if not given."),
+    ] = None,
+    encode: Annotated[
+        float | None,
+        _quantity(
+            "--encode",
+            units.parse_speed,
+            "Speed of the codec in tensor bytes, with --decode instead of --device.",
+        ),
+    ] = None,
+    decode: Annotated[
+        float | None,
+        _quantity("--decode", units.parse_speed, "See --encode."),
+    ] = None,
+    startup: Annotated[
+        float | None,
+        _quantity(
+            "--startup",
+            units.parse_time,
+            "Time of encoding or decoding nothing, with --encode; 0 if not given.",
+        ),
+    ] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            "--ratio", min=0.001, max=10, help="Packed over raw bytes; zipccl's if not given."
+        ),
+    ] = None,
+    pieces: Annotated[
+        int, typer.Option("--pieces", min=1, max=1024, help="Most pieces of a pipeline.")
+    ] = 16,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Compare algorithms of all_reduce, all_gather or all_to_all instead, on 8 to "
+            "100000 ranks if --world is not given.",
+        ),
+    ] = False,
+    error: Annotated[
+        float,
+        typer.Option(
+            "--error",
+            min=0,
+            max=1,
+            help="With --simulate: vNMSE of one encoding by a lossy codec of fixed rate.",
+        ),
+    ] = 0.0,
+    sum_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--sum-dtype",
+            help="With --simulate: type that sums are rounded to; float32 if not given.",
+        ),
+    ] = None,
+    node: Annotated[
+        int,
+        typer.Option("--node", min=1, help="With --simulate and --node-link: ranks of one node."),
+    ] = 8,
+    node_link: Annotated[
+        float | None,
+        _quantity(
+            "--node-link",
+            units.parse_speed,
+            "With --simulate: speed inside a node; adds the hierarchical all-reduce.",
+        ),
+    ] = None,
+    node_latency: Annotated[
+        float,
+        _quantity(
+            "--node-latency",
+            units.parse_time,
+            "With --node-link: time of an empty message inside a node.",
+        ),
+    ] = "1us",  # type: ignore[assignment]
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw a PNG: speedup over message size.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether compressing a collective pays, before trying.
+
+    By the cost model that collectives choose with (alpha-beta lines of link and codec), native,
+    compressed, and in pieces that are encoded while others travel. --encode, --decode and --ratio
+    describe any codec; without them it is zipccl, as recorded on --device.
+    """
+    from .. import advice
+    from ..adapters.cost import Line, Link, Model, codec_lines, expected_ratio
+
+    kind = dtype_named(dtype)
+    if (encode is None) != (decode is None):
+        raise typer.BadParameter("--encode and --decode are given both or not at all")
+    if encode is not None and decode is not None:
+        if device is not None:
+            raise typer.BadParameter("--device and --encode exclude each other")
+        lines = Line(startup or 0.0, 1 / encode), Line(startup or 0.0, 1 / decode)
+    else:
+        if startup is not None:
+            raise typer.BadParameter("--startup needs --encode and --decode")
+        lines = codec_lines("h200" if device is None else device.value, kind.name)
+    if ratio is None:
+        ratio = expected_ratio("zipccl", kind.name)
+    network = Link(latency, 1 / link, gap)
+    document: dict[str, Any] = {
+        "collective": collective.value,
+        "message_nbytes": message,
+        "dtype": kind.name,
+        "ratio": ratio,
+        "link": asdict(network),
+        "encode": asdict(lines[0]),
+        "decode": asdict(lines[1]),
+    }
+    if simulate:
+        if plot is not None:
+            raise typer.BadParameter("--plot and --simulate exclude each other")
+        inside = None if node_link is None else (node, Link(node_latency, 1 / node_link))
+        _simulate(document, world, network, lines, error, sum_dtype or "float32", inside, as_json)
+        return
+    if error or node_link is not None or sum_dtype is not None:
+        raise typer.BadParameter("--error, --node-link and --sum-dtype need --simulate")
+    if world is None or len(world) != 1:
+        raise typer.BadParameter("--world is given once, but with --simulate")
+    if plot is not None:
+        check_plot(None, plot)
+    model = Model.of(collective.value, world[0], network, *lines)
+    found = advice.advise(model, message, ratio, pieces)
+    title = f"{collective.value} of {kind.name}, {world[0]} ranks, ratio {ratio:.3f}"
+    if plot is not None:
+        with writing(None, plot):
+            advice.plot_speedups(model, ratio, pieces, message, title, plot)
+    if as_json:
+        fields = asdict(found)
+        fields |= fields.pop("choice")
+        del fields["native_seconds"]
+        print_json(
+            document | {"world": world[0]} | fields | {"speedup": found.speedup, "plot": plot}
+        )
+        return
+    _show_advice(title, message, found)
+    if plot is not None:
+        say(f"plot: {plot}")
+
+
+def _show_advice(title: str, nbytes: int, found: Any) -> None:
+    from ..adapters.cost import duration
+
+    times = [("native", found.native_s), ("compressed", found.compressed_s)]
+    if found.pipelined_s is not None:
+        times.append((f"pipelined, {found.pipelined_pieces} pieces", found.pipelined_s))
+    rows = [[name, duration(s), f"{found.native_s / s:.3f}" if s else "-"] for name, s in times]
+    say(f"{title}, {size_text(nbytes)} each")
+    print_table(("<algorithm", "time", "speedup"), rows)
+    say(f"advice: {found.choice.algorithm}: {found.choice.reason}")
+    at = found.crossover_nbytes
+    say("compressing never pays" if at is None else f"compressing pays from {size_text(at)} on")
+
+
+def _simulate(
+    document: dict[str, Any],
+    worlds: list[int] | None,
+    link: Any,
+    lines: tuple[Any, Any],
+    error: float,
+    sum_dtype: str,
+    inside: tuple[int, Any] | None,
+    as_json: bool,
+) -> None:
+    from ..adapters.cost import duration
+    from ..adapters.simulate import ALGORITHMS, WORLDS, Coding, Node, rounding_error, table
+
+    collective, ratio = document["collective"], document["ratio"]
+    if collective not in ALGORITHMS:
+        raise typer.BadParameter(f"--simulate knows {', '.join(ALGORITHMS)}, not {collective}")
+    sums = dtype_named(sum_dtype)
+    if not sums.is_float:
+        raise typer.BadParameter(f"--sum-dtype is {sums.name}; allowed: floats")
+    # Where sizes depend on the data, cards, static and dynamic parts travel one after the other.
+    codec = Coding(ratio, *lines, error=error, rounds=1 if error else 3)
+    node = None if inside is None else Node(*inside)
+    rows = table(
+        collective,
+        document["message_nbytes"],
+        link,
+        codec,
+        worlds or WORLDS,
+        rounding=rounding_error(sums.mantissa + 1),
+        node=node,
+    )
+    if as_json:
+        # JSON has no infinity.
+        shown = [
+            row._asdict()
+            | {
+                name: {k: v if math.isfinite(v) else None for k, v in asdict(result).items()}
+                for name, result in (("native", row.native), ("compressed", row.compressed))
+            }
+            for row in rows
+        ]
+        more = {"error": error, "sum_dtype": sums.name, "node": node and asdict(node)}
+        print_json(document | more | {"rows": shown})
+        return
+    say(
+        f"{collective} of {size_text(document['message_nbytes'])} of {document['dtype']} per rank, "
+        f"ratio {ratio:.3f}, vNMSE of an encoding {error:g}, sums in {sums.name}"
+    )
+    columns = ("<algorithm", "ranks", "native", "compressed", "speedup", "sent", "compressed")
+    print_table(
+        (*columns, "vNMSE", "compressed"),
+        [
+            [
+                row.algorithm,
+                str(row.world),
+                duration(row.native.seconds),
+                duration(row.compressed.seconds),
+                f"{row.native.seconds / row.compressed.seconds:.2f}"
+                if row.compressed.seconds
+                else "-",
+                size_text(round(row.native.wire_bytes)),
+                size_text(round(row.compressed.wire_bytes)),
+                f"{row.native.vnmse:.2g}",
+                f"{row.compressed.vnmse:.2g}",
+            ]
+            for row in rows
+        ],
+    )

@@ -1,0 +1,91 @@
+"""Errors as users of the command see them: an exit code and one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..formats.errors import FormatError
+
+INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
+INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+EXIT_CODES = {
+    0: "done, and all is well",
+    DIFFERENT: "the files differ, or a decoder failed a vector",
+    2: "wrong usage of the command line (told as text, with --json too)",
+    BAD_BYTES: "the bytes are not a valid file or buffer",
+    SYSTEM: "the operating system said no: no such file, disk full, the output exists, ...",
+    UNSUPPORTED: "unsupported: an element type, codec or parameter, a package not installed",
+    INTERRUPTED: "interrupted by Ctrl-C; 128 + its number for another signal (143: terminated)",
+    BROKEN_PIPE: "the reader of the output has gone away (as in | head)",
+}
+
+PLAIN = "needed: a complete safetensors file, not compressed"
+COMPRESSED = "needed: a complete file made by tightwire, no newer than this version"
+EITHER = "needed: complete safetensors files, if compressed no newer than this version"
+
+#: Which extra brings a package.
+_EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "cpu"}
+
+EXPECTED = (OSError, MemoryError, TypeError, ValueError)
+
+
+class Failure(Exception):
+    """An error as the user sees it: exit code, reason, one line."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.document = {"reason": reason, "message": printable(message)}
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def failure_of(error: Exception, path: object = None, needed: str = "") -> Failure:
+    """`error`, about the file `path`, as the user sees it."""
+    prefix = "" if path is None else f"{path}: "
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, FormatError):
+        advice = f" ({needed})" if needed else ""
+        return Failure(BAD_BYTES, error.reason, f"{prefix}{error}{advice}")
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or str(error)).partition(".")[0]
+        install = f"pip install 'tightwire[{_EXTRAS.get(name, 'demo')}]'"
+        return Failure(UNSUPPORTED, "not_installed", f"{name} is not installed: {install}")
+    if isinstance(error, MemoryError):
+        return Failure(SYSTEM, "os_error", f"{prefix}out of memory {error}".strip())
+    if isinstance(error, OSError):
+        if error.strerror is None:
+            return Failure(SYSTEM, "os_error", str(error))
+        named = prefix if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return Failure(SYSTEM, "os_error", f"{named}{error.strerror}")
+    return Failure(UNSUPPORTED, "unsupported", f"{prefix}{error}")
+
+
+@contextmanager
+def about(path: object, needed: str = "") -> Iterator[None]:
+    """Errors inside become a Failure that names `path` and says what was needed."""
+    try:
+        yield
+    except EXPECTED as error:
+        raise failure_of(error, path, needed) from error
+
+
+@contextmanager
+def writing(source: Path | None, target: Path) -> Iterator[None]:
+    """Errors of the disk name the target, not the temporary file beside it."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or (source is not None and error.filename == str(source)):
+            raise
+        message = f"{target}: {error.strerror}; nothing was written there"
+        raise Failure(SYSTEM, "os_error", message) from error

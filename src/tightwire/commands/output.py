@@ -1,0 +1,129 @@
+"""What commands print: lines, JSON, tables, and a bar on standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import convert
+from ..files import map_safetensors
+from .failures import Failure, printable
+
+WIDTH = 100
+#: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
+FIRST_WIDTH = 12
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; no OSError, so that no file is blamed for it."""
+
+
+def print_text(text: str) -> None:
+    """Print a line at once. Raises OutputError."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise OutputError from error
+
+
+def say(*lines: str) -> None:
+    """Print lines without anything that a terminal would obey."""
+    for line in lines:
+        print_text(printable(line))
+
+
+def complain(failure: Failure) -> None:
+    """Say on standard error what failed."""
+    print(f"tightwire: {failure.document['message']}", file=sys.stderr)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON document."""
+    print_text(json.dumps(document, indent=2, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int = 0) -> None:
+    """A table with right-aligned columns; those whose name starts with "<" are left-aligned.
+
+    The first column folds where the terminal is narrow; where that is not enough, lines become
+    longer than the terminal rather than lose columns. The `last` rows stand under a line.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    titles = [Text(column.removeprefix("<")) for column in columns]
+    cells = [[Text(printable(cell)) for cell in row] for row in rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(titles, *cells, strict=True)]
+    widths[0] = min(widths[0], FIRST_WIDTH)
+    unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    lines = box.SIMPLE_HEAD if unicode else box.ASCII
+    table = Table(box=lines, show_edge=False, pad_edge=False, padding=0)
+    for i, (column, title) in enumerate(zip(columns, titles, strict=True)):
+        table.add_column(
+            title,
+            justify="left" if column.startswith("<") else "right",
+            overflow="fold",
+            no_wrap=i > 0,
+            min_width=widths[i],
+        )
+    for i, row in enumerate(cells):
+        table.add_row(*row, end_section=i == len(cells) - 1 - last)
+    # Printed by ourselves: rich ends the process, with 1, when nobody reads the output.
+    text = io.StringIO()
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=text, force_terminal=terminal, highlight=False)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.width = max(width, sum(widths) + len(widths) - 1)
+    console.print(table)
+    print_text(text.getvalue().rstrip("\n"))
+
+
+@contextmanager
+def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Progress]:
+    """A bar over the bytes of a file's tensors, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda name, nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    sizes = {e.name: e.end - e.begin for e in map_safetensors(path)[1].entries}
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=passes * sum(sizes.values()))
+
+        def advance(name: str, nbytes: int) -> None:
+            bar.advance(task, sizes.get(name, 0))
+
+        yield advance
+
+
+def size_text(nbytes: int) -> str:
+    """A size for people, as in 1.5 MB."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    power = min((len(str(nbytes)) - 1) // 3, 4)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def count_text(n: int) -> str:
+    """A number of tensors."""
+    return f"{n} tensor" if n == 1 else f"{n} tensors"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape, as in 2x3."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def dicts(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """Dataclasses as JSON takes them."""
+    return [asdict(item) for item in items]

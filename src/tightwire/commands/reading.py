@@ -1,0 +1,182 @@
+"""verify, inspect and diff: they read files and write none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .. import convert, inspection
+from ..files import Contents, map_safetensors
+from ..formats.container import users_metadata
+from ..formats.header import MAGIC
+from .command import Done, Inputs, Json, command, each
+from .failures import COMPRESSED, DIFFERENT, EITHER, about
+from .output import (
+    count_text,
+    dicts,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    shape_text,
+    size_text,
+)
+
+
+def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """The bytes of a file that holds one bare buffer, None for any other file."""
+    with open(path, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return None
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+@command
+def verify(files: Inputs, as_json: Json = False) -> int:
+    """Check every byte of compressed files or bare buffers.
+
+    Header, checksums, padding and payload, as decompress would, without writing anything. All files
+    are checked; the exit code is that of the first one that is bad.
+    """
+
+    def work(path: Path) -> Done:
+        with about(path, COMPRESSED):
+            n = _verify(path)
+        return {"tensors": n}, lambda: say(f"{path}: ok, {count_text(n)}")
+
+    return each(files, work, as_json)
+
+
+def _verify(path: Path) -> int:
+    """Check one file; returns how many tensors it holds."""
+    data = _buffer_bytes(path)
+    if data is not None:
+        inspection.verify(data)
+        return 1
+    with progress_bar("verify", path) as progress:
+        convert.verify_file(path, progress=progress)
+    return len(map_safetensors(path)[1].entries)
+
+
+@command
+def inspect(
+    files: Inputs,
+    tensor: Annotated[
+        str | None, typer.Option("--tensor", help="Show one tensor and its sections.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show the tensors of compressed files.
+
+    FILE may also be a bare buffer. Only headers are read, nothing is decoded.
+    """
+
+    def work(path: Path) -> Done:
+        with about(path, COMPRESSED):
+            done = _inspect(path, tensor)
+        return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
+
+    return each(files, work, as_json)
+
+
+def _shown_under(path: Path | None, show: Callable[[], None]) -> None:
+    if path is not None:
+        say(f"{path}:")
+    show()
+
+
+def _inspect(path: Path, tensor: str | None) -> Done:
+    data = _buffer_bytes(path)
+    if data is not None:
+        if tensor is not None:
+            raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
+        return _buffer_done(None, inspection.inspect(data))
+    contents, infos = convert.inspect_file(path, tensor)
+    if tensor is not None:
+        return _buffer_done(tensor, infos[tensor])
+    return _file_done(contents, infos)
+
+
+def _file_done(contents: Contents, infos: Mapping[str, inspection.Info]) -> Done:
+    raw = sum(info.raw_nbytes for info in infos.values())
+    packed = sum(info.packed_nbytes for info in infos.values())
+    ratio = packed / raw if raw else 1.0
+    exact = contents.source is not None
+    document = {
+        "nbytes": contents.data.size,
+        "raw_nbytes": raw,
+        "packed_nbytes": packed,
+        "ratio": ratio,
+        "restores_source_file": exact,
+        "metadata": users_metadata(contents.directory.metadata),
+        "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
+    }
+
+    def show() -> None:
+        rows = [_row(name, info) for name, info in infos.items()]
+        total = ["total", "", "", "", size_text(raw), size_text(packed), f"{ratio:.4f}", ""]
+        print_table(_COLUMNS, [*rows, total], last=1)
+        restores = "gives its source back byte for byte" if exact else "keeps no source header"
+        say(f"{count_text(len(infos))} in {size_text(contents.data.size)}; the file {restores}")
+
+    return document, show
+
+
+_COLUMNS = ("<tensor", "<dtype", "shape", "<codec", "raw", "packed", "ratio", "chunks")
+
+
+def _row(name: str, info: inspection.Info) -> list[str]:
+    header = info.header
+    n_raw = len(info.raw_chunks)
+    chunks = f"{header.chunks}, {n_raw} raw" if n_raw else str(header.chunks)
+    sizes = [size_text(info.raw_nbytes), size_text(info.packed_nbytes), f"{info.ratio:.4f}"]
+    return [name, header.dtype.name, shape_text(header.shape), header.codec, *sizes, chunks]
+
+
+def _buffer_done(name: str | None, info: inspection.Info) -> Done:
+    return {"tensor": name} | info.as_dict(), lambda: _show_buffer(name, info)
+
+
+def _show_buffer(name: str | None, info: inspection.Info) -> None:
+    fields = info.as_dict()
+    print_table(_COLUMNS, [_row("(buffer)" if name is None else name, info)])
+    sections = [
+        [s.name, "dynamic, at most" if s.dynamic else "static", f"{s.nbytes:,}"]
+        for s in info.header.sections
+    ]
+    say("")
+    print_table(("<section", "<part", "bytes per chunk"), sections)
+    dynamic = sum(info.dynamic_nbytes)
+    checksum = "with" if fields["checksum"] else "without"
+    say(
+        "",
+        f"format {fields['format']}, {fields['codec']} version {fields['codec_version']}, "
+        f"{checksum} payload checksum",
+        f"{info.nbytes:,} bytes: {info.static_nbytes:,} static, {dynamic:,} dynamic",
+    )
+
+
+@command
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
+    as_json: Json = False,
+) -> int:
+    """Compare the tensors of two files bit by bit.
+
+    Each is a safetensors file, compressed or not.
+    """
+    with about(None, EITHER), progress_bar("diff", a) as progress:
+        found = convert.diff_files(a, b, progress)
+    if as_json:
+        print_json({"a": a, "b": b, "identical": not found, "differences": dicts(found)})
+    elif found:
+        for difference in found:
+            say(f"{difference.name}: {difference.what}")
+    else:
+        say("identical tensors")
+    return DIFFERENT if found else 0

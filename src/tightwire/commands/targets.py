@@ -1,0 +1,116 @@
+"""Where results go, and what is never overwritten."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .. import convert
+from ..files import map_safetensors
+from ..formats.container import VERSION_KEY
+from ..formats.errors import FormatError
+from .failures import SYSTEM, UNSUPPORTED, Failure, about
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def targets_of(
+    sources: Sequence[Path], output: Path | None, name_of: Callable[[Path], str]
+) -> dict[Path, Path]:
+    """Where the result of each source goes. Refuses two that would go to one place."""
+    for source in sources:
+        # Path makes "." of an empty argument.
+        if not source.name:
+            raise Failure(UNSUPPORTED, "unsupported", f"FILE is {source}; name a file")
+    into_folder = output is not None and output.is_dir()
+    if output is not None and len(sources) > 1 and not into_folder:
+        raise Failure(SYSTEM, "os_error", f"{output}: no such folder; create it first")
+    targets: dict[Path, Path] = {}
+    taken: dict[str, Path] = {}
+    for source in sources:
+        if output is None:
+            target = source.with_name(name_of(source))
+        else:
+            target = output / name_of(source) if into_folder else output
+        other = taken.setdefault(os.path.realpath(target), source)
+        if other is not source:
+            message = f"{target}: {other} and {source} would both be written there"
+            raise Failure(UNSUPPORTED, "unsupported", message)
+        targets[source] = target
+    return targets
+
+
+def check_sources(
+    sources: Sequence[Path], output: Path | None, needed: str, check: Callable[[Path], object]
+) -> None:
+    """Refuse, before any work is done, sources that `check` refuses."""
+    for source in sources:
+        if len(sources) > 1 and output is None and not source.exists():
+            hint = "every argument is an input, -o names the output"
+            raise Failure(SYSTEM, "os_error", f"{source}: No such file or directory; {hint}")
+        with about(source, needed):
+            check(source)
+
+
+def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
+    """Refuse, before any work is done, targets that cannot or should not be written."""
+    sources = [source.stat() for source in targets]
+    taken = {(status.st_dev, status.st_ino) for status in sources}
+    for target in targets.values():
+        if not target.parent.is_dir():
+            raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
+        # A symbolic link to nothing is something too: it may be meant for a disk not mounted now.
+        if not os.path.lexists(target):
+            continue
+        if target.exists() and (target.stat().st_dev, target.stat().st_ino) in taken:
+            message = f"{target}: is an input itself; name another output with -o"
+            raise Failure(UNSUPPORTED, "unsupported", message)
+        with about(target):
+            obstacle = _obstacle(target)
+        if obstacle is not None:
+            advice = "remove it yourself or name another output with -o"
+            raise Failure(SYSTEM, "os_error", f"{target}: {obstacle}; {advice}")
+        if not force:
+            raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
+
+
+def _obstacle(target: Path) -> str | None:
+    """Why --force does not overwrite what is there; None if tightwire made it or it is empty."""
+    if not target.exists():
+        return None
+    if not target.is_file():
+        return "exists and is not a regular file"
+    if not target.stat().st_size:
+        return None
+    try:
+        if VERSION_KEY not in map_safetensors(target)[1].metadata:
+            return "exists and holds an uncompressed model"
+        convert.inspect_file(target)
+    except FormatError:
+        return "exists and is not a file that tightwire compressed"
+    return None
+
+
+def check_plot(source: Path | None, plot: Path) -> None:
+    """Find out before the work that a plot cannot be drawn; nothing but a PNG is overwritten."""
+    if not plot.parent.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{plot.parent}: no such folder; create it first")
+    if plot.is_dir():
+        raise Failure(SYSTEM, "os_error", f"{plot}: is a folder; name a file")
+    if source is not None and _same(source, plot):
+        raise Failure(UNSUPPORTED, "unsupported", f"{plot}: is FILE itself; name another plot")
+    if os.path.lexists(plot) and not _is_png(plot):
+        raise Failure(SYSTEM, "os_error", f"{plot}: exists and is no PNG; name another plot")
+    import matplotlib.figure  # noqa: F401
+
+
+def _is_png(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(PNG_MAGIC)) == PNG_MAGIC
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
