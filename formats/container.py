@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import re
@@ -18,20 +19,35 @@ from .header import ALIGN, MAX_RANK
 VERSION_KEY = "tightwire"
 SOURCE_KEY = "tightwire.source"
 LIST_KEY = "tightwire.list"
-VERSION = "1"
+DIGEST_KEY = "tightwire.digest"
+PLAIN_KEY = "tightwire.plain"
+TIED_KEY = "tightwire.tied"
+TREE_KEY = "tightwire.tree"
+VERSION = "2"
+#: The version before: no digest, every tensor a buffer.
+FIRST_VERSION = "1"
 LIST = "1"
 METADATA = "__metadata__"
+#: What stands for the digest while it is computed.
+NO_DIGEST = "0" * 64
+#: Hexadecimal digits of a plain tensor's CRC32C.
+CRC_DIGITS = 8
 MAX_JSON = 100_000_000
 #: Most characters of a tensor's entry, and most entries of the metadata: a header takes memory in
 #: proportion to its size.
 MAX_ENTRY = 4096
 MAX_METADATA = 1 << 16
+#: Most characters of the texts that a JSON parser reads: it makes up to 25 times as many bytes.
+MAX_TREE = 1 << 22
+#: Tensors of at most so many bytes are stored plain: a buffer would be no smaller.
+PLAIN_NBYTES = 1024
+_CRC_STEP = 1 << 18
 
 #: Bits per element of every dtype name that safetensors knows.
-_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8}
-_BITS |= {"F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16}
-_BITS |= {"F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64}
-_BITS |= {"I64": 64, "U64": 64}
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8}
+BITS |= {"F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16}
+BITS |= {"F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64}
+BITS |= {"I64": 64, "U64": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +60,28 @@ class Entry:
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.end - self.begin
+
+    @property
+    def is_buffer(self) -> bool:
+        """True for the form of an encoded tensor, False for a tensor stored plain."""
+        return self.dtype == "U8" and len(self.shape) == 1
+
 
 @dataclass(frozen=True)
 class Directory:
-    """A safetensors header: tensors in order of their data, metadata, and the header's bytes."""
+    """A safetensors header: tensors in order of their data, metadata, and the header's bytes.
+
+    `names` has the order of the header's members.
+    """
 
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
     json_bytes: bytes
+    names: tuple[str, ...]
 
     @property
     def data_at(self) -> int:
@@ -73,16 +103,24 @@ def _bad(detail: str) -> FormatError:
 
 
 def read_directory(data: memoryview) -> Directory:
-    """Read and check a whole safetensors file's header. Raises FormatError("bad_container")."""
-    if len(data) < 8:
-        raise _bad(f"not a safetensors file: {len(data)} bytes")
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_JSON or length > len(data) - 8:
-        raise _bad(f"not a safetensors file, or cut off: header of {length} bytes in {len(data)}")
-    directory = parse_directory(bytes(data[8 : 8 + length]))
-    if directory.data_at + directory.data_nbytes != len(data):
+    """As `directory_of`, of a file whose bytes are all here."""
+    return directory_of(lambda start, nbytes: data[start : start + nbytes], len(data))
+
+
+def directory_of(read: Callable[[int, int], Any], nbytes: int) -> Directory:
+    """Read and check the header of a safetensors file of `nbytes` bytes.
+
+    `read(start, n)` gives n of its bytes. Raises FormatError("bad_container").
+    """
+    if nbytes < 8:
+        raise _bad(f"not a safetensors file: {nbytes} bytes")
+    length = int.from_bytes(bytes(read(0, 8)), "little")
+    if length > MAX_JSON or length > nbytes - 8:
+        raise _bad(f"not a safetensors file, or cut off: header of {length} bytes in {nbytes}")
+    directory = parse_directory(bytes(read(8, length)))
+    if directory.data_at + directory.data_nbytes != nbytes:
         expected = directory.data_at + directory.data_nbytes
-        raise _bad(f"the file has {len(data)} bytes, its header describes {expected}")
+        raise _bad(f"the file has {nbytes} bytes, its header describes {expected}")
     return directory
 
 
@@ -91,6 +129,7 @@ def parse_directory(json_bytes: bytes) -> Directory:
     try:
         fields = _read_object(json_bytes.decode())
         metadata = fields.pop(METADATA, {})
+        names = tuple(fields)
         entries = sorted(fields.values(), key=lambda e: (e.begin, e.end))
         at = 0
         for entry in entries:
@@ -99,7 +138,7 @@ def parse_directory(json_bytes: bytes) -> Directory:
             at = entry.end
     except (ValueError, RecursionError) as error:
         raise _bad(f"bad safetensors header: {error}") from None
-    return Directory(tuple(entries), metadata, json_bytes)
+    return Directory(tuple(entries), metadata, json_bytes, names)
 
 
 #: Tokens with the white space around them; the first is also an empty object as a whole.
@@ -170,14 +209,15 @@ def _member(name: str, text: str, at: int) -> tuple[Any, int]:
     return _entry(name, _JSON.raw_decode(text[at:end])[0]), end
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of a JSON object; ValueError if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a field occurs twice")
     return fields
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique)
+_JSON = json.JSONDecoder(object_pairs_hook=unique_members)
 
 
 def _is_size(value: Any) -> bool:
@@ -188,14 +228,14 @@ def _entry(name: str, fields: Any) -> Entry:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise ValueError(f"entry of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     for value in (shape, offsets):
         if not isinstance(value, list) or not all(map(_is_size, value)):
             raise ValueError(f"shape or data_offsets of {name!r} are not lists of sizes")
     if len(shape) > MAX_RANK:
         raise ValueError(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
-    if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * _BITS[dtype]:
+    if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * BITS[dtype]:
         raise ValueError(f"data_offsets of {name!r} do not fit its shape")
     return Entry(name, dtype, tuple(shape), *offsets)
 
@@ -208,7 +248,8 @@ def directory_bytes(
 ) -> bytes:
     """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `room`.
 
-    Raises ValueError for a header that no reader takes.
+    A digest in `metadata` is replaced by the right one. Raises ValueError for a header that no
+    reader takes.
     """
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for e in entries:
@@ -221,7 +262,20 @@ def directory_bytes(
     size = room if room is not None else -(-(8 + len(text)) // ALIGN) * ALIGN
     if size - 8 > MAX_JSON:
         raise ValueError(f"the header would have {size - 8} bytes; allowed: {MAX_JSON}")
-    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    text = text.ljust(size - 8)
+    if DIGEST_KEY in metadata:
+        text = text.replace(_digest_member(NO_DIGEST), _digest_member(_digest(text)), 1)
+    return (size - 8).to_bytes(8, "little") + text
+
+
+def _digest_member(value: str) -> bytes:
+    """What the digest looks like in a header; within a text its quotes would be escaped."""
+    return f'"{DIGEST_KEY}":"{value}"'.encode()
+
+
+def _digest(json_bytes: bytes) -> str:
+    """SHA-256 of a header in which the digest is `NO_DIGEST`."""
+    return hashlib.sha256(json_bytes).hexdigest()
 
 
 def is_own(key: str) -> bool:
@@ -258,7 +312,7 @@ def check_metadata(metadata: Mapping[Any, Any]) -> None:
 def compressed_metadata(
     metadata: Mapping[str, str], source: Directory | None = None
 ) -> dict[str, str]:
-    """Metadata of a compressed file: the original's, the version, the source header if given.
+    """Metadata of a compressed file: the original's, and the source header if given.
 
     Raises TypeError or ValueError for metadata that a user cannot store.
     """
@@ -272,8 +326,7 @@ def compressed_metadata(
                 f"the source's header has {found} bytes, mostly padding; at most {limit}"
             )
         fields[SOURCE_KEY] = base64.b64encode(zlib.compress(source.json_bytes, 9)).decode()
-    fields[VERSION_KEY] = VERSION
-    return fields
+    return fields | {VERSION_KEY: VERSION, DIGEST_KEY: NO_DIGEST}
 
 
 def _source_limit(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
@@ -285,19 +338,93 @@ def _source_limit(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
 
 def check_compressed(directory: Directory) -> None:
     """Raise FormatError("bad_container") unless the file is one of tightwire's."""
-    version = directory.metadata.get(VERSION_KEY)
+    metadata = directory.metadata
+    version = metadata.get(VERSION_KEY)
     if version is None:
         raise _bad("a safetensors file, but not a compressed one: no 'tightwire' in its metadata")
-    if version != VERSION:
-        raise _bad(f"container version {version!r}; this reads {VERSION!r}: upgrade tightwire")
-    for e in directory.entries:
-        if e.dtype != "U8" or len(e.shape) != 1:
-            raise _bad(f"{e.name!r} is {e.dtype}{list(e.shape)}, not one-dimensional U8")
-    if LIST_KEY in directory.metadata:
-        if directory.metadata[LIST_KEY] != LIST:
-            raise _bad(f"{LIST_KEY} is {directory.metadata[LIST_KEY]!r}, not {LIST!r}")
-        if any(e.name != str(i) for i, e in enumerate(directory.entries)):
-            raise _bad("the tensors of a list are not named 0, 1, ... in the order of their data")
+    if version == VERSION:
+        _check_digest(directory)
+        _check_plain(directory)
+    elif version == FIRST_VERSION:
+        for e in directory.entries:
+            if not e.is_buffer:
+                raise _bad(f"{e.name!r} is {e.dtype}{list(e.shape)}, not one-dimensional U8")
+    else:
+        raise _bad(f"container version {version!r}; this reads up to {VERSION!r}: upgrade")
+    if LIST_KEY in metadata:
+        if metadata[LIST_KEY] != LIST:
+            raise _bad(f"{LIST_KEY} is {metadata[LIST_KEY]!r}, not {LIST!r}")
+        _check_list(directory, version)
+
+
+def _check_digest(directory: Directory) -> None:
+    value = directory.metadata.get(DIGEST_KEY, "")
+    member = _digest_member(value)
+    if re.fullmatch("[0-9a-f]{64}", value) is None or directory.json_bytes.count(member) != 1:
+        raise _bad(f"{DIGEST_KEY} is {value[:64]!r}, not written as 64 hexadecimal digits")
+    if _digest(directory.json_bytes.replace(member, _digest_member(NO_DIGEST))) != value:
+        raise _bad("the header is damaged: its digest is another one")
+
+
+def _check_plain(directory: Directory) -> None:
+    """Plain tensors lie behind the buffers, and each has a checksum."""
+    plain = [e for e in directory.entries if not e.is_buffer]
+    text = directory.metadata.get(PLAIN_KEY, "")
+    if re.fullmatch(f"(?:[0-9a-f]{{{CRC_DIGITS}}}){{{len(plain)}}}", text) is None:
+        raise _bad(f"{PLAIN_KEY} is not {CRC_DIGITS} hexadecimal digits for each plain tensor")
+    behind = directory.entries[len(directory.entries) - len(plain) :]
+    if any(e.is_buffer for e in behind):
+        raise _bad("a buffer lies behind plain tensors")
+
+
+def crc32c(data: memoryview) -> int:
+    """CRC32C of bytes."""
+    import google_crc32c
+
+    value = 0
+    for at in range(0, len(data), _CRC_STEP):
+        # It takes nothing but bytes.
+        value = google_crc32c.extend(value, bytes(data[at : at + _CRC_STEP]))
+    return value
+
+
+def plain_checksums(directory: Directory) -> dict[str, int]:
+    """CRC32C of the data of every plain tensor, by name."""
+    plain = [e.name for e in directory.entries if not e.is_buffer]
+    text = directory.metadata.get(PLAIN_KEY, "")
+    digits = [text[i : i + CRC_DIGITS] for i in range(0, len(text), CRC_DIGITS)]
+    return dict(zip(plain, (int(d, 16) for d in digits), strict=True)) if plain else {}
+
+
+def _check_list(directory: Directory, version: str) -> None:
+    names = [e.name for e in directory.entries]
+    if version == VERSION:
+        names = list(directory.names)
+    if names != [str(i) for i in range(len(names))]:
+        raise _bad("the tensors of a list are not named 0, 1, ... in their order")
+
+
+def tied_names(directory: Directory) -> dict[str, str]:
+    """Other names of tensors: of each the name that it is stored under."""
+    if directory.metadata.get(VERSION_KEY) != VERSION or TIED_KEY not in directory.metadata:
+        return {}
+    names = set(directory.names)
+    tied: dict[str, str] = {}
+    try:
+        text = directory.metadata[TIED_KEY]
+        tied, at = _members(text, 0, lambda key, text, at: _text(text, at), MAX_METADATA)
+        _token(_END, text, at)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"bad {TIED_KEY}: {error}") from None
+    for alias, name in tied.items():
+        if alias in names or alias == METADATA or name not in names:
+            raise _bad(f"{TIED_KEY} ties {alias!r} to {name!r}")
+    return tied
+
+
+def tied_text(tied: Mapping[str, str]) -> str:
+    """What `tied_names` reads."""
+    return json.dumps(dict(tied), separators=(",", ":"), ensure_ascii=False)
 
 
 def source_directory(directory: Directory) -> Directory | None:
@@ -316,7 +443,14 @@ def source_directory(directory: Directory) -> Directory | None:
     if not decompressor.eof or decompressor.unused_data:
         raise _bad("the source header is damaged or too large")
     source = parse_directory(data)
-    if [e.name for e in source.entries] != [e.name for e in directory.entries]:
+    names = [e.name for e in source.entries]
+    own = [e.name for e in directory.entries]
+    if directory.metadata[VERSION_KEY] == VERSION:
+        # Plain tensors lie behind the others.
+        names, own = sorted(names), sorted(own)
+        if TIED_KEY in directory.metadata or TREE_KEY in directory.metadata:
+            raise _bad("a source header beside tied names or a tree")
+    if names != own:
         raise _bad("the source header names other tensors than the file")
     if any(map(is_own, source.metadata)):
         raise _bad("the source header has metadata of tightwire's own")

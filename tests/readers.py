@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import tightwire as tw
-from tightwire import convert
-from tightwire.files import map_safetensors
-from tightwire.formats.container import VERSION_KEY
+from tightwire import convert, tree
+from tightwire.files import read_header
+from tightwire.formats.container import LIST_KEY, TIED_KEY, TREE_KEY, VERSION, VERSION_KEY
 from tightwire.formats.errors import REASONS
 
 MAX_NBYTES = 1 << 24
@@ -25,14 +25,20 @@ def value(x: Any) -> Value:
 
 
 def _load_file(path: Path) -> Tensors:
-    return {n: value(x) for n, x in tw.load_file(path, max_nbytes=MAX_NBYTES).items()}
+    return _by_name(tw.load_file(path, max_nbytes=MAX_NBYTES))
 
 
 def _loads(path: Path) -> Tensors:
-    tensors = tw.loads(path.read_bytes(), max_nbytes=MAX_NBYTES)
-    if isinstance(tensors, list):
-        tensors = {str(i): x for i, x in enumerate(tensors)}
-    return {name: value(x) for name, x in tensors.items()}
+    return _by_name(tw.loads(path.read_bytes(), max_nbytes=MAX_NBYTES))
+
+
+def _by_name(tensors: Any) -> Tensors:
+    """The arrays by name; of lists and nested dicts by their paths."""
+    if isinstance(tensors, dict) and all(map(tree.is_array, tensors.values())):
+        return {name: value(x) for name, x in tensors.items()}
+    if isinstance(tensors, list) and all(map(tree.is_array, tensors)):
+        return {str(i): value(x) for i, x in enumerate(tensors)}
+    return {name: value(x) for name, x in tree.flatten([tensors])[0].items()}
 
 
 def _decompress(path: Path) -> Tensors:
@@ -52,7 +58,7 @@ def _verify(path: Path) -> None:
 
 
 def _diff(path: Path) -> None:
-    if VERSION_KEY not in map_safetensors(path)[1].metadata:
+    if VERSION_KEY not in read_header(path).metadata:
         # Of plain files, which diff takes too, there is nothing to compare with the others.
         tw.open(path)
     assert convert.diff_files(path, path, max_nbytes=MAX_NBYTES) == []
@@ -101,5 +107,13 @@ def agreed(path: Path) -> str | Tensors:
         return found
     tensors = _load_file(path)
     assert tensors == _loads(path)
-    assert tensors == _decompress(path)
+    restored = _decompress(path)
+    metadata = read_header(path).metadata
+    if metadata[VERSION_KEY] == VERSION and {LIST_KEY, TIED_KEY, TREE_KEY} & metadata.keys():
+        # A plain file has other names, each memory once, and all that a tree leaves out.
+        assert set(tensors.values()) <= set(restored.values())
+    elif LIST_KEY in metadata:
+        assert list(tensors.values()) == list(restored.values())
+    else:
+        assert tensors == restored
     return tensors

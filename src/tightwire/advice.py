@@ -9,7 +9,7 @@ import numpy as np
 
 from .adapters.cost import MAX_PIECES, Choice, Model
 from .bench import save_figure
-from .files import PathLike
+from .storage import PathLike
 
 #: Message sizes that a plot shows, bytes.
 PLOTTED = 1 << 10, 1 << 34

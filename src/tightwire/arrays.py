@@ -300,6 +300,44 @@ def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bi
     return host.reshape(-1).view(dtype.bits)
 
 
+def memory_of(x: Any) -> Any:
+    """What is equal for two arrays of exactly the same elements in memory; None if not known."""
+    library = library_of(x)
+    if library == "torch":
+        key = (str(x.device), x.data_ptr(), x.dtype, tuple(x.shape), x.stride())
+        return (library, *key) if x.numel() else None
+    if library == "numpy" and isinstance(x, np.ndarray) and x.size:
+        return library, x.__array_interface__["data"][0], x.dtype, x.shape, x.strides
+    return None
+
+
+def is_float4(x: Any) -> bool:
+    """True for PyTorch's packed tensors of 4-bit floats, two in each byte of the last dimension."""
+    return _is_a("torch", x) and str(x.dtype) == "torch.float4_e2m1fn_x2" and x.dim() > 0
+
+
+def float4_bytes(x: Any) -> Bytes:
+    """The bytes of such a tensor, shape (n,)."""
+    return host_bits(x.view(sys.modules["torch"].uint8), BY_NAME["uint8"])
+
+
+def from_packed(data: Bytes, name: str, shape: tuple[int, ...], target: Target) -> Any:
+    """An array of elements of less than a byte, of safetensors' dtype `name`.
+
+    PyTorch has a type for pairs of F4; anything else is uint8 of shape (n,).
+    """
+    flat = from_bits(data, BY_NAME["uint8"], (data.size,), target)
+    dtype = None
+    if target.library == "torch" and name == "F4" and shape and shape[-1] % 2 == 0:
+        dtype = getattr(sys.modules["torch"], "float4_e2m1fn_x2", None)
+    return flat if dtype is None else flat.view(dtype).reshape(*shape[:-1], shape[-1] // 2)
+
+
+def aligned_bytes(raw: Bytes, itemsize: int) -> Bytes:
+    """`raw`, or a copy of it where its address does not suit elements of `itemsize` bytes."""
+    return raw.copy() if raw.__array_interface__["data"][0] % itemsize else raw
+
+
 def is_bytes(src: Any) -> bool:
     """True for bytes-like objects of the standard library: bytes, memoryview, mmap, array ..."""
     if isinstance(src, (bytes, bytearray, memoryview)):

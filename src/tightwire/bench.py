@@ -17,8 +17,8 @@ from .codec import Codec, codec, codecs, decode
 from .codecs.base import Bytes, Key
 from .codecs.threads import cpu_count
 from .convert import plain_tensors
-from .files import PathLike, atomic_file
 from .formats.dtypes import DType
+from .storage import PathLike, atomic_file
 
 #: Fills outputs before they are written, so that a byte left out does not go unseen.
 POISON = 0xA5

@@ -4,45 +4,39 @@ at a time.
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from . import engine
+from .arrays import aligned_bytes
 from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
 from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES, Parsed
-from .files import (
-    Contents,
-    PathLike,
-    atomic_file,
-    map_file,
-    map_safetensors,
-    naming,
-    write_compressed,
-)
+from .engine import DEFAULT_MAX_NBYTES, Head, Parsed
+from .files import Contents, Draft, Plain, naming, stored_plain, write_container
 from .formats.container import (
     VERSION_KEY,
     Directory,
     Entry,
     compressed_metadata,
     directory_bytes,
+    directory_of,
     is_own,
     users_metadata,
 )
-from .formats.dtypes import BY_SAFETENSORS, DType
+from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .formats.errors import FormatError
-from .inspection import Info, inspect
+from .inspection import PLAIN, Info, PlainInfo, info_of
 from .planning import make_plan
-
-_COPY_NBYTES = 1 << 22
+from .storage import Reader, is_path, new_file, reading
 
 #: Called with (tensor name, its raw bytes) after each tensor.
 Progress = Callable[[str, int], None]
@@ -78,20 +72,9 @@ def entry_dtype(entry: Entry) -> DType:
         raise TypeError(f"{entry.name!r} is {entry.dtype}; supported: {allowed}") from None
 
 
-def _release(data: Bytes) -> None:
-    """Let the system drop the pages of a mapped file: they would count as this process's memory."""
-    base: Any = data
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, memoryview):
-        base = base.obj
-    if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
-        base.madvise(mmap.MADV_DONTNEED)
-
-
 def compress_file(
-    source: PathLike,
-    target: PathLike,
+    source: Any,
+    target: Any,
     codec: str | Codec = "zipccl",
     *,
     cast: DType | None = None,
@@ -105,53 +88,80 @@ def compress_file(
     TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
-    data, directory = plain_file(source)
-    dtypes = {e.name: entry_dtype(e) for e in directory.entries}
-    plans: dict[str, Plan] = {}
-    for e in directory.entries:
-        plans[e.name] = make_plan(chosen.spec, cast_dtype(dtypes[e.name], cast), e.shape, None)
-    reports: list[TensorReport] = []
-
-    def buffers() -> Iterator[Parsed]:
+    with open_plain(source) as (reader, directory):
+        draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
         for e in directory.entries:
-            plan = plans[e.name]
-            raw = data[directory.span(e)]
-            bits = cast_bits(raw, dtypes[e.name], plan.dtype)
-            room = np.empty(plan.nbytes, np.uint8)
-            engine.encode_into(plan, bits, room, threads=thread_count(threads))
-            parsed = engine.parse(room, 1 << 63)
-            yield parsed
-            nbytes = plan.nelem * plan.dtype.itemsize
-            codec_name, packed = plan.codec.name, parsed.packed_nbytes
-            reports.append(
-                TensorReport(e.name, plan.dtype.name, e.shape, codec_name, nbytes, packed)
-            )
-            del raw, bits, room, parsed
-            _release(data)
-            progress(e.name, e.end - e.begin)
+            draft.add(e.name, _planned(reader, directory, e, chosen, cast))
+        entries = {e.name: e for e in directory.entries}
+        reports: dict[str, TensorReport] = {}
 
-    metadata = compressed_metadata(directory.metadata, None if cast else directory)
-    write_compressed(target, plans, buffers(), metadata, _mode(source))
-    return reports
+        def buffers() -> Iterator[Parsed]:
+            for name, plan in draft.plans.items():
+                e = entries[name]
+                bits = cast_bits(read_entry(reader, directory, e), entry_dtype(e), plan.dtype)
+                room = np.empty(plan.nbytes, np.uint8)
+                engine.encode_into(plan, bits, room, threads=thread_count(threads))
+                parsed = engine.parse(room, 1 << 63)
+                yield parsed
+                nbytes = plan.nelem * plan.dtype.itemsize
+                reports[name] = TensorReport(
+                    name, plan.dtype.name, e.shape, plan.codec.name, nbytes, parsed.packed_nbytes
+                )
+                del bits, room, parsed
+                progress(name, e.nbytes)
+
+        with new_file(target, _mode(source)) as file:
+            write_container(file, draft, buffers())
+    for name, plain in draft.plain.items():
+        dtype = BY_SAFETENSORS[plain.dtype].name if plain.dtype in BY_SAFETENSORS else plain.dtype
+        nbytes = plain.nbytes
+        reports[name] = TensorReport(name, dtype, plain.shape, PLAIN, nbytes, nbytes)
+        progress(name, entries[name].nbytes)
+    return [reports[name] for name in draft.names]
 
 
-def plain_file(path: PathLike) -> tuple[Bytes, Directory]:
-    """Map a safetensors file that is not compressed. Raises FormatError or OSError."""
-    data, directory = map_safetensors(path)
-    if any(map(is_own, directory.metadata)):
-        raise FormatError("bad_container", "compressed already, or its metadata says so")
-    return data, directory
+def _planned(
+    reader: Reader, directory: Directory, entry: Entry, codec: Codec, cast: DType | None
+) -> Plan | Plain:
+    """How a tensor of a plain file is stored."""
+    dtype = BY_SAFETENSORS.get(entry.dtype)
+    if dtype is None:
+        return Plain(entry.dtype, entry.shape, partial(read_entry, reader, directory, entry))
+    target = cast_dtype(dtype, cast)
+    if not stored_plain(target, entry.shape):
+        return make_plan(codec.spec, target, entry.shape, None)
+
+    def read() -> Bytes:
+        bits: Bits = cast_bits(read_entry(reader, directory, entry), dtype, target)
+        return bits.view(np.uint8)
+
+    return Plain(target.safetensors or "", entry.shape, read)
 
 
-def check_plain(path: PathLike) -> None:
+@contextmanager
+def open_plain(source: Any) -> Iterator[tuple[Reader, Directory]]:
+    """Read a safetensors file that is not compressed. Raises FormatError or OSError."""
+    with reading(source) as reader:
+        directory = directory_of(reader.read, reader.nbytes)
+        if any(map(is_own, directory.metadata)):
+            raise FormatError("bad_container", "compressed already, or its metadata says so")
+        yield reader, directory
+
+
+def read_entry(reader: Reader, directory: Directory, entry: Entry) -> Bytes:
+    """The bytes of a tensor in a plain file."""
+    return reader.read(directory.data_at + entry.begin, entry.nbytes)
+
+
+def check_plain(path: Any) -> None:
     """Raise what `compress_file` would raise for the header of this file."""
-    for entry in plain_file(path)[1].entries:
-        entry_dtype(entry)
+    with open_plain(path):
+        pass
 
 
-def _mode(path: PathLike) -> int:
+def _mode(source: Any) -> int | None:
     """Permissions of a file: what is made from it is no more open than it."""
-    return stat.S_IMODE(os.stat(path).st_mode)
+    return stat.S_IMODE(os.stat(source).st_mode) if is_path(source) else None
 
 
 def cast_dtype(dtype: DType, cast: DType | None) -> DType:
@@ -159,20 +169,9 @@ def cast_dtype(dtype: DType, cast: DType | None) -> DType:
     return cast if cast is not None and dtype.name in ("float32", "float64") else dtype
 
 
-def _aligned(raw: Bytes, itemsize: int) -> Bytes:
-    """`raw`, or a copy of it where its address does not suit elements of `itemsize` bytes."""
-    if raw.__array_interface__["data"][0] % itemsize == 0:
-        return raw
-    copy = np.empty(raw.size, np.uint8)
-    for at in range(0, raw.size, _COPY_NBYTES):
-        copy[at : at + _COPY_NBYTES] = raw[at : at + _COPY_NBYTES]
-        _release(raw)
-    return copy
-
-
 def cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
     """Bits of a tensor's bytes, shape (n,), rounded to `target` if that is another type."""
-    bits = _aligned(raw, dtype.bits.itemsize).view(dtype.bits)
+    bits = aligned_bytes(raw, dtype.bits.itemsize).view(dtype.bits)
     if target is dtype:
         return bits
     # NaNs and values out of range have a place in the target: nothing to warn about.
@@ -180,18 +179,21 @@ def cast_bits(raw: Bytes, dtype: DType, target: DType) -> Any:
         return bits.view(dtype.numpy).astype(target.numpy).view(target.bits)
 
 
-def plain_tensors(path: PathLike, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
-    """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,)."""
-    data, directory = plain_file(path)
-    for e in directory.entries:
-        dtype = entry_dtype(e)
-        target = cast_dtype(dtype, cast)
-        yield e, target, cast_bits(data[directory.span(e)], dtype, target)
+def plain_tensors(path: Any, cast: DType | None) -> Iterator[tuple[Entry, DType, Bits]]:
+    """Every tensor of a plain safetensors file after the cast: entry, type, bits of shape (n,).
+
+    TypeError for elements of less than a byte.
+    """
+    with open_plain(path) as (reader, directory):
+        for e in directory.entries:
+            dtype = entry_dtype(e)
+            target = cast_dtype(dtype, cast)
+            yield e, target, cast_bits(read_entry(reader, directory, e), dtype, target)
 
 
 def decompress_file(
-    source: PathLike,
-    target: PathLike,
+    source: Any,
+    target: Any,
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
@@ -202,79 +204,97 @@ def decompress_file(
     A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
     tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
     """
-    contents = Contents(map_file(source))
-    parsed = contents.parse_all(max_nbytes)
-    head = _restored_head(contents, parsed)
-    with atomic_file(target, _mode(source)) as out:
-        out.write(head)
-        for name, item in parsed.items():
-            with naming(f"tensor {name!r}"):
-                nbytes = _write_decoded(out, item, thread_count(threads))
-            _release(contents.data)
-            progress(name, nbytes)
+    with reading(source) as reader:
+        contents = Contents(reader)
+        heads = contents.heads(max_nbytes)
+        names = _restored_names(contents)
+        head = _restored_head(contents, heads)
+        with new_file(target, _mode(source)) as out:
+            out.write(head)
+            for name in names:
+                bits = contents.bits(name, heads[name], thread_count(threads))
+                nbytes = out.write(bits.view(np.uint8).data)
+                progress(name, nbytes)
 
 
-def _write_decoded(out: BinaryIO, parsed: Parsed, threads: int) -> int:
-    return out.write(_decoded_bits(parsed, threads).view(np.uint8).data)
+def _restored_names(contents: Contents) -> list[str]:
+    """Names of the tensors in the order of a restored file's data."""
+    return [name for name in contents.names() if name not in contents.tied]
 
 
-def _decoded_bits(parsed: Parsed, threads: int) -> Bits:
-    """Element bits of a whole tensor, shape (n,)."""
-    plan = parsed.plan
-    bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-    engine.decode_range(parsed, bits, 0, threads=threads)
-    return bits
-
-
-def _restored_head(contents: Contents, parsed: dict[str, Parsed]) -> bytes:
+def _restored_head(contents: Contents, heads: Mapping[str, Head | None]) -> bytes:
     """First bytes of the file that a compressed one was made from, or of a plain one like it."""
     source = contents.source
     if source is not None:
         return len(source.json_bytes).to_bytes(8, "little") + source.json_bytes
-    for name, item in parsed.items():
-        if item.plan.dtype.safetensors is None:
-            dtype = item.plan.dtype.name
-            raise TypeError(f"{name!r} is {dtype}, which safetensors has no name for")
-    metadata = users_metadata(contents.directory.metadata)
-    return directory_bytes(_decoded_entries(parsed), metadata)
-
-
-def _decoded_entries(parsed: dict[str, Parsed]) -> list[Entry]:
     at = 0
     entries = []
-    for name, item in parsed.items():
-        plan = item.plan
-        end = at + plan.nelem * plan.dtype.itemsize
-        entries.append(Entry(name, plan.dtype.safetensors or "", plan.shape, at, end))
+    for name in _restored_names(contents):
+        dtype, shape = kind_of(contents, name, heads[name])
+        if isinstance(dtype, DType) and dtype.safetensors is None:
+            raise TypeError(f"{name!r} is {dtype.name}, which safetensors has no name for")
+        end = at + contents.tensor_nbytes(name, heads[name])
+        label = (dtype.safetensors or "") if isinstance(dtype, DType) else dtype
+        entries.append(Entry(name, label, shape, at, end))
         at = end
-    return entries
+    return directory_bytes(entries, users_metadata(contents.directory.metadata))
+
+
+def kind_of(
+    contents: Contents, name: str, head: Head | None
+) -> tuple[DType | str, tuple[int, ...]]:
+    """Element type and shape of a tensor; the type is a text where it is none of ours."""
+    if head is not None:
+        return head.plan.dtype, head.plan.shape
+    entry = contents.entry(name)
+    return BY_SAFETENSORS.get(entry.dtype, entry.dtype), entry.shape
 
 
 def verify_file(
-    path: PathLike,
+    path: Any,
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress = no_progress,
-) -> None:
-    """Check every tensor of a compressed file as decode() would. Raises FormatError."""
-    contents = Contents(map_file(path))
-    for name, item in contents.parse_all(max_nbytes).items():
-        with naming(f"tensor {name!r}"):
-            engine.verify_chunks(item, threads=cpu_count())
-        _release(contents.data)
-        progress(name, item.plan.nelem * item.plan.dtype.itemsize)
+) -> int:
+    """Check every tensor of a compressed file as decode() would: how many there are.
+
+    Raises FormatError.
+    """
+    with reading(path) as reader:
+        contents = Contents(reader)
+        heads = contents.heads(max_nbytes)
+        for name, head in heads.items():
+            with naming(f"tensor {name!r}"):
+                if head is None:
+                    contents.plain(name)
+                else:
+                    engine.verify_chunks(contents.parsed(name, head), threads=cpu_count())
+            progress(name, contents.tensor_nbytes(name, head))
+    return len(heads)
 
 
-def inspect_file(path: PathLike, name: str | None = None) -> tuple[Contents, dict[str, Info]]:
+def inspect_file(
+    path: Any, name: str | None = None
+) -> tuple[Contents, dict[str, Info | PlainInfo]]:
     """What the buffers of all tensors of a compressed file, or of one, say about themselves.
 
     No payload is read. Raises FormatError, OSError, ValueError for a tensor that is not there.
     """
-    contents = Contents(map_file(path))
-    if name is not None and name not in contents:
-        raise ValueError(f"no tensor {name!r}; 'inspect FILE' lists the names")
-    names = contents.names() if name is None else [name]
-    return contents, {n: inspect(contents.parse(n, 1 << 63).data) for n in names}
+    with reading(path) as reader:
+        contents = Contents(reader)
+        if name is not None and name not in contents:
+            raise ValueError(f"no tensor {name!r}; 'inspect FILE' lists the names")
+        names = contents.names() if name is None else [name]
+        return contents, {n: _info(contents, n) for n in names if n not in contents.tied}
+
+
+def _info(contents: Contents, name: str) -> Info | PlainInfo:
+    head = contents.head(name, 1 << 63)
+    if head is not None:
+        return info_of(head)
+    dtype, shape = kind_of(contents, name, None)
+    label = dtype.name if isinstance(dtype, DType) else dtype
+    return PlainInfo(label, shape, contents.entry(name).nbytes)
 
 
 @dataclass(frozen=True)
@@ -287,14 +307,19 @@ class Difference:
 
 
 def diff_files(
-    a: PathLike,
-    b: PathLike,
+    a: Any,
+    b: Any,
     progress: Progress = no_progress,
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
-    left, right = _Tensors(a, max_nbytes), _Tensors(b, max_nbytes)
+    with reading(a) as first, reading(b) as second:
+        return _differences(_Tensors(first, max_nbytes), _Tensors(second, max_nbytes), progress)
+
+
+def _differences(left: _Tensors, right: _Tensors, progress: Progress) -> list[Difference]:
+    a, b = left.label, right.label
     found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
     found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
     for name in left.names:
@@ -312,40 +337,48 @@ def diff_files(
     return found
 
 
-def _text(dtype: DType, shape: tuple[int, ...]) -> str:
-    return f"{dtype.name}{list(shape)}"
+def _text(dtype: DType | str, shape: tuple[int, ...]) -> str:
+    return f"{dtype.name if isinstance(dtype, DType) else dtype}{list(shape)}"
 
 
 class _Tensors:
     """Element bits of the tensors of a plain or compressed safetensors file."""
 
-    def __init__(self, path: PathLike, max_nbytes: int) -> None:
-        self._path = path
-        self._parsed: dict[str, Parsed] = {}
-        with naming(str(path)):
-            self._data, self._directory = map_safetensors(path)
+    def __init__(self, reader: Reader, max_nbytes: int) -> None:
+        self._reader = reader
+        self.label = reader.name
+        self._contents: Contents | None = None
+        self._heads: dict[str, Head | None] = {}
+        with naming(reader.name):
+            self._directory = directory_of(reader.read, reader.nbytes)
             if VERSION_KEY in self._directory.metadata:
-                self._parsed = Contents(self._data).parse_all(max_nbytes)
+                self._contents = Contents(reader)
+                self._heads = self._contents.heads(max_nbytes)
         self._entries = {e.name: e for e in self._directory.entries}
 
     @property
-    def names(self) -> dict[str, Entry]:
-        return self._entries
+    def names(self) -> list[str]:
+        if self._contents is not None:
+            return self._contents.names()
+        return list(self._entries)
 
-    def kind(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        if name in self._parsed:
-            plan = self._parsed[name].plan
-            return plan.dtype, plan.shape
+    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        if self._contents is not None:
+            return kind_of(self._contents, name, self._head(name))
         entry = self._entries[name]
-        return entry_dtype(entry), entry.shape
+        return BY_SAFETENSORS.get(entry.dtype, entry.dtype), entry.shape
+
+    def _head(self, name: str) -> Head | None:
+        assert self._contents is not None
+        return self._heads[self._contents.entry(name).name]
 
     def bits(self, name: str) -> Any:
-        dtype, _ = self.kind(name)
-        if name in self._parsed:
-            with naming(f"{self._path}: tensor {name!r}"):
-                return _decoded_bits(self._parsed[name], cpu_count())
+        if self._contents is not None:
+            with naming(self._reader.name):
+                return self._contents.bits(name, self._head(name), cpu_count())
         entry = self._entries[name]
-        return cast_bits(self._data[self._directory.span(entry)], dtype, dtype)
+        dtype = BY_SAFETENSORS.get(entry.dtype, BY_NAME["uint8"])
+        return cast_bits(read_entry(self._reader, self._directory, entry), dtype, dtype)
 
 
 __all__ = [

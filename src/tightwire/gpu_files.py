@@ -26,13 +26,14 @@ from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
 from .device import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _kernels_for, _place, _scope, moved
-from .files import Contents, header_bound, naming
+from .files import Contents, Draft, naming
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
-from .formats.container import Entry, directory_bytes
+from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
 from .pinned import Transfer, Writer
+from .storage import PathReader
 
 #: Bytes of the file that are decoded at a time, if no tensor alone has more.
 WINDOW_NBYTES = 128 << 20
@@ -40,31 +41,34 @@ WINDOW_NBYTES = 128 << 20
 HEAD_NBYTES = 512
 
 
-def load_file(path: Path, contents: Contents, target: Target, max_nbytes: int) -> dict[str, Any]:
-    """As `tightwire.load_file`, to the GPU of `target`."""
+def load_file(contents: Contents, target: Target, max_nbytes: int) -> dict[str, Any]:
+    """The tensors of a file by all names on the GPU of `target`; see `load`."""
     place = _place(target.library, target.device, "like")
-    with _scope(place, target.library), open(path, "rb") as file:
-        found = load(path, file.fileno(), contents, place, max_nbytes)
-        return {name: _export(x, _DTYPES[x.dtype], target) for name, x in found.items()}
+    with _scope(place, target.library):
+        found = load(contents, place, max_nbytes)
+        tensors = {
+            name: _export(x, _DTYPES[x.dtype], target) if x.dtype in _DTYPES else x
+            for name, x in found.items()
+        }
+    return tensors | {alias: tensors[name] for alias, name in contents.tied.items()}
 
 
 def load(
-    path: Path,
-    fd: int,
     contents: Contents,
     device: torch.device,
     max_nbytes: int,
     given: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file on `device`, by name, in the order of their data.
+    """The tensors of a file of the system on `device`, by name, in the order of their data.
 
-    `contents` is the file's, open as `fd`; only its header is read there. A tensor goes where
-    `given` says: contiguous memory on `device`, of its dtype and shape. Works in the order of the
-    current stream, and waits for it. Raises FormatError for damage, OSError, and
-    torch.OutOfMemoryError, which name file and tensor.
+    A buffer's tensor goes where `given` says: contiguous memory on `device`, of its dtype and
+    shape. Works in the order of the current stream, and waits for it. Raises FormatError for
+    damage, OSError, and torch.OutOfMemoryError, which name file and tensor.
     """
     given = given or {}
-    data_at, entries = contents.directory.data_at, contents.directory.entries
+    assert isinstance(contents.reader, PathReader)
+    path, fd = Path(contents.reader.name), contents.reader.fd
+    data_at, entries = contents.directory.data_at, _buffer_entries(contents)
     windows = list(_windows(entries))
     ranges = [(data_at + entries[i].begin, data_at + entries[j - 1].end) for i, j in windows]
     with Transfer(path, fd, ranges, device) as transfer:
@@ -84,7 +88,17 @@ def load(
                     decode(staging[at : at + nbytes], out=results[i])
         for batch in batches:
             batch.settle(path, entries)
-    return {e.name: result for e, result in zip(entries, results, strict=True)}
+    found = {e.name: result for e, result in zip(entries, results, strict=True)}
+    for entry in contents.directory.entries[len(entries) :]:
+        with naming(str(path)):
+            contents.head(entry.name, max_nbytes)
+            found[entry.name] = contents.tensor(entry.name, None, "torch", 1).to(device)
+    return found
+
+
+def _buffer_entries(contents: Contents) -> list[Entry]:
+    """The entries of buffers, which lie in front of plain tensors."""
+    return [e for e in contents.directory.entries if not contents.is_plain(e)]
 
 
 def _windows(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
@@ -127,7 +141,7 @@ def _read_heads(
 
     Buffers of one plan are checked together: a file may have many thousands.
     """
-    data_at, entries = contents.directory.data_at, contents.directory.entries
+    data_at, entries = contents.directory.data_at, _buffer_entries(contents)
     plans: list[Plan] = []
     members: dict[bytes, list[tuple[int, bytes]]] = {}
     known: dict[bytes, tuple[Header, Plan]] = {}
@@ -332,18 +346,14 @@ def _rows(
 
 
 def write_container(
-    file: BinaryIO,
-    plans: Mapping[str, Plan],
-    tensors: Mapping[str, torch.Tensor],
-    codec: Codec,
-    metadata: Mapping[str, str],
+    file: BinaryIO, draft: Draft, tensors: Mapping[str, torch.Tensor], codec: Codec
 ) -> None:
     """As `files.write_container`: encode `tensors`, all on one GPU, there."""
-    head_nbytes = header_bound(plans, metadata)
+    data_at = draft.data_at
     device = next(iter(tensors.values())).device
-    with torch.cuda.device(device), Writer(file.fileno(), device) as writer:
-        entries = save(writer, tensors, codec, head_nbytes)
-    file.write(directory_bytes(entries, metadata, head_nbytes))
+    with _scope(device, "torch"), Writer(file.fileno(), device) as writer:
+        entries = save(writer, tensors, codec, data_at)
+    draft.finish(file, {e.name: e.nbytes for e in entries}, data_at)
 
 
 def save(writer: Writer, tensors: Mapping[str, torch.Tensor], codec: Codec, at: int) -> list[Entry]:

@@ -56,13 +56,57 @@ class Info:
         }
 
 
+#: What stands for the codec of a tensor that a file holds as it is.
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class PlainInfo:
+    """A tensor that a file holds as it is, not as a buffer: dtype's name, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.nbytes
+
+    @property
+    def packed_nbytes(self) -> int:
+        """The same."""
+        return self.nbytes
+
+    @property
+    def ratio(self) -> float:
+        """Nothing is saved."""
+        return 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "codec": PLAIN,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "raw_nbytes": self.nbytes,
+            "packed_nbytes": self.nbytes,
+            "ratio": 1.0,
+        }
+
+
 def inspect(src: Any) -> Info:
     """Read header, sizes and records of a Buffer, bytes or uint8 array; the payload is not read.
 
     Raises FormatError if those parts are not valid.
     """
     gpu = device_for(None, src)
-    head = parsed_source(src, 1 << 63) if gpu is None else gpu.head(src)
+    return info_of(parsed_source(src, 1 << 63) if gpu is None else gpu.head(src))
+
+
+def info_of(head: engine.Head) -> Info:
+    """What the head of a buffer says."""
     plan = head.plan
     return Info(
         header=head.header,

@@ -31,7 +31,7 @@ from tightwire.codecs.zipccl import histogram_base
 from tightwire.commands.advise import CollectiveName, DeviceName
 from tightwire.commands.app import app
 from tightwire.commands.failures import EXIT_CODES
-from tightwire.files import map_safetensors
+from tightwire.files import read_header
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.header import MAGIC, header_crc
@@ -589,7 +589,7 @@ def test_advise_unsupported() -> None:
 
 def middle(packed: Path, name: str) -> int:
     """Where in the file the middle of a tensor's buffer is."""
-    directory = map_safetensors(packed)[1]
+    directory = read_header(packed)
     entry = next(e for e in directory.entries if e.name == name)
     return directory.data_at + (entry.begin + entry.end) // 2
 
@@ -654,16 +654,16 @@ def test_cut_off_buffer(buffer: Path) -> None:
 @pytest.mark.parametrize("command", READERS)
 def test_newer_container(packed: Path, command: list[str]) -> None:
     data = packed.read_bytes()
-    packed.write_bytes(data.replace(b'"tightwire":"1"', b'"tightwire":"2"'))
+    packed.write_bytes(data.replace(b'"tightwire":"2"', b'"tightwire":"3"'))
     message = check_untouched(packed, command, 3, "bad_container")
-    assert "container version '2'" in message
+    assert "container version '3'" in message
     assert "no newer than this version" in message
 
 
 @pytest.mark.parametrize("command", READERS)
 def test_newer_buffer(packed: Path, command: list[str]) -> None:
     data = bytearray(packed.read_bytes())
-    directory = map_safetensors(packed)[1]
+    directory = read_header(packed)
     at = directory.data_at + directory.entries[1].begin
     assert data[at : at + 4] == MAGIC
     nbytes = int.from_bytes(data[at + 8 : at + 12], "little")
@@ -700,7 +700,7 @@ def test_existing_target(plain: Path, packed: Path, command: str) -> None:
     source = plain if command == "compress" else packed
     target = plain.with_name("target")
     words = [command, "P", "-o", "T"]
-    tw.save_file({"x": np.arange(3)}, target)
+    tw.save_file({"x": np.arange(300)}, target)
     ours = target.read_bytes()
     assert "--force overwrites" in check_untouched(source, words, 4, "os_error")
     assert Outcome(command, source, "-o", target, "--force").code == 0
@@ -817,7 +817,7 @@ def test_unsupported(plain: Path, packed: Path) -> None:
     check_untouched(packed, ["inspect", "P", "--tensor", "none"], 5, "unsupported")
 
 
-@pytest.mark.parametrize("command", MAKERS)
+@pytest.mark.parametrize("command", MAKERS[1:])
 def test_unsupported_element_type(tmp_path: Path, command: list[str]) -> None:
     path = tmp_path / "x"
     path.write_bytes(directory_bytes([Entry("odd", "F4", (4,), 0, 2)], {}) + b"ab")
@@ -1064,7 +1064,7 @@ def test_ctrl_c_is_one_line(packed: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "map_safetensors", interrupted)
+    monkeypatch.setattr(convert, "directory_of", interrupted)
     done = Outcome("diff", packed, packed)
     assert (done.code, done.out, done.err) == (130, "", "tightwire: interrupted\n")
 

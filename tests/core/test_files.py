@@ -25,8 +25,8 @@ from hypothesis import given, settings
 import tightwire as tw
 from support import make_bits
 from tightwire import convert
-from tightwire.files import atomic_file
 from tightwire.formats.container import (
+    BITS,
     SOURCE_KEY,
     Entry,
     compressed_metadata,
@@ -35,6 +35,7 @@ from tightwire.formats.container import (
     read_directory,
 )
 from tightwire.formats.dtypes import BY_NAME, BY_SAFETENSORS
+from tightwire.storage import atomic_file
 
 torch = pytest.importorskip("torch")
 st = pytest.importorskip("safetensors.torch")
@@ -77,6 +78,9 @@ def test_a_file_comes_back_byte_for_byte(source: Path, tmp_path: Path) -> None:
     assert convert.diff_files(source, packed) == []
     with tw.open(packed) as file:
         for r in reports:
+            if r.codec == "plain":
+                assert r.packed_nbytes == r.raw_nbytes == file.buffer(r.name).size <= 1024
+                continue
             info = tw.inspect(file.buffer(r.name))
             assert (info.header.codec, info.packed_nbytes) == (r.codec, r.packed_nbytes)
     assert list(tmp_path.glob(".*")) == []
@@ -323,7 +327,7 @@ def test_what_is_no_compressed_file(source: Path, tmp_path: Path) -> None:
         with pytest.raises(tw.FormatError, match="bad_container"):
             tw.load_file(cut)
     newer = tmp_path / "newer.safetensors"
-    newer.write_bytes(data.replace(b'"tightwire":"1"', b'"tightwire":"2"'))
+    newer.write_bytes(data.replace(b'"tightwire":"2"', b'"tightwire":"3"'))
     with pytest.raises(tw.FormatError, match="container version"):
         tw.load_file(newer)
     with pytest.raises(FileNotFoundError):
@@ -344,13 +348,115 @@ def test_a_source_header_that_does_not_fit_is_refused(source: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_dtypes_that_are_not_supported_are_named(tmp_path: Path) -> None:
-    text = json.dumps({"q": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
-    source = tmp_path / "f4.safetensors"
-    source.write_bytes(len(text).to_bytes(8, "little") + text + b"12")
-    with pytest.raises(TypeError, match="'q' is F4; supported"):
-        convert.compress_file(source, tmp_path / "out")
-    assert set(BY_SAFETENSORS) >= {"BF16", "F32", "F8_E4M3", "BOOL", "I64"}
+def test_every_dtype_of_safetensors_passes(tmp_path: Path) -> None:
+    """Those that buffers have no id for are stored as they are, whatever their size."""
+    sizes = {dtype: 4096 * bits // 8 for dtype, bits in BITS.items()}
+    ends = np.cumsum(list(sizes.values())).tolist()
+    entries = [
+        Entry(f"{dtype}é", dtype, (64, 64), end - n, end)
+        for (dtype, n), end in zip(sizes.items(), ends, strict=True)
+    ]
+    data = np.random.default_rng(0).integers(0, 256, ends[-1], np.uint8).tobytes()
+    source, packed = tmp_path / "source.safetensors", tmp_path / "packed"
+    source.write_bytes(directory_bytes(entries, {}) + data)
+    reports = convert.compress_file(source, packed)
+    assert {r.dtype for r in reports if r.codec == "plain"} == {"F4", "F6_E2M3", "F6_E3M2"}
+    convert.verify_file(packed)
+    assert convert.diff_files(source, packed) == []
+    convert.decompress_file(packed, tmp_path / "restored")
+    assert (tmp_path / "restored").read_bytes() == source.read_bytes()
+    assert set(BITS) - set(BY_SAFETENSORS) == {"F4", "F6_E2M3", "F6_E3M2"}
+    with tw.open(packed) as file:
+        assert file["F6_E2M3é"].dtype == "F6_E2M3"
+    loaded = tw.load_file(packed, like="torch")
+    assert loaded["F6_E3M2é"].shape == (3072,)
+    if hasattr(torch, "float4_e2m1fn_x2"):
+        f4 = loaded["F4é"]
+        assert (f4.dtype, f4.shape) == (torch.float4_e2m1fn_x2, (64, 32))
+        tw.save_file({"x": f4}, tmp_path / "f4")
+        again = tw.load_file(tmp_path / "f4", like="torch")["x"]
+        assert torch.equal(again.view(torch.uint8), f4.view(torch.uint8))
+
+
+def test_tiny_tensors_cost_their_bytes_and_a_line(tmp_path: Path) -> None:
+    tensors = {f"layer.{i}.scale": np.array(i / 3, np.float32) for i in range(500)}
+    few = dict(list(tensors.items())[:100])
+    more = len(tw.dumps(tensors)) - len(tw.dumps(few))
+    line = len('"layer.100.scale":{"dtype":"F32","shape":[],"data_offsets":[1600,1604]},')
+    assert more <= 400 * (line + 4 + 8) + 128
+    found = tw.loads(tw.dumps(tensors))
+    assert list(found) == list(tensors)
+    assert all(found[n] == x and found[n].dtype == x.dtype for n, x in tensors.items())
+
+
+def test_plain_tensors_lie_behind_buffers_in_aligned_places(tmp_path: Path) -> None:
+    """In the order of their element sizes; names keep the order that they were given."""
+    tensors = {
+        "a": np.arange(3, dtype=np.int8),
+        "b": weights(4000),
+        "c": np.arange(3, dtype=np.float64),
+        "d": np.arange(3, dtype=np.uint8),
+        "e": np.arange(5, dtype=np.float16),
+        "f": np.zeros((0, 3)),
+        "g": weights(4000),
+    }
+    directory = read_directory(memoryview(tw.dumps(tensors)))
+    assert [e.name for e in directory.entries] == ["b", "d", "g", "c", "f", "e", "a"]
+    assert directory.names == tuple(tensors)
+    assert all(e.begin % (BITS[e.dtype] // 8) == 0 for e in directory.entries)
+    assert st.load(tw.dumps(tensors))["c"].tolist() == [0, 1, 2]
+
+
+def test_tied_tensors_are_stored_once_and_loaded_tied(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    model[1].weight = model[0].weight
+    tensors = model.state_dict()
+    assert len(tw.dumps(tensors)) < len(tw.dumps({n: x.clone() for n, x in tensors.items()})) * 0.6
+    tw.save_file(tensors, tmp_path / "x")
+    found = tw.load_file(tmp_path / "x", like="torch")
+    assert found.keys() == tensors.keys()
+    assert found["0.weight"] is found["1.weight"]
+    assert all(torch.equal(found[n], x) for n, x in tensors.items())
+    with tw.open(tmp_path / "x") as file:
+        assert np.array_equal(file["1.weight"].numpy(), tensors["1.weight"])
+    x = weights(50, 60)
+    # Other views of one memory are other tensors; an array twice is one.
+    found = tw.loads(tw.dumps([x, x.T, x[1:], x]))
+    assert all(np.array_equal(a, b) for a, b in zip(found, [x, x.T, x[1:], x], strict=True))
+    assert found[0] is found[3]
+
+
+def test_nested_states_come_back(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.randn(700, 3))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    parameter.sum().backward()
+    optimizer.step()
+    state: dict[Any, Any] = {
+        "optimizer": optimizer.state_dict(),
+        "model": {"w": parameter.detach(), "w.again": parameter.detach()},
+        "epoch": 3,
+        "odd": [1.5, float("inf"), -0.0, None, True, "té", (1, (2,), []), {}, b"\x00bytes"],
+        7: {None: 1, 2.5: 2, False: 3, 1 << 70: 1 << 80},
+    }
+    tw.save_file(state, tmp_path / "x")
+    found = tw.load_file(tmp_path / "x", like="torch")
+    assert found["model"]["w"] is found["model"]["w.again"]
+    moments = found["optimizer"]["state"][0]
+    for name, x in state["optimizer"]["state"][0].items():
+        assert torch.equal(moments[name], x)
+        assert moments[name].dtype == x.dtype
+    for part in ("epoch", "odd", 7):
+        assert repr(found[part]) == repr(state[part])
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    optimizer.load_state_dict(found["optimizer"])
+    assert tw.loads(tw.dumps([weights(9), [weights(9)], 5]))[2] == 5
+    deep: Any = 1
+    for _ in range(70):
+        deep = [deep]
+    bad: Any
+    for bad in ({"a": object()}, {"a": {1, 2}}, {("a",): 1}, {"a": deep}, {"x": {"a": 1j}}):
+        with pytest.raises((TypeError, ValueError), match=r"llowed|deep"):
+            tw.dumps(bad)
 
 
 def test_diff_tells_what_differs(tmp_path: Path) -> None:
@@ -429,9 +535,9 @@ def _peaks(tmp_path: Path, shift: int) -> list[int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize("shift", [0, 3])
-def test_peak_memory_stays_under_twice_the_largest_tensor(shift: int, tmp_path: Path) -> None:
+def test_peak_memory_stays_under_three_times_the_largest_tensor(shift: int, tmp_path: Path) -> None:
     peaks = _peaks(tmp_path, shift)
-    assert max(peaks) < 2 * (24 << 20)
+    assert max(peaks) < 3 * (24 << 20)
     # Were nothing measured, this would not hold either: one encoded tensor has to be in memory.
     assert min(peaks) > (24 << 20) // 2
 
@@ -577,7 +683,7 @@ def test_a_list_comes_back_as_a_list(kind: type, tmp_path: Path) -> None:
 
 
 def test_bad_messages_and_bad_calls() -> None:
-    message = tw.dumps([np.zeros(1000, np.float32)] * 3)
+    message = tw.dumps([np.full(1000, i, np.float32) for i in range(3)])
     assert len(tw.loads(message, max_nbytes=12_000)) == 3
     for limit in (3_999, 11_999):
         with pytest.raises(tw.FormatError, match="limit_exceeded"):
@@ -589,7 +695,7 @@ def test_bad_messages_and_bad_calls() -> None:
     damaged[-300] ^= 1
     with pytest.raises(tw.FormatError, match="tensor '2'"):
         tw.loads(damaged)
-    calls: list[Any] = [weights(5), {5: weights(5)}, "text", 7, iter([])]
+    calls: list[Any] = [weights(5), {("a",): weights(5)}, "text", 7, iter([])]
     for bad in calls:
         with pytest.raises((TypeError, ValueError), match="allowed"):
             tw.dumps(bad)
@@ -601,7 +707,7 @@ def test_bad_messages_and_bad_calls() -> None:
 
 def test_bad_calls_of_save_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="names to arrays"):
-        tw.save_file([("x", weights(5))], tmp_path / "x")  # type: ignore[arg-type]
+        tw.save_file(iter([("x", weights(5))]), tmp_path / "x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="other keys"):
         tw.save_file({"x": weights(5)}, tmp_path / "x", metadata={"tightwire": "9"})
     assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import resource
 import tempfile
 import time
@@ -19,7 +21,7 @@ import pytest
 import readers
 import tightwire as tw
 from support import make_bits, repair
-from tightwire import convert
+from tightwire import convert, tree
 from tightwire.formats.container import Entry, directory_bytes, read_directory
 from tightwire.formats.dtypes import BY_NAME
 
@@ -40,8 +42,10 @@ def _compressed() -> bytes:
         return target.read_bytes()
 
 
+_TIED = _weights(800)
 SAMPLES = {
     "dict": tw.dumps({"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())}),
+    "tree": tw.dumps({"a": {"w": _TIED, "again": _TIED}, "b": [_weights(700), 7, "x", None]}),
     "list": tw.dumps([np.arange(9, dtype=np.int16), _weights(1100)]),
     "sparse": tw.dumps({"x": _weights(900)}, tw.codec("omnireduce", block=64)),
     "source": _compressed(),
@@ -49,8 +53,7 @@ SAMPLES = {
 VALUES = {
     readers.value(x)
     for data in SAMPLES.values()
-    for tensors in [tw.loads(data)]
-    for x in (tensors.values() if isinstance(tensors, dict) else tensors)
+    for x in tree.flatten([tw.loads(data)])[0].values()
 }
 Rng = np.random.Generator
 Mutant = Callable[[Rng, bytes], bytes]
@@ -81,7 +84,11 @@ def splice(rng: Rng, data: bytes) -> bytes:
 
 
 def with_header(data: bytes, text: bytes) -> bytes:
-    """The file with another header."""
+    """The file with another header, whose digest is right."""
+    none = b'"tightwire.digest":"%s"'
+    pattern = re.compile(none % b"[0-9a-f]{64}")
+    digest = hashlib.sha256(pattern.sub(none % (b"0" * 64), text)).hexdigest()
+    text = pattern.sub(none % digest.encode(), text)
     return len(text).to_bytes(8, "little") + text + data[read_directory(memoryview(data)).data_at :]
 
 
@@ -111,7 +118,7 @@ def edit(rng: Rng, data: bytes) -> bytes:
         parent.append(parent[key])
     else:
         parent[key] = ODD[int(rng.integers(len(ODD)))]
-    return with_header(data, json.dumps(header).encode())
+    return with_header(data, json.dumps(header, separators=(",", ":")).encode())
 
 
 def edit_text(rng: Rng, data: bytes) -> bytes:
@@ -133,7 +140,8 @@ def twice(rng: Rng, data: bytes) -> bytes:
 def repaired(rng: Rng, data: bytes) -> bytes:
     """A buffer with some changed bytes, whose checksums are right."""
     directory = read_directory(memoryview(data))
-    where = directory.span(directory.entries[int(rng.integers(len(directory.entries)))])
+    entries = [e for e in directory.entries if e.is_buffer]
+    where = directory.span(entries[int(rng.integers(len(entries)))])
     buffer = bytearray(data[where])
     end = len(buffer) if rng.random() < 0.3 else min(len(buffer), 160)
     for at in rng.integers(0, end, rng.integers(1, 4)):

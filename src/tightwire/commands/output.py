@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import convert
-from ..files import map_safetensors
+from ..files import read_header
 from .failures import Failure, printable
 
 WIDTH = 100
@@ -95,7 +95,7 @@ def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Pro
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    sizes = {e.name: e.end - e.begin for e in map_safetensors(path)[1].entries}
+    sizes = {e.name: e.nbytes for e in read_header(path).entries}
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=passes * sum(sizes.values()))

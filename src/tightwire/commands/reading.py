@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from .. import convert, inspection
-from ..files import Contents, map_safetensors
+from ..files import Contents
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
 from .command import Done, Inputs, Json, command, each
@@ -25,6 +25,8 @@ from .output import (
     shape_text,
     size_text,
 )
+
+AnyInfo = inspection.Info | inspection.PlainInfo
 
 
 def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -58,8 +60,7 @@ def _verify(path: Path) -> int:
         inspection.verify(data)
         return 1
     with progress_bar("verify", path) as progress:
-        convert.verify_file(path, progress=progress)
-    return len(map_safetensors(path)[1].entries)
+        return convert.verify_file(path, progress=progress)
 
 
 @command
@@ -101,13 +102,13 @@ def _inspect(path: Path, tensor: str | None) -> Done:
     return _file_done(contents, infos)
 
 
-def _file_done(contents: Contents, infos: Mapping[str, inspection.Info]) -> Done:
+def _file_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
     raw = sum(info.raw_nbytes for info in infos.values())
     packed = sum(info.packed_nbytes for info in infos.values())
     ratio = packed / raw if raw else 1.0
     exact = contents.source is not None
     document = {
-        "nbytes": contents.data.size,
+        "nbytes": contents.reader.nbytes,
         "raw_nbytes": raw,
         "packed_nbytes": packed,
         "ratio": ratio,
@@ -121,7 +122,7 @@ def _file_done(contents: Contents, infos: Mapping[str, inspection.Info]) -> Done
         total = ["total", "", "", "", size_text(raw), size_text(packed), f"{ratio:.4f}", ""]
         print_table(_COLUMNS, [*rows, total], last=1)
         restores = "gives its source back byte for byte" if exact else "keeps no source header"
-        say(f"{count_text(len(infos))} in {size_text(contents.data.size)}; the file {restores}")
+        say(f"{count_text(len(infos))} in {size_text(contents.reader.nbytes)}; the file {restores}")
 
     return document, show
 
@@ -129,21 +130,25 @@ def _file_done(contents: Contents, infos: Mapping[str, inspection.Info]) -> Done
 _COLUMNS = ("<tensor", "<dtype", "shape", "<codec", "raw", "packed", "ratio", "chunks")
 
 
-def _row(name: str, info: inspection.Info) -> list[str]:
+def _row(name: str, info: AnyInfo) -> list[str]:
+    sizes = [size_text(info.raw_nbytes), size_text(info.packed_nbytes), f"{info.ratio:.4f}"]
+    if isinstance(info, inspection.PlainInfo):
+        return [name, info.dtype, shape_text(info.shape), inspection.PLAIN, *sizes, ""]
     header = info.header
     n_raw = len(info.raw_chunks)
     chunks = f"{header.chunks}, {n_raw} raw" if n_raw else str(header.chunks)
-    sizes = [size_text(info.raw_nbytes), size_text(info.packed_nbytes), f"{info.ratio:.4f}"]
     return [name, header.dtype.name, shape_text(header.shape), header.codec, *sizes, chunks]
 
 
-def _buffer_done(name: str | None, info: inspection.Info) -> Done:
+def _buffer_done(name: str | None, info: AnyInfo) -> Done:
     return {"tensor": name} | info.as_dict(), lambda: _show_buffer(name, info)
 
 
-def _show_buffer(name: str | None, info: inspection.Info) -> None:
+def _show_buffer(name: str | None, info: AnyInfo) -> None:
     fields = info.as_dict()
     print_table(_COLUMNS, [_row("(buffer)" if name is None else name, info)])
+    if isinstance(info, inspection.PlainInfo):
+        return
     sections = [
         [s.name, "dynamic, at most" if s.dynamic else "static", f"{s.nbytes:,}"]
         for s in info.header.sections

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import convert
-from ..files import map_safetensors
+from ..files import read_header
 from ..formats.container import VERSION_KEY
 from ..formats.errors import FormatError
 from .failures import SYSTEM, UNSUPPORTED, Failure, about
@@ -84,7 +84,7 @@ def _obstacle(target: Path) -> str | None:
     if not target.stat().st_size:
         return None
     try:
-        if VERSION_KEY not in map_safetensors(target)[1].metadata:
+        if VERSION_KEY not in read_header(target).metadata:
             return "exists and holds an uncompressed model"
         convert.inspect_file(target)
     except FormatError:
