@@ -14,6 +14,7 @@ import os
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ POISON = 0xA5
 Tensors = dict[str, torch.Tensor]
 Record = Callable[[Case, list[Contestant]], None]
 #: Between looks at how much memory the process has.
-SAMPLE_SECONDS = 0.001
+SAMPLE_SECONDS = 0.004
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -307,40 +308,46 @@ def memory() -> tuple[int, int]:
     return pages[0] * size, (pages[0] - pages[1]) * size
 
 
-def load_memory(name: str, path: Path, small: Path, device: str) -> dict[str, Any]:
-    """Host memory that a first load takes, after one of a small file; for a new process."""
+def first_load(name: str, folder: Path, small: Path, device: str) -> dict[str, Any]:
+    """Seconds and host memory of a first load, after one of a small file; for a new process."""
     read = READERS[name]
     sync = syncing(device)
     read(small, device)
     sync()
     resident, anonymous = memory()
     with _Peak() as peak:
-        found = read(path, device)
+        start = time.perf_counter()
+        found = read(saved(folder, name), device)
         sync()
-    row = {
+        seconds = time.perf_counter() - start
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    known = stats is not None and torch.device(device).type == "cuda"
+    pinned = stats().get("allocated_bytes.peak") if known else None
+    check_tensors(found, read_torch(saved(folder, TORCH), device))
+    return {
         "name": name,
+        "first_s": seconds,
+        "GB/s": nbytes_of(found) / seconds / 1e9,
         "resident_growth_nbytes": peak.resident - resident,
         "anonymous_growth_nbytes": peak.anonymous - anonymous,
         "result_nbytes": nbytes_of(found),
-        "pinned_nbytes": None,
+        "pinned_nbytes": pinned,
     }
-    stats = getattr(torch.cuda, "host_memory_stats", None)
-    if stats is not None and torch.device(device).type == "cuda":
-        row["pinned_nbytes"] = stats().get("allocated_bytes.peak")
-    return row
 
 
-def memory_rows(tensors: Tensors, folder: Path, device: str) -> list[dict[str, Any]]:
-    """`load_memory` of tightwire and safetensors, each in a process of its own."""
+def first_loads(
+    tensors: Tensors, folder: Path, device: str, names: Iterable[str]
+) -> list[dict[str, Any]]:
+    """`first_load` of each contestant, in a process of its own."""
     first = dict(list(tensors.items())[1:3])
     rows = []
-    for name in (TIGHTWIRE, SAFETENSORS):
+    for name in names:
         try:
             small = folder / f"small {name}"
             WRITERS[name](first, small)
             context = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
-                call = process.submit(load_memory, name, saved(folder, name), small, device)
+                call = process.submit(first_load, name, folder, small, device)
                 rows.append(call.result())
         except ModuleNotFoundError as error:
             rows.append({"name": name, "missing": str(error)})
@@ -350,9 +357,9 @@ def memory_rows(tensors: Tensors, folder: Path, device: str) -> list[dict[str, A
 
 
 def run(record: Record, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases of the GPU; rows of host memory."""
+    """All cases of the GPU; rows of first loads."""
     device = options.device
-    nbytes, count = (20 * MIB, 50) if options.quick else (int(options.gib * 2**30), 8000)
+    nbytes, count = (20 * MIB, 50) if options.quick else (int(options.mb * 1e6), 8000)
     needed = 5 * nbytes
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -369,7 +376,8 @@ def run(record: Record, folder: Path, options: argparse.Namespace) -> list[dict[
         Case("load to the GPU", total, len(tensors), SAFETENSORS),
         [*loads(tensors, folder, device, READERS), load_into(tensors, folder)],
     )
-    rows = memory_rows(tensors, folder, device)
+    names = (TIGHTWIRE,) if options.quick else (TIGHTWIRE, SAFETENSORS)
+    rows = first_loads(tensors, folder, device, names)
     writing = pwrites(tensors, folder)
     record(Case("the file system's limit", total, len(tensors), writing[0].name), writing)
     del writing, tensors

@@ -88,7 +88,7 @@ def goals(cpu: Mapping[str, Any], gpu: Mapping[str, Any]) -> list[Goal]:
     found.append(Goal(f"{save}, speed over safetensors (or the next)", value, "least", 5.0))
     value = mine / limit if limit else math.nan
     found.append(Goal(f"{save}, of the file system's limit", value, "least", AT_LIMIT))
-    for row in gpu.get("memory", []):
+    for row in gpu.get("first_loads", []):
         if row["name"] == TIGHTWIRE and row.get("pinned_nbytes") is not None:
             value = (row["resident_growth_nbytes"] + row["pinned_nbytes"]) / GIB
             found.append(Goal(f"{load}, host memory, GiB", value, "most", 1.0))
@@ -122,24 +122,25 @@ def case_lines(case: Mapping[str, Any]) -> list[str]:
     return lines + (["", "Not measured:", "", *left_out] if left_out else [])
 
 
-def memory_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Host memory of a first load."""
+def first_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Time and host memory of first loads."""
     if not rows:
         return []
     lines = [
         "",
-        "### Host memory of a load to the GPU, MiB",
+        "### First load to the GPU",
         "",
-        "The first load of the large file in a new process that has loaded a small one: how much "
-        "resident memory grows at most, without what is mapped from files, and PyTorch's pinned "
-        "memory. The result, on the GPU, is not among it.",
+        "Of the large file, in a new process that has loaded a small one. Host memory in MiB: by "
+        "how much resident memory grows at most, how much of that is anonymous (not mapped from "
+        "files), and PyTorch's pinned memory. The result, on the GPU, is not among it.",
         "",
-        "| | resident | anonymous | pinned |",
-        "|---|---|---|---|",
+        "| | s | GB/s | resident | anonymous | pinned |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
         fields = ("resident_growth_nbytes", "anonymous_growth_nbytes", "pinned_nbytes")
         cells = ["" if row.get(f) is None else f"{row[f] / 2**20:,.0f}" for f in fields]
+        cells = [f"{row[f]:.2f}" if f in row else "" for f in ("first_s", "GB/s")] + cells
         told = row.get("error") or row.get("missing")
         lines.append(f"| {row['name']}{f': {told}' if told else ''} | {' | '.join(cells)} |")
     return lines
@@ -162,7 +163,7 @@ def part_lines(part: str, record: Mapping[str, Any]) -> list[str]:
         lines += ["", "Made with `--quick`: the sizes are too small for speeds to mean anything."]
     for case in record["cases"]:
         lines += case_lines(case)
-    return lines + memory_lines(record.get("memory", []))
+    return lines + first_lines(record.get("first_loads", []))
 
 
 def page_lines(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
