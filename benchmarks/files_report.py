@@ -25,13 +25,17 @@ from gpu_report import Goal
 GIB = 1 << 30
 #: Of a limit that was measured: from here on it counts as reached.
 AT_LIMIT = 0.9
+#: Panels of the plot on one line.
+ACROSS = 4
 HEADINGS = {"cpu": "On the CPU", "gpu": "On the GPU"}
 HEAD = """\
 Tensors are bfloat16, N(0, 0.02), in matrices of a transformer; small tensors have 100 KiB each.
 GB/s counts the tensors' bytes. Contestants take turns; best and median are of the runs after the
 first, which has a column of its own. Every run's result was checked bit for bit, outside the clock.
 Files are synced within the clock when they are written, and in the page cache when they are read,
-unless it says cold. "x" is the speed over that of the line that is printed bold, best over best."""
+unless it says cold. On the CPU each page of a loaded tensor is read within the clock: one byte of
+it, which is all that ever happens to the file that safetensors.torch maps. "x" is the speed over
+that of the line that is printed bold, best over best."""
 
 
 def rows_of(record: Mapping[str, Any], name: str, cold: bool = False) -> dict[str, dict[str, Any]]:
@@ -194,15 +198,17 @@ def page_lines(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Bars of GB/s, a panel per case with a warm cache, a row of panels per record."""
+    """Bars of GB/s, a panel per case with a warm cache; each record begins a new line."""
     from matplotlib.figure import Figure
 
     from tightwire.bench import save_figure
 
-    shown = [[c for c in record["cases"] if not c["cold"]] for record in records.values()]
-    across = max(len(cases) for cases in shown)
-    figure = Figure(figsize=(4.4 * across, 3.2 * len(shown)), layout="constrained")
-    panels = figure.subplots(len(shown), across, squeeze=False)
+    shown = []
+    for record in records.values():
+        warm = [case for case in record["cases"] if not case["cold"]]
+        shown += [warm[i : i + ACROSS] for i in range(0, len(warm), ACROSS)]
+    figure = Figure(figsize=(4.6 * ACROSS, 2.2 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), ACROSS, squeeze=False)
     for line, cases in zip(panels, shown, strict=True):
         for axes in line[len(cases) :]:
             axes.set_axis_off()
@@ -215,7 +221,7 @@ def plot(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axes.set_title(case["name"], fontsize=9)
             axes.set_xlabel("GB/s of tensors", fontsize=8)
             axes.margins(x=0.2)
-    machines = [r["machine"].get("gpu", r["machine"]["cpu"]) for r in records.values()]
+    machines = {r["machine"].get("gpu", r["machine"]["cpu"]): None for r in records.values()}
     dates = sorted({r["date"] for r in records.values()})
     figure.suptitle(f"Files of bfloat16: {'; '.join(machines)}; {', '.join(dates)}")
     save_figure(figure, path)
