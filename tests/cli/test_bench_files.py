@@ -6,6 +6,8 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,21 @@ MISSING = {
 }
 
 
+def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of both parts, the GPU's made on the host."""
     out = tmp_path_factory.mktemp("files")
-    for part in PARTS.values():
-        program = [sys.executable, str(BENCHMARKS / "bench_files.py"), *part, "--quick"]
-        options = ["--rounds", "1", "--out", str(out), "--folder", str(out)]
-        done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--quick", "--rounds", "1", "--out", str(out), "--folder", str(out)]
+    commands = [
+        [sys.executable, BENCHMARKS / "bench_files.py", *p, *options] for p in PARTS.values()
+    ]
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(run, commands):
+            assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
