@@ -1,6 +1,7 @@
 """Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
 
-If there are a gpu.json, collectives_*.json and JSON of lossy codecs, their pages as well.
+If there are a gpu.json, files_*.json, collectives_*.json and JSON of lossy codecs, their pages as
+well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import collectives_report
 import dynamiq_report
+import files_report
 import gpu_report
 import lossy_report
 
@@ -100,6 +102,8 @@ _STUDIES = {
     "[tagc.md](tagc.md)": "study_tagc.py --out benchmarks/results/tagc.json",
     "[dynamiq.md](dynamiq.md)": "study_dynamiq.py --out benchmarks/results/dynamiq.json",
     "[ddp.md](ddp.md)": "study_ddp.py --out benchmarks/results/ddp.json",
+    "[files.md](files.md), the CPU": "bench_files.py --cpu --out benchmarks/results",
+    "[files.md](files.md), the GPU": "bench_files.py --gpu --out benchmarks/results",
     "[gpu.md](gpu.md)": "bench_gpu.py --out benchmarks/results",
     "[collectives.md](collectives.md)": "bench_collectives.py --out benchmarks/results --world 4",
 }
@@ -107,7 +111,7 @@ COMMANDS = (
     "## How to make them again",
     "",
     "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. The last "
-    "two need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
+    "three need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
     "another file to make all of them.",
     "",
     "| page | command |",
@@ -182,6 +186,8 @@ def main() -> None:
     if (RESULTS / "gpu.json").exists():
         gpu_report.write_page(RESULTS)
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
+    if files_report.write_page(RESULTS):
+        lines += ["", "## Speed of files", "", "[files.md](files.md)"]
     if collectives_report.write_page(RESULTS):
         lines += ["", "## Collectives", "", "[collectives.md](collectives.md)"]
     links = lossy_report.write_pages(RESULTS) + dynamiq_report.write_pages(RESULTS)
