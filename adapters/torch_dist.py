@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -25,15 +26,28 @@ _REPORT = 1.0
 _GRACE = timedelta(seconds=5)
 
 
+#: Seconds that the exit of the process waits for groups that are being ended.
+_EXIT = 30.0
+
 #: Non-empty once the interpreter exits.
 _exiting: list[bool] = []
+#: Threads that end groups.
+_ending: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _noting = threading.Lock()
 
 
 def _note_exit() -> None:
-    """Have `_exiting` set before finalizers run: what is registered last is called first."""
+    """Have `_exit` called before finalizers run: what is registered last is called first."""
     if _noting.acquire(blocking=False):
-        atexit.register(_exiting.append, True)
+        atexit.register(_exit)
+
+
+def _exit() -> None:
+    """Wait for the threads that end groups: one within NCCL would abort the process."""
+    _exiting.append(True)
+    until = time.monotonic() + _EXIT
+    for thread in list(_ending):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _end(group: Any) -> None:
@@ -46,7 +60,9 @@ def _end(group: Any) -> None:
     if _exiting or group.name() != "nccl":
         group.shutdown()
     else:
-        threading.Thread(target=group.shutdown, name="tightwire-close", daemon=True).start()
+        thread = threading.Thread(target=group.shutdown, name="tightwire-close", daemon=True)
+        thread.start()
+        _ending.add(thread)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., None])

@@ -203,5 +203,27 @@ def main(task: str, rank: str, world_size: str, store: str) -> None:
     os._exit(0)
 
 
+def test_the_process_waits_for_groups_that_are_being_ended(tmp_path: Path) -> None:
+    """A thread that is within NCCL when the interpreter goes would abort the process."""
+    program = """
+import sys, time
+from pathlib import Path
+from tightwire.adapters import torch_dist
+
+class Group:
+    def name(self):
+        return "nccl"
+
+    def shutdown(self):
+        time.sleep(0.5)
+        Path(sys.argv[1]).write_text("ended")
+
+torch_dist._note_exit()
+torch_dist._end(Group())
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "x"], check=True, timeout=120)
+    assert (tmp_path / "x").read_text() == "ended"
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])
