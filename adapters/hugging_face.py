@@ -1,0 +1,205 @@
+"""Compressed checkpoints in Hugging Face transformers: `from_pretrained` decodes as it loads.
+
+To try it, with the directory of a model whose `*.safetensors` files are compressed,
+
+    from transformers import AutoModelForCausalLM
+    from tightwire.adapters.hugging_face import TightwireConfig
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=TightwireConfig())
+
+Importing this module registers the quantization method "tightwire" with transformers, so that a
+`config.json` with `"quantization_config": {"quant_method": "tightwire"}` needs no argument. The
+model that comes out is an ordinary one: nothing of it is quantized, and `save_pretrained` writes
+plain files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightwire.codec import decode
+from tightwire.files import naming, open_file
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.integrations.accelerate import get_device
+    from transformers.quantizers import (
+        HfQuantizer,
+        register_quantization_config,
+        register_quantizer,
+    )
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(f"{__name__} needs transformers>=5.21: {error}") from error
+
+METHOD = "tightwire"
+
+
+@register_quantization_config(METHOD)
+@dataclass
+class TightwireConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Says to `from_pretrained` that the files are compressed by tightwire. Has no settings."""
+
+    quant_method: str = METHOD
+
+    #: After loading, transformers takes this config off the model.
+    dequantize = True
+
+    def __post_init__(self) -> None:
+        if self.quant_method != METHOD:
+            raise ValueError(f"quant_method is {self.quant_method!r}; allowed: {METHOD!r}")
+
+
+class _DecodingConverter(WeightConverter):  # type: ignore[misc]
+    """A converter of transformers whose tensors are decoded before its operations see them.
+
+    Tensors are decoded one at a time, in the thread that fills the model: the loader's own threads
+    read ahead, and would hold the whole compressed model in the memory of a GPU.
+    """
+
+    def __init__(
+        self,
+        source_patterns: str | list[str],
+        target_patterns: str | list[str],
+        operations: Sequence[ConversionOps],
+        original: WeightConverter | None = None,
+    ) -> None:
+        # force_cpu: the loader leaves the stored bytes on the host.
+        super().__init__(source_patterns, target_patterns, list(operations), force_cpu=True)
+        #: What this one stands in for while the model is loaded.
+        self.original = original
+        self.device_map: Any = None
+        self.dtype: torch.dtype | None = None
+
+    def add_tensor(
+        self,
+        target_key: str,
+        source_key: str,
+        source_pattern: str,
+        future: Future[torch.Tensor] | Callable[[], torch.Tensor],
+    ) -> None:
+        device = get_device(self.device_map or {"": "cpu"}, target_key)
+        dtype = self.dtype
+
+        def load() -> torch.Tensor:
+            stored = future.result() if isinstance(future, Future) else future()
+            with naming(f"tensor {source_key!r}"):
+                return _tensor(stored, torch.device(device)).to(device, dtype)
+
+        # transformers calls `load` where errors reach the caller. What operations raise does not:
+        # it ends up as text in a report.
+        super().add_tensor(target_key, source_key, source_pattern, load)
+
+
+def _tensor(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor of an entry of a compressed file (specs/container.md): of one that is a buffer, or
+    plain.
+    """
+    if stored.dtype == torch.uint8 and stored.ndim == 1:
+        return decode(stored, like=torch.empty(0, device=device))
+    return stored
+
+
+class _Keep(ConversionOps):  # type: ignore[misc]
+    """Gives its only tensor the name of the parameter."""
+
+    def convert(
+        self, input_dict: dict[str, list[torch.Tensor]], *, full_layer_name: str, **_: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        (tensors,) = input_dict.values()
+        return {full_layer_name: tensors}
+
+
+@register_quantizer(METHOD)
+class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Decodes what the model's converters read, and all that no converter reads.
+
+    Raises FormatError for a file that is damaged or not compressed, ValueError for arguments of
+    `from_pretrained` that cannot be served.
+    """
+
+    def __init__(self, quantization_config: TightwireConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # Also where the config is an argument: transformers must not quantize anything.
+        self.pre_quantized = True
+        self._device_map: Any = None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Keep the device map. transformers calls this again when it has made one of "auto"."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map offloads to disk; allowed: devices and 'cpu'")
+        self._device_map = device_map
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Refuse the dtype of compressed bytes, which "auto" finds where config.json names none."""
+        if not dtype.is_floating_point:
+            raise ValueError(
+                "config.json names no dtype, and that of compressed files is not known before they "
+                "are loaded: pass dtype=, for example dtype=torch.bfloat16"
+            )
+        return dtype
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "distributed loading (tp_plan, distributed_config) reads slices of files, which "
+                "compressed ones do not have: load them by tightwire.load and pass state_dict="
+            )
+        for path in checkpoint_files or ():
+            with naming(str(path)), open_file(path):
+                pass
+        return model
+
+    def update_weight_conversions(self, weight_conversions: Sequence[Any], model: Any) -> list[Any]:
+        """The model's own converters, each behind a decoder, and one for every other tensor."""
+        found = [_decoding(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
+        return [*found, _DecodingConverter("^(.+)$", r"\1", [_Keep()])]
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """None, since stored bytes must not be cast; the decoder is told `dtype` instead."""
+        if not isinstance(converter, _DecodingConverter):
+            raise ValueError(
+                f"transformers loads a tensor by its old name, past the decoder ({converter}): "
+                "load the files by tightwire.load and pass state_dict="
+            )
+        converter.device_map, converter.dtype = self._device_map, dtype
+        return None
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # `save_pretrained` reverts these.
+        used = [getattr(c, "original", c) for c in model._weight_conversions]
+        model._weight_conversions = [c for c in used if c is not None]
+        return model
+
+    def is_serializable(self) -> bool:
+        """True: the loaded model holds ordinary tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: the loaded model holds ordinary tensors."""
+        return True
+
+
+def _decoding(converter: WeightConverter) -> _DecodingConverter:
+    decoding = _DecodingConverter(
+        converter._original_source_patterns,
+        converter._original_target_patterns,
+        converter.operations,
+        original=converter,
+    )
+    decoding.scope_prefix = converter.scope_prefix
+    decoding.base_model_prefix = converter.base_model_prefix
+    return decoding
+
+
+__all__ = ["TightwireConfig", "TightwireQuantizer"]
