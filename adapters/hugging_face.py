@@ -16,14 +16,13 @@ plain files.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from tightwire.codec import decode
-from tightwire.files import naming, open_file
+from tightwire.files import File, naming, open_file
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -56,10 +55,10 @@ class TightwireConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _DecodingConverter(WeightConverter):  # type: ignore[misc]
-    """A converter of transformers whose tensors are decoded before its operations see them.
+    """A converter of transformers whose tensors tightwire reads.
 
-    Tensors are decoded one at a time, in the thread that fills the model: the loader's own threads
-    read ahead, and would hold the whole compressed model in the memory of a GPU.
+    Its operations, and errors of theirs, are those of `original`, which it stands in for while the
+    model is loaded.
     """
 
     def __init__(
@@ -69,40 +68,21 @@ class _DecodingConverter(WeightConverter):  # type: ignore[misc]
         operations: Sequence[ConversionOps],
         original: WeightConverter | None = None,
     ) -> None:
-        # force_cpu: the loader leaves the stored bytes on the host.
+        # force_cpu: transformers leaves the compressed bytes on the host.
         super().__init__(source_patterns, target_patterns, list(operations), force_cpu=True)
-        #: What this one stands in for while the model is loaded.
         self.original = original
-        self.device_map: Any = None
-        self.dtype: torch.dtype | None = None
+        #: From a tensor's name in the files and a parameter's name to the tensor.
+        self.read: Callable[[str, str], torch.Tensor] | None = None
 
     def add_tensor(
-        self,
-        target_key: str,
-        source_key: str,
-        source_pattern: str,
-        future: Future[torch.Tensor] | Callable[[], torch.Tensor],
+        self, target_key: str, source_key: str, source_pattern: str, future: object
     ) -> None:
-        device = get_device(self.device_map or {"": "cpu"}, target_key)
-        dtype = self.dtype
-
-        def load() -> torch.Tensor:
-            stored = future.result() if isinstance(future, Future) else future()
-            with naming(f"tensor {source_key!r}"):
-                return _tensor(stored, torch.device(device)).to(device, dtype)
-
-        # transformers calls `load` where errors reach the caller. What operations raise does not:
-        # it ends up as text in a report.
+        # `future` is a view of the file's bytes that transformers has made. `read` is called when
+        # the parameter's turn comes, one tensor at a time, where errors reach the caller; what
+        # operations raise becomes text in a report.
+        assert self.read is not None
+        load = partial(self.read, source_key, target_key)
         super().add_tensor(target_key, source_key, source_pattern, load)
-
-
-def _tensor(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor of an entry of a compressed file (specs/container.md): of one that is a buffer, or
-    plain.
-    """
-    if stored.dtype == torch.uint8 and stored.ndim == 1:
-        return decode(stored, like=torch.empty(0, device=device))
-    return stored
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]
@@ -117,7 +97,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Decodes what the model's converters read, and all that no converter reads.
+    """Reads what the model's converters need, and all that no converter needs, by tightwire.
 
     Raises FormatError for a file that is damaged or not compressed, ValueError for arguments of
     `from_pretrained` that cannot be served.
@@ -128,6 +108,9 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
         # Also where the config is an argument: transformers must not quantize anything.
         self.pre_quantized = True
         self._device_map: Any = None
+        #: The open files, by the names of their tensors. None of a state_dict, or after loading.
+        self._files: dict[str, File] = {}
+        self._conversions: list[Any] = []
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Keep the device map. transformers calls this again when it has made one of "auto"."""
@@ -153,31 +136,45 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
                 "compressed ones do not have: load them by tightwire.load and pass state_dict="
             )
         for path in checkpoint_files or ():
-            with naming(str(path)), open_file(path):
-                pass
+            with naming(str(path)):
+                file = open_file(path)
+            self._files |= dict.fromkeys(file, file)
         return model
 
     def update_weight_conversions(self, weight_conversions: Sequence[Any], model: Any) -> list[Any]:
-        """The model's own converters, each behind a decoder, and one for every other tensor."""
+        """A decoding converter for each of the model's own, and one for every other tensor."""
+        if not self._files:
+            return list(weight_conversions)
         found = [_decoding(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
-        return [*found, _DecodingConverter("^(.+)$", r"\1", [_Keep()])]
+        self._conversions = [*found, _DecodingConverter("^(.+)$", r"\1", [_Keep()])]
+        return self._conversions
 
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
     ) -> torch.dtype | None:
-        """None, since stored bytes must not be cast; the decoder is told `dtype` instead."""
+        """None, since compressed bytes must not be cast: the converter learns how to read."""
+        if not self._files:
+            return dtype
         if not isinstance(converter, _DecodingConverter):
             raise ValueError(
                 f"transformers loads a tensor by its old name, past the decoder ({converter}): "
                 "load the files by tightwire.load and pass state_dict="
             )
-        converter.device_map, converter.dtype = self._device_map, dtype
+        converter.read = partial(self._read, dtype)
         return None
 
+    def _read(self, dtype: torch.dtype | None, source_key: str, target_key: str) -> torch.Tensor:
+        device = torch.device(get_device(self._device_map or {"": "cpu"}, target_key))
+        like = torch.empty(0, device=device)
+        return self._files[source_key].get(source_key, like=like).to(dtype)
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # `save_pretrained` reverts these.
-        used = [getattr(c, "original", c) for c in model._weight_conversions]
-        model._weight_conversions = [c for c in used if c is not None]
+        """Put the model's own converters back, which `save_pretrained` reverts, and close files."""
+        model._weight_conversions = _originals(model._weight_conversions)
+        self._conversions[:] = _originals(self._conversions)
+        for file in set(self._files.values()):
+            file.close()
+        self._files.clear()
         return model
 
     def is_serializable(self) -> bool:
@@ -200,6 +197,11 @@ def _decoding(converter: WeightConverter) -> _DecodingConverter:
     decoding.scope_prefix = converter.scope_prefix
     decoding.base_model_prefix = converter.base_model_prefix
     return decoding
+
+
+def _originals(conversions: Sequence[Any]) -> list[Any]:
+    found = [getattr(c, "original", c) for c in conversions]
+    return [c for c in found if c is not None]
 
 
 __all__ = ["TightwireConfig", "TightwireQuantizer"]

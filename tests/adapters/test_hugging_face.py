@@ -209,19 +209,23 @@ def test_the_loaded_model_is_an_ordinary_one(hf: Any, tmp_path: Path, kind: str)
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    "end", ["up_proj.weight", "gate.weight", "experts.2.w3.weight", "model.norm.weight"]
+)
 @pytest.mark.parametrize("deactivate", ["0", "1"])
 def test_damage_is_named(
-    hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, deactivate: str
+    hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, deactivate: str
 ) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", deactivate)
-    path = saved(make_model(kind), tmp_path)
+    model = make_model("llama" if end == "up_proj.weight" else "mixtral")
+    torch.nn.init.normal_(model.model.norm.weight)
+    path = saved(model, tmp_path)
     (file,) = path.glob("*.tw.safetensors")
     with tw.open(file) as opened:
-        name = next(name for name in opened if name.endswith(("up_proj.weight", "w3.weight")))
-        packed = opened.buffer(name).tobytes()
+        name = next(name for name in opened if name.endswith(end))
+        stored = opened.buffer(name).tobytes()
     data = bytearray(file.read_bytes())
-    data[data.find(packed) + len(packed) // 2] ^= 1
+    data[data.find(stored) + len(stored) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(tw.FormatError, match=name) as caught:
         load(hf, path)
@@ -292,11 +296,14 @@ def test_an_older_transformers(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_loading_by_a_state_dict(hf: Any, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_loading_by_a_state_dict(hf: Any, tmp_path: Path, kind: str, named: bool) -> None:
     from transformers import AutoConfig
 
     model = make_model(kind)
     path = saved(model, tmp_path, max_shard_size="20KB")
+    if named:
+        edit_config(path, quantization_config={"quant_method": "tightwire"})
     config, state = AutoConfig.from_pretrained(path), read_state(path)
     loaded = type(model).from_pretrained(None, config=config, state_dict=state)
     assert_same(loaded, model)
