@@ -130,7 +130,7 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:
-        if getattr(model.config, "distributed_config", None) is not None:
+        if checkpoint_files and getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(
                 "distributed loading (tp_plan, distributed_config) reads slices of files, which "
                 "compressed ones do not have: load them by tightwire.load and pass state_dict="
@@ -166,7 +166,7 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
     def _read(self, dtype: torch.dtype | None, source_key: str, target_key: str) -> torch.Tensor:
         device = torch.device(get_device(self._device_map or {"": "cpu"}, target_key))
         like = torch.empty(0, device=device)
-        return self._files[source_key].get(source_key, like=like).to(dtype)
+        return self._files[source_key].get(source_key, like=like).to(dtype=dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Put the model's own converters back, which `save_pretrained` reverts, and close files."""

@@ -253,8 +253,9 @@ def test_arguments_that_cannot_be_served(hf: Any, tmp_path: Path) -> None:
 def test_distributed_loading_is_refused(hf: Any) -> None:
     model = make_model("llama")
     model.config.distributed_config = {"tp_size": 2}
+    quantizer = hf.TightwireQuantizer(hf.TightwireConfig())
     with pytest.raises(ValueError, match="state_dict="):
-        hf.TightwireQuantizer(hf.TightwireConfig()).preprocess_model(model)
+        quantizer.preprocess_model(model, checkpoint_files=["model.tw.safetensors"])
 
 
 def test_a_config_without_dtype(hf: Any, tmp_path: Path) -> None:
