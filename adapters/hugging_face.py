@@ -24,7 +24,10 @@ import torch
 
 from tightwire.files import File, naming, open_file
 
+_NEEDS = f"{__name__} needs transformers>=5.21"
+
 try:
+    from transformers import __version__
     from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.integrations.accelerate import get_device
     from transformers.quantizers import (
@@ -34,7 +37,9 @@ try:
     )
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    raise ImportError(f"{__name__} needs transformers>=5.21: {error}") from error
+    raise ImportError(f"{_NEEDS}: {error}") from error
+if not hasattr(HfQuantizer, "get_new_dtype"):
+    raise ImportError(f"{_NEEDS}, found {__version__}")
 
 METHOD = "tightwire"
 

@@ -288,8 +288,12 @@ def test_an_unregistered_method_loads_nothing(
         AutoModelForCausalLM.from_pretrained(path)
 
 
-def test_an_older_transformers(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+@pytest.mark.parametrize("module", [True, False])
+def test_an_older_transformers(hf: Any, monkeypatch: pytest.MonkeyPatch, module: bool) -> None:
+    if module:
+        monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    else:
+        monkeypatch.delattr("transformers.quantizers.HfQuantizer.get_new_dtype")
     spec = importlib.util.spec_from_file_location("older", hf.__file__)
     assert spec is not None
     assert spec.loader is not None
