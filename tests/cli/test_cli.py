@@ -1051,10 +1051,10 @@ def test_an_ignored_signal_stays_ignored() -> None:
     code = """
 import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from tightwire.commands import app
-with app._stoppable():
+from tightwire import cli
+with cli._stoppable():
     os.kill(os.getpid(), signal.SIGHUP)
-    assert signal.getsignal(signal.SIGTERM) is app._stop
+    assert signal.getsignal(signal.SIGTERM) is cli._stop
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
     assert run(code=code).returncode == 0
