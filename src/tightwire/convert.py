@@ -7,7 +7,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -40,7 +40,7 @@ from .formats.container import (
 from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .inspection import Info, inspect
-from .planning import make_plan
+from .planning import backend_for_once, make_plan
 
 _COPY_NBYTES = 1 << 22
 
@@ -110,6 +110,7 @@ def compress_file(
     plans: dict[str, Plan] = {}
     for e in directory.entries:
         plans[e.name] = make_plan(chosen.spec, cast_dtype(dtypes[e.name], cast), e.shape, None)
+    backend = backend_for_once(plans.values())
     reports: list[TensorReport] = []
 
     def buffers() -> Iterator[Parsed]:
@@ -118,7 +119,7 @@ def compress_file(
             raw = data[directory.span(e)]
             bits = cast_bits(raw, dtypes[e.name], plan.dtype)
             room = np.empty(plan.nbytes, np.uint8)
-            engine.encode_into(plan, bits, room, threads=thread_count(threads))
+            engine.encode_into(plan, bits, room, threads=thread_count(threads), backend=backend)
             parsed = engine.parse(room, 1 << 63)
             yield parsed
             nbytes = plan.nelem * plan.dtype.itemsize
@@ -205,24 +206,29 @@ def decompress_file(
     contents = Contents(map_file(source))
     parsed = contents.parse_all(max_nbytes)
     head = _restored_head(contents, parsed)
+    backend = _backend(parsed)
     with atomic_file(target, _mode(source)) as out:
         out.write(head)
         for name, item in parsed.items():
             with naming(f"tensor {name!r}"):
-                nbytes = _write_decoded(out, item, thread_count(threads))
+                nbytes = _write_decoded(out, item, thread_count(threads), backend)
             _release(contents.data)
             progress(name, nbytes)
 
 
-def _write_decoded(out: BinaryIO, parsed: Parsed, threads: int) -> int:
-    return out.write(_decoded_bits(parsed, threads).view(np.uint8).data)
+def _backend(buffers: Mapping[str, Parsed]) -> str | None:
+    return backend_for_once(parsed.plan for parsed in buffers.values())
 
 
-def _decoded_bits(parsed: Parsed, threads: int) -> Bits:
+def _write_decoded(out: BinaryIO, parsed: Parsed, threads: int, backend: str | None) -> int:
+    return out.write(_decoded_bits(parsed, threads, backend).view(np.uint8).data)
+
+
+def _decoded_bits(parsed: Parsed, threads: int, backend: str | None) -> Bits:
     """Element bits of a whole tensor, shape (n,)."""
     plan = parsed.plan
     bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-    engine.decode_range(parsed, bits, 0, threads=threads)
+    engine.decode_range(parsed, bits, 0, threads=threads, backend=backend)
     return bits
 
 
@@ -258,9 +264,11 @@ def verify_file(
 ) -> None:
     """Check every tensor of a compressed file as decode() would. Raises FormatError."""
     contents = Contents(map_file(path))
-    for name, item in contents.parse_all(max_nbytes).items():
+    parsed = contents.parse_all(max_nbytes)
+    backend = _backend(parsed)
+    for name, item in parsed.items():
         with naming(f"tensor {name!r}"):
-            engine.verify_chunks(item, threads=cpu_count())
+            engine.verify_chunks(item, cpu_count(), backend)
         _release(contents.data)
         progress(name, item.plan.nelem * item.plan.dtype.itemsize)
 
@@ -326,6 +334,7 @@ class _Tensors:
             self._data, self._directory = map_safetensors(path)
             if VERSION_KEY in self._directory.metadata:
                 self._parsed = Contents(self._data).parse_all(max_nbytes)
+        self._backend = _backend(self._parsed)
         self._entries = {e.name: e for e in self._directory.entries}
 
     @property
@@ -343,7 +352,7 @@ class _Tensors:
         dtype, _ = self.kind(name)
         if name in self._parsed:
             with naming(f"{self._path}: tensor {name!r}"):
-                return _decoded_bits(self._parsed[name], cpu_count())
+                return _decoded_bits(self._parsed[name], cpu_count(), self._backend)
         entry = self._entries[name]
         return cast_bits(self._data[self._directory.span(entry)], dtype, dtype)
 

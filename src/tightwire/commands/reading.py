@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import convert, inspection
+from .. import convert, engine, inspection
+from ..codecs.threads import cpu_count
 from ..files import Contents, map_safetensors
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
+from ..planning import backend_for_once
 from .command import Done, Inputs, Json, command, each
 from .failures import COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
@@ -55,7 +57,8 @@ def _verify(path: Path) -> int:
     """Check one file; returns how many tensors it holds."""
     data = _buffer_bytes(path)
     if data is not None:
-        inspection.verify(data)
+        parsed = engine.parse(data)
+        engine.verify_chunks(parsed, cpu_count(), backend_for_once([parsed.plan]))
         return 1
     with progress_bar("verify", path) as progress:
         convert.verify_file(path, progress=progress)
