@@ -1,6 +1,6 @@
 """Entry point of the command line, and its process: signals, and an output that nobody reads.
 
-What takes long to import, as typer and NumPy do, is imported only once it is needed.
+What takes long to import, as click and NumPy do, is imported only once it is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
             sys.exit(_version() if sys.argv[1:] == ["--version"] else _run())
         except OutputError as error:
             sys.exit(_output_failed(error.__cause__))
-        except OSError as error:  # typer's own output: --help
+        except OSError as error:  # click's own output: --help
             sys.exit(_output_failed(error))
 
 
@@ -42,7 +42,7 @@ def _run() -> int:
     try:
         from .commands.app import app
     except ModuleNotFoundError as error:
-        if error.name != "typer":
+        if error.name != "click":
             raise
         return _without(error.name)
     app(prog_name="tightwire")

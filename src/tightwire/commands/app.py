@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from .. import __version__
-from .command import EPILOG, PLAIN_TEXT
+from .command import EPILOG
 from .output import say
 
 #: The module of each command.
@@ -32,7 +31,7 @@ class _Commands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         module = importlib.import_module(f"{__package__}.{_MODULES[name]}")
-        return typer.main.get_command(getattr(module, name))
+        return getattr(module, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_MODULES)
@@ -41,34 +40,25 @@ class _Commands(Mapping[str, Any]):
         return len(_MODULES)
 
 
-class _Group(TyperGroup):
-    def __init__(self, **attrs: Any) -> None:
-        super().__init__(**attrs)
-        self.commands = _Commands()  # type: ignore[assignment]
+class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
 
-app = typer.Typer(
-    cls=_Group,
-    name="tightwire",
-    help="Compressed tensors: lossless safetensors files, smaller.",
-    epilog=EPILOG,
-    add_completion=False,
-    no_args_is_help=True,
-    **PLAIN_TEXT,
-)
-
-
-def _version(wanted: bool) -> None:
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
         say(f"tightwire {__version__}")
-        raise typer.Exit
+        ctx.exit()
 
 
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    pass
+@click.group("tightwire", cls=_Group, commands=_Commands(), epilog=EPILOG, no_args_is_help=True)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version.",
+)
+def app() -> None:
+    """Compressed tensors: lossless safetensors files, smaller."""
