@@ -39,6 +39,8 @@ def _version() -> int:
 
 def _run() -> int:
     """Run a command; without the [cli] extra, say in one line how to get it."""
+    # No command calls NumPy's BLAS, and starting its threads would take longer than most commands.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from .commands.app import app
     except ModuleNotFoundError as error:
