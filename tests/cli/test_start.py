@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -40,7 +41,7 @@ def plain(tmp_path: Path) -> Path:
     """A safetensors file of 25 kB: bfloat16, float32, int64, an empty tensor and a scalar."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal(4_000) * 0.02).astype(np.float32)
-    tensors = {
+    tensors: dict[str, tuple[str, tuple[int, ...], np.ndarray[Any, Any]]] = {
         "w.bf16": ("BF16", (40, 100), (weights.view(np.uint32) >> 16).astype(np.uint16)),
         "w.f32": ("F32", (4_000,), weights),
         "ids": ("I64", (100,), np.arange(100)),
