@@ -1,17 +1,12 @@
-"""Lossless and lossy compression of tensors: one self-describing buffer each."""
+"""Lossless and lossy compression of tensors: one self-describing buffer each.
+
+Names are imported when they are first asked for: `tightwire --version` needs none of them.
+"""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from .buffer import Buffer
-from .codec import Codec, codec, codecs, decode, encode
-from .codecs.base import Key, Plan
-from .error import error
-from .files import File, dumps, load_file, loads, save_file
-from .files import open_file as open
-from .formats.errors import FormatError
-from .formats.header import Header
-from .inspection import Info, inspect, verify
 
 if TYPE_CHECKING:
     from .adapters import ddp as ddp
@@ -21,6 +16,15 @@ if TYPE_CHECKING:
     from .adapters.calls import CollectiveError
     from .adapters.collectives import Communicator
     from .adapters.error_feedback import ErrorFeedback
+    from .buffer import Buffer
+    from .codec import Codec, codec, codecs, decode, encode
+    from .codecs.base import Key, Plan
+    from .error import error
+    from .files import File, dumps, load_file, loads, save_file
+    from .files import open_file as open
+    from .formats.errors import FormatError
+    from .formats.header import Header
+    from .inspection import Info, inspect, verify
 
 __version__ = "0.1.0"
 
@@ -50,24 +54,56 @@ __all__ = [
     "verify",
 ]
 
-#: Names that are imported when they are first asked for, and from which module of adapters.
-_LAZY = {
-    "CollectiveError": "calls",
-    "Communicator": "collectives",
-    "ErrorFeedback": "error_feedback",
-    "ddp": "ddp",
-    "fsdp": "fsdp",
-    "tagc": "tagc",
-    "tensor_parallel": "tensor_parallel",
+#: The module of each public name, and its name there if it is another.
+_HOMES = {
+    "Buffer": "buffer",
+    "Codec": "codec",
+    "CollectiveError": "adapters.calls",
+    "Communicator": "adapters.collectives",
+    "ErrorFeedback": "adapters.error_feedback",
+    "File": "files",
+    "FormatError": "formats.errors",
+    "Header": "formats.header",
+    "Info": "inspection",
+    "Key": "codecs.base",
+    "Plan": "codecs.base",
+    "codec": "codec",
+    "codecs": "codec",
+    "decode": "codec",
+    "dumps": "files",
+    "encode": "codec",
+    "error": "error",
+    "inspect": "inspection",
+    "load_file": "files",
+    "loads": "files",
+    "open": "files:open_file",
+    "save_file": "files",
+    "verify": "inspection",
 }
+#: Public modules of adapters.
+_ADAPTERS = ("ddp", "fsdp", "tagc", "tensor_parallel")
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Whoever imports the submodule `codec` still finds the function `codec` here.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name in _ADAPTERS:
+        return importlib.import_module(f".adapters.{name}", __name__)
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".adapters.{_LAZY[name]}", __name__)
-    return module if name == _LAZY[name] else getattr(module, name)
+    home, _, there = _HOMES[name].partition(":")
+    found = getattr(importlib.import_module(f".{home}", __name__), there or name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_HOMES, *_ADAPTERS})

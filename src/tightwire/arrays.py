@@ -83,7 +83,7 @@ def _is_a(library: str, x: Any) -> bool:
 
 def library_of(x: Any) -> str:
     """Name of the array library that `x` belongs to; TypeError if it is no array."""
-    if isinstance(x, np.ma.MaskedArray):
+    if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
         return "numpy"

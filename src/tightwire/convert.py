@@ -35,7 +35,7 @@ from .formats.container import (
 from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .inspection import PLAIN, Info, PlainInfo, info_of
-from .planning import make_plan
+from .planning import backend_for_once, make_plan
 from .storage import Reader, is_path, new_file, reading
 
 #: Called with (tensor name, its raw bytes) after each tensor.
@@ -92,6 +92,7 @@ def compress_file(
         draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
         for e in directory.entries:
             draft.add(e.name, _planned(reader, directory, e, chosen, cast))
+        backend = backend_for_once(draft.plans.values())
         entries = {e.name: e for e in directory.entries}
         reports: dict[str, TensorReport] = {}
 
@@ -100,7 +101,7 @@ def compress_file(
                 e = entries[name]
                 bits = cast_bits(read_entry(reader, directory, e), entry_dtype(e), plan.dtype)
                 room = np.empty(plan.nbytes, np.uint8)
-                engine.encode_into(plan, bits, room, threads=thread_count(threads))
+                engine.encode_into(plan, bits, room, threads=thread_count(threads), backend=backend)
                 parsed = engine.parse(room, 1 << 63)
                 yield parsed
                 nbytes = plan.nelem * plan.dtype.itemsize
@@ -209,12 +210,17 @@ def decompress_file(
         heads = contents.heads(max_nbytes)
         names = _restored_names(contents)
         head = _restored_head(contents, heads)
+        backend = _backend(heads)
         with new_file(target, _mode(source)) as out:
             out.write(head)
             for name in names:
-                bits = contents.bits(name, heads[name], thread_count(threads))
+                bits = contents.bits(name, heads[name], thread_count(threads), backend)
                 nbytes = out.write(bits.view(np.uint8).data)
                 progress(name, nbytes)
+
+
+def _backend(heads: Mapping[str, Head | None]) -> str | None:
+    return backend_for_once(head.plan for head in heads.values() if head is not None)
 
 
 def _restored_names(contents: Contents) -> list[str]:
@@ -263,12 +269,13 @@ def verify_file(
     with reading(path) as reader:
         contents = Contents(reader)
         heads = contents.heads(max_nbytes)
+        backend = _backend(heads)
         for name, head in heads.items():
             with naming(f"tensor {name!r}"):
                 if head is None:
                     contents.plain(name)
                 else:
-                    engine.verify_chunks(contents.parsed(name, head), threads=cpu_count())
+                    engine.verify_chunks(contents.parsed(name, head), cpu_count(), backend)
             progress(name, contents.tensor_nbytes(name, head))
     return len(heads)
 
@@ -354,6 +361,7 @@ class _Tensors:
             if VERSION_KEY in self._directory.metadata:
                 self._contents = Contents(reader)
                 self._heads = self._contents.heads(max_nbytes)
+        self._backend = _backend(self._heads)
         self._entries = {e.name: e for e in self._directory.entries}
 
     @property
@@ -375,7 +383,7 @@ class _Tensors:
     def bits(self, name: str) -> Any:
         if self._contents is not None:
             with naming(self._reader.name):
-                return self._contents.bits(name, self._head(name), cpu_count())
+                return self._contents.bits(name, self._head(name), cpu_count(), self._backend)
         entry = self._entries[name]
         dtype = BY_SAFETENSORS.get(entry.dtype, BY_NAME["uint8"])
         return cast_bits(read_entry(self._reader, self._directory, entry), dtype, dtype)

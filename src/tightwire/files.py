@@ -441,7 +441,7 @@ class Contents:
             return self.entry(name).nbytes
         return head.plan.nelem * head.plan.dtype.itemsize
 
-    def bits(self, name: str, head: Head | None, threads: int) -> Bits:
+    def bits(self, name: str, head: Head | None, threads: int, backend: str | None = None) -> Bits:
         """The elements of one tensor, checked: bits of shape (n,); bytes for those below 8 bits."""
         if head is None:
             dtype = BY_SAFETENSORS.get(self.entry(name).dtype, BY_NAME["uint8"])
@@ -450,7 +450,8 @@ class Contents:
         plan = head.plan
         bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
         with naming(f"tensor {name!r}"):
-            engine.decode_range(self.parsed(name, head), bits, 0, threads=threads)
+            parsed = self.parsed(name, head)
+            engine.decode_range(parsed, bits, 0, threads=threads, backend=backend)
         return bits
 
     def tensor(self, name: str, head: Head | None, like: Any, threads: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Iterable
 from types import ModuleType
 
 from .codecs.base import CodecSpec, Plan
@@ -18,6 +19,11 @@ from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, 
 HOST_BACKENDS = ("ref", "cpu")
 DEVICE_BACKEND = "triton"
 BACKENDS = (*HOST_BACKENDS, DEVICE_BACKEND)
+
+#: Fewer bytes than these are coded by NumPy before Numba would be imported (about 1 s).
+SMALL_NBYTES = 4 << 20
+#: Bytes that NumPy codes in the time that a call for one chunk takes beside them (0.5 ms).
+_CALL_NBYTES = 16 << 10
 
 
 def spec_class(name: str) -> type[CodecSpec]:
@@ -60,6 +66,15 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
                 f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'"
             ) from None
         return importlib.import_module(stem)
+
+
+def backend_for_once(plans: Iterable[Plan]) -> str | None:
+    """The host backend for tensors that a process codes once: "ref" if small, else None.
+
+    The bytes are those of any backend; it saves importing Numba and loading its functions.
+    """
+    nbytes = sum(p.nelem * p.dtype.itemsize + p.chunks * _CALL_NBYTES for p in plans)
+    return "ref" if nbytes < SMALL_NBYTES else None
 
 
 @functools.cache

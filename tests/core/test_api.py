@@ -206,6 +206,7 @@ start = time.perf_counter()
 import numpy
 alone = time.perf_counter() - start
 import tightwire
+tightwire.encode, tightwire.save_file, tightwire.inspect
 seconds = time.perf_counter() - start
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(alone, seconds, *sorted(new - set(sys.stdlib_module_names)))

@@ -495,7 +495,8 @@ MEMORY = """
 import sys
 import numpy as np
 import tightwire as tw
-from tightwire import convert
+from tightwire import convert, planning
+planning.SMALL_NBYTES = 0  # Numba for both files, so that its memory does not count
 def peak():
     text = open("/proc/self/status").read()
     return int(text.split("VmHWM:")[1].split()[0]) << 10

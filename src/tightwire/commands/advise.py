@@ -3,168 +3,151 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from .. import units
 from ..formats.dtypes import dtype_named
-from .command import Json, command
+from .command import Function, command, json_option, path_option
 from .failures import writing
 from .output import print_json, print_table, say, size_text
 from .targets import check_plot
 
+if TYPE_CHECKING:
+    from ..adapters.cost import Collective, Device
 
-class CollectiveName(StrEnum):
-    """Collectives that --collective knows."""
-
-    all_gather = "all_gather"
-    all_to_all = "all_to_all"
-    reduce_scatter = "reduce_scatter"
-    all_reduce = "all_reduce"
-    broadcast = "broadcast"
-    send = "send"
+#: What --collective and --device know; tests compare them with adapters.cost.
+COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send")
+DEVICES = ("h200", "cpu")
 
 
-class DeviceName(StrEnum):
-    """Devices that --device knows."""
-
-    h200 = "h200"
-    cpu = "cpu"
-
-
-def _quantity(name: str, parse: Callable[[str], Any], what: str) -> Any:
+def _quantity(
+    name: str, parse: Callable[[str], Any], what: str, **more: Any
+) -> Callable[[Function], Function]:
     """An option that a parser of units.py reads; what it refuses is wrong usage."""
 
-    def parsed(text: str) -> Any:
+    def parsed(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         try:
-            return parse(text)
+            return None if text is None else parse(text)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise click.BadParameter(str(error)) from error
 
     metavar = parse.__name__.removeprefix("parse_").upper()
-    return typer.Option(name, parser=parsed, metavar=metavar, help=what)
+    return click.option(name, callback=parsed, metavar=metavar, help=what, **more)
 
 
 @command
+@_quantity(
+    "--link",
+    units.parse_speed,
+    "Speed of a rank's link in one direction: 25GB/s, or 200Gb/s in bits.",
+    required=True,
+)
+@_quantity("--message", units.parse_size, "Bytes of one rank's input: 256MiB.", required=True)
+@click.option(
+    "--world",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Number of ranks; repeatable with --simulate.",
+)
+@click.option("--dtype", default="bfloat16", help="Element type.")
+@click.option(
+    "--collective",
+    type=click.Choice(COLLECTIVES),
+    default="all_gather",
+    help="What the ranks do.",
+)
+@_quantity("--latency", units.parse_time, "Time of an empty message.", default="5us")
+@_quantity(
+    "--gap",
+    units.parse_time,
+    "Time from one message of a rank to its next; the latency if not given.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    help="Where zipccl's speed was recorded; h200 if not given.",
+)
+@_quantity(
+    "--encode",
+    units.parse_speed,
+    "Speed of the codec in tensor bytes, with --decode instead of --device.",
+)
+@_quantity("--decode", units.parse_speed, "See --encode.")
+@_quantity(
+    "--startup",
+    units.parse_time,
+    "Time of encoding or decoding nothing, with --encode; 0 if not given.",
+)
+@click.option(
+    "--ratio",
+    type=click.FloatRange(0.001, 10),
+    help="Packed over raw bytes; zipccl's if not given.",
+)
+@click.option(
+    "--pieces", type=click.IntRange(1, 1024), default=16, help="Most pieces of a pipeline."
+)
+@click.option(
+    "--simulate",
+    is_flag=True,
+    help="Compare algorithms of all_reduce, all_gather or all_to_all instead, on 8 to "
+    "100000 ranks if --world is not given.",
+)
+@click.option(
+    "--error",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="With --simulate: vNMSE of one encoding by a lossy codec of fixed rate.",
+)
+@click.option(
+    "--sum-dtype",
+    help="With --simulate: type that sums are rounded to; float32 if not given.",
+)
+@click.option(
+    "--node",
+    type=click.IntRange(min=1),
+    default=8,
+    help="With --simulate and --node-link: ranks of one node.",
+)
+@_quantity(
+    "--node-link",
+    units.parse_speed,
+    "With --simulate: speed inside a node; adds the hierarchical all-reduce.",
+)
+@_quantity(
+    "--node-latency",
+    units.parse_time,
+    "With --node-link: time of an empty message inside a node.",
+    default="1us",
+)
+@path_option("--plot", "Draw a PNG: speedup over message size.")
+@json_option
 def advise(
-    link: Annotated[
-        float,
-        _quantity(
-            "--link",
-            units.parse_speed,
-            "Speed of a rank's link in one direction: 25GB/s, or 200Gb/s in bits.",
-        ),
-    ],
-    message: Annotated[
-        int,
-        _quantity("--message", units.parse_size, "Bytes of one rank's input: 256MiB."),
-    ],
-    world: Annotated[
-        list[int] | None,
-        typer.Option("--world", min=1, help="Number of ranks; repeatable with --simulate."),
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Element type.")] = "bfloat16",
-    collective: Annotated[
-        CollectiveName, typer.Option("--collective", help="What the ranks do.")
-    ] = CollectiveName.all_gather,
-    latency: Annotated[
-        float,
-        _quantity("--latency", units.parse_time, "Time of an empty message."),
-    ] = "5us",  # type: ignore[assignment]
-    gap: Annotated[
-        float | None,
-        _quantity(
-            "--gap",
-            units.parse_time,
-            "Time from one message of a rank to its next; the latency if not given.",
-        ),
-    ] = None,
-    device: Annotated[
-        DeviceName | None,
-        typer.Option("--device", help="Where zipccl's speed was recorded; h200 if not given."),
-    ] = None,
-    encode: Annotated[
-        float | None,
-        _quantity(
-            "--encode",
-            units.parse_speed,
-            "Speed of the codec in tensor bytes, with --decode instead of --device.",
-        ),
-    ] = None,
-    decode: Annotated[
-        float | None,
-        _quantity("--decode", units.parse_speed, "See --encode."),
-    ] = None,
-    startup: Annotated[
-        float | None,
-        _quantity(
-            "--startup",
-            units.parse_time,
-            "Time of encoding or decoding nothing, with --encode; 0 if not given.",
-        ),
-    ] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            "--ratio", min=0.001, max=10, help="Packed over raw bytes; zipccl's if not given."
-        ),
-    ] = None,
-    pieces: Annotated[
-        int, typer.Option("--pieces", min=1, max=1024, help="Most pieces of a pipeline.")
-    ] = 16,
-    simulate: Annotated[
-        bool,
-        typer.Option(
-            "--simulate",
-            help="Compare algorithms of all_reduce, all_gather or all_to_all instead, on 8 to "
-            "100000 ranks if --world is not given.",
-        ),
-    ] = False,
-    error: Annotated[
-        float,
-        typer.Option(
-            "--error",
-            min=0,
-            max=1,
-            help="With --simulate: vNMSE of one encoding by a lossy codec of fixed rate.",
-        ),
-    ] = 0.0,
-    sum_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--sum-dtype",
-            help="With --simulate: type that sums are rounded to; float32 if not given.",
-        ),
-    ] = None,
-    node: Annotated[
-        int,
-        typer.Option("--node", min=1, help="With --simulate and --node-link: ranks of one node."),
-    ] = 8,
-    node_link: Annotated[
-        float | None,
-        _quantity(
-            "--node-link",
-            units.parse_speed,
-            "With --simulate: speed inside a node; adds the hierarchical all-reduce.",
-        ),
-    ] = None,
-    node_latency: Annotated[
-        float,
-        _quantity(
-            "--node-latency",
-            units.parse_time,
-            "With --node-link: time of an empty message inside a node.",
-        ),
-    ] = "1us",  # type: ignore[assignment]
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw a PNG: speedup over message size.")
-    ] = None,
-    as_json: Json = False,
+    link: float,
+    message: int,
+    world: Sequence[int],
+    dtype: str,
+    collective: Collective,
+    latency: float,
+    gap: float | None,
+    device: Device | None,
+    encode: float | None,
+    decode: float | None,
+    startup: float | None,
+    ratio: float | None,
+    pieces: int,
+    simulate: bool,
+    error: float,
+    sum_dtype: str | None,
+    node: int,
+    node_link: float | None,
+    node_latency: float,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
     """Say whether compressing a collective pays, before trying.
 
@@ -177,20 +160,20 @@ def advise(
 
     kind = dtype_named(dtype)
     if (encode is None) != (decode is None):
-        raise typer.BadParameter("--encode and --decode are given both or not at all")
+        raise click.BadParameter("--encode and --decode are given both or not at all")
     if encode is not None and decode is not None:
         if device is not None:
-            raise typer.BadParameter("--device and --encode exclude each other")
+            raise click.BadParameter("--device and --encode exclude each other")
         lines = Line(startup or 0.0, 1 / encode), Line(startup or 0.0, 1 / decode)
     else:
         if startup is not None:
-            raise typer.BadParameter("--startup needs --encode and --decode")
-        lines = codec_lines("h200" if device is None else device.value, kind.name)
+            raise click.BadParameter("--startup needs --encode and --decode")
+        lines = codec_lines(device or "h200", kind.name)
     if ratio is None:
         ratio = expected_ratio("zipccl", kind.name)
     network = Link(latency, 1 / link, gap)
     document: dict[str, Any] = {
-        "collective": collective.value,
+        "collective": collective,
         "message_nbytes": message,
         "dtype": kind.name,
         "ratio": ratio,
@@ -200,19 +183,19 @@ def advise(
     }
     if simulate:
         if plot is not None:
-            raise typer.BadParameter("--plot and --simulate exclude each other")
+            raise click.BadParameter("--plot and --simulate exclude each other")
         inside = None if node_link is None else (node, Link(node_latency, 1 / node_link))
         _simulate(document, world, network, lines, error, sum_dtype or "float32", inside, as_json)
         return
     if error or node_link is not None or sum_dtype is not None:
-        raise typer.BadParameter("--error, --node-link and --sum-dtype need --simulate")
-    if world is None or len(world) != 1:
-        raise typer.BadParameter("--world is given once, but with --simulate")
+        raise click.BadParameter("--error, --node-link and --sum-dtype need --simulate")
+    if len(world) != 1:
+        raise click.BadParameter("--world is given once, but with --simulate")
     if plot is not None:
         check_plot(None, plot)
-    model = Model.of(collective.value, world[0], network, *lines)
+    model = Model.of(collective, world[0], network, *lines)
     found = advice.advise(model, message, ratio, pieces)
-    title = f"{collective.value} of {kind.name}, {world[0]} ranks, ratio {ratio:.3f}"
+    title = f"{collective} of {kind.name}, {world[0]} ranks, ratio {ratio:.3f}"
     if plot is not None:
         with writing(None, plot):
             advice.plot_speedups(model, ratio, pieces, message, title, plot)
@@ -245,7 +228,7 @@ def _show_advice(title: str, nbytes: int, found: Any) -> None:
 
 def _simulate(
     document: dict[str, Any],
-    worlds: list[int] | None,
+    worlds: Sequence[int],
     link: Any,
     lines: tuple[Any, Any],
     error: float,
@@ -258,10 +241,10 @@ def _simulate(
 
     collective, ratio = document["collective"], document["ratio"]
     if collective not in ALGORITHMS:
-        raise typer.BadParameter(f"--simulate knows {', '.join(ALGORITHMS)}, not {collective}")
+        raise click.BadParameter(f"--simulate knows {', '.join(ALGORITHMS)}, not {collective}")
     sums = dtype_named(sum_dtype)
     if not sums.is_float:
-        raise typer.BadParameter(f"--sum-dtype is {sums.name}; allowed: floats")
+        raise click.BadParameter(f"--sum-dtype is {sums.name}; allowed: floats")
     # Where sizes depend on the data, cards, static and dynamic parts travel one after the other.
     codec = Coding(ratio, *lines, error=error, rounds=1 if error else 3)
     node = None if inside is None else Node(*inside)

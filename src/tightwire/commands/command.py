@@ -5,57 +5,66 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-import typer
+import click
 
 from ..formats.dtypes import DType, dtype_named
 from .failures import EXIT_CODES, EXPECTED, INTERRUPTED, Failure, failure_of
 from .output import complain, print_json
 
-#: Help and errors are text as it is, without frames and colours.
-PLAIN_TEXT: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"{c:5}  {text}" for c, text in EXIT_CODES.items())
 
-
-class Cast(StrEnum):
-    """Types that --cast knows."""
-
-    bfloat16 = "bfloat16"
-
-
-Input = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
-Inputs = Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="PATH",
-        help="Where the result goes: a file, or a folder that is there; of several, a folder.",
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that tightwire compressed.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-CastTo = Annotated[
-    Cast | None,
-    typer.Option("--cast", help="First round float32 and float64 tensors to this type."),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, help="Threads; as many as processors if not given."),
-]
+_PATH = click.Path(path_type=Path)
+input_files = click.argument("files", metavar="FILE...", type=_PATH, nargs=-1, required=True)
+output_option = click.option(
+    "-o",
+    "--output",
+    type=_PATH,
+    help="Where the result goes: a file, or a folder that is there; of several, a folder.",
+)
+force_option = click.option(
+    "--force", is_flag=True, help="Overwrite a file that tightwire compressed."
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
+)
+cast_option = click.option(
+    "--cast",
+    type=click.Choice(["bfloat16"]),
+    help="First round float32 and float64 tensors to this type.",
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads; as many as processors if not given.",
+)
 
 
-def cast_dtype(cast: Cast | None) -> DType | None:
+def cast_dtype(cast: str | None) -> DType | None:
     """The type that --cast names, None without it."""
-    return None if cast is None else dtype_named(cast.value)
+    return None if cast is None else dtype_named(cast)
 
 
-def command(function: Callable[..., int | None]) -> typer.Typer:
-    """An application of one command, whose parameter `as_json` says how errors are told.
+def input_file(
+    name: str = "path", metavar: str = "FILE", required: bool = True
+) -> Callable[[Function], Function]:
+    """An argument that is a path."""
+    return click.argument(name, metavar=metavar, type=_PATH, required=required)
+
+
+def path_option(
+    name: str, text: str, default: Path | None = None
+) -> Callable[[Function], Function]:
+    """An option whose value is a path."""
+    return click.option(name, type=_PATH, default=default, help=text)
+
+
+def command(function: Callable[..., int | None]) -> click.Command:
+    """A command, whose parameter `as_json` says how errors are told.
 
     `function` returns its exit code; None is 0.
     """
@@ -74,11 +83,11 @@ def command(function: Callable[..., int | None]) -> typer.Typer:
             else:
                 complain(failure)
             code = failure.code
-        raise typer.Exit(code or 0)
+        click.get_current_context().exit(code or 0)
 
-    app = typer.Typer(add_completion=False, **PLAIN_TEXT)
-    app.command(function.__name__, epilog=EPILOG)(run)
-    return app
+    return click.command(function.__name__, epilog=EPILOG, context_settings={"show_default": True})(
+        run
+    )
 
 
 #: What a command did with one file: its JSON document, and what shows it as text.

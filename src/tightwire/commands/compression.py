@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from .. import convert
 from ..codec import Codec, codec
-from .command import CastTo, Done, Force, Inputs, Json, Output, Threads, cast_dtype, command, each
+from .command import (
+    Done,
+    cast_dtype,
+    cast_option,
+    command,
+    each,
+    force_option,
+    input_files,
+    json_option,
+    output_option,
+    threads_option,
+)
 from .failures import COMPRESSED, PLAIN, about, writing
 from .output import count_text, progress_bar, say, size_text
 from .targets import check_sources, check_targets, targets_of
 
 
 @command
+@input_files
+@output_option
+@click.option("--codec", "codec_name", default="zipccl", help="Name of the codec.")
+@click.option("--window", help="zipccl's window: tile, sigma, histogram, or a first exponent.")
+@cast_option
+@force_option
+@threads_option
+@json_option
 def compress(
-    files: Inputs,
-    output: Output = None,
-    codec_name: Annotated[str, typer.Option("--codec", help="Name of the codec.")] = "zipccl",
-    window: Annotated[
-        str | None,
-        typer.Option(
-            "--window", help="zipccl's window: tile, sigma, histogram, or a first exponent."
-        ),
-    ] = None,
-    cast: CastTo = None,
-    force: Force = False,
-    threads: Threads = None,
-    as_json: Json = False,
+    files: Sequence[Path],
+    output: Path | None,
+    codec_name: str,
+    window: str | None,
+    cast: str | None,
+    force: bool,
+    threads: int | None,
+    as_json: bool,
 ) -> int:
     """Compress safetensors files.
 
@@ -86,12 +100,17 @@ def _codec(name: str, window: str | None) -> Codec:
 
 
 @command
+@input_files
+@output_option
+@force_option
+@threads_option
+@json_option
 def decompress(
-    files: Inputs,
-    output: Output = None,
-    force: Force = False,
-    threads: Threads = None,
-    as_json: Json = False,
+    files: Sequence[Path],
+    output: Path | None,
+    force: bool,
+    threads: int | None,
+    as_json: bool,
 ) -> int:
     """Restore the files that were compressed.
 
@@ -123,7 +142,7 @@ def decompress(
 def _restored_name(source: Path) -> str:
     stem = source.name.removesuffix(".tw.safetensors")
     if stem == source.name:
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"{source} does not end in .tw.safetensors: name its output file with -o"
         )
     return f"{stem}.safetensors"

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from .command import CastTo, Input, Json, Threads, cast_dtype, command
+from .command import (
+    cast_dtype,
+    cast_option,
+    command,
+    input_file,
+    json_option,
+    path_option,
+    threads_option,
+)
 from .failures import DIFFERENT, PLAIN, about, printable, writing
 from .output import count_text, dicts, print_json, print_table, progress_bar, say, size_text
 from .targets import check_plot
 
 
 @command
+@input_file()
+@click.option(
+    "--codec", "codec_names", multiple=True, help="Codec to measure, repeatable; else all."
+)
+@cast_option
+@click.option("--repeat", type=click.IntRange(min=1), default=3, help="Passes; the fastest counts.")
+@click.option(
+    "--limit-mib", type=click.IntRange(min=1), help="Take only the first MiB of the tensors."
+)
+@threads_option
+@path_option("--plot", "Draw a PNG.")
+@json_option
 def bench(
-    path: Input,
-    codec_names: Annotated[
-        list[str] | None, typer.Option("--codec", help="Codec to measure, repeatable; else all.")
-    ] = None,
-    cast: CastTo = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Passes; the fastest counts.")] = 3,
-    limit_mib: Annotated[
-        int | None,
-        typer.Option("--limit-mib", min=1, help="Take only the first MiB of the tensors."),
-    ] = None,
-    threads: Threads = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
-    as_json: Json = False,
+    path: Path,
+    codec_names: Sequence[str],
+    cast: str | None,
+    repeat: int,
+    limit_mib: int | None,
+    threads: int | None,
+    plot: Path | None,
+    as_json: bool,
 ) -> int:
     """Measure ratio and speed of the codecs on a file.
 
@@ -43,7 +59,7 @@ def bench(
     with about(path, PLAIN):
         report = benchmark.bench_file(
             path,
-            codec_names or (),
+            codec_names,
             cast=cast_dtype(cast),
             repeat=repeat,
             limit_nbytes=None if limit_mib is None else limit_mib << 20,
@@ -83,18 +99,13 @@ def _speed(gbps: float | None) -> str:
 
 
 @command
-def conformance(
-    decoder: Annotated[
-        str, typer.Option("--decoder", help="Command with {in} and {out} for the two paths.")
-    ],
-    vectors: Annotated[
-        Path | None, typer.Option("--vectors", help="Folder of vectors, if not the built-in one.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds for each vector.")
-    ] = 60,
-    as_json: Json = False,
-) -> int:
+@click.option("--decoder", required=True, help="Command with {in} and {out} for the two paths.")
+@path_option("--vectors", "Folder of vectors, if not the built-in one.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.1), default=60, help="Seconds for each vector."
+)
+@json_option
+def conformance(decoder: str, vectors: Path | None, timeout: float, as_json: bool) -> int:
     """Run another decoder over the test vectors."""
     from ..conformance import default_vectors, run
 
@@ -117,14 +128,11 @@ def conformance(
 
 
 @command
-def demo(
-    path: Annotated[Path | None, typer.Argument(metavar="FILE", show_default=False)] = None,
-    plot: Annotated[Path, typer.Option("--plot", help="Where the PNG goes.")] = Path(
-        "tightwire-demo.png"
-    ),
-    threads: Threads = None,
-    as_json: Json = False,
-) -> int:
+@input_file(metavar="[FILE]", required=False)
+@path_option("--plot", "Where the PNG goes.", Path("tightwire-demo.png"))
+@threads_option
+@json_option
+def demo(path: Path | None, plot: Path, threads: int | None, as_json: bool) -> int:
     """Take a real checkpoint there and back.
 
     It is compressed, verified, restored and compared, as stored and cast to bfloat16, and its

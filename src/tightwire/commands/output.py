@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import convert
-from ..files import read_header
 from .failures import Failure, printable
+
+if TYPE_CHECKING:
+    from ..convert import Progress
 
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
@@ -87,17 +88,20 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int
 
 
 @contextmanager
-def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Progress]:
+def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[Progress]:
     """A bar over the bytes of a file's tensors, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda name, nbytes: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from ..files import read_header
 
     sizes = {e.name: e.nbytes for e in read_header(path).entries}
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=passes * sum(sizes.values()))
 
         def advance(name: str, nbytes: int) -> None:

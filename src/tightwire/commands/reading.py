@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import numpy as np
-import typer
 
-from .. import convert, inspection
+from .. import convert, engine, inspection
+from ..codecs.threads import cpu_count
 from ..files import Contents
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
-from .command import Done, Inputs, Json, command, each
+from ..planning import backend_for_once
+from .command import Done, command, each, input_file, input_files, json_option
 from .failures import COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
     count_text,
@@ -38,7 +40,9 @@ def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 
 
 @command
-def verify(files: Inputs, as_json: Json = False) -> int:
+@input_files
+@json_option
+def verify(files: Sequence[Path], as_json: bool) -> int:
     """Check every byte of compressed files or bare buffers.
 
     Header, checksums, padding and payload, as decompress would, without writing anything. All files
@@ -57,20 +61,18 @@ def _verify(path: Path) -> int:
     """Check one file; returns how many tensors it holds."""
     data = _buffer_bytes(path)
     if data is not None:
-        inspection.verify(data)
+        parsed = engine.parse(data)
+        engine.verify_chunks(parsed, cpu_count(), backend_for_once([parsed.plan]))
         return 1
     with progress_bar("verify", path) as progress:
         return convert.verify_file(path, progress=progress)
 
 
 @command
-def inspect(
-    files: Inputs,
-    tensor: Annotated[
-        str | None, typer.Option("--tensor", help="Show one tensor and its sections.")
-    ] = None,
-    as_json: Json = False,
-) -> int:
+@input_files
+@click.option("--tensor", help="Show one tensor and its sections.")
+@json_option
+def inspect(files: Sequence[Path], tensor: str | None, as_json: bool) -> int:
     """Show the tensors of compressed files.
 
     FILE may also be a bare buffer. Only headers are read, nothing is decoded.
@@ -166,11 +168,10 @@ def _show_buffer(name: str | None, info: AnyInfo) -> None:
 
 
 @command
-def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
-    as_json: Json = False,
-) -> int:
+@input_file("a", "A")
+@input_file("b", "B")
+@json_option
+def diff(a: Path, b: Path, as_json: bool) -> int:
     """Compare the tensors of two files bit by bit.
 
     Each is a safetensors file, compressed or not.
