@@ -30,6 +30,7 @@ from filelock import FileLock
 from numba import config, njit
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 from .codecs.compiling import announce
 
@@ -115,7 +116,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         """The compiled function of a signature, None if it has to be compiled."""
         found = None
         try:
-            found = super().load_overload(sig, target_context)
+            # Numba's own method first loads all that the compiler needs, most of a second. Compiled
+            # code needs the run-time library; the compiler loads the rest when it has work to do.
+            rtsys.initialize(target_context)
+            with self._guard_against_spurious_io_errors():
+                found = self._load_overload(sig, target_context)
         except Exception as error:
             _warn(error, self._cache_path)
         if found is None:

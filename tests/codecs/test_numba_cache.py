@@ -285,3 +285,33 @@ def test_a_folder_that_is_lost_is_a_warning(folder: Path) -> None:
     folder.write_text("no folder")
     with pytest.warns(RuntimeWarning, match=re.escape(str(folder))):
         assert plus_two(1) == 3
+
+
+START = """
+import sys
+import numpy as np
+from tightwire.numba_cache import cached
+
+@cached(nogil=True)
+def total(x):
+    found = 0
+    for value in x:
+        found += value
+    return found
+
+assert total(np.arange(5)) == 10
+print("numba.np.arraymath" in sys.modules)
+"""
+
+
+def test_a_function_from_the_cache_starts_without_the_compiler(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    found = [
+        subprocess.run(
+            [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert found == ["True", "False"]
