@@ -146,6 +146,13 @@ _OPEN, _COLON, _NEXT, _END = (
     re.compile(rf"[ \t\n\r]*{token}[ \t\n\r]*")
     for token in (r"\{[ \t\n\r]*(\}?)", ":", "([,}])", r"\Z")
 )
+#: What most headers consist of, read at once; anything else is read piece by piece.
+_PLAIN_TEXT = re.compile(r'"([ !#-\[\]-~]*)"')
+_SIZE = r"(?:0|[1-9][0-9]{0,17})"
+_USUAL_ENTRY = re.compile(
+    rf'\{{"dtype":"([A-Z0-9_]{{1,16}})","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,63}})?)\],'
+    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}}'
+)
 #: Reads the value of a member from a text: name, text, position; returns the value and its end.
 _ReadValue = Callable[[str, str, int], tuple[Any, int]]
 
@@ -183,6 +190,9 @@ def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
 
 def _text(text: str, at: int) -> tuple[str, int]:
     """The JSON string at `at`, and its end."""
+    plain = _PLAIN_TEXT.match(text, at)
+    if plain is not None:
+        return plain[1], plain.end()
     if not text.startswith('"', at):
         raise ValueError(f"expected a text at character {at}")
     value, end = _JSON.raw_decode(text, at)
@@ -203,6 +213,11 @@ def _member(name: str, text: str, at: int) -> tuple[Any, int]:
     """A member of the header: the metadata, or the entry of a tensor."""
     if name == METADATA:
         return _members(text, at, lambda key, text, at: _text(text, at), MAX_METADATA)
+    usual = _USUAL_ENTRY.match(text, at)
+    if usual is not None:
+        dtype, shape, begin, end = usual.groups()
+        sizes = tuple(map(int, shape.split(","))) if shape else ()
+        return _checked(name, dtype, sizes, (int(begin), int(end))), usual.end()
     end = text.find("}", at, at + MAX_ENTRY) + 1
     if not end:
         raise ValueError(f"the entry of {name!r} does not end within {MAX_ENTRY} characters")
@@ -228,16 +243,22 @@ def _entry(name: str, fields: Any) -> Entry:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise ValueError(f"entry of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
+    if not isinstance(dtype, str):
         raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     for value in (shape, offsets):
         if not isinstance(value, list) or not all(map(_is_size, value)):
             raise ValueError(f"shape or data_offsets of {name!r} are not lists of sizes")
+    return _checked(name, dtype, tuple(shape), tuple(offsets))
+
+
+def _checked(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Entry:
+    if dtype not in BITS:
+        raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     if len(shape) > MAX_RANK:
         raise ValueError(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * BITS[dtype]:
         raise ValueError(f"data_offsets of {name!r} do not fit its shape")
-    return Entry(name, dtype, tuple(shape), *offsets)
+    return Entry(name, dtype, shape, *offsets)
 
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
