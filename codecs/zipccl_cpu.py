@@ -7,6 +7,7 @@ cast to its unsigned type: that is the form LLVM vectorises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numba.extending import intrinsic, overload
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_bytes, sum_words
 from ..numba_cache import cached
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
     CANDIDATES,
@@ -31,6 +32,7 @@ from .zipccl import (
     entries_fit,
     fields_of,
     static_views,
+    tile_count,
     tiles_nbytes,
 )
 
@@ -688,6 +690,40 @@ def _decode_span(
     return problem, total
 
 
+@cached(nogil=True)
+def _decode_buffer(data, x, escapes, places, gaps, dynamic_nbytes, mantissa, exponent, extra):
+    """Decode the packed buffer of one chunk, `data`, to `x`. `escapes` says their type.
+
+    Returns False if the payload is bad or one of the `gaps` is not zero, and the keyed sum.
+    """
+    static_at, dynamic_at, used, index_at, n_tiles = places
+    found = U1(0)
+    for k in range(gaps.shape[0]):
+        for i in range(gaps[k, 0], gaps[k, 1]):
+            found |= data[i]
+    for i in range(dynamic_at + dynamic_nbytes, data.size):
+        found |= data[i]
+    static = data[static_at:dynamic_at]
+    dynamic = data[dynamic_at : dynamic_at + dynamic_nbytes]
+    entries_at = index_at + 4 * n_tiles
+    problem, total = _decode_span(
+        static,
+        static[index_at:entries_at].view(np.uint32),
+        static[entries_at : entries_at + 2 * n_tiles].view(np.uint16),
+        dynamic.view(escapes.dtype),
+        x,
+        x.size,
+        0,
+        n_tiles,
+        mantissa,
+        exponent,
+        extra,
+        True,
+    )
+    total += sum_bytes(static[used:], used // 4) + sum_bytes(dynamic, static.size // 4)
+    return problem == 0 and found == U1(0), total
+
+
 def _read_only(array: Bits) -> Bits:
     """A read-only view: so that each kernel is compiled for one kind of array."""
     view = array.view()
@@ -784,3 +820,34 @@ def decode_chunk(
     words_sum += int(sum_bytes(static[used:], used // 4))
     words_sum += int(sum_bytes(dynamic, static.size // 4))
     return ChunkDecoded(problem, words_sum & MASK64)
+
+
+def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:
+    """What decodes packed buffers of `plan`, one chunk not stored raw, in one call, or None.
+
+    It takes buffer, elements to write (1-D) and size of the dynamic part, and gives the keyed sum
+    of the chunk; None if the payload is bad. `gaps`, shape (n, 2), are bytes that have to be zero.
+    """
+    spec = plan.codec
+    if not isinstance(spec, Zipccl) or spec.window != "tile" or plan.chunks != 1 or not plan.nelem:
+        return None
+    f = fields_of(plan.dtype)
+    escapes = np.empty(0, f.escape_dtype)
+    places = (
+        plan.static_offset,
+        plan.dynamic_offset,
+        tiles_nbytes(f, plan.nelem),
+        plan.layout.sections[0].nbytes,
+        tile_count(plan.nelem),
+    )
+    fields = f.mantissa, f.exponent, f.extra
+
+    def decode(data: Bytes, out: Bits, dynamic_nbytes: int) -> int | None:
+        if dynamic_nbytes % f.width:
+            return None
+        good, total = _decode_buffer(
+            _read_only(data), out, escapes, places, gaps, dynamic_nbytes, *fields
+        )
+        return int(total) if good else None
+
+    return decode

@@ -143,7 +143,7 @@ class Codec:
             raise TypeError(
                 "x is a Buffer, which is encoded already. Allowed: arrays, as x.packed()"
             )
-        self._check_key(x, key)
+        self.require_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
             encoded = gpu.encode(
@@ -265,7 +265,7 @@ class Codec:
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
-        self._check_key(x, key)
+        self.require_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
             fused = gpu.decode_add_encode(
@@ -337,7 +337,8 @@ class Codec:
             backend=backend,
         )
 
-    def _check_key(self, x: Any, key: Any) -> None:
+    def require_key(self, x: Any, key: Any) -> None:
+        """Raise TypeError or ValueError if `key` is not what encoding `x` needs."""
         check_key(key, self.spec.max_world)
         # However few elements there are: small tensors are stored raw, and the next may be large.
         if key is None and self.spec.draws and arrays.describe(x).dtype.name in self.dtypes:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,18 @@ from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
 from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
-from .engine import DEFAULT_MAX_NBYTES, Head, Parsed
-from .files import Contents, Draft, Plain, naming, stored_plain, write_container
+from .engine import DEFAULT_MAX_NBYTES, Head
+from .files import (
+    Contents,
+    Draft,
+    Encoded,
+    Plain,
+    encode_jobs,
+    naming,
+    parsed_of,
+    stored_plain,
+    write_container,
+)
 from .formats.container import (
     VERSION_KEY,
     Directory,
@@ -35,6 +46,7 @@ from .formats.container import (
 from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .inspection import PLAIN, Info, PlainInfo, info_of
+from .pipeline import Job, Memory, Writer, grouped, in_order, read_ranges
 from .planning import backend_for_once, make_plan
 from .storage import Reader, is_path, new_file, reading
 
@@ -96,23 +108,30 @@ def compress_file(
         entries = {e.name: e for e in directory.entries}
         reports: dict[str, TensorReport] = {}
 
-        def buffers() -> Iterator[Parsed]:
-            for name, plan in draft.plans.items():
-                e = entries[name]
-                bits = cast_bits(read_entry(reader, directory, e), entry_dtype(e), plan.dtype)
-                room = np.empty(plan.nbytes, np.uint8)
-                engine.encode_into(plan, bits, room, threads=thread_count(threads), backend=backend)
-                parsed = engine.parse(room, 1 << 63)
-                yield parsed
-                nbytes = plan.nelem * plan.dtype.itemsize
-                reports[name] = TensorReport(
-                    name, plan.dtype.name, e.shape, plan.codec.name, nbytes, parsed.packed_nbytes
-                )
-                del bits, room, parsed
-                progress(name, e.nbytes)
+        def elements(names: Sequence[str], memory: Memory) -> Iterator[Bits]:
+            at = directory.data_at
+            ranges = [(at + entries[name].begin, at + entries[name].end) for name in names]
+            for name, raw in zip(names, read_ranges(reader, ranges, memory), strict=True):
+                yield cast_bits(raw, entry_dtype(entries[name]), draft.plans[name].dtype)
 
-        with new_file(target, _mode(source)) as file:
-            write_container(file, draft, buffers())
+        def reported(buffers: Iterator[Encoded]) -> Iterator[Encoded]:
+            plans = iter(draft.plans.items())
+            for encoded in buffers:
+                yield encoded
+                names = islice(plans, len(encoded.sizes))
+                for (name, plan), size in zip(names, encoded.sizes, strict=True):
+                    nbytes = plan.nelem * plan.dtype.itemsize
+                    reports[name] = TensorReport(
+                        name, plan.dtype.name, plan.shape, plan.codec.name, nbytes, size
+                    )
+                    progress(name, entries[name].nbytes)
+
+        jobs = encode_jobs(draft.plans, elements, lambda name: entries[name].nbytes, backend)
+        with (
+            new_file(target, _mode(source)) as file,
+            in_order(jobs, thread_count(threads)) as buffers,
+        ):
+            write_container(file, draft, reported(buffers))
     for name, plain in draft.plain.items():
         dtype = BY_SAFETENSORS[plain.dtype].name if plain.dtype in BY_SAFETENSORS else plain.dtype
         nbytes = plain.nbytes
@@ -208,15 +227,48 @@ def decompress_file(
     with reading(source) as reader:
         contents = Contents(reader)
         heads = contents.heads(max_nbytes)
-        names = _restored_names(contents)
         head = _restored_head(contents, heads)
-        backend = _backend(heads)
-        with new_file(target, _mode(source)) as out:
+        jobs = _decode_jobs(contents, heads, len(head))
+        with new_file(target, _mode(source)) as out, in_order(jobs, thread_count(threads)) as found:
             out.write(head)
-            for name in names:
-                bits = contents.bits(name, heads[name], thread_count(threads), backend)
-                nbytes = out.write(bits.view(np.uint8).data)
-                progress(name, nbytes)
+            writer = Writer(out)
+            for names, data in found:
+                writer.write(data)
+                for name in names:
+                    progress(name, contents.tensor_nbytes(name, heads[name]))
+
+
+def _decode_jobs(
+    contents: Contents, heads: Mapping[str, Head | None], start: int
+) -> list[Job[tuple[list[str], Bytes]]]:
+    """Jobs that give names of tensors and their bytes in a restored file, from `start` on."""
+    backend = _backend(heads)
+
+    def nbytes(name: str) -> int:
+        return contents.tensor_nbytes(name, heads[name])
+
+    def job(names: list[str], begin: int) -> Job[tuple[list[str], Bytes]]:
+        entries = [contents.entry(name) for name in names]
+        total = sum(map(nbytes, names))
+
+        def work(memory: Memory, threads: int) -> tuple[list[str], Bytes]:
+            # Aligned for any element, and in its page no less far than the file.
+            out = memory.take(total, begin + -begin % 8)
+            at = 0
+            for name, data in zip(names, contents.read(entries, memory), strict=True):
+                part = out[at : at + nbytes(name)]
+                with naming(f"tensor {name!r}"):
+                    contents.decode_into(name, data, heads[name], part, threads, backend)
+                at += part.size
+            return names, out
+
+        return Job(total + sum(e.nbytes for e in entries), work)
+
+    jobs = []
+    for names in grouped(_restored_names(contents), nbytes):
+        jobs.append(job(names, start))
+        start += sum(map(nbytes, names))
+    return jobs
 
 
 def _backend(heads: Mapping[str, Head | None]) -> str | None:
@@ -270,13 +322,23 @@ def verify_file(
         contents = Contents(reader)
         heads = contents.heads(max_nbytes)
         backend = _backend(heads)
-        for name, head in heads.items():
-            with naming(f"tensor {name!r}"):
-                if head is None:
-                    contents.plain(name)
-                else:
-                    engine.verify_chunks(contents.parsed(name, head), cpu_count(), backend)
-            progress(name, contents.tensor_nbytes(name, head))
+
+        def check(name: str, data: Bytes, memory: Memory, threads: int) -> str:
+            head = heads[name]
+            if head is None:
+                contents.check_plain(name, data)
+            else:
+                decoded = memory.take(engine.chunk_nbytes(head.plan))
+                engine.verify_chunks(parsed_of(head, data), threads, backend, decoded)
+            return name
+
+        def nbytes(name: str) -> int:
+            head = heads[name]
+            return 0 if head is None else engine.chunk_nbytes(head.plan)
+
+        with in_order(contents.jobs(check, nbytes), cpu_count()) as groups:
+            for name in chain.from_iterable(groups):
+                progress(name, contents.tensor_nbytes(name, heads[name]))
     return len(heads)
 
 

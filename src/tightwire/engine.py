@@ -28,6 +28,7 @@ from .formats.header import (
     ALIGN,
     ASSEMBLED,
     MAX_HEADER,
+    MAX_NBYTES,
     OVERFLOW,
     RAW,
     RECORD,
@@ -262,6 +263,23 @@ class Parsed(Head):
         return np.concatenate(list(self.pieces()))
 
 
+def encode_packed(
+    plan: Plan, bits: Bits, out: Bytes, threads: int = 1, backend: str | None = None
+) -> int:
+    """Encode `bits` as `encode_into` does and pack the buffer where it is: its packed size."""
+    encode_into(plan, bits, out, threads=threads, backend=backend)
+    parsed = parse(out, MAX_NBYTES)
+    out[: parsed.header.nbytes] = parsed.packed_header
+    end = plan.dynamic_offset
+    for record, at in zip(parsed.records, parsed.dynamic_at, strict=True):
+        used, size = record.dynamic_nbytes, align(record.dynamic_nbytes)
+        if at != end:
+            out[end : end + used] = out[at : at + used]
+        out[end + used : end + size] = 0
+        end += size
+    return end
+
+
 def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
     """Check header, sizes and records of the buffer in `data` (uint8, 1-D). Raises FormatError.
 
@@ -381,6 +399,53 @@ def selection(plan: Plan, start: int | None, stop: int | None) -> tuple[int, int
     if not 0 <= lo <= hi <= plan.nelem:
         raise ValueError(f"start={start}, stop={stop}; allowed: 0 <= start <= stop <= {plan.nelem}")
     return lo, hi, plan.shape if start is None and stop is None else (hi - lo,)
+
+
+def decode_small(
+    data: Bytes, max_nbytes: int, empty: Callable[[int], Bytes]
+) -> tuple[Plan, Bits] | None:
+    """Plan and elements of a packed buffer, checked, of which a single call decodes all.
+
+    `empty` gives so many bytes for the elements. None where a single call does not do, also for bad
+    bytes: `parse` and `decode_range` say what is wrong.
+    """
+    size = int.from_bytes(data[8:12].tobytes(), "little")
+    if not 32 <= size <= min(data.size - RECORD.itemsize, MAX_CACHED_HEADER):
+        return None
+    found = _small(data[:size].tobytes())
+    if found is None or data.__array_interface__["data"][0] % 8:
+        return None
+    plan, decode, identity = found
+    checksum, dynamic_nbytes, *others = _RECORD.unpack_from(data.data, size)
+    nbytes = plan.nelem * plan.dtype.itemsize
+    if any(others) or nbytes > max_nbytes or dynamic_nbytes > plan.raw_dynamic(0):
+        return None
+    if data.size != plan.dynamic_offset + align(dynamic_nbytes):
+        return None
+    bits = empty(nbytes).view(plan.dtype.bits)
+    words_sum = decode(data, bits, dynamic_nbytes)
+    if words_sum is None:
+        return None
+    total = words_sum + identity + record_term(dynamic_nbytes, 0, 0, 0)
+    return (plan, bits) if total & MASK64 == checksum else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _small(header_bytes: bytes) -> tuple[Plan, Callable[..., int | None], int] | None:
+    """Plan, decoder and identity term of buffers with this header, None if there is no decoder."""
+    try:
+        header, plan = _cached_header_and_plan(header_bytes)
+    except FormatError:
+        return None
+    module = backend_module(plan.codec.name, None)
+    if header.dynamic_stride or not plan.checksum or not hasattr(module, "buffer_decoder"):
+        return None
+    gaps = [(header.nbytes + RECORD.itemsize * plan.chunks, plan.static_offset)]
+    sections = plan.layout.sections
+    for lo, hi in _static_gaps(plan.codec, plan.dtype, plan.nelem, sections, False):
+        gaps.append((plan.static_offset + lo, plan.static_offset + hi))
+    decode = module.buffer_decoder(plan, np.array(gaps, np.int64))
+    return None if decode is None else (plan, decode, plan.identity_term(0))
 
 
 def touched_chunks(plan: Plan, start: int, stop: int) -> range:
@@ -512,14 +577,24 @@ def seal(plan: Plan, data: Bytes) -> None:
 
 
 @default_floats()
-def verify_chunks(parsed: Parsed, threads: int = 1, backend: str | None = None) -> None:
-    """Check every chunk whole, with memory for one decoded chunk. Raises FormatError."""
+def verify_chunks(
+    parsed: Parsed, threads: int = 1, backend: str | None = None, out: Bytes | None = None
+) -> None:
+    """Check every chunk whole, in memory for one decoded chunk, `out` if given.
+
+    Raises FormatError.
+    """
     plan = parsed.plan
-    room = np.empty(plan.chunk_nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+    room = (np.empty(chunk_nbytes(plan), np.uint8) if out is None else out).view(plan.dtype.bits)
     for i in parsed.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
         target = room[: hi - lo]
         _decode_chunk(parsed, i, target, lo, hi, verify=True, threads=threads, backend=backend)
+
+
+def chunk_nbytes(plan: Plan) -> int:
+    """Bytes of the largest chunk, decoded."""
+    return plan.chunk_nelem * plan.dtype.itemsize
 
 
 def _check_sum(parsed: Parsed, i: int, words_sum: int) -> None:

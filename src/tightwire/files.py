@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,7 +45,8 @@ from .formats.container import (
 )
 from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .formats.errors import FormatError, integer
-from .formats.header import Header
+from .formats.header import MAX_NBYTES, Header
+from .pipeline import Job, Memory, Shared, Writer, grouped, in_order, read_ranges
 from .planning import device_files, make_plan
 from .storage import (
     MappedReader,
@@ -56,6 +58,11 @@ from .storage import (
     new_file,
     reading,
 )
+
+T = TypeVar("T")
+
+#: Buffers up to this size are decoded in a single call: time in Python would show.
+_SMALL_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -141,21 +148,53 @@ class Draft:
         file.seek(data_at + at)
 
 
-def write_container(file: BinaryIO, draft: Draft, buffers: Iterator[Parsed]) -> None:
-    """Write one buffer per plan, in order, as each comes; plain tensors and header go in last.
+class Encoded(NamedTuple):
+    """Packed buffers that lie behind one another: the size of each, and the bytes of all."""
 
-    No buffer is held while the next one is made.
-    """
+    sizes: list[int]
+    data: Bytes
+
+
+def write_container(file: BinaryIO, draft: Draft, buffers: Iterable[Encoded]) -> None:
+    """Write one buffer per plan, in order, as they come; plain tensors and header go in last."""
     data_at = draft.data_at
     file.seek(data_at)
-    sizes = {name: _write_pieces(file, next(buffers)) for name in draft.plans}
-    if next(buffers, None) is not None:
-        raise ValueError("more buffers than plans")
-    draft.finish(file, sizes, data_at)
+    sizes: list[int] = []
+    writer = Writer(file)
+    for encoded in buffers:
+        writer.write(encoded.data)
+        sizes += encoded.sizes
+    draft.finish(file, dict(zip(draft.plans, sizes, strict=True)), data_at)
 
 
-def _write_pieces(file: BinaryIO, parsed: Parsed) -> int:
-    return sum(file.write(piece.data) for piece in parsed.pieces())
+def encode_jobs(
+    plans: Mapping[str, Plan],
+    elements: Callable[[Sequence[str], Memory], Iterable[Bits]],
+    nbytes: Callable[[str], int],
+    backend: str | None = None,
+) -> list[Job[Encoded]]:
+    """Jobs that encode the tensors of `plans`, in order.
+
+    `elements` gives the bits of named tensors, each in `nbytes` bytes of the job's memory.
+    """
+
+    def job(names: list[str]) -> Job[Encoded]:
+        room = sum(plans[name].nbytes for name in names)
+
+        def work(memory: Memory, threads: int) -> Encoded:
+            data = memory.take(room)
+            at = 0
+            sizes = []
+            for name, bits in zip(names, elements(names, memory), strict=True):
+                plan = plans[name]
+                part = data[at : at + plan.nbytes]
+                sizes.append(engine.encode_packed(plan, bits, part, threads, backend))
+                at += sizes[-1]
+            return Encoded(sizes, data[:at])
+
+        return Job(room + sum(map(nbytes, names)), work)
+
+    return [job(names) for names in grouped(plans, lambda name: plans[name].nbytes)]
 
 
 def save_file(
@@ -186,7 +225,12 @@ def save_file(
         if isinstance(gpu_files, ModuleType):
             gpu_files.write_container(file, draft, buffered, chosen)
         else:
-            write_container(file, draft, _buffers(chosen, buffered, threads))
+            count = thread_count(threads)
+            if any(map(arrays.on_gpu, buffered.values())):
+                write_container(file, draft, _buffers_in_turn(chosen, buffered, count))
+            else:
+                with in_order(_host_buffers(chosen, draft.plans, buffered), count) as buffers:
+                    write_container(file, draft, buffers)
 
 
 def _on_one_gpu(tensors: Mapping[str, Any]) -> bool:
@@ -256,11 +300,25 @@ def _planned(chosen: Codec, x: Any) -> Plan | Plain:
     return make_plan(chosen.spec, info.dtype, info.shape, None)
 
 
-def _buffers(chosen: Codec, tensors: Mapping[str, Any], threads: int | None) -> Iterator[Parsed]:
+def _host_buffers(
+    chosen: Codec, plans: Mapping[str, Plan], tensors: Mapping[str, Any]
+) -> list[Job[Encoded]]:
+    def elements(names: Sequence[str], memory: Memory) -> Iterator[Bits]:
+        for name in names:
+            with _naming_call(name):
+                chosen.require_key(tensors[name], None)
+                bits = arrays.host_bits(tensors[name], plans[name].dtype)
+            yield bits
+
+    return encode_jobs(plans, elements, lambda name: 0)
+
+
+def _buffers_in_turn(chosen: Codec, tensors: Mapping[str, Any], count: int) -> Iterator[Encoded]:
+    """For arrays on GPUs: each thread has a stream of its own, and theirs is the caller's."""
     for name, x in tensors.items():
         with _naming_call(name):
-            parsed = chosen.encode(x, chunks=None, threads=threads).parsed()
-        yield parsed
+            data = chosen.encode(x, chunks=None, threads=count).parsed().pack()
+        yield Encoded([data.size], data)
 
 
 @contextmanager
@@ -315,7 +373,7 @@ def loads(
     total = sum(contents.tensor_nbytes(name, head) for name, head in heads.items())
     if total > max_nbytes:
         raise FormatError("limit_exceeded", f"{total} bytes, max_nbytes is {max_nbytes}")
-    return contents.shaped(decode_all(contents, heads, like, threads))
+    return contents.shaped(decode_all(contents, like, max_nbytes, threads))
 
 
 @contextmanager
@@ -325,6 +383,13 @@ def naming(what: str) -> Iterator[None]:
         yield
     except FormatError as error:
         raise FormatError(error.reason, f"{what}: {error.detail}") from None
+
+
+def parsed_of(head: Head, data: Bytes) -> Parsed:
+    """The buffer in `data`, whose head was checked."""
+    if data.ctypes.data % 8:
+        data = data.copy()
+    return Parsed(head.header, head.plan, head.records, head.dynamic_at, head.nbytes, data)
 
 
 class Contents:
@@ -383,10 +448,7 @@ class Contents:
         entry = self.entry(name)
         with naming(f"tensor {name!r}"):
             if self.is_plain(entry):
-                if entry.nbytes > max_nbytes:
-                    detail = f"{entry.nbytes} bytes, max_nbytes is {max_nbytes}"
-                    raise FormatError("limit_exceeded", detail)
-                self._check_source(name, entry.dtype, entry.shape)
+                self.check_plain_entry(entry, max_nbytes)
                 return None
             start = self.directory.data_at + entry.begin
             head = engine.parse_head(
@@ -394,6 +456,13 @@ class Contents:
             )
             self.check_head(entry.name, head.header, head.plan)
         return head
+
+    def check_plain_entry(self, entry: Entry, max_nbytes: int) -> None:
+        """Refuse a plain tensor that is too large, or another than the source header says."""
+        if entry.nbytes > max_nbytes:
+            detail = f"{entry.nbytes} bytes, max_nbytes is {max_nbytes}"
+            raise FormatError("limit_exceeded", detail)
+        self._check_source(entry.name, entry.dtype, entry.shape)
 
     def is_plain(self, entry: Entry) -> bool:
         """True for a tensor that is stored as it is."""
@@ -423,14 +492,97 @@ class Contents:
 
     def parsed(self, name: str, head: Head) -> Parsed:
         """One tensor's buffer whose head was checked, read."""
-        data = self.buffer(name)
-        if data.__array_interface__["data"][0] % 8:
-            data = data.copy()
-        return Parsed(head.header, head.plan, head.records, head.dynamic_at, head.nbytes, data)
+        return parsed_of(head, self.buffer(name))
+
+    def jobs(
+        self,
+        use: Callable[[str, Bytes, Memory, int], T],
+        nbytes: Callable[[str], int] = lambda name: 0,
+    ) -> list[Job[list[T]]]:
+        """Jobs that give what `use` makes of name and bytes of each stored tensor, in order.
+
+        `use` is also given memory, of which it takes `nbytes` bytes for a tensor, and a number of
+        threads. Its FormatErrors say which tensor they are about.
+        """
+
+        def job(entries: list[Entry]) -> Job[list[T]]:
+            def work(memory: Memory, threads: int) -> list[T]:
+                found = []
+                for e, data in zip(entries, self.read(entries, memory), strict=True):
+                    with naming(f"tensor {e.name!r}"):
+                        found.append(use(e.name, data, memory, threads))
+                return found
+
+            return Job(sum(e.nbytes + nbytes(e.name) for e in entries), work)
+
+        return [job(entries) for entries in grouped(self.directory.entries, lambda e: e.nbytes)]
+
+    def read(self, entries: Sequence[Entry], memory: Memory) -> Iterator[Bytes]:
+        """The bytes of stored tensors."""
+        at = self.directory.data_at
+        return read_ranges(self.reader, [(at + e.begin, at + e.end) for e in entries], memory)
+
+    def parse(self, name: str, data: Bytes, max_nbytes: int) -> Parsed:
+        """The buffer of one tensor from its bytes, checked but for its payload."""
+        parsed = engine.parse(data, max_nbytes)
+        self.check_head(name, parsed.header, parsed.plan)
+        return parsed
+
+    def tensor_of(
+        self,
+        name: str,
+        data: Bytes,
+        target: arrays.Target,
+        max_nbytes: int,
+        threads: int,
+        empty: Callable[[int], Bytes],
+    ) -> Any:
+        """As `tensor`, on the host, from the bytes of its entry.
+
+        `empty` gives so many bytes for the elements of a small one.
+        """
+        if self.is_plain(self.entry(name)):
+            return self.plain_tensor(name, data, target, max_nbytes)
+        small = None
+        if data.size <= _SMALL_NBYTES:
+            small = engine.decode_small(data, max_nbytes, empty)
+        if small is not None:
+            plan, bits = small
+            self._check_source(name, plan.dtype.safetensors, plan.shape)
+            return arrays.from_bits(bits, plan.dtype, plan.shape, target)
+        parsed = self.parse(name, data, max_nbytes)
+        plan = parsed.plan
+        bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
+        engine.decode_range(parsed, bits, 0, threads=threads)
+        return arrays.from_bits(bits, plan.dtype, plan.shape, target)
+
+    def decode_into(
+        self,
+        name: str,
+        data: Bytes,
+        head: Head | None,
+        out: Bytes,
+        threads: int,
+        backend: str | None = None,
+    ) -> None:
+        """Put the elements of a tensor into `out`, from the bytes of its entry, checked."""
+        if head is None:
+            out[:] = self.check_plain(name, data)
+            return
+        dtype = head.plan.dtype
+        aligned = out.ctypes.data % dtype.itemsize == 0
+        target = out if aligned else np.empty_like(out)
+        bits = target.view(dtype.bits)
+        engine.decode_range(parsed_of(head, data), bits, 0, threads=threads, backend=backend)
+        if not aligned:
+            out[:] = target
 
     def plain(self, name: str) -> Bytes:
         """The bytes of a plain tensor, checked."""
-        data = self.buffer(name)
+        return self.check_plain(name, self.buffer(name))
+
+    def check_plain(self, name: str, data: Bytes) -> Bytes:
+        """`data`, the bytes of a plain tensor, if their checksum is right."""
         if crc32c(data.data) != self._checksums[self.entry(name).name]:
             raise FormatError("checksum_mismatch", "plain data")
         return data
@@ -465,23 +617,48 @@ class Contents:
             # Compressed bytes cross the bus.
             with naming(f"tensor {name!r}"):
                 return decode(self.parsed(name, head), like=like, threads=threads)
+        if head is None:
+            with naming(f"tensor {name!r}"):
+                return self.plain_tensor(name, self.buffer(name), target, MAX_NBYTES)
         bits = self.bits(name, head, threads)
-        if head is not None:
-            return arrays.from_bits(bits, head.plan.dtype, head.plan.shape, target)
+        return arrays.from_bits(bits, head.plan.dtype, head.plan.shape, target)
+
+    def plain_tensor(self, name: str, data: Bytes, target: arrays.Target, max_nbytes: int) -> Any:
+        """A plain tensor, checked, from the bytes of its entry."""
         entry = self.entry(name)
-        # What was read may be a view of the caller's bytes, or read-only.
-        bits = bits.copy()
+        self.check_plain_entry(entry, max_nbytes)
+        # What was read may be a view of the caller's bytes, or memory that is used again.
+        bits = self.check_plain(name, data).copy()
         if entry.dtype not in BY_SAFETENSORS:
             return arrays.from_packed(bits, entry.dtype, entry.shape, target)
-        return arrays.from_bits(bits, BY_SAFETENSORS[entry.dtype], entry.shape, target)
+        dtype = BY_SAFETENSORS[entry.dtype]
+        return arrays.from_bits(bits.view(dtype.bits), dtype, entry.shape, target)
 
 
 def decode_all(
-    contents: Contents, heads: Mapping[str, Head | None], like: Any, threads: int | None = None
+    contents: Contents, like: Any, max_nbytes: int, threads: int | None = None
 ) -> dict[str, Any]:
-    """The tensors whose heads were checked, by all names, in the library of `like`."""
+    """The tensors, by all names, in the library of `like`."""
     count = thread_count(threads)
-    tensors = {name: contents.tensor(name, head, like, count) for name, head in heads.items()}
+    max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+    target = arrays.target_of(like)
+    tensors = {}
+    if target.device is not None:
+        for name, head in contents.heads(max_nbytes).items():
+            tensors[name] = contents.tensor(name, head, like, count)
+    else:
+        empty = Shared().empty
+
+        def decoded(name: str, data: Bytes, memory: Memory, share: int) -> tuple[str, Any]:
+            return name, contents.tensor_of(name, data, target, max_nbytes, share, empty)
+
+        try:
+            with in_order(contents.jobs(decoded), count) as groups:
+                tensors = dict(chain.from_iterable(groups))
+        except FormatError:
+            # Of a bad head all readers tell before they tell of a bad payload.
+            contents.heads(max_nbytes)
+            raise
     return tensors | {alias: tensors[name] for alias, name in contents.tied.items()}
 
 
@@ -661,5 +838,5 @@ def load_file(
         if isinstance(gpu_files, ModuleType):
             tensors = gpu_files.load_file(contents, target, max_nbytes)
         else:
-            tensors = decode_all(contents, contents.heads(max_nbytes), like, threads)
+            tensors = decode_all(contents, like, max_nbytes, threads)
         return contents.shaped(tensors)

@@ -35,6 +35,7 @@ from tightwire.formats.container import (
     read_directory,
 )
 from tightwire.formats.dtypes import BY_NAME, BY_SAFETENSORS
+from tightwire.pipeline import BUDGET_NBYTES
 from tightwire.storage import atomic_file
 
 torch = pytest.importorskip("torch")
@@ -241,7 +242,7 @@ def test_a_full_disk_leaves_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr("tightwire.engine.Parsed.pieces", full)
+        monkeypatch.setattr("tightwire.pipeline.Writer.write", full)
     else:
         monkeypatch.setattr(os, where, full)
     with pytest.raises(OSError, match="No space"):
@@ -516,7 +517,7 @@ print(*(p - before for p in everything(large)))
 
 def _peaks(tmp_path: Path, shift: int) -> list[int]:
     n = 24 << 20
-    for name, size, count in (("small", 1 << 19, 1), ("large", n, 6)):
+    for name, size, count in (("small", 1 << 19, 1), ("large", n, 12)):
         x = make_bits("normal", BY_NAME["bfloat16"], size // 2).tobytes()
         fields: dict[str, Any] = {}
         if shift:
@@ -536,9 +537,9 @@ def _peaks(tmp_path: Path, shift: int) -> list[int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize("shift", [0, 3])
-def test_peak_memory_stays_under_three_times_the_largest_tensor(shift: int, tmp_path: Path) -> None:
+def test_peak_memory_stays_under_the_budget(shift: int, tmp_path: Path) -> None:
     peaks = _peaks(tmp_path, shift)
-    assert max(peaks) < 3 * (24 << 20)
+    assert max(peaks) < BUDGET_NBYTES + (24 << 20)
     # Were nothing measured, this would not hold either: one encoded tensor has to be in memory.
     assert min(peaks) > (24 << 20) // 2
 
