@@ -21,7 +21,7 @@ from .codecs.base import Bits, Bytes, Plan
 from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
 from .engine import DEFAULT_MAX_NBYTES, Head, Parsed
-from .files import Contents, Draft, Plain, naming, stored_plain, write_container
+from .files import Contents, Draft, Plain, naming, read_header, stored_plain, write_container
 from .formats.container import (
     VERSION_KEY,
     Directory,
@@ -84,14 +84,12 @@ def compress_file(
     """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
-    restored byte for byte. `target` gets the permissions of `source`. Raises FormatError,
-    TypeError, ValueError or OSError.
+    restored byte for byte. `target` gets the permissions and the time of the last change of `source`. Raises
+    FormatError, TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
     with open_plain(source) as (reader, directory):
-        draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
-        for e in directory.entries:
-            draft.add(e.name, _planned(reader, directory, e, chosen, cast))
+        draft = _drafted(reader, directory, chosen, cast)
         entries = {e.name: e for e in directory.entries}
         reports: dict[str, TensorReport] = {}
 
@@ -110,7 +108,7 @@ def compress_file(
                 del bits, room, parsed
                 progress(name, e.nbytes)
 
-        with new_file(target, _mode(source)) as file:
+        with new_file(target, *_kept(source)) as file:
             write_container(file, draft, buffers())
     for name, plain in draft.plain.items():
         dtype = BY_SAFETENSORS[plain.dtype].name if plain.dtype in BY_SAFETENSORS else plain.dtype
@@ -118,6 +116,14 @@ def compress_file(
         reports[name] = TensorReport(name, dtype, plain.shape, PLAIN, nbytes, nbytes)
         progress(name, entries[name].nbytes)
     return [reports[name] for name in draft.names]
+
+
+def _drafted(reader: Reader, directory: Directory, codec: Codec, cast: DType | None) -> Draft:
+    """What the compressed form of a plain file holds."""
+    draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
+    for e in directory.entries:
+        draft.add(e.name, _planned(reader, directory, e, codec, cast))
+    return draft
 
 
 def _planned(
@@ -159,9 +165,119 @@ def check_plain(path: Any) -> None:
         pass
 
 
-def _mode(source: Any) -> int | None:
-    """Permissions of a file: what is made from it is no more open than it."""
-    return stat.S_IMODE(os.stat(source).st_mode) if is_path(source) else None
+@dataclass(frozen=True)
+class Forecast:
+    """What converting a file will do. Sizes in bytes."""
+
+    names: tuple[str, ...]
+    #: What a Progress is told in all.
+    nbytes: int
+    #: The tensors after a cast.
+    raw_nbytes: int
+    #: The result has no fewer.
+    least_nbytes: int
+    #: The target is there, and is what converting would write.
+    done: bool
+
+
+def forecast_compress(
+    source: Any, target: Any, codec: str | Codec = "zipccl", *, cast: DType | None = None
+) -> Forecast:
+    """What `compress_file` will do, from the headers of both files.
+
+    The target counts as done if it has the source's time of last change, header and plans. Raises
+    what `compress_file` raises for the header of `source`.
+    """
+    with open_plain(source) as (reader, directory):
+        draft = _drafted(reader, directory, as_codec(codec), cast)
+    plain = sum(p.nbytes for p in draft.plain.values())
+    return Forecast(
+        directory.names,
+        directory.data_nbytes,
+        plain + sum(p.nelem * p.dtype.itemsize for p in draft.plans.values()),
+        plain + sum(p.static_offset + p.chunks * p.static_stride for p in draft.plans.values()),
+        _same_time(source, target) and _holds(target, draft, None if cast else directory),
+    )
+
+
+def _same_time(source: Any, target: Any) -> bool:
+    """True if there is a file at `target` that was last changed when `source` was."""
+    same = os.stat(source).st_mtime_ns
+    return os.path.isfile(target) and os.stat(target).st_mtime_ns == same
+
+
+def _holds(target: Any, draft: Draft, source: Directory | None) -> bool:
+    """True for a compressed file of this draft, made from a file with this header."""
+    try:
+        with reading(target) as reader:
+            contents = Contents(reader)
+            heads = contents.heads(1 << 63)
+    except FormatError:
+        return False
+    own = contents.directory.metadata
+    source_bytes = contents.source.json_bytes if contents.source is not None else None
+    plans = {name: _identity(head.plan) for name, head in heads.items() if head is not None}
+    plain = {n: contents.entry(n) for n, head in heads.items() if head is None}
+    return (
+        own[VERSION_KEY] == draft.metadata[VERSION_KEY]
+        and users_metadata(own) == users_metadata(draft.metadata)
+        and source_bytes == (source.json_bytes if source is not None else None)
+        and contents.names() == draft.names
+        and plans == {name: _identity(plan) for name, plan in draft.plans.items()}
+        and {n: (e.dtype, e.shape) for n, e in plain.items()}
+        == {n: (p.dtype, p.shape) for n, p in draft.plain.items()}
+    )
+
+
+def _identity(plan: Plan) -> tuple[Any, ...]:
+    """All that a plan and that of the packed buffer have in common."""
+    return plan.codec, plan.dtype, plan.shape, plan.chunks, plan.checksum
+
+
+def forecast_decompress(
+    source: Any, target: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES
+) -> Forecast:
+    """What `decompress_file` will do, from the headers of both files.
+
+    The target counts as done if it has the source's time of last change, and the header and the
+    size of the file that `source` was made from. Raises what `decompress_file` raises for all but
+    payload.
+    """
+    with reading(source) as reader:
+        contents = Contents(reader)
+        heads = contents.heads(max_nbytes)
+        head = _restored_head(contents, heads)
+    nbytes = sum(contents.tensor_nbytes(name, h) for name, h in heads.items())
+    done = _same_time(source, target) and os.stat(target).st_size == len(head) + nbytes
+    if done:
+        with reading(target) as reader:
+            done = reader.read(0, len(head)).tobytes() == head
+    return Forecast(tuple(contents.names()), nbytes, nbytes, len(head) + nbytes, done)
+
+
+def obstacle(target: Any) -> str | None:
+    """Why `target` must not be overwritten; None if tightwire compressed it, or it is empty."""
+    if not os.path.exists(target):
+        return None
+    if not os.path.isfile(target):
+        return "exists and is not a regular file"
+    if not os.stat(target).st_size:
+        return None
+    try:
+        if VERSION_KEY not in read_header(target).metadata:
+            return "exists and holds an uncompressed model"
+        inspect_file(target)
+    except FormatError:
+        return "exists and is not a file that tightwire compressed"
+    return None
+
+
+def _kept(source: Any) -> tuple[int | None, int | None]:
+    """What a file made from `source` has of it: permissions, and nanoseconds of the last change."""
+    if not is_path(source):
+        return None, None
+    status = os.stat(source)
+    return stat.S_IMODE(status.st_mode), status.st_mtime_ns
 
 
 def cast_dtype(dtype: DType, cast: DType | None) -> DType:
@@ -202,14 +318,15 @@ def decompress_file(
     """Restore the safetensors file that `source` was made from, byte for byte.
 
     A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
-    tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
+    tensor is checked; on any error `target` is left as it was. `target` gets the permissions and
+    the time of the last change of `source`. Raises FormatError or OSError.
     """
     with reading(source) as reader:
         contents = Contents(reader)
         heads = contents.heads(max_nbytes)
         names = _restored_names(contents)
         head = _restored_head(contents, heads)
-        with new_file(target, _mode(source)) as out:
+        with new_file(target, *_kept(source)) as out:
             out.write(head)
             for name in names:
                 bits = contents.bits(name, heads[name], thread_count(threads))

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import convert
-from ..files import read_header
-from ..formats.container import VERSION_KEY
-from ..formats.errors import FormatError
 from .failures import SYSTEM, UNSUPPORTED, Failure, about
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -67,29 +64,12 @@ def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
             message = f"{target}: is an input itself; name another output with -o"
             raise Failure(UNSUPPORTED, "unsupported", message)
         with about(target):
-            obstacle = _obstacle(target)
+            obstacle = convert.obstacle(target)
         if obstacle is not None:
             advice = "remove it yourself or name another output with -o"
             raise Failure(SYSTEM, "os_error", f"{target}: {obstacle}; {advice}")
         if not force:
             raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
-
-
-def _obstacle(target: Path) -> str | None:
-    """Why --force does not overwrite what is there; None if tightwire made it or it is empty."""
-    if not target.exists():
-        return None
-    if not target.is_file():
-        return "exists and is not a regular file"
-    if not target.stat().st_size:
-        return None
-    try:
-        if VERSION_KEY not in read_header(target).metadata:
-            return "exists and holds an uncompressed model"
-        convert.inspect_file(target)
-    except FormatError:
-        return "exists and is not a file that tightwire compressed"
-    return None
 
 
 def check_plot(source: Path | None, plot: Path) -> None:
