@@ -12,6 +12,7 @@ from .files import open_file as open
 from .formats.errors import FormatError
 from .formats.header import Header
 from .inspection import Info, inspect, verify
+from .models import load, save
 
 if TYPE_CHECKING:
     from .adapters import ddp as ddp
@@ -43,9 +44,11 @@ __all__ = [
     "encode",
     "error",
     "inspect",
+    "load",
     "load_file",
     "loads",
     "open",
+    "save",
     "save_file",
     "verify",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -84,8 +84,8 @@ def compress_file(
     """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
-    restored byte for byte. `target` gets the permissions and the time of the last change of `source`. Raises
-    FormatError, TypeError, ValueError or OSError.
+    restored byte for byte. `target` gets the permissions and the time of the last change of
+    `source`. Raises FormatError, TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
     with open_plain(source) as (reader, directory):
@@ -401,8 +401,8 @@ def inspect_file(
         contents = Contents(reader)
         if name is not None and name not in contents:
             raise ValueError(f"no tensor {name!r}; 'inspect FILE' lists the names")
-        names = contents.names() if name is None else [name]
-        return contents, {n: _info(contents, n) for n in names if n not in contents.tied}
+        stored = [n for n in contents.names() if n not in contents.tied]
+        return contents, {n: _info(contents, n) for n in (stored if name is None else [name])}
 
 
 def _info(contents: Contents, name: str) -> Info | PlainInfo:
@@ -432,15 +432,37 @@ def diff_files(
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
     with reading(a) as first, reading(b) as second:
-        return _differences(_Tensors(first, max_nbytes), _Tensors(second, max_nbytes), progress)
+        return differences(
+            FileTensors(first, max_nbytes), FileTensors(second, max_nbytes), progress
+        )
 
 
-def _differences(left: _Tensors, right: _Tensors, progress: Progress) -> list[Difference]:
+class Tensors(Protocol):
+    """What can be compared."""
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+
+    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        """Element type, a text where it is none of ours, and shape."""
+
+    def bits(self, name: str) -> Any:
+        """Bits of the elements, shape (n,)."""
+
+
+def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Difference]:
+    """How these tensors differ bit by bit."""
     a, b = left.label, right.label
-    found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
-    found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
-    for name in left.names:
-        if name not in right.names:
+    in_a, in_b = dict.fromkeys(left.names), dict.fromkeys(right.names)
+    found = [Difference(name, f"only in {a}") for name in in_a if name not in in_b]
+    found += [Difference(name, f"only in {b}") for name in in_b if name not in in_a]
+    for name in in_a:
+        if name not in in_b:
             continue
         kind_a, kind_b = left.kind(name), right.kind(name)
         if kind_a != kind_b:
@@ -458,7 +480,7 @@ def _text(dtype: DType | str, shape: tuple[int, ...]) -> str:
     return f"{dtype.name if isinstance(dtype, DType) else dtype}{list(shape)}"
 
 
-class _Tensors:
+class FileTensors:
     """Element bits of the tensors of a plain or compressed safetensors file."""
 
     def __init__(self, reader: Reader, max_nbytes: int) -> None:
@@ -475,11 +497,13 @@ class _Tensors:
 
     @property
     def names(self) -> list[str]:
+        """See `Tensors`."""
         if self._contents is not None:
             return self._contents.names()
         return list(self._entries)
 
     def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        """See `Tensors`."""
         if self._contents is not None:
             return kind_of(self._contents, name, self._head(name))
         entry = self._entries[name]
@@ -490,6 +514,7 @@ class _Tensors:
         return self._heads[self._contents.entry(name).name]
 
     def bits(self, name: str) -> Any:
+        """See `Tensors`."""
         if self._contents is not None:
             with naming(self._reader.name):
                 return self._contents.bits(name, self._head(name), cpu_count())

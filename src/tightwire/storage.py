@@ -220,13 +220,12 @@ def map_file(path: PathLike) -> Bytes:
 
 
 @contextmanager
-def new_file(
-    target: Any, mode: int | None = None, mtime_ns: int | None = None
-) -> Iterator[Any]:
+def new_file(target: Any, mode: int | None = None, mtime_ns: int | None = None) -> Iterator[Any]:
     """A file to write and seek in, whose bytes are at `target` when the block ends without error.
 
-    `target` is a path (see `atomic_file` for `mode` and `mtime_ns`), a URL for fsspec, or a binary file object, written from
-    its present position on. What cannot seek gets everything at the end, from a temporary file.
+    `target` is a path (see `atomic_file`, also for `mode` and `mtime_ns`), a URL for fsspec, or a
+    binary file object, written from its present position on. What cannot seek gets everything at
+    the end, from a temporary file.
     """
     if is_path(target):
         with atomic_file(target, mode, mtime_ns) as file:
@@ -285,7 +284,8 @@ def atomic_file(
     Until then it has another name in the same folder, and nobody else may read it; on an error it
     is removed. Data and folder are synced, so that a crash leaves the old file or the new one. A
     link is followed, an existing file keeps its permissions, a new one gets `mode` or what the
-    umask says. `mtime_ns`, if given, becomes the time of its last change. Raises OSError, also for a `path` that is there and no regular file.
+    umask says. `mtime_ns`, if given, becomes the time of its last change. Raises OSError, also for
+    a `path` that is there and no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.exists():

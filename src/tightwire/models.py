@@ -1,0 +1,916 @@
+"""Directories of models as on Hugging Face: shards, their index, and other files beside them.
+
+`X.safetensors` becomes `X.tw.safetensors`, in sub-folders too. In an index the names of shards are
+replaced, and nothing else. A model of one file gets an index, for readers that look for the file
+by its name. All other files are copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import filecmp
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from . import convert
+from .codec import Codec, as_codec
+from .convert import Difference, FileTensors, Forecast, Progress, TensorReport, no_progress
+from .engine import DEFAULT_MAX_NBYTES
+from .files import Contents, Draft, drafted, load_file, naming, read_header, save_file
+from .formats.container import (
+    LIST_KEY,
+    MAX_JSON,
+    TIED_KEY,
+    TREE_KEY,
+    VERSION_KEY,
+    check_text,
+    directory_of,
+    unique_members,
+)
+from .formats.dtypes import DType
+from .formats.errors import FormatError, integer
+from .inspection import Info, PlainInfo
+from .storage import PathLike, atomic_file, is_path, is_temporary, reading, remove_leftovers
+
+PLAIN_SUFFIX = ".safetensors"
+SUFFIX = ".tw.safetensors"
+#: Files and folders of version control and caches, which are no part of a model.
+LEFT_OUT = (".git", ".cache")
+#: Files of models that need no index, without suffix; where there are several, the first counts.
+STEMS = ("model", "diffusion_pytorch_model")
+#: In the metadata of an index that the source of a compressed directory did not have.
+OWN_KEY, OWN_VALUE = "tightwire", "made by tightwire"
+
+_INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json", re.DOTALL)
+_NUMBERED = re.compile(r"(.+)-\d{5,}-of-(\d{5,})", re.DOTALL)
+#: A string of a JSON text without its quotes, and the colon behind it if it is a name.
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a model's shards: of every tensor the file that holds it."""
+
+    path: Path
+    text: str
+    weight_map: Mapping[str, str]
+    #: True if tightwire wrote it for a model that had none.
+    own: bool
+
+    @property
+    def shards(self) -> list[Path]:
+        """The files, in the order in which they are first named."""
+        return [self.path.parent / name for name in dict.fromkeys(self.weight_map.values())]
+
+
+def read_index(path: Path) -> Index:
+    """An index, checked; its shards exist.
+
+    Raises FormatError("bad_container"), or FileNotFoundError with the name of a missing shard.
+    """
+    try:
+        if os.stat(path).st_size > MAX_JSON:
+            raise ValueError(f"more than {MAX_JSON} bytes")
+        text = path.read_bytes().decode()
+        fields = json.loads(text, object_pairs_hook=unique_members)
+        weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("no weight_map")
+        for name in set(map(_shard_name, weight_map.values())):
+            if not (path.parent / name).is_file():
+                raise FileNotFoundError(
+                    errno.ENOENT, f"no such file, but {path.name} names it", str(path.parent / name)
+                )
+        for name in weight_map:
+            check_text(name)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("bad_container", f"{path} is no index of shards: {error}") from None
+    metadata = fields.get("metadata")
+    own = isinstance(metadata, dict) and metadata.get(OWN_KEY) == OWN_VALUE
+    return Index(path, text, weight_map, own)
+
+
+def _shard_name(name: Any) -> str:
+    """The name of a shard in an index, checked: a plain relative path."""
+    if not isinstance(name, str):
+        raise ValueError(f"a shard is named {name!r}; allowed: text")
+    check_text(name)
+    path = PurePosixPath(name)
+    plain = not path.is_absolute() and ".." not in path.parts and "\\" not in name
+    if not plain or "\0" in name or not name.endswith(PLAIN_SUFFIX):
+        raise ValueError(f"shard {name!r}; allowed: paths of safetensors files in this directory")
+    return name
+
+
+def index_bytes(weight_map: Mapping[str, str], total_nbytes: int, own: bool) -> bytes:
+    """The text of a new index, as Hugging Face writes them."""
+    metadata: dict[str, Any] = {"total_size": total_nbytes} | ({OWN_KEY: OWN_VALUE} if own else {})
+    fields = {"metadata": metadata, "weight_map": weight_map}
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _with_suffix(text: str, names: Iterable[str], old: str, new: str) -> str:
+    """A JSON text with `new` for `old` at the end of all values that are one of `names`."""
+    allowed = set(names)
+
+    def replaced(match: re.Match[str]) -> str:
+        value, colon = match.groups()
+        if colon is not None or not value.endswith(old):
+            return match[0]
+        name = json.loads(f'"{value}"', strict=False) if "\\" in value else value
+        return f'"{value.removesuffix(old)}{new}"' if name in allowed else match[0]
+
+    return _STRING.sub(replaced, text)
+
+
+def _compressed_index(index: Index) -> bytes:
+    """The index over compressed shards. ValueError if it could not be turned back."""
+    names = {name: compressed_name(name) for name in index.weight_map.values()}
+    text = _with_suffix(index.text, names, PLAIN_SUFFIX, SUFFIX)
+    expected = {tensor: names[shard] for tensor, shard in index.weight_map.items()}
+    back = _with_suffix(text, names.values(), SUFFIX, PLAIN_SUFFIX)
+    if index.own or json.loads(text)["weight_map"] != expected or back != index.text:
+        raise ValueError(
+            f"{index.path}: decompress could not restore it; allowed: names of shards written "
+            "without escapes, and no index or shard that tightwire made"
+        )
+    return text.encode()
+
+
+def _restored_index(index: Index) -> bytes:
+    """The index that a compressed one was made from."""
+    names = {name for name in index.weight_map.values() if name.endswith(SUFFIX)}
+    return _with_suffix(index.text, names, SUFFIX, PLAIN_SUFFIX).encode()
+
+
+def compressed_name(name: str) -> str:
+    """The name of a file's compressed form."""
+    return name.removesuffix(PLAIN_SUFFIX) + SUFFIX
+
+
+def restored_name(name: str) -> str:
+    """The name of the file that a compressed one was made from."""
+    return name.removesuffix(SUFFIX) + PLAIN_SUFFIX if name.endswith(SUFFIX) else name
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Folders and files below a directory, as paths relative to it, in a fixed order."""
+
+    root: Path
+    folders: list[Path]
+    files: list[Path]
+
+    def shards(self) -> list[Path]:
+        """The safetensors files."""
+        return [path for path in self.files if path.name.endswith(PLAIN_SUFFIX)]
+
+    def indexes(self) -> list[Index]:
+        """The indexes of shards, read and checked."""
+        return [read_index(self.root / path) for path in self.files if _INDEX.fullmatch(path.name)]
+
+
+def _tree(root: Path) -> _Tree:
+    """Everything in a directory but `LEFT_OUT` and temporary files of tightwire.
+
+    Links are followed. Raises ValueError for a link to a folder above it, OSError for a link to
+    nothing and for what is no regular file.
+    """
+    tree = _Tree(root, [], [])
+
+    def visit(folder: Path, above: tuple[str, ...]) -> None:
+        real = os.path.realpath(root / folder)
+        if real in above:
+            raise ValueError(f"{root / folder}: a link to a folder above it")
+        tree.folders.append(folder)
+        for name in sorted(os.listdir(root / folder)):
+            path = folder / name
+            if name in LEFT_OUT or is_temporary(name):
+                continue
+            mode = os.stat(root / path).st_mode
+            if stat.S_ISDIR(mode):
+                visit(path, (*above, real))
+            elif stat.S_ISREG(mode):
+                tree.files.append(path)
+            else:
+                raise OSError(errno.EINVAL, "is not a regular file", str(root / path))
+
+    visit(Path(), ())
+    return tree
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What became of one shard. Sizes in bytes.
+
+    `done_before` says that the target was there, written by an earlier call.
+    """
+
+    source: Path
+    target: Path
+    source_nbytes: int
+    target_nbytes: int
+    done_before: bool
+    tensors: list[TensorReport]
+
+
+@dataclass(frozen=True)
+class DirectoryReport:
+    """What became of a directory."""
+
+    source: Path
+    target: Path
+    shards: list[ShardReport]
+    #: Files that are no shards.
+    n_other: int
+
+
+@dataclass(frozen=True)
+class _Shard:
+    source: Path
+    target: Path
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A file that is copied, or whose bytes are known: an index."""
+
+    source: Path
+    target: Path
+    data: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return os.stat(self.source).st_size if self.data is None else len(self.data)
+
+    def done(self) -> bool:
+        """True if the target is there, byte for byte."""
+        if not os.path.isfile(self.target):
+            return False
+        if self.data is None:
+            return filecmp.cmp(self.source, self.target, shallow=False)
+        return self.target.read_bytes() == self.data
+
+    def write(self) -> None:
+        status = os.stat(self.source)
+        mode = stat.S_IMODE(status.st_mode)
+        with (
+            _naming(self.source, self.target),
+            open(self.source, "rb") as source,
+            atomic_file(self.target, mode, status.st_mtime_ns) as file,
+        ):
+            if self.data is None:
+                shutil.copyfileobj(source, file, 1 << 22)
+            else:
+                file.write(self.data)
+
+
+@contextmanager
+def _naming(source: Path, target: Path) -> Iterator[None]:
+    """Errors of the system name the target, not a temporary file, unless it is the source."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename == str(source):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+
+
+#: From source, target and progress to what became of the tensors.
+_Convert = Callable[[Path, Path, Progress], list[TensorReport]]
+
+
+@dataclass(frozen=True)
+class DirectoryWork:
+    """What is to be done with a directory: everything is checked, nothing is written."""
+
+    source: Path
+    target: Path
+    folders: list[Path]
+    shards: list[_Shard]
+    others: list[_Other]
+    convert: _Convert
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that progress will be told of."""
+        return sum(s.forecast.nbytes for s in self.shards if not s.forecast.done)
+
+    def run(self, progress: Progress = no_progress) -> DirectoryReport:
+        """Do it. Each file appears whole or not at all, indexes after all that they name.
+
+        What is done already is left alone, so a run that was killed can be repeated.
+        """
+        started = time.time_ns()
+        for folder in self.folders:
+            # What is made from a folder is no more open than it.
+            mode = stat.S_IMODE(os.stat(self.source / folder).st_mode) | stat.S_IRWXU
+            (self.target / folder).mkdir(mode, exist_ok=True)
+        remove_leftovers((task.target for task in (*self.shards, *self.others)), started)
+        for other in self.others:
+            if other.data is None and not other.done():
+                other.write()
+        shards = [self._shard(shard, progress) for shard in self.shards]
+        for other in self.others:
+            if other.data is not None and not other.done():
+                other.write()
+        return DirectoryReport(self.source, self.target, shards, len(self.others))
+
+    def _shard(self, shard: _Shard, progress: Progress) -> ShardReport:
+        source, target = shard.source, shard.target
+        reports: list[TensorReport] = []
+        if not shard.forecast.done:
+            with _about(source), _naming(source, target):
+                reports = self.convert(source, target, progress)
+        sizes = os.stat(source).st_size, os.stat(target).st_size
+        return ShardReport(source, target, *sizes, shard.forecast.done, reports)
+
+
+def prepare_compress(
+    source: PathLike,
+    target: PathLike,
+    codec: str | Codec = "zipccl",
+    *,
+    cast: DType | None = None,
+    threads: int | None = None,
+    force: bool = False,
+) -> DirectoryWork:
+    """Check all that `compress_directory` needs; raises what it raises before it writes."""
+    chosen = as_codec(codec)
+    if not chosen.lossless:
+        raise ValueError(f"{chosen.name} is lossy, and decompress promises the files that were")
+
+    def forecast(source: Path, target: Path) -> Forecast:
+        return convert.forecast_compress(source, target, chosen, cast=cast)
+
+    def run(source: Path, target: Path, progress: Progress) -> list[TensorReport]:
+        return convert.compress_file(
+            source, target, chosen, cast=cast, threads=threads, progress=progress
+        )
+
+    tree = _tree(_directory(source))
+    root = Path(target)
+    shards = [_shard(tree, path, root, compressed_name, forecast) for path in tree.shards()]
+    if not shards:
+        raise FileNotFoundError(errno.ENOENT, "holds no *.safetensors", str(source))
+    indexes = {index.path: index for index in tree.indexes()}
+    sources = {shard.source for shard in shards}
+    for index in indexes.values():
+        for path in index.shards:
+            if path not in sources:
+                raise ValueError(f"{index.path} names {path}, which is left out")
+    others = _others(tree, root, {p: _compressed_index(index) for p, index in indexes.items()})
+    for shard in shards:
+        path = shard.source.with_name(f"{shard.source.name}.index.json")
+        if shard.source.name.removesuffix(PLAIN_SUFFIX) in STEMS and path not in indexes:
+            names = dict.fromkeys(shard.forecast.names, shard.target.name)
+            data = index_bytes(names, shard.forecast.raw_nbytes, own=True)
+            others.append(_Other(shard.source, shard.target.with_name(path.name), data))
+    return _checked(DirectoryWork(tree.root, root, tree.folders, shards, others, run), force)
+
+
+def compress_directory(
+    source: PathLike,
+    target: PathLike,
+    codec: str | Codec = "zipccl",
+    *,
+    cast: DType | None = None,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> DirectoryReport:
+    """Compress all safetensors files of a directory and copy what lies beside them.
+
+    Everything is checked before anything is written. `target` may be there: files that this call
+    would write are left alone, so a call that was killed can be repeated. `force` replaces other
+    files that tightwire compressed; nothing uncompressed is ever overwritten. `cast` is that of
+    `compress_file`. Folders and files in `LEFT_OUT` are not copied; links are followed.
+
+    Raises FormatError for a shard or an index that is not valid, also for a shard that is
+    compressed already, FileExistsError for files in the way, ValueError for directories in one
+    another, and OSError.
+    """
+    return prepare_compress(source, target, codec, cast=cast, threads=threads, force=force).run(
+        progress
+    )
+
+
+def prepare_decompress(
+    source: PathLike,
+    target: PathLike,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+    force: bool = False,
+) -> DirectoryWork:
+    """Check all that `decompress_directory` needs; raises what it raises before it writes."""
+    forecast = partial(convert.forecast_decompress, max_nbytes=max_nbytes)
+
+    def run(source: Path, target: Path, progress: Progress) -> list[TensorReport]:
+        convert.decompress_file(
+            source, target, max_nbytes=max_nbytes, threads=threads, progress=progress
+        )
+        return []
+
+    tree = _tree(_directory(source))
+    root = Path(target)
+    compressed = _compressed_shards(tree)
+    shards = [_shard(tree, path, root, restored_name, forecast) for path in compressed]
+    indexes = {index.path: index for index in tree.indexes()}
+    texts = {path: _restored_index(index) for path, index in indexes.items() if not index.own}
+    own = {path for path, index in indexes.items() if index.own}
+    kept = [path for path in tree.files if tree.root / path not in own and path not in compressed]
+    others = _others(_Tree(tree.root, tree.folders, kept), root, texts, plain=True)
+    return _checked(DirectoryWork(tree.root, root, tree.folders, shards, others, run), force)
+
+
+def decompress_directory(
+    source: PathLike,
+    target: PathLike,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> DirectoryReport:
+    """Restore the directory that `source` was made from, every file byte for byte.
+
+    Checks, `target` and `force` are as in `compress_directory`. Raises FormatError, FileExistsError
+    and other OSErrors, and ValueError for directories in one another.
+    """
+    return prepare_decompress(
+        source, target, max_nbytes=max_nbytes, threads=threads, force=force
+    ).run(progress)
+
+
+def _directory(path: PathLike) -> Path:
+    """`path`, which has to be a directory."""
+    if not os.path.isdir(path):
+        code = errno.ENOTDIR if os.path.exists(path) else errno.ENOENT
+        raise OSError(code, os.strerror(code), os.fspath(path))
+    return Path(path)
+
+
+def _shard(
+    tree: _Tree,
+    path: Path,
+    target: Path,
+    name: Callable[[str], str],
+    forecast: Callable[[Path, Path], Forecast],
+) -> _Shard:
+    source, result = tree.root / path, (target / path).with_name(name(path.name))
+    with _about(source):
+        return _Shard(source, result, forecast(source, result))
+
+
+@contextmanager
+def _about(source: Path) -> Iterator[None]:
+    """Say in errors other than those of the system which file they are about."""
+    try:
+        with naming(str(source)):
+            yield
+    except FormatError:
+        raise
+    except TypeError as error:
+        raise TypeError(f"{source}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _others(
+    tree: _Tree, target: Path, texts: Mapping[Path, bytes], plain: bool = False
+) -> list[_Other]:
+    """The files that are copied or, if they are in `texts`, written; with `plain`, shards too."""
+    shards = [] if plain else tree.shards()
+    files = [path for path in tree.files if path not in set(shards)]
+    return [_Other(tree.root / p, target / p, texts.get(tree.root / p)) for p in files]
+
+
+def _compressed_shards(tree: _Tree) -> list[Path]:
+    """The compressed safetensors files of a directory.
+
+    Raises FileNotFoundError if there are none, FormatError for a file that is not compressed
+    though its name says so.
+    """
+    found = []
+    for path in tree.shards():
+        with naming(str(tree.root / path)):
+            compressed = VERSION_KEY in read_header(tree.root / path).metadata
+        if compressed:
+            found.append(path)
+        elif path.name.endswith(SUFFIX):
+            raise FormatError("bad_container", f"{tree.root / path} is not compressed")
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "holds no compressed safetensors", str(tree.root))
+    return found
+
+
+def _checked(work: DirectoryWork, force: bool) -> DirectoryWork:
+    """`work`, if nothing is known to be in its way."""
+    source, target = os.path.realpath(work.source), os.path.realpath(work.target)
+    if os.path.commonpath([source, target]) in (source, target):
+        raise ValueError(f"{work.source} and {work.target} are the same, or one lies in the other")
+    if not work.target.absolute().parent.is_dir():
+        missing = str(work.target.absolute().parent)
+        raise FileNotFoundError(errno.ENOENT, "no such folder; create it first", missing)
+    folders = {work.target / folder for folder in work.folders}
+    for folder in folders:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "is there and not a folder", str(folder))
+    sources: dict[Path, Path] = {}
+    for task in (*work.shards, *work.others):
+        other = sources.setdefault(task.target, task.source)
+        if other is not task.source or task.target in folders:
+            raise ValueError(f"{task.target}: {other} and another would both be written there")
+    inodes = {_inode(path) for path in sources.values()}
+    for shard in work.shards:
+        if not shard.forecast.done:
+            _check_target(shard.target, inodes, force)
+    for path in (other.target for other in work.others if not other.done()):
+        if os.path.lexists(path):
+            raise FileExistsError(
+                errno.EEXIST, "exists and differs from what would be written there", str(path)
+            )
+    _check_space(work)
+    return work
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _check_target(target: Path, sources: set[tuple[int, int]], force: bool) -> None:
+    """Raise FileExistsError for a shard's target that must not be replaced."""
+    if not os.path.lexists(target):
+        return
+    problem = convert.obstacle(target)
+    if target.exists() and _inode(target) in sources:
+        problem = "is an input itself"
+    if problem is None and not force:
+        problem = "exists, made from another file or with other options; force replaces it"
+    if problem is not None:
+        raise FileExistsError(errno.EEXIST, problem, str(target))
+
+
+def _check_space(work: DirectoryWork) -> None:
+    """Raise OSError if the disk is surely too small."""
+    needed = sum(s.forecast.least_nbytes for s in work.shards if not s.forecast.done)
+    needed += sum(other.nbytes for other in work.others if not other.done())
+    folder = work.target if work.target.is_dir() else work.target.absolute().parent
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if free < needed:
+        text = f"needs {needed} bytes at least, the disk has {free}"
+        raise OSError(errno.ENOSPC, text, str(work.target))
+
+
+def checks(
+    source: PathLike, *, max_nbytes: int = DEFAULT_MAX_NBYTES, progress: Progress = no_progress
+) -> dict[Path, Callable[[], int]]:
+    """For every compressed shard and index of a directory the call that checks it.
+
+    Each returns how many tensors there are, and raises FormatError or OSError.
+    """
+    tree = _tree(_directory(source))
+    found: dict[Path, Callable[[], int]] = {}
+    for path in _compressed_shards(tree):
+        verify = partial(convert.verify_file, max_nbytes=max_nbytes, progress=progress)
+        found[tree.root / path] = partial(verify, tree.root / path)
+    for path in tree.files:
+        if _INDEX.fullmatch(path.name):
+            found[tree.root / path] = partial(_check_index, tree.root / path)
+    return found
+
+
+def _check_index(path: Path) -> int:
+    index = read_index(path)
+    _check_holds(index, {shard: _names(shard) for shard in index.shards})
+    return len(index.weight_map)
+
+
+def _names(shard: Path) -> list[str]:
+    """Names of the tensors of a file that is compressed or not."""
+    with naming(str(shard)), reading(shard) as reader:
+        directory = directory_of(reader.read, reader.nbytes)
+        compressed = VERSION_KEY in directory.metadata
+        return Contents(reader).names() if compressed else list(directory.names)
+
+
+def _check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
+    """Raise FormatError if a tensor is not in the shard that the index says."""
+    held = {shard: set(found) for shard, found in names.items()}
+    for tensor, name in index.weight_map.items():
+        if tensor not in held[index.path.parent / name]:
+            raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
+
+
+def verify_directory(
+    source: PathLike, *, max_nbytes: int = DEFAULT_MAX_NBYTES, progress: Progress = no_progress
+) -> dict[Path, int]:
+    """Check every tensor of a compressed directory, and its indexes: how many there are, by file.
+
+    Raises FormatError, naming the file, or OSError.
+    """
+    counts = {}
+    for path, check in checks(source, max_nbytes=max_nbytes, progress=progress).items():
+        with naming(str(path)):
+            counts[path] = check()
+    return counts
+
+
+def inspect_directory(
+    source: PathLike, name: str | None = None
+) -> dict[Path, tuple[Contents, dict[str, Info | PlainInfo]]]:
+    """What `inspect_file` gives for every compressed shard, or for those that hold one tensor.
+
+    Raises FormatError, OSError, ValueError for a tensor that no shard has.
+    """
+    tree = _tree(_directory(source))
+    found = {}
+    for path in (tree.root / path for path in _compressed_shards(tree)):
+        if name is None or name in _names(path):
+            with naming(str(path)):
+                found[path] = convert.inspect_file(path, name)
+    if not found:
+        raise ValueError(f"no shard of {tree.root} has a tensor {name!r}")
+    return found
+
+
+def diff_directories(
+    a: PathLike,
+    b: PathLike,
+    progress: Progress = no_progress,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> list[Difference]:
+    """How the tensors of two models differ bit by bit.
+
+    Each is a directory or a safetensors file, compressed or not. Tensors are compared by name,
+    however they are spread over shards; those in a sub-folder have its path before their name, and
+    those in a file that is no part of its folder's model (see `model_shards`) that file's.
+    """
+    with ExitStack() as files:
+        left = _ModelTensors(a, files, max_nbytes)
+        right = _ModelTensors(b, files, max_nbytes)
+        return convert.differences(left, right, progress)
+
+
+class _ModelTensors:
+    """The tensors of a directory or a file, to be compared (`convert.Tensors`)."""
+
+    def __init__(self, path: PathLike, files: ExitStack, max_nbytes: int) -> None:
+        self.label = os.fspath(path)
+        #: Of each name the file, and the name there.
+        self._homes: dict[str, tuple[FileTensors, str]] = {}
+        for prefix, shard in _prefixed(Path(path)):
+            tensors = FileTensors(files.enter_context(reading(shard)), max_nbytes)
+            for name in tensors.names:
+                other, _ = self._homes.setdefault(prefix + name, (tensors, name))
+                if other is not tensors:
+                    raise ValueError(f"{name!r} is in {other.label} and in {tensors.label}")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._homes)
+
+    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        tensors, inner = self._homes[name]
+        return tensors.kind(inner)
+
+    def bits(self, name: str) -> Any:
+        tensors, inner = self._homes[name]
+        return tensors.bits(inner)
+
+
+def _prefixed(path: Path) -> Iterator[tuple[str, Path]]:
+    """Every shard of a directory, or a file itself, and what stands before its tensors' names."""
+    if not path.is_dir():
+        yield "", path
+        return
+    tree = _tree(path)
+    shards = tree.shards()
+    if not shards:
+        raise FileNotFoundError(errno.ENOENT, "holds no *.safetensors", str(path))
+    for folder in tree.folders:
+        inside = [path / shard for shard in shards if shard.parent == folder]
+        model = model_shards(path / folder) if inside else []
+        prefix = "" if folder == Path() else f"{folder.as_posix()}/"
+        for shard in dict.fromkeys([*model, *inside]):
+            stem = "" if shard in model else f"{restored_name(shard.name)}:"
+            yield prefix + stem, shard
+
+
+def model_shards(folder: Path) -> list[Path]:
+    """The safetensors files of the model in a folder, compressed or not.
+
+    Those that its index names; without one model.safetensors, diffusion_pytorch_model.safetensors,
+    or else all that there are: compressed ones if any. Raises FormatError for a bad index,
+    FileNotFoundError for a shard that is missing and for a folder without a model.
+    """
+    index = _model_index(folder)
+    return index.shards if index is not None else _unindexed_shards(folder)
+
+
+def _model_index(folder: Path) -> Index | None:
+    """The index of the model in a folder; of several, that of the first of `STEMS`."""
+    found = sorted(name for name in os.listdir(folder) if _INDEX.fullmatch(name))
+    ranked = [name for stem in STEMS if (name := f"{stem}.safetensors.index.json") in found]
+    return read_index(folder / (ranked or found)[0]) if found else None
+
+
+def _unindexed_shards(folder: Path) -> list[Path]:
+    names = sorted(n for n in os.listdir(folder) if n.endswith(PLAIN_SUFFIX))
+    names = [name for name in names if (folder / name).is_file()]
+    names = [name for name in names if name.endswith(SUFFIX)] or names
+    by_stem = {restored_name(name).removesuffix(PLAIN_SUFFIX): name for name in names}
+    for stem in STEMS:
+        if stem in by_stem:
+            return [folder / by_stem[stem]]
+    if not names:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "holds no *.safetensors; of a pipeline, name the sub-folder of one model",
+            str(folder),
+        )
+    return [folder / name for name in names]
+
+
+def _check_complete(shards: list[Path]) -> None:
+    """Raise FileNotFoundError for numbered shards without their index, which is written last."""
+    for shard in shards:
+        numbered = _NUMBERED.fullmatch(restored_name(shard.name).removesuffix(PLAIN_SUFFIX))
+        if numbered is not None and int(numbered[2]) > 1:
+            index = shard.with_name(f"{numbered[1]}.safetensors.index.json")
+            raise FileNotFoundError(
+                errno.ENOENT, "no such file: its shards are not complete without it", str(index)
+            )
+
+
+def load(
+    path: Any,
+    *,
+    like: Any = "numpy",
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+) -> Any:
+    """Every tensor of a compressed model, checked, by name.
+
+    `path` is a directory, or what `load_file` takes. Of a directory, the shards that its index
+    names are loaded, without one those that `model_shards` says; sub-folders are not: name the
+    one that holds the model. `like`, `max_nbytes` and `threads` are those of `load_file`.
+
+    Raises FormatError, also for shards that are not compressed, FileNotFoundError for a shard that
+    is missing, ValueError for a tensor that is in two shards, and what `load_file` raises.
+    """
+    if not is_path(path) or not os.path.isdir(path):
+        return load_file(path, like=like, max_nbytes=max_nbytes, threads=threads)
+    folder = Path(path)
+    index = _model_index(folder)
+    shards = index.shards if index is not None else _unindexed_shards(folder)
+    if index is None:
+        _check_complete(shards)
+    names = {shard: _loadable_names(shard) for shard in shards}
+    _check_once(names)
+    if index is not None:
+        _check_holds(index, names)
+    tensors: dict[str, Any] = {}
+    for shard in shards:
+        with naming(str(shard)):
+            tensors |= load_file(shard, like=like, max_nbytes=max_nbytes, threads=threads)
+    return tensors
+
+
+def _loadable_names(shard: Path) -> list[str]:
+    """Names of the tensors of a compressed shard."""
+    with naming(str(shard)):
+        metadata = read_header(shard).metadata
+        if VERSION_KEY not in metadata:
+            detail = "not compressed: run 'tightwire compress' on the directory first"
+            raise FormatError("bad_container", f"{detail}, or load it with safetensors")
+        if TREE_KEY in metadata or LIST_KEY in metadata:
+            raise FormatError("bad_container", "not names to tensors: load it with load_file")
+        return _names(shard)
+
+
+def _check_once(names: Mapping[Path, Iterable[str]]) -> None:
+    """Raise ValueError for a tensor that is in two shards."""
+    homes: dict[str, Path] = {}
+    for shard, found in names.items():
+        for name in found:
+            if name in homes:
+                raise ValueError(f"tensor {name!r} is in {homes[name]} and in {shard}")
+            homes[name] = shard
+
+
+def save(
+    tensors: Mapping[str, Any],
+    directory: PathLike,
+    codec: str | Codec = "zipccl",
+    *,
+    max_shard_nbytes: int = 5 * 10**9,
+    metadata: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model's tensors as a directory that `load` reads, with Hugging Face's names.
+
+    One `model.tw.safetensors`, or `model-00001-of-00002.tw.safetensors` and so on where the tensors
+    have more than `max_shard_nbytes` bytes, and the index `model.safetensors.index.json`, which is
+    written last. A tensor is never split; tied tensors are stored once, and the index has the
+    first of their names. `metadata` goes into every shard; None is {"format": "pt"}, as
+    transformers writes it. Other files, such as a configuration, are left alone.
+
+    `overwrite` replaces a compressed model. Raises FileExistsError if there is a model and
+    `overwrite` is False, or one that is not compressed; TypeError or ValueError for a bad call.
+    """
+    chosen = as_codec(codec)
+    limit = integer("max_shard_nbytes", max_shard_nbytes, least=1)
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors).__name__
+        raise TypeError(f"tensors is a {kind}; allowed: names to arrays")
+    metadata = {"format": "pt"} if metadata is None else metadata
+    draft, found = drafted(tensors, chosen, metadata)
+    if TREE_KEY in draft.metadata:
+        raise ValueError("tensors has nested or plain values; allowed: arrays. save_file takes all")
+    folder = Path(directory)
+    old = _old_model(folder, overwrite)
+    shards = _named_shards(_sharded(draft, limit))
+    folder.mkdir(parents=True, exist_ok=True)
+    index = folder / "model.safetensors.index.json"
+    if len(shards) > 1 and any(path.name in shards for path in old):
+        # Without an index, shards are not taken for a model while they are replaced one by one.
+        index.unlink(missing_ok=True)
+    for shard, names in shards.items():
+        part = {name: found[name] for name in (*names, *_aliases(draft, names))}
+        save_file(part, folder / shard, chosen, metadata=metadata, threads=threads)
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    total = sum(_nbytes(draft, name) for name in draft.names)
+    with atomic_file(index) as file:
+        file.write(index_bytes(weight_map, total, own=len(shards) == 1))
+    for path in old:
+        if path.name not in shards:
+            path.unlink()
+
+
+def _sharded(draft: Draft, limit: int) -> list[list[str]]:
+    """Names of the stored tensors in shards of at most `limit` bytes, or one tensor."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name in draft.names:
+        nbytes = _nbytes(draft, name)
+        if nbytes > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= nbytes
+    return shards
+
+
+def _nbytes(draft: Draft, name: str) -> int:
+    """Bytes of a tensor as it was given."""
+    if name in draft.plain:
+        return draft.plain[name].nbytes
+    plan = draft.plans[name]
+    return plan.nelem * plan.dtype.itemsize
+
+
+def _aliases(draft: Draft, names: Iterable[str]) -> list[str]:
+    """Other names of these tensors."""
+    stored = set(names)
+    tied = json.loads(draft.metadata.get(TIED_KEY, "{}"))
+    return [alias for alias, name in tied.items() if name in stored]
+
+
+def _named_shards(shards: list[list[str]]) -> dict[str, list[str]]:
+    if len(shards) == 1:
+        return {f"model{SUFFIX}": shards[0]}
+    n = len(shards)
+    return {f"model-{i:05}-of-{n:05}{SUFFIX}": names for i, names in enumerate(shards, 1)}
+
+
+def _old_model(folder: Path, overwrite: bool) -> list[Path]:
+    """The shards that `save` may replace. Raises FileExistsError for what it may not."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    index = folder / "model.safetensors.index.json"
+    found = [folder / name for name in names if name.endswith(PLAIN_SUFFIX)]
+    for path in [*found, *([index] if index.exists() else [])]:
+        if not overwrite:
+            text = "exists: the directory holds a model; overwrite=True replaces a compressed one"
+            raise FileExistsError(errno.EEXIST, text, str(path))
+        problem = convert.obstacle(path) if path != index else None
+        if problem is not None:
+            raise FileExistsError(errno.EEXIST, f"{problem}; remove it yourself", str(path))
+    stem = re.compile(r"model(-\d{5,}-of-\d{5,})?", re.DOTALL)
+    return [path for path in found if stem.fullmatch(path.name.removesuffix(SUFFIX))]
