@@ -616,6 +616,24 @@ def _check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
             raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
 
 
+def tensor_nbytes(path: PathLike) -> int:
+    """Bytes of all tensors of a model's files, compressed or not, from their headers.
+
+    `path` is a directory, or one file. Raises FormatError or OSError.
+    """
+    return sum(_tensor_nbytes(shard) for _, shard in _prefixed(Path(path)))
+
+
+def _tensor_nbytes(shard: Path) -> int:
+    with naming(str(shard)), reading(shard) as reader:
+        directory = directory_of(reader.read, reader.nbytes)
+        if VERSION_KEY not in directory.metadata:
+            return directory.data_nbytes
+        contents = Contents(reader)
+        heads = contents.heads(1 << 63)
+        return sum(contents.tensor_nbytes(name, head) for name, head in heads.items())
+
+
 def verify_directory(
     source: PathLike, *, max_nbytes: int = DEFAULT_MAX_NBYTES, progress: Progress = no_progress
 ) -> dict[Path, int]:

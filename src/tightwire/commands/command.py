@@ -20,6 +20,13 @@ PLAIN_TEXT: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enabl
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"{c:5}  {text}" for c, text in EXIT_CODES.items())
 
 
+def _path(text: str) -> Path:
+    """A path; an empty text, as of a variable that is not set, is none."""
+    if not text:
+        raise typer.BadParameter("an empty path; name a file or a directory")
+    return Path(text)
+
+
 class Cast(StrEnum):
     """Types that --cast knows."""
 
@@ -27,7 +34,10 @@ class Cast(StrEnum):
 
 
 Input = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
-Inputs = Annotated[list[Path], typer.Argument(metavar="FILE", show_default=False)]
+Inputs = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE|DIR", show_default=False, parser=_path),
+]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -87,6 +97,17 @@ Done = tuple[dict[str, Any], Callable[[], None]]
 
 def each(files: Sequence[Path], work: Callable[[Path], Done], as_json: bool) -> int:
     """Work on every file, whatever becomes of the others; the first Failure gives the exit code."""
+    documents, failures = attempts(files, work, as_json)
+    if as_json:
+        first = {"error": failures[0].document} if failures else {}
+        print_json({"files": documents} | first)
+    return failures[0].code if failures else 0
+
+
+def attempts(
+    files: Sequence[Path], work: Callable[[Path], Done], as_json: bool
+) -> tuple[list[dict[str, Any]], list[Failure]]:
+    """Work on every file: a JSON document of each, and what failed. Shown at once as text."""
     documents: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for path in files:
@@ -94,14 +115,12 @@ def each(files: Sequence[Path], work: Callable[[Path], Done], as_json: bool) -> 
             document, show = work(path)
         except Failure as failure:
             failures.append(failure)
-            documents.append({"path": path, "ok": False, "error": failure.document})
+            error = {"path": path, "ok": False, "error": failure.document}
+            documents.append(error | failure.details)
             if not as_json:
                 complain(failure)
             continue
         documents.append({"path": path, "ok": True, "error": None} | document)
         if not as_json:
             show()
-    if as_json:
-        first = {"error": failures[0].document} if failures else {}
-        print_json({"files": documents} | first)
-    return failures[0].code if failures else 0
+    return documents, failures
