@@ -142,7 +142,9 @@ def decompress(
 
 
 def _restored_name(source: Path) -> str:
-    suffix = ".tw" if source.is_dir() else models.SUFFIX
-    if source.name in (suffix, source.name.removesuffix(suffix)):
-        raise typer.BadParameter(f"{source} does not end in {suffix}: name its output with -o")
+    suffix, what = (".tw", "directory") if source.is_dir() else (models.SUFFIX, "file")
+    if not source.name.endswith(suffix) or source.name == suffix:
+        raise typer.BadParameter(
+            f"{source} does not end in {suffix}: name its output {what} with -o"
+        )
     return source.name.removesuffix(".tw") if source.is_dir() else models.restored_name(source.name)
