@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from . import convert
@@ -29,138 +29,33 @@ from .engine import DEFAULT_MAX_NBYTES
 from .files import Contents, Draft, drafted, load_file, naming, read_header, save_file
 from .formats.container import (
     LIST_KEY,
-    MAX_JSON,
     TIED_KEY,
     TREE_KEY,
     VERSION_KEY,
-    check_text,
     directory_of,
-    unique_members,
 )
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
 from .inspection import Info, PlainInfo
+from .model_index import (
+    PLAIN_SUFFIX,
+    SUFFIX,
+    Index,
+    compressed_index,
+    compressed_name,
+    index_bytes,
+    is_index,
+    read_index,
+    restored_index,
+    restored_name,
+)
 from .storage import PathLike, atomic_file, is_path, is_temporary, reading, remove_leftovers
 
-PLAIN_SUFFIX = ".safetensors"
-SUFFIX = ".tw.safetensors"
 #: Files and folders of version control and caches, which are no part of a model.
 LEFT_OUT = (".git", ".cache")
 #: Files of models that need no index, without suffix; where there are several, the first counts.
 STEMS = ("model", "diffusion_pytorch_model")
-#: In the metadata of an index that the source of a compressed directory did not have.
-OWN_KEY, OWN_VALUE = "tightwire", "made by tightwire"
-
-_INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json", re.DOTALL)
 _NUMBERED = re.compile(r"(.+)-\d{5,}-of-(\d{5,})", re.DOTALL)
-#: A string of a JSON text without its quotes, and the colon behind it if it is a name.
-_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Index:
-    """The index of a model's shards: of every tensor the file that holds it."""
-
-    path: Path
-    text: str
-    weight_map: Mapping[str, str]
-    #: True if tightwire wrote it for a model that had none.
-    own: bool
-
-    @property
-    def shards(self) -> list[Path]:
-        """The files, in the order in which they are first named."""
-        return [self.path.parent / name for name in dict.fromkeys(self.weight_map.values())]
-
-
-def read_index(path: Path) -> Index:
-    """An index, checked; its shards exist.
-
-    Raises FormatError("bad_container"), or FileNotFoundError with the name of a missing shard.
-    """
-    try:
-        if os.stat(path).st_size > MAX_JSON:
-            raise ValueError(f"more than {MAX_JSON} bytes")
-        text = path.read_bytes().decode()
-        fields = json.loads(text, object_pairs_hook=unique_members)
-        weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
-        if not isinstance(weight_map, dict):
-            raise ValueError("no weight_map")
-        for name in set(map(_shard_name, weight_map.values())):
-            if not (path.parent / name).is_file():
-                raise FileNotFoundError(
-                    errno.ENOENT, f"no such file, but {path.name} names it", str(path.parent / name)
-                )
-        for name in weight_map:
-            check_text(name)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("bad_container", f"{path} is no index of shards: {error}") from None
-    metadata = fields.get("metadata")
-    own = isinstance(metadata, dict) and metadata.get(OWN_KEY) == OWN_VALUE
-    return Index(path, text, weight_map, own)
-
-
-def _shard_name(name: Any) -> str:
-    """The name of a shard in an index, checked: a plain relative path."""
-    if not isinstance(name, str):
-        raise ValueError(f"a shard is named {name!r}; allowed: text")
-    check_text(name)
-    path = PurePosixPath(name)
-    plain = not path.is_absolute() and ".." not in path.parts and "\\" not in name
-    if not plain or "\0" in name or not name.endswith(PLAIN_SUFFIX):
-        raise ValueError(f"shard {name!r}; allowed: paths of safetensors files in this directory")
-    return name
-
-
-def index_bytes(weight_map: Mapping[str, str], total_nbytes: int, own: bool) -> bytes:
-    """The text of a new index, as Hugging Face writes them."""
-    metadata: dict[str, Any] = {"total_size": total_nbytes} | ({OWN_KEY: OWN_VALUE} if own else {})
-    fields = {"metadata": metadata, "weight_map": weight_map}
-    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _with_suffix(text: str, names: Iterable[str], old: str, new: str) -> str:
-    """A JSON text with `new` for `old` at the end of all values that are one of `names`."""
-    allowed = set(names)
-
-    def replaced(match: re.Match[str]) -> str:
-        value, colon = match.groups()
-        if colon is not None or not value.endswith(old):
-            return match[0]
-        name = json.loads(f'"{value}"', strict=False) if "\\" in value else value
-        return f'"{value.removesuffix(old)}{new}"' if name in allowed else match[0]
-
-    return _STRING.sub(replaced, text)
-
-
-def _compressed_index(index: Index) -> bytes:
-    """The index over compressed shards. ValueError if it could not be turned back."""
-    names = {name: compressed_name(name) for name in index.weight_map.values()}
-    text = _with_suffix(index.text, names, PLAIN_SUFFIX, SUFFIX)
-    expected = {tensor: names[shard] for tensor, shard in index.weight_map.items()}
-    back = _with_suffix(text, names.values(), SUFFIX, PLAIN_SUFFIX)
-    if index.own or json.loads(text)["weight_map"] != expected or back != index.text:
-        raise ValueError(
-            f"{index.path}: decompress could not restore it; allowed: names of shards written "
-            "without escapes, and no index or shard that tightwire made"
-        )
-    return text.encode()
-
-
-def _restored_index(index: Index) -> bytes:
-    """The index that a compressed one was made from."""
-    names = {name for name in index.weight_map.values() if name.endswith(SUFFIX)}
-    return _with_suffix(index.text, names, SUFFIX, PLAIN_SUFFIX).encode()
-
-
-def compressed_name(name: str) -> str:
-    """The name of a file's compressed form."""
-    return name.removesuffix(PLAIN_SUFFIX) + SUFFIX
-
-
-def restored_name(name: str) -> str:
-    """The name of the file that a compressed one was made from."""
-    return name.removesuffix(SUFFIX) + PLAIN_SUFFIX if name.endswith(SUFFIX) else name
 
 
 @dataclass(frozen=True)
@@ -177,7 +72,7 @@ class _Tree:
 
     def indexes(self) -> list[Index]:
         """The indexes of shards, read and checked."""
-        return [read_index(self.root / path) for path in self.files if _INDEX.fullmatch(path.name)]
+        return [read_index(self.root / path) for path in self.files if is_index(path)]
 
 
 def _tree(root: Path) -> _Tree:
@@ -303,6 +198,12 @@ class DirectoryWork:
     convert: _Convert
 
     @property
+    def files(self) -> list[tuple[Path, Path]]:
+        """Source and target of every file."""
+        shards = [(shard.source, shard.target) for shard in self.shards]
+        return shards + [(other.source, other.target) for other in self.others]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of tensors that progress will be told of."""
         return sum(s.forecast.nbytes for s in self.shards if not s.forecast.done)
@@ -317,7 +218,7 @@ class DirectoryWork:
             # What is made from a folder is no more open than it.
             mode = stat.S_IMODE(os.stat(self.source / folder).st_mode) | stat.S_IRWXU
             (self.target / folder).mkdir(mode, exist_ok=True)
-        remove_leftovers((task.target for task in (*self.shards, *self.others)), started)
+        remove_leftovers((target for _, target in self.files), started)
         for other in self.others:
             if other.data is None and not other.done():
                 other.write()
@@ -370,7 +271,7 @@ def prepare_compress(
         for path in index.shards:
             if path not in sources:
                 raise ValueError(f"{index.path} names {path}, which is left out")
-    others = _others(tree, root, {p: _compressed_index(index) for p, index in indexes.items()})
+    others = _others(tree, root, {p: compressed_index(index) for p, index in indexes.items()})
     for shard in shards:
         path = shard.source.with_name(f"{shard.source.name}.index.json")
         if shard.source.name.removesuffix(PLAIN_SUFFIX) in STEMS and path not in indexes:
@@ -428,7 +329,7 @@ def prepare_decompress(
     compressed = _compressed_shards(tree)
     shards = [_shard(tree, path, root, restored_name, forecast) for path in compressed]
     indexes = {index.path: index for index in tree.indexes()}
-    texts = {path: _restored_index(index) for path, index in indexes.items() if not index.own}
+    texts = {path: restored_index(index) for path, index in indexes.items() if not index.own}
     own = {path for path, index in indexes.items() if index.own}
     kept = [path for path in tree.files if tree.root / path not in own and path not in compressed]
     others = _others(_Tree(tree.root, tree.folders, kept), root, texts, plain=True)
@@ -528,20 +429,19 @@ def _checked(work: DirectoryWork, force: bool) -> DirectoryWork:
     for folder in folders:
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "is there and not a folder", str(folder))
-    sources: dict[Path, Path] = {}
-    for task in (*work.shards, *work.others):
-        other = sources.setdefault(task.target, task.source)
-        if other is not task.source or task.target in folders:
-            raise ValueError(f"{task.target}: {other} and another would both be written there")
-    inodes = {_inode(path) for path in sources.values()}
+    taken: dict[Path, Path] = {}
+    for path, result in work.files:
+        other = taken.setdefault(result, path)
+        if other is not path or result in folders:
+            raise ValueError(f"{result}: {other} and another would both be written there")
+    inodes = {_inode(path) for path, _ in work.files}
     for shard in work.shards:
         if not shard.forecast.done:
             _check_target(shard.target, inodes, force)
-    for path in (other.target for other in work.others if not other.done()):
-        if os.path.lexists(path):
-            raise FileExistsError(
-                errno.EEXIST, "exists and differs from what would be written there", str(path)
-            )
+    for file in work.others:
+        if os.path.lexists(file.target) and not file.done():
+            text = "exists and differs from what would be written there; remove it yourself"
+            raise FileExistsError(errno.EEXIST, text, str(file.target))
     _check_space(work)
     return work
 
@@ -589,7 +489,7 @@ def checks(
         verify = partial(convert.verify_file, max_nbytes=max_nbytes, progress=progress)
         found[tree.root / path] = partial(verify, tree.root / path)
     for path in tree.files:
-        if _INDEX.fullmatch(path.name):
+        if is_index(path):
             found[tree.root / path] = partial(_check_index, tree.root / path)
     return found
 
@@ -743,7 +643,7 @@ def model_shards(folder: Path) -> list[Path]:
 
 def _model_index(folder: Path) -> Index | None:
     """The index of the model in a folder; of several, that of the first of `STEMS`."""
-    found = sorted(name for name in os.listdir(folder) if _INDEX.fullmatch(name))
+    found = sorted(path.name for path in folder.iterdir() if is_index(path))
     ranked = [name for stem in STEMS if (name := f"{stem}.safetensors.index.json") in found]
     return read_index(folder / (ranked or found)[0]) if found else None
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from tightwire import convert, models
 from tightwire.formats.dtypes import BY_NAME
+from tightwire.model_index import PLAIN_SUFFIX, SUFFIX, compressed_name, with_suffix
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -50,7 +51,7 @@ def write_sharded(folder: Path, shards: Shards, index: str = INDEX) -> None:
     (folder / index).write_text(text + "\n", encoding="utf-8")
 
 
-SHARDS = {
+SHARDS: dict[str, dict[str, Any]] = {
     "model-00001-of-00002.safetensors": {
         "embed": weights(300, 40),
         "ids": np.arange(900),
@@ -221,11 +222,11 @@ def test_names_in_an_index_come_back(name: str, escaped: bool) -> None:
     shard = f"{name}.safetensors"
     fields = {"weight_map": {shard: shard, "b": "c.safetensors", "c": 'x"\\'}, "d": [name]}
     text = json.dumps(fields, ensure_ascii=escaped)
-    names = {shard: models.compressed_name(shard)}
-    packed = models._with_suffix(text, names, models.PLAIN_SUFFIX, models.SUFFIX)
+    names = {shard: compressed_name(shard)}
+    packed = with_suffix(text, names, PLAIN_SUFFIX, SUFFIX)
     found = json.loads(packed)["weight_map"]
     assert found == {shard: names[shard], "b": "c.safetensors", "c": 'x"\\'} or name == "c"
-    back = models._with_suffix(packed, names.values(), models.SUFFIX, models.PLAIN_SUFFIX)
+    back = with_suffix(packed, names.values(), SUFFIX, PLAIN_SUFFIX)
     assert back == text
 
 
@@ -280,7 +281,7 @@ def test_an_index_that_could_not_be_restored(sharded: Path) -> None:
 def test_directories_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "file").touch()
-    calls = [models.compress_directory, models.decompress_directory]
+    calls: list[Any] = [models.compress_directory, models.decompress_directory]
     for call in calls:
         with pytest.raises(FileNotFoundError, match="holds no"):
             call(tmp_path / "a", tmp_path / "b")
@@ -333,7 +334,15 @@ def test_directories_in_one_another(sharded: Path, monkeypatch: pytest.MonkeyPat
     before = contents(sharded.parent)
     (sharded.parent / "link").symlink_to(sharded, target_is_directory=True)
     monkeypatch.chdir(sharded)
-    targets = [sharded, sharded / "out", sharded / "a" / "..", sharded.parent, ".", "..", "../link"]
+    targets: list[Any] = [
+        sharded,
+        sharded / "out",
+        sharded / "a" / "..",
+        sharded.parent,
+        ".",
+        "..",
+        "../link",
+    ]
     for target in targets:
         with pytest.raises(ValueError, match="the same, or one lies in the other"):
             models.compress_directory(sharded, target)
@@ -447,10 +456,11 @@ def test_a_second_run_writes_nothing(sharded: Path) -> None:
     write(sharded / "sub" / "model.safetensors", {"x": weights(1000)})
     models.compress_directory(sharded, packed)
     models.decompress_directory(packed, restored)
-    for source, target, call in [
+    calls: list[Any] = [
         (sharded, packed, models.compress_directory),
         (packed, restored, models.decompress_directory),
-    ]:
+    ]
+    for source, target, call in calls:
         before = stamps(target)
         told: list[int] = []
         report = call(source, target, progress=lambda name, nbytes, told=told: told.append(nbytes))
@@ -576,7 +586,7 @@ def test_inspect(sharded: Path) -> None:
     packed = sharded.with_name("packed")
     models.compress_directory(sharded, packed)
     found = models.inspect_directory(packed)
-    assert [path.name for path in found] == sorted(map(models.compressed_name, SHARDS))
+    assert [path.name for path in found] == sorted(map(compressed_name, SHARDS))
     assert {name for _, infos in found.values() for name in infos} == set(TENSORS)
     [(path, (_, infos))] = models.inspect_directory(packed, "head").items()
     assert (path.name, list(infos)) == ("model-00002-of-00002.tw.safetensors", ["head"])

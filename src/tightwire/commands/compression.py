@@ -11,6 +11,7 @@ import typer
 
 from .. import convert, models
 from ..codec import Codec, codec
+from ..model_index import SUFFIX, compressed_name, restored_name
 from . import directories
 from .command import CastTo, Done, Force, Inputs, Json, Output, Threads, cast_dtype, command, each
 from .failures import COMPRESSED, PLAIN, about, writing
@@ -90,7 +91,7 @@ def compress(
 
 
 def _compressed_name(source: Path) -> str:
-    return f"{source.name}.tw" if source.is_dir() else models.compressed_name(source.name)
+    return f"{source.name}.tw" if source.is_dir() else compressed_name(source.name)
 
 
 def _codec(name: str, window: str | None) -> Codec:
@@ -142,9 +143,9 @@ def decompress(
 
 
 def _restored_name(source: Path) -> str:
-    suffix, what = (".tw", "directory") if source.is_dir() else (models.SUFFIX, "file")
+    suffix, what = (".tw", "directory") if source.is_dir() else (SUFFIX, "file")
     if not source.name.endswith(suffix) or source.name == suffix:
         raise typer.BadParameter(
             f"{source} does not end in {suffix}: name its output {what} with -o"
         )
-    return source.name.removesuffix(".tw") if source.is_dir() else models.restored_name(source.name)
+    return source.name.removesuffix(".tw") if source.is_dir() else restored_name(source.name)

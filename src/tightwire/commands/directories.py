@@ -11,6 +11,7 @@ from .. import models
 from ..convert import Difference
 from ..files import Contents
 from ..inspection import Info, PlainInfo
+from ..model_index import PLAIN_SUFFIX
 from ..models import DirectoryReport, DirectoryWork, ShardReport
 from .command import Done, attempts
 from .failures import COMPRESSED, EITHER, Failure, about
@@ -100,7 +101,7 @@ def verify(source: Path, as_json: bool) -> Done:
         message = f"{source}: {len(failures)} of {len(checks)} files are bad"
         reason = failures[0].document["reason"]
         raise Failure(failures[0].code, reason, message, {"files": documents})
-    n = sum(d["tensors"] for d in documents if d["path"].suffix == models.PLAIN_SUFFIX)
+    n = sum(d["tensors"] for d in documents if d["path"].suffix == PLAIN_SUFFIX)
     text = f"{source}: ok, {_files(len(checks), 'file')}, {count_text(n)}"
     return {"tensors": n, "files": documents}, lambda: say(text)
 
