@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tightwire as tw
-from tightwire import models
+from tightwire import directories
 from tightwire.commands.app import app
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -45,7 +45,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(plain: Path) -> Path:
-    models.compress_directory(plain, plain.with_name("m.tw"))
+    directories.compress_directory(plain, plain.with_name("m.tw"))
     return plain.with_name("m.tw")
 
 

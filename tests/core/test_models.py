@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightwire as tw
-from tightwire import convert, models
+from tightwire import convert, directories, models
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.model_index import PLAIN_SUFFIX, SUFFIX, compressed_name, with_suffix
 
@@ -103,10 +103,10 @@ def check_loaded(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def check_round_trip(source: Path) -> Path:
     """Compress, verify, compare and restore a directory; returns the compressed one."""
     packed, restored = source.with_name("packed"), source.with_name("restored")
-    models.compress_directory(source, packed)
-    models.verify_directory(packed)
-    assert models.diff_directories(source, packed) == []
-    models.decompress_directory(packed, restored)
+    directories.compress_directory(source, packed)
+    directories.verify_directory(packed)
+    assert directories.diff_directories(source, packed) == []
+    directories.decompress_directory(packed, restored)
     assert contents(restored) == contents(source)
     for path in (p for p in source.rglob("*") if p.is_file()):
         was, now = path.stat(), (restored / path.relative_to(source)).stat()
@@ -185,7 +185,7 @@ def test_a_loop_of_links_is_refused(sharded: Path, to: str) -> None:
     (sharded / "sub" / "loop").symlink_to(sharded / to, target_is_directory=True)
     target = sharded.parent.parent / f"{sharded.parent.name}-target"
     with pytest.raises(ValueError, match="a link to a folder above it"):
-        models.compress_directory(sharded if to != ".." else sharded.parent, target)
+        directories.compress_directory(sharded if to != ".." else sharded.parent, target)
     assert not target.exists()
 
 
@@ -194,8 +194,8 @@ def test_what_is_left_out(sharded: Path) -> None:
     for folder in (".git", ".cache"):
         write(sharded / folder / "x.safetensors", {"x": weights(3)})
     (sharded / f".model.safetensors.{'0' * 16}.tmp").write_bytes(b"half")
-    models.compress_directory(sharded, sharded.with_name("packed"))
-    models.decompress_directory(sharded.with_name("packed"), sharded.with_name("restored"))
+    directories.compress_directory(sharded, sharded.with_name("packed"))
+    directories.decompress_directory(sharded.with_name("packed"), sharded.with_name("restored"))
     assert contents(sharded.with_name("restored")) == expected
 
 
@@ -240,7 +240,7 @@ def test_names_in_an_index_come_back(name: str, escaped: bool) -> None:
         ("/etc/model.safetensors", tw.FormatError, "allowed: paths"),
         ("a\\..\\b.safetensors", tw.FormatError, "allowed: paths"),
         ("pytorch_model.bin", tw.FormatError, "allowed: paths"),
-        (7, tw.FormatError, "allowed: text"),
+        (7, tw.FormatError, "expected a text"),
         ("none.safetensors", FileNotFoundError, "none.safetensors"),
         (".cache/x.safetensors", ValueError, "left out"),
     ],
@@ -251,19 +251,57 @@ def test_bad_names_of_shards(sharded: Path, name: Any, error: Any, match: str) -
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"embed": name}}))
     target = sharded.with_name("packed")
     with pytest.raises(error, match=match):
-        models.compress_directory(sharded, target)
+        directories.compress_directory(sharded, target)
     assert not target.exists()
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"{}", b'{"weight_map": []}', b"\xff", b"[" * 100_000, b'{"a":1,"a":2}'],
+    [
+        *(b"", b"[]", b"{}", b'{"weight_map": []}', b"\xff", b"[" * 100_000, b'{"a":1,"a":2}'),
+        b'{"weight_map":{"embed":"x"},"metadata":[' + b"[]," * (1 << 19) + b"0]}",
+        b'{"weight_map":{"ids":"\\ud800.safetensors"}}',
+    ],
 )
 def test_bad_indexes(sharded: Path, text: bytes) -> None:
     (sharded / INDEX).write_bytes(text)
     with pytest.raises(tw.FormatError, match=INDEX) as raised:
-        models.compress_directory(sharded, sharded.with_name("packed"))
+        directories.compress_directory(sharded, sharded.with_name("packed"))
     assert raised.value.reason == "bad_container"
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_damaged_indexes(packed_once: Path, at: int, flipped: int) -> None:
+    """The tensors, or an error; never a file outside of the directory."""
+    index = packed_once / INDEX
+    whole = index.read_bytes()
+    data = bytearray(whole)
+    data[at % len(data)] ^= flipped
+    index.write_bytes(data)
+    try:
+        check_loaded(tw.load(packed_once), TENSORS)
+    except (tw.FormatError, FileNotFoundError):
+        pass
+    finally:
+        index.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged")
+    write_sharded(folder / "model", SHARDS)
+    directories.compress_directory(folder / "model", folder / "packed")
+    return folder / "packed"
+
+
+def test_dangling_links_and_pipes(sharded: Path) -> None:
+    for make in (os.mkfifo, lambda path: os.symlink("nowhere", path)):
+        make(sharded / "odd")
+        with pytest.raises(OSError, match="odd"):
+            directories.compress_directory(sharded, sharded.with_name("packed"))
+        (sharded / "odd").unlink()
+    assert not sharded.with_name("packed").exists()
 
 
 def test_an_index_that_could_not_be_restored(sharded: Path) -> None:
@@ -272,16 +310,16 @@ def test_an_index_that_could_not_be_restored(sharded: Path) -> None:
         text.replace('of-00002.safetensors"', 'of-00002.s\\u0061fetensors"')
     )
     with pytest.raises(ValueError, match="could not restore"):
-        models.compress_directory(sharded, sharded.with_name("packed"))
+        directories.compress_directory(sharded, sharded.with_name("packed"))
     (sharded / INDEX).write_text(text.replace("7", '"model-00001-of-00002.tw.safetensors"'))
     with pytest.raises(ValueError, match="could not restore"):
-        models.compress_directory(sharded, sharded.with_name("packed"))
+        directories.compress_directory(sharded, sharded.with_name("packed"))
 
 
 def test_directories_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "file").touch()
-    calls: list[Any] = [models.compress_directory, models.decompress_directory]
+    calls: list[Any] = [directories.compress_directory, directories.decompress_directory]
     for call in calls:
         with pytest.raises(FileNotFoundError, match="holds no"):
             call(tmp_path / "a", tmp_path / "b")
@@ -289,7 +327,7 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
             call(tmp_path / "none", tmp_path / "b")
         with pytest.raises(NotADirectoryError):
             call(tmp_path / "file", tmp_path / "b")
-    for read in (models.verify_directory, models.inspect_directory, tw.load):
+    for read in (directories.verify_directory, directories.inspect_directory, tw.load):
         with pytest.raises(FileNotFoundError, match="holds no"):
             read(tmp_path / "a")
     assert not (tmp_path / "b").exists()
@@ -298,22 +336,22 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
 def test_compressed_shards_are_refused(sharded: Path) -> None:
     convert.compress_file(sharded / "model-00001-of-00002.safetensors", sharded / "x.safetensors")
     with pytest.raises(tw.FormatError, match=r"x\.safetensors: compressed already"):
-        models.compress_directory(sharded, sharded.with_name("packed"))
+        directories.compress_directory(sharded, sharded.with_name("packed"))
     assert not sharded.with_name("packed").exists()
 
 
 def test_damage_names_the_file(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     shard = packed / "model-00002-of-00002.tw.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    for call in (models.verify_directory, tw.load):
+    for call in (directories.verify_directory, tw.load):
         with pytest.raises(tw.FormatError, match=r"model-00002-of-00002\.tw\.safetensors"):
             call(packed)
     with pytest.raises(tw.FormatError, match=r"model-00002-of-00002\.tw\.safetensors"):
-        models.decompress_directory(packed, sharded.with_name("restored"))
+        directories.decompress_directory(packed, sharded.with_name("restored"))
     # What came before is whole, and the index is not there.
     restored = contents(sharded.with_name("restored"))
     assert INDEX not in restored
@@ -322,10 +360,10 @@ def test_damage_names_the_file(sharded: Path) -> None:
 
 def test_verify_checks_the_index(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     text = (packed / INDEX).read_text()
     (packed / INDEX).write_text(text.replace('"head"', '"body"'))
-    for call in (models.verify_directory, tw.load):
+    for call in (directories.verify_directory, tw.load):
         with pytest.raises(tw.FormatError, match=r"'body' is not in model-00002-of-00002\.tw"):
             call(packed)
 
@@ -345,17 +383,17 @@ def test_directories_in_one_another(sharded: Path, monkeypatch: pytest.MonkeyPat
     ]
     for target in targets:
         with pytest.raises(ValueError, match="the same, or one lies in the other"):
-            models.compress_directory(sharded, target)
+            directories.compress_directory(sharded, target)
         with pytest.raises(ValueError, match="the same, or one lies in the other"):
-            models.compress_directory(".", target)
+            directories.compress_directory(".", target)
     (sharded.parent / "link").unlink()
     assert contents(sharded.parent) == before
 
 
 def test_relative_paths(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sharded)
-    models.compress_directory(".", "../packed/")
-    models.decompress_directory("../packed/", "../restored")
+    directories.compress_directory(".", "../packed/")
+    directories.decompress_directory("../packed/", "../restored")
     assert contents(sharded.with_name("restored")) == contents(sharded)
 
 
@@ -364,22 +402,20 @@ def test_relative_paths(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_uncompressed_is_overwritten(sharded: Path) -> None:
     packed, restored = sharded.with_name("packed"), sharded.with_name("restored")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     obstacles = {
         sharded: ["model-00001-of-00002.tw.safetensors", "config.json", INDEX],
         packed: ["model-00001-of-00002.safetensors", "config.json", INDEX],
     }
     plain = (sharded / "model-00002-of-00002.safetensors").read_bytes()
     for source, names in obstacles.items():
-        convert_directory = (
-            models.compress_directory if source == sharded else models.decompress_directory
-        )
+        what = "compress_directory" if source == sharded else "decompress_directory"
         for name in names:
             for data in (plain, b"mine"):
                 restored.mkdir()
                 (restored / name).write_bytes(data)
                 with pytest.raises(FileExistsError) as raised:
-                    convert_directory(source, restored, force=True)
+                    getattr(directories, what)(source, restored, force=True)
                 assert raised.value.filename == str(restored / name)
                 assert contents(restored) == {name: data}
                 shutil.rmtree(restored)
@@ -391,38 +427,38 @@ def test_obstacles_of_other_kinds(sharded: Path, name: str) -> None:
     packed.mkdir()
     (packed / name).mkdir()
     with pytest.raises(FileExistsError):
-        models.compress_directory(sharded, packed, force=True)
+        directories.compress_directory(sharded, packed, force=True)
     (packed / name).rmdir()
     (packed / name).symlink_to("nowhere")
     with pytest.raises(FileExistsError):
-        models.compress_directory(sharded, packed)
+        directories.compress_directory(sharded, packed)
     shutil.rmtree(packed)
     packed.write_text("a file")
     with pytest.raises(NotADirectoryError):
-        models.compress_directory(sharded, packed, force=True)
+        directories.compress_directory(sharded, packed, force=True)
     assert packed.read_text() == "a file"
     with pytest.raises(FileNotFoundError, match="create it first"):
-        models.compress_directory(sharded, sharded.with_name("none") / "packed")
+        directories.compress_directory(sharded, sharded.with_name("none") / "packed")
 
 
 def test_an_input_is_not_overwritten(sharded: Path) -> None:
     packed, target = sharded.with_name("packed"), sharded.with_name("target")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     before = contents(packed)
     target.mkdir()
     link = target / "model-00001-of-00002.safetensors"
     link.symlink_to(packed / "model-00001-of-00002.tw.safetensors")
     with pytest.raises(FileExistsError, match="is an input itself"):
-        models.decompress_directory(packed, target, force=True)
+        directories.decompress_directory(packed, target, force=True)
     assert contents(packed) == before
 
 
 def test_two_inputs_for_one_target(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     shutil.copy(sharded / "model-00001-of-00002.safetensors", packed)
     with pytest.raises(ValueError, match="both be written there"):
-        models.decompress_directory(packed, sharded.with_name("restored"))
+        directories.decompress_directory(packed, sharded.with_name("restored"))
 
 
 def test_a_disk_that_is_too_small(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,18 +468,18 @@ def test_a_disk_that_is_too_small(sharded: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
     packed = sharded.with_name("packed")
     with pytest.raises(OSError, match="bytes at least") as raised:
-        models.compress_directory(sharded, packed)
+        directories.compress_directory(sharded, packed)
     assert raised.value.errno == errno.ENOSPC
     assert not packed.exists()
     fields[4] = 1 << 30
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
 
 
 def test_errors_of_the_disk_name_the_file(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "io")))
     packed = sharded.with_name("packed")
     with pytest.raises(OSError, match="Input/output error") as raised:
-        models.compress_directory(sharded, packed)
+        directories.compress_directory(sharded, packed)
     assert Path(raised.value.filename).parent == packed
     assert contents(packed) == {}
 
@@ -454,11 +490,11 @@ def test_errors_of_the_disk_name_the_file(sharded: Path, monkeypatch: pytest.Mon
 def test_a_second_run_writes_nothing(sharded: Path) -> None:
     packed, restored = sharded.with_name("packed"), sharded.with_name("restored")
     write(sharded / "sub" / "model.safetensors", {"x": weights(1000)})
-    models.compress_directory(sharded, packed)
-    models.decompress_directory(packed, restored)
+    directories.compress_directory(sharded, packed)
+    directories.decompress_directory(packed, restored)
     calls: list[Any] = [
-        (sharded, packed, models.compress_directory),
-        (packed, restored, models.decompress_directory),
+        (sharded, packed, directories.compress_directory),
+        (packed, restored, directories.decompress_directory),
     ]
     for source, target, call in calls:
         before = stamps(target)
@@ -471,7 +507,7 @@ def test_a_second_run_writes_nothing(sharded: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from tightwire import models
+from tightwire import directories
 seen = 0
 
 def progress(name, nbytes):
@@ -480,7 +516,7 @@ def progress(name, nbytes):
     if seen == int(sys.argv[4]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-getattr(models, sys.argv[1])(sys.argv[2], sys.argv[3], progress=progress)
+getattr(directories, sys.argv[1])(sys.argv[2], sys.argv[3], progress=progress)
 """
 
 
@@ -491,8 +527,8 @@ def test_kill_and_resume(sharded: Path, what: str, after: int) -> None:
     expected, target, source = sharded.with_name("expected"), sharded.with_name("target"), sharded
     if what == "decompress_directory":
         source = sharded.with_name("packed")
-        models.compress_directory(sharded, source)
-    call = getattr(models, what)
+        directories.compress_directory(sharded, source)
+    call = getattr(directories, what)
     call(source, expected)
     words = [sys.executable, "-c", KILLED, what, str(source), str(target), str(after)]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
@@ -513,7 +549,7 @@ def test_kill_and_resume(sharded: Path, what: str, after: int) -> None:
 )
 def test_other_shards_are_replaced_by_force_alone(sharded: Path, options: Any) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     if options == "source":
         write(
             sharded / "model-00002-of-00002.safetensors",
@@ -523,29 +559,29 @@ def test_other_shards_are_replaced_by_force_alone(sharded: Path, options: Any) -
         options = {"cast": BY_NAME["bfloat16"]} if options == "cast" else {}
     before = contents(packed)
     with pytest.raises(FileExistsError, match="force replaces it") as raised:
-        models.compress_directory(sharded, packed, **options)
+        directories.compress_directory(sharded, packed, **options)
     assert Path(raised.value.filename).name.startswith("model-0000")
     assert contents(packed) == before
-    models.compress_directory(sharded, packed, **options, force=True)
+    directories.compress_directory(sharded, packed, **options, force=True)
     fresh = sharded.with_name("fresh")
-    models.compress_directory(sharded, fresh, **options)
+    directories.compress_directory(sharded, fresh, **options)
     assert contents(packed) == contents(fresh)
-    report = models.compress_directory(sharded, packed, **options)
+    report = directories.compress_directory(sharded, packed, **options)
     assert all(shard.done_before for shard in report.shards)
 
 
 def test_a_source_that_changed_is_noticed(sharded: Path) -> None:
     """Of the same header and size, but written at another time."""
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     shard = sharded / "model-00002-of-00002.safetensors"
     write(shard, {"head": weights(250, 40, seed=9), "s": np.ones(3)})
     os.utime(shard, ns=(10**18 + 123_456_790,) * 2)
     with pytest.raises(FileExistsError, match=r"model-00002-of-00002\.tw\.safetensors"):
-        models.compress_directory(sharded, packed)
-    report = models.compress_directory(sharded, packed, force=True)
+        directories.compress_directory(sharded, packed)
+    report = directories.compress_directory(sharded, packed, force=True)
     assert [shard.done_before for shard in report.shards] == [True, False]
-    assert models.diff_directories(sharded, packed) == []
+    assert directories.diff_directories(sharded, packed) == []
 
 
 def test_leftovers(sharded: Path) -> None:
@@ -561,7 +597,7 @@ def test_leftovers(sharded: Path) -> None:
     with used.open("rb") as file:
         # As a process that is still writing it.
         fcntl.flock(file, fcntl.LOCK_EX)
-        models.compress_directory(sharded, packed)
+        directories.compress_directory(sharded, packed)
     assert not left.exists()
     assert all(path.exists() for path in (used, *(packed / name for name in others)))
 
@@ -571,27 +607,27 @@ def test_leftovers(sharded: Path) -> None:
 
 def test_diff(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     one = sharded.with_name("one.safetensors")
     write(one, TENSORS)
     for a, b in [(one, packed), (packed, one), (sharded, one), (packed, sharded)]:
-        assert models.diff_directories(a, b) == []
+        assert directories.diff_directories(a, b) == []
     write(one, TENSORS | {"head": weights(250, 40, seed=3), "new": np.ones(9)})
-    found = models.diff_directories(packed, one)
+    found = directories.diff_directories(packed, one)
     assert [(d.name, d.what) for d in found if d.n_elements is None] == [("new", f"only in {one}")]
     assert [d.name for d in found if d.n_elements] == ["head"]
 
 
 def test_inspect(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
-    found = models.inspect_directory(packed)
+    directories.compress_directory(sharded, packed)
+    found = directories.inspect_directory(packed)
     assert [path.name for path in found] == sorted(map(compressed_name, SHARDS))
     assert {name for _, infos in found.values() for name in infos} == set(TENSORS)
-    [(path, (_, infos))] = models.inspect_directory(packed, "head").items()
+    [(path, (_, infos))] = directories.inspect_directory(packed, "head").items()
     assert (path.name, list(infos)) == ("model-00002-of-00002.tw.safetensors", ["head"])
     with pytest.raises(ValueError, match="'nothing'"):
-        models.inspect_directory(packed, "nothing")
+        directories.inspect_directory(packed, "nothing")
 
 
 # load and save
@@ -608,7 +644,7 @@ def test_load_refuses_plain_shards(sharded: Path) -> None:
     with pytest.raises(tw.FormatError, match="tightwire compress"):
         tw.load(sharded)
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     shutil.copy(sharded / "model-00002-of-00002.safetensors", packed / "model-x.safetensors")
     text = (packed / INDEX).read_text()
     name = '"model-00002-of-00002.tw.safetensors"'
@@ -619,7 +655,7 @@ def test_load_refuses_plain_shards(sharded: Path) -> None:
 
 def test_load_refuses_what_is_not_one_model(sharded: Path) -> None:
     packed = sharded.with_name("packed")
-    models.compress_directory(sharded, packed)
+    directories.compress_directory(sharded, packed)
     (packed / "model-00001-of-00002.tw.safetensors").rename(sharded.parent / "kept")
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.tw\.safetensors"):
         tw.load(packed)
@@ -653,10 +689,10 @@ def test_save_and_load(tmp_path: Path, limit: int) -> None:
     assert loaded["tied"] is loaded["embed"]
     with tw.open(folder / names[0]) as file:
         assert file.metadata == {"format": "pt"}
-    models.verify_directory(folder)
-    models.decompress_directory(folder, tmp_path / "plain")
+    directories.verify_directory(folder)
+    directories.decompress_directory(folder, tmp_path / "plain")
     assert (tmp_path / "plain" / INDEX).exists() == (n > 1)
-    assert models.diff_directories(tmp_path / "plain", folder)[0].name == "tied"
+    assert directories.diff_directories(tmp_path / "plain", folder)[0].name == "tied"
 
 
 def test_save_replaces_only_what_it_may(tmp_path: Path) -> None:
@@ -713,5 +749,5 @@ def test_bad_calls_of_save(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError), match="max_shard_nbytes"):
             tw.save({"x": x}, tmp_path / "m", max_shard_nbytes=limit)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lossy"):
-        models.compress_directory(tmp_path, tmp_path / "m", "lhc")
+        directories.compress_directory(tmp_path, tmp_path / "m", "lhc")
     assert contents(tmp_path) == {}

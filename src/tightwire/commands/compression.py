@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .. import convert, models
+from .. import convert
+from .. import directories as model_directories
 from ..codec import Codec, codec
 from ..model_index import SUFFIX, compressed_name, restored_name
 from . import directories
@@ -54,7 +55,7 @@ def compress(
     targets = targets_of(files, output, _compressed_name)
     check_sources(files, output, PLAIN, convert.check_plain)
     prepare = partial(
-        models.prepare_compress,
+        model_directories.prepare_compress,
         codec=chosen,
         cast=cast_dtype(cast),
         threads=threads,
@@ -121,7 +122,7 @@ def decompress(
     """
     targets = targets_of(files, output, _restored_name)
     check_sources(files, output, COMPRESSED, convert.inspect_file)
-    prepare = partial(models.prepare_decompress, threads=threads, force=force)
+    prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)
     works = directories.prepared(targets, prepare, COMPRESSED)
     check_targets(directories.without(targets, works), force)
 

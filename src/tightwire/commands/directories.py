@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .. import models
+from .. import directories as model_directories
 from ..convert import Difference
+from ..directories import DirectoryReport, DirectoryWork, ShardReport
 from ..files import Contents
 from ..inspection import Info, PlainInfo
 from ..model_index import PLAIN_SUFFIX
-from ..models import DirectoryReport, DirectoryWork, ShardReport
 from .command import Done, attempts
 from .failures import COMPRESSED, EITHER, Failure, about
 from .output import byte_bar, count_text, print_table, say, size_text
@@ -87,9 +87,9 @@ def verify(source: Path, as_json: bool) -> Done:
     Raises Failure, with what became of each file in its details.
     """
     with about(None, COMPRESSED):
-        total = models.tensor_nbytes(source)
+        total = model_directories.tensor_nbytes(source)
         with byte_bar("verify", total) as advance:
-            checks = models.checks(source, progress=lambda name, nbytes: advance(nbytes))
+            checks = model_directories.checks(source, progress=lambda name, nbytes: advance(nbytes))
 
             def work(path: Path) -> Done:
                 with about(path, COMPRESSED):
@@ -112,7 +112,7 @@ def inspect(source: Path, tensor: str | None, of_file: OfFile, of_tensor: OfTens
     `of_file` and `of_tensor` do this for one file.
     """
     with about(None, COMPRESSED):
-        found = models.inspect_directory(source, tensor)
+        found = model_directories.inspect_directory(source, tensor)
     if tensor is not None:
         done = {path: of_tensor(tensor, infos[tensor]) for path, (_, infos) in found.items()}
     else:
@@ -152,5 +152,5 @@ def _row(name: str, n: int, sizes: Mapping[str, Any]) -> list[str]:
 
 def diff(a: Path, b: Path) -> list[Difference]:
     """Compare two models, of which one at least is a directory."""
-    with about(None, EITHER), byte_bar("diff", models.tensor_nbytes(a)) as advance:
-        return models.diff_directories(a, b, lambda name, nbytes: advance(nbytes))
+    with about(None, EITHER), byte_bar("diff", model_directories.tensor_nbytes(a)) as advance:
+        return model_directories.diff_directories(a, b, lambda name, nbytes: advance(nbytes))
