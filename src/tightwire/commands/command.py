@@ -44,7 +44,8 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="PATH",
-        help="Where the result goes: a file, or a folder that is there; of several, a folder.",
+        help="Where the result goes: a file, or a folder that is there; of several, a folder. "
+        "Of one DIR, the directory that it becomes.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that tightwire compressed.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def without(targets: Mapping[Path, Path], works: Mapping[Path, DirectoryWork]) -
 
 def run(what: str, work: DirectoryWork, needed: str) -> Done:
     """Do what was prepared, with one bar over all files."""
-    with about(None, needed), byte_bar(what, work.nbytes) as advance:
+    with about(None, needed), byte_bar(what, lambda: work.nbytes) as advance:
         report = work.run(lambda name, nbytes: advance(nbytes))
     before = sum(shard.source_nbytes for shard in report.shards)
     after = sum(shard.target_nbytes for shard in report.shards)
@@ -86,17 +87,16 @@ def verify(source: Path, as_json: bool) -> Done:
 
     Raises Failure, with what became of each file in its details.
     """
-    with about(None, COMPRESSED):
-        total = model_directories.tensor_nbytes(source)
-        with byte_bar("verify", total) as advance:
-            checks = model_directories.checks(source, progress=lambda name, nbytes: advance(nbytes))
 
-            def work(path: Path) -> Done:
-                with about(path, COMPRESSED):
-                    n = checks[path]()
-                return {"tensors": n}, lambda: None
+    def work(path: Path) -> Done:
+        with about(path, COMPRESSED):
+            n = checks[path]()
+        return {"tensors": n}, lambda: None
 
-            documents, failures = attempts(list(checks), work, as_json)
+    total = partial(model_directories.tensor_nbytes, source)
+    with about(None, COMPRESSED), byte_bar("verify", total) as advance:
+        checks = model_directories.checks(source, progress=lambda name, nbytes: advance(nbytes))
+        documents, failures = attempts(list(checks), work, as_json)
     if failures:
         message = f"{source}: {len(failures)} of {len(checks)} files are bad"
         reason = failures[0].document["reason"]
@@ -152,5 +152,6 @@ def _row(name: str, n: int, sizes: Mapping[str, Any]) -> list[str]:
 
 def diff(a: Path, b: Path) -> list[Difference]:
     """Compare two models, of which one at least is a directory."""
-    with about(None, EITHER), byte_bar("diff", model_directories.tensor_nbytes(a)) as advance:
+    total = partial(model_directories.tensor_nbytes, a)
+    with about(None, EITHER), byte_bar("diff", total) as advance:
         return model_directories.diff_directories(a, b, lambda name, nbytes: advance(nbytes))

@@ -93,13 +93,13 @@ def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Pro
         yield lambda name, nbytes: None
         return
     sizes = {e.name: e.nbytes for e in read_header(path).entries}
-    with byte_bar(what, passes * sum(sizes.values())) as advance:
+    with byte_bar(what, lambda: passes * sum(sizes.values())) as advance:
         yield lambda name, nbytes: advance(sizes.get(name, 0))
 
 
 @contextmanager
-def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes, if standard error is a terminal; it is told of bytes done."""
+def byte_bar(what: str, total: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """A bar over `total()` bytes, if standard error is a terminal; it is told of bytes done."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -108,7 +108,7 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(what, total=total())
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
