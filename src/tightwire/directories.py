@@ -471,17 +471,19 @@ def checks(
 ) -> dict[Path, Callable[[], int]]:
     """For every compressed shard and index of a directory the call that checks it.
 
-    Each returns how many tensors there are, and raises FormatError or OSError.
+    Each returns how many tensors there are, and raises FormatError, naming the file, or OSError.
     """
     tree = _tree(_directory(source))
-    found: dict[Path, Callable[[], int]] = {}
-    for path in _compressed_shards(tree):
-        verify = partial(convert.verify_file, max_nbytes=max_nbytes, progress=progress)
-        found[tree.root / path] = partial(verify, tree.root / path)
-    for path in tree.files:
-        if is_index(path):
-            found[tree.root / path] = partial(_check_index, tree.root / path)
-    return found
+
+    def verify(path: Path) -> int:
+        with naming(str(path)):
+            return convert.verify_file(path, max_nbytes=max_nbytes, progress=progress)
+
+    shards = [tree.root / path for path in _compressed_shards(tree)]
+    indexes = [tree.root / path for path in tree.files if is_index(path)]
+    return {path: partial(verify, path) for path in shards} | {
+        path: partial(_check_index, path) for path in indexes
+    }
 
 
 def _check_index(path: Path) -> int:
@@ -515,11 +517,8 @@ def verify_directory(
 
     Raises FormatError, naming the file, or OSError.
     """
-    counts = {}
-    for path, check in checks(source, max_nbytes=max_nbytes, progress=progress).items():
-        with naming(str(path)):
-            counts[path] = check()
-    return counts
+    found = checks(source, max_nbytes=max_nbytes, progress=progress)
+    return {path: check() for path, check in found.items()}
 
 
 def inspect_directory(

@@ -94,6 +94,22 @@ def check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
             raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
 
 
+def loadable_shards(folder: Path) -> list[Path]:
+    """The shards of the compressed model in a folder, each tensor in one of them.
+
+    From headers alone. Raises FormatError, FileNotFoundError and ValueError as `load` does.
+    """
+    index = _model_index(folder)
+    shards = index.shards if index is not None else _unindexed_shards(folder)
+    if index is None:
+        _check_complete(shards)
+    names = {shard: _loadable_names(shard) for shard in shards}
+    _check_once(names)
+    if index is not None:
+        check_holds(index, names)
+    return shards
+
+
 def load(
     path: Any,
     *,
@@ -112,17 +128,8 @@ def load(
     """
     if not is_path(path) or not os.path.isdir(path):
         return load_file(path, like=like, max_nbytes=max_nbytes, threads=threads)
-    folder = Path(path)
-    index = _model_index(folder)
-    shards = index.shards if index is not None else _unindexed_shards(folder)
-    if index is None:
-        _check_complete(shards)
-    names = {shard: _loadable_names(shard) for shard in shards}
-    _check_once(names)
-    if index is not None:
-        check_holds(index, names)
     tensors: dict[str, Any] = {}
-    for shard in shards:
+    for shard in loadable_shards(Path(path)):
         with naming(str(shard)):
             tensors |= load_file(shard, like=like, max_nbytes=max_nbytes, threads=threads)
     return tensors
@@ -137,7 +144,7 @@ def _loadable_names(shard: Path) -> list[str]:
             raise FormatError("bad_container", f"{detail}, or load it with safetensors")
         if TREE_KEY in metadata or LIST_KEY in metadata:
             raise FormatError("bad_container", "not names to tensors: load it with load_file")
-        return tensor_names(shard)
+    return tensor_names(shard)
 
 
 def _check_once(names: Mapping[Path, Iterable[str]]) -> None:

@@ -348,8 +348,9 @@ def test_damage_names_the_file(sharded: Path) -> None:
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     for call in (directories.verify_directory, tw.load):
-        with pytest.raises(tw.FormatError, match=r"model-00002-of-00002\.tw\.safetensors"):
+        with pytest.raises(tw.FormatError) as raised:
             call(packed)
+        assert str(raised.value).count("model-00002-of-00002.tw.safetensors: ") == 1
     with pytest.raises(tw.FormatError, match=r"model-00002-of-00002\.tw\.safetensors"):
         directories.decompress_directory(packed, sharded.with_name("restored"))
     # What came before is whole, and the index is not there.

@@ -89,7 +89,7 @@ def verify(source: Path, as_json: bool) -> Done:
     """
 
     def work(path: Path) -> Done:
-        with about(path, COMPRESSED):
+        with about(None, COMPRESSED):
             n = checks[path]()
         return {"tensors": n}, lambda: None
 
