@@ -468,7 +468,7 @@ def _check_space(work: DirectoryWork) -> None:
 
 def checks(
     source: PathLike, *, max_nbytes: int = DEFAULT_MAX_NBYTES, progress: Progress = no_progress
-) -> dict[Path, Callable[[], int]]:
+) -> Mapping[Path, Callable[[], int]]:
     """For every compressed shard and index of a directory the call that checks it.
 
     Each returns how many tensors there are, and raises FormatError, naming the file, or OSError.
