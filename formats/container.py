@@ -39,6 +39,9 @@ MAX_ENTRY = 4096
 MAX_METADATA = 1 << 16
 #: Most characters of the texts that a JSON parser reads: it makes up to 25 times as many bytes.
 MAX_TREE = 1 << 22
+#: Most members of an index of shards, and characters of one that is not its weight_map.
+MAX_INDEX_MEMBERS = 64
+MAX_INDEX_VALUE = 1 << 20
 #: Tensors of at most so many bytes are stored plain: a buffer would be no smaller.
 PLAIN_NBYTES = 1024
 _CRC_STEP = 1 << 18
@@ -179,6 +182,24 @@ def _members(text: str, at: int, read: _ReadValue, limit: int) -> tuple[dict[str
         token = _token(_NEXT, text, at)
         last = token[1]
     return members, token.end()
+
+
+def read_index_object(text: str) -> dict[str, Any]:
+    """The members of an index of shards; `weight_map` has a text for each name.
+
+    What other members may hold is bounded, so that memory is in proportion to the text. Raises
+    ValueError, or RecursionError.
+    """
+
+    def member(name: str, text: str, at: int) -> tuple[Any, int]:
+        if name == "weight_map":
+            return _members(text, at, lambda key, text, at: _text(text, at), MAX_JSON)
+        value, nchars = _JSON.raw_decode(text[at : at + MAX_INDEX_VALUE])
+        return value, at + nchars
+
+    fields, at = _members(text, 0, member, MAX_INDEX_MEMBERS)
+    _token(_END, text, at)
+    return fields
 
 
 def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .formats.errors import FormatError
     from .formats.header import Header
     from .inspection import Info, inspect, verify
+    from .models import load, save
 
 __version__ = "0.1.0"
 
@@ -47,9 +48,11 @@ __all__ = [
     "encode",
     "error",
     "inspect",
+    "load",
     "load_file",
     "loads",
     "open",
+    "save",
     "save_file",
     "verify",
 ]
@@ -74,9 +77,11 @@ _HOMES = {
     "encode": "codec",
     "error": "error",
     "inspect": "inspection",
+    "load": "models",
     "load_file": "files",
     "loads": "files",
     "open": "files:open_file",
+    "save": "models",
     "save_file": "files",
     "verify": "inspection",
 }

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from .files import (
     encode_jobs,
     naming,
     parsed_of,
+    read_header,
     stored_plain,
     write_container,
 )
@@ -96,14 +97,12 @@ def compress_file(
     """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
-    restored byte for byte. `target` gets the permissions of `source`. Raises FormatError,
-    TypeError, ValueError or OSError.
+    restored byte for byte. `target` gets the permissions and the time of the last change of
+    `source`. Raises FormatError, TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
     with open_plain(source) as (reader, directory):
-        draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
-        for e in directory.entries:
-            draft.add(e.name, _planned(reader, directory, e, chosen, cast))
+        draft = _drafted(reader, directory, chosen, cast)
         backend = backend_for_once(draft.plans.values())
         entries = {e.name: e for e in directory.entries}
         reports: dict[str, TensorReport] = {}
@@ -128,7 +127,7 @@ def compress_file(
 
         jobs = encode_jobs(draft.plans, elements, lambda name: entries[name].nbytes, backend)
         with (
-            new_file(target, _mode(source)) as file,
+            new_file(target, *_kept(source)) as file,
             in_order(jobs, thread_count(threads)) as buffers,
         ):
             write_container(file, draft, reported(buffers))
@@ -138,6 +137,14 @@ def compress_file(
         reports[name] = TensorReport(name, dtype, plain.shape, PLAIN, nbytes, nbytes)
         progress(name, entries[name].nbytes)
     return [reports[name] for name in draft.names]
+
+
+def _drafted(reader: Reader, directory: Directory, codec: Codec, cast: DType | None) -> Draft:
+    """What the compressed form of a plain file holds."""
+    draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
+    for e in directory.entries:
+        draft.add(e.name, _planned(reader, directory, e, codec, cast))
+    return draft
 
 
 def _planned(
@@ -179,9 +186,119 @@ def check_plain(path: Any) -> None:
         pass
 
 
-def _mode(source: Any) -> int | None:
-    """Permissions of a file: what is made from it is no more open than it."""
-    return stat.S_IMODE(os.stat(source).st_mode) if is_path(source) else None
+@dataclass(frozen=True)
+class Forecast:
+    """What converting a file will do. Sizes in bytes."""
+
+    names: tuple[str, ...]
+    #: What a Progress is told in all.
+    nbytes: int
+    #: The tensors after a cast.
+    raw_nbytes: int
+    #: The result has no fewer.
+    least_nbytes: int
+    #: The target is there, and is what converting would write.
+    done: bool
+
+
+def forecast_compress(
+    source: Any, target: Any, codec: str | Codec = "zipccl", *, cast: DType | None = None
+) -> Forecast:
+    """What `compress_file` will do, from the headers of both files.
+
+    The target counts as done if it has the source's time of last change, header and plans. Raises
+    what `compress_file` raises for the header of `source`.
+    """
+    with open_plain(source) as (reader, directory):
+        draft = _drafted(reader, directory, as_codec(codec), cast)
+    plain = sum(p.nbytes for p in draft.plain.values())
+    return Forecast(
+        directory.names,
+        directory.data_nbytes,
+        plain + sum(p.nelem * p.dtype.itemsize for p in draft.plans.values()),
+        plain + sum(p.static_offset + p.chunks * p.static_stride for p in draft.plans.values()),
+        _same_time(source, target) and _holds(target, draft, None if cast else directory),
+    )
+
+
+def _same_time(source: Any, target: Any) -> bool:
+    """True if there is a file at `target` that was last changed when `source` was."""
+    same = os.stat(source).st_mtime_ns
+    return os.path.isfile(target) and os.stat(target).st_mtime_ns == same
+
+
+def _holds(target: Any, draft: Draft, source: Directory | None) -> bool:
+    """True for a compressed file of this draft, made from a file with this header."""
+    try:
+        with reading(target) as reader:
+            contents = Contents(reader)
+            heads = contents.heads(1 << 63)
+    except FormatError:
+        return False
+    own = contents.directory.metadata
+    source_bytes = contents.source.json_bytes if contents.source is not None else None
+    plans = {name: _identity(head.plan) for name, head in heads.items() if head is not None}
+    plain = {n: contents.entry(n) for n, head in heads.items() if head is None}
+    return (
+        own[VERSION_KEY] == draft.metadata[VERSION_KEY]
+        and users_metadata(own) == users_metadata(draft.metadata)
+        and source_bytes == (source.json_bytes if source is not None else None)
+        and contents.names() == draft.names
+        and plans == {name: _identity(plan) for name, plan in draft.plans.items()}
+        and {n: (e.dtype, e.shape) for n, e in plain.items()}
+        == {n: (p.dtype, p.shape) for n, p in draft.plain.items()}
+    )
+
+
+def _identity(plan: Plan) -> tuple[Any, ...]:
+    """All that a plan and that of the packed buffer have in common."""
+    return plan.codec, plan.dtype, plan.shape, plan.chunks, plan.checksum
+
+
+def forecast_decompress(
+    source: Any, target: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES
+) -> Forecast:
+    """What `decompress_file` will do, from the headers of both files.
+
+    The target counts as done if it has the source's time of last change, and the header and the
+    size of the file that `source` was made from. Raises what `decompress_file` raises for all but
+    payload.
+    """
+    with reading(source) as reader:
+        contents = Contents(reader)
+        heads = contents.heads(max_nbytes)
+        head = _restored_head(contents, heads)
+    nbytes = sum(contents.tensor_nbytes(name, h) for name, h in heads.items())
+    done = _same_time(source, target) and os.stat(target).st_size == len(head) + nbytes
+    if done:
+        with reading(target) as reader:
+            done = reader.read(0, len(head)).tobytes() == head
+    return Forecast(tuple(contents.names()), nbytes, nbytes, len(head) + nbytes, done)
+
+
+def obstacle(target: Any) -> str | None:
+    """Why `target` must not be overwritten; None if tightwire compressed it, or it is empty."""
+    if not os.path.exists(target):
+        return None
+    if not os.path.isfile(target):
+        return "exists and is not a regular file"
+    if not os.stat(target).st_size:
+        return None
+    try:
+        if VERSION_KEY not in read_header(target).metadata:
+            return "exists and holds an uncompressed model"
+        inspect_file(target)
+    except FormatError:
+        return "exists and is not a file that tightwire compressed"
+    return None
+
+
+def _kept(source: Any) -> tuple[int | None, int | None]:
+    """What a file made from `source` has of it: permissions, and nanoseconds of the last change."""
+    if not is_path(source):
+        return None, None
+    status = os.stat(source)
+    return stat.S_IMODE(status.st_mode), status.st_mtime_ns
 
 
 def cast_dtype(dtype: DType, cast: DType | None) -> DType:
@@ -222,14 +339,18 @@ def decompress_file(
     """Restore the safetensors file that `source` was made from, byte for byte.
 
     A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
-    tensor is checked; on any error `target` is left as it was. Raises FormatError or OSError.
+    tensor is checked; on any error `target` is left as it was. `target` gets the permissions and
+    the time of the last change of `source`. Raises FormatError or OSError.
     """
     with reading(source) as reader:
         contents = Contents(reader)
         heads = contents.heads(max_nbytes)
         head = _restored_head(contents, heads)
         jobs = _decode_jobs(contents, heads, len(head))
-        with new_file(target, _mode(source)) as out, in_order(jobs, thread_count(threads)) as found:
+        with (
+            new_file(target, *_kept(source)) as out,
+            in_order(jobs, thread_count(threads)) as found,
+        ):
             out.write(head)
             writer = Writer(out)
             for names, data in found:
@@ -353,8 +474,8 @@ def inspect_file(
         contents = Contents(reader)
         if name is not None and name not in contents:
             raise ValueError(f"no tensor {name!r}; 'inspect FILE' lists the names")
-        names = contents.names() if name is None else [name]
-        return contents, {n: _info(contents, n) for n in names if n not in contents.tied}
+        stored = [n for n in contents.names() if n not in contents.tied]
+        return contents, {n: _info(contents, n) for n in (stored if name is None else [name])}
 
 
 def _info(contents: Contents, name: str) -> Info | PlainInfo:
@@ -384,15 +505,37 @@ def diff_files(
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
     with reading(a) as first, reading(b) as second:
-        return _differences(_Tensors(first, max_nbytes), _Tensors(second, max_nbytes), progress)
+        return differences(
+            FileTensors(first, max_nbytes), FileTensors(second, max_nbytes), progress
+        )
 
 
-def _differences(left: _Tensors, right: _Tensors, progress: Progress) -> list[Difference]:
+class Tensors(Protocol):
+    """What can be compared."""
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+
+    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        """Element type, a text where it is none of ours, and shape."""
+
+    def bits(self, name: str) -> Any:
+        """Bits of the elements, shape (n,)."""
+
+
+def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Difference]:
+    """How these tensors differ bit by bit."""
     a, b = left.label, right.label
-    found = [Difference(name, f"only in {a}") for name in left.names if name not in right.names]
-    found += [Difference(name, f"only in {b}") for name in right.names if name not in left.names]
-    for name in left.names:
-        if name not in right.names:
+    in_a, in_b = dict.fromkeys(left.names), dict.fromkeys(right.names)
+    found = [Difference(name, f"only in {a}") for name in in_a if name not in in_b]
+    found += [Difference(name, f"only in {b}") for name in in_b if name not in in_a]
+    for name in in_a:
+        if name not in in_b:
             continue
         kind_a, kind_b = left.kind(name), right.kind(name)
         if kind_a != kind_b:
@@ -410,7 +553,7 @@ def _text(dtype: DType | str, shape: tuple[int, ...]) -> str:
     return f"{dtype.name if isinstance(dtype, DType) else dtype}{list(shape)}"
 
 
-class _Tensors:
+class FileTensors:
     """Element bits of the tensors of a plain or compressed safetensors file."""
 
     def __init__(self, reader: Reader, max_nbytes: int) -> None:
@@ -428,11 +571,13 @@ class _Tensors:
 
     @property
     def names(self) -> list[str]:
+        """See `Tensors`."""
         if self._contents is not None:
             return self._contents.names()
         return list(self._entries)
 
     def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
+        """See `Tensors`."""
         if self._contents is not None:
             return kind_of(self._contents, name, self._head(name))
         entry = self._entries[name]
@@ -443,6 +588,7 @@ class _Tensors:
         return self._heads[self._contents.entry(name).name]
 
     def bits(self, name: str) -> Any:
+        """See `Tensors`."""
         if self._contents is not None:
             with naming(self._reader.name):
                 return self._contents.bits(name, self._head(name), cpu_count(), self._backend)

@@ -4,12 +4,15 @@ at all.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -217,14 +220,15 @@ def map_file(path: PathLike) -> Bytes:
 
 
 @contextmanager
-def new_file(target: Any, mode: int | None = None) -> Iterator[Any]:
+def new_file(target: Any, mode: int | None = None, mtime_ns: int | None = None) -> Iterator[Any]:
     """A file to write and seek in, whose bytes are at `target` when the block ends without error.
 
-    `target` is a path (see `atomic_file`), a URL for fsspec, or a binary file object, written from
-    its present position on. What cannot seek gets everything at the end, from a temporary file.
+    `target` is a path (see `atomic_file`, also for `mode` and `mtime_ns`), a URL for fsspec, or a
+    binary file object, written from its present position on. What cannot seek gets everything at
+    the end, from a temporary file.
     """
     if is_path(target):
-        with atomic_file(target, mode) as file:
+        with atomic_file(target, mode, mtime_ns) as file:
             yield file
         return
     import shutil
@@ -272,13 +276,16 @@ class _Part:
 
 
 @contextmanager
-def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
+def atomic_file(
+    path: PathLike, mode: int | None = None, mtime_ns: int | None = None
+) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends without an error.
 
     Until then it has another name in the same folder, and nobody else may read it; on an error it
     is removed. Data and folder are synced, so that a crash leaves the old file or the new one. A
     link is followed, an existing file keeps its permissions, a new one gets `mode` or what the
-    umask says. Raises OSError, also for a `path` that is there and no regular file.
+    umask says. `mtime_ns`, if given, becomes the time of its last change. Raises OSError, also for
+    a `path` that is there and no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.exists():
@@ -286,14 +293,17 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
         mode = stat.S_IMODE(status.st_mode)
-    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
+    temporary = target.with_name(f"{_temporary_stem(target)}{os.urandom(8).hex()}.tmp")
     if mode is None:
         mode = _mode_by_umask(temporary)
     try:
         with os.fdopen(_create(temporary, 0o600), "wb") as file:
+            _lock(file.fileno())
             yield file
             file.flush()
             os.fchmod(file.fileno(), mode)
+            if mtime_ns is not None:
+                os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -308,6 +318,50 @@ def atomic_file(path: PathLike, mode: int | None = None) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
+
+
+def _temporary_stem(target: Path) -> str:
+    """How the temporary names of a file begin."""
+    return f".{target.name[:40]}."
+
+
+#: Characters behind it: 16 digits and ".tmp".
+_RANDOM_LENGTH = 20
+_TEMPORARY = re.compile(r"\..{1,40}\.[0-9a-f]{16}\.tmp", re.DOTALL)
+
+
+def is_temporary(name: str) -> bool:
+    """True for names that `atomic_file` gives to files that are not whole yet."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file until it is closed or this process ends. False if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_leftovers(targets: Iterable[Path], before_ns: int) -> None:
+    """Remove the temporary files that killed processes left of these targets.
+
+    They are locked by nobody and were last written before `before_ns`, in nanoseconds since 1970.
+    """
+    stems: dict[Path, set[str]] = {}
+    for target in targets:
+        stems.setdefault(target.parent, set()).add(_temporary_stem(target))
+    for folder, of_targets in stems.items():
+        for path in list(folder.iterdir()):
+            if is_temporary(path.name) and path.name[:-_RANDOM_LENGTH] in of_targets:
+                _remove_leftover(path, before_ns)
+
+
+def _remove_leftover(path: Path, before_ns: int) -> None:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_mtime_ns < before_ns and _lock(file.fileno()):
+            path.unlink()
 
 
 def _create(path: Path, mode: int) -> int:

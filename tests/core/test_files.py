@@ -67,6 +67,22 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_files_made_from_files_have_their_time(source: Path, tmp_path: Path) -> None:
+    """As zstd and cp -p do: resuming and backups go by it."""
+    os.utime(source, ns=(10**18 + 123_456_789,) * 2)
+    packed, restored = tmp_path / "packed", tmp_path / "restored"
+    convert.compress_file(source, packed)
+    convert.decompress_file(packed, restored)
+    assert packed.stat().st_mtime_ns == restored.stat().st_mtime_ns == 10**18 + 123_456_789
+
+
+def test_inspect_another_name_of_a_tensor(tmp_path: Path) -> None:
+    x = weights(3000)
+    tw.save_file({"x": x, "tied": x}, tmp_path / "m")
+    _, infos = convert.inspect_file(tmp_path / "m", "tied")
+    assert infos == {"tied": convert.inspect_file(tmp_path / "m", "x")[1]["x"]}
+
+
 def test_a_file_comes_back_byte_for_byte(source: Path, tmp_path: Path) -> None:
     packed, restored = tmp_path / "packed.safetensors", tmp_path / "restored.safetensors"
     seen: list[str] = []

@@ -18,13 +18,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"{c:5}  {text}" for c, text in EXIT_CODES.items())
 
-_PATH = click.Path(path_type=Path)
-input_files = click.argument("files", metavar="FILE...", type=_PATH, nargs=-1, required=True)
+
+class _FilePath(click.Path):
+    """A path; an empty text, as of a variable that is not set, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty path; name a file or a directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _FilePath(path_type=Path)
+input_files = click.argument("files", metavar="FILE|DIR...", type=_PATH, nargs=-1, required=True)
 output_option = click.option(
     "-o",
     "--output",
     type=_PATH,
-    help="Where the result goes: a file, or a folder that is there; of several, a folder.",
+    help="Where the result goes: a file, or a folder that is there; of several, a folder. "
+    "Of one DIR, the directory that it becomes.",
 )
 force_option = click.option(
     "--force", is_flag=True, help="Overwrite a file that tightwire compressed."
@@ -96,6 +107,17 @@ Done = tuple[dict[str, Any], Callable[[], None]]
 
 def each(files: Sequence[Path], work: Callable[[Path], Done], as_json: bool) -> int:
     """Work on every file, whatever becomes of the others; the first Failure gives the exit code."""
+    documents, failures = attempts(files, work, as_json)
+    if as_json:
+        first = {"error": failures[0].document} if failures else {}
+        print_json({"files": documents} | first)
+    return failures[0].code if failures else 0
+
+
+def attempts(
+    files: Sequence[Path], work: Callable[[Path], Done], as_json: bool
+) -> tuple[list[dict[str, Any]], list[Failure]]:
+    """Work on every file: a JSON document of each, and what failed. Shown at once as text."""
     documents: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for path in files:
@@ -103,14 +125,12 @@ def each(files: Sequence[Path], work: Callable[[Path], Done], as_json: bool) -> 
             document, show = work(path)
         except Failure as failure:
             failures.append(failure)
-            documents.append({"path": path, "ok": False, "error": failure.document})
+            error = {"path": path, "ok": False, "error": failure.document}
+            documents.append(error | failure.details)
             if not as_json:
                 complain(failure)
             continue
         documents.append({"path": path, "ok": True, "error": None} | document)
         if not as_json:
             show()
-    if as_json:
-        first = {"error": failures[0].document} if failures else {}
-        print_json({"files": documents} | first)
-    return failures[0].code if failures else 0
+    return documents, failures

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
 
 from .. import convert
+from .. import directories as model_directories
 from ..codec import Codec, codec
+from ..model_index import SUFFIX, compressed_name, restored_name
+from . import directories
 from .command import (
     Done,
     cast_dtype,
@@ -46,11 +50,15 @@ def compress(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Compress safetensors files.
+    """Compress safetensors files and directories of models.
 
     Every FILE is an input. Its compressed form is a safetensors file too; without -o it lies beside
     FILE, with .tw.safetensors for .safetensors. Without --cast, decompress gives FILE back byte for
     byte.
+
+    Of DIR all safetensors files are compressed, in sub-folders too, their index is adapted, and
+    other files but .git and .cache are copied, to the directory that -o names, or DIR.tw. Run again
+    after a kill, the command goes on where it was.
 
     All inputs and outputs are checked before anything is written. --force overwrites only what
     tightwire compressed: to replace an uncompressed model or any other file, remove it yourself.
@@ -60,9 +68,19 @@ def compress(
         raise ValueError(f"{codec_name} is lossy, and decompress promises the file that was")
     targets = targets_of(files, output, _compressed_name)
     check_sources(files, output, PLAIN, convert.check_plain)
-    check_targets(targets, force)
+    prepare = partial(
+        model_directories.prepare_compress,
+        codec=chosen,
+        cast=cast_dtype(cast),
+        threads=threads,
+        force=force,
+    )
+    works = directories.prepared(targets, prepare, PLAIN)
+    check_targets(directories.without(targets, works), force)
 
     def work(source: Path) -> Done:
+        if source in works:
+            return directories.run("compress", works[source], PLAIN)
         target = targets[source]
         with (
             about(source, PLAIN),
@@ -88,7 +106,7 @@ def compress(
 
 
 def _compressed_name(source: Path) -> str:
-    return source.name.removesuffix(".safetensors") + ".tw.safetensors"
+    return f"{source.name}.tw" if source.is_dir() else compressed_name(source.name)
 
 
 def _codec(name: str, window: str | None) -> Codec:
@@ -112,19 +130,24 @@ def decompress(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Restore the files that were compressed.
+    """Restore the files and directories that were compressed.
 
     Every FILE is an input, and every tensor is checked. Without -o the result lies beside FILE,
-    with .safetensors for .tw.safetensors.
+    with .safetensors for .tw.safetensors. Of DIR.tw the result is the directory that -o names, or
+    DIR; run again after a kill, the command goes on where it was.
 
     All inputs and outputs are checked before anything is written. An uncompressed model that is
     there already is never overwritten, not even with --force: remove it yourself.
     """
     targets = targets_of(files, output, _restored_name)
     check_sources(files, output, COMPRESSED, convert.inspect_file)
-    check_targets(targets, force)
+    prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)
+    works = directories.prepared(targets, prepare, COMPRESSED)
+    check_targets(directories.without(targets, works), force)
 
     def work(source: Path) -> Done:
+        if source in works:
+            return directories.run("decompress", works[source], COMPRESSED)
         target = targets[source]
         with (
             about(source, COMPRESSED),
@@ -140,9 +163,9 @@ def decompress(
 
 
 def _restored_name(source: Path) -> str:
-    stem = source.name.removesuffix(".tw.safetensors")
-    if stem == source.name:
+    suffix, what = (".tw", "directory") if source.is_dir() else (SUFFIX, "file")
+    if not source.name.endswith(suffix) or source.name == suffix:
         raise click.BadParameter(
-            f"{source} does not end in .tw.safetensors: name its output file with -o"
+            f"{source} does not end in {suffix}: name its output {what} with -o"
         )
-    return f"{stem}.safetensors"
+    return source.name.removesuffix(".tw") if source.is_dir() else restored_name(source.name)

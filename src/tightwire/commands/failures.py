@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..formats.errors import FormatError
 
@@ -34,11 +35,14 @@ EXPECTED = (OSError, MemoryError, TypeError, ValueError)
 
 
 class Failure(Exception):
-    """An error as the user sees it: exit code, reason, one line."""
+    """An error as the user sees it: exit code, reason, one line, and more for --json."""
 
-    def __init__(self, code: int, reason: str, message: str) -> None:
+    def __init__(
+        self, code: int, reason: str, message: str, details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.details = dict(details or {})
         self.document = {"reason": reason, "message": printable(message)}
 
 

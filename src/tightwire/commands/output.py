@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -93,21 +93,27 @@ def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda name, nbytes: None
         return
+    from ..files import read_header
+
+    sizes = {e.name: e.nbytes for e in read_header(path).entries}
+    with byte_bar(what, lambda: passes * sum(sizes.values())) as advance:
+        yield lambda name, nbytes: advance(sizes.get(name, 0))
+
+
+@contextmanager
+def byte_bar(what: str, total: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """A bar over `total()` bytes, if standard error is a terminal; it is told of bytes done."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from ..files import read_header
-
-    sizes = {e.name: e.nbytes for e in read_header(path).entries}
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=passes * sum(sizes.values()))
-
-        def advance(name: str, nbytes: int) -> None:
-            bar.advance(task, sizes.get(name, 0))
-
-        yield advance
+        task = bar.add_task(what, total=total())
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def size_text(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from ..files import Contents
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
 from ..planning import backend_for_once
+from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
 from .failures import COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
@@ -43,13 +44,15 @@ def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 @input_files
 @json_option
 def verify(files: Sequence[Path], as_json: bool) -> int:
-    """Check every byte of compressed files or bare buffers.
+    """Check every byte of compressed files, of directories of them, or of bare buffers.
 
     Header, checksums, padding and payload, as decompress would, without writing anything. All files
     are checked; the exit code is that of the first one that is bad.
     """
 
     def work(path: Path) -> Done:
+        if path.is_dir():
+            return directories.verify(path, as_json)
         with about(path, COMPRESSED):
             n = _verify(path)
         return {"tensors": n}, lambda: say(f"{path}: ok, {count_text(n)}")
@@ -75,12 +78,16 @@ def _verify(path: Path) -> int:
 def inspect(files: Sequence[Path], tensor: str | None, as_json: bool) -> int:
     """Show the tensors of compressed files.
 
-    FILE may also be a bare buffer. Only headers are read, nothing is decoded.
+    FILE may also be a bare buffer. Of DIR each shard is shown; --tensor looks in all of them. Only
+    headers are read, nothing is decoded.
     """
 
     def work(path: Path) -> Done:
-        with about(path, COMPRESSED):
-            done = _inspect(path, tensor)
+        if path.is_dir():
+            done = directories.inspect(path, tensor, _file_done, _buffer_done)
+        else:
+            with about(path, COMPRESSED):
+                done = _inspect(path, tensor)
         return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
 
     return each(files, work, as_json)
@@ -172,12 +179,16 @@ def _show_buffer(name: str | None, info: AnyInfo) -> None:
 @input_file("b", "B")
 @json_option
 def diff(a: Path, b: Path, as_json: bool) -> int:
-    """Compare the tensors of two files bit by bit.
+    """Compare the tensors of two files or directories bit by bit.
 
-    Each is a safetensors file, compressed or not.
+    Each is a safetensors file or the directory of a model, compressed or not. Tensors are compared
+    by name, however they are spread over shards.
     """
-    with about(None, EITHER), progress_bar("diff", a) as progress:
-        found = convert.diff_files(a, b, progress)
+    if a.is_dir() or b.is_dir():
+        found = directories.diff(a, b)
+    else:
+        with about(None, EITHER), progress_bar("diff", a) as progress:
+            found = convert.diff_files(a, b, progress)
     if as_json:
         print_json({"a": a, "b": b, "identical": not found, "differences": dicts(found)})
     elif found:

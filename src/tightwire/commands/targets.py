@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import convert
-from ..files import read_header
-from ..formats.container import VERSION_KEY
-from ..formats.errors import FormatError
 from .failures import SYSTEM, UNSUPPORTED, Failure, about
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -18,27 +15,36 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 def targets_of(
     sources: Sequence[Path], output: Path | None, name_of: Callable[[Path], str]
 ) -> dict[Path, Path]:
-    """Where the result of each source goes. Refuses two that would go to one place."""
-    for source in sources:
-        # Path makes "." of an empty argument.
-        if not source.name:
-            raise Failure(UNSUPPORTED, "unsupported", f"FILE is {source}; name a file")
-    into_folder = output is not None and output.is_dir()
+    """Where the result of each source goes. Refuses two that would go to one place.
+
+    Of a single directory, `output` is its result itself, there or not.
+    """
+    alone = len(sources) == 1 and sources[0].is_dir()
+    into_folder = output is not None and output.is_dir() and not alone
     if output is not None and len(sources) > 1 and not into_folder:
         raise Failure(SYSTEM, "os_error", f"{output}: no such folder; create it first")
     targets: dict[Path, Path] = {}
     taken: dict[str, Path] = {}
     for source in sources:
         if output is None:
-            target = source.with_name(name_of(source))
+            named = _named(source)
+            target = named.with_name(name_of(named))
         else:
-            target = output / name_of(source) if into_folder else output
+            target = output / name_of(_named(source)) if into_folder else output
         other = taken.setdefault(os.path.realpath(target), source)
         if other is not source:
             message = f"{target}: {other} and {source} would both be written there"
             raise Failure(UNSUPPORTED, "unsupported", message)
         targets[source] = target
     return targets
+
+
+def _named(source: Path) -> Path:
+    """`source` by a path that ends in its name, which "." and ".." do not."""
+    named = source if source.name not in ("", "..") else Path(os.path.abspath(source))
+    if not named.name:
+        raise Failure(UNSUPPORTED, "unsupported", f"{source}: name a file or a directory")
+    return named
 
 
 def check_sources(
@@ -49,6 +55,8 @@ def check_sources(
         if len(sources) > 1 and output is None and not source.exists():
             hint = "every argument is an input, -o names the output"
             raise Failure(SYSTEM, "os_error", f"{source}: No such file or directory; {hint}")
+        if source.is_dir():
+            continue
         with about(source, needed):
             check(source)
 
@@ -67,29 +75,12 @@ def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
             message = f"{target}: is an input itself; name another output with -o"
             raise Failure(UNSUPPORTED, "unsupported", message)
         with about(target):
-            obstacle = _obstacle(target)
+            obstacle = convert.obstacle(target)
         if obstacle is not None:
             advice = "remove it yourself or name another output with -o"
             raise Failure(SYSTEM, "os_error", f"{target}: {obstacle}; {advice}")
         if not force:
             raise Failure(SYSTEM, "os_error", f"{target}: exists; --force overwrites it")
-
-
-def _obstacle(target: Path) -> str | None:
-    """Why --force does not overwrite what is there; None if tightwire made it or it is empty."""
-    if not target.exists():
-        return None
-    if not target.is_file():
-        return "exists and is not a regular file"
-    if not target.stat().st_size:
-        return None
-    try:
-        if VERSION_KEY not in read_header(target).metadata:
-            return "exists and holds an uncompressed model"
-        convert.inspect_file(target)
-    except FormatError:
-        return "exists and is not a file that tightwire compressed"
-    return None
 
 
 def check_plot(source: Path | None, plot: Path) -> None:
