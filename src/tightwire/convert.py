@@ -261,15 +261,19 @@ def verify_file(
     Raises FormatError.
     """
     with reading(path) as reader:
-        contents = Contents(reader)
-        heads = contents.heads(max_nbytes)
-        for name, head in heads.items():
-            with naming(f"tensor {name!r}"):
-                if head is None:
-                    contents.plain(name)
-                else:
-                    engine.verify_chunks(contents.parsed(name, head), threads=cpu_count())
-            progress(name, contents.tensor_nbytes(name, head))
+        return verify_contents(Contents(reader), max_nbytes, progress)
+
+
+def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no_progress) -> int:
+    """As `verify_file`, of a file that is open."""
+    heads = contents.heads(max_nbytes)
+    for name, head in heads.items():
+        with naming(f"tensor {name!r}"):
+            if head is None:
+                contents.plain(name)
+            else:
+                engine.verify_chunks(contents.parsed(name, head), threads=cpu_count())
+        progress(name, contents.tensor_nbytes(name, head))
     return len(heads)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import convert
 from ..files import read_header
+from ..units import size_text as size_text
 from .failures import Failure, printable
 
 WIDTH = 100
@@ -104,14 +105,6 @@ def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Pro
             bar.advance(task, sizes.get(name, 0))
 
         yield advance
-
-
-def size_text(nbytes: int) -> str:
-    """A size for people, as in 1.5 MB."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    power = min((len(str(nbytes)) - 1) // 3, 4)
-    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def count_text(n: int) -> str:
