@@ -12,6 +12,7 @@ from .files import open_file as open
 from .formats.errors import FormatError
 from .formats.header import Header
 from .inspection import Info, inspect, verify
+from .streams import read_buffers
 
 if TYPE_CHECKING:
     from .adapters import ddp as ddp
@@ -46,6 +47,7 @@ __all__ = [
     "load_file",
     "loads",
     "open",
+    "read_buffers",
     "save_file",
     "verify",
 ]

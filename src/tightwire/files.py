@@ -600,6 +600,9 @@ class LazyTensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __jax_array__(self) -> Any:
+        return self.load("jax")
+
     def __dlpack__(self, **kwargs: Any) -> Any:
         try:
             return self.load().__dlpack__(**kwargs)

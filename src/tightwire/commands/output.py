@@ -19,6 +19,8 @@ from .failures import Failure, printable
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
 FIRST_WIDTH = 12
+#: The path that stands for standard input or output.
+STANDARD = Path("-")
 
 
 class OutputError(Exception):
@@ -89,8 +91,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int
 
 @contextmanager
 def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[convert.Progress]:
-    """A bar over the bytes of a file's tensors, if standard error is a terminal."""
-    if not sys.stderr.isatty():
+    """A bar over the bytes of a file's tensors, if standard error is a terminal.
+
+    Of standard input, whose header is not known yet, there is none.
+    """
+    if path == STANDARD or not sys.stderr.isatty():
         yield lambda name, nbytes: None
         return
     from rich.console import Console
