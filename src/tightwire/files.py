@@ -437,27 +437,6 @@ class Contents:
             data = data.copy()
         return Parsed(head.header, head.plan, head.records, head.dynamic_at, head.nbytes, data)
 
-    def parsed_part(self, name: str, head: Head, start: int, stop: int) -> Parsed:
-        """As `parsed`, for decoding flat elements `start` to `stop` and nothing else.
-
-        Of files that are not in memory, only the chunks that these need are read.
-        """
-        plan = head.plan
-        if isinstance(self.reader, MemoryReader) or stop - start == plan.nelem:
-            return self.parsed(name, head)
-        data = np.empty(head.nbytes, np.uint8)
-        chunks = engine.touched_chunks(plan, start, stop)
-        if chunks:
-            file_at = self.directory.data_at + self.entry(name).begin
-            first, last = chunks[0], chunks[-1]
-            ends = [*head.dynamic_at, head.nbytes]
-            for lo, hi in (
-                (plan.static_range(first).start, plan.static_range(last).stop),
-                (ends[first], ends[last + 1]),
-            ):
-                self.reader.read_into(file_at + lo, data[lo:hi])
-        return Parsed(head.header, plan, head.records, head.dynamic_at, head.nbytes, data)
-
     def plain(self, name: str) -> Bytes:
         """The bytes of a plain tensor, checked."""
         data = self.buffer(name)
@@ -524,18 +503,18 @@ class LazyTensor:
 
     `np.asarray(f["a"])` and `torch.as_tensor(f["a"])` decode it whole. NumPy has no DLPack for
     bfloat16 and fp8: for `torch.as_tensor` of those open the file with `like="torch"`.
+
+    Rows of a file that is neither local nor in memory need all packed bytes of the tensor: they are
+    read once, and kept as long as this object is.
     """
 
-    __slots__ = ("_contents", "_head", "_like", "_verify", "name")
+    __slots__ = ("_file", "_head", "_parsed", "name")
 
-    def __init__(
-        self, name: str, contents: Contents, head: Head | None, like: Any, verify: bool
-    ) -> None:
+    def __init__(self, name: str, file: File, head: Head | None) -> None:
         self.name = name
-        self._contents = contents
+        self._file = file
         self._head = head
-        self._like = like
-        self._verify = verify or None
+        self._parsed: Parsed | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -563,7 +542,7 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return self._contents.tensor_nbytes(self.name, self._head)
+        return self._file.contents.tensor_nbytes(self.name, self._head)
 
     @property
     def packed_nbytes(self) -> int:
@@ -577,16 +556,16 @@ class LazyTensor:
 
     @property
     def _entry(self) -> Entry:
-        return self._contents.entry(self.name)
+        return self._file.contents.entry(self.name)
 
     def load(self, like: Any = None, threads: int | None = None) -> Any:
         """The whole tensor, checked, in the library and on the device of `like`.
 
-        `like` is an array or a library's name, None that of the file. Raises FormatError, OSError,
-        ValueError after the file was closed.
+        `like` is an array or a library's name; None is what the file was opened with. Raises
+        FormatError, OSError, ValueError after the file was closed.
         """
-        chosen = self._like if like is None else like
-        return self._contents.tensor(self.name, self._head, chosen, thread_count(threads))
+        chosen = self._file.like if like is None else like
+        return self._file.contents.tensor(self.name, self._head, chosen, thread_count(threads))
 
     def numpy(self) -> npt.NDArray[Any]:
         """The whole tensor, checked, as a NumPy array."""
@@ -610,7 +589,7 @@ class LazyTensor:
             raise BufferError(f"{self!r}: {error} Open the file with like='torch'") from None
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        if arrays.target_of(self._like).device is None:
+        if arrays.target_of(self._file.like).device is None:
             return arrays.DLPACK_CPU, 0
         kind, index = self.load().__dlpack_device__()
         return kind, index
@@ -653,13 +632,18 @@ class LazyTensor:
 
     def _rows(self, head: Head, lo: int, hi: int) -> Any:
         row = math.prod(self.shape[1:])
-        start, stop = lo * row, hi * row
+        file = self._file
+        file.check_open()
+        if self._parsed is None:
+            self._parsed = file.contents.parsed(self.name, head)
         with naming(f"tensor {self.name!r}"):
-            if arrays.target_of(self._like).device is None:
-                parsed = self._contents.parsed_part(self.name, head, start, stop)
-            else:
-                parsed = self._contents.parsed(self.name, head)
-            flat = decode(parsed, like=self._like, start=start, stop=stop, verify=self._verify)
+            flat = decode(
+                self._parsed,
+                like=file.like,
+                start=lo * row,
+                stop=hi * row,
+                verify=file.verifies or None,
+            )
         return flat.reshape((hi - lo, *self.shape[1:]))
 
     def __reduce__(self) -> Any:
@@ -680,7 +664,7 @@ class File(Mapping[str, LazyTensor]):
 
     Local files are mapped into memory: another process that cuts the file off while it is open
     ends this one (SIGBUS). Files that are replaced, as `save_file` does, are safe. Of URLs and file
-    objects ranges are read.
+    objects ranges are read, one per tensor.
     """
 
     def __init__(
@@ -693,21 +677,23 @@ class File(Mapping[str, LazyTensor]):
     ) -> None:
         self.like = like
         self.max_nbytes = integer("max_nbytes", max_nbytes, least=0)
-        self._verify = bool(verify)
+        #: True if rows are taken from chunks that were checked whole.
+        self.verifies = bool(verify)
         reader = MappedReader(path) if is_path(path) else open_reader(path)
         self.name = reader.name
         try:
-            self._contents = Contents(reader)
+            #: The container's header, and what readers of tensors work on.
+            self.contents = Contents(reader)
         except BaseException:
             reader.close()
             raise
-        self._names = dict.fromkeys(self._contents.names())
+        self._names = dict.fromkeys(self.contents.names())
         self._closed = False
 
     @property
     def metadata(self) -> dict[str, str]:
         """The file's metadata without tightwire's own entries."""
-        return users_metadata(self._contents.directory.metadata)
+        return users_metadata(self.contents.directory.metadata)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -725,7 +711,7 @@ class File(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str) -> LazyTensor:
         contents = self._holding(name)
         head = contents.head(name, self.max_nbytes)
-        return LazyTensor(name, contents, head, self.like, self._verify)
+        return LazyTensor(name, self, head)
 
     def buffer(self, name: str) -> Bytes:
         """The packed buffer of one tensor, or the bytes of one stored plain: uint8, shape (n,).
@@ -738,21 +724,24 @@ class File(Mapping[str, LazyTensor]):
         """The contents, if they hold a tensor of that name; else KeyError."""
         if name not in self:
             raise KeyError(f"{name!r} is not in {self.name}")
+        self.check_open()
+        return self.contents
+
+    def check_open(self) -> None:
+        """Raise ValueError if the file was closed."""
         if self._closed:
             raise ValueError(f"{self.name} is closed")
-        return self._contents
 
     def verify(self) -> None:
         """Check every byte of every tensor, as loading them would. Raises FormatError, OSError."""
-        if self._closed:
-            raise ValueError(f"{self.name} is closed")
         from .convert import verify_contents
 
-        verify_contents(self._contents, self.max_nbytes)
+        self.check_open()
+        verify_contents(self.contents, self.max_nbytes)
 
     def close(self) -> None:
         """Let go of the file; arrays and buffers handed out stay valid."""
-        self._contents.reader.close()
+        self.contents.reader.close()
         self._closed = True
 
     def __enter__(self) -> File:
@@ -773,9 +762,9 @@ class File(Mapping[str, LazyTensor]):
         n = len(self)
         what = "closed" if self._closed else f"{n} tensor{'' if n == 1 else 's'}"
         if not self._closed:
-            source = self._contents.source
+            source = self.contents.source
             raw = "" if source is None else f"{size_text(source.data_nbytes)} in "
-            what += f", {raw}{size_text(self._contents.reader.nbytes)}"
+            what += f", {raw}{size_text(self.contents.reader.nbytes)}"
         return f"<tightwire.File {self.name!r}: {what}>"
 
 

@@ -35,7 +35,12 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-ARRAYS = {"w": normal(300, 40), "ids": np.arange(1000), "scalar": np.float32(2), "odd": b"\0\xff"}
+ARRAYS: dict[str, Any] = {
+    "w": normal(300, 40),
+    "ids": np.arange(1000),
+    "scalar": np.float32(2),
+    "odd": b"\0\xff",
+}
 MESSAGE = tw.dumps(ARRAYS)
 
 
