@@ -9,7 +9,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_processes_in_a_pipe(folder: Path) -> None:
 def test_standard_output_that_appends(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "all").write_bytes(b"before")
     with open(tmp_path / "all", "ab") as target:
-        command = [*CLI, "compress", folder / "plain", "-o", "-"]
+        command = [*CLI, "compress", str(folder / "plain"), "-o", "-"]
         subprocess.run(command, stdout=target, check=True, timeout=60)
     assert (tmp_path / "all").read_bytes() == b"before" + (folder / "packed").read_bytes()
 
@@ -148,7 +148,7 @@ def test_calls_that_cannot_be_meant(folder: Path) -> None:
     assert "--json" in json.loads(done.stdout)["error"]["message"]
     with pytest.MonkeyPatch.context() as patch:
         # As in a process that was started without one.
-        patch.setattr(standard.sys, "stdin", None)
+        patch.setattr(sys, "stdin", None)
         with pytest.raises(Failure, match="standard input is closed"):
             standard.standard_input()
 
@@ -159,7 +159,7 @@ def test_no_bytes_on_a_terminal(folder: Path) -> None:
         (["verify", "-"], True),
     ):
         parent, child = pty.openpty()
-        files = {"stdin": child} if stdin else {"stdout": child}
+        files: dict[str, Any] = {"stdin": child} if stdin else {"stdout": child}
         command = [*CLI, *map(str, args)]
         done = subprocess.run(command, stderr=subprocess.PIPE, timeout=60, **files)
         assert done.returncode == 5
@@ -174,8 +174,7 @@ def test_no_bytes_on_a_terminal(folder: Path) -> None:
 def test_an_output_that_nobody_reads(folder: Path) -> None:
     # More than a pipe holds.
     command = [*CLI, "decompress", str(folder / "packed"), "-o", "-"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert len(process.stdout.read(10)) == 10
         process.stdout.close()

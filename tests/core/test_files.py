@@ -776,7 +776,9 @@ def test_an_open_file_is_a_mapping(model: Path) -> None:
         }
         assert "w" in file
         assert ("none" in file, file.get("none"), file.get("none", 3)) == (False, None, 3)
-        assert file.get("w").shape == (600, 100)
+        w = file.get("w")
+        assert w is not None
+        assert w.shape == (600, 100)
         # Files are compared as other objects are, not tensor by tensor.
         assert file == file
         assert file != other
