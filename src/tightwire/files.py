@@ -591,7 +591,9 @@ class LazyTensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         if arrays.target_of(self._file.like).device is None:
             return arrays.DLPACK_CPU, 0
-        kind, index = self.load().__dlpack_device__()
+        # No rows are on the same device as all of them.
+        some = self[:0] if self.shape else self.load()
+        kind, index = some.__dlpack_device__()
         return kind, index
 
     def __len__(self) -> int:

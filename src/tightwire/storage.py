@@ -26,7 +26,7 @@ PathLike = str | os.PathLike[str]
 #: Errors that say a folder cannot be synced here, as on some network file systems.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 #: Modules whose file objects start anew from the beginning to seek backwards.
-_UNPACKERS = ("gzip", "bz2", "lzma", "zipfile")
+_UNPACKERS = ("gzip", "bz2", "lzma", "zipfile", "tarfile")
 
 
 class Reader(Protocol):

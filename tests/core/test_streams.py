@@ -430,8 +430,12 @@ def same(a: Any, b: Any) -> bool:
 @given(
     st.dictionaries(KEYS, VALUES, max_size=4) | st.lists(VALUES, max_size=4),
     st.sampled_from(["zipccl", "raw"]),
+    st.booleans(),
 )
-def test_nested_structures_come_back(value: Any, codec: str) -> None:
+def test_nested_structures_come_back(value: Any, codec: str, twice: bool) -> None:
+    if twice:
+        # Every array has two names.
+        value = [value, value]
     message = tw.dumps(value, codec)
     assert same(value, tw.loads(message))
     assert same(value, tw.load_file(io.BytesIO(message)))
