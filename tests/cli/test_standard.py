@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import pty
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +141,22 @@ def test_bad_bytes_give_no_result(folder: Path) -> None:
         for command in ("compress", "decompress"):
             assert "bad_container" in failed(command, "-", code=3, input=data)
         assert run("verify", "-", code=3, input=data).stdout == b""
+
+
+def test_errors_of_the_system_name_their_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("compress", "decompress"):
+        message = failed(command, tmp_path / "none", "-o", "-", code=4)
+        assert message == f"tightwire: {tmp_path / 'none'}: No such file or directory\n"
+        assert f"{tmp_path}: Is a directory" in failed(command, tmp_path, "-o", "-", code=4)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(convert, "write_container", full)
+    message = failed("compress", "-", code=4, input=(folder / "plain").read_bytes())
+    assert message.startswith(f"tightwire: {tempfile.gettempdir()}: No space left on device")
 
 
 def test_calls_that_cannot_be_meant(folder: Path) -> None:

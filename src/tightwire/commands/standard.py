@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,7 @@ def convert_piped(
         source = standard_input() if path == STANDARD else path
         with about("standard input" if path == STANDARD else path, needed):
             if target == STANDARD:
-                _send(source, convert)
+                _send(path, source, convert)
                 return {}, lambda: None
             with writing(path, target):
                 convert(source, target)
@@ -89,10 +87,16 @@ def _check_standard_output(as_json: bool) -> None:
     raise Failure(UNSUPPORTED, "unsupported", f"{problem}: name a file with -o")
 
 
-def _send(source: Any, convert: Callable[[Any, Any], object]) -> None:
-    """Convert into a temporary file, and copy that to standard output. Raises OutputError."""
+def _send(path: Path, source: Any, convert: Callable[[Any, Any], object]) -> None:
+    """Convert into a temporary file, and copy that to standard output. Raises OutputError.
+
+    `source` is `path`, or standard input where that is `-`.
+    """
+    import shutil
+    import tempfile
+
     with tempfile.TemporaryFile() as file:
-        with writing(None, Path(tempfile.gettempdir())):
+        with writing(path, Path(tempfile.gettempdir())):
             convert(source, file)
         file.seek(0)
         try:
