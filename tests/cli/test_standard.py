@@ -18,8 +18,8 @@ import pytest
 
 import tightwire as tw
 from tightwire import convert
+from tightwire.cli import main
 from tightwire.commands import standard
-from tightwire.commands.app import main
 from tightwire.commands.failures import Failure
 
 CLI = [sys.executable, "-m", "tightwire.cli"]
@@ -51,6 +51,8 @@ def run(*args: object, code: int = 0, input: bytes = b"") -> Done:
     stdin, stdout, stderr = (io.TextIOWrapper(Stream(data)) for data in (input, b"", b""))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["tightwire", *map(str, args)])
+        # Commands may set it for their process.
+        patch.setenv("OPENBLAS_NUM_THREADS", "1")
         for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
             patch.setattr(sys, name, stream)
         with pytest.raises(SystemExit) as exit:
