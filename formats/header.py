@@ -116,6 +116,8 @@ class Header:
         to `needed` bytes and ask again; after three times at most the size is known. Only the
         header is checked, and `nbytes` is what it and the records claim: decode() checks the rest.
 
+        `tightwire.read_buffers` reads a whole stream of buffers by it.
+
         Raises FormatError if `data` is not the start of a buffer, and with the reason
         "limit_exceeded" if the buffer has more than `max_nbytes` bytes, or `needed` would be more.
         """

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .formats.header import Header
     from .inspection import Info, inspect, verify
     from .models import load, save
+    from .streams import read_buffers
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "load_file",
     "loads",
     "open",
+    "read_buffers",
     "save",
     "save_file",
     "verify",
@@ -81,6 +83,7 @@ _HOMES = {
     "load_file": "files",
     "loads": "files",
     "open": "files:open_file",
+    "read_buffers": "streams",
     "save": "models",
     "save_file": "files",
     "verify": "inspection",

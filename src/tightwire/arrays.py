@@ -15,7 +15,8 @@ from .formats.dtypes import BY_NAME, DType, dtype_named
 _LIBRARIES = ("numpy", "torch", "cupy", "jax")
 _CLASSES = {"torch": "Tensor", "cupy": "ndarray", "jax": "Array"}
 
-_DLPACK_CPU = 1
+#: The number of host memory in DLPack.
+DLPACK_CPU = 1
 
 _by_numpy: dict[np.dtype[Any], DType] = {}
 
@@ -181,7 +182,7 @@ def _kind(x: Any) -> str:
 
 def _from_dlpack(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
     kind = x.__dlpack_device__()[0]
-    if kind != _DLPACK_CPU:
+    if kind != DLPACK_CPU:
         raise TypeError(f"{type(x).__name__} is on DLPack device {kind}; allowed: host memory")
     try:
         return np.from_dlpack(x)

@@ -440,26 +440,30 @@ def verify_file(
     Raises FormatError.
     """
     with reading(path) as reader:
-        contents = Contents(reader)
-        heads = contents.heads(max_nbytes)
-        backend = _backend(heads)
+        return verify_contents(Contents(reader), max_nbytes, progress)
 
-        def check(name: str, data: Bytes, memory: Memory, threads: int) -> str:
-            head = heads[name]
-            if head is None:
-                contents.check_plain(name, data)
-            else:
-                decoded = memory.take(engine.chunk_nbytes(head.plan))
-                engine.verify_chunks(parsed_of(head, data), threads, backend, decoded)
-            return name
 
-        def nbytes(name: str) -> int:
-            head = heads[name]
-            return 0 if head is None else engine.chunk_nbytes(head.plan)
+def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no_progress) -> int:
+    """As `verify_file`, of a file that is open."""
+    heads = contents.heads(max_nbytes)
+    backend = _backend(heads)
 
-        with in_order(contents.jobs(check, nbytes), cpu_count()) as groups:
-            for name in chain.from_iterable(groups):
-                progress(name, contents.tensor_nbytes(name, heads[name]))
+    def check(name: str, data: Bytes, memory: Memory, threads: int) -> str:
+        head = heads[name]
+        if head is None:
+            contents.check_plain(name, data)
+        else:
+            decoded = memory.take(engine.chunk_nbytes(head.plan))
+            engine.verify_chunks(parsed_of(head, data), threads, backend, decoded)
+        return name
+
+    def nbytes(name: str) -> int:
+        head = heads[name]
+        return 0 if head is None else engine.chunk_nbytes(head.plan)
+
+    with in_order(contents.jobs(check, nbytes), cpu_count()) as groups:
+        for name in chain.from_iterable(groups):
+            progress(name, contents.tensor_nbytes(name, heads[name]))
     return len(heads)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import mmap
 import os
 import re
@@ -27,10 +28,12 @@ PathLike = str | os.PathLike[str]
 
 #: Errors that say a folder cannot be synced here, as on some network file systems.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+#: Modules whose file objects start anew from the beginning to seek backwards.
+_UNPACKERS = ("gzip", "bz2", "lzma", "zipfile", "tarfile")
 
 
 class Reader(Protocol):
-    """Where bytes of a file come from. Threads may share one."""
+    """Where bytes of a file come from. Threads may share one. Closed, it raises ValueError."""
 
     #: What to call it in errors.
     name: str
@@ -55,33 +58,36 @@ class MemoryReader:
     def __init__(self, data: Bytes, name: str = "bytes") -> None:
         self.name = name
         self.nbytes = data.size
-        self._data = data
+        self._data: Bytes | None = data
 
     def read(self, start: int, nbytes: int) -> Bytes:
         """See `Reader`."""
-        return self._data[start : start + nbytes]
+        data = self._data
+        if data is None:
+            raise ValueError(f"{self.name} is closed")
+        return data[start : start + nbytes]
 
     def read_into(self, start: int, out: Bytes) -> None:
         """See `Reader`."""
-        out[:] = self._data[start : start + out.size]
+        out[:] = self.read(start, out.size)
 
     def close(self) -> None:
         """See `Reader`."""
-        self._data = self._data[:0]
+        self._data = None
 
 
 class MappedReader(MemoryReader):
     """A file mapped into memory, for reads of a few rows here and there."""
 
     def __init__(self, path: PathLike) -> None:
-        super().__init__(map_file(path), str(path))
+        super().__init__(map_file(path), os.fsdecode(path))
 
 
 class PathReader:
     """A file of the system."""
 
     def __init__(self, path: PathLike) -> None:
-        self.name = os.fspath(path)
+        self.name = os.fsdecode(path)
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
@@ -103,6 +109,8 @@ class PathReader:
 
     def read_into(self, start: int, out: Bytes) -> None:
         """See `Reader`."""
+        if self.fd < 0:
+            raise ValueError(f"{self.name} is closed")
         view = out.data
         done = 0
         while done < len(view):
@@ -125,8 +133,8 @@ class StreamReader:
     """A file object that can seek, from its present position to its end."""
 
     def __init__(self, file: BinaryIO, close: Callable[[], None]) -> None:
-        self.name = str(getattr(file, "name", None) or type(file).__name__)
-        self._file = file
+        self.name = _name_of(file)
+        self._file: BinaryIO | None = file
         self._close = close
         self._lock = threading.Lock()
         self._start = file.tell()
@@ -135,6 +143,8 @@ class StreamReader:
     def read(self, start: int, nbytes: int) -> Bytes:
         """See `Reader`."""
         with self._lock:
+            if self._file is None:
+                raise ValueError(f"{self.name} is closed")
             self._file.seek(self._start + start)
             data = _read_all(self._file, nbytes)
         if len(data) < nbytes:
@@ -147,7 +157,15 @@ class StreamReader:
 
     def close(self) -> None:
         """See `Reader`."""
+        with self._lock:
+            self._file = None
         self._close()
+
+
+def _name_of(file: Any) -> str:
+    """What to call a file object: its name if it has one, as files of the system do."""
+    name = getattr(file, "name", None)
+    return name if isinstance(name, str) and name else f"the {type(file).__name__}"
 
 
 def _read_all(file: BinaryIO, nbytes: int) -> bytes:
@@ -173,32 +191,64 @@ def is_path(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike)) and not is_url(source)
 
 
-def _fsspec() -> Any:
+def _url(url: str) -> tuple[Any, str]:
+    """The file system of fsspec and the path there that a URL names.
+
+    Of URLs of local files (file://) the file system is None.
+    """
     try:
-        import fsspec
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("URLs need fsspec: pip install fsspec", name="fsspec") from error
-    return fsspec
+    system, path = url_to_fs(url)
+    return (None if isinstance(system, LocalFileSystem) else system), path
+
+
+def _check_binary(file: Any) -> None:
+    if isinstance(file, io.TextIOBase):
+        raise TypeError(
+            f"{_name_of(file)} is open as text. Allowed: files in binary mode, sys.stdin.buffer, "
+            "sys.stdout.buffer"
+        )
+
+
+def _can_seek(file: Any) -> bool:
+    seekable = getattr(file, "seekable", None)
+    return seekable is not None and bool(seekable())
 
 
 def open_reader(source: Any) -> Reader:
     """A reader of a path, a URL for fsspec, a binary file object, bytes-like or a uint8 array.
 
-    A file object that cannot seek is read to its end. Raises OSError; TypeError for anything else.
+    A file object is read from its present position to its end; at once if it cannot seek, or only
+    by starting anew as those that unpack do. Raises OSError; TypeError for anything else.
     """
     if is_url(source):
-        file = _fsspec().open(source, "rb").open()
+        system, path = _url(source)
+        if system is None:
+            return PathReader(path)
+        file = system.open(path, "rb")
         return StreamReader(file, file.close)
     if isinstance(source, (str, os.PathLike)):
         return PathReader(source)
-    if hasattr(source, "read") and not isinstance(source, np.memmap):
-        if not source.seekable():
-            return MemoryReader(np.frombuffer(source.read(), np.uint8), "the stream")
+    if hasattr(source, "read") and not isinstance(source, (np.memmap, mmap.mmap)):
+        _check_binary(source)
+        if not _can_seek(source) or type(source).__module__ in _UNPACKERS:
+            return MemoryReader(_to_the_end(source), _name_of(source))
         return StreamReader(source, lambda: None)
     try:
         return MemoryReader(arrays.bytes_view(source))
-    except TypeError as error:
-        raise TypeError(f"Expected a path, a URL, a file object or bytes: {error}") from None
+    except TypeError:
+        kind = type(source).__name__
+        raise TypeError(f"Expected a path, a URL, a binary file or bytes, got {kind}") from None
+
+
+def _to_the_end(file: Any) -> Bytes:
+    data = file.read()
+    if data is None:
+        raise BlockingIOError(errno.EAGAIN, "has no bytes yet, and does not wait", _name_of(file))
+    return np.frombuffer(data, np.uint8)
 
 
 @contextmanager
@@ -224,33 +274,74 @@ def new_file(target: Any, mode: int | None = None, mtime_ns: int | None = None) 
     """A file to write and seek in, whose bytes are at `target` when the block ends without error.
 
     `target` is a path (see `atomic_file`, also for `mode` and `mtime_ns`), a URL for fsspec, or a
-    binary file object, written from its present position on. What cannot seek gets everything at
-    the end, from a temporary file.
+    binary file object, written from its present position on. BytesIO and files of the system are
+    written in place, and are as long as before after an error; what else there is gets everything
+    at the end, from a temporary file.
     """
+    import tempfile
+
+    if is_url(target):
+        system, path = _url(target)
+        if system is not None:
+            with tempfile.NamedTemporaryFile(prefix="tightwire.") as file:
+                yield file
+                file.flush()
+                system.put_file(file.name, path)
+            return
+        target = path
     if is_path(target):
         with atomic_file(target, mode, mtime_ns) as file:
             yield file
         return
-    import shutil
-    import tempfile
-
-    if is_url(target):
-        with tempfile.TemporaryFile() as file:
-            yield file
-            file.seek(0)
-            with _fsspec().open(target, "wb") as out:
-                shutil.copyfileobj(file, out, 1 << 22)
-        return
     if not hasattr(target, "write"):
-        raise TypeError(f"Expected a path, a URL or a file object, got {type(target).__name__}")
-    if target.seekable():
-        yield _Part(target)
+        kind = type(target).__name__
+        raise TypeError(f"Expected a path, a URL or a binary file, got {kind}")
+    _check_binary(target)
+    if _written_in_place(target):
+        with _part(target) as part:
+            yield part
         return
     with tempfile.TemporaryFile() as file:
         yield file
         file.seek(0)
-        shutil.copyfileobj(file, target, 1 << 22)
-        target.flush()
+        while piece := file.read(1 << 22):
+            _write_all(target, piece)
+        if hasattr(target, "flush"):
+            target.flush()
+
+
+def _written_in_place(file: Any) -> bool:
+    """True if bytes go where `seek` says: not for files that unpack or append."""
+    if isinstance(file, io.BytesIO):
+        return True
+    if not isinstance(file, (io.FileIO, io.BufferedWriter, io.BufferedRandom)):
+        return False
+    if not isinstance(getattr(file, "raw", file), io.FileIO) or not file.seekable():
+        return False
+    return not fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_APPEND
+
+
+def _write_all(file: Any, data: Any) -> int:
+    """Write all of `data`: an unbuffered file may take less at a time."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += file.write(view[done:]) or 0
+    return done
+
+
+@contextmanager
+def _part(file: BinaryIO) -> Iterator[_Part]:
+    """`file` from its present position on; as long as before if the block ends with an error."""
+    part = _Part(file)
+    size = part.seek(0, os.SEEK_END)
+    part.seek(0)
+    try:
+        yield part
+    except BaseException:
+        part.seek(0)
+        part.truncate(max(size, 0))
+        raise
 
 
 class _Part:
@@ -267,12 +358,12 @@ class _Part:
         return self._file.seek(at, whence) - self._start
 
     def write(self, data: Any) -> int:
-        """Write all of `data`: an unbuffered file may take less at a time."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            done += self._file.write(view[done:]) or 0
-        return done
+        """Write all of `data`."""
+        return _write_all(self._file, data)
+
+    def truncate(self, size: int) -> None:
+        """As that of a file."""
+        self._file.truncate(self._start + size)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .formats.container import MAX_TREE, check_text, unique_members
+from .formats.container import MAX_TREE, METADATA, check_text, unique_members
 from .formats.errors import FormatError
 
 MAX_DEPTH = 64
@@ -58,7 +58,7 @@ def _node(value: Any, path: tuple[str, ...], arrays: dict[str, Any]) -> Any:
     if type(value) in _SCALARS:
         return value
     name = ".".join(path)
-    while name in arrays:
+    while name in arrays or name == METADATA:
         name += "+"
     arrays[name] = value
     return {"tensor": name}

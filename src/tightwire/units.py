@@ -58,3 +58,11 @@ def _split(text: str, what: str) -> tuple[Decimal, str]:
     if match is None:
         raise ValueError(f"{text!r} is not {what}")
     return Decimal(match[1]), match[2]
+
+
+def size_text(nbytes: int) -> str:
+    """A size for people, as in 1.5 MB."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    power = min((len(str(nbytes)) - 1) // 3, 4)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

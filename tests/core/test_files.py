@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import copy
 import errno
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
+import re
 import subprocess
 import sys
 import threading
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,8 @@ from hypothesis import given, settings
 
 import tightwire as tw
 from support import make_bits
-from tightwire import convert
+from tightwire import convert, files
+from tightwire.files import LazyTensor
 from tightwire.formats.container import (
     BITS,
     SOURCE_KEY,
@@ -37,6 +43,7 @@ from tightwire.formats.container import (
 from tightwire.formats.dtypes import BY_NAME, BY_SAFETENSORS
 from tightwire.pipeline import BUDGET_NBYTES
 from tightwire.storage import atomic_file
+from tightwire.units import size_text
 
 torch = pytest.importorskip("torch")
 st = pytest.importorskip("safetensors.torch")
@@ -162,7 +169,7 @@ def test_save_and_load_any_library(tmp_path: Path) -> None:
     assert tw.load_file(path)["numpy"].tobytes() == x.tobytes()
     with tw.open(path) as file:
         assert file.metadata == {"step": "7"}
-        assert file.keys() == list(tensors) == list(file)
+        assert list(file.keys()) == list(tensors) == list(file)
         assert len(file) == 3
         assert "jax" in file
 
@@ -243,7 +250,7 @@ def test_rows_decode_without_the_rest(tmp_path: Path) -> None:
     with tw.open(path) as file:
         assert file["x"][:100].tobytes() == x[:100].tobytes()
         with pytest.raises(tw.FormatError, match="checksum_mismatch"):
-            file.get("x")
+            file["x"].load()
 
 
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
@@ -497,7 +504,7 @@ def test_many_threads_may_read_one_file(tmp_path: Path) -> None:
 
         def read() -> None:
             for name, x in tensors.items():
-                if file.get(name).tobytes() != x.tobytes():
+                if file[name].load().tobytes() != x.tobytes():
                     failures.append(name)
 
         threads = [threading.Thread(target=read) for _ in range(4)]
@@ -694,7 +701,7 @@ def test_a_list_comes_back_as_a_list(kind: type, tmp_path: Path) -> None:
     # As a file, it holds tensors with these names and no metadata of the user's.
     (tmp_path / "x").write_bytes(message)
     with tw.open(tmp_path / "x") as file:
-        assert file.keys() == [str(i) for i in range(11)]
+        assert list(file) == [str(i) for i in range(11)]
         assert file.metadata == {}
     convert.decompress_file(tmp_path / "x", tmp_path / "plain")
     assert set(st.load_file(tmp_path / "plain")) == set(map(str, range(11)))
@@ -762,3 +769,176 @@ def test_limits_are_whole_numbers(limit: Any, error: type[Exception], tmp_path: 
             call(path, max_nbytes=limit)
     with pytest.raises(error, match="max_nbytes is"):
         tw.loads(path.read_bytes(), max_nbytes=limit)
+
+
+# Open files.
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "m.tw.safetensors"
+    h = torch.from_numpy(weights(300, 50).view(np.int16)).view(torch.bfloat16)
+    tw.save_file({"w": np.arange(60_000.0).reshape(600, 100), "h": h, "s": np.float32(2)}, path)
+    return path
+
+
+def test_an_open_file_is_a_mapping(model: Path) -> None:
+    with tw.open(model) as file, tw.open(model) as other:
+        assert isinstance(file, Mapping)
+        names = ["w", "h", "s"]
+        assert list(file) == list(file.keys()) == [x.name for x in file.values()] == names
+        assert {name: x.shape for name, x in file.items()} == {
+            "w": (600, 100),
+            "h": (300, 50),
+            "s": (),
+        }
+        assert "w" in file
+        assert ("none" in file, file.get("none"), file.get("none", 3)) == (False, None, 3)
+        w = file.get("w")
+        assert w is not None
+        assert w.shape == (600, 100)
+        # Files are compared as other objects are, not tensor by tensor.
+        assert file == file
+        assert file != other
+        assert len({file, other}) == 2
+
+
+def test_open_files_and_tensors_on_one_line(model: Path, tmp_path: Path) -> None:
+    with tw.open(model) as file:
+        size = size_text(model.stat().st_size)
+        assert repr(file) == f"<tightwire.File '{model}': 3 tensors, {size}>"
+        w = file["w"]
+        packed = size_text(file.buffer("w").size)
+        shown = f"'w': float64[600, 100], zipccl, 480.0 kB in {packed}"
+        assert repr(w) == f"<tightwire.LazyTensor {shown}>"
+        assert repr(file["s"]) == "<tightwire.LazyTensor 's': float32[], plain, 4 B in 4 B>"
+    assert repr(file) == f"<tightwire.File '{model}': closed>"
+    assert repr(w) == f"<tightwire.LazyTensor {shown}>"
+    st.save_file({"x": torch.arange(5000)}, tmp_path / "plain")
+    convert.compress_file(tmp_path / "plain", tmp_path / "x")
+    size = size_text((tmp_path / "x").stat().st_size)
+    with tw.open(tmp_path / "x") as file:
+        assert repr(file).endswith(f": 1 tensor, 40.0 kB in {size}>")
+
+
+def test_what_a_lazy_tensor_says_of_itself(model: Path) -> None:
+    with tw.open(model) as file:
+        w, s = file["w"], file["s"]
+        assert (w.dtype, w.ndim, w.size, w.nbytes, len(w)) == ("float64", 2, 60_000, 480_000, 600)
+        assert (w.codec, w.packed_nbytes) == ("zipccl", file.buffer("w").size)
+        assert (s.dtype, s.ndim, s.size, s.nbytes, s.codec) == ("float32", 0, 1, 4, "plain")
+        assert s.packed_nbytes == 4
+        for call in (len, iter):
+            with pytest.raises(TypeError, match="0-d"):
+                call(s)
+        for x in (w, s):
+            with pytest.raises(TypeError, match="is not None"):
+                bool(x)
+
+
+@pytest.mark.parametrize("like", ["numpy", "torch"])
+def test_lazy_tensors_are_arrays_to_other_libraries(
+    like: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = np.arange(60_000.0).reshape(600, 100)
+    with tw.open(model, like=like) as file:
+        # Neither library takes it row by row.
+        monkeypatch.delattr(LazyTensor, "__getitem__")
+        assert np.array_equal(np.asarray(file["w"]), w)
+        assert np.asarray(file["h"]).dtype == ml_dtypes.bfloat16
+        assert np.array(file["w"], np.float32).dtype == np.float32
+        assert float(np.asarray(file["s"])) == 2
+        with pytest.raises(ValueError, match="copy=None"):
+            np.asarray(file["w"], copy=False)
+        for call in (torch.asarray, torch.as_tensor, torch.from_dlpack):
+            assert torch.equal(call(file["w"]), torch.from_numpy(w))
+            if like == "torch":
+                assert torch.equal(call(file["h"]), file["h"].load())
+            else:
+                with pytest.raises(BufferError, match=r"'h'.*like='torch'"):
+                    call(file["h"])
+        assert isinstance(file["w"].load("torch"), torch.Tensor)
+        assert isinstance(
+            file["w"].load(threads=1), torch.Tensor if like == "torch" else np.ndarray
+        )
+        assert isinstance(file["w"].numpy(), np.ndarray)
+
+
+def test_jax_takes_lazy_tensors(model: Path) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    with tw.open(model) as file:
+        assert jnp.asarray(file["h"]).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("block", [1, 3000, 1 << 22])
+def test_iteration_gives_the_rows_and_ends(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_BLOCK_NBYTES", block)
+    arrays = [np.arange(2000.0).reshape(50, 40), np.zeros((3, 0)), np.zeros((0, 3)), np.arange(4)]
+    message = tw.dumps(arrays)
+    # Of a file object, rows need the bytes of the tensor, once.
+    stream = Counting(message)
+    for source in (message, stream):
+        with tw.open(source) as file:
+            for i, x in enumerate(arrays):
+                assert [r.tolist() for r in file[str(i)]] == x.tolist()
+    assert stream.given < 2 * len(message) + 10_000
+
+
+class Counting(io.BytesIO):
+    given = 0
+
+    def read(self, n: int | None = -1) -> bytes:
+        data = super().read(n)
+        self.given += len(data)
+        return data
+
+
+def test_open_files_are_not_pickled(model: Path) -> None:
+    with tw.open(model) as file:
+        for x, advice in ((file, "open it again"), (file["w"], "load")):
+            for call in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(TypeError, match=advice):
+                    call(x)
+
+
+@pytest.mark.parametrize("kind", [str, Path.read_bytes, lambda p: io.BytesIO(p.read_bytes())])
+def test_nothing_is_read_after_close(kind: Callable[[Path], Any], model: Path) -> None:
+    file = tw.open(kind(model))
+    w, s = file["w"], file["s"]
+    rows = w[3:5]
+    file.close()
+    calls: list[Callable[[], Any]] = [lambda: w[3:5], w.load, s.load, lambda: list(w), file.verify]
+    calls += [lambda: np.asarray(w), lambda: file["w"], lambda: file["s"], lambda: file.buffer("w")]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{re.escape(file.name)} is closed"):
+            call()
+    # What was read stays, and what the header says.
+    assert rows.tolist() == np.arange(300.0, 500).reshape(2, 100).tolist()
+    assert (list(file), w.shape) == (["w", "h", "s"], (600, 100))
+    file.close()
+
+
+def test_rows_are_checked_whole_if_asked_for(tmp_path: Path) -> None:
+    x = weights(400, 1024)
+    path = tmp_path / "x.safetensors"
+    tw.save_file({"x": x, "y": x[:5]}, path)
+    with tw.open(path, verify=True) as file:
+        file.verify()
+        assert file["x"][7].tobytes() == x[7].tobytes()
+    data = bytearray(path.read_bytes())
+    data[-200_000] ^= 0x10
+    path.write_bytes(data)
+    with tw.open(path) as file, tw.open(path, verify=True) as checking:
+        assert file["x"][:100].tobytes() == checking["y"][:0].tobytes() + x[:100].tobytes()
+        assert checking["y"][2:4].tobytes() == x[2:4].tobytes()
+        for call in (lambda: checking["x"][:100], lambda: checking["x"][3], file.verify):
+            with pytest.raises(tw.FormatError, match="checksum_mismatch: tensor 'x'"):
+                call()
+
+
+def test_an_open_file_can_be_saved(model: Path, tmp_path: Path) -> None:
+    with tw.open(model) as file:
+        tw.save_file(file, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == model.read_bytes()

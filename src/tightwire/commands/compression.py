@@ -28,6 +28,7 @@ from .command import (
 )
 from .failures import COMPRESSED, PLAIN, about, writing
 from .output import count_text, progress_bar, say, size_text
+from .standard import convert_piped, is_piped
 from .targets import check_sources, check_targets, targets_of
 
 
@@ -62,10 +63,15 @@ def compress(
 
     All inputs and outputs are checked before anything is written. --force overwrites only what
     tightwire compressed: to replace an uncompressed model or any other file, remove it yourself.
+
+    A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
     chosen = _codec(codec_name, window)
     if not chosen.lossless:
         raise ValueError(f"{codec_name} is lossy, and decompress promises the file that was")
+    if is_piped(files, output):
+        into = partial(convert.compress_file, codec=chosen, cast=cast_dtype(cast), threads=threads)
+        return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json)
     targets = targets_of(files, output, _compressed_name)
     check_sources(files, output, PLAIN, convert.check_plain)
     prepare = partial(
@@ -138,7 +144,12 @@ def decompress(
 
     All inputs and outputs are checked before anything is written. An uncompressed model that is
     there already is never overwritten, not even with --force: remove it yourself.
+
+    A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
+    if is_piped(files, output):
+        into = partial(convert.decompress_file, threads=threads)
+        return convert_piped(files, output, COMPRESSED, into, force=force, as_json=as_json)
     targets = targets_of(files, output, _restored_name)
     check_sources(files, output, COMPRESSED, convert.inspect_file)
     prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)

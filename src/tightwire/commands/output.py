@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..units import size_text as size_text
 from .failures import Failure, printable
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
 FIRST_WIDTH = 12
+#: The path that stands for standard input or output.
+STANDARD = Path("-")
 
 
 class OutputError(Exception):
@@ -89,8 +92,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int
 
 @contextmanager
 def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[Progress]:
-    """A bar over the bytes of a file's tensors, if standard error is a terminal."""
-    if not sys.stderr.isatty():
+    """A bar over the bytes of a file's tensors, if standard error is a terminal.
+
+    Of standard input, whose header is not known yet, there is none.
+    """
+    if path == STANDARD or not sys.stderr.isatty():
         yield lambda name, nbytes: None
         return
     from ..files import read_header
@@ -114,14 +120,6 @@ def byte_bar(what: str, total: Callable[[], int]) -> Iterator[Callable[[int], No
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total())
         yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def size_text(nbytes: int) -> str:
-    """A size for people, as in 1.5 MB."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    power = min((len(str(nbytes)) - 1) // 3, 4)
-    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def count_text(n: int) -> str:

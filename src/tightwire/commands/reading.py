@@ -19,6 +19,7 @@ from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
 from .failures import COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
+    STANDARD,
     count_text,
     dicts,
     print_json,
@@ -28,16 +29,19 @@ from .output import (
     shape_text,
     size_text,
 )
+from .standard import path_or_bytes, standard_input
 
 AnyInfo = inspection.Info | inspection.PlainInfo
 
 
-def _buffer_bytes(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+def _buffer_bytes(source: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """The bytes of a file that holds one bare buffer, None for any other file."""
-    with open(path, "rb") as file:
+    if isinstance(source, np.ndarray):
+        return source if source[: len(MAGIC)].tobytes() == MAGIC else None
+    with open(source, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             return None
-    return np.asarray(np.memmap(path, np.uint8, "r"))
+    return np.asarray(np.memmap(source, np.uint8, "r"))
 
 
 @command
@@ -47,7 +51,7 @@ def verify(files: Sequence[Path], as_json: bool) -> int:
     """Check every byte of compressed files, of directories of them, or of bare buffers.
 
     Header, checksums, padding and payload, as decompress would, without writing anything. All files
-    are checked; the exit code is that of the first one that is bad.
+    are checked; the exit code is that of the first one that is bad. - is standard input.
     """
 
     def work(path: Path) -> Done:
@@ -62,13 +66,14 @@ def verify(files: Sequence[Path], as_json: bool) -> int:
 
 def _verify(path: Path) -> int:
     """Check one file; returns how many tensors it holds."""
-    data = _buffer_bytes(path)
+    source = path_or_bytes(path)
+    data = _buffer_bytes(source)
     if data is not None:
         parsed = engine.parse(data)
         engine.verify_chunks(parsed, cpu_count(), backend_for_once([parsed.plan]))
         return 1
     with progress_bar("verify", path) as progress:
-        return convert.verify_file(path, progress=progress)
+        return convert.verify_file(source, progress=progress)
 
 
 @command
@@ -78,8 +83,8 @@ def _verify(path: Path) -> int:
 def inspect(files: Sequence[Path], tensor: str | None, as_json: bool) -> int:
     """Show the tensors of compressed files.
 
-    FILE may also be a bare buffer. Of DIR each shard is shown; --tensor looks in all of them. Only
-    headers are read, nothing is decoded.
+    FILE may also be a bare buffer, or - for standard input. Of DIR each shard is shown; --tensor
+    looks in all of them. Only headers are read, nothing is decoded.
     """
 
     def work(path: Path) -> Done:
@@ -100,12 +105,13 @@ def _shown_under(path: Path | None, show: Callable[[], None]) -> None:
 
 
 def _inspect(path: Path, tensor: str | None) -> Done:
-    data = _buffer_bytes(path)
+    source = path_or_bytes(path)
+    data = _buffer_bytes(source)
     if data is not None:
         if tensor is not None:
             raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
         return _buffer_done(None, inspection.inspect(data))
-    contents, infos = convert.inspect_file(path, tensor)
+    contents, infos = convert.inspect_file(source, tensor)
     if tensor is not None:
         return _buffer_done(tensor, infos[tensor])
     return _file_done(contents, infos)
@@ -182,13 +188,16 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
     """Compare the tensors of two files or directories bit by bit.
 
     Each is a safetensors file or the directory of a model, compressed or not. Tensors are compared
-    by name, however they are spread over shards.
+    by name, however they are spread over shards. One of them can be - for standard input.
     """
-    if a.is_dir() or b.is_dir():
+    if a == b == STANDARD:
+        raise ValueError("A and B are both -, and there is one standard input")
+    if STANDARD not in (a, b) and (a.is_dir() or b.is_dir()):
         found = directories.diff(a, b)
     else:
         with about(None, EITHER), progress_bar("diff", a) as progress:
-            found = convert.diff_files(a, b, progress)
+            x, y = (standard_input() if path == STANDARD else path for path in (a, b))
+            found = convert.diff_files(x, y, progress)
     if as_json:
         print_json({"a": a, "b": b, "identical": not found, "differences": dicts(found)})
     elif found:

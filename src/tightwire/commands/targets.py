@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import convert
 from .failures import SYSTEM, UNSUPPORTED, Failure, about
+from .output import STANDARD
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
@@ -63,7 +64,7 @@ def check_sources(
 
 def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
     """Refuse, before any work is done, targets that cannot or should not be written."""
-    sources = [source.stat() for source in targets]
+    sources = [source.stat() for source in targets if source != STANDARD]
     taken = {(status.st_dev, status.st_ino) for status in sources}
     for target in targets.values():
         if not target.parent.is_dir():
