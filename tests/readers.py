@@ -11,7 +11,15 @@ import numpy as np
 import tightwire as tw
 from tightwire import convert, tree
 from tightwire.files import read_header
-from tightwire.formats.container import LIST_KEY, TIED_KEY, TREE_KEY, VERSION, VERSION_KEY
+from tightwire.formats.container import (
+    LIST_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    VERSION,
+    VERSION_KEY,
+    Entry,
+)
+from tightwire.formats.dtypes import BY_SAFETENSORS
 from tightwire.formats.errors import REASONS
 
 MAX_NBYTES = 1 << 24
@@ -41,14 +49,22 @@ def _by_name(tensors: Any) -> Tensors:
     return {name: value(x) for name, x in tree.flatten([tensors])[0].items()}
 
 
+def _stored(entry: Entry, data: bytes) -> Value:
+    """A tensor of a plain file, as NumPy has it: elements of less than a byte are bytes."""
+    if entry.dtype not in BY_SAFETENSORS:
+        return "uint8", (entry.nbytes,), data
+    return BY_SAFETENSORS[entry.dtype].name, entry.shape, data
+
+
 def _decompress(path: Path) -> Tensors:
     target = path.with_name("restored")
     try:
         convert.decompress_file(path, target, max_nbytes=MAX_NBYTES)
-        return {
-            e.name: (dtype.name, e.shape, bits.tobytes())
-            for e, dtype, bits in convert.plain_tensors(target, None)
-        }
+        with convert.open_plain(target) as (reader, directory):
+            return {
+                e.name: _stored(e, convert.read_entry(reader, directory, e).tobytes())
+                for e in directory.entries
+            }
     finally:
         target.unlink(missing_ok=True)
 

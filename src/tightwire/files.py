@@ -32,6 +32,7 @@ from .formats.container import (
     Entry,
     check_compressed,
     check_names,
+    check_size,
     compressed_metadata,
     crc32c,
     directory_bytes,
@@ -93,9 +94,11 @@ class Draft:
     metadata: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, what: Plan | Plain) -> None:
-        """One tensor more."""
+        """One tensor more. FormatError for a plain one of a shape that readers refuse."""
         self.names.append(name)
         if isinstance(what, Plain):
+            with naming(f"tensor {name!r}"):
+                check_size(Entry(name, what.dtype, what.shape, 0, what.nbytes))
             self.plain[name] = what
         else:
             self.plans[name] = what
@@ -383,6 +386,7 @@ class Contents:
         entry = self.entry(name)
         with naming(f"tensor {name!r}"):
             if self.is_plain(entry):
+                check_size(entry)
                 if entry.nbytes > max_nbytes:
                     detail = f"{entry.nbytes} bytes, max_nbytes is {max_nbytes}"
                     raise FormatError("limit_exceeded", detail)
