@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,51 @@ def _load_file(path: Path) -> Tensors:
 
 def _loads(path: Path) -> Tensors:
     return _by_name(tw.loads(path.read_bytes(), max_nbytes=MAX_NBYTES))
+
+
+class _Pipe(io.BytesIO):
+    """A stream that cannot seek."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("seek")
+
+    def tell(self) -> int:
+        raise io.UnsupportedOperation("tell")
+
+
+class _Short(io.FileIO):
+    """An unbuffered file whose reads are short."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        assert size is not None
+        return super().read(min(size, 1009)) or b""
+
+
+def _pipe(path: Path) -> Tensors:
+    return _by_name(tw.load_file(_Pipe(path.read_bytes()), max_nbytes=MAX_NBYTES))
+
+
+def _short_reads(path: Path) -> Tensors:
+    with _Short(path) as file:
+        return _by_name(tw.load_file(file, max_nbytes=MAX_NBYTES))
+
+
+def _behind_others(path: Path) -> Tensors:
+    """A file that starts at an odd place of another one."""
+    stream = io.BytesIO(b"before!" + path.read_bytes())
+    stream.seek(7)
+    return _by_name(tw.load_file(stream, max_nbytes=MAX_NBYTES))
+
+
+def _url(path: Path) -> Tensors:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/mutant", path.read_bytes())
+    return _by_name(tw.load_file("memory://mutant", max_nbytes=MAX_NBYTES))
 
 
 def _by_name(tensors: Any) -> Tensors:
@@ -87,7 +134,12 @@ WHOLE: dict[str, Callable[[Path], Tensors | None]] = {
     "decompress": _decompress,
     "verify": _verify,
     "diff": _diff,
+    "pipe": _pipe,
+    "short reads": _short_reads,
+    "behind others": _behind_others,
 }
+if importlib.util.find_spec("fsspec") is not None:
+    WHOLE["url"] = _url
 
 
 def reason(reader: Callable[[Path], object], path: Path) -> str | None:
@@ -122,7 +174,8 @@ def agreed(path: Path) -> str | Tensors:
     if found is not None:
         return found
     tensors = _load_file(path)
-    assert tensors == _loads(path)
+    for reader in (_loads, _pipe, _short_reads, _behind_others):
+        assert tensors == reader(path)
     restored = _decompress(path)
     metadata = read_header(path).metadata
     if metadata[VERSION_KEY] == VERSION and {LIST_KEY, TIED_KEY, TREE_KEY} & metadata.keys():
