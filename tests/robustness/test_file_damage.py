@@ -22,6 +22,7 @@ import pytest
 
 import readers
 import tightwire as tw
+from mutants import Rng, edit_value
 from support import make_bits, repair
 from tightwire import convert, tree
 from tightwire.formats.container import (
@@ -67,7 +68,6 @@ VALUES = {
     for data in SAMPLES.values()
     for x in tree.flatten([tw.loads(data)])[0].values()
 }
-Rng = np.random.Generator
 Mutant = Callable[[Rng, bytes], bytes]
 
 
@@ -104,21 +104,6 @@ def with_header(data: bytes, text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[read_directory(memoryview(data)).data_at :]
 
 
-NUMBERS = [-1, 0, 1, 127, 128, 256, 1 << 31, 1 << 60, 1 << 63, 1 << 64, 10**400, 0.5, 1e999, -0.0]
-ODD: list[Any] = [*NUMBERS, None, True, "", "U8", "BF16", "\ud800", "0", [], {}, [[]], [0, 128]]
-NAMES = [
-    "",
-    "x",
-    "__metadata__",
-    "tightwire",
-    "0",
-    "1",
-    "shape",
-    "\udfff",
-    "tensor",
-    "dict",
-    "tuple",
-]
 TOKENS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\u0061", b"\\ud800", b"\0", b"\xff", b"1e9"]
 TOKENS += [b'"x":{},', b"[" * 3000, b'{"a":' * 3000, b" " * 5000, b"9" * 5000, b"null", b"-", b"\n"]
 
@@ -126,31 +111,8 @@ TOKENS += [b'"x":{},', b"[" * 3000, b'{"a":' * 3000, b" " * 5000, b"9" * 5000, b
 def edit(rng: Rng, data: bytes) -> bytes:
     """One field of the header is something else: a number, another type, gone, renamed, moved."""
     header: Any = json.loads(read_directory(memoryview(data)).json_bytes)
-    _edit(rng, header)
+    edit_value(rng, header)
     return with_header(data, json.dumps(header, separators=(",", ":")).encode())
-
-
-def _any_key(rng: Rng, parent: Any) -> Any:
-    keys = list(parent) if isinstance(parent, dict) else range(len(parent))
-    return keys[int(rng.integers(len(keys)))]
-
-
-def _edit(rng: Rng, root: Any) -> None:
-    parent, key = root, _any_key(rng, root)
-    while isinstance(parent[key], (dict, list)) and parent[key] and rng.random() < 0.8:
-        parent = parent[key]
-        key = _any_key(rng, parent)
-    what = rng.integers(5)
-    if what == 0 and isinstance(parent, dict):
-        parent[str(rng.choice(NAMES))] = parent.pop(key)
-    elif what == 1:
-        del parent[key]
-    elif what == 2 and isinstance(parent[key], int):
-        parent[key] += int(rng.choice([-128, -1, 1, 128, 1 << 62]))
-    elif what == 3 and isinstance(parent, list):
-        parent.append(parent[key])
-    else:
-        parent[key] = ODD[int(rng.integers(len(ODD)))]
 
 
 def edit_metadata(rng: Rng, data: bytes) -> bytes:
@@ -170,7 +132,7 @@ def edit_metadata(rng: Rng, data: bytes) -> bytes:
     value = json.loads(text)
     for _ in range(int(rng.integers(1, 3))):
         if value:
-            _edit(rng, value)
+            edit_value(rng, value)
     text = json.dumps(value)
     if key == SOURCE_KEY:
         text = base64.b64encode(zlib.compress(text.encode())).decode()
