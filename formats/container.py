@@ -222,12 +222,12 @@ _JSON = json.JSONDecoder(object_pairs_hook=unique_members)
 
 
 def check_size(entry: Entry) -> None:
-    """Raise FormatError("limit_exceeded") for a plain tensor of a shape that no array has.
+    """Raise FormatError("bad_container") for a plain tensor of a shape that no array has.
 
     The rule is that of buffers, for all dimensions but zeros.
     """
     if math.prod(n or 1 for n in entry.shape) * BITS[entry.dtype] >= 1 << 66:
-        raise FormatError("limit_exceeded", f"shape {list(entry.shape)}")
+        raise _bad(f"{entry.name!r} is too large but for its zeros: shape {list(entry.shape)}")
 
 
 def _is_size(value: Any) -> bool:
@@ -387,6 +387,8 @@ def _check_plain(directory: Directory) -> None:
     behind = directory.entries[len(directory.entries) - len(plain) :]
     if any(e.is_buffer for e in behind):
         raise _bad("a buffer lies behind plain tensors")
+    for e in plain:
+        check_size(e)
 
 
 def _check_order(metadata: Mapping[str, str]) -> None:

@@ -378,9 +378,9 @@ def invalid_2() -> Iterator[tuple[str, bytes, str]]:
     header["none"]["data_offsets"] = [0, 0]
     yield "empty_plain_before_buffer", digested(file_of(header, data, **COMPACT)), bad
     huge = {"x": ("I8", [0, 1 << 62, 2], b"")}
-    yield "plain_shape", container_2({}, huge), "limit_exceeded"
+    yield "plain_shape", container_2({}, huge), bad
     largest = {"x": ("F4", [0, 1 << 62, 4], b"")}
-    yield "plain_shape_f4", container_2({}, largest), "limit_exceeded"
+    yield "plain_shape_f4", container_2({}, largest), bad
     damaged = bytearray(RAW)
     damaged[128] ^= 1
     two = container_2({"x": bytes(damaged)}, y, {PLAIN_KEY: "00000000"})

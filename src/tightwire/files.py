@@ -97,8 +97,7 @@ class Draft:
         """One tensor more. FormatError for a plain one of a shape that readers refuse."""
         self.names.append(name)
         if isinstance(what, Plain):
-            with naming(f"tensor {name!r}"):
-                check_size(Entry(name, what.dtype, what.shape, 0, what.nbytes))
+            check_size(Entry(name, what.dtype, what.shape, 0, what.nbytes))
             self.plain[name] = what
         else:
             self.plans[name] = what
@@ -386,7 +385,6 @@ class Contents:
         entry = self.entry(name)
         with naming(f"tensor {name!r}"):
             if self.is_plain(entry):
-                check_size(entry)
                 if entry.nbytes > max_nbytes:
                     detail = f"{entry.nbytes} bytes, max_nbytes is {max_nbytes}"
                     raise FormatError("limit_exceeded", detail)

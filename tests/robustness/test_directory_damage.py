@@ -24,8 +24,8 @@ from tightwire import convert
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.errors import REASONS
 
-directories = pytest.importorskip("tightwire.directories")
-models = pytest.importorskip("tightwire.models")
+directories = pytest.importorskip("tightwire.directories", exc_type=ImportError)
+models = pytest.importorskip("tightwire.models", exc_type=ImportError)
 
 INDEX = "model.safetensors.index.json"
 SHARDS = {
