@@ -23,6 +23,7 @@ DIGEST_KEY = "tightwire.digest"
 PLAIN_KEY = "tightwire.plain"
 TIED_KEY = "tightwire.tied"
 TREE_KEY = "tightwire.tree"
+OWN_KEYS = (VERSION_KEY, SOURCE_KEY, LIST_KEY, DIGEST_KEY, PLAIN_KEY, TIED_KEY, TREE_KEY)
 VERSION = "2"
 #: The version before: no digest, every tensor a buffer.
 FIRST_VERSION = "1"
@@ -33,8 +34,8 @@ NO_DIGEST = "0" * 64
 #: Hexadecimal digits of a plain tensor's CRC32C.
 CRC_DIGITS = 8
 MAX_JSON = 100_000_000
-#: Most characters of a tensor's entry, and most entries of the metadata: a header takes memory in
-#: proportion to its size.
+#: Most characters of a tensor's entry, and most entries of the metadata and of the tied names: a
+#: header takes memory in proportion to its size.
 MAX_ENTRY = 4096
 MAX_METADATA = 1 << 16
 #: Most characters of the texts that a JSON parser reads: it makes up to 25 times as many bytes.
@@ -256,6 +257,15 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=unique_members)
 
 
+def check_size(entry: Entry) -> None:
+    """Raise FormatError("bad_container") for a plain tensor of a shape that no array has.
+
+    The rule is that of buffers, for all dimensions but zeros.
+    """
+    if math.prod(n or 1 for n in entry.shape) * BITS[entry.dtype] >= 1 << 66:
+        raise _bad(f"{entry.name!r} is too large but for its zeros: shape {list(entry.shape)}")
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
@@ -340,8 +350,9 @@ def check_names(names: Iterable[Any]) -> None:
 
 def check_metadata(metadata: Mapping[Any, Any]) -> None:
     """Raise TypeError or ValueError for what a user cannot store as metadata."""
-    if len(metadata) > MAX_METADATA - 2:
-        raise ValueError(f"{len(metadata)} metadata entries; allowed: {MAX_METADATA - 2}")
+    limit = MAX_METADATA - len(OWN_KEYS)
+    if len(metadata) > limit:
+        raise ValueError(f"{len(metadata)} metadata entries; allowed: {limit}")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata {key!r}: {value!r}; allowed: text to text")
@@ -387,6 +398,7 @@ def check_compressed(directory: Directory) -> None:
     if version == VERSION:
         _check_digest(directory)
         _check_plain(directory)
+        _check_order(metadata)
     elif version == FIRST_VERSION:
         for e in directory.entries:
             if not e.is_buffer:
@@ -412,11 +424,20 @@ def _check_plain(directory: Directory) -> None:
     """Plain tensors lie behind the buffers, and each has a checksum."""
     plain = [e for e in directory.entries if not e.is_buffer]
     text = directory.metadata.get(PLAIN_KEY, "")
-    if re.fullmatch(f"(?:[0-9a-f]{{{CRC_DIGITS}}}){{{len(plain)}}}", text) is None:
+    if len(text) != CRC_DIGITS * len(plain) or re.fullmatch("[0-9a-f]*", text) is None:
         raise _bad(f"{PLAIN_KEY} is not {CRC_DIGITS} hexadecimal digits for each plain tensor")
     behind = directory.entries[len(directory.entries) - len(plain) :]
     if any(e.is_buffer for e in behind):
         raise _bad("a buffer lies behind plain tensors")
+    for e in plain:
+        check_size(e)
+
+
+def _check_order(metadata: Mapping[str, str]) -> None:
+    """No two keys say which tensors there are and in which order; a tree may name tied ones."""
+    found = [key for key in (SOURCE_KEY, LIST_KEY, TIED_KEY, TREE_KEY) if key in metadata]
+    if len(found) > 1 and found != [TIED_KEY, TREE_KEY]:
+        raise _bad(f"{found[0]} beside {found[1]}")
 
 
 def crc32c(data: memoryview) -> int:
@@ -465,7 +486,9 @@ def tied_names(directory: Directory) -> dict[str, str]:
 
 
 def tied_text(tied: Mapping[str, str]) -> str:
-    """What `tied_names` reads."""
+    """What `tied_names` reads. ValueError for more names than it takes."""
+    if len(tied) > MAX_METADATA:
+        raise ValueError(f"{len(tied)} names of tied tensors; allowed: {MAX_METADATA}")
     return json.dumps(dict(tied), separators=(",", ":"), ensure_ascii=False)
 
 
@@ -490,8 +513,6 @@ def source_directory(directory: Directory) -> Directory | None:
     if directory.metadata[VERSION_KEY] == VERSION:
         # Plain tensors lie behind the others.
         names, own = sorted(names), sorted(own)
-        if TIED_KEY in directory.metadata or TREE_KEY in directory.metadata:
-            raise _bad("a source header beside tied names or a tree")
     if names != own:
         raise _bad("the source header names other tensors than the file")
     if any(map(is_own, source.metadata)):

@@ -20,14 +20,24 @@ import numpy as np
 
 import tightwire as tw
 from tightwire.convert import compress_file
+from tightwire.formats.container import (
+    DIGEST_KEY,
+    NO_DIGEST,
+    PLAIN_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    crc32c,
+    read_directory,
+)
+from tightwire.formats.dtypes import BY_SAFETENSORS
 
 RAW = bytes(tw.encode(np.array([1, 2, 3], np.uint8), "raw"))
 FLOATS = (np.arange(1300) % 97 / 64 - 0.5).astype(np.float32).reshape(13, 100)
 
 
-def file_of(fields: Any, data: bytes = b"") -> bytes:
-    """A file with this header, an object or its bytes."""
-    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+def file_of(fields: Any, data: bytes = b"", **layout: Any) -> bytes:
+    """A file with this header, an object or its bytes; `layout` is for json.dumps."""
+    text = fields if isinstance(fields, bytes) else json.dumps(fields, **layout).encode()
     text += b" " * (-(8 + len(text)) % 128)
     return len(text).to_bytes(8, "little") + text + data
 
@@ -67,6 +77,74 @@ def odd_source() -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes([1, 2, 3]) + x
 
 
+COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
+
+
+def first(tensors: Mapping[str, Any], codec: str = "zipccl", **metadata: str) -> bytes:
+    """A container of version 1, as it was written."""
+    buffers = {name: bytes(tw.encode(x, codec)) for name, x in tensors.items()}
+    own = {"tightwire": "1"}
+    is_list = metadata.keys() == {"tightwire.list"}
+    header: dict[str, Any] = {"__metadata__": own | metadata if is_list else metadata | own}
+    at = 0
+    for name, buffer in buffers.items():
+        header[name] = entry(at, at + len(buffer))
+        at += len(buffer)
+    return file_of(header, b"".join(buffers.values()), **COMPACT)
+
+
+def first_compressed(plain: bytes) -> bytes:
+    """The container of version 1 made from a plain file."""
+    directory = read_directory(memoryview(plain))
+    tensors = {}
+    for e in directory.entries:
+        data = np.frombuffer(plain[directory.span(e)], np.uint8)
+        tensors[e.name] = data.view(BY_SAFETENSORS[e.dtype].numpy).reshape(e.shape)
+    metadata = dict(directory.metadata) | source_of(directory.json_bytes)
+    return first(tensors, **metadata)
+
+
+def digested(data: bytes) -> bytes:
+    """The file with the right digest in the place of its digest, `NO_DIGEST`."""
+    n = int.from_bytes(data[:8], "little")
+    digest = hashlib.sha256(data[8 : 8 + n]).hexdigest()
+    return data.replace(NO_DIGEST.encode(), digest.encode(), 1)
+
+
+#: A plain entry: safetensors' dtype, shape, bytes.
+Plain = tuple[str, list[int], bytes]
+
+
+def header_2(
+    buffers: Mapping[str, bytes],
+    plain: Mapping[str, Plain] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a container of version 2, its digest to be computed."""
+    own = {"tightwire": "2", DIGEST_KEY: NO_DIGEST}
+    header: dict[str, Any] = {}
+    data = b""
+    for name, buffer in buffers.items():
+        header[name] = entry(len(data), len(data) + len(buffer))
+        data += buffer
+    for name, (dtype, shape, raw) in (plain or {}).items():
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += raw
+    if plain:
+        own[PLAIN_KEY] = "".join(f"{crc32c(memoryview(raw)):08x}" for _, _, raw in plain.values())
+    return {"__metadata__": own | dict(metadata or {})} | header, data
+
+
+def container_2(
+    buffers: Mapping[str, bytes],
+    plain: Mapping[str, Plain] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """A container of version 2."""
+    return digested(file_of(*header_2(buffers, plain, metadata), **COMPACT))
+
+
 def compressed(plain: bytes) -> bytes:
     """The container made from a plain file."""
     with tempfile.TemporaryDirectory() as folder:
@@ -78,18 +156,98 @@ def compressed(plain: bytes) -> bytes:
 
 def valid() -> Iterator[tuple[str, bytes]]:
     """Containers that every reader takes."""
-    yield "one", tw.dumps({"x": np.array([1, 2, 3], np.uint8)}, "raw")
-    yield "none", tw.dumps({})
-    yield "two", tw.dumps({"weight": FLOATS, "scalar": np.float64(3.5)})
-    yield "list", tw.dumps([FLOATS[0], np.arange(3), FLOATS[:0]])
-    yield "empty_list", tw.dumps([])
-    yield "source", compressed(odd_source())
+    yield "one", first({"x": np.array([1, 2, 3], np.uint8)}, "raw")
+    yield "none", first({})
+    yield "two", first({"weight": FLOATS, "scalar": np.float64(3.5)})
+    a_list = {"0": FLOATS[0], "1": np.arange(3), "2": FLOATS[:0]}
+    yield "list", first(a_list, **{"tightwire.list": "1"})
+    yield "empty_list", first({}, **{"tightwire.list": "1"})
+    yield "source", first_compressed(odd_source())
     yield "unknown_own_key", container({"x": RAW}, {"tightwire.later": "?"})
     # Members in another order than their data, white space, escapes.
     text = b'\n{ "b" :{"shape":[256],"data_offsets":[256,512],"dtype":"U8"},\t"\\u0061":'
     text += json.dumps(entry(0, 256), indent=1).encode()
     text += b' , "__metadata__" : {"tightwire" : "1"} }\r\n'
     yield "spaces", file_of(text, RAW * 2)
+    yield from valid_2()
+
+
+ONE: Plain = ("F32", [], np.float32(1.5).tobytes())
+PLAIN: dict[str, Plain] = {
+    "f64": ("F64", [1, 2], np.array([np.nan, -0.0]).tobytes()),
+    "c64": ("C64", [1], np.complex64(1 - 2j).tobytes()),
+    "none": ("I64", [3, 0, 1 << 40], b""),
+    "f32": ONE,
+    "bf16": ("BF16", [3], bytes.fromhex("803fc07f0080")),
+    "f8": ("F8_E8M0", [2, 2], bytes([0, 127, 254, 255])),
+    "bool": ("BOOL", [3], bytes([1, 0, 1])),
+    "byte": ("U8", [], bytes([7])),
+    "bytes": ("U8", [2, 2], bytes([1, 2, 3, 4])),
+    "f6_e2m3": ("F6_E2M3", [2, 4], bytes(range(6))),
+    "f6_e3m2": ("F6_E3M2", [8], bytes(range(6, 12))),
+    "f4": ("F4", [3, 2], bytes([0x10, 0x32, 0xFE])),
+}
+TREE: list[Any] = [
+    {"tensor": "x"},
+    {"tensor": "again"},
+    {"dict": [["a", 1], [1, "é"], [2.5, None], [False, True], [None, {"tensor": "x"}]]},
+    {"tuple": [-0.0, 1e300, 10**40, {"float": "nan"}, {"float": "inf"}, {"float": "-inf"}]},
+    {"bytes": "AAH/"},
+    {"tuple": []},
+    {"dict": []},
+    [],
+    [[""]],
+]
+
+
+def nested(depth: int) -> str:
+    """A tree whose deepest node has this depth."""
+    return "[" * depth + "0" + "]" * depth
+
+
+def mixed_source() -> bytes:
+    """A plain file with tensors that are stored plain before, between and behind others."""
+    x = FLOATS.tobytes()
+    rows = [("b", "F4", [4], b"12"), ("é", "F32", [13, 100], x), ("", "BOOL", [1, 1], b"\1")]
+    rows += [("ids", "U8", [3], b"abc"), ("a", "F64", [], bytes(8)), ("none", "I8", [0, 2], b"")]
+    header: dict[str, Any] = {}
+    data = b""
+    for name, dtype, shape, raw in rows:
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += raw
+    header = dict(sorted(header.items())) | {"__metadata__": {"format": "pt"}}
+    return file_of(header, data)
+
+
+def valid_2() -> Iterator[tuple[str, bytes]]:
+    """Containers of version 2 that every reader takes."""
+    yield "example", container_2({"x": RAW}, {"y": ONE})
+    yield "nothing", tw.dumps({})
+    yield "written", tw.dumps({"weight": FLOATS, "scalar": np.float64(3.5)})
+    yield "plain_only", container_2({}, PLAIN)
+    yield "plain_behind", container_2({"x": RAW}, PLAIN)
+    # Its data is not aligned, and nothing says that it has to be.
+    small_first = dict(reversed(PLAIN.items()))
+    yield "plain_unaligned", container_2({"x": RAW}, small_first)
+    header, data = header_2({"b": RAW, "a": RAW}, {"c": ONE})
+    yield "names_order", digested(file_of(dict(reversed(header.items())), data, **COMPACT))
+    yield "tied", container_2({"x": RAW}, {"y": ONE}, {TIED_KEY: '{"é":"x", "a":"y", "b":"x"}'})
+    yield "tied_none", container_2({"x": RAW}, None, {TIED_KEY: " {}"})
+    both = {TIED_KEY: '{"again":"x"}', TREE_KEY: json.dumps(TREE, ensure_ascii=False)}
+    yield "tree", container_2({"x": RAW}, {"left out": ONE}, both)
+    yield "tree_deep", container_2({}, None, {TREE_KEY: nested(64)})
+    yield "tree_value", container_2({}, None, {TREE_KEY: '\n"no tensor"'})
+    a_list = {"tightwire.list": "1"}
+    yield "list_2", container_2({"0": RAW, "1": RAW}, {"2": ONE}, a_list)
+    header, data = header_2({"1": RAW}, {"0": ONE}, a_list)
+    header["1"] = header.pop("1")
+    yield "list_plain_first", digested(file_of(header, data, **COMPACT))
+    yield "source_mixed", compressed(mixed_source())
+    later = {"tightwire.later": "?", "user": '"tightwire.digest":""'}
+    yield "unknown_own_key_2", container_2({"x": RAW}, None, later)
+    ignored = {DIGEST_KEY: "?", PLAIN_KEY: "?", TIED_KEY: "?", TREE_KEY: "?"}
+    yield "other_own_keys_in_1", container({"x": RAW}, ignored)
 
 
 def own_metadata(key: str) -> dict[str, str]:
@@ -170,17 +328,162 @@ def invalid() -> Iterator[tuple[str, bytes, str]]:
     yield "payload_and_magic", container(both, {}), "bad_magic"
     yield "magic_and_source", container({"x": no_magic}, own_metadata("tightwire")), bad
     yield "magic_and_shape", container({"x": no_magic}, wide), "bad_magic"
+    yield from invalid_2()
+
+
+def invalid_2() -> Iterator[tuple[str, bytes, str]]:
+    """Containers of version 2 that every reader refuses, with the reason."""
+    bad = "bad_container"
+    good = container_2({"a": RAW, "b": RAW}, {"y": ONE})
+    digest = good[good.index(b'digest":"') + 9 :][:64]
+    yield "version_3", container_2({"x": RAW}, None, {"tightwire": "3"}), bad
+    yield "digest_wrong", good.replace(digest, digest[::-1]), bad
+    yield "digest_upper_case", good.replace(digest, digest.upper()), bad
+    yield "digest_short", good.replace(digest + b'"', digest[:63] + b'" '), bad
+    yield "digest_zero", good.replace(digest, NO_DIGEST.encode()), bad
+    header, data = header_2({"x": RAW})
+    yield "digest_white_space", digested(file_of(header, data)), bad
+    escaped = file_of(header, data, **COMPACT).replace(
+        b"tightwire.digest", b"tightwire\\u002edigest"
+    )
+    n = int.from_bytes(escaped[:8], "little") + 5
+    yield "digest_escaped", digested(n.to_bytes(8, "little") + escaped[8:]), bad
+    yield "name_changed", good.replace(b'"a":', b'"c":'), bad
+    swapped = good.replace(b'"a":', b'"?":').replace(b'"b":', b'"a":').replace(b'"?":', b'"b":')
+    yield "names_swapped", swapped, bad
+    yield "header_padded", grown(good, 128), bad
+    user = container_2({"x": RAW}, None, {"user": "1"})
+    yield "metadata_changed", user.replace(b'"user":"1"', b'"user":"2"'), bad
+
+    y = {"y": ONE}
+    for name, text in (
+        ("missing", ""),
+        ("short", "1234567"),
+        ("upper", "1234567A"),
+        ("+", "+1234567"),
+    ):
+        name = {"+": "sign"}.get(name, name)
+        yield f"plain_{name}", container_2({"x": RAW}, y, {PLAIN_KEY: text}), bad
+    yield "plain_too_many", container_2({"x": RAW}, None, {PLAIN_KEY: "00000000"}), bad
+    yield "plain_two_for_three", container_2({}, PLAIN, {PLAIN_KEY: "0" * 88}), bad
+    yield "plain_value", container_2({"x": RAW}, y, {PLAIN_KEY: "00000000"}), "checksum_mismatch"
+    yield "plain_data", good[:-1] + b"\x40", "checksum_mismatch"
+    yield "plain_in_version_1", container({"x": RAW}, {}, y=ONE_ENTRY) + ONE[2], bad
+    header, data = header_2({"x": RAW}, y)
+    for which, at in (("x", 4), ("y", 0)):
+        header[which]["data_offsets"] = [at, at + (256 if which == "x" else 4)]
+    yield "buffer_behind_plain", digested(file_of(header, data[-4:] + RAW, **COMPACT)), bad
+    empty = {"none": ("F32", [0], b""), "y": ONE}
+    header, data = header_2({"x": RAW}, empty)
+    header["none"]["data_offsets"] = [0, 0]
+    yield "empty_plain_before_buffer", digested(file_of(header, data, **COMPACT)), bad
+    huge = {"x": ("I8", [0, 1 << 62, 2], b"")}
+    yield "plain_shape", container_2({}, huge), bad
+    largest = {"x": ("F4", [0, 1 << 62, 4], b"")}
+    yield "plain_shape_f4", container_2({}, largest), bad
+    damaged = bytearray(RAW)
+    damaged[128] ^= 1
+    two = container_2({"x": bytes(damaged)}, y, {PLAIN_KEY: "00000000"})
+    yield "payload_and_plain", two, "checksum_mismatch"
+    yield (
+        "plain_and_magic",
+        container_2({"x": bytes(4) + RAW[4:]}, y, {PLAIN_KEY: "0" * 8}),
+        "bad_magic",
+    )
+
+    for name, text in TIED_BAD.items():
+        yield f"tied_{name}", container_2({"x": RAW}, y, {TIED_KEY: text}), bad
+    for name, text in TREE_BAD.items():
+        yield f"tree_{name}", container_2({"x": RAW}, y, {TREE_KEY: text}), bad
+    yield "tree_surrogate", container_2({"x": RAW}, y, {TREE_KEY: '"\\ud800"'}), bad
+
+    source = compressed(mixed_source())
+    fields, data = json_of(source)
+    keys = fields["__metadata__"]
+    for key, value in ((TIED_KEY, "{}"), (TREE_KEY, "0"), ("tightwire.list", "1")):
+        more = fields | {"__metadata__": keys | {key: value, DIGEST_KEY: NO_DIGEST}}
+        yield f"source_beside_{key[10:]}", digested(file_of(more, data, **COMPACT)), bad
+    a_list = {"tightwire.list": "1"}
+    yield "list_beside_tied", container_2({"0": RAW}, None, a_list | {TIED_KEY: "{}"}), bad
+    yield "list_beside_tree", container_2({"0": RAW}, None, a_list | {TREE_KEY: "0"}), bad
+    yield "list_names_2", container_2({"1": RAW}, {"0": ONE}, a_list), bad
+    for what, changed in (
+        ("dtype", {"dtype": "I32"}),
+        ("shape", {"shape": [1]}),
+    ):
+        meta = source_of({"y": ONE_ENTRY | {"data_offsets": [0, 4]} | changed})
+        yield f"source_plain_{what}", container_2({}, y, meta), bad
+    other = source_of({"z": ONE_ENTRY | {"data_offsets": [0, 4]}})
+    yield "source_plain_name", container_2({}, y, other), bad
+
+
+ONE_ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [256, 260]}
+TIED_BAD = {
+    "nothing": '{"z":"?"}',
+    "entry": '{"y":"x"}',
+    "itself": '{"z":"z"}',
+    "chain": '{"z":"x","zz":"z"}',
+    "metadata": '{"__metadata__":"x"}',
+    "twice": '{"z":"x","z":"x"}',
+    "list": '["z"]',
+    "number": '{"z":1}',
+    "no_json": '{"z":"x",}',
+    "end": '{"z":"x"} {}',
+    "surrogate": '{"\\ud800":"x"}',
+    "empty": "",
+}
+TREE_BAD = {
+    "deep": nested(65),
+    "very_deep": "[" * 5000,
+    "unknown": '{"set":[]}',
+    "two_members": '{"tuple":[],"dict":[]}',
+    "no_members": "{}",
+    "member_twice": '{"tuple":[],"tuple":[]}',
+    "no_tensor": '{"tensor":"z"}',
+    "tensor_number": '{"tensor":1}',
+    "key_twice": '{"dict":[["a",1],["a",2]]}',
+    "key_by_value": '{"dict":[[1,0],[true,0]]}',
+    "key_list": '{"dict":[[[],1]]}',
+    "key_nan": '{"dict":[[{"float":"nan"},1]]}',
+    "key_alone": '{"dict":[["a"]]}',
+    "dict_object": '{"dict":{"a":1}}',
+    "tuple_text": '{"tuple":"ab"}',
+    "bytes": '{"bytes":"AA"}',
+    "float": '{"float":"1.5"}',
+    "nan": "[NaN]",
+    "infinity": "-Infinity",
+    "large_float": "1e999",
+    "large_integer": "1" * 4301,
+    "no_json": "[1,]",
+    "end": "[] []",
+    "empty": "",
+}
+
+
+def grown(data: bytes, nbytes: int) -> bytes:
+    """The file with more spaces behind the header."""
+    n = int.from_bytes(data[:8], "little")
+    head = (n + nbytes).to_bytes(8, "little") + data[8 : 8 + n] + b" " * nbytes
+    return head + data[8 + n :]
+
+
+def json_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a file."""
+    n = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + n]), data[8 + n :]
 
 
 def expected_of(data: bytes) -> dict[str, Any]:
     """What reading a valid container gives."""
-    tensors = tw.loads(data)
-    named = tensors if isinstance(tensors, dict) else {str(i): x for i, x in enumerate(tensors)}
-    rows = [
-        [name, x.dtype.name, list(x.shape), hashlib.sha256(x.tobytes()).hexdigest()]
-        for name, x in named.items()
-    ]
-    return {"tensors": rows, "list": isinstance(tensors, list)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x")
+        path.write_bytes(data)
+        with tw.open(path) as file:
+            rows = [
+                [name, x.dtype, list(x.shape), hashlib.sha256(x.numpy().tobytes()).hexdigest()]
+                for name, x in ((name, file[name]) for name in file)
+            ]
+    return {"tensors": rows, "list": "tightwire.list" in json_of(data)[0].get("__metadata__", {})}
 
 
 def write(folder: Path) -> None:
@@ -189,7 +492,8 @@ def write(folder: Path) -> None:
     path = folder / "expected.json"
     expected: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     cases = {name: (data, expected_of(data)) for name, data in valid()}
-    cases["source"][1]["restored"] = hashlib.sha256(odd_source()).hexdigest()
+    for name, plain in (("source", odd_source()), ("source_mixed", mixed_source())):
+        cases[name][1]["restored"] = hashlib.sha256(plain).hexdigest()
     cases |= {name: (data, {"reason": reason}) for name, data, reason in invalid()}
     for name, (data, meaning) in cases.items():
         if name not in expected:

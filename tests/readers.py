@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,15 @@ import numpy as np
 import tightwire as tw
 from tightwire import convert, tree
 from tightwire.files import read_header
-from tightwire.formats.container import LIST_KEY, TIED_KEY, TREE_KEY, VERSION, VERSION_KEY
+from tightwire.formats.container import (
+    LIST_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    VERSION,
+    VERSION_KEY,
+    Entry,
+)
+from tightwire.formats.dtypes import BY_SAFETENSORS
 from tightwire.formats.errors import REASONS
 
 MAX_NBYTES = 1 << 24
@@ -32,6 +42,51 @@ def _loads(path: Path) -> Tensors:
     return _by_name(tw.loads(path.read_bytes(), max_nbytes=MAX_NBYTES))
 
 
+class _Pipe(io.BytesIO):
+    """A stream that cannot seek."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("seek")
+
+    def tell(self) -> int:
+        raise io.UnsupportedOperation("tell")
+
+
+class _Short(io.FileIO):
+    """An unbuffered file whose reads are short."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        assert size is not None
+        return super().read(min(size, 1009)) or b""
+
+
+def _pipe(path: Path) -> Tensors:
+    return _by_name(tw.load_file(_Pipe(path.read_bytes()), max_nbytes=MAX_NBYTES))
+
+
+def _short_reads(path: Path) -> Tensors:
+    with _Short(path) as file:
+        return _by_name(tw.load_file(file, max_nbytes=MAX_NBYTES))
+
+
+def _behind_others(path: Path) -> Tensors:
+    """A file that starts at an odd place of another one."""
+    stream = io.BytesIO(b"before!" + path.read_bytes())
+    stream.seek(7)
+    return _by_name(tw.load_file(stream, max_nbytes=MAX_NBYTES))
+
+
+def _url(path: Path) -> Tensors:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/mutant", path.read_bytes())
+    return _by_name(tw.load_file("memory://mutant", max_nbytes=MAX_NBYTES))
+
+
 def _by_name(tensors: Any) -> Tensors:
     """The arrays by name; of lists and nested dicts by their paths."""
     if isinstance(tensors, dict) and all(map(tree.is_array, tensors.values())):
@@ -41,14 +96,22 @@ def _by_name(tensors: Any) -> Tensors:
     return {name: value(x) for name, x in tree.flatten([tensors])[0].items()}
 
 
+def _stored(entry: Entry, data: bytes) -> Value:
+    """A tensor of a plain file, as NumPy has it: elements of less than a byte are bytes."""
+    if entry.dtype not in BY_SAFETENSORS:
+        return "uint8", (entry.nbytes,), data
+    return BY_SAFETENSORS[entry.dtype].name, entry.shape, data
+
+
 def _decompress(path: Path) -> Tensors:
     target = path.with_name("restored")
     try:
         convert.decompress_file(path, target, max_nbytes=MAX_NBYTES)
-        return {
-            e.name: (dtype.name, e.shape, bits.tobytes())
-            for e, dtype, bits in convert.plain_tensors(target, None)
-        }
+        with convert.open_plain(target) as (reader, directory):
+            return {
+                e.name: _stored(e, convert.read_entry(reader, directory, e).tobytes())
+                for e in directory.entries
+            }
     finally:
         target.unlink(missing_ok=True)
 
@@ -71,7 +134,12 @@ WHOLE: dict[str, Callable[[Path], Tensors | None]] = {
     "decompress": _decompress,
     "verify": _verify,
     "diff": _diff,
+    "pipe": _pipe,
+    "short reads": _short_reads,
+    "behind others": _behind_others,
 }
+if importlib.util.find_spec("fsspec") is not None:
+    WHOLE["url"] = _url
 
 
 def reason(reader: Callable[[Path], object], path: Path) -> str | None:
@@ -106,7 +174,8 @@ def agreed(path: Path) -> str | Tensors:
     if found is not None:
         return found
     tensors = _load_file(path)
-    assert tensors == _loads(path)
+    for reader in (_loads, _pipe, _short_reads, _behind_others):
+        assert tensors == reader(path)
     restored = _decompress(path)
     metadata = read_header(path).metadata
     if metadata[VERSION_KEY] == VERSION and {LIST_KEY, TIED_KEY, TREE_KEY} & metadata.keys():

@@ -33,6 +33,7 @@ from .formats.container import (
     Entry,
     check_compressed,
     check_names,
+    check_size,
     compressed_metadata,
     crc32c,
     directory_bytes,
@@ -105,9 +106,10 @@ class Draft:
     metadata: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, what: Plan | Plain) -> None:
-        """One tensor more."""
+        """One tensor more. FormatError for a plain one of a shape that readers refuse."""
         self.names.append(name)
         if isinstance(what, Plain):
+            check_size(Entry(name, what.dtype, what.shape, 0, what.nbytes))
             self.plain[name] = what
         else:
             self.plans[name] = what

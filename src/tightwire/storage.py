@@ -42,7 +42,8 @@ class Reader(Protocol):
     def read(self, start: int, nbytes: int) -> Bytes:
         """Bytes `start` to `start + nbytes`, uint8, aligned to 8 or a view.
 
-        Raises FormatError("truncated") if the file has become shorter, and OSError.
+        Raises FormatError("truncated") if the file has become shorter, and OSError, also if it has
+        been changed since it was opened.
         """
 
     def read_into(self, start: int, out: Bytes) -> None:
@@ -89,7 +90,7 @@ class PathReader:
     def __init__(self, path: PathLike) -> None:
         self.name = os.fsdecode(path)
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.fd = _open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             status = os.fstat(self.fd)
             if stat.S_ISDIR(status.st_mode):
@@ -97,6 +98,7 @@ class PathReader:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file", self.name)
             self.nbytes = status.st_size
+            self._changed_ns = status.st_mtime_ns
         except BaseException:
             self.close()
             raise
@@ -114,10 +116,22 @@ class PathReader:
         view = out.data
         done = 0
         while done < len(view):
-            n = os.preadv(self.fd, [view[done:]], start + done)
+            try:
+                n = os.preadv(self.fd, [view[done:]], start + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.name) from error
             if n == 0:
-                raise FormatError("truncated", f"{self.name} became shorter while it was read")
+                raise _truncated(self.name)
             done += n
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Old bytes and new ones are not mixed, as far as the system keeps time."""
+        status = os.fstat(self.fd)
+        if status.st_size < self.nbytes:
+            raise _truncated(self.name)
+        if (status.st_size, status.st_mtime_ns) != (self.nbytes, self._changed_ns):
+            raise OSError(errno.EBUSY, "changed while it was read", self.name)
 
     def close(self) -> None:
         """See `Reader`."""
@@ -127,6 +141,21 @@ class PathReader:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _open(path: PathLike, flags: int) -> int:
+    """As os.open; never waits for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _truncated(name: str) -> FormatError:
+    return FormatError("truncated", f"{name} became shorter while it was read")
+
+
+def _name_file(error: OSError, name: str) -> None:
+    """Say in an error of the system which file it is about."""
+    if error.filename is None:
+        error.filename = name
 
 
 class StreamReader:
@@ -148,7 +177,7 @@ class StreamReader:
             self._file.seek(self._start + start)
             data = _read_all(self._file, nbytes)
         if len(data) < nbytes:
-            raise FormatError("truncated", f"{self.name} became shorter while it was read")
+            raise _truncated(self.name)
         return np.frombuffer(data, np.uint8)
 
     def read_into(self, start: int, out: Bytes) -> None:
@@ -170,15 +199,16 @@ def _name_of(file: Any) -> str:
 
 def _read_all(file: BinaryIO, nbytes: int) -> bytes:
     """`nbytes` bytes of a file object whose reads may be short, fewer at its end."""
-    data = file.read(nbytes)
-    if len(data) == nbytes or not data:
-        return data
-    pieces = [data]
-    missing = nbytes - len(data)
-    while missing and (data := file.read(missing)):
-        pieces.append(data)
-        missing -= len(data)
-    return b"".join(pieces)
+    pieces = []
+    missing = nbytes
+    try:
+        while missing and (data := file.read(missing)):
+            pieces.append(data)
+            missing -= len(data)
+    except OSError as error:
+        _name_file(error, str(getattr(file, "name", type(file).__name__)))
+        raise
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def is_url(source: Any) -> bool:
@@ -263,7 +293,7 @@ def reading(source: Any) -> Iterator[Reader]:
 
 def map_file(path: PathLike) -> Bytes:
     """The bytes of a file, mapped into memory."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_open) as file:
         if os.fstat(file.fileno()).st_size == 0:
             return np.empty(0, np.uint8)
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -397,8 +427,10 @@ def atomic_file(
                 os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            _name_file(error, str(path))
         raise
     try:
         folder = os.open(target.parent, os.O_RDONLY)

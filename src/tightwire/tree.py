@@ -46,6 +46,8 @@ def _node(value: Any, path: tuple[str, ...], arrays: dict[str, Any]) -> Any:
                 raise TypeError(
                     f"key {key!r} at {'.'.join(path)!r}; allowed: text, numbers, booleans, None"
                 )
+            if isinstance(key, str):
+                check_text(key)
             members.append([key, _node(item, (*path, str(key)), arrays)])
         return {"dict": members}
     if isinstance(value, (list, tuple)):
@@ -56,6 +58,8 @@ def _node(value: Any, path: tuple[str, ...], arrays: dict[str, Any]) -> Any:
     if type(value) is float and not math.isfinite(value):
         return {"float": str(value)}
     if type(value) in _SCALARS:
+        if isinstance(value, str):
+            check_text(value)
         return value
     name = ".".join(path)
     while name in arrays or name == METADATA:
@@ -93,6 +97,8 @@ def build(tree: Any, tensors: Mapping[str, Any], depth: int = 0) -> Any:
     if type(tree) in _SCALARS:
         if isinstance(tree, str):
             check_text(tree)
+        if isinstance(tree, float) and not math.isfinite(tree):
+            raise ValueError("a number is too large")
         return tree
     if isinstance(tree, list):
         return [build(item, tensors, depth + 1) for item in tree]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tracemalloc
 from pathlib import Path
@@ -14,7 +15,23 @@ import safetensors.numpy
 from hypothesis import given, strategies
 
 import tightwire as tw
-from tightwire.formats.container import Entry, directory_bytes, parse_directory, read_directory
+from tightwire.formats.container import (
+    DIGEST_KEY,
+    LIST_KEY,
+    MAX_METADATA,
+    MAX_TREE,
+    NO_DIGEST,
+    OWN_KEYS,
+    PLAIN_KEY,
+    SOURCE_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    Entry,
+    directory_bytes,
+    parse_directory,
+    read_directory,
+    tied_text,
+)
 
 
 def file_of(fields: Any, data: bytes = b"", pad: int = 0) -> bytes:
@@ -119,6 +136,75 @@ def test_memory_of_a_header_is_in_proportion() -> None:
         peak, refusal = traced(f'{{"{name}":{SMALL},{",".join(members)}}}'.encode())
         assert refusal is None
         assert peak < 12
+
+
+SIZE = MAX_TREE // 64
+#: Own metadata: of a tree, each as short as its nodes can be.
+METADATA = {
+    "lists": (TREE_KEY, "[" + "[]," * (SIZE // 3) + "0]"),
+    "tuples": (TREE_KEY, "[" + '{"tuple":[]},' * (SIZE // 13) + "0]"),
+    "nested": (TREE_KEY, "[" + ("[" * 60 + "]" * 60 + ",") * (SIZE // 121) + "0]"),
+    "objects": (TREE_KEY, "[" + "{}," * (SIZE // 3) + "0]"),
+    "wide": (TREE_KEY, '["\U0001f600",' + "[]," * (SIZE // 3) + "0]"),
+    "alias": (TIED_KEY, '{"' + "a" * SIZE + '":"0"}'),
+    "aliases": (TIED_KEY, "{" + ",".join(f'"a{i:x}":"0"' for i in range(1 << 16)) + "}"),
+    "too many": (TIED_KEY, "{" + ",".join(f'"a{i:x}":"0"' for i in range(70_000)) + "}"),
+    "objects in tied": (TIED_KEY, '{"a":[' + "{}," * SIZE + "0]}"),
+    "digits": (PLAIN_KEY, "0" * SIZE),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_own_metadata_takes_little_memory(name: str) -> None:
+    """A tree of the greatest size, 64 times as large as these, takes some 400 MB."""
+    key, text = METADATA[name]
+    data = directory_bytes(
+        [Entry("0", "I8", (0,), 0, 0)],
+        {"tightwire": "2", DIGEST_KEY: NO_DIGEST, PLAIN_KEY: "00000000"} | {key: text},
+    )
+    tracemalloc.start()
+    try:
+        if name in ("objects", "too many", "objects in tied", "digits"):
+            with pytest.raises(tw.FormatError, match="bad_container"):
+                tw.loads(data)
+        else:
+            tw.loads(data)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < (100 if key == TREE_KEY else 20) * len(data)
+
+
+def test_many_plain_tensors_take_little_memory() -> None:
+    n = 4000
+    entries = [Entry(str(i), "I8", (0,), 0, 0) for i in range(n)]
+    own = {"tightwire": "2", DIGEST_KEY: NO_DIGEST, PLAIN_KEY: "0" * 8 * n}
+    data = directory_bytes(entries, own)
+    tracemalloc.start()
+    tensors = tw.loads(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(tensors) == n
+    assert peak < 15 * len(data)
+
+
+def test_limits_of_own_metadata() -> None:
+    tied = {f"a{i}": "0" for i in range((1 << 16) + 1)}
+    with pytest.raises(ValueError, match="allowed: 65536"):
+        tied_text(tied)
+    for n, good in ((MAX_METADATA - len(OWN_KEYS), True), (MAX_METADATA, False)):
+        metadata = {str(i): "" for i in range(n)}
+        x = np.ones(3, np.float32)
+        if good:
+            # As many keys of tightwire's as there can be.
+            out = io.BytesIO()
+            tw.save_file({"x": x, "y": {"z": x}}, out, metadata=metadata)
+            own = read_directory(memoryview(out.getvalue())).metadata.keys() - metadata.keys()
+            assert own == {*OWN_KEYS} - {SOURCE_KEY, LIST_KEY}
+            assert tw.load_file(out.getvalue())["y"]["z"].tolist() == [1, 1, 1]
+        else:
+            with pytest.raises(ValueError, match="metadata entries; allowed: "):
+                tw.save_file({"x": x}, io.BytesIO(), metadata=metadata)
 
 
 def test_many_tensors() -> None:

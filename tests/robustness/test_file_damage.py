@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import resource
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,17 @@ import pytest
 
 import readers
 import tightwire as tw
+from mutants import Rng, edit_value
 from support import make_bits, repair
 from tightwire import convert, tree
-from tightwire.formats.container import Entry, directory_bytes, read_directory
+from tightwire.formats.container import (
+    SOURCE_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    Entry,
+    directory_bytes,
+    read_directory,
+)
 from tightwire.formats.dtypes import BY_NAME
 
 
@@ -42,6 +52,7 @@ def _compressed() -> bytes:
         return target.read_bytes()
 
 
+VECTORS = Path(__file__).resolve().parents[2] / "specs" / "vectors" / "container"
 _TIED = _weights(800)
 SAMPLES = {
     "dict": tw.dumps({"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())}),
@@ -49,13 +60,14 @@ SAMPLES = {
     "list": tw.dumps([np.arange(9, dtype=np.int16), _weights(1100)]),
     "sparse": tw.dumps({"x": _weights(900)}, tw.codec("omnireduce", block=64)),
     "source": _compressed(),
+    "plain": (VECTORS / "plain_behind.safetensors").read_bytes(),
+    "every node": (VECTORS / "tree.safetensors").read_bytes(),
 }
 VALUES = {
     readers.value(x)
     for data in SAMPLES.values()
     for x in tree.flatten([tw.loads(data)])[0].values()
 }
-Rng = np.random.Generator
 Mutant = Callable[[Rng, bytes], bytes]
 
 
@@ -92,8 +104,6 @@ def with_header(data: bytes, text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[read_directory(memoryview(data)).data_at :]
 
 
-NUMBERS = [-1, 0, 1, 127, 128, 256, 1 << 31, 1 << 60, 1 << 63, 1 << 64, 10**400, 0.5, 1e999, -0.0]
-ODD: list[Any] = [*NUMBERS, None, True, "", "U8", "BF16", "\ud800", "0", [], {}, [[]], [0, 128]]
 TOKENS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\u0061", b"\\ud800", b"\0", b"\xff", b"1e9"]
 TOKENS += [b'"x":{},', b"[" * 3000, b'{"a":' * 3000, b" " * 5000, b"9" * 5000, b"null", b"-", b"\n"]
 
@@ -101,23 +111,32 @@ TOKENS += [b'"x":{},', b"[" * 3000, b'{"a":' * 3000, b" " * 5000, b"9" * 5000, b
 def edit(rng: Rng, data: bytes) -> bytes:
     """One field of the header is something else: a number, another type, gone, renamed, moved."""
     header: Any = json.loads(read_directory(memoryview(data)).json_bytes)
-    parent, key = header, list(header)[int(rng.integers(len(header)))]
-    while isinstance(parent[key], (dict, list)) and parent[key] and rng.random() < 0.8:
-        parent = parent[key]
-        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
-        key = keys[int(rng.integers(len(keys)))]
-    what = rng.integers(5)
-    if what == 0 and isinstance(parent, dict):
-        name = str(rng.choice(["", "x", "__metadata__", "tightwire", "0", "1", "shape", "\udfff"]))
-        parent[name] = parent.pop(key)
-    elif what == 1:
-        del parent[key]
-    elif what == 2 and isinstance(parent[key], int):
-        parent[key] += int(rng.choice([-128, -1, 1, 128, 1 << 62]))
-    elif what == 3 and isinstance(parent, list):
-        parent.append(parent[key])
-    else:
-        parent[key] = ODD[int(rng.integers(len(ODD)))]
+    edit_value(rng, header)
+    return with_header(data, json.dumps(header, separators=(",", ":")).encode())
+
+
+def edit_metadata(rng: Rng, data: bytes) -> bytes:
+    """What `edit` does, in a tree or in the names of tied tensors; else in a source header."""
+    header: Any = json.loads(read_directory(memoryview(data)).json_bytes)
+    metadata = header["__metadata__"]
+    keys = [key for key in (TREE_KEY, TIED_KEY, SOURCE_KEY) if key in metadata]
+    if not keys:
+        keys = [str(rng.choice([TREE_KEY, TIED_KEY]))]
+        names = {name: name for name in header if name != "__metadata__"}
+        tree = {"dict": [[name, {"tensor": name}] for name in names]}
+        metadata[keys[0]] = json.dumps(tree if keys[0] == TREE_KEY else {"z": next(iter(names))})
+    key = keys[int(rng.integers(len(keys)))]
+    text = metadata[key]
+    if key == SOURCE_KEY:
+        text = zlib.decompress(base64.b64decode(text)).decode()
+    value = json.loads(text)
+    for _ in range(int(rng.integers(1, 3))):
+        if value:
+            edit_value(rng, value)
+    text = json.dumps(value)
+    if key == SOURCE_KEY:
+        text = base64.b64encode(zlib.compress(text.encode())).decode()
+    metadata[key] = text
     return with_header(data, json.dumps(header, separators=(",", ":")).encode())
 
 
@@ -150,7 +169,7 @@ def repaired(rng: Rng, data: bytes) -> bytes:
     return data[: where.start] + bytes(buffer) + data[where.stop :]
 
 
-MUTANTS: tuple[Mutant, ...] = (flip, cut, splice, edit, edit_text, twice, repaired)
+MUTANTS: tuple[Mutant, ...] = (flip, cut, splice, edit, edit_metadata, edit_text, twice, repaired)
 #: Peak memory that hundreds of readings may add: tensors of at most MAX_NBYTES, in each reader.
 MEMORY = 16 * readers.MAX_NBYTES
 
@@ -196,7 +215,7 @@ def test_mutants(mutant: Mutant, tmp_path: Path) -> None:
     taken = check_many(mutant, range(n), tmp_path / "x")
     assert taken < n
     # Some of these are harmless: that all are refused would mean that the samples are.
-    assert taken > 0 or mutant not in (edit, edit_text, repaired)
+    assert taken > 0 or mutant not in (edit, edit_metadata, edit_text, repaired)
 
 
 @pytest.mark.long
