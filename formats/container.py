@@ -10,7 +10,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from .errors import FormatError
 from .header import ALIGN, MAX_RANK
@@ -50,8 +51,7 @@ BITS |= {"F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64
 BITS |= {"I64": 64, "U64": 64}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a safetensors file; `begin` and `end` count from the start of the data."""
 
     name: str
@@ -130,7 +130,7 @@ def parse_directory(json_bytes: bytes) -> Directory:
         fields = _read_object(json_bytes.decode())
         metadata = fields.pop(METADATA, {})
         names = tuple(fields)
-        entries = sorted(fields.values(), key=lambda e: (e.begin, e.end))
+        entries = sorted(fields.values(), key=attrgetter("begin", "end"))
         at = 0
         for entry in entries:
             if entry.begin != at:
@@ -148,22 +148,39 @@ _OPEN, _COLON, _NEXT, _END = (
 )
 #: Reads the value of a member from a text: name, text, position; returns the value and its end.
 _ReadValue = Callable[[str, str, int], tuple[Any, int]]
+#: Reads members of an object from a position on, but not its last one; returns where it stopped.
+_Skip = Callable[[str, int, dict[str, Any]], int]
+
+_SIZE = "(?:0|[1-9][0-9]{0,17})"
+#: An entry as safetensors and tightwire write it, and the comma before the next one.
+_USUAL = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w{1,16})",'
+    rf'"shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,{MAX_RANK - 1}}})?)\],'
+    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}},',
+    re.ASCII,
+)
 
 
 def _read_object(text: str) -> dict[str, Any]:
     """Entries by name, and the metadata. Nothing but these is ever built, whatever the text is."""
-    fields, at = _members(text, 0, _member, MAX_JSON)
+    fields, at = _members(text, 0, _member, MAX_JSON, _usual_entries)
     _token(_END, text, at)
     return fields
 
 
-def _members(text: str, at: int, read: _ReadValue, limit: int) -> tuple[dict[str, Any], int]:
-    """The members, at most `limit`, of the JSON object at `at`, and its end."""
+def _members(
+    text: str, at: int, read: _ReadValue, limit: int, skip: _Skip | None = None
+) -> tuple[dict[str, Any], int]:
+    """The members, at most `limit`, of the JSON object at `at`, and its end.
+
+    `skip` reads members by itself where it can.
+    """
     members: dict[str, Any] = {}
     token = _token(_OPEN, text, at)
     last = token[1]
     while last != "}":
-        name, at = _text(text, token.end())
+        at = token.end() if skip is None else skip(text, token.end(), members)
+        name, at = _text(text, at)
         if name in members:
             raise ValueError(f"{name!r} occurs twice")
         if len(members) == limit:
@@ -172,6 +189,29 @@ def _members(text: str, at: int, read: _ReadValue, limit: int) -> tuple[dict[str
         token = _token(_NEXT, text, at)
         last = token[1]
     return members, token.end()
+
+
+def _usual_entries(text: str, at: int, members: dict[str, Entry]) -> int:
+    """Read sound entries in the usual form, several times as fast as `_member` does.
+
+    It stops at the first member that is not one, which `_member` reads or refuses.
+    """
+    shapes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
+    while (found := _USUAL.match(text, at)) is not None:
+        name, dtype, sizes, first, last = found.groups()
+        shape, nbits = shapes.get((dtype, sizes), _NO_SHAPE)
+        if nbits < 0 and dtype in BITS:
+            shape = tuple(map(int, sizes.split(","))) if sizes else ()
+            nbits = math.prod(shape) * BITS[dtype]
+            if len(shapes) < _MAX_SHAPES:
+                shapes[dtype, sizes] = shape, nbits
+        begin, end = int(first), int(last)
+        sound = nbits >= 0 and 8 * (end - begin) == nbits
+        if not sound or name in members or name == METADATA:
+            break
+        members[name] = Entry(name, dtype, shape, begin, end)
+        at = found.end()
+    return at
 
 
 def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
@@ -240,6 +280,9 @@ def _entry(name: str, fields: Any) -> Entry:
     return Entry(name, dtype, tuple(shape), *offsets)
 
 
+_NO_SHAPE: tuple[tuple[int, ...], int] = (), -1
+#: Shapes that are kept while a header is read.
+_MAX_SHAPES = 1024
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
