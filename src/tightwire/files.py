@@ -658,7 +658,7 @@ def load_file(
         if target.device is not None and isinstance(reader, PathReader):
             gpu_files = device_files()
         if isinstance(gpu_files, ModuleType):
-            tensors = gpu_files.load_file(contents, target, max_nbytes)
+            (tensors,) = gpu_files.load_files([contents], target, max_nbytes)
         else:
             tensors = decode_all(contents, contents.heads(max_nbytes), like, threads)
         return contents.shaped(tensors)

@@ -103,7 +103,10 @@ class PathReader:
         view = out.data
         done = 0
         while done < len(view):
-            n = os.preadv(self.fd, [view[done:]], start + done)
+            try:
+                n = os.preadv(self.fd, [view[done:]], start + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.name) from error
             if n == 0:
                 raise FormatError("truncated", f"{self.name} became shorter while it was read")
             done += n
