@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
@@ -125,7 +125,7 @@ def load(
             heads = [read_heads(part, max_nbytes) for part in parts]
             plans = [plan for head in heads for plan in head.plans]
             _allocate(queue, plans, device, results)
-            _decode(queue, heads, transfer, results, device)
+            _decode(queue, heads, transfer, results, np.ones(len(results), bool), device)
         loaded = []
         for part, base in zip(parts, queue.bases.tolist(), strict=False):
             contents, count = part.contents, len(part.entries)
@@ -145,9 +145,11 @@ def load_into(heads: Sequence[Heads], outs: Sequence[torch.Tensor], device: torc
     Straight into contiguous tensors of the buffers' dtypes; others get copies, one at a time.
     Order, waiting and errors are those of `load`.
     """
+    plans = [plan for head in heads for plan in head.plans]
+    straight = np.array([fits(plan, x) for plan, x in zip(plans, outs, strict=True)], bool)
     queue = Queue([head.part for head in heads])
     with _freeing([]), _transfer(queue, device) as transfer:
-        _decode(queue, heads, transfer, outs, device)
+        _decode(queue, heads, transfer, outs, straight, device)
 
 
 def buffer_entries(contents: Contents) -> list[Entry]:
@@ -192,10 +194,9 @@ def _decode(
     heads: Sequence[Heads],
     transfer: Transfer,
     outs: Sequence[torch.Tensor],
+    straight: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> None:
-    plans = [plan for head in heads for plan in head.plans]
-    straight = np.array([fits(plan, x) for plan, x in zip(plans, outs, strict=True)], bool)
     batches, alone = _batches(queue, heads, outs, straight, device)
     for number, staging in enumerate(transfer):
         for batch in batches:
@@ -238,9 +239,17 @@ def _allocate(
     queue: Queue, plans: Sequence[Plan], device: torch.device, results: list[torch.Tensor]
 ) -> None:
     """Append a tensor for each plan. Each has memory of its own: torch.save writes all of it."""
+    first: dict[int, torch.Tensor] = {}
     for plan in plans:
         try:
-            results.append(torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=device))
+            model = first.get(id(plan))
+            if model is None:
+                x = torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=device)
+                first[id(plan)] = x
+            else:
+                # Half the time of torch.empty: many small tensors take tens of milliseconds.
+                x = torch.empty_like(model)
+            results.append(x)
         except torch.OutOfMemoryError as error:
             size = plan.nelem * plan.dtype.itemsize
             with queue.naming(len(results)):
@@ -321,12 +330,15 @@ class _Members(NamedTuple):
 
 
 def _first_bytes(reader: Reader, start: int, nbytes: int) -> bytes:
-    data = b""
     if isinstance(reader, PathReader):
-        # A third of the time that `read` takes, which is asked again after an error.
-        with suppress(OSError):
+        try:
+            # A third of the time of `read`, which is asked again after an error.
             data = os.pread(reader.fd, nbytes, start)
-    return data if len(data) == nbytes else reader.read(start, nbytes).tobytes()
+            if len(data) == nbytes:
+                return data
+        except OSError:
+            pass
+    return reader.read(start, nbytes).tobytes()
 
 
 def _parse_head(reader: Reader, start: int, nbytes: int, max_nbytes: int) -> engine.Head:
