@@ -284,20 +284,24 @@ def read_heads(part: Part, max_nbytes: int) -> Heads:
     data_at = contents.directory.data_at
     plans: list[Plan] = []
     members: dict[bytes, _Members] = {}
-    entry = None
+    header, found, entry = b"", None, None
     try:
         for i, entry in enumerate(part.entries):
             start, nbytes = data_at + entry.begin, entry.end - entry.begin
-            data = _first_bytes(reader, start, min(HEAD_NBYTES, nbytes))
-            header = data[: int.from_bytes(data[8:12], "little")]
-            found = members.get(header)
+            data = _first_bytes(reader, start, HEAD_NBYTES if nbytes > HEAD_NBYTES else nbytes)
+            if found is None or not data.startswith(header):
+                header = data[: int.from_bytes(data[8:12], "little")]
+                found = members.get(header)
             if found is None:
                 # The first of its kind is checked by itself, as are those that this cannot read.
                 head = _parse_head(reader, start, nbytes, max_nbytes)
-                found = _Members(head.header, head.plan, [], [])
-                if not head.header.required & ~CHECKSUM and len(header) == head.header.nbytes:
-                    members[header] = found
-            contents.check_head(entry.name, found.header, found.plan)
+                contents.check_head(entry.name, head.header, head.plan)
+                if head.header.required & ~CHECKSUM or len(header) != head.header.nbytes:
+                    plans.append(head.plan)
+                    continue
+                found = members[header] = _Members(head.header, head.plan, [], [])
+            elif contents.source is not None:
+                contents.check_head(entry.name, found.header, found.plan)
             plans.append(found.plan)
             if len(data) < found.plan.static_offset <= nbytes:
                 data = _first_bytes(reader, start, found.plan.static_offset)
