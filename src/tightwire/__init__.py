@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .adapters.calls import CollectiveError
     from .adapters.collectives import Communicator
     from .adapters.error_feedback import ErrorFeedback
+    from .loading import load_into as load_into
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "error",
     "inspect",
     "load_file",
+    "load_into",
     "loads",
     "open",
     "save_file",
@@ -63,6 +65,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "load_into":
+        from .loading import load_into
+
+        return load_into
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".adapters.{_LAZY[name]}", __name__)
@@ -70,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "load_into"})

@@ -50,7 +50,6 @@ from .storage import (
     MappedReader,
     MemoryReader,
     PathLike,
-    PathReader,
     Reader,
     is_path,
     new_file,
@@ -637,7 +636,8 @@ def open_file(path: PathLike, *, like: Any = "numpy", max_nbytes: int = DEFAULT_
 def load_file(
     path: Any,
     *,
-    like: Any = "numpy",
+    like: Any = None,
+    out: Mapping[str, Any] | None = None,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> Any:
@@ -646,16 +646,32 @@ def load_file(
     Of nested dicts and lists that `save_file` was given, those. `path` is a path, a URL for
     fsspec, a binary file object, read from its present position to its end, or bytes.
 
-    `like`, an array or a library's name, says where they go. To a GPU the compressed bytes cross
-    the bus, and are decoded and checked there, in the order of the current stream; reading, copies
-    and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError, OSError, and
-    torch.OutOfMemoryError where a GPU has too little memory.
+    `like`, an array or a library's name, says where they go; None is NumPy. To a GPU the compressed
+    bytes cross the bus, and are decoded and checked there, in the order of the current stream;
+    reading, copies and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError,
+    OSError, and torch.OutOfMemoryError where a GPU has too little memory.
+
+    `out`, by all names of the tensors (of nested states, the names that `tightwire.open` gives),
+    has arrays to fill, of NumPy, PyTorch and CuPy, each on its own device; the result is a dict of
+    them. Contiguous arrays of the file's dtype are decoded straight into; others get a copy, with
+    the conversion of `Tensor.copy_`, one tensor at a time. Names, shapes and headers are checked
+    before anything is written: ValueError if `out` lacks a name, has one more or another shape,
+    TypeError for what is no array to write to. After a later error the contents are undefined. To
+    autograd `out` is as that of `tightwire.decode`. Where two tensors of the file go to one memory,
+    one of them is there in the end.
     """
+    if out is not None and like is not None:
+        raise ValueError("like and out are given; allowed: one of them")
+    like = "numpy" if like is None else like
     target = arrays.target_of(like)
     with reading(path) as reader:
         contents = Contents(reader)
+        if out is not None:
+            from .loading import load_out
+
+            return load_out(contents, out, max_nbytes, threads)
         gpu_files = None
-        if target.device is not None and isinstance(reader, PathReader):
+        if target.device is not None:
             gpu_files = device_files()
         if isinstance(gpu_files, ModuleType):
             (tensors,) = gpu_files.load_files([contents], target, max_nbytes)

@@ -19,14 +19,24 @@ import numpy.typing as npt
 import torch
 
 from . import engine
-from .arrays import Target
+from .arrays import ArrayInfo, Target
 from .buffer import Buffer
 from .codec import Codec, decode
 from .codecs.base import Plan
 from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
-from .device import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _kernels_for, _place, _scope, moved
+from .device import (
+    _DTYPES,
+    _TORCH,
+    DEVICE_ALIGN,
+    _export,
+    _kernels_for,
+    _place,
+    _scope,
+    _values,
+    moved,
+)
 from .files import Contents, Draft, naming
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
 from .formats.container import Entry
@@ -139,27 +149,37 @@ def load(
     return loaded
 
 
-def load_into(heads: Sequence[Heads], outs: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Decode the buffers of `heads` to `outs`, as many tensors of the same shapes on `device`.
+def place_of(info: ArrayInfo) -> Any:
+    """The device whose kernels decode to such an array, None if none does."""
+    return _place(info.library, info.device, None)
 
-    Straight into contiguous tensors of the buffers' dtypes; others get copies, one at a time.
+
+def load_into(
+    heads: Sequence[Heads],
+    outs: Sequence[tuple[Any, ArrayInfo]],
+    library: str,
+    device: torch.device,
+) -> None:
+    """Decode the buffers of `heads` to as many arrays of `library` of the same shapes on `device`.
+
+    Straight into contiguous arrays of the buffers' dtypes; others get copies, one at a time.
     Order, waiting and errors are those of `load`.
     """
     plans = [plan for head in heads for plan in head.plans]
-    straight = np.array([fits(plan, x) for plan, x in zip(plans, outs, strict=True)], bool)
     queue = Queue([head.part for head in heads])
-    with _freeing([]), _transfer(queue, device) as transfer:
-        _decode(queue, heads, transfer, outs, straight, device)
+    with _scope(device, library):
+        tensors = [_values(x, info) for x, info in outs]
+        straight = [
+            _TORCH[plan.dtype] == x.dtype and x.is_contiguous()
+            for plan, x in zip(plans, tensors, strict=True)
+        ]
+        with _freeing([]), _transfer(queue, device) as transfer:
+            _decode(queue, heads, transfer, tensors, np.array(straight, bool), device)
 
 
 def buffer_entries(contents: Contents) -> list[Entry]:
     """The entries of buffers, which lie in front of plain tensors."""
     return [e for e in contents.directory.entries if not contents.is_plain(e)]
-
-
-def fits(plan: Plan, x: torch.Tensor) -> bool:
-    """True for tensors that a buffer of `plan` can be decoded straight into."""
-    return _TORCH[plan.dtype] == x.dtype and x.is_contiguous()
 
 
 @contextmanager

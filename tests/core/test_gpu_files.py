@@ -114,24 +114,6 @@ def test_windows_per_tensor(params: dict[str, Any], device: Any, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("small")
-def test_memory_that_is_given(device: Any, tmp_path: Path) -> None:
-    tensors = model()
-    tw.save_file(tensors, tmp_path / "x")
-    shifted = torch.full((3 * 4096 + 9,), 7.0, dtype=torch.bfloat16, device=device)
-    given = {
-        "bfloat16": shifted[1:-8].view(3, 4096),
-        "int8": torch.empty(5001, dtype=torch.int8, device=device),
-    }
-    with reading(tmp_path / "x") as reader:
-        contents = files.Contents(reader)
-        entries = [e for e in gpu_files.buffer_entries(contents) if e.name in given]
-        heads = gpu_files.read_heads(gpu_files.Part(contents, entries), 1 << 40)
-        gpu_files.load_into([heads], [given[e.name] for e in entries], device)
-    assert same(given, {name: tensors[name] for name in given})
-    assert (shifted[0], shifted[-1]) == (7.0, 7.0)
-
-
-@pytest.mark.usefixtures("small")
 def test_many_chunks(device: Any, tmp_path: Path) -> None:
     x = torch.randn(40_000).bfloat16()
     odd = torch.randn(9_999).bfloat16()

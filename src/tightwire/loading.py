@@ -1,0 +1,376 @@
+"""Compressed files into memory that is there: arrays by name, and the tensors of a module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays, engine
+from .arrays import ArrayInfo
+from .codec import thread_count
+from .engine import DEFAULT_MAX_NBYTES, Head
+from .files import Contents, naming
+from .formats.container import Entry
+from .formats.dtypes import BY_SAFETENSORS
+from .formats.errors import FormatError, integer
+from .planning import device_files
+from .storage import PathLike, reading
+
+#: How compressed files of a directory are called.
+SUFFIX = ".tw.safetensors"
+#: Names that an error lists.
+_LISTED = 5
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that only the module has, and names that only the files have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_into(
+    model: Any,
+    path: PathLike,
+    *,
+    strict: bool = True,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    threads: int | None = None,
+) -> IncompatibleKeys:
+    """Load parameters and persistent buffers of a torch.nn.Module from compressed files, in place.
+
+    `path` is a compressed file, or a directory: then all of its *.tw.safetensors. Names are those
+    of `model.state_dict()`. Tensors may have other dtypes than the file, and each its own device;
+    those of the file's dtype that are contiguous are decoded straight into, without a second copy.
+    Hooks of `load_state_dict` do not run. `max_nbytes` bounds each tensor of the files.
+
+    Returns the names that only the module has and those that only the files have; both are empty
+    if `strict`. A name that is missing in the files is not counted if its memory is that of
+    another name that is there (tied weights).
+
+    Names, shapes and headers of all files are checked before anything is written. Raises
+    RuntimeError for names that do not match (if `strict`) and for shapes that do not; FormatError,
+    OSError and torch.OutOfMemoryError, after which what the tensors hold is undefined; TypeError
+    or ValueError for what cannot be loaded into, such as tensors on the meta device.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    state = _state(model)
+    with opened(sources(path)) as files, torch.no_grad():
+        found = {name for contents in files for name in contents.names()}
+        loaded = {arrays.memory_of(x) for name, x in state.items() if name in found}
+        missing = [
+            name
+            for name, x in state.items()
+            if name not in found and (x is None or arrays.memory_of(x) not in loaded - {None})
+        ]
+        keys = IncompatibleKeys(missing, sorted(found - state.keys()))
+        kind = type(model).__name__
+        if strict and any(keys):
+            lines = [
+                f"{what}: {_listed(names)}"
+                for what, names in zip(("missing", "unexpected"), keys, strict=True)
+                if names
+            ]
+            raise RuntimeError(f"{path} does not match {kind}: {'; '.join(lines)}")
+        try:
+            fill(files, {n: x for n, x in state.items() if n in found}, kind, max_nbytes, threads)
+        except _Mismatch as error:
+            raise RuntimeError(f"{path} does not match {kind}: {error}") from None
+    return keys
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """Parameters and persistent buffers by their names in the state_dict; None for other state."""
+    tensors = [*model.parameters(), *model.buffers()]
+    own = {id(x) for x in tensors}
+    state: dict[str, Any] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if not arrays._is_a("torch", x):
+            state[name] = None
+        elif id(x) not in own:
+            raise TypeError(
+                f"{name!r} of the state_dict is no parameter and no buffer: a hook has made it. "
+                "Allowed: model.load_state_dict(tightwire.load_file(...))"
+            )
+        elif x.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device, which has no memory. Allowed: after "
+                "model.to_empty(device=...)"
+            )
+        else:
+            state[name] = x
+    return state
+
+
+def sources(path: PathLike) -> list[Path]:
+    """The files of a path: itself, or of a directory its compressed files, sorted.
+
+    Raises FileNotFoundError for a directory that has none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if not found:
+        raise FileNotFoundError(f"{path} has no *{SUFFIX}")
+    return found
+
+
+@contextmanager
+def opened(paths: Iterable[PathLike]) -> Iterator[list[Contents]]:
+    """Files that together hold each name once, their headers checked."""
+    with ExitStack() as stack:
+        files: list[Contents] = []
+        holders: dict[str, Contents] = {}
+        for path in paths:
+            reader = stack.enter_context(reading(path))
+            with naming(reader.name):
+                contents = Contents(reader)
+                for name in contents.names():
+                    other = holders.setdefault(name, contents)
+                    if other is not contents:
+                        detail = f"tensor {name!r} is also in {other.reader.name}"
+                        raise FormatError("bad_container", detail)
+            files.append(contents)
+        yield files
+
+
+def load_out(
+    contents: Contents, out: Mapping[str, Any], max_nbytes: int, threads: int | None
+) -> dict[str, Any]:
+    """`load_file` with `out`."""
+    if not isinstance(out, Mapping):
+        raise TypeError(f"out is a {type(out).__name__}; allowed: names to arrays")
+    names = contents.names()
+    problems = []
+    if lacking := [name for name in names if name not in out]:
+        problems.append(f"out lacks {_listed(lacking)}")
+    if left := [name for name in out if name not in contents]:
+        problems.append(f"the file lacks {_listed(left)}")
+    if problems:
+        raise ValueError(f"names do not match: {'; '.join(problems)}")
+    fill([contents], out, "out", max_nbytes, threads)
+    return {name: out[name] for name in names}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_LISTED]))
+    more = len(names) - _LISTED
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
+class _Mismatch(ValueError):
+    """An array of another shape than the tensor in the file."""
+
+
+class _Goal(NamedTuple):
+    """An array that a tensor of a file goes to. `entry` is that of the tensor."""
+
+    contents: Contents
+    entry: Entry
+    array: Any
+    info: ArrayInfo
+    what: str
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of another shape."""
+        if shape != self.info.shape:
+            ours, theirs = list(self.info.shape), list(shape)
+            raise _Mismatch(f"{self.what} has shape {ours}, the tensor in the file {theirs}")
+
+    def naming(self) -> Any:
+        """Says in a FormatError which file and tensor it is about."""
+        return naming(f"{self.contents.reader.name}: tensor {self.entry.name!r}")
+
+
+def fill(
+    files: Sequence[Contents],
+    out: Mapping[str, Any],
+    what: str,
+    max_nbytes: int,
+    threads: int | None,
+) -> None:
+    """Decode the tensors whose names `out` has into its arrays, which errors call `what`.
+
+    Everything but payloads is checked before anything is written. Raises as `load_file` does.
+    """
+    max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+    count = thread_count(threads)
+    host: list[_Goal] = []
+    gpus: dict[tuple[str, Any], list[_Goal]] = {}
+    for goal in _goals(files, out, what):
+        device = None if goal.contents.is_plain(goal.entry) else _gpu_of(goal.info)
+        goals = host if device is None else gpus.setdefault((goal.info.library, device), [])
+        goals.append(goal)
+    tasks = [_on_host(goal, max_nbytes, count) for goal in host]
+    for (library, device), goals in gpus.items():
+        tasks += [_on_gpu(round_, library, device, max_nbytes) for round_ in _rounds(goals)]
+    for task in tasks:
+        task()
+
+
+def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iterator[_Goal]:
+    """Every array of `out` once for each tensor that goes there, checked but for its shape."""
+    for contents in files:
+        seen: set[Any] = set()
+        for name in contents.names():
+            if name not in out:
+                continue
+            entry, label = contents.entry(name), f"{what}[{name!r}]"
+            goal = _Goal(contents, entry, out[name], _described(out[name], label), label)
+            _check_kind(goal)
+            memory = arrays.memory_of(goal.array)
+            if memory is None or (entry.name, memory) not in seen:
+                seen.add((entry.name, memory))
+                yield goal
+
+
+def _described(x: Any, what: str) -> ArrayInfo:
+    """What an array is that can be written to. Raises TypeError or ValueError."""
+    try:
+        # Pairs of 4-bit floats are copied as bytes.
+        info = arrays.describe(x.view(sys.modules["torch"].uint8) if arrays.is_float4(x) else x)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
+    arrays.check_writable(x, info, info.dtype, info.shape, what)
+    if info.library == "numpy" and not arrays.host_array(x).flags.writeable:
+        raise ValueError(f"{what} is read-only")
+    if info.library == "torch" and any(
+        step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
+    ):
+        raise ValueError(f"{what} has several elements in one place; allowed: x.contiguous()")
+    return info
+
+
+def _gpu_of(info: ArrayInfo) -> Any:
+    """The torch.device whose kernels decode to such an array, None for the host."""
+    if info.device is None:
+        return None
+    gpu_files = device_files()
+    return gpu_files.place_of(info) if isinstance(gpu_files, ModuleType) else None
+
+
+def _on_host(goal: _Goal, max_nbytes: int, threads: int) -> Callable[[], None]:
+    """Check the head of one tensor and its array's shape; what then decodes it."""
+    contents, name = goal.contents, goal.entry.name
+    with naming(contents.reader.name):
+        head = contents.head(name, max_nbytes)
+    if head is not None:
+        goal.check_shape(head.plan.shape)
+    else:
+        goal.check_shape(_plain_shape(goal))
+
+    def decode() -> None:
+        with naming(contents.reader.name):
+            if head is None or not _straight(goal, head):
+                _copy(goal, contents.tensor(name, head, _host_library(goal.info), threads))
+                return
+        plan = head.plan
+        bits = arrays.writable_bits(goal.array, plan.dtype, plan.shape, goal.what)
+        with goal.naming():
+            engine.decode_range(contents.parsed(name, head), bits, 0, threads=threads)
+
+    return decode
+
+
+def _straight(goal: _Goal, head: Head) -> bool:
+    """True for host memory that the tensor can be decoded straight into."""
+    if goal.info.device is not None or goal.info.dtype != head.plan.dtype:
+        return False
+    flags = arrays.host_array(goal.array).flags
+    native = goal.info.library != "numpy" or arrays.host_array(goal.array).dtype.isnative
+    return bool(flags.c_contiguous and flags.aligned and native)
+
+
+def _host_library(info: ArrayInfo) -> str:
+    return "torch" if info.library == "torch" else "numpy"
+
+
+def _copy(goal: _Goal, value: Any) -> None:
+    """Copy an array of the host to the goal's, converting elements as PyTorch's `copy_` does."""
+    if arrays.is_float4(goal.array) or arrays.is_float4(value):
+        byte = sys.modules["torch"].uint8
+        goal.array.view(byte).copy_(value.view(byte).reshape(goal.info.shape))
+    elif goal.info.library == "torch":
+        goal.array.copy_(value)
+    elif goal.info.library == "cupy":
+        import cupy
+
+        with cupy.cuda.Device(goal.info.device.id):
+            cupy.copyto(goal.array, cupy.asarray(value), casting="unsafe")
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.copyto(arrays.host_array(goal.array), value, casting="unsafe")
+
+
+def _plain_shape(goal: _Goal) -> tuple[int, ...]:
+    """The shape that an array must have for a tensor that is stored plain.
+
+    Elements of less than a byte go to uint8 of one dimension; F4 also to PyTorch's pairs.
+    """
+    entry = goal.entry
+    if entry.dtype in BY_SAFETENSORS:
+        return entry.shape
+    if arrays.is_float4(goal.array) and entry.dtype == "F4" and entry.shape[-1:] != ():
+        return (*entry.shape[:-1], entry.shape[-1] // 2)
+    return (entry.nbytes,)
+
+
+def _check_kind(goal: _Goal) -> None:
+    """Refuse conversions to and from elements of less than a byte. Raises TypeError."""
+    dtype = goal.entry.dtype
+    whole = dtype in BY_SAFETENSORS or not goal.contents.is_plain(goal.entry)
+    pairs = arrays.is_float4(goal.array)
+    if (pairs and dtype != "F4") or not (whole or pairs or goal.info.dtype.name == "uint8"):
+        kind = "float4_e2m1fn_x2" if pairs else goal.info.dtype.name
+        raise TypeError(f"{goal.what} is {kind}, which {dtype} is not converted to or from")
+
+
+def _rounds(goals: Sequence[_Goal]) -> list[list[_Goal]]:
+    """Groups that are decoded at the same time: in each, no tensor and no memory occurs twice."""
+    rounds: list[list[_Goal]] = []
+    following: dict[Any, int] = {}
+    for goal in goals:
+        keys = [(id(goal.contents), goal.entry.name), arrays.memory_of(goal.array)]
+        number = max(following.get(key, 0) for key in keys)
+        following.update((key, number + 1) for key in keys if key is not None)
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(goal)
+    return rounds
+
+
+def _on_gpu(
+    goals: Sequence[_Goal], library: str, device: Any, max_nbytes: int
+) -> Callable[[], None]:
+    """Check heads and shapes of tensors for one GPU; what then decodes them in one pipeline."""
+    gpu_files: Any = device_files()
+    by_file: dict[int, list[_Goal]] = {}
+    for goal in goals:
+        by_file.setdefault(id(goal.contents), []).append(goal)
+    heads, ordered = [], []
+    for group in by_file.values():
+        group.sort(key=lambda goal: goal.entry.begin)
+        part = gpu_files.Part(group[0].contents, [goal.entry for goal in group])
+        head = gpu_files.read_heads(part, max_nbytes)
+        for goal, plan in zip(group, head.plans, strict=True):
+            goal.check_shape(plan.shape)
+        heads.append(head)
+        ordered += group
+
+    def decode() -> None:
+        for goal in ordered:
+            arrays.mark_written(goal.array)
+        outs = [(goal.array, goal.info) for goal in ordered]
+        gpu_files.load_into(heads, outs, library, device)
+
+    return decode
