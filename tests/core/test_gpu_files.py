@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import os
+import re
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +92,14 @@ def load(path: Path, device: Any) -> dict[str, Any]:
     with reading(path) as reader:
         (found,) = gpu_files.load([files.Contents(reader)], device, 1 << 40)
     return found
+
+
+def save(tensors: Any, path: Path) -> None:
+    """As `save_file` of tensors of a GPU."""
+    codec = tw.codec("zipccl")
+    draft, found = files.drafted(tensors, codec)
+    with open(path, "wb") as file:
+        gpu_files.write_container(file, draft, {n: found[n] for n in draft.plans}, codec)
 
 
 @pytest.mark.usefixtures("small")
@@ -207,11 +220,7 @@ def test_saved_bytes_are_those_of_the_host(device: Any, tmp_path: Path) -> None:
     tensors = model()
     tw.save_file(tensors, tmp_path / "host")
     expected = (tmp_path / "host").read_bytes()
-    on_device = {name: x.to(device) for name, x in tensors.items()}
-    codec = tw.codec("zipccl")
-    draft, found = files.drafted(on_device, codec)
-    with open(tmp_path / "x", "wb") as file:
-        gpu_files.write_container(file, draft, {n: found[n] for n in draft.plans}, codec)
+    save({name: x.to(device) for name, x in tensors.items()}, tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == expected
 
 
@@ -240,6 +249,239 @@ def test_a_full_disk(device: Any, tmp_path: Path) -> None:
         pinned.Writer(file.fileno(), device) as writer,
     ):
         gpu_files.save(writer, {"x": x}, tw.codec("zipccl"), 0)
+
+
+@pytest.mark.usefixtures("small")
+def test_files_in_one_pipeline(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows go from one file to the next, and errors name the right file."""
+    tensors = model()
+    names = [list(tensors)[i::3] for i in range(3)]
+    paths = [tmp_path / f"{i}" for i in range(3)]
+    for path, part in zip(paths, names, strict=True):
+        tw.save_file({name: tensors[name] for name in part}, path)
+    transfers = []
+
+    class Counted(pinned.Transfer):
+        def __init__(self, windows: Any, device: Any) -> None:
+            transfers.append(windows)
+            super().__init__(windows, device)
+
+    monkeypatch.setattr(gpu_files, "Transfer", Counted)
+    with ExitStack() as stack:
+        sources = [files.Contents(stack.enter_context(reading(path))) for path in paths]
+        found = gpu_files.load(sources, device, 1 << 40)
+    assert [set(part) for part in found] == [set(part) for part in names]
+    assert all(same(part, {k: tensors[k] for k in part}) for part in found)
+    (windows,) = transfers
+    assert any(len({r.reader.name for r in ranges}) > 1 for ranges in windows)
+    assert len(windows) > 3
+    data = bytearray(paths[1].read_bytes())
+    with tw.open(paths[1]) as file:
+        buffer = file.buffer("float32").tobytes()
+    data[data.index(buffer) + 200] ^= 1
+    paths[1].write_bytes(data)
+    with ExitStack() as stack, pytest.raises(tw.FormatError, match=f"{paths[1]}: tensor 'float32'"):
+        sources = [files.Contents(stack.enter_context(reading(path))) for path in paths]
+        gpu_files.load(sources, device, 1 << 40)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("whole", [False, True])
+def test_readers_of_all_kinds(whole: bool, device: Any, tmp_path: Path) -> None:
+    """Bytes and file objects come through the same pipeline as paths."""
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "x")
+    data = (tmp_path / "x").read_bytes()
+    source = data if whole else io.BytesIO(data)
+    with reading(source) as reader:
+        (found,) = gpu_files.load([files.Contents(reader)], device, 1 << 40)
+    assert same(found, tensors)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("call", ["empty", "empty_like"])
+def test_a_gpu_without_enough_memory(
+    call: str, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names what there was no memory for, and holds none of what was made before."""
+    path = tmp_path / "x"
+    tensors = {str(i): torch.randn(3000).bfloat16() for i in range(9)}
+    tw.save_file(tensors | {"wide": torch.randn(4000)}, path)
+    usual, last = getattr(torch, call), [0]
+    made: list[weakref.ref[Any]] = []
+    for allowed in range(6):
+
+        def allocate(*args: Any, **options: Any) -> Any:
+            if options.get("pin_memory") is not None:
+                return usual(*args, **options)
+            if last[0] == allowed:  # noqa: B023
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            last[0] += 1
+            x = usual(*args, **options)
+            made.append(weakref.ref(x.untyped_storage()))
+            return x
+
+        last[0] = 0
+        monkeypatch.setattr(torch, call, allocate)
+        try:
+            load(path, device)
+        except torch.OutOfMemoryError as error:
+            assert re.search(f"{path}: (tensor '(\\d|wide)'|no memory on {device})", str(error))
+            assert not [x for x in made if x() is not None and x().nbytes()]
+        else:
+            assert call == "empty"
+            assert allowed == 5
+        monkeypatch.setattr(torch, call, usual)
+
+
+def cut_short(function: Any, place: int) -> Any:
+    """`os.preadv` and others that take at most 1000 bytes of what they are given."""
+
+    def limited(*args: Any) -> Any:
+        changed = list(args)
+        what = args[place]
+        if isinstance(what, list):
+            changed[place] = [what[0][:1000]]
+        else:
+            changed[place] = min(what, 1000) if isinstance(what, int) else what[:1000]
+        return function(*changed)
+
+    return limited
+
+
+@pytest.mark.usefixtures("small")
+def test_short_reads_and_writes(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = model()
+    tw.save_file(tensors, tmp_path / "host")
+    monkeypatch.setattr(gpu_files, "HEAD_NBYTES", 4096)
+    for name in ("pread", "preadv", "pwrite"):
+        monkeypatch.setattr(os, name, cut_short(getattr(os, name), 1))
+    save({name: x.to(device) for name, x in tensors.items()}, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "host").read_bytes()
+    assert same(load(tmp_path / "x", device), tensors)
+
+
+def failing(function: Any, allowed: int) -> Any:
+    calls = itertools.count()
+
+    def limited(*args: Any) -> Any:
+        if next(calls) >= allowed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*args)
+
+    return limited
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("allowed", [3, 6, 12])
+def test_failing_reads(
+    allowed: int, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that fails once for a head is done again; others are reported with the path."""
+    path = tmp_path / "x"
+    tw.save_file(model(), path)
+    monkeypatch.setattr(os, "pread", failing(os.pread, 2))
+    assert same(load(path, device), model())
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, allowed))
+    with pytest.raises(OSError, match="Input/output error") as error:
+        load(path, device)
+    assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("allowed", [0, 5])
+def test_failing_writes(
+    allowed: int, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, allowed))
+    with pytest.raises(OSError, match="Input/output error"):
+        save({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
+    monkeypatch.setattr(os, "pwrite", lambda *args: 0)
+    with pytest.raises(OSError, match="writes nothing"):
+        save({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_changes_while_it_is_read(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads were read before: what payloads say is checked against them."""
+    path = tmp_path / "x"
+    tw.save_file({"a": torch.randn(9000).bfloat16(), "b": torch.randn(9000)}, path)
+    with tw.open(path) as file:
+        target = file.buffer("b").tobytes()
+    place = path.read_bytes().index(target) + 5000
+    usual = gpu_files.read_heads
+
+    def then_changed(*args: Any) -> Any:
+        heads = usual(*args)
+        with open(path, "r+b") as file:
+            file.seek(place)
+            file.write(bytes(600))
+        late.open.set()
+        return heads
+
+    monkeypatch.setattr(gpu_files, "read_heads", then_changed)
+    late = Late(device.type == "cuda", 3)
+    monkeypatch.setattr(pinned, "_pools", {device.type == "cuda": late})
+    with pytest.raises(tw.FormatError, match=f"{path}: tensor 'b'") as error:
+        load(path, device)
+    assert error.value.reason in ("checksum_mismatch", "bad_payload")
+
+
+class Late(pinned.Pool):
+    """Slots that nobody gets before `open` is set."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.open = threading.Event()
+
+    def take(self) -> Any:
+        self.open.wait()
+        return super().take()
+
+
+def nested() -> dict[str, Any]:
+    shared = torch.randn(5000).bfloat16()
+    return {
+        "model": {"embed": shared, "head": shared, "norm": torch.randn(7), "step": torch.tensor(3)},
+        "optimizer": [{"lr": 0.1, "exp_avg": torch.randn(9000)}, ("adam", None)],
+        "tiny": torch.arange(5, dtype=torch.uint8),
+    }
+
+
+def moved(tree: Any, device: Any) -> Any:
+    known: dict[int, Any] = {}
+
+    def move(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: move(x) for key, x in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(map(move, node))
+        return known.setdefault(id(node), node.to(device)) if torch.is_tensor(node) else node
+
+    return move(tree)
+
+
+@pytest.mark.usefixtures("small")
+def test_nested_and_tied_states_have_the_bytes_of_the_host(device: Any, tmp_path: Path) -> None:
+    tree = nested()
+    tw.save_file(tree, tmp_path / "host")
+    save(moved(tree, device), tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "host").read_bytes()
+    with reading(tmp_path / "x") as reader:
+        contents = files.Contents(reader)
+        (tensors,) = gpu_files.load([contents], device, 1 << 40)
+        tensors |= {alias: tensors[name] for alias, name in contents.tied.items()}
+        found = contents.shaped(tensors)
+    assert found["model"]["embed"] is found["model"]["head"]
+    assert same(found["model"], tree["model"])
+    assert same(found["optimizer"][0], {"exp_avg": tree["optimizer"][0]["exp_avg"]})
+    assert found["optimizer"][1] == ("adam", None)
 
 
 def test_windows_cover_all_buffers(small: None) -> None:
