@@ -203,10 +203,11 @@ def _transfer(queue: Queue, device: torch.device) -> Iterator[Transfer]:
         with Transfer(queue.ranges(), device) as transfer:
             yield transfer
     except torch.OutOfMemoryError as error:
-        paths = ", ".join(part.contents.reader.name for part in queue.parts[:3])
-        if paths in str(error):
+        paths = [part.contents.reader.name for part in queue.parts]
+        if any(path in str(error) for path in paths):
             raise
-        raise torch.OutOfMemoryError(f"{paths}: no memory on {device}: {error}") from error
+        where = ", ".join(paths[:3])
+        raise torch.OutOfMemoryError(f"{where}: no memory on {device}: {error}") from error
 
 
 def _decode(

@@ -14,10 +14,11 @@ import numpy as np
 from . import arrays, engine
 from .arrays import ArrayInfo
 from .codec import thread_count
-from .engine import DEFAULT_MAX_NBYTES, Head
+from .codecs.base import Bits
+from .engine import DEFAULT_MAX_NBYTES
 from .files import Contents, naming
 from .formats.container import Entry
-from .formats.dtypes import BY_SAFETENSORS
+from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import FormatError, integer
 from .planning import device_files
 from .storage import PathLike, reading
@@ -179,6 +180,10 @@ class _Goal(NamedTuple):
     entry: Entry
     array: Any
     info: ArrayInfo
+    #: What arrays of one memory have in common, None if it is not known.
+    memory: Any
+    #: True for PyTorch's pairs of 4-bit floats, whose `info` is that of their bytes.
+    pairs: bool
     what: str
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -186,10 +191,6 @@ class _Goal(NamedTuple):
         if shape != self.info.shape:
             ours, theirs = list(self.info.shape), list(shape)
             raise _Mismatch(f"{self.what} has shape {ours}, the tensor in the file {theirs}")
-
-    def naming(self) -> Any:
-        """Says in a FormatError which file and tensor it is about."""
-        return naming(f"{self.contents.reader.name}: tensor {self.entry.name!r}")
 
 
 def fill(
@@ -225,30 +226,34 @@ def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iter
         for name in contents.names():
             if name not in out:
                 continue
-            entry, label = contents.entry(name), f"{what}[{name!r}]"
-            goal = _Goal(contents, entry, out[name], _described(out[name], label), label)
+            x, label = out[name], f"{what}[{name!r}]"
+            pairs = arrays.is_float4(x)
+            info = _described(x.view(sys.modules["torch"].uint8) if pairs else x, label)
+            goal = _Goal(contents, contents.entry(name), x, info, arrays.memory_of(x), pairs, label)
             _check_kind(goal)
-            memory = arrays.memory_of(goal.array)
-            if memory is None or (entry.name, memory) not in seen:
-                seen.add((entry.name, memory))
+            key = goal.entry.name, goal.memory
+            if goal.memory is None or key not in seen:
+                seen.add(key)
                 yield goal
 
 
 def _described(x: Any, what: str) -> ArrayInfo:
     """What an array is that can be written to. Raises TypeError or ValueError."""
     try:
-        # Pairs of 4-bit floats are copied as bytes.
-        info = arrays.describe(x.view(sys.modules["torch"].uint8) if arrays.is_float4(x) else x)
+        info = arrays.describe(x)
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from error
     arrays.check_writable(x, info, info.dtype, info.shape, what)
     if info.library == "numpy" and not arrays.host_array(x).flags.writeable:
         raise ValueError(f"{what} is read-only")
-    if info.library == "torch" and any(
-        step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
-    ):
+    if info.library == "torch" and 0 in x.stride() and _overlaps(x):
         raise ValueError(f"{what} has several elements in one place; allowed: x.contiguous()")
     return info
+
+
+def _overlaps(x: Any) -> bool:
+    sizes = [size for step, size in zip(x.stride(), x.shape, strict=True) if not step]
+    return max(sizes) > 1 and x.numel() > 0
 
 
 def _gpu_of(info: ArrayInfo) -> Any:
@@ -270,34 +275,32 @@ def _on_host(goal: _Goal, max_nbytes: int, threads: int) -> Callable[[], None]:
         goal.check_shape(_plain_shape(goal))
 
     def decode() -> None:
+        memory = None if head is None else _memory(goal, head.plan.dtype)
         with naming(contents.reader.name):
-            if head is None or not _straight(goal, head):
-                _copy(goal, contents.tensor(name, head, _host_library(goal.info), threads))
+            if head is None or memory is None:
+                library = "torch" if goal.info.library == "torch" else "numpy"
+                _copy(goal, contents.tensor(name, head, library, threads))
                 return
-        plan = head.plan
-        bits = arrays.writable_bits(goal.array, plan.dtype, plan.shape, goal.what)
-        with goal.naming():
-            engine.decode_range(contents.parsed(name, head), bits, 0, threads=threads)
+            arrays.mark_written(goal.array)
+            with naming(f"tensor {name!r}"):
+                engine.decode_range(contents.parsed(name, head), memory, 0, threads=threads)
 
     return decode
 
 
-def _straight(goal: _Goal, head: Head) -> bool:
-    """True for host memory that the tensor can be decoded straight into."""
-    if goal.info.device is not None or goal.info.dtype != head.plan.dtype:
-        return False
-    flags = arrays.host_array(goal.array).flags
-    native = goal.info.library != "numpy" or arrays.host_array(goal.array).dtype.isnative
-    return bool(flags.c_contiguous and flags.aligned and native)
-
-
-def _host_library(info: ArrayInfo) -> str:
-    return "torch" if info.library == "torch" else "numpy"
+def _memory(goal: _Goal, dtype: DType) -> Bits | None:
+    """Memory of the host that elements can be decoded straight into, None if there is none."""
+    if goal.info.device is not None or goal.info.dtype != dtype:
+        return None
+    host = arrays.host_array(goal.array)
+    if not (host.flags.c_contiguous and host.flags.aligned and host.dtype.isnative):
+        return None
+    return host.reshape(-1).view(dtype.bits)
 
 
 def _copy(goal: _Goal, value: Any) -> None:
     """Copy an array of the host to the goal's, converting elements as PyTorch's `copy_` does."""
-    if arrays.is_float4(goal.array) or arrays.is_float4(value):
+    if goal.pairs or arrays.is_float4(value):
         byte = sys.modules["torch"].uint8
         goal.array.view(byte).copy_(value.view(byte).reshape(goal.info.shape))
     elif goal.info.library == "torch":
@@ -320,7 +323,7 @@ def _plain_shape(goal: _Goal) -> tuple[int, ...]:
     entry = goal.entry
     if entry.dtype in BY_SAFETENSORS:
         return entry.shape
-    if arrays.is_float4(goal.array) and entry.dtype == "F4" and entry.shape[-1:] != ():
+    if goal.pairs and entry.dtype == "F4" and entry.shape[-1:] != ():
         return (*entry.shape[:-1], entry.shape[-1] // 2)
     return (entry.nbytes,)
 
@@ -329,9 +332,10 @@ def _check_kind(goal: _Goal) -> None:
     """Refuse conversions to and from elements of less than a byte. Raises TypeError."""
     dtype = goal.entry.dtype
     whole = dtype in BY_SAFETENSORS or not goal.contents.is_plain(goal.entry)
-    pairs = arrays.is_float4(goal.array)
-    if (pairs and dtype != "F4") or not (whole or pairs or goal.info.dtype.name == "uint8"):
-        kind = "float4_e2m1fn_x2" if pairs else goal.info.dtype.name
+    if (goal.pairs and dtype != "F4") or not (
+        whole or goal.pairs or goal.info.dtype.name == "uint8"
+    ):
+        kind = "float4_e2m1fn_x2" if goal.pairs else goal.info.dtype.name
         raise TypeError(f"{goal.what} is {kind}, which {dtype} is not converted to or from")
 
 
@@ -340,9 +344,11 @@ def _rounds(goals: Sequence[_Goal]) -> list[list[_Goal]]:
     rounds: list[list[_Goal]] = []
     following: dict[Any, int] = {}
     for goal in goals:
-        keys = [(id(goal.contents), goal.entry.name), arrays.memory_of(goal.array)]
-        number = max(following.get(key, 0) for key in keys)
-        following.update((key, number + 1) for key in keys if key is not None)
+        tensor = id(goal.contents), goal.entry.name
+        number = max(following.get(tensor, 0), following.get(goal.memory, 0))
+        following[tensor] = number + 1
+        if goal.memory is not None:
+            following[goal.memory] = number + 1
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(goal)

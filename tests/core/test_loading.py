@@ -112,7 +112,6 @@ def _staging_only(copy: Any) -> Any:
 
 def test_out_of_other_kinds_is_converted(device: Any, tmp_path: Path) -> None:
     tensors = state()
-    tw.save_file(tensors, tmp_path / "x")
     other = torch.device("cpu")
     out = {
         "weight": like(tensors["weight"], device, dtype=torch.float32),
@@ -125,6 +124,9 @@ def test_out_of_other_kinds_is_converted(device: Any, tmp_path: Path) -> None:
         "scalar": np.ones((), np.float32),
         "empty": np.ones((0, 4), ml_dtypes.bfloat16),
     }
+    tensors["column"] = torch.randn(1, 600)
+    out["column"] = torch.from_numpy(np.ones(600, np.float32)[None])
+    tw.save_file(tensors, tmp_path / "x")
     found = tw.load_file(tmp_path / "x", out=out)
     for name, x in tensors.items():
         if isinstance(out[name], np.ndarray):
