@@ -253,7 +253,7 @@ def _described(x: Any, what: str) -> ArrayInfo:
 
 def _overlaps(x: Any) -> bool:
     sizes = [size for step, size in zip(x.stride(), x.shape, strict=True) if not step]
-    return max(sizes) > 1 and x.numel() > 0
+    return max(sizes) > 1 and bool(x.numel())
 
 
 def _gpu_of(info: ArrayInfo) -> Any:

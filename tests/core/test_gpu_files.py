@@ -329,7 +329,7 @@ def test_a_gpu_without_enough_memory(
             load(path, device)
         except torch.OutOfMemoryError as error:
             assert re.search(f"{path}: (tensor '(\\d|wide)'|no memory on {device})", str(error))
-            assert not [x for x in made if x() is not None and x().nbytes()]
+            assert not [x for x in made if (memory := x()) is not None and memory.nbytes()]
         else:
             assert call == "empty"
             assert allowed == 5

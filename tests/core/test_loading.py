@@ -67,7 +67,7 @@ def like(x: Any, device: Any, **changes: Any) -> Any:
 
 
 def equal(x: Any, y: Any) -> bool:
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.detach().cpu(), y)
+    return bool(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.detach().cpu(), y))
 
 
 def test_out_of_the_same_kind_is_filled(device: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_two_tensors_for_one_memory_do_not_mix(device: Any, tmp_path: Path) -> N
 
 
 def test_names_of_a_nested_state(device: Any, tmp_path: Path) -> None:
-    tree = {"model": {"w": torch.randn(4000)}, "steps": [torch.arange(900), 3]}
+    tree: Any = {"model": {"w": torch.randn(4000)}, "steps": [torch.arange(900), 3]}
     tw.save_file(tree, tmp_path / "x")
     out = {
         "model.w": torch.ones(4000, device=device),
@@ -274,7 +274,7 @@ def test_autograd_sees_the_write(device: Any, tmp_path: Path) -> None:
     assert leaf.detach().cpu().numpy().tobytes() == tw.load_file(tmp_path / "x")["a"].tobytes()
 
 
-class Net(torch.nn.Module):
+class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Parameters, persistent and other buffers, and an embedding tied to the head."""
 
     def __init__(self, tied: bool = True) -> None:
