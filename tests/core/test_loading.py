@@ -165,6 +165,48 @@ def test_tied_names(device: Any, tmp_path: Path) -> None:
     assert equal(lossy["a"].float(), x.to(torch.float8_e5m2).float())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU here")
+def test_arrays_of_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pipeline for each device; all heads are read before the first one starts."""
+    gpu_files = pytest.importorskip("tightwire.gpu_files")
+    tensors = state()
+    devices = {"torch.bfloat16": torch.device("cpu"), "torch.float32": torch.device("cpu", 0)}
+    tw.save_file(tensors, tmp_path / "x")
+    out = {name: like(x, "cpu") for name, x in tensors.items()}
+    steps: list[Any] = []
+
+    def logged(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            steps.append(args[-1] if function.__name__ == "load_into" else function.__name__)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(loading, "_gpu_of", lambda info: devices.get(f"torch.{info.dtype.name}"))
+    for name in ("read_heads", "load_into"):
+        monkeypatch.setattr(gpu_files, name, logged(getattr(gpu_files, name)))
+    tw.load_file(tmp_path / "x", out=out)
+    assert all(equal(out[name], x) for name, x in tensors.items())
+    assert steps == ["read_heads", "read_heads", *devices.values()]
+
+
+@pytest.mark.gpu
+def test_arrays_of_all_gpus_and_libraries(tmp_path: Path) -> None:
+    cupy = pytest.importorskip("cupy")
+    count = torch.cuda.device_count()
+    x = torch.randn(50_000)
+    tensors = {str(i): x + i for i in range(count + 4)}
+    tw.save_file(tensors, tmp_path / "x")
+    out: dict[str, Any] = {str(i): torch.ones(50_000, device=f"cuda:{i}") for i in range(count)}
+    out |= {str(count): torch.ones(50_000), str(count + 1): np.ones(50_000, np.float32)}
+    out[str(count + 2)] = cupy.ones(50_000, np.float32)
+    out[str(count + 3)] = cupy.ones((50_000, 2), np.float64)[:, 1]
+    tw.load_file(tmp_path / "x", out=out)
+    for name, x in tensors.items():
+        found = out[name].get() if isinstance(out[name], cupy.ndarray) else out[name]
+        assert torch.equal(torch.as_tensor(found).cpu().float(), x)
+
+
 def test_two_tensors_for_one_memory_do_not_mix(device: Any, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(20_000).bfloat16(), "b": torch.randn(20_000).bfloat16()}
     tw.save_file(tensors, tmp_path / "x")
