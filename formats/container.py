@@ -152,10 +152,12 @@ _ReadValue = Callable[[str, str, int], tuple[Any, int]]
 _Skip = Callable[[str, int, dict[str, Any]], int]
 
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
+#: Dtypes with shapes that are kept while a header is read.
+_MAX_KINDS = 1024
 #: An entry as safetensors and tightwire write it, and the comma before the next one.
 _USUAL = re.compile(
-    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w{1,16})",'
-    rf'"shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,{MAX_RANK - 1}}})?)\],'
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w{1,16}'
+    rf'","shape":\[(?:{_SIZE}(?:,{_SIZE}){{0,{MAX_RANK - 1}}})?)\],'
     rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}},',
     re.ASCII,
 )
@@ -196,18 +198,21 @@ def _usual_entries(text: str, at: int, members: dict[str, Entry]) -> int:
 
     It stops at the first member that is not one, which `_member` reads or refuses.
     """
-    shapes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     while (found := _USUAL.match(text, at)) is not None:
-        name, dtype, sizes, first, last = found.groups()
-        shape, nbits = shapes.get((dtype, sizes), _NO_SHAPE)
-        if nbits < 0 and dtype in BITS:
+        name, kind, first, last = found.groups()
+        known = kinds.get(kind)
+        if known is None:
+            dtype, _, sizes = kind.partition('","shape":[')
+            if dtype not in BITS:
+                break
             shape = tuple(map(int, sizes.split(","))) if sizes else ()
-            nbits = math.prod(shape) * BITS[dtype]
-            if len(shapes) < _MAX_SHAPES:
-                shapes[dtype, sizes] = shape, nbits
+            known = dtype, shape, math.prod(shape) * BITS[dtype]
+            if len(kinds) < _MAX_KINDS:
+                kinds[kind] = known
+        dtype, shape, nbits = known
         begin, end = int(first), int(last)
-        sound = nbits >= 0 and 8 * (end - begin) == nbits
-        if not sound or name in members or name == METADATA:
+        if 8 * (end - begin) != nbits or name in members or name == METADATA:
             break
         members[name] = Entry(name, dtype, shape, begin, end)
         at = found.end()
@@ -280,9 +285,6 @@ def _entry(name: str, fields: Any) -> Entry:
     return Entry(name, dtype, tuple(shape), *offsets)
 
 
-_NO_SHAPE: tuple[tuple[int, ...], int] = (), -1
-#: Shapes that are kept while a header is read.
-_MAX_SHAPES = 1024
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
