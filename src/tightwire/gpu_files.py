@@ -106,17 +106,18 @@ def load_files(
 ) -> list[dict[str, Any]]:
     """For each file its tensors by all names on the GPU of `target`; see `load`."""
     place = _place(target.library, target.device, "like")
-    with _scope(place, target.library):
-        loaded = [
-            {
-                name: _export(x, _DTYPES[x.dtype], target) if x.dtype in _DTYPES else x
-                for name, x in found.items()
-            }
-            for found in load(sources, place, max_nbytes)
-        ]
+    with _scope(place, target.library), _freeing():
+        loaded = [_exported(found, target) for found in load(sources, place, max_nbytes)]
     for contents, tensors in zip(sources, loaded, strict=True):
         tensors.update({alias: tensors[name] for alias, name in contents.tied.items()})
     return loaded
+
+
+def _exported(found: Mapping[str, torch.Tensor], target: Target) -> dict[str, Any]:
+    return {
+        name: _export(x, _DTYPES[x.dtype], target) if x.dtype in _DTYPES else x
+        for name, x in found.items()
+    }
 
 
 def load(
@@ -130,23 +131,30 @@ def load(
     parts = [Part(contents, buffer_entries(contents)) for contents in sources]
     queue = Queue(parts)
     results: list[torch.Tensor] = []
-    with _freeing(results):
+    loaded: list[dict[str, torch.Tensor]] = []
+    with _freeing(results, loaded):
         with _transfer(queue, device) as transfer:
             heads = [read_heads(part, max_nbytes) for part in parts]
             plans = [plan for head in heads for plan in head.plans]
             _allocate(queue, plans, device, results)
             _decode(queue, heads, transfer, results, np.ones(len(results), bool), device)
-        loaded = []
         for part, base in zip(parts, queue.bases.tolist(), strict=False):
-            contents, count = part.contents, len(part.entries)
             names = [entry.name for entry in part.entries]
-            found = dict(zip(names, results[base : base + count], strict=True))
-            for entry in contents.directory.entries[count:]:
-                with _naming(contents, entry.name):
-                    contents.head(entry.name, max_nbytes)
-                    found[entry.name] = contents.tensor(entry.name, None, "torch", 1).to(device)
-            loaded.append(found)
+            loaded.append(dict(zip(names, results[base:], strict=False)))
+            loaded[-1].update(_plain(part.contents, device, max_nbytes))
     return loaded
+
+
+def _plain(contents: Contents, device: torch.device, max_nbytes: int) -> dict[str, torch.Tensor]:
+    """The tensors that a file holds as they are."""
+    found = {}
+    path = contents.reader.name
+    for entry in contents.directory.entries:
+        if contents.is_plain(entry):
+            with naming(path), _naming_memory(f"{path}: tensor {entry.name!r}"):
+                contents.head(entry.name, max_nbytes)
+                found[entry.name] = contents.tensor(entry.name, None, "torch", 1).to(device)
+    return found
 
 
 def place_of(info: ArrayInfo) -> Any:
@@ -173,7 +181,7 @@ def load_into(
             _TORCH[plan.dtype] == x.dtype and x.is_contiguous()
             for plan, x in zip(plans, tensors, strict=True)
         ]
-        with _freeing([]), _transfer(queue, device) as transfer:
+        with _freeing(), _transfer(queue, device) as transfer:
             _decode(queue, heads, transfer, tensors, np.array(straight, bool), device)
 
 
@@ -183,13 +191,14 @@ def buffer_entries(contents: Contents) -> list[Entry]:
 
 
 @contextmanager
-def _freeing(results: list[torch.Tensor]) -> Iterator[None]:
-    """Let go of tensors after an error, which may live long: its frames hold them."""
+def _freeing(*results: list[Any]) -> Iterator[None]:
+    """Let go of results after an error, which may live long: its frames hold tensors."""
     outer = sys.exc_info()[1]
     try:
         yield
     except BaseException as error:
-        results.clear()
+        for found in results:
+            found.clear()
         inner: BaseException | None = error
         while inner is not None and inner is not outer:
             traceback.clear_frames(inner.__traceback__)
@@ -249,9 +258,14 @@ def _windows(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 def _naming(contents: Contents, name: str) -> Iterator[None]:
     """Say in errors which file and tensor they are about."""
     what = f"{contents.reader.name}: tensor {name!r}"
+    with naming(what), _naming_memory(what):
+        yield
+
+
+@contextmanager
+def _naming_memory(what: str) -> Iterator[None]:
     try:
-        with naming(what):
-            yield
+        yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"{what}: {error}") from error
 

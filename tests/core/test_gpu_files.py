@@ -336,6 +336,32 @@ def test_a_gpu_without_enough_memory(
         monkeypatch.setattr(torch, call, usual)
 
 
+def test_no_memory_for_plain_tensors(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    tw.save_file({"a": torch.randn(3000), "b": torch.randn(5), "c": torch.randn(4)}, path)
+    made: list[weakref.ref[Any]] = []
+    usual = torch.Tensor.to
+
+    def move(x: Any, *args: Any) -> Any:
+        if x.numel() == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        found = usual(x.clone(), *args)
+        made.append(weakref.ref(found.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    with pytest.raises(torch.OutOfMemoryError, match=f"{path}: tensor 'c'"):
+        load(path, device)
+    assert made
+    assert not [x for x in made if x() is not None]
+    monkeypatch.setattr(torch.Tensor, "to", usual)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(tw.FormatError, match=f"^checksum_mismatch: {path}: tensor 'c': plain"):
+        load(path, device)
+
+
 def cut_short(function: Any, place: int) -> Any:
     """`os.preadv` and others that take at most 1000 bytes of what they are given."""
 
