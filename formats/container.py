@@ -488,14 +488,14 @@ def source_directory(directory: Directory) -> Directory | None:
     if not decompressor.eof or decompressor.unused_data:
         raise _bad("the source header is damaged or too large")
     source = parse_directory(data)
-    names = [e.name for e in source.entries]
-    own = [e.name for e in directory.entries]
     if directory.metadata[VERSION_KEY] == VERSION:
         # Plain tensors lie behind the others.
-        names, own = sorted(names), sorted(own)
+        same = set(source.names) == set(directory.names)
         if TIED_KEY in directory.metadata or TREE_KEY in directory.metadata:
             raise _bad("a source header beside tied names or a tree")
-    if names != own:
+    else:
+        same = [e.name for e in source.entries] == [e.name for e in directory.entries]
+    if not same:
         raise _bad("the source header names other tensors than the file")
     if any(map(is_own, source.metadata)):
         raise _bad("the source header has metadata of tightwire's own")
