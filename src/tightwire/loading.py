@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -215,8 +215,16 @@ def fill(
     tasks = [_on_host(goal, max_nbytes, count) for goal in host]
     for (library, device), goals in gpus.items():
         tasks += [_on_gpu(round_, library, device, max_nbytes) for round_ in _rounds(goals)]
-    for task in tasks:
-        task()
+    with _inference([*host, *(goal for goals in gpus.values() for goal in goals)]):
+        for task in tasks:
+            task()
+
+
+def _inference(goals: Sequence[_Goal]) -> AbstractContextManager[Any]:
+    """Inference mode where tensors need it to be written to; others may be written in it too."""
+    if any(goal.info.library == "torch" and goal.array.is_inference() for goal in goals):
+        return sys.modules["torch"].inference_mode()  # type: ignore[no-any-return]
+    return nullcontext()
 
 
 def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iterator[_Goal]:

@@ -186,7 +186,9 @@ class Transfer:
     def __iter__(self) -> Iterator[torch.Tensor]:
         largest = max(self._sizes, default=0)
         for _ in self._sizes[:STAGES]:
-            memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            # Threads write to it, which are not in the inference mode of the caller.
+            with torch.inference_mode(False):
+                memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
             self._staging.append(memory)
             self._grant()
         for number, size in enumerate(self._sizes):

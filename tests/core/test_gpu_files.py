@@ -336,6 +336,15 @@ def test_a_gpu_without_enough_memory(
         monkeypatch.setattr(torch, call, usual)
 
 
+@pytest.mark.usefixtures("small")
+def test_save_and_load_in_inference_mode(device: Any, tmp_path: Path) -> None:
+    tensors = model()
+    with torch.inference_mode():
+        save({name: x.to(device) for name, x in tensors.items()}, tmp_path / "x")
+        found = load(tmp_path / "x", device)
+    assert same(found, tensors)
+
+
 def test_no_memory_for_plain_tensors(
     device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

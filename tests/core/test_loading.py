@@ -316,6 +316,22 @@ def test_autograd_sees_the_write(device: Any, tmp_path: Path) -> None:
     assert leaf.detach().cpu().numpy().tobytes() == tw.load_file(tmp_path / "x")["a"].tobytes()
 
 
+def test_tensors_of_inference_mode(device: Any, tmp_path: Path) -> None:
+    """They are written to outside of it too; the version of other tensors still counts."""
+    tensors = state()
+    tw.save_file(tensors, tmp_path / "x")
+    with torch.inference_mode():
+        out = {name: like(x, device) for name, x in tensors.items()}
+        out["weight"] = out["weight"].float()
+    out["small"] = like(tensors["small"], device)
+    out["more"] = like(tensors["more"], device, dtype=torch.float32)
+    versions = {name: out[name]._version for name in ("small", "more")}
+    tw.load_file(tmp_path / "x", out=out)
+    for name, x in tensors.items():
+        assert equal(out[name], x.to(out[name].dtype))
+    assert all(out[name]._version > version for name, version in versions.items())
+
+
 class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Parameters, persistent and other buffers, and an embedding tied to the head."""
 
