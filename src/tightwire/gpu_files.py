@@ -61,7 +61,10 @@ class Part:
 
 
 class Queue:
-    """Buffers of files in the order in which they come to a GPU, window by window."""
+    """Buffers of files in the order in which they come to a GPU, window by window.
+
+    In a window they lie behind one another, whatever is between them in the files.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -69,10 +72,9 @@ class Queue:
         sizes = np.array([e.end - e.begin for e in self.entries], np.int64)
         self.windows = list(_windows(sizes))
         starts = sizes.cumsum() - sizes
-        firsts = [first for first, _ in self.windows]
-        counts = [stop - first for first, stop in self.windows]
+        firsts, stops = np.array(self.windows, np.int64).reshape(-1, 2).T
         #: Where buffers lie in their windows, (n,).
-        self.places = starts - np.repeat(starts[firsts], counts)
+        self.places = starts - np.repeat(starts[firsts], stops - firsts)
         #: Numbers of the first buffers of parts, (parts + 1,).
         self.bases = np.cumsum([0] + [len(part.entries) for part in parts])
 

@@ -67,12 +67,9 @@ def load_into(
     state = _state(model)
     with opened(sources(path)) as files, torch.no_grad():
         found = {name for contents in files for name in contents.names()}
-        loaded = {arrays.memory_of(x) for name, x in state.items() if name in found}
-        missing = [
-            name
-            for name, x in state.items()
-            if name not in found and (x is None or arrays.memory_of(x) not in loaded - {None})
-        ]
+        memories = {name: x is not None and arrays.memory_of(x) for name, x in state.items()}
+        loaded = {memory for name, memory in memories.items() if memory and name in found}
+        missing = [n for n in state if n not in found and memories[n] not in loaded]
         keys = IncompatibleKeys(missing, sorted(found - state.keys()))
         kind = type(model).__name__
         if strict and any(keys):
@@ -91,11 +88,10 @@ def load_into(
 
 def _state(model: Any) -> dict[str, Any]:
     """Parameters and persistent buffers by their names in the state_dict; None for other state."""
-    tensors = [*model.parameters(), *model.buffers()]
-    own = {id(x) for x in tensors}
+    own = {id(x) for x in (*model.parameters(), *model.buffers())}
     state: dict[str, Any] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        if not arrays._is_a("torch", x):
+        if not isinstance(x, sys.modules["torch"].Tensor):
             state[name] = None
         elif id(x) not in own:
             raise TypeError(

@@ -287,6 +287,18 @@ def test_files_in_one_pipeline(
         gpu_files.load(sources, device, 1 << 40)
 
 
+@pytest.mark.parametrize("names", [[], ["empty", "scalar"], ["empty"], ["int64"]])
+def test_files_with_few_tensors(names: list[str], device: Any, tmp_path: Path) -> None:
+    tensors = {name: model()[name] for name in names}
+    tw.save_file(tensors, tmp_path / "x")
+    with reading(tmp_path / "x") as reader:
+        contents = files.Contents(reader)
+        first, second = gpu_files.load([contents, contents], device, 1 << 40)
+    assert list(first) == list(second) == names
+    assert same(first, tensors)
+    assert same(second, tensors)
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("whole", [False, True])
 def test_readers_of_all_kinds(whole: bool, device: Any, tmp_path: Path) -> None:
