@@ -181,11 +181,22 @@ def save_file(
     draft, found = drafted(tensors, chosen, metadata)
     buffered = {name: found[name] for name in draft.plans}
     gpu_files = device_files() if is_path(path) and _on_one_gpu(buffered) else None
-    with new_file(path) as file:
+    with _naming_path(path), new_file(path) as file:
         if isinstance(gpu_files, ModuleType):
             gpu_files.write_container(file, draft, buffered, chosen)
         else:
             write_container(file, draft, _buffers(chosen, buffered, threads))
+
+
+@contextmanager
+def _naming_path(path: Any) -> Iterator[None]:
+    """Say in the error of a write, which names none, which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None and is_path(path):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _on_one_gpu(tensors: Mapping[str, Any]) -> bool:

@@ -445,8 +445,11 @@ def test_failing_writes(
     allowed: int, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, allowed))
-    with pytest.raises(OSError, match="Input/output error"):
-        save({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
+    monkeypatch.setattr(files, "_on_one_gpu", lambda tensors: True)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        tw.save_file({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
+    assert error.value.filename == str(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "pwrite", lambda *args: 0)
     with pytest.raises(OSError, match="writes nothing"):
         save({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
