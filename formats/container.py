@@ -10,7 +10,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from .errors import FormatError
 from .header import ALIGN, MAX_RANK
@@ -54,8 +55,7 @@ BITS |= {"F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64
 BITS |= {"I64": 64, "U64": 64}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a safetensors file; `begin` and `end` count from the start of the data."""
 
     name: str
@@ -134,7 +134,7 @@ def parse_directory(json_bytes: bytes) -> Directory:
         fields = _read_object(json_bytes.decode())
         metadata = fields.pop(METADATA, {})
         names = tuple(fields)
-        entries = sorted(fields.values(), key=lambda e: (e.begin, e.end))
+        entries = sorted(fields.values(), key=attrgetter("begin", "end"))
         at = 0
         for entry in entries:
             if entry.begin != at:
@@ -150,31 +150,43 @@ _OPEN, _COLON, _NEXT, _END = (
     re.compile(rf"[ \t\n\r]*{token}[ \t\n\r]*")
     for token in (r"\{[ \t\n\r]*(\}?)", ":", "([,}])", r"\Z")
 )
-#: What most headers consist of, read at once; anything else is read piece by piece.
-_PLAIN_TEXT = re.compile(r'"([ !#-\[\]-~]*)"')
-_SIZE = r"(?:0|[1-9][0-9]{0,17})"
-_USUAL_ENTRY = re.compile(
-    rf'\{{"dtype":"([A-Z0-9_]{{1,16}})","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,63}})?)\],'
-    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}}'
-)
 #: Reads the value of a member from a text: name, text, position; returns the value and its end.
 _ReadValue = Callable[[str, str, int], tuple[Any, int]]
+#: Reads members of an object from a position on, but not its last one; returns where it stopped.
+_Skip = Callable[[str, int, dict[str, Any]], int]
+
+_SIZE = "(?:0|[1-9][0-9]{0,17})"
+#: Dtypes with shapes that are kept while a header is read.
+_MAX_KINDS = 1024
+#: An entry as safetensors and tightwire write it, and the comma before the next one.
+_USUAL = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w{1,16}'
+    rf'","shape":\[(?:{_SIZE}(?:,{_SIZE}){{0,{MAX_RANK - 1}}})?)\],'
+    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}},',
+    re.ASCII,
+)
 
 
 def _read_object(text: str) -> dict[str, Any]:
     """Entries by name, and the metadata. Nothing but these is ever built, whatever the text is."""
-    fields, at = _members(text, 0, _member, MAX_JSON)
+    fields, at = _members(text, 0, _member, MAX_JSON, _usual_entries)
     _token(_END, text, at)
     return fields
 
 
-def _members(text: str, at: int, read: _ReadValue, limit: int) -> tuple[dict[str, Any], int]:
-    """The members, at most `limit`, of the JSON object at `at`, and its end."""
+def _members(
+    text: str, at: int, read: _ReadValue, limit: int, skip: _Skip | None = None
+) -> tuple[dict[str, Any], int]:
+    """The members, at most `limit`, of the JSON object at `at`, and its end.
+
+    `skip` reads members by itself where it can.
+    """
     members: dict[str, Any] = {}
     token = _token(_OPEN, text, at)
     last = token[1]
     while last != "}":
-        name, at = _text(text, token.end())
+        at = token.end() if skip is None else skip(text, token.end(), members)
+        name, at = _text(text, at)
         if name in members:
             raise ValueError(f"{name!r} occurs twice")
         if len(members) == limit:
@@ -203,6 +215,32 @@ def read_index_object(text: str) -> dict[str, Any]:
     return fields
 
 
+def _usual_entries(text: str, at: int, members: dict[str, Entry]) -> int:
+    """Read sound entries in the usual form, several times as fast as `_member` does.
+
+    It stops at the first member that is not one, which `_member` reads or refuses.
+    """
+    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    while (found := _USUAL.match(text, at)) is not None:
+        name, kind, first, last = found.groups()
+        known = kinds.get(kind)
+        if known is None:
+            dtype, _, sizes = kind.partition('","shape":[')
+            if dtype not in BITS:
+                break
+            shape = tuple(map(int, sizes.split(","))) if sizes else ()
+            known = dtype, shape, math.prod(shape) * BITS[dtype]
+            if len(kinds) < _MAX_KINDS:
+                kinds[kind] = known
+        dtype, shape, nbits = known
+        begin, end = int(first), int(last)
+        if 8 * (end - begin) != nbits or name in members or name == METADATA:
+            break
+        members[name] = Entry(name, dtype, shape, begin, end)
+        at = found.end()
+    return at
+
+
 def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
     found = pattern.match(text, at)
     if found is None:
@@ -212,9 +250,6 @@ def _token(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
 
 def _text(text: str, at: int) -> tuple[str, int]:
     """The JSON string at `at`, and its end."""
-    plain = _PLAIN_TEXT.match(text, at)
-    if plain is not None:
-        return plain[1], plain.end()
     if not text.startswith('"', at):
         raise ValueError(f"expected a text at character {at}")
     value, end = _JSON.raw_decode(text, at)
@@ -235,11 +270,6 @@ def _member(name: str, text: str, at: int) -> tuple[Any, int]:
     """A member of the header: the metadata, or the entry of a tensor."""
     if name == METADATA:
         return _members(text, at, lambda key, text, at: _text(text, at), MAX_METADATA)
-    usual = _USUAL_ENTRY.match(text, at)
-    if usual is not None:
-        dtype, shape, begin, end = usual.groups()
-        sizes = tuple(map(int, shape.split(","))) if shape else ()
-        return _checked(name, dtype, sizes, (int(begin), int(end))), usual.end()
     end = text.find("}", at, at + MAX_ENTRY) + 1
     if not end:
         raise ValueError(f"the entry of {name!r} does not end within {MAX_ENTRY} characters")
@@ -274,22 +304,16 @@ def _entry(name: str, fields: Any) -> Entry:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise ValueError(f"entry of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str):
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     for value in (shape, offsets):
         if not isinstance(value, list) or not all(map(_is_size, value)):
             raise ValueError(f"shape or data_offsets of {name!r} are not lists of sizes")
-    return _checked(name, dtype, tuple(shape), tuple(offsets))
-
-
-def _checked(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Entry:
-    if dtype not in BITS:
-        raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
     if len(shape) > MAX_RANK:
         raise ValueError(f"{name!r} has {len(shape)} dimensions, at most {MAX_RANK}")
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * BITS[dtype]:
         raise ValueError(f"data_offsets of {name!r} do not fit its shape")
-    return Entry(name, dtype, shape, *offsets)
+    return Entry(name, dtype, tuple(shape), *offsets)
 
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -508,12 +532,12 @@ def source_directory(directory: Directory) -> Directory | None:
     if not decompressor.eof or decompressor.unused_data:
         raise _bad("the source header is damaged or too large")
     source = parse_directory(data)
-    names = [e.name for e in source.entries]
-    own = [e.name for e in directory.entries]
     if directory.metadata[VERSION_KEY] == VERSION:
         # Plain tensors lie behind the others.
-        names, own = sorted(names), sorted(own)
-    if names != own:
+        same = set(source.names) == set(directory.names)
+    else:
+        same = [e.name for e in source.entries] == [e.name for e in directory.entries]
+    if not same:
         raise _bad("the source header names other tensors than the file")
     if any(map(is_own, source.metadata)):
         raise _bad("the source header has metadata of tightwire's own")

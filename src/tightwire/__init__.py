@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .formats.errors import FormatError
     from .formats.header import Header
     from .inspection import Info, inspect, verify
+    from .loading import load_into
     from .models import load, save
     from .streams import read_buffers
 
@@ -51,6 +52,7 @@ __all__ = [
     "inspect",
     "load",
     "load_file",
+    "load_into",
     "loads",
     "open",
     "read_buffers",
@@ -81,6 +83,7 @@ _HOMES = {
     "inspect": "inspection",
     "load": "models",
     "load_file": "files",
+    "load_into": "loading",
     "loads": "files",
     "open": "files:open_file",
     "read_buffers": "streams",

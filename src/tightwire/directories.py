@@ -41,7 +41,7 @@ from .model_index import (
     restored_index,
     restored_name,
 )
-from .models import STEMS, check_holds, model_shards, tensor_names
+from .shards import STEMS, check_holds, model_shards, tensor_names
 from .storage import PathLike, atomic_file, is_temporary, reading, remove_leftovers
 
 #: Files and folders of version control and caches, which are no part of a model.

@@ -53,7 +53,6 @@ from .planning import device_files, make_plan
 from .storage import (
     MappedReader,
     MemoryReader,
-    PathReader,
     Reader,
     is_path,
     new_file,
@@ -231,7 +230,7 @@ def save_file(
     draft, found = drafted(tensors, chosen, metadata)
     buffered = {name: found[name] for name in draft.plans}
     gpu_files = device_files() if is_path(path) and _on_one_gpu(buffered) else None
-    with new_file(path) as file:
+    with _naming_path(path), new_file(path) as file:
         if isinstance(gpu_files, ModuleType):
             gpu_files.write_container(file, draft, buffered, chosen)
         else:
@@ -241,6 +240,17 @@ def save_file(
             else:
                 with in_order(_host_buffers(chosen, draft.plans, buffered), count) as buffers:
                     write_container(file, draft, buffers)
+
+
+@contextmanager
+def _naming_path(path: Any) -> Iterator[None]:
+    """Say in the error of a write, which names none, which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None and is_path(path):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _on_one_gpu(tensors: Mapping[str, Any]) -> bool:
@@ -978,7 +988,8 @@ def open_file(
 def load_file(
     path: Any,
     *,
-    like: Any = "numpy",
+    like: Any = None,
+    out: Mapping[str, Any] | None = None,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> Any:
@@ -988,19 +999,24 @@ def load_file(
     fsspec, a binary file object, read from its present position to its end, bytes-like or a uint8
     array.
 
-    `like`, an array or a library's name, says where they go. To a GPU the compressed bytes cross
-    the bus, and are decoded and checked there, in the order of the current stream; reading, copies
-    and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError, OSError, and
-    torch.OutOfMemoryError where a GPU has too little memory.
+    `like`, an array or a library's name, says where they go; None is NumPy. To a GPU the compressed
+    bytes cross the bus, and are decoded and checked there, in the order of the current stream;
+    reading, copies and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError,
+    OSError, and torch.OutOfMemoryError where a GPU has too little memory.
+
+    `out`, by all names of the tensors (of nested states, the names that `tightwire.open` gives),
+    has arrays to fill, of NumPy, PyTorch and CuPy, each on its own device; the result is a dict of
+    them. Contiguous arrays of the file's dtype are decoded straight into; others get a copy, with
+    the conversion of `Tensor.copy_`, one tensor at a time. Names, shapes and headers are checked
+    before anything is written: ValueError if `out` lacks a name, has one more or another shape,
+    TypeError for what is no array to write to. After a later error the contents are undefined. To
+    autograd `out` is as that of `tightwire.decode`. Where two tensors of the file go to one memory,
+    one of them is there in the end.
     """
-    target = arrays.target_of(like)
+    # It needs this module.
+    from .loading import load_files
+
     with reading(path) as reader:
         contents = Contents(reader)
-        gpu_files = None
-        if target.device is not None and isinstance(reader, PathReader):
-            gpu_files = device_files()
-        if isinstance(gpu_files, ModuleType):
-            tensors = gpu_files.load_file(contents, target, max_nbytes)
-        else:
-            tensors = decode_all(contents, like, max_nbytes, threads)
-        return contents.shaped(tensors)
+        tensors = load_files([contents], like, out, max_nbytes, threads)
+        return contents.shaped(tensors) if out is None else tensors

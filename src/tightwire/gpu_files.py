@@ -7,33 +7,44 @@ a time and check every payload before a tensor is handed out.
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from . import engine
-from .arrays import Target
+from .arrays import ArrayInfo, Target
 from .buffer import Buffer
 from .codec import Codec, decode
-from .codecs.base import Bytes, Plan
+from .codecs.base import Plan
 from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
-from .device import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _kernels_for, _place, _scope, moved
+from .device import (
+    _DTYPES,
+    _TORCH,
+    DEVICE_ALIGN,
+    _export,
+    _kernels_for,
+    _place,
+    _scope,
+    _values,
+    moved,
+)
 from .files import Contents, Draft, naming
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
 from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
-from .pinned import Transfer, Writer
-from .storage import PathReader
+from .pinned import Range, Transfer, Writer
+from .storage import PathReader, Reader
 
 #: Bytes of the file that are decoded at a time, if no tensor alone has more.
 WINDOW_NBYTES = 128 << 20
@@ -41,160 +52,351 @@ WINDOW_NBYTES = 128 << 20
 HEAD_NBYTES = 512
 
 
-def load_file(contents: Contents, target: Target, max_nbytes: int) -> dict[str, Any]:
-    """The tensors of a file by all names on the GPU of `target`; see `load`."""
+@dataclass(frozen=True)
+class Part:
+    """Some of the buffers of a file, in the order of their data."""
+
+    contents: Contents
+    entries: Sequence[Entry]
+
+
+class Queue:
+    """Buffers of files in the order in which they come to a GPU, window by window.
+
+    In a window they lie behind one another, whatever is between them in the files.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.entries = [entry for part in parts for entry in part.entries]
+        sizes = np.array([e.end - e.begin for e in self.entries], np.int64)
+        self.windows = list(_windows(sizes))
+        starts = sizes.cumsum() - sizes
+        firsts, stops = np.array(self.windows, np.int64).reshape(-1, 2).T
+        #: Where buffers lie in their windows, (n,).
+        self.places = starts - np.repeat(starts[firsts], stops - firsts)
+        #: Numbers of the first buffers of parts, (parts + 1,).
+        self.bases = np.cumsum([0] + [len(part.entries) for part in parts])
+
+    def ranges(self) -> list[list[Range]]:
+        """What windows consist of."""
+        return [self._ranges(first, stop) for first, stop in self.windows]
+
+    def _ranges(self, first: int, stop: int) -> list[Range]:
+        found: list[Range] = []
+        for part, base in zip(self.parts, self.bases.tolist(), strict=False):
+            reader, at = part.contents.reader, part.contents.directory.data_at
+            start = end = -1
+            for entry in part.entries[max(first - base, 0) : max(stop - base, 0)]:
+                if entry.begin != end:
+                    if start < end:
+                        found.append(Range(reader, at + start, at + end))
+                    start = entry.begin
+                end = entry.end
+            if start < end:
+                found.append(Range(reader, at + start, at + end))
+        return found
+
+    def naming(self, number: int) -> AbstractContextManager[None]:
+        """Says in errors which file and tensor they are about."""
+        part = self.parts[int(np.searchsorted(self.bases, number, "right")) - 1]
+        return _naming(part.contents, self.entries[number].name)
+
+
+def load_files(
+    sources: Sequence[Contents], target: Target, max_nbytes: int
+) -> list[dict[str, Any]]:
+    """For each file its tensors by all names on the GPU of `target`; see `load`."""
     place = _place(target.library, target.device, "like")
-    with _scope(place, target.library):
-        found = load(contents, place, max_nbytes)
-        tensors = {
-            name: _export(x, _DTYPES[x.dtype], target) if x.dtype in _DTYPES else x
-            for name, x in found.items()
-        }
-    return tensors | {alias: tensors[name] for alias, name in contents.tied.items()}
+    with _scope(place, target.library), _freeing():
+        loaded = [_exported(found, target) for found in load(sources, place, max_nbytes)]
+    for contents, tensors in zip(sources, loaded, strict=True):
+        tensors.update({alias: tensors[name] for alias, name in contents.tied.items()})
+    return loaded
+
+
+def _exported(found: Mapping[str, torch.Tensor], target: Target) -> dict[str, Any]:
+    return {
+        name: _export(x, _DTYPES[x.dtype], target) if x.dtype in _DTYPES else x
+        for name, x in found.items()
+    }
 
 
 def load(
-    contents: Contents,
-    device: torch.device,
-    max_nbytes: int,
-    given: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The tensors of a file of the system on `device`, by name, in the order of their data.
+    sources: Sequence[Contents], device: torch.device, max_nbytes: int
+) -> list[dict[str, torch.Tensor]]:
+    """For each file its tensors on `device`, by name, in the order of their data.
 
-    A buffer's tensor goes where `given` says: contiguous memory on `device`, of its dtype and
-    shape. Works in the order of the current stream, and waits for it. Raises FormatError for
-    damage, OSError, and torch.OutOfMemoryError, which name file and tensor.
+    Works in the order of the current stream, and waits for it. Raises FormatError for damage,
+    OSError, and torch.OutOfMemoryError, which name file and tensor.
     """
-    given = given or {}
-    assert isinstance(contents.reader, PathReader)
-    path, fd = Path(contents.reader.name), contents.reader.fd
-    data_at, entries = contents.directory.data_at, _buffer_entries(contents)
-    windows = list(_windows(entries))
-    ranges = [(data_at + entries[i].begin, data_at + entries[j - 1].end) for i, j in windows]
-    with Transfer(path, fd, ranges, device) as transfer:
-        plans, groups = _read_heads(path, fd, contents, max_nbytes)
-        results = [
-            given[e.name] if e.name in given else _allocated(path, e.name, plan, device)
-            for e, plan in zip(entries, plans, strict=True)
-        ]
-        batches, alone = _batches(entries, windows, groups, results, device)
-        for number, ((first, _), staging) in enumerate(zip(windows, transfer, strict=True)):
-            for batch in batches:
-                batch.decode(number, staging)
-            for i in alone[number]:
-                at = entries[i].begin - entries[first].begin
-                nbytes = entries[i].end - entries[i].begin
-                with _naming(path, entries[i].name):
-                    decode(staging[at : at + nbytes], out=results[i])
-        for batch in batches:
-            batch.settle(path, entries)
-    found = {e.name: result for e, result in zip(entries, results, strict=True)}
-    for entry in contents.directory.entries[len(entries) :]:
-        with naming(str(path)):
-            contents.head(entry.name, max_nbytes)
-            found[entry.name] = contents.tensor(entry.name, None, "torch", 1).to(device)
+    parts = [Part(contents, buffer_entries(contents)) for contents in sources]
+    queue = Queue(parts)
+    results: list[torch.Tensor] = []
+    loaded: list[dict[str, torch.Tensor]] = []
+    with _freeing(results, loaded):
+        with _transfer(queue, device) as transfer:
+            heads = [read_heads(part, max_nbytes) for part in parts]
+            plans = [plan for head in heads for plan in head.plans]
+            _allocate(queue, plans, device, results)
+            _decode(queue, heads, transfer, results, np.ones(len(results), bool), device)
+        for part, base in zip(parts, queue.bases.tolist(), strict=False):
+            names = [entry.name for entry in part.entries]
+            loaded.append(dict(zip(names, results[base:], strict=False)))
+            loaded[-1].update(_plain(part.contents, device, max_nbytes))
+    return loaded
+
+
+def _plain(contents: Contents, device: torch.device, max_nbytes: int) -> dict[str, torch.Tensor]:
+    """The tensors that a file holds as they are."""
+    found = {}
+    path = contents.reader.name
+    for entry in contents.directory.entries:
+        if contents.is_plain(entry):
+            with naming(path), _naming_memory(f"{path}: tensor {entry.name!r}"):
+                contents.head(entry.name, max_nbytes)
+                found[entry.name] = contents.tensor(entry.name, None, "torch", 1).to(device)
     return found
 
 
-def _buffer_entries(contents: Contents) -> list[Entry]:
+def place_of(info: ArrayInfo) -> Any:
+    """The device whose kernels decode to such an array, None if none does."""
+    return _place(info.library, info.device, None)
+
+
+def load_into(
+    heads: Sequence[Heads],
+    outs: Sequence[tuple[Any, ArrayInfo]],
+    library: str,
+    device: torch.device,
+) -> None:
+    """Decode the buffers of `heads` to as many arrays of `library` of the same shapes on `device`.
+
+    Straight into contiguous arrays of the buffers' dtypes; others get copies, one at a time.
+    Order, waiting and errors are those of `load`.
+    """
+    plans = [plan for head in heads for plan in head.plans]
+    queue = Queue([head.part for head in heads])
+    with _scope(device, library):
+        tensors = [_values(x, info) for x, info in outs]
+        straight = [
+            _TORCH[plan.dtype] == x.dtype and x.is_contiguous()
+            for plan, x in zip(plans, tensors, strict=True)
+        ]
+        with _freeing(), _transfer(queue, device) as transfer:
+            _decode(queue, heads, transfer, tensors, np.array(straight, bool), device)
+
+
+def buffer_entries(contents: Contents) -> list[Entry]:
     """The entries of buffers, which lie in front of plain tensors."""
     return [e for e in contents.directory.entries if not contents.is_plain(e)]
 
 
-def _windows(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
-    """First and past-the-last of entries that have at most WINDOW_NBYTES, or of one with more."""
-    first = 0
-    for i, entry in enumerate(entries):
-        if i > first and entry.end - entries[first].begin > WINDOW_NBYTES:
-            yield first, i
-            first = i
-    if entries:
-        yield first, len(entries)
-
-
-def _naming(path: Path, name: str) -> AbstractContextManager[None]:
-    return naming(f"{path}: tensor {name!r}")
-
-
-def _allocated(path: Path, name: str, plan: Plan, device: torch.device) -> torch.Tensor:
+@contextmanager
+def _freeing(*results: list[Any]) -> Iterator[None]:
+    """Let go of results after an error, which may live long: its frames hold tensors."""
+    outer = sys.exc_info()[1]
     try:
-        return torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=device)
+        yield
+    except BaseException as error:
+        for found in results:
+            found.clear()
+        inner: BaseException | None = error
+        while inner is not None and inner is not outer:
+            traceback.clear_frames(inner.__traceback__)
+            inner = inner.__context__
+        raise
+
+
+@contextmanager
+def _transfer(queue: Queue, device: torch.device) -> Iterator[Transfer]:
+    try:
+        with Transfer(queue.ranges(), device) as transfer:
+            yield transfer
     except torch.OutOfMemoryError as error:
-        size = plan.nelem * plan.dtype.itemsize
-        message = f"{path}: no memory on {device} for tensor {name!r}, {size} bytes"
-        raise torch.OutOfMemoryError(message) from error
+        paths = [part.contents.reader.name for part in queue.parts]
+        if any(path in str(error) for path in paths):
+            raise
+        where = ", ".join(paths[:3])
+        raise torch.OutOfMemoryError(f"{where}: no memory on {device}: {error}") from error
+
+
+def _decode(
+    queue: Queue,
+    heads: Sequence[Heads],
+    transfer: Transfer,
+    outs: Sequence[torch.Tensor],
+    straight: npt.NDArray[np.bool_],
+    device: torch.device,
+) -> None:
+    batches, alone = _batches(queue, heads, outs, straight, device)
+    for number, staging in enumerate(transfer):
+        for batch in batches:
+            batch.decode(number, staging)
+        for i in alone[number]:
+            at, entry = int(queue.places[i]), queue.entries[i]
+            source = staging[at : at + entry.end - entry.begin]
+            with queue.naming(i):
+                if straight[i]:
+                    decode(source, out=outs[i])
+                else:
+                    outs[i].copy_(decode(source, like=outs[i]))
+    for batch in batches:
+        batch.settle(queue)
+
+
+def _windows(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """First and past-the-last of buffers that have at most WINDOW_NBYTES, or of one with more."""
+    ends = sizes.cumsum()
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first] - sizes[first])
+        stop = max(int(np.searchsorted(ends, before + WINDOW_NBYTES, "right")), first + 1)
+        yield first, stop
+        first = stop
+
+
+@contextmanager
+def _naming(contents: Contents, name: str) -> Iterator[None]:
+    """Say in errors which file and tensor they are about."""
+    what = f"{contents.reader.name}: tensor {name!r}"
+    with naming(what), _naming_memory(what):
+        yield
+
+
+@contextmanager
+def _naming_memory(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"{what}: {error}") from error
+
+
+def _allocate(
+    queue: Queue, plans: Sequence[Plan], device: torch.device, results: list[torch.Tensor]
+) -> None:
+    """Append a tensor for each plan. Each has memory of its own: torch.save writes all of it."""
+    first: dict[int, torch.Tensor] = {}
+    for plan in plans:
+        try:
+            model = first.get(id(plan))
+            if model is None:
+                x = torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=device)
+                first[id(plan)] = x
+            else:
+                # Half the time of torch.empty: many small tensors take tens of milliseconds.
+                x = torch.empty_like(model)
+            results.append(x)
+        except torch.OutOfMemoryError as error:
+            size = plan.nelem * plan.dtype.itemsize
+            with queue.naming(len(results)):
+                message = f"no memory on {device} for {size} bytes"
+                raise torch.OutOfMemoryError(message) from error
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Sound buffers of one plan: their numbers in the file, (m,), and records, (m, chunks)."""
+    """Sound buffers of one plan: their numbers in the part, (m,), and records, (m, chunks)."""
 
     plan: Plan
     numbers: npt.NDArray[np.int64]
     records: npt.NDArray[Any]
 
 
-def _read_heads(
-    path: Path, fd: int, contents: Contents, max_nbytes: int
-) -> tuple[list[Plan], list[_Group]]:
-    """Plans of all buffers, checked as `Contents.parse` does, and groups of the usual ones.
+@dataclass(frozen=True)
+class Heads:
+    """Plans of the buffers of a part, checked but for payloads, and groups of the usual ones."""
+
+    part: Part
+    plans: list[Plan]
+    groups: list[_Group]
+
+
+def read_heads(part: Part, max_nbytes: int) -> Heads:
+    """Read and check headers and records as `Contents.head` does.
 
     Buffers of one plan are checked together: a file may have many thousands.
     """
-    data_at, entries = contents.directory.data_at, _buffer_entries(contents)
+    contents, reader = part.contents, part.contents.reader
+    data_at = contents.directory.data_at
     plans: list[Plan] = []
-    members: dict[bytes, list[tuple[int, bytes]]] = {}
-    known: dict[bytes, tuple[Header, Plan]] = {}
-    for i, entry in enumerate(entries):
-        start, nbytes = data_at + entry.begin, entry.end - entry.begin
-        data = os.pread(fd, min(HEAD_NBYTES, nbytes), start)
-        header = data[: int.from_bytes(data[8:12], "little")]
-        usual = header in known
-        if not usual:
-            # The first of its kind is checked by itself, as are those that this cannot read.
-            with _naming(path, entry.name):
-                head = engine.parse_head(_reader(path, fd, start, nbytes), nbytes, max_nbytes)
-            usual = not head.header.required & ~CHECKSUM and len(header) == head.header.nbytes
-            known[header] = head.header, head.plan
-        planned, plan = known[header]
-        with _naming(path, entry.name):
-            contents.check_head(entry.name, planned, plan)
-        if not usual:
-            del known[header]
-            plans.append(plan)
-            continue
-        if len(data) < plan.static_offset:
-            data = os.pread(fd, plan.static_offset, start)
-        plans.append(plan)
-        members.setdefault(header, []).append((i, data[len(header) : plan.static_offset]))
-    groups = []
-    for header, found in members.items():
-        plan = known[header][1]
-        numbers = np.array([i for i, _ in found])
-        sizes = np.array([entries[i].end - entries[i].begin for i, _ in found])
-        if all(len(data) == plan.static_offset - len(header) for _, data in found):
-            joined = np.frombuffer(b"".join(data for _, data in found), np.uint8)
-            tops = joined.reshape(len(found), -1)
-            group = _Group(plan, numbers, _records(plan, tops))
-            if _sound(group, tops, sizes):
+    members: dict[bytes, _Members] = {}
+    header, found, entry = b"", None, None
+    try:
+        for i, entry in enumerate(part.entries):
+            start, nbytes = data_at + entry.begin, entry.end - entry.begin
+            data = _first_bytes(reader, start, HEAD_NBYTES if nbytes > HEAD_NBYTES else nbytes)
+            if found is None or not data.startswith(header):
+                header = data[: int.from_bytes(data[8:12], "little")]
+                found = members.get(header)
+            if found is None:
+                # The first of its kind is checked by itself, as are those that this cannot read.
+                head = _parse_head(reader, start, nbytes, max_nbytes)
+                contents.check_head(entry.name, head.header, head.plan)
+                if head.header.required & ~CHECKSUM or len(header) != head.header.nbytes:
+                    plans.append(head.plan)
+                    continue
+                found = members[header] = _Members(head.header, head.plan, [], [])
+            elif contents.source is not None:
+                contents.check_head(entry.name, found.header, found.plan)
+            plans.append(found.plan)
+            if len(data) < found.plan.static_offset <= nbytes:
+                data = _first_bytes(reader, start, found.plan.static_offset)
+            found.numbers.append(i)
+            found.data.append(data)
+        groups = []
+        for found in members.values():
+            group = _sound_group(found, part.entries)
+            if group is not None:
                 groups.append(group)
                 continue
-        for i in numbers.tolist():
-            start, nbytes = data_at + entries[i].begin, entries[i].end - entries[i].begin
-            with _naming(path, entries[i].name):
-                engine.parse_head(_reader(path, fd, start, nbytes), nbytes, max_nbytes)
-    return plans, groups
+            for i in found.numbers:
+                entry = part.entries[i]
+                nbytes = entry.end - entry.begin
+                _parse_head(reader, data_at + entry.begin, nbytes, max_nbytes)
+    except FormatError as error:
+        assert entry is not None
+        where = f"{reader.name}: tensor {entry.name!r}"
+        raise FormatError(error.reason, f"{where}: {error.detail}") from None
+    return Heads(part, plans, groups)
 
 
-def _reader(path: Path, fd: int, start: int, nbytes: int) -> Any:
-    def read(n: int) -> Bytes:
-        n = min(n, nbytes)
-        data = os.pread(fd, n, start)
-        if len(data) < n:
-            raise FormatError("truncated", f"{path} became shorter while it was read")
-        return np.frombuffer(data, np.uint8)
+class _Members(NamedTuple):
+    """Buffers of one header: their numbers in the part and first bytes."""
 
-    return read
+    header: Header
+    plan: Plan
+    numbers: list[int]
+    data: list[bytes]
+
+
+def _first_bytes(reader: Reader, start: int, nbytes: int) -> bytes:
+    if isinstance(reader, PathReader):
+        try:
+            # A third of the time of `read`, which is asked again after an error.
+            data = os.pread(reader.fd, nbytes, start)
+            if len(data) == nbytes:
+                return data
+        except OSError:
+            pass
+    return reader.read(start, nbytes).tobytes()
+
+
+def _parse_head(reader: Reader, start: int, nbytes: int, max_nbytes: int) -> engine.Head:
+    return engine.parse_head(lambda n: reader.read(start, min(n, nbytes)), nbytes, max_nbytes)
+
+
+def _sound_group(found: _Members, entries: Sequence[Entry]) -> _Group | None:
+    """The group of buffers of one header if all of them are sound."""
+    plan, first = found.plan, found.header.nbytes
+    least = min(map(len, found.data))
+    if least < plan.static_offset or least < max(map(len, found.data)):
+        return None
+    joined = np.frombuffer(b"".join(found.data), np.uint8).reshape(len(found.data), -1)
+    tops = joined[:, first : plan.static_offset]
+    sizes = np.array([entries[i].end - entries[i].begin for i in found.numbers])
+    group = _Group(plan, np.array(found.numbers), _records(plan, tops))
+    return group if _sound(group, tops, sizes) else None
 
 
 def _records(plan: Plan, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
@@ -247,53 +449,53 @@ class _Owned:
         if first < stop:
             self._batch.decode(first, stop, staging)
 
-    def settle(self, path: Path, entries: Sequence[Entry]) -> None:
+    def settle(self, queue: Queue) -> None:
         """Raise FormatError for the first damage that kernels found. Waits for the device."""
         code = int(self._batch.status.item())
         error = problem(code)
         if error is not None:
             row = (STATUS_TOP.value - code) >> 8 & 0xFFFFFFFF
-            name = entries[int(self._owners[row])].name
-            raise FormatError(error.reason, f"{path}: tensor {name!r}: found on the device")
+            with queue.naming(int(self._owners[row])):
+                raise FormatError(error.reason, "found on the device")
 
 
 def _batches(
-    entries: Sequence[Entry],
-    windows: Sequence[tuple[int, int]],
-    groups: Sequence[_Group],
-    results: Sequence[torch.Tensor],
+    queue: Queue,
+    heads: Sequence[Heads],
+    outs: Sequence[torch.Tensor],
+    straight: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> tuple[list[_Owned], list[list[int]]]:
-    """What is decoded together, and for each window the numbers of tensors that are not."""
-    bases = np.zeros(len(entries), np.int64)
-    for first, stop in windows:
-        bases[first:stop] = entries[first].begin
-    places = np.array([e.begin for e in entries], np.int64) - bases
-    outs = np.array([result.data_ptr() for result in results], np.int64)
+    """What is decoded together, and for each window the numbers of buffers that are not."""
+    pointers = np.array([x.data_ptr() for x in outs], np.int64)
+    possible = straight & (pointers % DEVICE_ALIGN == 0)
     parts: dict[DType, list[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]] = {}
-    together = np.zeros(len(entries), bool)
-    for group in groups:
-        kind = _kind(group.plan)
-        step = group.plan.chunk_nelem * group.plan.dtype.itemsize
-        if kind is None or (group.plan.chunks > 1 and step % DEVICE_ALIGN):
-            continue
-        chosen = outs[group.numbers] % DEVICE_ALIGN == 0
-        numbers = group.numbers[chosen]
-        together[numbers] = True
-        rows = _rows(group.plan, kind, group.records[chosen], places[numbers], outs[numbers])
-        parts.setdefault(kind, []).append((rows, np.repeat(numbers, group.plan.chunks)))
+    together = np.zeros(len(outs), bool)
+    for head, base in zip(heads, queue.bases, strict=False):
+        for group in head.groups:
+            plan, kind = group.plan, _kind(group.plan)
+            step = plan.chunk_nelem * plan.dtype.itemsize
+            if kind is None or (plan.chunks > 1 and step % DEVICE_ALIGN):
+                continue
+            chosen = possible[base + group.numbers]
+            numbers = base + group.numbers[chosen]
+            together[numbers] = True
+            records, places = group.records[chosen], queue.places[numbers]
+            rows = _rows(plan, kind, records, places, pointers[numbers])
+            parts.setdefault(kind, []).append((rows, np.repeat(numbers, plan.chunks)))
     batches = [
         _Owned(
             kind,
             np.concatenate([r for r, _ in found]),
             np.concatenate([o for _, o in found]),
-            windows,
+            queue.windows,
             device,
         )
         for kind, found in parts.items()
     ]
-    alone = [[i for i in range(*window) if not together[i]] for window in windows]
-    return batches, alone
+    others = np.flatnonzero(~together)
+    cuts = [np.searchsorted(others, window).tolist() for window in queue.windows]
+    return batches, [others[first:stop].tolist() for first, stop in cuts]
 
 
 def _kind(plan: Plan) -> DType | None:

@@ -6,32 +6,41 @@ pinned memory is made once, at most POOL_NBYTES of it, and shared by all threads
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from .codecs.threads import cpu_count
-from .formats.errors import FormatError
+from .storage import Reader
 
 SLOT_NBYTES = 16 << 20
 #: Of pinned memory, for all that the process loads and saves at a time.
 POOL_NBYTES = 256 << 20
 MAX_WORKERS = 16
-#: Windows of a file that have memory on the GPU at a time: one is decoded while others arrive.
+#: Windows that have memory on the GPU at a time: one is decoded while others arrive.
 STAGES = 3
 PAGE = 4096
 
 
+class Range(NamedTuple):
+    """Bytes `start` to `stop` of a file."""
+
+    reader: Reader
+    start: int
+    stop: int
+
+
 class Piece(NamedTuple):
-    """Bytes `at` to `at + nbytes` of the file, for byte `to` of window number `window`."""
+    """Bytes `at` to `at + nbytes` of a file, for byte `to` of window number `window`."""
 
     window: int
+    reader: Reader
     at: int
     nbytes: int
     to: int
@@ -40,11 +49,11 @@ class Piece(NamedTuple):
 class Slot:
     """SLOT_NBYTES of pinned memory, and the event after which it may be written again."""
 
-    __slots__ = ("busy", "tensor", "view")
+    __slots__ = ("array", "busy", "tensor")
 
     def __init__(self, pinned: bool) -> None:
         self.tensor = torch.empty(SLOT_NBYTES, dtype=torch.uint8, pin_memory=pinned)
-        self.view = memoryview(self.tensor.numpy())
+        self.array = self.tensor.numpy()
         self.busy: Any = None
 
 
@@ -105,33 +114,31 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pools)
 
 
-def pieces_of(windows: Sequence[tuple[int, int]]) -> list[Piece]:
-    """Windows, ranges of the file in order, cut where the file has multiples of SLOT_NBYTES."""
+def pieces_of(windows: Sequence[Sequence[Range]]) -> list[Piece]:
+    """Ranges of windows, cut where their files have multiples of SLOT_NBYTES."""
     pieces = []
-    for number, (start, stop) in enumerate(windows):
-        at = start
-        while at < stop:
-            end = min(stop, (at // SLOT_NBYTES + 1) * SLOT_NBYTES)
-            pieces.append(Piece(number, at, end - at, at - start))
-            at = end
+    for number, ranges in enumerate(windows):
+        to = 0
+        for reader, at, stop in ranges:
+            while at < stop:
+                end = min(stop, (at // SLOT_NBYTES + 1) * SLOT_NBYTES)
+                pieces.append(Piece(number, reader, at, end - at, to))
+                to += end - at
+                at = end
     return pieces
 
 
 class Transfer:
-    """Windows of a file on their way to `device`, in order.
+    """Windows on their way to `device`, in order: each, ranges of files behind one another.
 
     A context manager. Iterate over it: each step gives a window's bytes, uint8, in memory that
     is valid in the order of the current stream until the next step. Raises OSError and
     FormatError("truncated") as reading goes; nothing of it runs any more when the block ends.
     """
 
-    def __init__(
-        self, path: Path, fd: int, windows: Sequence[tuple[int, int]], device: torch.device
-    ) -> None:
-        self._path = path
-        self._fd = fd
+    def __init__(self, windows: Sequence[Sequence[Range]], device: torch.device) -> None:
         self._device = device
-        self._sizes = [stop - start for start, stop in windows]
+        self._sizes = [sum(r.stop - r.start for r in ranges) for ranges in windows]
         self._pieces = pieces_of(windows)
         self._missing = [0] * len(windows)
         for piece in self._pieces:
@@ -171,11 +178,17 @@ class Transfer:
         if self._stream is not None:
             # The staging memory goes back to the allocator, which does not know this stream.
             self._stream.synchronize()
+        if error is not None:
+            # The error may live long, and its frames hold views of this memory.
+            for memory in self._staging:
+                memory.untyped_storage().resize_(0)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         largest = max(self._sizes, default=0)
         for _ in self._sizes[:STAGES]:
-            memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            # Threads write to it, which are not in the inference mode of the caller.
+            with torch.inference_mode(False):
+                memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
             self._staging.append(memory)
             self._grant()
         for number, size in enumerate(self._sizes):
@@ -223,7 +236,7 @@ class Transfer:
                     return False
                 piece = self._pieces[self._next]
                 self._next += 1
-            self._read(slot, piece)
+            piece.reader.read_into(piece.at, slot.array[: piece.nbytes])
             with self._changed:
                 while self._granted <= piece.window and self._error is None:
                     self._changed.wait()
@@ -233,14 +246,6 @@ class Transfer:
         finally:
             self._slots.give(slot)
         return True
-
-    def _read(self, slot: Slot, piece: Piece) -> None:
-        done = 0
-        while done < piece.nbytes:
-            n = os.preadv(self._fd, [slot.view[done : piece.nbytes]], piece.at + done)
-            if n == 0:
-                raise FormatError("truncated", f"{self._path} became shorter while it was read")
-            done += n
 
     def _copy(self, slot: Slot, piece: Piece) -> None:
         staging = self._staging[piece.window % STAGES]
@@ -324,8 +329,12 @@ class Writer:
                     slot.busy = torch.cuda.Event()
                     slot.busy.record(self._stream)
                 slot.busy.synchronize()
+            view = slot.array[: source.numel()].data
             done = 0
-            while done < source.numel():
-                done += os.pwrite(self._fd, slot.view[done : source.numel()], at + start + done)
+            while done < len(view):
+                n = os.pwrite(self._fd, view[done:], at + start + done)
+                if n == 0:
+                    raise OSError(errno.EIO, "the system writes nothing")
+                done += n
         finally:
             self._slots.give(slot)

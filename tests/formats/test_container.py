@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import safetensors.numpy
 from hypothesis import given, strategies
 
 import tightwire as tw
+from tightwire.formats import container
 from tightwire.formats.container import (
+    BITS,
     DIGEST_KEY,
     LIST_KEY,
     MAX_METADATA,
@@ -261,6 +264,82 @@ def test_any_json_is_refused_or_a_header(fields: Any) -> None:
         assert {e.name for e in found.entries} == set(fields) - {"__metadata__"}
         for e in found.entries:
             assert (e.dtype, list(e.shape)) == (fields[e.name]["dtype"], fields[e.name]["shape"])
+
+
+def outcome(text: bytes) -> Any:
+    """What reading a header gives: all its parts, or the refusal."""
+    try:
+        found = parse_directory(text)
+    except tw.FormatError as error:
+        return str(error)
+    return found.entries, dict(found.metadata), found.names
+
+
+@given(data=strategies.data())
+def test_usual_headers_are_read_as_all_others(data: strategies.DataObject) -> None:
+    """Also after a change of some characters: the same entries, or the same refusal."""
+    names = strategies.text(max_size=3) | strategies.sampled_from(
+        ["__metadata__", 'a"', "\\n", "weight"]
+    )
+    shapes = (
+        strategies.lists(strategies.integers(0, 9), max_size=3)
+        | strategies.just([2**62, 0])
+        | strategies.just([1] * 33)
+    )
+    kinds = strategies.sampled_from(["F32", "U8", "BF16", "F4"])
+    entries, at = [], 0
+    for name, shape, kind in data.draw(
+        strategies.lists(strategies.tuples(names, shapes, kinds), max_size=4)
+    ):
+        end = at + math.prod(shape) * BITS[kind] // 8
+        entries.append(Entry(name, kind, tuple(shape), at, end))
+        at = end
+    text = directory_bytes(entries, data.draw(strategies.dictionaries(names, names, max_size=2)))[
+        8:
+    ]
+    for _ in range(data.draw(strategies.integers(0, 2))):
+        place = data.draw(strategies.integers(0, len(text)))
+        stop = place + data.draw(strategies.integers(0, 2))
+        text = text[:place] + data.draw(strategies.sampled_from(CHANGES)) + text[stop:]
+    found = outcome(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container, "_usual_entries", lambda text, at, members: at)
+        assert found == outcome(text)
+
+
+CHANGES = [
+    b"",
+    b" ",
+    b"0",
+    b"1",
+    b"-",
+    b'"',
+    b",",
+    b"}",
+    b"{",
+    b"]",
+    b"a",
+    b"\\",
+    b"\n",
+    b"\xd9\xa3",
+]
+
+
+def test_many_usual_entries_are_read_without_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON parser sees the first names and the last entry, not thousands of them."""
+    entries = [Entry(f"a.{i}", "U8", (128,), 128 * i, 128 * i + 128) for i in range(2000)]
+    text = directory_bytes(entries, {"tightwire": "2"})[8:]
+    calls = []
+    decoder = json.JSONDecoder(object_pairs_hook=container.unique_members)
+
+    class Counting:
+        def raw_decode(self, *args: Any) -> Any:
+            calls.append(args)
+            return decoder.raw_decode(*args)
+
+    monkeypatch.setattr(container, "_JSON", Counting())
+    assert parse_directory(text).entries == tuple(entries)
+    assert len(calls) < 10
 
 
 def test_written_headers_are_aligned_and_read_by_safetensors(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Which files of a directory hold a model, and which tensors they hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .files import Contents, naming, read_header
+from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, directory_of
+from .formats.errors import FormatError
+from .model_index import PLAIN_SUFFIX, SUFFIX, Index, is_index, read_index, restored_name
+from .storage import reading
+
+#: Files of models that need no index, without suffix; where there are several, the first counts.
+STEMS = ("model", "diffusion_pytorch_model")
+_NUMBERED = re.compile(r"(.+)-\d{5,}-of-(\d{5,})", re.DOTALL)
+
+
+def model_shards(folder: Path) -> list[Path]:
+    """The safetensors files of the model in a folder, compressed or not.
+
+    Those that its index names; without one model.safetensors, diffusion_pytorch_model.safetensors,
+    or else all that there are: compressed ones if any. Raises FormatError for a bad index,
+    FileNotFoundError for a shard that is missing and for a folder without a model.
+    """
+    index = _model_index(folder)
+    return index.shards if index is not None else _unindexed_shards(folder)
+
+
+def _model_index(folder: Path) -> Index | None:
+    """The index of the model in a folder; of several, that of the first of `STEMS`."""
+    found = sorted(path.name for path in folder.iterdir() if is_index(path))
+    ranked = [name for stem in STEMS if (name := f"{stem}.safetensors.index.json") in found]
+    return read_index(folder / (ranked or found)[0]) if found else None
+
+
+def _unindexed_shards(folder: Path) -> list[Path]:
+    names = sorted(n for n in os.listdir(folder) if n.endswith(PLAIN_SUFFIX))
+    names = [name for name in names if (folder / name).is_file()]
+    names = [name for name in names if name.endswith(SUFFIX)] or names
+    by_stem = {restored_name(name).removesuffix(PLAIN_SUFFIX): name for name in names}
+    for stem in STEMS:
+        if stem in by_stem:
+            return [folder / by_stem[stem]]
+    if not names:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "holds no *.safetensors; of a pipeline, name the sub-folder of one model",
+            str(folder),
+        )
+    return [folder / name for name in names]
+
+
+def _check_complete(shards: list[Path]) -> None:
+    """Raise FileNotFoundError for numbered shards without their index, which is written last."""
+    for shard in shards:
+        numbered = _NUMBERED.fullmatch(restored_name(shard.name).removesuffix(PLAIN_SUFFIX))
+        if numbered is not None and int(numbered[2]) > 1:
+            index = shard.with_name(f"{numbered[1]}.safetensors.index.json")
+            raise FileNotFoundError(
+                errno.ENOENT, "no such file: its shards are not complete without it", str(index)
+            )
+
+
+def tensor_names(shard: Path) -> list[str]:
+    """Names of the tensors of a file that is compressed or not."""
+    with naming(str(shard)), reading(shard) as reader:
+        directory = directory_of(reader.read, reader.nbytes)
+        compressed = VERSION_KEY in directory.metadata
+        return Contents(reader).names() if compressed else list(directory.names)
+
+
+def check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
+    """Raise FormatError if a tensor is not in the shard that the index says."""
+    held = {shard: set(found) for shard, found in names.items()}
+    for tensor, name in index.weight_map.items():
+        if tensor not in held[index.path.parent / name]:
+            raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
+
+
+def loadable_shards(folder: Path) -> list[Path]:
+    """The shards of the compressed model in a folder, each tensor in one of them.
+
+    From headers alone. Raises FormatError, FileNotFoundError and ValueError as `load` does.
+    """
+    index = _model_index(folder)
+    shards = index.shards if index is not None else _unindexed_shards(folder)
+    if index is None:
+        _check_complete(shards)
+    names = {shard: _loadable_names(shard) for shard in shards}
+    _check_once(names)
+    if index is not None:
+        check_holds(index, names)
+    return shards
+
+
+def _loadable_names(shard: Path) -> list[str]:
+    """Names of the tensors of a compressed shard."""
+    with naming(str(shard)):
+        metadata = read_header(shard).metadata
+        if VERSION_KEY not in metadata:
+            detail = "not compressed: run 'tightwire compress' on the directory first"
+            raise FormatError("bad_container", f"{detail}, or load it with safetensors")
+        if TREE_KEY in metadata or LIST_KEY in metadata:
+            raise FormatError("bad_container", "not names to tensors: load it with load_file")
+    return tensor_names(shard)
+
+
+def _check_once(names: Mapping[Path, Iterable[str]]) -> None:
+    """Raise ValueError for a tensor that is in two shards."""
+    homes: dict[str, Path] = {}
+    for shard, found in names.items():
+        for name in found:
+            if name in homes:
+                raise ValueError(f"tensor {name!r} is in {homes[name]} and in {shard}")
+            homes[name] = shard
