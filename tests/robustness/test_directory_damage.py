@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ directories = pytest.importorskip("tightwire.directories", exc_type=ImportError)
 models = pytest.importorskip("tightwire.models", exc_type=ImportError)
 
 INDEX = "model.safetensors.index.json"
-SHARDS = {
+SHARDS: dict[str, dict[str, Any]] = {
     "model-00001-of-00002.safetensors": {
         "embed": np.linspace(-1, 1, 3000, dtype=np.float32).reshape(30, 100),
         "step": np.int64(7),
@@ -338,4 +339,4 @@ def test_pipes_are_refused_at_once(samples: dict[str, Path], tmp_path: Path) -> 
         (folder / name).unlink()
         os.mkfifo(folder / name)
         for work in (directories.verify_directory, models.load):
-            assert refused(lambda work=work, folder=folder: work(folder)) is not None
+            assert refused(partial(work, folder)) is not None
