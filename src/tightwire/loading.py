@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from .engine import DEFAULT_MAX_NBYTES
 from .files import Contents, decode_all, naming
 from .formats.container import Entry
 from .formats.dtypes import BY_SAFETENSORS, DType
-from .formats.errors import FormatError, integer
+from .formats.errors import integer
 from .planning import device_files
-from .shards import loadable_shards
-from .storage import PathLike, reading
+from .shards import opened
+from .storage import PathLike
 
 #: Names that an error lists.
 _LISTED = 5
@@ -64,9 +64,7 @@ def load_into(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     state = _state(model)
-    folder = Path(path)
-    shards = loadable_shards(folder) if folder.is_dir() else [folder]
-    with opened(shards) as files, torch.no_grad():
+    with opened(Path(path)) as files, torch.no_grad():
         found = {name for contents in files for name in contents.names()}
         memories = {name: x is not None and arrays.memory_of(x) for name, x in state.items()}
         loaded = {memory for name, memory in memories.items() if memory and name in found}
@@ -107,25 +105,6 @@ def _state(model: Any) -> dict[str, Any]:
         else:
             state[name] = x
     return state
-
-
-@contextmanager
-def opened(paths: Iterable[PathLike]) -> Iterator[list[Contents]]:
-    """Files that together hold each name once, their headers checked."""
-    with ExitStack() as stack:
-        files: list[Contents] = []
-        holders: dict[str, Contents] = {}
-        for path in paths:
-            reader = stack.enter_context(reading(path))
-            with naming(reader.name):
-                contents = Contents(reader)
-                for name in contents.names():
-                    other = holders.setdefault(name, contents)
-                    if other is not contents:
-                        detail = f"tensor {name!r} is also in {other.reader.name}"
-                        raise FormatError("bad_container", detail)
-            files.append(contents)
-        yield files
 
 
 def load_files(

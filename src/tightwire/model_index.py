@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from .formats.container import MAX_JSON, read_index_object
 from .formats.errors import FormatError
+from .storage import reading
 
 PLAIN_SUFFIX = ".safetensors"
 SUFFIX = ".tw.safetensors"
@@ -51,9 +51,10 @@ def read_index(path: Path) -> Index:
     Raises FormatError("bad_container"), or FileNotFoundError with the name of a missing shard.
     """
     try:
-        if os.stat(path).st_size > MAX_JSON:
-            raise ValueError(f"more than {MAX_JSON} bytes")
-        text = path.read_bytes().decode()
+        with reading(path) as reader:
+            if reader.nbytes > MAX_JSON:
+                raise ValueError(f"more than {MAX_JSON} bytes")
+            text = reader.read(0, reader.nbytes).tobytes().decode()
         fields = read_index_object(text)
         if "weight_map" not in fields:
             raise ValueError("no weight_map")

@@ -16,9 +16,9 @@ from .engine import DEFAULT_MAX_NBYTES
 from .files import Draft, drafted, load_file, save_file
 from .formats.container import TIED_KEY, TREE_KEY
 from .formats.errors import integer
-from .loading import load_files, opened
+from .loading import load_files
 from .model_index import PLAIN_SUFFIX, SUFFIX, index_bytes
-from .shards import loadable_shards
+from .shards import opened
 from .storage import PathLike, atomic_file, is_path
 
 
@@ -37,12 +37,12 @@ def load(
     sub-folders are not: name the one that holds the model. `like`, `out`, `max_nbytes` and
     `threads` are those of `load_file`.
 
-    Raises FormatError, also for shards that are not compressed, FileNotFoundError for a shard that
-    is missing, ValueError for a tensor that is in two shards, and what `load_file` raises.
+    Raises FormatError, also for shards that are not compressed and for a tensor that is in two,
+    FileNotFoundError for a shard that is missing, and what `load_file` raises.
     """
     if not is_path(path) or not os.path.isdir(path):
         return load_file(path, like=like, out=out, max_nbytes=max_nbytes, threads=threads)
-    with opened(loadable_shards(Path(path))) as files:
+    with opened(Path(path)) as files:
         return load_files(files, like, out, max_nbytes, threads)
 
 

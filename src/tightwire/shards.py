@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .files import Contents, naming, read_header
+from .files import Contents, naming
 from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, directory_of
 from .formats.errors import FormatError
 from .model_index import PLAIN_SUFFIX, SUFFIX, Index, is_index, read_index, restored_name
-from .storage import reading
+from .storage import Reader, reading
 
 #: Files of models that need no index, without suffix; where there are several, the first counts.
 STEMS = ("model", "diffusion_pytorch_model")
@@ -81,39 +82,43 @@ def check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
             raise FormatError("bad_container", f"{index.path}: {tensor!r} is not in {name}")
 
 
-def loadable_shards(folder: Path) -> list[Path]:
-    """The shards of the compressed model in a folder, each tensor in one of them.
+@contextmanager
+def opened(path: Path) -> Iterator[list[Contents]]:
+    """The compressed files of a model, which together hold each name once, headers checked.
 
-    From headers alone. Raises FormatError, FileNotFoundError and ValueError as `load` does.
+    `path` is a file or a directory. Raises FormatError, also for files that are not compressed and
+    for a name that two files have, FileNotFoundError for a shard that is missing.
     """
-    index = _model_index(folder)
-    shards = index.shards if index is not None else _unindexed_shards(folder)
+    if not path.is_dir():
+        with reading(path) as reader:
+            with naming(reader.name):
+                contents = Contents(reader)
+            yield [contents]
+        return
+    index = _model_index(path)
+    shards = index.shards if index is not None else _unindexed_shards(path)
     if index is None:
         _check_complete(shards)
-    names = {shard: _loadable_names(shard) for shard in shards}
-    _check_once(names)
-    if index is not None:
-        check_holds(index, names)
-    return shards
+    with ExitStack() as stack:
+        files = {shard: _shard(stack.enter_context(reading(shard))) for shard in shards}
+        holders: dict[str, Path] = {}
+        for shard, contents in files.items():
+            for name in contents.names():
+                if name in holders:
+                    detail = f"tensor {name!r} is in {holders[name]} and in {shard}"
+                    raise FormatError("bad_container", detail)
+                holders[name] = shard
+        if index is not None:
+            check_holds(index, {shard: contents.names() for shard, contents in files.items()})
+        yield list(files.values())
 
 
-def _loadable_names(shard: Path) -> list[str]:
-    """Names of the tensors of a compressed shard."""
-    with naming(str(shard)):
-        metadata = read_header(shard).metadata
+def _shard(reader: Reader) -> Contents:
+    with naming(reader.name):
+        metadata = directory_of(reader.read, reader.nbytes).metadata
         if VERSION_KEY not in metadata:
             detail = "not compressed: run 'tightwire compress' on the directory first"
             raise FormatError("bad_container", f"{detail}, or load it with safetensors")
         if TREE_KEY in metadata or LIST_KEY in metadata:
             raise FormatError("bad_container", "not names to tensors: load it with load_file")
-    return tensor_names(shard)
-
-
-def _check_once(names: Mapping[Path, Iterable[str]]) -> None:
-    """Raise ValueError for a tensor that is in two shards."""
-    homes: dict[str, Path] = {}
-    for shard, found in names.items():
-        for name in found:
-            if name in homes:
-                raise ValueError(f"tensor {name!r} is in {homes[name]} and in {shard}")
-            homes[name] = shard
+        return Contents(reader)

@@ -382,7 +382,7 @@ def test_load_into_from_a_directory(device: Any, tmp_path: Path) -> None:
     assert tw.load_into(other, tmp_path) == ([], [])
     assert same_state(other, model.state_dict())
     tw.save_file({"head.weight": model.head.weight.detach()}, tmp_path / "z.tw.safetensors")
-    with pytest.raises(tw.FormatError, match=r"'head.weight' is also in") as error:
+    with pytest.raises(tw.FormatError, match=r"'head.weight' is in .* and in") as error:
         tw.load_into(other, tmp_path)
     assert error.value.reason == "bad_container"
     (tmp_path / "empty").mkdir()
