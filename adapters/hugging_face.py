@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from tightwire.files import File, naming, open_file
+from tightwire.contents import naming
+from tightwire.lazy import File, open_file
 
 _NEEDS = f"{__name__} needs transformers>=5.21"
 

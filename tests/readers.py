@@ -12,7 +12,7 @@ import numpy as np
 
 import tightwire as tw
 from tightwire import convert, tree
-from tightwire.files import read_header
+from tightwire.contents import read_header
 from tightwire.formats.container import (
     LIST_KEY,
     TIED_KEY,

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from .codec import Codec, codec, codecs, decode, encode
     from .codecs.base import Key, Plan
     from .error import error
-    from .files import File, dumps, load_file, loads, save_file
-    from .files import open_file as open
+    from .files import dumps, load_file, loads, save_file
     from .formats.errors import FormatError
     from .formats.header import Header
     from .inspection import Info, inspect, verify
+    from .lazy import File
+    from .lazy import open_file as open
     from .loading import load_into
     from .models import load, save
     from .streams import read_buffers
@@ -68,7 +69,7 @@ _HOMES = {
     "CollectiveError": "adapters.calls",
     "Communicator": "adapters.collectives",
     "ErrorFeedback": "adapters.error_feedback",
-    "File": "files",
+    "File": "lazy",
     "FormatError": "formats.errors",
     "Header": "formats.header",
     "Info": "inspection",
@@ -85,7 +86,7 @@ _HOMES = {
     "load_file": "files",
     "load_into": "loading",
     "loads": "files",
-    "open": "files:open_file",
+    "open": "lazy:open_file",
     "read_buffers": "streams",
     "save": "models",
     "save_file": "files",

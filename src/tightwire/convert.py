@@ -21,16 +21,13 @@ from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
 from .codecs.float_mode import default_floats
 from .codecs.threads import cpu_count
+from .contents import Contents, naming, parsed_of, read_header
 from .engine import DEFAULT_MAX_NBYTES, Head
 from .files import (
-    Contents,
     Draft,
     Encoded,
     Plain,
     encode_jobs,
-    naming,
-    parsed_of,
-    read_header,
     stored_plain,
     write_container,
 )

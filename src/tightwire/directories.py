@@ -22,9 +22,9 @@ from typing import Any
 
 from . import convert
 from .codec import Codec, as_codec
+from .contents import Contents, naming, read_header
 from .convert import Difference, FileTensors, Forecast, Progress, TensorReport, no_progress
 from .engine import DEFAULT_MAX_NBYTES
-from .files import Contents, naming, read_header
 from .formats.container import VERSION_KEY, directory_of
 from .formats.dtypes import DType
 from .formats.errors import FormatError

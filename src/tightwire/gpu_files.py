@@ -26,6 +26,7 @@ from .codecs.base import Plan
 from .codecs.device import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
+from .contents import Contents, naming
 from .device import (
     _DTYPES,
     _TORCH,
@@ -37,7 +38,7 @@ from .device import (
     _values,
     moved,
 )
-from .files import Contents, Draft, naming
+from .files import Draft
 from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
 from .formats.container import Entry
 from .formats.dtypes import DType

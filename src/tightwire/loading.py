@@ -15,8 +15,8 @@ from . import arrays, engine
 from .arrays import ArrayInfo
 from .codec import thread_count
 from .codecs.base import Bits
+from .contents import Contents, decode_all, naming
 from .engine import DEFAULT_MAX_NBYTES
-from .files import Contents, decode_all, naming
 from .formats.container import Entry
 from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import integer

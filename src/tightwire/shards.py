@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .files import Contents, naming
+from .contents import Contents, naming
 from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, directory_of
 from .formats.errors import FormatError
 from .model_index import PLAIN_SUFFIX, SUFFIX, Index, is_index, read_index, restored_name

@@ -369,8 +369,10 @@ def _part(file: BinaryIO) -> Iterator[_Part]:
     try:
         yield part
     except BaseException:
-        part.seek(0)
-        part.truncate(max(size, 0))
+        # What went wrong counts, not that it cannot be undone.
+        with contextlib.suppress(OSError):
+            part.seek(0)
+            part.truncate(max(size, 0))
         raise
 
 

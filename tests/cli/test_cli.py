@@ -32,7 +32,7 @@ from tightwire.commands.advise import COLLECTIVES as COLLECTIVE_NAMES
 from tightwire.commands.advise import DEVICES as DEVICE_NAMES
 from tightwire.commands.app import app
 from tightwire.commands.failures import EXIT_CODES
-from tightwire.files import read_header
+from tightwire.contents import read_header
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.header import MAGIC, header_crc

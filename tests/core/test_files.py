@@ -30,7 +30,6 @@ from hypothesis import given, settings
 import tightwire as tw
 from support import make_bits
 from tightwire import convert, files
-from tightwire.files import LazyTensor
 from tightwire.formats.container import (
     BITS,
     SOURCE_KEY,
@@ -41,6 +40,7 @@ from tightwire.formats.container import (
     read_directory,
 )
 from tightwire.formats.dtypes import BY_NAME, BY_SAFETENSORS
+from tightwire.lazy import LazyTensor
 from tightwire.pipeline import BUDGET_NBYTES
 from tightwire.storage import atomic_file
 from tightwire.units import size_text

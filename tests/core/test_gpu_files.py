@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tightwire import files, gpu_files, pinned  # noqa: E402
+from tightwire.contents import Contents, read_header  # noqa: E402
 from tightwire.formats.container import compressed_metadata  # noqa: E402
 from tightwire.storage import reading  # noqa: E402
 
@@ -90,7 +91,7 @@ def slots_come_back() -> Iterator[None]:
 
 def load(path: Path, device: Any) -> dict[str, Any]:
     with reading(path) as reader:
-        (found,) = gpu_files.load([files.Contents(reader)], device, 1 << 40)
+        (found,) = gpu_files.load([Contents(reader)], device, 1 << 40)
     return found
 
 
@@ -146,7 +147,7 @@ def test_damage_has_the_reason_that_the_host_gives(device: Any, tmp_path: Path) 
     path = tmp_path / "x"
     tw.save_file(tensors, path)
     data = path.read_bytes()
-    at = files.read_header(path).data_at
+    at = read_header(path).data_at
     rng = np.random.default_rng(0)
     for place in [at + 9, at + 40, at + 130, *rng.integers(at, len(data), 12).tolist()]:
         damaged = bytearray(data)
@@ -165,7 +166,7 @@ def test_a_file_that_becomes_shorter(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
     tw.save_file(model(), path)
     with reading(path) as reader:
-        found = files.Contents(reader)
+        found = Contents(reader)
         os.truncate(path, path.stat().st_size - 30_000)
         with pytest.raises(tw.FormatError, match=r"became shorter") as error:
             gpu_files.load([found], device, 1 << 40)
@@ -271,7 +272,7 @@ def test_files_in_one_pipeline(
 
     monkeypatch.setattr(gpu_files, "Transfer", Counted)
     with ExitStack() as stack:
-        sources = [files.Contents(stack.enter_context(reading(path))) for path in paths]
+        sources = [Contents(stack.enter_context(reading(path))) for path in paths]
         found = gpu_files.load(sources, device, 1 << 40)
     assert [set(part) for part in found] == [set(part) for part in names]
     assert all(same(part, {k: tensors[k] for k in part}) for part in found)
@@ -284,7 +285,7 @@ def test_files_in_one_pipeline(
     data[data.index(buffer) + 200] ^= 1
     paths[1].write_bytes(data)
     with ExitStack() as stack, pytest.raises(tw.FormatError, match=f"{paths[1]}: tensor 'float32'"):
-        sources = [files.Contents(stack.enter_context(reading(path))) for path in paths]
+        sources = [Contents(stack.enter_context(reading(path))) for path in paths]
         gpu_files.load(sources, device, 1 << 40)
 
 
@@ -293,7 +294,7 @@ def test_files_with_few_tensors(names: list[str], device: Any, tmp_path: Path) -
     tensors = {name: model()[name] for name in names}
     tw.save_file(tensors, tmp_path / "x")
     with reading(tmp_path / "x") as reader:
-        contents = files.Contents(reader)
+        contents = Contents(reader)
         first, second = gpu_files.load([contents, contents], device, 1 << 40)
     assert list(first) == list(second) == names
     assert same(first, tensors)
@@ -309,7 +310,7 @@ def test_readers_of_all_kinds(whole: bool, device: Any, tmp_path: Path) -> None:
     data = (tmp_path / "x").read_bytes()
     source = data if whole else io.BytesIO(data)
     with reading(source) as reader:
-        (found,) = gpu_files.load([files.Contents(reader)], device, 1 << 40)
+        (found,) = gpu_files.load([Contents(reader)], device, 1 << 40)
     assert same(found, tensors)
 
 
@@ -528,7 +529,7 @@ def test_nested_and_tied_states_have_the_bytes_of_the_host(device: Any, tmp_path
     save(moved(tree, device), tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == (tmp_path / "host").read_bytes()
     with reading(tmp_path / "x") as reader:
-        contents = files.Contents(reader)
+        contents = Contents(reader)
         (tensors,) = gpu_files.load([contents], device, 1 << 40)
         tensors |= {alias: tensors[name] for alias, name in contents.tied.items()}
         found = contents.shaped(tensors)

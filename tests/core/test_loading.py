@@ -14,7 +14,8 @@ import tightwire as tw
 
 torch = pytest.importorskip("torch")
 
-from tightwire import files, loading, pinned  # noqa: E402
+from tightwire import loading, pinned  # noqa: E402
+from tightwire.contents import Contents  # noqa: E402
 
 PLACES = ["host", "kernels", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -93,7 +94,7 @@ def test_straight_means_no_second_copy(
     def refused(*args: Any, **options: Any) -> Any:
         raise AssertionError("a temporary tensor")
 
-    monkeypatch.setattr(files.Contents, "tensor", refused)
+    monkeypatch.setattr(Contents, "tensor", refused)
     monkeypatch.setattr(torch.Tensor, "copy_", _staging_only(torch.Tensor.copy_))
     tw.load_file(tmp_path / "x", out=out)
     for i, (k, x) in enumerate(tensors.items(), 1):
@@ -386,7 +387,7 @@ def test_load_into_from_a_directory(device: Any, tmp_path: Path) -> None:
         tw.load_into(other, tmp_path)
     assert error.value.reason == "bad_container"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no"):
+    with pytest.raises(FileNotFoundError, match="holds no"):
         tw.load_into(other, tmp_path / "empty")
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import directories as model_directories
+from ..contents import Contents
 from ..convert import Difference
 from ..directories import DirectoryReport, DirectoryWork, ShardReport
-from ..files import Contents
 from ..inspection import Info, PlainInfo
 from ..model_index import PLAIN_SUFFIX
 from .command import Done, attempts

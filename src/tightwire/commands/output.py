@@ -99,7 +99,7 @@ def progress_bar(what: str, path: Path, passes: int = 1) -> Iterator[Progress]:
     if path == STANDARD or not sys.stderr.isatty():
         yield lambda name, nbytes: None
         return
-    from ..files import read_header
+    from ..contents import read_header
 
     sizes = {e.name: e.nbytes for e in read_header(path).entries}
     with byte_bar(what, lambda: passes * sum(sizes.values())) as advance:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import convert, engine, inspection
 from ..codecs.threads import cpu_count
-from ..files import Contents
+from ..contents import Contents
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
 from ..planning import backend_for_once
