@@ -29,7 +29,7 @@ from hypothesis import given, settings
 
 import tightwire as tw
 from support import make_bits
-from tightwire import convert, files
+from tightwire import convert, lazy
 from tightwire.formats.container import (
     BITS,
     SOURCE_KEY,
@@ -874,7 +874,7 @@ def test_jax_takes_lazy_tensors(model: Path) -> None:
 def test_iteration_gives_the_rows_and_ends(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_BLOCK_NBYTES", block)
+    monkeypatch.setattr(lazy, "_BLOCK_NBYTES", block)
     arrays = [np.arange(2000.0).reshape(50, 40), np.zeros((3, 0)), np.zeros((0, 3)), np.arange(4)]
     message = tw.dumps(arrays)
     # Of a file object, rows need the bytes of the tensor, once.
