@@ -367,10 +367,10 @@ def test_no_memory_for_plain_tensors(
     made: list[weakref.ref[Any]] = []
     usual = torch.Tensor.to
 
-    def move(x: Any, *args: Any) -> Any:
+    def move(x: Any, *args: Any, **options: Any) -> Any:
         if x.numel() == 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        found = usual(x.clone(), *args)
+        found = usual(x.clone(), *args, **options)
         made.append(weakref.ref(found.untyped_storage()))
         return found
 
