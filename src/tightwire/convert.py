@@ -44,7 +44,7 @@ from .formats.container import (
 from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .inspection import PLAIN, Info, PlainInfo, info_of
-from .pipeline import Job, Memory, Writer, grouped, in_order, read_ranges
+from .pipeline import Job, Memory, grouped, in_order, read_ranges
 from .planning import backend_for_once, make_plan
 from .storage import Reader, is_path, new_file, reading
 
@@ -349,9 +349,8 @@ def decompress_file(
             in_order(jobs, thread_count(threads)) as found,
         ):
             out.write(head)
-            writer = Writer(out)
             for names, data in found:
-                writer.write(data)
+                out.write(data.data)
                 for name in names:
                     progress(name, contents.tensor_nbytes(name, heads[name]))
 

@@ -37,7 +37,7 @@ from .formats.container import (
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
 from .lazy import LazyTensor
-from .pipeline import Job, Memory, Writer, grouped, in_order
+from .pipeline import Job, Memory, grouped, in_order
 from .planning import device_files, make_plan
 from .storage import (
     MemoryReader,
@@ -143,9 +143,8 @@ def write_container(file: BinaryIO, draft: Draft, buffers: Iterable[Encoded]) ->
     data_at = draft.data_at
     file.seek(data_at)
     sizes: list[int] = []
-    writer = Writer(file)
     for encoded in buffers:
-        writer.write(encoded.data)
+        file.write(encoded.data.data)
         sizes += encoded.sizes
     draft.finish(file, dict(zip(draft.plans, sizes, strict=True)), data_at)
 

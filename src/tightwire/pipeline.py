@@ -6,15 +6,13 @@ ones. The caller writes what comes back, so reading, coding and writing overlap.
 
 from __future__ import annotations
 
-import io
 import mmap
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -35,7 +33,6 @@ GROUP_NBYTES = 4 << 20
 SHARED_NBYTES = 4 << 20
 _BLOCK_NBYTES = 2 << 20
 _LINE_NBYTES = 64
-_WRITEBACK_NBYTES = 16 << 20
 
 
 class Memory:
@@ -109,21 +106,22 @@ class Shared(threading.local):
         if size > self._rest.size:
             if size > SHARED_NBYTES // 2:
                 return np.empty(nbytes, np.uint8)
-            self._rest = _new_block(SHARED_NBYTES)
+            self._rest = _new_block(SHARED_NBYTES, huge=True)
         found = self._rest[:nbytes]
         self._rest = self._rest[size:]
         return found
 
 
-def _new_block(nbytes: int) -> Bytes:
+def _new_block(nbytes: int, huge: bool = False) -> Bytes:
     """Memory from the system, which gets it back when the last view is gone.
 
-    The allocator may keep for itself what a thread returns to it.
+    The allocator may keep for itself what a thread returns to it. `huge` asks for huge pages: they
+    are quicker to get, unless the system has to make room for them among cached files.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)
@@ -163,25 +161,6 @@ def _runs(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         else:
             runs.append([(start, stop)])
     return runs
-
-
-class Writer:
-    """Writes a file from its present position on, and has the disk begin long before the end."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._hint = hasattr(os, "posix_fadvise") and isinstance(file, io.BufferedWriter)
-        self._begun = self._at = file.tell() if self._hint else 0
-
-    def write(self, data: Bytes) -> None:
-        """Write `data` (uint8, 1-D)."""
-        self._file.write(data.data)
-        self._at += data.size
-        if self._hint and self._at - self._begun >= _WRITEBACK_NBYTES:
-            # Linux drops what is on the disk, which is nothing yet, and starts to write the rest.
-            nbytes = self._at - self._begun
-            os.posix_fadvise(self._file.fileno(), self._begun, nbytes, os.POSIX_FADV_DONTNEED)
-            self._begun = self._at
 
 
 def grouped(items: Iterable[Item], nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -247,4 +226,4 @@ def _results(jobs: Sequence[Job[T]], threads: int) -> Generator[T, None, None]:
                 future.cancel()
 
 
-__all__ = ["Job", "Memory", "Shared", "Writer", "grouped", "in_order", "read_ranges"]
+__all__ = ["Job", "Memory", "Shared", "grouped", "in_order", "read_ranges"]

@@ -265,7 +265,7 @@ def test_a_full_disk_leaves_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr("tightwire.pipeline.Writer.write", full)
+        monkeypatch.setattr("tightwire.files.write_container", full)
     else:
         monkeypatch.setattr(os, where, full)
     with pytest.raises(OSError, match="No space"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import pytest
 
 import tightwire as tw
 from tightwire import convert, pipeline
-from tightwire.pipeline import Job, Memory, Writer, grouped, in_order, read_ranges
+from tightwire.pipeline import Job, Memory, grouped, in_order, read_ranges
 from tightwire.storage import PathReader, open_reader
 
 THREADS = (1, 2, 5)
@@ -167,27 +165,6 @@ def test_ranges_that_follow_one_another_are_read_at_once(
             assert next(results) == [data[a:b].tobytes() for a, b in ranges]
         reader.close()
     assert starts == [3, 800]
-
-
-def test_the_disk_is_told_to_begin_long_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda fd, at, n, _: told.append((at, n)), raising=False
-    )
-    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
-    piece = np.full(6 << 20, 7, np.uint8)
-    with open(tmp_path / "x", "wb") as file:
-        file.write(b"head")
-        writer = Writer(file)
-        for _ in range(7):
-            writer.write(piece)
-    assert (tmp_path / "x").read_bytes() == b"head" + piece.tobytes() * 7
-    assert told == [(4, 18 << 20), (4 + (18 << 20), 18 << 20)]
-    memory = io.BytesIO()
-    Writer(memory).write(piece)
-    assert memory.getvalue() == piece.tobytes()
 
 
 @pytest.fixture(scope="module")
