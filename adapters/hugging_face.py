@@ -172,7 +172,9 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
     def _read(self, dtype: torch.dtype | None, source_key: str, target_key: str) -> torch.Tensor:
         device = torch.device(get_device(self._device_map or {"": "cpu"}, target_key))
         like = torch.empty(0, device=device)
-        return self._files[source_key][source_key].load(like).to(dtype=dtype)
+        file = self._files[source_key]
+        with naming(file.name):
+            return file[source_key].load(like).to(dtype=dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Put the model's own converters back, which `save_pretrained` reverts, and close files."""

@@ -20,6 +20,8 @@ from .commands.output import OutputError, say
 
 def main() -> None:
     """Run `tightwire` with the arguments of this process; ends with SystemExit."""
+    if sys.stderr is None:  # Closed. print(file=None) would write to standard output.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     # Names hold any character; one that the output's encoding lacks is escaped.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

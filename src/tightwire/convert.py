@@ -46,7 +46,7 @@ from .formats.errors import FormatError
 from .inspection import PLAIN, Info, PlainInfo, info_of
 from .pipeline import Job, Memory, grouped, in_order, read_ranges
 from .planning import backend_for_once, make_plan
-from .storage import Reader, is_path, new_file, reading
+from .storage import PathReader, Reader, is_path, new_file, reading
 
 #: Called with (tensor name, its raw bytes) after each tensor.
 Progress = Callable[[str, int], None]
@@ -124,7 +124,7 @@ def compress_file(
 
         jobs = encode_jobs(draft.plans, elements, lambda name: entries[name].nbytes, backend)
         with (
-            new_file(target, *_kept(source)) as file,
+            new_file(target, *_kept(source, reader)) as file,
             in_order(jobs, thread_count(threads)) as buffers,
         ):
             write_container(file, draft, reported(buffers))
@@ -203,8 +203,9 @@ def forecast_compress(
 ) -> Forecast:
     """What `compress_file` will do, from the headers of both files.
 
-    The target counts as done if it has the source's time of last change, header and plans. Raises
-    what `compress_file` raises for the header of `source`.
+    The target counts as done if it has the source's time of last change, header and plans, and the
+    same tensors where that time is a whole second, as archives and some file systems keep it.
+    Raises what `compress_file` raises for the header of `source`.
     """
     with open_plain(source) as (reader, directory):
         draft = _drafted(reader, directory, as_codec(codec), cast)
@@ -214,7 +215,9 @@ def forecast_compress(
         directory.data_nbytes,
         plain + sum(p.nelem * p.dtype.itemsize for p in draft.plans.values()),
         plain + sum(p.static_offset + p.chunks * p.static_stride for p in draft.plans.values()),
-        _same_time(source, target) and _holds(target, draft, None if cast else directory),
+        _same_time(source, target)
+        and _holds(target, draft, None if cast else directory)
+        and (_exact_time(source) or _same_tensors(source, target, cast)),
     )
 
 
@@ -222,6 +225,27 @@ def _same_time(source: Any, target: Any) -> bool:
     """True if there is a file at `target` that was last changed when `source` was."""
     same = os.stat(source).st_mtime_ns
     return os.path.isfile(target) and os.stat(target).st_mtime_ns == same
+
+
+def _exact_time(source: Any) -> bool:
+    """True unless the time of last change is a whole second, which other files have too."""
+    return os.stat(source).st_mtime_ns % 10**9 != 0
+
+
+def _same_tensors(source: Any, target: Any, cast: DType | None = None) -> bool:
+    """True if two files of the same names hold the same tensors, after a cast of the first."""
+    with reading(source) as a, reading(target) as b:
+        try:
+            x, y = FileTensors(a, 1 << 63), FileTensors(b, 1 << 63)
+            for name in x.names:
+                dtype, bits = x.kind(name)[0], x.bits(name)
+                if isinstance(dtype, DType) and cast_dtype(dtype, cast) is not dtype:
+                    bits = cast_bits(bits.view(np.uint8), dtype, cast_dtype(dtype, cast))
+                if not np.array_equal(bits, y.bits(name)):
+                    return False
+        except FormatError:
+            return False
+    return True
 
 
 def _holds(target: Any, draft: Draft, source: Directory | None) -> bool:
@@ -258,8 +282,8 @@ def forecast_decompress(
     """What `decompress_file` will do, from the headers of both files.
 
     The target counts as done if it has the source's time of last change, and the header and the
-    size of the file that `source` was made from. Raises what `decompress_file` raises for all but
-    payload.
+    size of the file that `source` was made from, and the same tensors where that time is a whole
+    second. Raises what `decompress_file` raises for all but payload.
     """
     with reading(source) as reader:
         contents = Contents(reader)
@@ -270,6 +294,7 @@ def forecast_decompress(
     if done:
         with reading(target) as reader:
             done = reader.read(0, len(head)).tobytes() == head
+        done = done and (_exact_time(source) or _same_tensors(source, target))
     return Forecast(tuple(contents.names()), nbytes, nbytes, len(head) + nbytes, done)
 
 
@@ -290,11 +315,14 @@ def obstacle(target: Any) -> str | None:
     return None
 
 
-def _kept(source: Any) -> tuple[int | None, int | None]:
-    """What a file made from `source` has of it: permissions, and nanoseconds of the last change."""
-    if not is_path(source):
+def _kept(source: Any, reader: Reader) -> tuple[int | None, int | None]:
+    """What a file made from `source` has of it: permissions, and nanoseconds of the last change.
+
+    Those of the file that is open: meanwhile another may have taken its name.
+    """
+    if not is_path(source) or not isinstance(reader, PathReader):
         return None, None
-    status = os.stat(source)
+    status = os.fstat(reader.fd)
     return stat.S_IMODE(status.st_mode), status.st_mtime_ns
 
 
@@ -345,7 +373,7 @@ def decompress_file(
         head = _restored_head(contents, heads)
         jobs = _decode_jobs(contents, heads, len(head))
         with (
-            new_file(target, *_kept(source)) as out,
+            new_file(target, *_kept(source, reader)) as out,
             in_order(jobs, thread_count(threads)) as found,
         ):
             out.write(head)

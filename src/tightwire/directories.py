@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ from .storage import PathLike, atomic_file, is_temporary, reading, remove_leftov
 
 #: Files and folders of version control and caches, which are no part of a model.
 LEFT_OUT = (".git", ".cache")
+#: Folders below a directory, and how deep they may lie; links could make them without end.
+MAX_FOLDERS = 10_000
+MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class _Tree:
 def _tree(root: Path) -> _Tree:
     """Everything in a directory but `LEFT_OUT` and temporary files of tightwire.
 
-    Links are followed. Raises ValueError for a link to a folder above it, OSError for a link to
-    nothing and for what is no regular file.
+    Links are followed. Raises ValueError for a link to a folder above it and for too many folders,
+    OSError for a link to nothing and for what is no regular file.
     """
     tree = _Tree(root, [], [])
 
@@ -77,6 +80,9 @@ def _tree(root: Path) -> _Tree:
         real = os.path.realpath(root / folder)
         if real in above:
             raise ValueError(f"{root / folder}: a link to a folder above it")
+        if len(above) > MAX_DEPTH or len(tree.folders) >= MAX_FOLDERS:
+            limits = f"{MAX_FOLDERS} folders, {MAX_DEPTH} in one another"
+            raise ValueError(f"{root} has too many folders, links to folders included: {limits}")
         tree.folders.append(folder)
         for name in sorted(os.listdir(root / folder)):
             path = folder / name
@@ -148,17 +154,17 @@ class _Other:
         return self.target.read_bytes() == self.data
 
     def write(self) -> None:
-        status = os.stat(self.source)
-        mode = stat.S_IMODE(status.st_mode)
-        with (
-            _naming(self.source, self.target),
-            open(self.source, "rb") as source,
-            atomic_file(self.target, mode, status.st_mtime_ns) as file,
-        ):
-            if self.data is None:
+        with _naming(self.source, self.target), open(self.source, "rb") as source:
+            status = os.fstat(source.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            with atomic_file(self.target, mode, status.st_mtime_ns) as file:
+                if self.data is not None:
+                    file.write(self.data)
+                    return
                 shutil.copyfileobj(source, file, 1 << 22)
-            else:
-                file.write(self.data)
+                after = os.fstat(source.fileno())
+                if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+                    raise OSError(errno.EBUSY, "changed while it was read", str(self.source))
 
 
 @contextmanager
@@ -209,6 +215,11 @@ class DirectoryWork:
             mode = stat.S_IMODE(os.stat(self.source / folder).st_mode) | stat.S_IRWXU
             (self.target / folder).mkdir(mode, exist_ok=True)
         remove_leftovers((target for _, target in self.files), started)
+        if any(os.path.lexists(s.target) for s in self.shards if not s.forecast.done):
+            # Without an index, shards are not taken for a model while they are replaced one by one.
+            for other in self.others:
+                if other.data is not None:
+                    other.target.unlink(missing_ok=True)
         for other in self.others:
             if other.data is None and not other.done():
                 other.write()
@@ -419,9 +430,9 @@ def _checked(work: DirectoryWork, force: bool) -> DirectoryWork:
     for folder in folders:
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "is there and not a folder", str(folder))
-    taken: dict[Path, Path] = {}
+    taken: dict[str, Path] = {}
     for path, result in work.files:
-        other = taken.setdefault(result, path)
+        other = taken.setdefault(os.path.realpath(result), path)
         if other is not path or result in folders:
             raise ValueError(f"{result}: {other} and another would both be written there")
     inodes = {_inode(path) for path, _ in work.files}
@@ -429,11 +440,23 @@ def _checked(work: DirectoryWork, force: bool) -> DirectoryWork:
         if not shard.forecast.done:
             _check_target(shard.target, inodes, force)
     for file in work.others:
+        with open(file.source, "rb"):  # Raises now rather than half-way if it cannot be read.
+            pass
+        if force and file.data is not None and _is_own_index(file.target):
+            continue
         if os.path.lexists(file.target) and not file.done():
             text = "exists and differs from what would be written there; remove it yourself"
             raise FileExistsError(errno.EEXIST, text, str(file.target))
     _check_space(work)
     return work
+
+
+def _is_own_index(path: Path) -> bool:
+    """True for an index that tightwire made itself, for a model that had none."""
+    try:
+        return path.is_file() and read_index(path).own
+    except (FormatError, FileNotFoundError):
+        return False
 
 
 def _inode(path: Path) -> tuple[int, int]:
@@ -479,11 +502,38 @@ def checks(
         with naming(str(path)):
             return convert.verify_file(path, max_nbytes=max_nbytes, progress=progress)
 
-    shards = [tree.root / path for path in _compressed_shards(tree)]
+    shards = _shards_to_check(tree)
     indexes = [tree.root / path for path in tree.files if is_index(path)]
     return {path: partial(verify, path) for path in shards} | {
         path: partial(_check_index, path) for path in indexes
     }
+
+
+def _shards_to_check(tree: _Tree) -> list[Path]:
+    """The compressed shards, and those that should be or whose header cannot be read.
+
+    Raises FileNotFoundError if there are none.
+    """
+    found = []
+    for path in (tree.root / path for path in tree.shards()):
+        try:
+            compressed = VERSION_KEY in read_header(path).metadata
+        except (FormatError, OSError):
+            compressed = True
+        if compressed or path.name.endswith(SUFFIX):
+            found.append(path)
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "holds no compressed safetensors", str(tree.root))
+    return found
+
+
+def checked_nbytes(source: PathLike) -> int:
+    """Bytes of the tensors that `checks` decodes; files that cannot be read count nothing."""
+    total = 0
+    for path in _shards_to_check(_tree(_directory(source))):
+        with suppress(FormatError, OSError):
+            total += _tensor_nbytes(path)
+    return total
 
 
 def _check_index(path: Path) -> int:

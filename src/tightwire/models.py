@@ -15,9 +15,9 @@ from .codec import Codec, as_codec
 from .engine import DEFAULT_MAX_NBYTES
 from .files import Draft, drafted, load_file, save_file
 from .formats.container import TIED_KEY, TREE_KEY
-from .formats.errors import integer
+from .formats.errors import FormatError, integer
 from .loading import load_files
-from .model_index import PLAIN_SUFFIX, SUFFIX, index_bytes
+from .model_index import PLAIN_SUFFIX, SUFFIX, index_bytes, read_index
 from .shards import opened
 from .storage import PathLike, atomic_file, is_path
 
@@ -76,6 +76,8 @@ def save(
     draft, found = drafted(tensors, chosen, metadata)
     if TREE_KEY in draft.metadata:
         raise ValueError("tensors has nested or plain values; allowed: arrays. save_file takes all")
+    if not is_path(directory):
+        raise TypeError(f"directory is {directory!r}; allowed: a path. save_file takes URLs")
     folder = Path(directory)
     old = _old_model(folder, overwrite)
     shards = _named_shards(_sharded(draft, limit))
@@ -141,8 +143,19 @@ def _old_model(folder: Path, overwrite: bool) -> list[Path]:
         if not overwrite:
             text = "exists: the directory holds a model; overwrite=True replaces a compressed one"
             raise FileExistsError(errno.EEXIST, text, str(path))
-        problem = convert.obstacle(path) if path != index else None
+        problem = convert.obstacle(path) if path != index else _index_obstacle(index)
         if problem is not None:
             raise FileExistsError(errno.EEXIST, f"{problem}; remove it yourself", str(path))
     stem = re.compile(r"model(-\d{5,}-of-\d{5,})?", re.DOTALL)
     return [path for path in found if stem.fullmatch(path.name.removesuffix(SUFFIX))]
+
+
+def _index_obstacle(index: Path) -> str | None:
+    """Why an index must not be overwritten; None if all that it names is compressed."""
+    try:
+        problems = [convert.obstacle(shard) for shard in read_index(index).shards]
+    except (FormatError, FileNotFoundError, IsADirectoryError):
+        return "exists and is not the index of a compressed model"
+    if any(problem is not None for problem in problems):
+        return "exists and names shards that are not compressed"
+    return None

@@ -32,10 +32,14 @@ def model_shards(folder: Path) -> list[Path]:
 
 
 def _model_index(folder: Path) -> Index | None:
-    """The index of the model in a folder; of several, that of the first of `STEMS`."""
+    """The index of the model in a folder; of several, that of the first of `STEMS`.
+
+    One that names nothing says nothing of the model: it counts as none.
+    """
     found = sorted(path.name for path in folder.iterdir() if is_index(path))
     ranked = [name for stem in STEMS if (name := f"{stem}.safetensors.index.json") in found]
-    return read_index(folder / (ranked or found)[0]) if found else None
+    index = read_index(folder / (ranked or found)[0]) if found else None
+    return index if index is not None and index.weight_map else None
 
 
 def _unindexed_shards(folder: Path) -> list[Path]:

@@ -484,7 +484,8 @@ def remove_leftovers(targets: Iterable[Path], before_ns: int) -> None:
 
 
 def _remove_leftover(path: Path, before_ns: int) -> None:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    # Those of other users, which cannot be opened, stay.
+    with contextlib.suppress(FileNotFoundError, PermissionError), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_mtime_ns < before_ns and _lock(file.fileno()):
             path.unlink()
 

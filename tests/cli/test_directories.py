@@ -235,3 +235,46 @@ def test_one_progress_bar(plain: Path) -> None:
     assert json.loads(child.stdout)["files"][0]["ok"]
     # All three shards are in the total of the one bar.
     assert "80.0/80.0" in shown
+
+
+def test_verify_goes_on_after_a_damaged_header(packed: Path) -> None:
+    for name in NAMES:
+        path = packed / f"{name}.tw.safetensors"
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1
+        path.write_bytes(data)
+    shown = call(3, "verify", packed)[1]
+    assert all(name in shown for name in NAMES)
+    assert "3 of 5 files are bad" in shown  # The index cannot be checked against them.
+
+
+def test_force_replaces_the_index_that_tightwire_made(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    safetensors.save_file({"w": np.ones(5000, np.float32)}, tmp_path / "m" / "model.safetensors")
+    call(0, "compress", tmp_path / "m")
+    call(0, "compress", tmp_path / "m", "--cast", "bfloat16", "--force")
+    call(0, "verify", tmp_path / "m.tw")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "compress"])
+def test_a_named_pipe_is_refused(tmp_path: Path, command: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    child = [*CLI, command, str(tmp_path / "pipe")]
+    assert subprocess.run(child, capture_output=True, timeout=30).returncode == 4
+
+
+def test_closed_standard_error(plain: Path) -> None:
+    def close() -> None:
+        os.close(2)
+
+    child = [*CLI, "compress", str(plain)]
+    assert subprocess.run(child, stdout=subprocess.PIPE, preexec_fn=close).returncode == 0
+    child = [*CLI, "verify", "nothing"]
+    done = subprocess.run(child, stdout=subprocess.PIPE, preexec_fn=close)
+    assert (done.returncode, done.stdout) == (4, b"")
+
+
+def test_a_file_named_minus(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(plain)
+    os.replace("sub/model.safetensors", "-")
+    call(0, "compress", "./-", "-o", "x.tw.safetensors")

@@ -752,3 +752,118 @@ def test_bad_calls_of_save(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lossy"):
         directories.compress_directory(tmp_path, tmp_path / "m", "lhc")
     assert contents(tmp_path) == {}
+
+
+# Found by review
+
+
+def test_one_time_of_change_does_not_make_two_models_one(tmp_path: Path) -> None:
+    a, b, packed, plain = (tmp_path / name for name in ("a", "b", "packed", "plain"))
+    for seed, folder in enumerate((a, b)):
+        write(folder / "model.safetensors", {"w": weights(50, 50, seed=seed)})
+        os.utime(folder / "model.safetensors", (1, 1))
+    directories.compress_directory(a, packed)
+    with pytest.raises(FileExistsError, match="made from another file"):
+        directories.compress_directory(b, packed)
+    assert directories.compress_directory(a, packed).shards[0].done_before
+    shutil.copytree(b, plain)
+    with pytest.raises(FileExistsError, match="uncompressed"):
+        directories.decompress_directory(packed, plain)
+    assert directories.decompress_directory(packed, a).shards[0].done_before
+    cast = BY_NAME["bfloat16"]
+    directories.compress_directory(a, packed, cast=cast, force=True)
+    assert directories.compress_directory(a, packed, cast=cast).shards[0].done_before
+
+
+def test_shards_that_are_being_replaced_are_no_model(sharded: Path) -> None:
+    packed = sharded.with_name("packed")
+    directories.compress_directory(sharded, packed)
+    for name, tensors in SHARDS.items():
+        write(sharded / name, {key: x[::-1].copy() for key, x in tensors.items()})
+        os.utime(sharded / name, ns=(10**18 + 7,) * 2)
+
+    def stop(name: str, nbytes: int) -> None:
+        if name in SHARDS["model-00002-of-00002.safetensors"]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        directories.compress_directory(sharded, packed, force=True, progress=stop)
+    with pytest.raises(FileNotFoundError, match="not complete"):
+        tw.load(packed, like="numpy")
+    directories.compress_directory(sharded, packed, force=True)
+    assert directories.diff_directories(sharded, packed) == []
+
+
+def test_a_copied_file_that_changes(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(source: Any, target: Any, length: int) -> None:
+        target.write(source.read())
+        os.utime(source.name, ns=(5, 5))
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    with pytest.raises(OSError, match="changed while it was read"):
+        directories.compress_directory(sharded, sharded.with_name("packed"))
+    assert not any(p.is_file() for p in sharded.with_name("packed").iterdir())
+
+
+def test_links_in_the_target_do_not_merge_files(sharded: Path) -> None:
+    packed = sharded.with_name("packed")
+    for name in ("a", "b"):
+        (sharded / name).mkdir()
+        (sharded / name / "x.json").write_text(name)
+    (packed / "b").mkdir(parents=True)
+    (packed / "a").symlink_to("b")
+    with pytest.raises(ValueError, match="both be written"):
+        directories.compress_directory(sharded, packed)
+
+
+def test_links_without_end(tmp_path: Path) -> None:
+    write(tmp_path / "m" / "model.safetensors", {"w": weights(4)})
+    for i in range(20):
+        (tmp_path / "m" / str(i)).mkdir()
+    for i in range(19):
+        for name in "ab":
+            (tmp_path / "m" / str(i) / name).symlink_to(f"../{i + 1}")
+    with pytest.raises(ValueError, match="too many folders"):
+        directories.compress_directory(tmp_path / "m", tmp_path / "packed")
+
+
+def test_an_index_of_nothing(sharded: Path) -> None:
+    packed = sharded.with_name("packed")
+    (sharded / INDEX).write_text('{"weight_map": {}}')
+    directories.compress_directory(sharded, packed)
+    with pytest.raises(FileNotFoundError, match="not complete"):
+        tw.load(packed)
+
+
+def test_save_takes_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match="save_file takes URLs"):
+        tw.save({"x": weights(3)}, "s3://bucket/model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_keeps_the_index_of_another_model(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"sub/part-1.safetensors": {"x": weights(3)}})
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="not compressed"):
+        tw.save({"x": weights(3)}, tmp_path, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_the_time_of_a_source_that_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other, packed = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "p"))
+    write(source, {"w": weights(50, 50)})
+    write(other, {"w": weights(50, 50, seed=1)})
+    os.utime(other, ns=(10**18 + 7,) * 2)
+    drafted = convert._drafted
+
+    def replaced(*args: Any) -> Any:
+        if other.exists():
+            os.replace(other, source)
+        return drafted(*args)
+
+    monkeypatch.setattr(convert, "_drafted", replaced)
+    convert.compress_file(source, packed)
+    assert not convert.forecast_compress(source, packed).done

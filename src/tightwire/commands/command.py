@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ class _FilePath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("an empty path; name a file or a directory", param, ctx)
+        if value != "-" and Path(value) == Path("-"):  # ./- is a file.
+            value = os.path.abspath(value)
         return super().convert(value, param, ctx)
 
 

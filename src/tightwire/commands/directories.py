@@ -93,7 +93,7 @@ def verify(source: Path, as_json: bool) -> Done:
             n = checks[path]()
         return {"tensors": n}, lambda: None
 
-    total = partial(model_directories.tensor_nbytes, source)
+    total = partial(model_directories.checked_nbytes, source)
     with about(None, COMPRESSED), byte_bar("verify", total) as advance:
         checks = model_directories.checks(source, progress=lambda name, nbytes: advance(nbytes))
         documents, failures = attempts(list(checks), work, as_json)

@@ -15,6 +15,7 @@ from ..contents import Contents
 from ..formats.container import users_metadata
 from ..formats.header import MAGIC
 from ..planning import backend_for_once
+from ..storage import reading
 from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
 from .failures import COMPRESSED, DIFFERENT, EITHER, about
@@ -38,8 +39,8 @@ def _buffer_bytes(source: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """The bytes of a file that holds one bare buffer, None for any other file."""
     if isinstance(source, np.ndarray):
         return source if source[: len(MAGIC)].tobytes() == MAGIC else None
-    with open(source, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+    with reading(source) as reader:  # Refuses a pipe, for which open() would wait.
+        if reader.read(0, min(len(MAGIC), reader.nbytes)).tobytes() != MAGIC:
             return None
     return np.asarray(np.memmap(source, np.uint8, "r"))
 
