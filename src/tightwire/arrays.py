@@ -91,7 +91,7 @@ def library_of(x: Any) -> str:
     for name in _CLASSES:
         if _is_a(name, x):
             return name
-    if isinstance(x, np.generic) or hasattr(x, "__dlpack__"):
+    if isinstance(x, np.generic) or (hasattr(x, "__dlpack__") and not isinstance(x, type)):
         return "numpy"
     raise TypeError(
         f"Expected an array, got {type(x).__name__}. Allowed: arrays of NumPy, PyTorch, CuPy and "
@@ -226,7 +226,10 @@ def from_bits(bits: Bits, dtype: DType, shape: tuple[int, ...], target: Target) 
     if target.library == "torch":
         import torch
 
-        tensor = torch.from_numpy(bits.view(np.uint8)) if bits.size else torch.empty(0).byte()
+        tensor = torch.from_numpy(bits.view(np.uint8)) if bits.size else None
+        if tensor is None:
+            # Not where torch.set_default_device says.
+            tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         tensor = tensor.view(getattr(torch, dtype.name)).reshape(shape)
         return tensor if target.device is None else tensor.to(target.device)
     array = bits.view(dtype.numpy).reshape(shape)
@@ -305,7 +308,9 @@ def memory_of(x: Any) -> Any:
     """What is equal for two arrays of exactly the same elements in memory; None if not known."""
     library = library_of(x)
     if library == "torch":
-        key = (str(x.device), x.data_ptr(), x.dtype, tuple(x.shape), x.stride())
+        # x and x.conj() have one memory and other elements.
+        lazy = x.is_conj(), x.is_neg()
+        key = (str(x.device), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), lazy)
         return (library, *key) if x.numel() else None
     if library == "numpy" and isinstance(x, np.ndarray) and x.size:
         return library, x.__array_interface__["data"][0], x.dtype, x.shape, x.strides

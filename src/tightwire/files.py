@@ -36,7 +36,7 @@ from .formats.container import (
 )
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
-from .lazy import LazyTensor
+from .lazy import File, LazyTensor
 from .pipeline import Job, Memory, grouped, in_order
 from .planning import device_files, make_plan
 from .storage import (
@@ -191,22 +191,25 @@ def save_file(
 
     `tensors` is names to arrays, or nested dicts, lists and tuples of arrays, text, numbers, bytes
     and None, as state_dicts of optimizers are: `load_file` gives the same back. Names of one and
-    the same memory (tied weights) are stored once. An open `File` is loaded for it.
+    the same memory (tied weights) are stored once. An open `File` is loaded for it: nested states,
+    tied names and, unless `metadata` is given, its metadata stay.
 
     `path` is a path, a URL for fsspec, or a binary file object, which is written from its present
     position on. Nothing is uploaded, and to file objects but BytesIO and files of the system
     nothing is written, before all tensors are encoded.
 
-    Tensors are encoded and written one by one: beside the caller's arrays, memory holds one
-    encoded tensor. PyTorch's tensors of one GPU are encoded there, some 128 MiB at a time, while
-    packed bytes cross the bus and are written by threads. At a path the file appears whole or not
-    at all. Raises TypeError or ValueError for a bad call, OSError if the disk fails.
+    All threads encode, in some 128 MiB of memory or that of four of the largest tensors. PyTorch's
+    tensors of one GPU are encoded there, some 128 MiB at a time, while packed bytes cross the bus
+    and are written by threads. At a path the file appears whole or not at all. Raises TypeError or
+    ValueError
+    for a bad call, OSError if the disk fails.
     """
     chosen = as_codec(codec)
-    draft, found = drafted(tensors, chosen, metadata)
-    buffered = {name: found[name] for name in draft.plans}
-    gpu_files = device_files() if is_path(path) and _on_one_gpu(buffered) else None
+    # The target is opened first: lazy tensors may move the position of one file object.
     with _naming_path(path), new_file(path) as file:
+        draft, found = drafted(tensors, chosen, metadata)
+        buffered = {name: found[name] for name in draft.plans}
+        gpu_files = device_files() if is_path(path) and _on_one_gpu(buffered) else None
         if isinstance(gpu_files, ModuleType):
             gpu_files.write_container(file, draft, buffered, chosen)
         else:
@@ -244,9 +247,17 @@ def drafted(
 
     Raises TypeError or ValueError.
     """
+    if isinstance(tensors, File):
+        metadata = tensors.metadata if metadata is None else metadata
+        tensors.check_open()
+        contents = tensors.contents
+        tensors = contents.shaped(decode_all(contents, tensors.like, tensors.max_nbytes))
     draft = Draft(metadata=compressed_metadata(dict(metadata or {})))
     named, text = _named(tensors)
-    found = {name: x.load() if isinstance(x, LazyTensor) else x for name, x in named.items()}
+    loaded: dict[Any, Any] = {}
+    found = {
+        name: _loaded(x, loaded) if isinstance(x, LazyTensor) else x for name, x in named.items()
+    }
     check_names(found)
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
@@ -260,7 +271,7 @@ def drafted(
         if memory is not None:
             first[memory] = name
         draft.add(name, what)
-    if isinstance(tensors, (list, tuple)) and text is None:
+    if isinstance(tensors, list) and text is None:
         if tied:
             text = tree.flatten(tensors)[1]
         else:
@@ -272,15 +283,23 @@ def drafted(
     return draft, found
 
 
+def _loaded(x: LazyTensor, loaded: dict[Any, Any]) -> Any:
+    """The tensor `x`, loaded once under all of its names."""
+    key = id(x.file), x.stored_name
+    if key not in loaded:
+        loaded[key] = x.load()
+    return loaded[key]
+
+
 def _named(tensors: Any) -> tuple[dict[str, Any], str | None]:
     """Arrays by name, and the tree around them unless they are a list or names to arrays."""
     if isinstance(tensors, Mapping):
         if all(type(name) is str and tree.is_array(x) for name, x in tensors.items()):
             return dict(tensors), None
-    elif isinstance(tensors, (list, tuple)):
+    elif isinstance(tensors, list):
         if all(map(tree.is_array, tensors)):
             return {str(i): x for i, x in enumerate(tensors)}, None
-    else:
+    elif not isinstance(tensors, tuple):
         kind = type(tensors).__name__
         raise TypeError(f"tensors is a {kind}; allowed: names to arrays, or a list of arrays")
     return tree.flatten(tensors)
@@ -383,7 +402,8 @@ def load_file(
 ) -> Any:
     """Every tensor of a compressed safetensors file, checked, by name.
 
-    Of nested dicts and lists that `save_file` was given, those. `path` is a path, a URL for
+    If `save_file` was given nested dicts or lists, the same nesting comes back. Tied names give one
+    array. `path` is a path, a URL for
     fsspec, a binary file object, read from its present position to its end, bytes-like or a uint8
     array.
 

@@ -95,6 +95,16 @@ class LazyTensor:
         return PLAIN if self._head is None else self._head.plan.codec.name
 
     @property
+    def file(self) -> File:
+        """The open file that it belongs to."""
+        return self._file
+
+    @property
+    def stored_name(self) -> str:
+        """The name that its file stores it under: of tied tensors one and the same."""
+        return self._entry.name
+
+    @property
     def _entry(self) -> Entry:
         return self._file.contents.entry(self.name)
 
@@ -166,6 +176,8 @@ class LazyTensor:
             hi = last + 1
             inner: Any = slice(None, None, rows.step)
         elif isinstance(first, (int, np.integer)) and not isinstance(first, bool):
+            if not -n_rows <= first < n_rows:
+                raise IndexError(f"row {first} of {n_rows} in {self.name!r}")
             lo = range(n_rows)[int(first)]
             hi, inner = lo + 1, 0
         else:
@@ -287,6 +299,7 @@ class File(Mapping[str, LazyTensor]):
         self._closed = True
 
     def __enter__(self) -> File:
+        self.check_open()
         return self
 
     def __exit__(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import integer
 from .planning import device_files
 from .shards import opened
-from .storage import PathLike
 
 #: Names that an error lists.
 _LISTED = 5
@@ -37,7 +36,7 @@ class IncompatibleKeys(NamedTuple):
 
 def load_into(
     model: Any,
-    path: PathLike,
+    path: Any,
     *,
     strict: bool = True,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
@@ -45,7 +44,7 @@ def load_into(
 ) -> IncompatibleKeys:
     """Load parameters and persistent buffers of a torch.nn.Module from compressed files, in place.
 
-    `path` is a compressed file or a directory that `tightwire.load` reads. Names are those of
+    `path` is what `tightwire.load` takes: a file or a directory. Names are those of
     `model.state_dict()`. Tensors may have other dtypes than the file, and each its own device;
     those of the file's dtype that are contiguous are decoded straight into, without a second copy.
     Hooks of `load_state_dict` do not run. `max_nbytes` bounds each tensor of the files.
@@ -64,7 +63,7 @@ def load_into(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     state = _state(model)
-    with opened(Path(path)) as files, torch.no_grad():
+    with opened(path) as files, torch.no_grad():
         found = {name for contents in files for name in contents.names()}
         memories = {name: x is not None and arrays.memory_of(x) for name, x in state.items()}
         loaded = {memory for name, memory in memories.items() if memory and name in found}
@@ -146,7 +145,10 @@ def _load_out(
         problems.append(f"the file lacks {_listed(left)}")
     if problems:
         raise ValueError(f"names do not match: {'; '.join(problems)}")
-    fill(files, out, "out", max_nbytes, threads)
+    try:
+        fill(files, out, "out", max_nbytes, threads)
+    except _Mismatch as error:
+        raise ValueError(str(error)) from None
     return {name: out[name] for name in names}
 
 
@@ -241,14 +243,27 @@ def _described(x: Any, what: str) -> ArrayInfo:
     arrays.check_writable(x, info, info.dtype, info.shape, what)
     if info.library == "numpy" and not arrays.host_array(x).flags.writeable:
         raise ValueError(f"{what} is read-only")
-    if info.library == "torch" and 0 in x.stride() and _overlaps(x):
+    if info.library in ("numpy", "torch") and _overlaps(x, info):
         raise ValueError(f"{what} has several elements in one place; allowed: x.contiguous()")
     return info
 
 
-def _overlaps(x: Any) -> bool:
-    sizes = [size for step, size in zip(x.stride(), x.shape, strict=True) if not step]
-    return max(sizes) > 1 and bool(x.numel())
+def _overlaps(x: Any, info: ArrayInfo) -> bool:
+    """True if elements of an array may share memory, as in windows that slide over it."""
+    if math.prod(info.shape) == 0:
+        return False
+    if info.library == "torch":
+        unit, steps = 1, x.stride()
+    else:
+        host = arrays.host_array(x)
+        unit, steps = host.itemsize, host.strides
+    reach = unit
+    for step, size in sorted((abs(step), n) for step, n in zip(steps, info.shape, strict=True)):
+        if size > 1:
+            if step < reach:
+                return True
+            reach += step * (size - 1)
+    return False
 
 
 def _gpu_of(info: ArrayInfo) -> Any:

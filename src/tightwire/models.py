@@ -42,7 +42,7 @@ def load(
     """
     if not is_path(path) or not os.path.isdir(path):
         return load_file(path, like=like, out=out, max_nbytes=max_nbytes, threads=threads)
-    with opened(Path(path)) as files:
+    with opened(path) as files:
         return load_files(files, like, out, max_nbytes, threads)
 
 

@@ -96,6 +96,7 @@ class Pool:
 
 _pools: dict[bool, Pool] = {}
 _pools_lock = threading.Lock()
+_parents: list[dict[bool, Pool]] = []
 
 
 def pool(pinned: bool) -> Pool:
@@ -105,8 +106,12 @@ def pool(pinned: bool) -> Pool:
 
 
 def _forget_pools() -> None:
-    """A forked child has none of its parent's pinned memory, and cannot use its GPU."""
+    """A forked child has none of its parent's pinned memory, and cannot use its GPU.
+
+    Nor can it free the memory: PyTorch would record events on the GPU for that, and end the child.
+    """
     global _pools, _pools_lock
+    _parents.append(_pools)
     _pools, _pools_lock = {}, threading.Lock()
 
 
@@ -159,8 +164,14 @@ class Transfer:
             threading.Thread(target=self._work, name="tightwire-read", daemon=True)
             for _ in range(most)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            # Those that run would keep their slots for ever.
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(

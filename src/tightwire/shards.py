@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from .contents import Contents, naming
 from .formats.container import LIST_KEY, TREE_KEY, VERSION_KEY, directory_of
 from .formats.errors import FormatError
 from .model_index import PLAIN_SUFFIX, SUFFIX, Index, is_index, read_index, restored_name
-from .storage import Reader, reading
+from .storage import Reader, is_path, reading
 
 #: Files of models that need no index, without suffix; where there are several, the first counts.
 STEMS = ("model", "diffusion_pytorch_model")
@@ -87,18 +88,19 @@ def check_holds(index: Index, names: Mapping[Path, Iterable[str]]) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[list[Contents]]:
+def opened(path: Any) -> Iterator[list[Contents]]:
     """The compressed files of a model, which together hold each name once, headers checked.
 
-    `path` is a file or a directory. Raises FormatError, also for files that are not compressed and
-    for a name that two files have, FileNotFoundError for a shard that is missing.
+    `path` is a directory or what `load_file` takes. Raises FormatError, also for files that are not
+    compressed and for a name that two files have, FileNotFoundError for a shard that is missing.
     """
-    if not path.is_dir():
+    if not is_path(path) or not os.path.isdir(path):
         with reading(path) as reader:
             with naming(reader.name):
                 contents = Contents(reader)
             yield [contents]
         return
+    path = Path(path)
     index = _model_index(path)
     shards = index.shards if index is not None else _unindexed_shards(path)
     if index is None:

@@ -294,7 +294,10 @@ def reading(source: Any) -> Iterator[Reader]:
 def map_file(path: PathLike) -> Bytes:
     """The bytes of a file, mapped into memory."""
     with open(path, "rb", opener=_open) as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", os.fsdecode(path))
+        if status.st_size == 0:
             return np.empty(0, np.uint8)
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
@@ -352,11 +355,19 @@ def _written_in_place(file: Any) -> bool:
 
 
 def _write_all(file: Any, data: Any) -> int:
-    """Write all of `data`: an unbuffered file may take less at a time."""
+    """Write all of `data`: an unbuffered file may take less at a time.
+
+    File objects that are not of `io` may give None, as SFTP's of paramiko do: they took all.
+    """
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
-        done += file.write(view[done:]) or 0
+        n = file.write(view[done:])
+        if n is None and not isinstance(file, io.IOBase):
+            n = len(view) - done
+        if not n:
+            raise BlockingIOError(errno.EAGAIN, "takes no bytes now, and does not wait")
+        done += n
     return done
 
 
@@ -417,9 +428,9 @@ def atomic_file(
             raise OSError(errno.EINVAL, "is there and not a regular file", str(path))
         mode = stat.S_IMODE(status.st_mode)
     temporary = target.with_name(f"{_temporary_stem(target)}{os.urandom(8).hex()}.tmp")
-    if mode is None:
-        mode = _mode_by_umask(temporary)
     try:
+        if mode is None:
+            mode = _mode_by_umask(temporary)
         with os.fdopen(_create(temporary, 0o600), "wb") as file:
             _lock(file.fileno())
             yield file
@@ -432,6 +443,9 @@ def atomic_file(
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
+            if error.filename == str(temporary):
+                # The caller knows nothing of that file.
+                error.filename, error.filename2 = str(path), None
             _name_file(error, str(path))
         raise
     try:
