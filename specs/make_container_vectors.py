@@ -521,7 +521,6 @@ TREE_BAD = {
     "dict_object": '{"dict":{"a":1}}',
     "tuple_text": '{"tuple":"ab"}',
     "bytes": '{"bytes":"AA"}',
-    "bytes_padding": '{"bytes":"AAAA="}',
     "bytes_space": '{"bytes":"AA== "}',
     "bytes_url": '{"bytes":"_-8="}',
     "byte_order_mark": "\ufeff[]",
