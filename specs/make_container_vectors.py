@@ -169,6 +169,14 @@ def valid() -> Iterator[tuple[str, bytes]]:
     text += json.dumps(entry(0, 256), indent=1).encode()
     text += b' , "__metadata__" : {"tightwire" : "1"} }\r\n'
     yield "spaces", file_of(text, RAW * 2)
+    x = json.dumps(entry(0, 256)).encode()
+    yield "size_minus_zero", file_of(one_entry(x.replace(b"[0,", b"[-0,")), RAW)
+    yield "longest_entry", file_of(one_entry(x[:-1] + b" " * (4096 - len(x)) + b"}"), RAW)
+    yield "source_longest", container({"x": RAW}, LONG_USER | source_of(long_source(0)))
+    spare = source_of(spare_bits())
+    value = spare["tightwire.source"]
+    spare["tightwire.source"] = value.rstrip("=")[:-1] + other_last_digit(value)
+    yield "source_spare_bits", container({"x": RAW}, spare)
     yield from valid_2()
 
 
@@ -238,6 +246,8 @@ def valid_2() -> Iterator[tuple[str, bytes]]:
     yield "tree", container_2({"x": RAW}, {"left out": ONE}, both)
     yield "tree_deep", container_2({}, None, {TREE_KEY: nested(64)})
     yield "tree_value", container_2({}, None, {TREE_KEY: '\n"no tensor"'})
+    for name, text in TREE_GOOD.items():
+        yield f"tree_{name}", container_2({}, None, {TREE_KEY: text})
     a_list = {"tightwire.list": "1"}
     yield "list_2", container_2({"0": RAW, "1": RAW}, {"2": ONE}, a_list)
     header, data = header_2({"1": RAW}, {"0": ONE}, a_list)
@@ -248,6 +258,39 @@ def valid_2() -> Iterator[tuple[str, bytes]]:
     yield "unknown_own_key_2", container_2({"x": RAW}, None, later)
     ignored = {DIGEST_KEY: "?", PLAIN_KEY: "?", TIED_KEY: "?", TREE_KEY: "?"}
     yield "other_own_keys_in_1", container({"x": RAW}, ignored)
+
+
+def one_entry(text: bytes) -> bytes:
+    """The header of version 1 whose only entry, `x`, is written so."""
+    return b'{"x":' + text + b',"__metadata__":{"tightwire":"1"}}'
+
+
+SOURCE_X: dict[str, Any] = {"x": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}
+#: Metadata whose characters are fewer than its bytes, in UTF-8 as in JSON.
+LONG_USER = {"é\n": "\U0001f600"}
+
+
+def long_source(more: int) -> bytes:
+    """A source header of L bytes, and `more`, for a container of `x` and `LONG_USER`."""
+    texts = ["x", "tightwire", "1", *LONG_USER, *LONG_USER.values()]
+    limit = (1 << 20) + 16 * (sum(map(len, texts)) + 64)
+    return json.dumps({"__metadata__": LONG_USER} | SOURCE_X).encode().ljust(limit + more)
+
+
+def spare_bits() -> bytes:
+    """A source header whose stream ends within a group of base64."""
+    text = json.dumps(SOURCE_X).encode()
+    while not source_of(text)["tightwire.source"].endswith("="):
+        text += b" "
+    return text
+
+
+def other_last_digit(value: str) -> str:
+    """The last digit of this base64, its unused bits set, and the padding."""
+    digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    padding = value.count("=")
+    last = digits.index(value.rstrip("=")[-1])
+    return digits[last | (1 << 2 * padding) - 1] + "=" * padding
 
 
 def own_metadata(key: str) -> dict[str, str]:
@@ -270,6 +313,13 @@ def invalid() -> Iterator[tuple[str, bytes, str]]:
     yield "gap", container({"x": RAW}, {}, x=entry(128, 384)) + bytes(128), bad
     yield "overlap", container({"x": RAW}, {}, y=entry(128, 256)), bad
     yield "float_size", container({"x": RAW}, {}, x=entry(0, 256, shape=[256.0])), bad
+    exponent = json.dumps(entry(0, 256)).encode().replace(b"256]", b"256e0]", 1)
+    yield "size_exponent", file_of(one_entry(exponent), RAW), bad
+    yield (
+        "byte_order_mark",
+        file_of("\ufeff".encode() + one_entry(exponent.replace(b"e0", b"")), RAW),
+        bad,
+    )
     yield "other_field", container({"x": RAW}, {}, x=entry(0, 256, more=1)), bad
     yield "nested", container({"x": RAW}, {}, x=entry(0, 256, shape=[{}] * 9)), bad
     yield "metadata_number", container({"x": RAW}, {}, __metadata__={"tightwire": 1}), bad
@@ -298,6 +348,15 @@ def invalid() -> Iterator[tuple[str, bytes, str]]:
     yield "source_no_base64", container({"x": RAW}, {"tightwire.source": "!"}), bad
     yield "source_no_zlib", container({"x": RAW}, source_of(right, pack=False)), bad
     yield "source_no_json", container({"x": RAW}, source_of(b"{")), bad
+    yield (
+        "source_gap",
+        container({"x": RAW}, source_of({"x": plain | {"data_offsets": [1, 4]}})),
+        bad,
+    )
+    mark = "\ufeff".encode() + json.dumps(right).encode()
+    yield "source_byte_order_mark", container({"x": RAW}, source_of(mark)), bad
+    longer = container({"x": RAW}, LONG_USER | source_of(long_source(1)))
+    yield "source_longer", longer, bad
     yield "source_other_name", container({"x": RAW}, source_of({"y": plain})), bad
     yield (
         "source_other_dtype",
@@ -381,6 +440,7 @@ def invalid_2() -> Iterator[tuple[str, bytes, str]]:
     yield "plain_shape", container_2({}, huge), bad
     largest = {"x": ("F4", [0, 1 << 62, 4], b"")}
     yield "plain_shape_f4", container_2({}, largest), bad
+    yield "f4_odd", container_2({}, {"x": ("F4", [3], bytes(2))}), bad
     damaged = bytearray(RAW)
     damaged[128] ^= 1
     two = container_2({"x": bytes(damaged)}, y, {PLAIN_KEY: "00000000"})
@@ -417,6 +477,14 @@ def invalid_2() -> Iterator[tuple[str, bytes, str]]:
     yield "source_plain_name", container_2({}, y, other), bad
 
 
+TREE_GOOD = {
+    # 2^53 + 1 is no binary64; the nearest one is 2^53.
+    "keys_exact": '{"dict":[[9007199254740993,0],[9007199254740992.0,1],[1,2],["1",3],[null,4]]}',
+    "minus_zero": "[-0,-0.0]",
+    "largest_integer": "-" + "1" * 4300,
+    "spare_bits": '{"bytes":"AB=="}',
+    "white_space": "\t[ ]\r\n ",
+}
 ONE_ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [], "data_offsets": [256, 260]}
 TIED_BAD = {
     "nothing": '{"z":"?"}',
@@ -430,6 +498,7 @@ TIED_BAD = {
     "no_json": '{"z":"x",}',
     "end": '{"z":"x"} {}',
     "surrogate": '{"\\ud800":"x"}',
+    "byte_order_mark": "\ufeff{}",
     "empty": "",
 }
 TREE_BAD = {
@@ -443,12 +512,18 @@ TREE_BAD = {
     "tensor_number": '{"tensor":1}',
     "key_twice": '{"dict":[["a",1],["a",2]]}',
     "key_by_value": '{"dict":[[1,0],[true,0]]}',
+    "key_false": '{"dict":[[-0.0,0],[false,0]]}',
+    "key_minus_zero": '{"dict":[[0,0],[-0.0,0]]}',
+    "key_float": '{"dict":[[9007199254740992,0],[9007199254740992.0,0]]}',
     "key_list": '{"dict":[[[],1]]}',
     "key_nan": '{"dict":[[{"float":"nan"},1]]}',
     "key_alone": '{"dict":[["a"]]}',
     "dict_object": '{"dict":{"a":1}}',
     "tuple_text": '{"tuple":"ab"}',
     "bytes": '{"bytes":"AA"}',
+    "bytes_space": '{"bytes":"AA== "}',
+    "bytes_url": '{"bytes":"_-8="}',
+    "byte_order_mark": "\ufeff[]",
     "float": '{"float":"1.5"}',
     "nan": "[NaN]",
     "infinity": "-Infinity",
