@@ -201,8 +201,7 @@ def save_file(
     All threads encode, in some 128 MiB of memory or that of four of the largest tensors. PyTorch's
     tensors of one GPU are encoded there, some 128 MiB at a time, while packed bytes cross the bus
     and are written by threads. At a path the file appears whole or not at all. Raises TypeError or
-    ValueError
-    for a bad call, OSError if the disk fails.
+    ValueError for a bad call, OSError if the disk fails.
     """
     chosen = as_codec(codec)
     # The target is opened first: lazy tensors may move the position of one file object.
