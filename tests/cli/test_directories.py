@@ -264,13 +264,12 @@ def test_a_named_pipe_is_refused(tmp_path: Path, command: str) -> None:
 
 
 def test_closed_standard_error(plain: Path) -> None:
-    def close() -> None:
-        os.close(2)
+    def closed(*words: str) -> Any:
+        script = ["sh", "-c", 'exec "$@" 2>&-', "sh", *CLI, *words]
+        return subprocess.run(script, stdout=subprocess.PIPE)
 
-    child = [*CLI, "compress", str(plain)]
-    assert subprocess.run(child, stdout=subprocess.PIPE, preexec_fn=close).returncode == 0
-    child = [*CLI, "verify", "nothing"]
-    done = subprocess.run(child, stdout=subprocess.PIPE, preexec_fn=close)
+    assert closed("compress", str(plain)).returncode == 0
+    done = closed("verify", "nothing")
     assert (done.returncode, done.stdout) == (4, b"")
 
 
