@@ -264,7 +264,7 @@ def test_a_named_pipe_is_refused(tmp_path: Path, command: str) -> None:
 
 
 def test_closed_standard_error(plain: Path) -> None:
-    def closed(*words: str) -> Any:
+    def closed(*words: str) -> subprocess.CompletedProcess[bytes]:
         script = ["sh", "-c", 'exec "$@" 2>&-', "sh", *CLI, *words]
         return subprocess.run(script, stdout=subprocess.PIPE)
 
