@@ -486,10 +486,7 @@ for name, work in works.items():
             if old is not None:
                 target.write_bytes(old)
             ours, theirs = os.pipe()
-            with warnings.catch_warnings():
-                # JAX and Python warn of threads; the child does not use theirs.
-                warnings.simplefilter("ignore")
-                child = os.fork()
+            child = os.fork()
             if not child:
                 attempt(work, fault, theirs)
             os.close(theirs)
