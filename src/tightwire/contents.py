@@ -57,6 +57,19 @@ def naming(what: str) -> Iterator[None]:
         raise FormatError(error.reason, f"{what}: {error.detail}") from None
 
 
+@contextmanager
+def naming_call(what: str) -> Iterator[None]:
+    """Say in the error of a bad call what it is about; FormatError stays as it is."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def parsed_of(head: Head, data: Bytes) -> Parsed:
     """The buffer in `data`, whose head was checked."""
     if data.ctypes.data % 8:

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import convert
 from .codec import Codec, as_codec
-from .contents import Contents, naming, read_header
+from .contents import Contents, naming, naming_call, read_header
 from .convert import Difference, FileTensors, Forecast, Progress, TensorReport, no_progress
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.container import VERSION_KEY, directory_of
@@ -379,15 +379,8 @@ def _shard(
 @contextmanager
 def _about(source: Path) -> Iterator[None]:
     """Say in errors other than those of the system which file they are about."""
-    try:
-        with naming(str(source)):
-            yield
-    except FormatError:
-        raise
-    except TypeError as error:
-        raise TypeError(f"{source}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+    with naming_call(str(source)), naming(str(source)):
+        yield
 
 
 def _others(

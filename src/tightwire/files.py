@@ -16,7 +16,7 @@ import numpy as np
 from . import arrays, engine, tree
 from .codec import Codec, as_codec, thread_count
 from .codecs.base import Bits, Bytes, Plan
-from .contents import Contents, decode_all
+from .contents import Contents, decode_all, naming_call
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.container import (
     BITS,
@@ -261,7 +261,7 @@ def drafted(
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, x in found.items():
-        with _naming_call(name):
+        with naming_call(f"tensors[{name!r}]"):
             what = _planned(chosen, x)
             memory = arrays.memory_of(x)
         if memory is not None and memory in first:
@@ -320,7 +320,7 @@ def _host_buffers(
 ) -> list[Job[Encoded]]:
     def elements(names: Sequence[str], memory: Memory) -> Iterator[Bits]:
         for name in names:
-            with _naming_call(name):
+            with naming_call(f"tensors[{name!r}]"):
                 chosen.require_key(tensors[name], None)
                 bits = arrays.host_bits(tensors[name], plans[name].dtype)
             yield bits
@@ -331,22 +331,9 @@ def _host_buffers(
 def _buffers_in_turn(chosen: Codec, tensors: Mapping[str, Any], count: int) -> Iterator[Encoded]:
     """For arrays on GPUs: each thread has a stream of its own, and theirs is the caller's."""
     for name, x in tensors.items():
-        with _naming_call(name):
+        with naming_call(f"tensors[{name!r}]"):
             data = chosen.encode(x, chunks=None, threads=count).parsed().pack()
         yield Encoded([data.size], data)
-
-
-@contextmanager
-def _naming_call(name: str) -> Iterator[None]:
-    """Say in the error of a bad call which tensor it is about."""
-    try:
-        yield
-    except FormatError:
-        raise
-    except TypeError as error:
-        raise TypeError(f"tensors[{name!r}]: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"tensors[{name!r}]: {error}") from error
 
 
 def dumps(
