@@ -238,9 +238,7 @@ def _measure(
     return Speed(name, ratio, identical, *gbps)
 
 
-def _fastest(
-    call: Callable[[int], Any], n: int, repeat: int, done: Callable[[], None]
-) -> float:
+def _fastest(call: Callable[[int], Any], n: int, repeat: int, done: Callable[[], None]) -> float:
     """Seconds of the fastest of `repeat` passes over all tensors; `done` is called after each."""
     best = float("inf")
     for _ in range(repeat):

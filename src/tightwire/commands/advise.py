@@ -255,7 +255,7 @@ def _simulate(
     sums = dtype_named(sum_dtype)
     if not sums.is_float:
         raise click.BadParameter(f"--sum-dtype is {sums.name}. Allowed: floats, as bfloat16")
-    # Where sizes depend on the data, descriptors, static and dynamic parts travel one after the other.
+    # Where sizes depend on the data, chunk descriptors, static and dynamic parts are sent in turn.
     codec = Coding(ratio, *lines, error=error, rounds=1 if error else 3)
     node = None if inside is None else Node(*inside)
     rows = table(

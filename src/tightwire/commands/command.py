@@ -18,7 +18,6 @@ from .output import complain, print_json
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-
 def epilog(*examples: str) -> str:
     """What stands below the options: examples, one a line, as click shows them unwrapped."""
     return "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)

@@ -14,7 +14,7 @@ from ..directories import DirectoryReport, DirectoryWork, ShardReport
 from ..model_index import PLAIN_SUFFIX
 from ..shards import tensor_names
 from .command import Done, attempts
-from .failures import COMPRESSED, EITHER, Failure, about
+from .failures import ANY, COMPRESSED, EITHER, Failure, about
 from .output import byte_bar, count_text, print_table, say, size_text
 
 #: Of a file, the name of a tensor or None, and whether to estimate what is not compressed.
@@ -106,11 +106,11 @@ def verify(source: Path, as_json: bool) -> Done:
 
 def inspect(source: Path, tensor: str | None, inspect_one: InspectOne, estimate: bool) -> Done:
     """A row for each shard and a total, or one tensor in the shards that have it."""
-    with about(None, EITHER):
+    with about(None, ANY):
         done = {}
         for path in model_directories.safetensors_files(source):
             if tensor is None or tensor in tensor_names(path):
-                with about(path, EITHER):
+                with about(path, ANY):
                     done[path] = inspect_one(path, tensor, estimate)
         if not done:
             raise ValueError(f"no shard of {source} has a tensor {tensor!r}")
@@ -133,7 +133,7 @@ def _totals(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"raw_nbytes": raw, "packed_nbytes": packed, "ratio": packed / raw if raw else 1.0}
 
 
-_COLUMNS = ("<shard", "tensors", "raw", "packed", "ratio")
+_COLUMNS: tuple[str, ...] = ("<shard", "tensors", "raw", "packed", "ratio")
 
 
 def _show_shards(source: Path, documents: Sequence[Mapping[str, Any]]) -> None:
@@ -150,7 +150,9 @@ def _show_shards(source: Path, documents: Sequence[Mapping[str, Any]]) -> None:
     print_table(columns, [*rows, total], last=1)
     n_plain = sum(not d["compressed"] for d in documents)
     if n_plain:
-        say("", f"{n_plain} of {len(documents)} files are not compressed")
+        which = f"{n_plain} of {len(documents)}" if n_plain < len(documents) else "all"
+        advice = "" if any(estimates) else "; --estimate says what compressing would save"
+        say("", f"not compressed: {which}{advice}")
 
 
 def _row(name: str, n: int, sizes: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ EXIT_CODES = {
 PLAIN = "needed: a complete safetensors file, not compressed"
 COMPRESSED = "needed: a complete file made by tightwire, no newer than this version"
 EITHER = "needed: complete safetensors files, if compressed no newer than this version"
+ANY = "needed: a complete safetensors file or buffer, if compressed no newer than this version"
 
 #: Which extra brings a package.
 _EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "cpu"}

@@ -20,7 +20,16 @@ from .command import (
     threads_option,
 )
 from .failures import DIFFERENT, PLAIN, about, printable, writing
-from .output import count_text, dicts, print_json, print_table, progress_bar, say, size_text, step_bar
+from .output import (
+    count_text,
+    dicts,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    size_text,
+    step_bar,
+)
 from .targets import check_plot
 
 
@@ -30,9 +39,7 @@ from .targets import check_plot
     "tightwire bench model.safetensors --limit-mib 64 --json",
 )
 @input_file()
-@click.option(
-    "--codec", "codec_names", multiple=True, help="A codec to measure, repeatable."
-)
+@click.option("--codec", "codec_names", multiple=True, help="A codec to measure, repeatable.")
 @cast_option
 @click.option("--repeat", type=click.IntRange(min=1), default=3, help="Passes; the fastest counts.")
 @click.option(
@@ -108,7 +115,9 @@ def _speed(gbps: float | None) -> str:
 
 
 @command('tightwire conformance --decoder "python specs/decoder.py {in} {out}"')
-@click.option("--decoder", required=True, help="Command line with {in} and {out} for the two paths.")
+@click.option(
+    "--decoder", required=True, help="Command line with {in} and {out} for the two paths."
+)
 @path_option("--vectors", "Folder of vectors, if not the built-in one.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=60, help="Seconds for each vector."
@@ -140,7 +149,9 @@ def conformance(decoder: str, vectors: Path | None, timeout: float, as_json: boo
     return DIFFERENT if failed else 0
 
 
-@command("tightwire demo model.safetensors", "tightwire demo model.safetensors --plot exponents.png")
+@command(
+    "tightwire demo model.safetensors", "tightwire demo model.safetensors --plot exponents.png"
+)
 @input_file(metavar="[FILE]", required=False)
 @path_option("--plot", "Where the PNG goes.", Path("tightwire-demo.png"))
 @threads_option

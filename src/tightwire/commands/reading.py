@@ -20,7 +20,7 @@ from ..planning import backend_for_once
 from ..storage import reading
 from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
-from .failures import COMPRESSED, DIFFERENT, EITHER, about
+from .failures import ANY, COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
     STANDARD,
     count_text,
@@ -109,7 +109,7 @@ def inspect(files: Sequence[Path], tensor: str | None, estimate: bool, as_json: 
         if path.is_dir():
             done = directories.inspect(path, tensor, _opened, estimate)
         else:
-            with about(path, EITHER):
+            with about(path, ANY):
                 done = _inspect(path, tensor, estimate)
         return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
 
@@ -311,7 +311,9 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
             x, y = (standard_input() if path == STANDARD else path for path in (a, b))
             differences = convert.diff_files(x, y, progress)
     if as_json:
-        print_json({"a": a, "b": b, "identical": not differences, "differences": dicts(differences)})
+        print_json(
+            {"a": a, "b": b, "identical": not differences, "differences": dicts(differences)}
+        )
     elif differences:
         for difference in differences:
             say(f"{difference.name}: {difference.what}")
