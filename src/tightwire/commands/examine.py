@@ -26,8 +26,8 @@ def doctor(timeout: float, as_json: bool) -> int:
 
     Backends, array libraries and transports are tried: each encodes and decodes a small tensor, or
     sends a message to itself, in a process of its own. The first run may compile kernels for some
-    seconds. The exit code is 0 if the installed backends of the host work and all backends give
-    the same bytes, else 1.
+    seconds. tightwire works here if the installed backends of the host do, and if all backends
+    give the same bytes.
     """
     from .. import doctor as checks
 

@@ -15,7 +15,7 @@ DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
 INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 EXIT_CODES = {
     0: "done, and all is well",
-    DIFFERENT: "diff, bench, demo, conformance: the results differ; doctor: tightwire fails",
+    DIFFERENT: "results differ (diff, bench, demo, conformance); doctor found a fault",
     2: "wrong usage of the command line (reported as text, also with --json)",
     BAD_BYTES: "the bytes are not a valid file or buffer",
     SYSTEM: "an error of the system: no such file, disk full, the output exists",

@@ -111,10 +111,15 @@ def bench(
 
 
 def _speed(gbps: float | None) -> str:
-    return "-" if gbps is None else f"{gbps:.2f}"
+    if gbps is None:
+        return "-"
+    return f"{gbps:.2f}" if gbps >= 0.1 else f"{gbps:.2g}"
 
 
-@command('tightwire conformance --decoder "python specs/decoder.py {in} {out}"')
+@command(
+    'tightwire conformance --decoder "python specs/decoder.py {in} {out}"',
+    'tightwire conformance --decoder "./decoder {in} {out}" --vectors vectors --json',
+)
 @click.option(
     "--decoder", required=True, help="Command line with {in} and {out} for the two paths."
 )

@@ -300,7 +300,6 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
 
     A and B are safetensors files or directories of models, compressed or not. Tensors are compared
     by name, also where they are in different shards. One of A and B can be - for standard input.
-    The exit code is 0 if they are identical, else 1.
     """
     if a == b == STANDARD:
         raise ValueError("A and B are both -. Allowed: one of them, as there is one standard input")
