@@ -1,13 +1,14 @@
-"""Ratio and speed of codecs on the tensors of a safetensors file, memcpy and zstd beside them.
+"""Ratio and speed of codecs on the tensors of a safetensors file, compared with memcpy and zstd.
 
-Nothing is timed before its result has been compared with the input bit for bit.
+No lossless codec is timed before its result has been compared with the input bit for bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -44,7 +45,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was measured on how much: `raw_nbytes` is the tensors' size after the cast."""
+    """What was measured on how much: `raw_nbytes` is the tensors' size after the cast.
+
+    `left_out` names the codecs that code none of the tensors' types.
+    """
 
     dtypes: tuple[str, ...]
     n_tensors: int
@@ -52,6 +56,15 @@ class BenchReport:
     threads: int
     repeat: int
     speeds: tuple[Speed, ...]
+    left_out: tuple[str, ...] = ()
+
+
+#: Told before each pass what is measured, and the share of all passes done since it was last told.
+Progress = Callable[[str, float], None]
+
+
+def no_progress(what: str, share: float) -> None:
+    """Report nothing."""
 
 
 class _Contestant(NamedTuple):
@@ -73,33 +86,59 @@ def bench_file(
     repeat: int = 3,
     limit_nbytes: int | None = None,
     threads: int | None = None,
+    progress: Progress = no_progress,
 ) -> BenchReport:
-    """Measure the codecs called `names` (all, if none is named) on a plain safetensors file.
+    """Measure the codecs called `names` on a plain safetensors file, in this order.
 
+    Without names: the lossless codecs that code a type of the file, zstd, and then the lossy ones.
     Encoding and decoding are whole calls per tensor into buffers allocated before; the fastest of
     `repeat` passes counts. `limit_nbytes` cuts off the tensors' data. zstd is left out where the
     zstandard package is missing. Raises FormatError, OSError, TypeError or ValueError.
     """
-    chosen = [codec(name) for name in names or codecs()]
+    chosen = [codec(name) for name in names]
     n_threads = threads or cpu_count()
+    progress("reading", 0)
     arrays = _load(path, cast, limit_nbytes)
     raw_nbytes = sum(a.nbytes for a in arrays)
     if not raw_nbytes:
         raise ValueError("no tensor data to measure")
-    # One contestant at a time: each holds buffers for the whole file.
-    speeds = [_measure(_memcpy(arrays), arrays, repeat)]
-    for c in chosen:
-        speeds.append(_measure(_codec(c, arrays, n_threads), arrays, repeat))
+    dtypes = tuple(sorted({a.dtype.name for a in arrays}))
+    left_out: list[str] = []
+    if not names:
+        chosen, left_out = fitting(dtypes)
+    # Made when it is their turn: each holds buffers for the whole file.
+    made: list[Callable[[], _Contestant]] = [partial(_memcpy, arrays)]
+    made += [partial(_codec, c, arrays, n_threads) for c in chosen]
     if find_spec("zstandard"):
-        speeds.append(_measure(_zstd(arrays, n_threads), arrays, repeat))
+        lossless = len(chosen) if names else sum(c.lossless for c in chosen)
+        made.insert(1 + lossless, partial(_zstd, arrays, n_threads))
+    # A pass to check, and `repeat` passes each of encoding and decoding.
+    share = 1 / (len(made) * (1 + 2 * repeat))
+    speeds = [_measure(make(), arrays, repeat, progress, share) for make in made]
     return BenchReport(
-        dtypes=tuple(sorted({a.dtype.name for a in arrays})),
+        dtypes=dtypes,
         n_tensors=len(arrays),
         raw_nbytes=raw_nbytes,
         threads=n_threads,
         repeat=repeat,
         speeds=tuple(speeds),
+        left_out=tuple(left_out),
     )
+
+
+def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
+    """The codecs for tensors of these types, and the names of those that code none of them.
+
+    Lossless ones come first, and of these raw, which only copies, last.
+    """
+    chosen, left_out = [], []
+    for c in map(codec, codecs()):
+        if set(c.dtypes).intersection(dtypes):
+            chosen.append(c)
+        else:
+            left_out.append(c.name)
+    chosen.sort(key=lambda c: (not c.lossless, c.name == "raw"))
+    return chosen, left_out
 
 
 def _load(path: PathLike, cast: DType | None, limit: int | None) -> list[Array]:
@@ -130,17 +169,17 @@ def _memcpy(arrays: list[Array]) -> _Contestant:
 
 
 def _codec(c: Codec, arrays: list[Array], threads: int) -> _Contestant:
-    rooms: list[Any] = [_poisoned(c.plan(a.shape, a.dtype, chunks=None).nbytes) for a in arrays]
+    buffers: list[Any] = [_poisoned(c.plan(a.shape, a.dtype, chunks=None).nbytes) for a in arrays]
     outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
 
     def encode_one(i: int) -> None:
-        rooms[i] = c.encode(arrays[i], key=KEY, out=rooms[i], chunks=None, threads=threads)
+        buffers[i] = c.encode(arrays[i], key=KEY, out=buffers[i], chunks=None, threads=threads)
 
     def decode_one(i: int) -> None:
-        decode(rooms[i], out=outs[i], threads=threads)
+        decode(buffers[i], out=outs[i], threads=threads)
 
     def packed_nbytes() -> int:
-        return sum(buffer.nbytes for buffer in rooms)
+        return sum(buffer.nbytes for buffer in buffers)
 
     return _Contestant(c.name, encode_one, decode_one, packed_nbytes, outs, c.lossless)
 
@@ -158,20 +197,28 @@ def _zstd(arrays: list[Array], threads: int) -> _Contestant:
         packed[i] = compressor.compress(raw[i])
 
     def decode_one(i: int) -> None:
-        room = outs[i].view(np.uint8).data
+        out = outs[i].view(np.uint8).data
         with decompressor.stream_reader(packed[i]) as reader:
             at = 0
-            while at < len(room) and (n := reader.readinto(room[at:])):
+            while at < len(out) and (n := reader.readinto(out[at:])):
                 at += n
 
     return _Contestant("zstd -1", encode_one, decode_one, lambda: sum(map(len, packed)), outs)
 
 
-def _measure(contestant: _Contestant, arrays: list[Array], repeat: int) -> Speed:
-    """Check first, which also warms up, then time."""
+def _measure(
+    contestant: _Contestant, arrays: list[Array], repeat: int, progress: Progress, share: float
+) -> Speed:
+    """Check first, which also compiles or loads kernels, then time.
+
+    `share` is that of a pass among all passes of all contestants.
+    """
+    name = contestant.name
+    progress(f"{name}: check", 0)
     for i in range(len(arrays)):
         contestant.encode(i)
         contestant.decode(i)
+    progress(f"{name}: check", share)
     raw_nbytes = sum(a.nbytes for a in arrays)
     ratio = contestant.packed_nbytes() / raw_nbytes
     identical = None
@@ -179,22 +226,27 @@ def _measure(contestant: _Contestant, arrays: list[Array], repeat: int) -> Speed
         pairs = zip(arrays, contestant.outs, strict=True)
         identical = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
     if identical is False:
-        return Speed(contestant.name, ratio, identical, None, None)
-    gbps = [
-        raw_nbytes / 1e9 / _fastest(call, len(arrays), repeat)
-        for call in (contestant.encode, contestant.decode)
-    ]
-    return Speed(contestant.name, ratio, identical, *gbps)
+        progress(name, 2 * repeat * share)
+        return Speed(name, ratio, identical, None, None)
+    gbps = []
+    for what, call in (("encode", contestant.encode), ("decode", contestant.decode)):
+
+        def done(what: str = what) -> None:
+            progress(f"{name}: {what}", share)
+
+        gbps.append(raw_nbytes / 1e9 / _fastest(call, len(arrays), repeat, done))
+    return Speed(name, ratio, identical, *gbps)
 
 
-def _fastest(call: Callable[[int], Any], n: int, repeat: int) -> float:
-    """Seconds of the fastest of `repeat` passes over all tensors."""
+def _fastest(call: Callable[[int], Any], n: int, repeat: int, done: Callable[[], None]) -> float:
+    """Seconds of the fastest of `repeat` passes over all tensors; `done` is called after each."""
     best = float("inf")
     for _ in range(repeat):
         start = time.perf_counter()
         for i in range(n):
             call(i)
         best = min(best, time.perf_counter() - start)
+        done()
     return best
 
 

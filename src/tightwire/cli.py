@@ -16,6 +16,7 @@ from types import FrameType
 from . import __version__
 from .commands.failures import BROKEN_PIPE, SYSTEM, UNSUPPORTED
 from .commands.output import OutputError, say
+from .commands.welcome import welcome
 
 
 def main() -> None:
@@ -27,15 +28,19 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     with _stoppable():
         try:
-            sys.exit(_version() if sys.argv[1:] == ["--version"] else _run())
+            sys.exit(_shortcut() if sys.argv[1:] in ([], ["--version"]) else _run())
         except OutputError as error:
             sys.exit(_output_failed(error.__cause__))
         except OSError as error:  # click's own output: --help
             sys.exit(_output_failed(error))
 
 
-def _version() -> int:
-    say(f"tightwire {__version__}")
+def _shortcut() -> int:
+    """`tightwire` alone and `tightwire --version`, without the time that click takes to import."""
+    if sys.argv[1:]:
+        say(f"tightwire {__version__}")
+    else:
+        welcome()
     return 0
 
 

@@ -564,6 +564,15 @@ def verify_directory(
     return {path: check() for path, check in found.items()}
 
 
+def safetensors_files(source: PathLike) -> list[Path]:
+    """All safetensors files of a directory; FileNotFoundError if there are none."""
+    tree = _tree(_directory(source))
+    shards = [tree.root / path for path in tree.shards()]
+    if not shards:
+        raise FileNotFoundError(errno.ENOENT, "holds no *.safetensors", str(source))
+    return shards
+
+
 def inspect_directory(
     source: PathLike, name: str | None = None
 ) -> dict[Path, tuple[Contents, dict[str, Info | PlainInfo]]]:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import engine
 from .buffer import parsed_source
 from .codec import device_for
 from .codecs.threads import cpu_count
-from .formats.header import CHECKSUM, MAJOR, RAW, Header
+from .formats.container import Directory
+from .formats.dtypes import BY_SAFETENSORS
+from .formats.header import CHECKSUM, MAJOR, RAW, RECORD, Header, align
 from .planning import integer
+from .storage import Reader
+
+
+class Part(NamedTuple):
+    """A part of a buffer or a file and its bytes, those of all chunks or tensors together.
+
+    `kind` is "header", "static", "dynamic", "plain" or "padding".
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+class ChunkPart(NamedTuple):
+    """Where one chunk lies in a buffer, in bytes, and how many elements it holds."""
+
+    elements: int
+    static_at: int
+    static_nbytes: int
+    dynamic_at: int
+    dynamic_nbytes: int
+    raw: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +79,53 @@ class Info:
             "dynamic_nbytes": list(self.dynamic_nbytes),
             "raw_chunks": list(self.raw_chunks),
             "ratio": self.ratio,
+            "parts": [part._asdict() for part in self.parts()],
         }
+
+    def parts(self) -> list[Part]:
+        """What the buffer consists of; their sizes add up to `nbytes`.
+
+        A raw chunk holds elements as they are, in its static and then in its dynamic part.
+        """
+        header = self.header
+        n_raw, raw = len(self.raw_chunks), set(self.raw_chunks)
+        records = RECORD.itemsize * header.chunks
+        head = header.nbytes + records
+        parts = [
+            Part("header", "header", header.nbytes),
+            Part("records", "header", records),
+            Part("header padding", "padding", align(head) - head),
+        ]
+        static = [s for s in header.sections if not s.dynamic]
+        parts += [Part(s.name, "static", s.nbytes * (header.chunks - n_raw)) for s in static]
+        dynamic = " + ".join(s.name for s in header.sections if s.dynamic)
+        coded = sum(n for i, n in enumerate(self.dynamic_nbytes) if i not in raw)
+        if n_raw:
+            nbytes = n_raw * sum(s.nbytes for s in static)
+            parts.append(Part("raw elements", "static", nbytes))
+        if dynamic:
+            parts.append(Part(dynamic, "dynamic", coded))
+        if n_raw:
+            nbytes = sum(self.dynamic_nbytes[i] for i in raw)
+            parts.append(Part("raw elements", "dynamic", nbytes))
+        rest = self.nbytes - sum(part.nbytes for part in parts)
+        name = "slack" if header.dynamic_stride else "dynamic padding"
+        return [*parts, Part(name, "padding", rest)]
+
+    def chunk_parts(self) -> Iterator[ChunkPart]:
+        """Where each chunk lies."""
+        header = self.header
+        static = self.static_nbytes // header.chunks
+        static_at = align(header.nbytes + RECORD.itemsize * header.chunks)
+        dynamic_at = static_at + self.static_nbytes
+        per_chunk = -(-header.nelem // header.chunks)
+        left, raw = header.nelem, set(self.raw_chunks)
+        for i, nbytes in enumerate(self.dynamic_nbytes):
+            elements = min(per_chunk, left)
+            yield ChunkPart(elements, static_at, static, dynamic_at, nbytes, i in raw)
+            left -= elements
+            static_at += static
+            dynamic_at += header.dynamic_stride or align(nbytes)
 
 
 #: What stands for the codec of a tensor that a file holds as it is.
@@ -94,6 +166,89 @@ class PlainInfo:
             "packed_nbytes": self.nbytes,
             "ratio": 1.0,
         }
+
+
+def plain_tensors(directory: Directory) -> dict[str, PlainInfo]:
+    """The tensors of a plain safetensors file by name, in the order of its header."""
+    entries = {entry.name: entry for entry in directory.entries}
+    infos = {}
+    for name in directory.names:
+        entry = entries[name]
+        known = BY_SAFETENSORS.get(entry.dtype)
+        dtype = entry.dtype if known is None else known.name
+        infos[name] = PlainInfo(dtype, entry.shape, entry.nbytes)
+    return infos
+
+
+def file_parts(nbytes: int, header_nbytes: int, infos: Iterable[Info | PlainInfo]) -> list[Part]:
+    """What a file of `nbytes` bytes with these tensors consists of, by the parts of its buffers."""
+    sizes: dict[tuple[str, str], int] = {("file header", "header"): header_nbytes}
+    for info in infos:
+        if isinstance(info, PlainInfo):
+            parts = [Part(info.dtype, "plain", info.nbytes)]
+        else:
+            parts = info.parts()
+        for name, kind, size in parts:
+            key = (f"buffer {name}s" if name == "header" else name, kind)
+            if kind == "padding":
+                key = ("padding", kind)
+            sizes[key] = sizes.get(key, 0) + size
+    padding = ("padding", "padding")
+    rest = nbytes - sum(sizes.values()) + sizes.pop(padding, 0)
+    listed = [Part(*key, size) for key, size in sizes.items()]
+    return [*listed, Part(*padding, rest)] if rest else listed
+
+
+#: What `estimate` reads of a file: this many pieces of so many bytes.
+SAMPLES = 16
+SAMPLE_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What compressing a plain file would probably give: `ratio` is packed over raw size.
+
+    It comes from `samples` pieces of the float tensors, of `sample_nbytes` bytes in all, which were
+    compressed with `codec`; other tensors count as they are.
+    """
+
+    codec: str
+    ratio: float
+    samples: int
+    sample_nbytes: int
+
+
+def estimate(reader: Reader, directory: Directory) -> Estimate:
+    """Compress pieces of a plain file with zipccl, evenly spread over its float tensors."""
+    from .codec import codec
+
+    zipccl = codec("zipccl")
+    floats = []
+    for entry in directory.entries:
+        dtype = BY_SAFETENSORS.get(entry.dtype)
+        if dtype is not None and dtype.name in zipccl.dtypes and entry.nbytes:
+            floats.append((entry, dtype))
+    total = sum(entry.nbytes for entry, _ in floats)
+    # Of each tensor the pieces whose middle, of all SAMPLES of them, lies in it; one if small.
+    packed, seen, n, done, before = 0.0, 0, 0, 0, 0
+    for entry, dtype in floats:
+        before += entry.nbytes
+        wanted = round(SAMPLES * before / total) - done
+        done += wanted
+        size = min(SAMPLE_NBYTES, entry.nbytes) // dtype.itemsize * dtype.itemsize
+        for i in range(min(wanted, max(1, entry.nbytes // SAMPLE_NBYTES))):
+            at = int((entry.nbytes - size) * (i + 0.5) / wanted) // dtype.itemsize * dtype.itemsize
+            data = reader.read(directory.data_at + entry.begin + at, size)
+            buffer = zipccl.encode(data.view(dtype.numpy), backend="ref")
+            info = inspect(buffer.packed())
+            # A header for each piece would count what one for each tensor is.
+            packed += info.static_nbytes + sum(info.dynamic_nbytes)
+            seen += size
+            n += 1
+    whole = sum(entry.nbytes for entry in directory.entries)
+    coded = total * packed / seen if seen else total
+    ratio = (whole - total + coded) / whole if whole else 1.0
+    return Estimate(zipccl.name, ratio, n, seen)
 
 
 def inspect(src: Any) -> Info:

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import ml_dtypes
 import numpy as np
 import pytest
@@ -385,13 +386,16 @@ def test_demo_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_and_version() -> None:
-    commands = ["compress", "decompress", "verify", "inspect"]
-    commands += ["diff", "bench", "conformance", "demo"]
-    for args in ([], *([c] for c in commands)):
-        done = Outcome(*args, "--help")
+    assert isinstance(app, click.Group)
+    shown = Outcome("--help").out
+    assert all(f"{code}  {text}" in shown for code, text in EXIT_CODES.items())
+    assert max(map(len, shown.splitlines())) <= 80
+    for command in app.commands:
+        assert f"\n  {command} " in shown
+        done = Outcome(command, "--help")
         assert done.code == 0
-        assert all(f"{code}  {text}" in done.out for code, text in EXIT_CODES.items())
-    assert all(command in Outcome("--help").out for command in commands)
+        # Exit codes stand in one place.
+        assert not any(text in done.out for text in EXIT_CODES.values())
     assert Outcome("--version").out == f"tightwire {tw.__version__}\n"
 
 
@@ -554,13 +558,13 @@ def test_names_of_advise() -> None:
         (["--message", "nan"], "is not a size"),
         (["--ratio", "0"], "--ratio"),
         (["--world", "0"], "--world"),
-        (["--world", "4", "--world", "5"], "--world is given once"),
+        (["--world", "4", "--world", "5"], "--world is given 2 times"),
         (["--collective", "gather"], "--collective"),
-        (["--device", "h200"], "exclude each other"),
+        (["--device", "h200"], "give one of them"),
         (["--error", "0.1"], "need --simulate"),
         (["--simulate", "--collective", "send"], "all_reduce, all_gather, all_to_all"),
-        (["--simulate", "--sum-dtype", "int32"], "allowed: floats"),
-        (["--simulate", "--plot", "x.png"], "exclude each other"),
+        (["--simulate", "--sum-dtype", "int32"], "Allowed: floats"),
+        (["--simulate", "--plot", "x.png"], "give one of them"),
     ],
 )
 def test_advise_usage(words: list[str], message: str) -> None:
@@ -624,7 +628,7 @@ def test_not_safetensors(tmp_path: Path, command: list[str]) -> None:
     assert "needed: " in message
 
 
-@pytest.mark.parametrize("command", READERS[:3])
+@pytest.mark.parametrize("command", [READERS[0], READERS[2]])
 def test_plain_file_where_a_compressed_one_is_needed(plain: Path, command: list[str]) -> None:
     assert "not a compressed one" in check_untouched(plain, command, 3, "bad_container")
 
@@ -798,6 +802,7 @@ def test_one_bad_file_does_not_stop_the_others(
     assert [f["ok"] for f in done.json["files"]] == [False, True]
     assert done.json["error"] == done.json["files"][0]["error"]
     assert listing(folder) == {"m.safetensors": plain.read_bytes()}
+    plain.write_bytes(plain.read_bytes()[:-1])
     done = Outcome("inspect", plain, packed, buffer)
     assert (done.code, done.err.count("\n")) == (3, 1)
     assert done.out.startswith(f"{packed}:\n")

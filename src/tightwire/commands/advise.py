@@ -40,7 +40,11 @@ def _quantity(
     return click.option(name, callback=parsed, metavar=metavar, help=what, **more)
 
 
-@command
+@command(
+    "tightwire advise --link 25GB/s --message 256MiB --world 8",
+    "tightwire advise --link 10Gb/s --message 64MiB --world 4 --collective all_reduce",
+    "tightwire advise --link 25GB/s --message 256MiB --simulate --json",
+)
 @_quantity(
     "--link",
     units.parse_speed,
@@ -149,21 +153,22 @@ def advise(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Say whether compressing a collective pays, before trying.
+    """Say whether compressing a collective is worth it.
 
-    By the cost model that collectives choose with (alpha-beta lines of link and codec), native,
-    compressed, and in pieces that are encoded while others travel. --encode, --decode and --ratio
-    describe any codec; without them it is zipccl, as recorded on --device.
+    It uses the cost model that collectives choose by: a latency and a speed for link and codec. It
+    compares the native call, the compressed one, and a pipeline, where one piece is encoded while
+    another is sent. --encode, --decode and --ratio describe any codec; without them it is zipccl,
+    with the speeds recorded on --device.
     """
     from .. import advice
     from ..adapters.cost import Line, Link, Model, codec_lines, expected_ratio
 
     kind = dtype_named(dtype)
     if (encode is None) != (decode is None):
-        raise click.BadParameter("--encode and --decode are given both or not at all")
+        raise click.BadParameter("--encode and --decode: give both or none of them")
     if encode is not None and decode is not None:
         if device is not None:
-            raise click.BadParameter("--device and --encode exclude each other")
+            raise click.BadParameter("--device and --encode: give one of them")
         lines = Line(startup or 0.0, 1 / encode), Line(startup or 0.0, 1 / decode)
     else:
         if startup is not None:
@@ -183,14 +188,16 @@ def advise(
     }
     if simulate:
         if plot is not None:
-            raise click.BadParameter("--plot and --simulate exclude each other")
+            raise click.BadParameter("--plot and --simulate: give one of them")
         inside = None if node_link is None else (node, Link(node_latency, 1 / node_link))
         _simulate(document, world, network, lines, error, sum_dtype or "float32", inside, as_json)
         return
     if error or node_link is not None or sum_dtype is not None:
         raise click.BadParameter("--error, --node-link and --sum-dtype need --simulate")
     if len(world) != 1:
-        raise click.BadParameter("--world is given once, but with --simulate")
+        raise click.BadParameter(
+            f"--world is given {len(world)} times. Needed: once, or any number with --simulate"
+        )
     if plot is not None:
         check_plot(None, plot)
     model = Model.of(collective, world[0], network, *lines)
@@ -241,11 +248,14 @@ def _simulate(
 
     collective, ratio = document["collective"], document["ratio"]
     if collective not in ALGORITHMS:
-        raise click.BadParameter(f"--simulate knows {', '.join(ALGORITHMS)}, not {collective}")
+        allowed = ", ".join(ALGORITHMS)
+        raise click.BadParameter(
+            f"--collective is {collective}. Allowed with --simulate: {allowed}"
+        )
     sums = dtype_named(sum_dtype)
     if not sums.is_float:
-        raise click.BadParameter(f"--sum-dtype is {sums.name}; allowed: floats")
-    # Where sizes depend on the data, cards, static and dynamic parts travel one after the other.
+        raise click.BadParameter(f"--sum-dtype is {sums.name}. Allowed: floats, as bfloat16")
+    # Where sizes depend on the data, chunk descriptors, static and dynamic parts are sent in turn.
     codec = Coding(ratio, *lines, error=error, rounds=1 if error else 3)
     node = None if inside is None else Node(*inside)
     rows = table(

@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from .. import __version__
-from .command import EPILOG
+from .command import epilog
+from .failures import EXIT_CODES
 from .output import say
+from .welcome import welcome
 
 #: The module of each command.
 _MODULES = {
@@ -23,7 +25,18 @@ _MODULES = {
     "advise": "advise",
     "conformance": "measure",
     "demo": "measure",
+    "doctor": "examine",
 }
+
+_EXIT_CODES = "\b\nExit codes of every command:\n" + "\n".join(
+    f"{code:5}  {text}" for code, text in EXIT_CODES.items()
+)
+_EXAMPLES = (
+    "tightwire compress model.safetensors",
+    "tightwire inspect model.tw.safetensors",
+    "tightwire decompress model.tw.safetensors -o back.safetensors",
+    "tightwire diff model.safetensors back.safetensors",
+)
 
 
 class _Commands(Mapping[str, Any]):
@@ -51,7 +64,13 @@ def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> No
         ctx.exit()
 
 
-@click.group("tightwire", cls=_Group, commands=_Commands(), epilog=EPILOG, no_args_is_help=True)
+@click.group(
+    "tightwire",
+    cls=_Group,
+    commands=_Commands(),
+    epilog=f"{epilog(*_EXAMPLES)}\n\n{_EXIT_CODES}",
+    invoke_without_command=True,
+)
 @click.option(
     "--version",
     is_flag=True,
@@ -60,5 +79,12 @@ def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> No
     callback=_version,
     help="Show the version.",
 )
-def app() -> None:
-    """Compressed tensors: lossless safetensors files, smaller."""
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Compress model weights without loss: safetensors files, smaller.
+
+    A compressed file is a safetensors file too, and gives its source back byte for byte. Every
+    command takes --help, which explains it and has examples.
+    """
+    if context.invoked_subcommand is None:
+        welcome()

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 import click
 
 from ..formats.dtypes import DType, dtype_named
-from .failures import EXIT_CODES, EXPECTED, INTERRUPTED, Failure, failure_of
+from .failures import EXPECTED, INTERRUPTED, Failure, failure_of
 from .output import complain, print_json
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-EPILOG = "\b\nExit codes:\n" + "\n".join(f"{c:5}  {text}" for c, text in EXIT_CODES.items())
+
+def epilog(*examples: str) -> str:
+    """What stands below the options: examples, one a line, as click shows them unwrapped."""
+    return "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
 
 
 class _FilePath(click.Path):
@@ -77,31 +80,36 @@ def path_option(
     return click.option(name, type=_PATH, default=default, help=text)
 
 
-def command(function: Callable[..., int | None]) -> click.Command:
-    """A command, whose parameter `as_json` says how errors are told.
+def command(*examples: str) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Declares a command, whose parameter `as_json` says how errors are told.
 
-    `function` returns its exit code; None is 0.
+    The function returns its exit code; None is 0. `examples` are command lines for its help.
     """
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = function(*args, **kwargs)
-        except KeyboardInterrupt:
-            print("tightwire: interrupted", file=sys.stderr)
-            code = INTERRUPTED
-        except (Failure, ModuleNotFoundError, *EXPECTED) as error:
-            failure = failure_of(error)
-            if kwargs["as_json"]:
-                print_json({"error": failure.document})
-            else:
-                complain(failure)
-            code = failure.code
-        click.get_current_context().exit(code or 0)
+    def declare(function: Callable[..., int | None]) -> click.Command:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                code = function(*args, **kwargs)
+            except KeyboardInterrupt:
+                print("tightwire: interrupted", file=sys.stderr)
+                code = INTERRUPTED
+            except (Failure, ModuleNotFoundError, *EXPECTED) as error:
+                failure = failure_of(error)
+                if kwargs["as_json"]:
+                    print_json({"error": failure.document})
+                else:
+                    complain(failure)
+                code = failure.code
+            click.get_current_context().exit(code or 0)
 
-    return click.command(function.__name__, epilog=EPILOG, context_settings={"show_default": True})(
-        run
-    )
+        settings = {"show_default": True}
+        named = click.command(
+            function.__name__, epilog=epilog(*examples), context_settings=settings
+        )
+        return named(run)
+
+    return declare
 
 
 #: What a command did with one file: its JSON document, and what shows it as text.

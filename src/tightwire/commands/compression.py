@@ -11,7 +11,7 @@ import click
 
 from .. import convert
 from .. import directories as model_directories
-from ..codec import Codec, codec
+from ..codec import Codec, codec, codecs
 from ..model_index import SUFFIX, compressed_name, restored_name
 from . import directories
 from .command import (
@@ -32,10 +32,15 @@ from .standard import convert_piped, is_piped
 from .targets import check_sources, check_targets, targets_of
 
 
-@command
+@command(
+    "tightwire compress model.safetensors",
+    "tightwire compress model.safetensors -o small.safetensors --force",
+    "tightwire compress model-directory",
+    "tightwire compress - < model.safetensors > small.safetensors",
+)
 @input_files
 @output_option
-@click.option("--codec", "codec_name", default="zipccl", help="Name of the codec.")
+@click.option("--codec", "codec_name", default="zipccl", help="Codec: zipccl or raw.")
 @click.option("--window", help="zipccl's window: tile, sigma, histogram, or a first exponent.")
 @cast_option
 @force_option
@@ -53,22 +58,22 @@ def compress(
 ) -> int:
     """Compress safetensors files and directories of models.
 
-    Every FILE is an input. Its compressed form is a safetensors file too; without -o it lies beside
-    FILE, with .tw.safetensors for .safetensors. Without --cast, decompress gives FILE back byte for
-    byte.
+    Every FILE is an input. The result is a safetensors file too; without -o it stands beside FILE,
+    with .tw.safetensors for .safetensors. Without --cast, decompress gives FILE back byte for byte.
 
-    Of DIR all safetensors files are compressed, in sub-folders too, their index is adapted, and
-    other files but .git and .cache are copied, to the directory that -o names, or DIR.tw. Run again
-    after a kill, the command goes on where it was.
+    Of DIR all safetensors files are compressed, in sub-folders too. The index of shards is adapted,
+    and all remaining files are copied (.git and .cache are not). The result is the directory that
+    -o names, or DIR.tw. After a kill, run the command again: it goes on where it was.
 
     All inputs and outputs are checked before anything is written. --force overwrites only what
-    tightwire compressed: to replace an uncompressed model or any other file, remove it yourself.
+    tightwire compressed: to replace an uncompressed model or another file, remove it yourself.
 
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
     chosen = _codec(codec_name, window)
     if not chosen.lossless:
-        raise ValueError(f"{codec_name} is lossy, and decompress promises the file that was")
+        lossless = ", ".join(name for name in codecs() if codec(name).lossless)
+        raise ValueError(f"--codec is {codec_name}, which is lossy. Allowed: {lossless}")
     if is_piped(files, output):
         into = partial(convert.compress_file, codec=chosen, cast=cast_dtype(cast), threads=threads)
         return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json)
@@ -119,11 +124,15 @@ def _codec(name: str, window: str | None) -> Codec:
     if window is None:
         return codec(name)
     if name != "zipccl":
-        raise ValueError(f"--window is a parameter of zipccl, not of {name}")
+        raise ValueError(f"--window is a parameter of zipccl; --codec is {name}")
     return codec(name, window=int(window) if window.isdecimal() else window)
 
 
-@command
+@command(
+    "tightwire decompress model.tw.safetensors -o back.safetensors",
+    "tightwire decompress model-directory.tw -o back-directory",
+    "tightwire decompress - < model.tw.safetensors > back.safetensors",
+)
 @input_files
 @output_option
 @force_option
@@ -138,9 +147,9 @@ def decompress(
 ) -> int:
     """Restore the files and directories that were compressed.
 
-    Every FILE is an input, and every tensor is checked. Without -o the result lies beside FILE,
+    Every FILE is an input, and every tensor is checked. Without -o the result stands beside FILE,
     with .safetensors for .tw.safetensors. Of DIR.tw the result is the directory that -o names, or
-    DIR; run again after a kill, the command goes on where it was.
+    DIR. After a kill, run the command again: it goes on where it was.
 
     All inputs and outputs are checked before anything is written. An uncompressed model that is
     there already is never overwritten, not even with --force: remove it yourself.

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from .. import directories as model_directories
-from ..contents import Contents
 from ..convert import Difference
 from ..directories import DirectoryReport, DirectoryWork, ShardReport
-from ..inspection import Info, PlainInfo
 from ..model_index import PLAIN_SUFFIX
+from ..shards import tensor_names
 from .command import Done, attempts
-from .failures import COMPRESSED, EITHER, Failure, about
+from .failures import ANY, COMPRESSED, EITHER, Failure, about
 from .output import byte_bar, count_text, print_table, say, size_text
 
-AnyInfo = Info | PlainInfo
-OfFile = Callable[[Contents, Mapping[str, AnyInfo]], Done]
-OfTensor = Callable[[str, AnyInfo], Done]
+#: Of a file, the name of a tensor or None, and whether to estimate what is not compressed.
+InspectOne = Callable[[Path, str | None, bool], Done]
 
 
 def prepared(
@@ -83,7 +81,7 @@ def _files(n: int, what: str) -> str:
 
 
 def verify(source: Path, as_json: bool) -> Done:
-    """Check every shard and index, whatever becomes of the others.
+    """Check every shard and index, also after one that is bad.
 
     Raises Failure, with what became of each file in its details.
     """
@@ -106,17 +104,16 @@ def verify(source: Path, as_json: bool) -> Done:
     return {"tensors": n, "files": documents}, lambda: say(text)
 
 
-def inspect(source: Path, tensor: str | None, of_file: OfFile, of_tensor: OfTensor) -> Done:
-    """A row for each shard and a total, or one tensor in the shards that have it.
-
-    `of_file` and `of_tensor` do this for one file.
-    """
-    with about(None, COMPRESSED):
-        found = model_directories.inspect_directory(source, tensor)
-    if tensor is not None:
-        done = {path: of_tensor(tensor, infos[tensor]) for path, (_, infos) in found.items()}
-    else:
-        done = {path: of_file(contents, infos) for path, (contents, infos) in found.items()}
+def inspect(source: Path, tensor: str | None, inspect_one: InspectOne, estimate: bool) -> Done:
+    """A row for each shard and a total, or one tensor in the shards that have it."""
+    with about(None, ANY):
+        done = {}
+        for path in model_directories.safetensors_files(source):
+            if tensor is None or tensor in tensor_names(path):
+                with about(path, ANY):
+                    done[path] = inspect_one(path, tensor, estimate)
+        if not done:
+            raise ValueError(f"no shard of {source} has a tensor {tensor!r}")
     documents = [{"path": path} | document for path, (document, _) in done.items()]
 
     def show() -> None:
@@ -136,13 +133,26 @@ def _totals(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"raw_nbytes": raw, "packed_nbytes": packed, "ratio": packed / raw if raw else 1.0}
 
 
-_COLUMNS = ("<shard", "tensors", "raw", "packed", "ratio")
+_COLUMNS: tuple[str, ...] = ("<shard", "tensors", "raw", "packed", "ratio")
 
 
 def _show_shards(source: Path, documents: Sequence[Mapping[str, Any]]) -> None:
     rows = [_row(str(d["path"].relative_to(source)), len(d["tensors"]), d) for d in documents]
     n = sum(len(d["tensors"]) for d in documents)
-    print_table(_COLUMNS, [*rows, _row("total", n, _totals(documents))], last=1)
+    total = _row("total", n, _totals(documents))
+    columns = _COLUMNS
+    estimates = [d.get("estimate") for d in documents]
+    if any(estimates):
+        columns = (*_COLUMNS, "estimate")
+        for row, found in zip(rows, estimates, strict=True):
+            row.append(f"{found['ratio']:.2f}" if found else "")
+        total.append("")
+    print_table(columns, [*rows, total], last=1)
+    n_plain = sum(not d["compressed"] for d in documents)
+    if n_plain:
+        which = f"{n_plain} of {len(documents)}" if n_plain < len(documents) else "all"
+        advice = "" if any(estimates) else "; --estimate says what compressing would save"
+        say("", f"not compressed: {which}{advice}")
 
 
 def _row(name: str, n: int, sizes: Mapping[str, Any]) -> list[str]:

@@ -15,18 +15,19 @@ DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
 INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 EXIT_CODES = {
     0: "done, and all is well",
-    DIFFERENT: "the files differ, or a decoder failed a vector",
-    2: "wrong usage of the command line (told as text, with --json too)",
+    DIFFERENT: "results differ (diff, bench, demo, conformance); doctor found a fault",
+    2: "wrong usage of the command line (reported as text, also with --json)",
     BAD_BYTES: "the bytes are not a valid file or buffer",
-    SYSTEM: "the operating system said no: no such file, disk full, the output exists, ...",
-    UNSUPPORTED: "unsupported: an element type, codec or parameter, a package not installed",
-    INTERRUPTED: "interrupted by Ctrl-C; 128 + its number for another signal (143: terminated)",
-    BROKEN_PIPE: "the reader of the output has gone away (as in | head)",
+    SYSTEM: "an error of the system: no such file, disk full, the output exists",
+    UNSUPPORTED: "not supported: an element type, a codec, a missing package",
+    INTERRUPTED: "interrupted by Ctrl-C; 143 if terminated (128 + number of the signal)",
+    BROKEN_PIPE: "the reader of the output is gone, as in | head",
 }
 
 PLAIN = "needed: a complete safetensors file, not compressed"
 COMPRESSED = "needed: a complete file made by tightwire, no newer than this version"
 EITHER = "needed: complete safetensors files, if compressed no newer than this version"
+ANY = "needed: a complete safetensors file or buffer, if compressed no newer than this version"
 
 #: Which extra brings a package.
 _EXTRAS = {"rich": "cli", "matplotlib": "plot", "zstandard": "demo", "numba": "cpu"}

