@@ -7,17 +7,19 @@ cast to its unsigned type: that is the form LLVM vectorises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba import types
+from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import sum_bytes, sum_words
-from ..numba_cache import cached
+from ..formats.checksum_cpu import add_words, sum_part, words_sum
+from ..numba_cache import cached, part
+from .arrays_cpu import read_only, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -47,7 +49,11 @@ _PROBLEMS = (
     "escape count of a tile",
     "an escaped exponent",
     "padding elements of the last tile",
+    "padding of the buffer",
 )
+#: What `decode_span` sums: nothing, tiles, or tiles and all else.
+_NOTHING, _TILES, _ALL = range(3)
+_NO_GAPS = np.empty((0, 2), np.int64)
 
 
 @intrinsic
@@ -70,19 +76,11 @@ def _popcount(typingctx, x):
     return types.uint64(types.uint64), codegen
 
 
-def _split(x, e, top, block, mantissa):
-    """Exponents of a tile to `e`, sign and mantissa to the streams in `block` and to `top`."""
-
-
-def _join(e, top, block, x, mantissa):
-    """Inverse of `_split`."""
-
-
 # A shift by a variable amount is done in 64-bit lanes, so each width of mantissa gets its own loop.
 
 
 def _split1_by(m):
-    @njit(nogil=True)
+    @part(nogil=True)
     def split1(x, e, top):
         for i in range(TILE):
             v = x[i]
@@ -93,7 +91,7 @@ def _split1_by(m):
 
 
 def _join1_by(m):
-    @njit(nogil=True)
+    @part(nogil=True)
     def join1(e, top, x):
         for i in range(TILE):
             s = top[i]
@@ -107,7 +105,7 @@ _split_e4m3, _split_e5m2 = _split1_by(3), _split1_by(2)
 _join_e4m3, _join_e5m2 = _join1_by(3), _join1_by(2)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _split_bf16(x, e, block):
     for i in range(TILE):
         v = x[i]
@@ -115,14 +113,14 @@ def _split_bf16(x, e, block):
         block[i] = U1(U2(U2(v >> U2(15)) << U2(7)) | U2(v & U2(127)))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _join_bf16(e, block, x):
     for i in range(TILE):
         s = U2(block[i])
         x[i] = U2(U2(U2(s >> U2(7)) << U2(15)) | U2(U2(U2(e[i]) << U2(7)) | U2(s & U2(127))))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _split_f16(x, e, top, block):
     for i in range(TILE):
         v = x[i]
@@ -131,7 +129,7 @@ def _split_f16(x, e, top, block):
         top[i] = U1(U2(U2(v >> U2(15)) << U2(2)) | U2(U2(v >> U2(8)) & U2(3)))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _join_f16(e, top, block, x):
     for i in range(TILE):
         s = U2(top[i])
@@ -139,93 +137,51 @@ def _join_f16(e, top, block, x):
         x[i] = U2(high | U2(U2(U2(e[i]) << U2(10)) | U2(block[i])))
 
 
-@overload(_split)
-def _split_of(x, e, top, block, mantissa):
-    if x.dtype == types.uint8:
-
-        def split(x, e, top, block, mantissa):
-            if mantissa == 3:
-                _split_e4m3(x, e, top)
-            else:
-                _split_e5m2(x, e, top)
-
-    elif x.dtype == types.uint16:
-
-        def split(x, e, top, block, mantissa):
-            if mantissa == 7:
-                _split_bf16(x, e, block)
-            else:
-                _split_f16(x, e, top, block)
-
-    elif x.dtype == types.uint32:
-
-        def split(x, e, top, block, mantissa):
-            low16 = block[: 2 * TILE].view(np.uint16)
-            high8 = block[2 * TILE : 3 * TILE]
-            for i in range(TILE):
-                v = x[i]
-                e[i] = U1(v >> U4(23))
-                low16[i] = U2(v)
-                high8[i] = U1(U4(U4(v >> U4(31)) << U4(7)) | U4(U4(v >> U4(16)) & U4(127)))
-
-    else:
-
-        def split(x, e, top, block, mantissa):
-            low32 = block[: 4 * TILE].view(np.uint32)
-            mid16 = block[4 * TILE : 6 * TILE].view(np.uint16)
-            for i in range(TILE):
-                v = x[i]
-                e[i] = U2(U8(v >> U8(52)) & U8(2047))
-                low32[i] = U4(v)
-                mid16[i] = U2(v >> U8(32))
-                top[i] = U1(U8(U8(v >> U8(63)) << U8(4)) | U8(U8(v >> U8(48)) & U8(15)))
-
-    return split
+@part(nogil=True)
+def _split_f32(x, e, block):
+    low16 = view_as(block[: 2 * TILE], np.uint16)
+    high8 = block[2 * TILE : 3 * TILE]
+    for i in range(TILE):
+        v = x[i]
+        e[i] = U1(v >> U4(23))
+        low16[i] = U2(v)
+        high8[i] = U1(U4(U4(v >> U4(31)) << U4(7)) | U4(U4(v >> U4(16)) & U4(127)))
 
 
-@overload(_join)
-def _join_of(e, top, block, x, mantissa):
-    if x.dtype == types.uint8:
-
-        def join(e, top, block, x, mantissa):
-            if mantissa == 3:
-                _join_e4m3(e, top, x)
-            else:
-                _join_e5m2(e, top, x)
-
-    elif x.dtype == types.uint16:
-
-        def join(e, top, block, x, mantissa):
-            if mantissa == 7:
-                _join_bf16(e, block, x)
-            else:
-                _join_f16(e, top, block, x)
-
-    elif x.dtype == types.uint32:
-
-        def join(e, top, block, x, mantissa):
-            low16 = block[: 2 * TILE].view(np.uint16)
-            high8 = block[2 * TILE : 3 * TILE]
-            for i in range(TILE):
-                s = U4(high8[i])
-                high = U4(U4(U4(s >> U4(7)) << U4(31)) | U4(U4(s & U4(127)) << U4(16)))
-                x[i] = U4(high | U4(U4(U4(e[i]) << U4(23)) | U4(low16[i])))
-
-    else:
-
-        def join(e, top, block, x, mantissa):
-            low32 = block[: 4 * TILE].view(np.uint32)
-            mid16 = block[4 * TILE : 6 * TILE].view(np.uint16)
-            for i in range(TILE):
-                s = U8(top[i])
-                high = U8(U8(U8(s >> U8(4)) << U8(63)) | U8(U8(s & U8(15)) << U8(48)))
-                high = U8(high | U8(U8(e[i]) << U8(52)))
-                x[i] = U8(high | U8(U8(U8(mid16[i]) << U8(32)) | U8(low32[i])))
-
-    return join
+@part(nogil=True)
+def _join_f32(e, block, x):
+    low16 = view_as(block[: 2 * TILE], np.uint16)
+    high8 = block[2 * TILE : 3 * TILE]
+    for i in range(TILE):
+        s = U4(high8[i])
+        high = U4(U4(U4(s >> U4(7)) << U4(31)) | U4(U4(s & U4(127)) << U4(16)))
+        x[i] = U4(high | U4(U4(U4(e[i]) << U4(23)) | U4(low16[i])))
 
 
-@njit(nogil=True)
+@part(nogil=True)
+def _split_f64(x, e, top, block):
+    low32 = view_as(block[: 4 * TILE], np.uint32)
+    mid16 = view_as(block[4 * TILE : 6 * TILE], np.uint16)
+    for i in range(TILE):
+        v = x[i]
+        e[i] = U2(U8(v >> U8(52)) & U8(2047))
+        low32[i] = U4(v)
+        mid16[i] = U2(v >> U8(32))
+        top[i] = U1(U8(U8(v >> U8(63)) << U8(4)) | U8(U8(v >> U8(48)) & U8(15)))
+
+
+@part(nogil=True)
+def _join_f64(e, top, block, x):
+    low32 = view_as(block[: 4 * TILE], np.uint32)
+    mid16 = view_as(block[4 * TILE : 6 * TILE], np.uint16)
+    for i in range(TILE):
+        s = U8(top[i])
+        high = U8(U8(U8(s >> U8(4)) << U8(63)) | U8(U8(s & U8(15)) << U8(48)))
+        high = U8(high | U8(U8(e[i]) << U8(52)))
+        x[i] = U8(high | U8(U8(U8(mid16[i]) << U8(32)) | U8(low32[i])))
+
+
+@part(nogil=True)
 def _count_window(sample, n, b, top, lanes, highs):
     """How many of a sample are in the window at `b`, are `b`, are below `top`; the largest below.
 
@@ -250,7 +206,8 @@ def _count_window(sample, n, b, top, lanes, highs):
                 c0 += U1(d < one(WINDOW))
                 c1 += U1(d == one(0))
                 c2 += U1(v < top)
-                h = max(h, v if v < top else one(0))
+                v = v if v < top else one(0)
+                h = v if v > h else h
             lanes[w] = c0
             lanes[64 + w] = c1
             lanes[128 + w] = c2
@@ -259,46 +216,54 @@ def _count_window(sample, n, b, top, lanes, highs):
             inside += I8(lanes[w])
             lowest += I8(lanes[64 + w])
             below += I8(lanes[128 + w])
-            highest = max(highest, highs[w])
+            h = highs[w]
+            highest = h if h > highest else highest
     for i in range(blocks * _SAMPLED, n):
         v = sample[i]
         d = one(v - b)
         inside += I8(d < one(WINDOW))
         lowest += I8(d == one(0))
         below += I8(v < top)
-        highest = max(highest, v if v < top else one(0))
+        v = v if v < top else one(0)
+        highest = v if v > highest else highest
     return inside, lowest, below, I8(highest)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _tile_window(sample, n, lanes, highs):
     """Index entry of a tile; see zipccl.tile_window. Stops where no lower window can do better."""
     one = sample.dtype.type
-    top = I8(0)
+    highest = one(0)
     for i in range(n):
-        top = max(top, I8(sample[i]))
-    zeros = _count_window(sample, n, one(0), one(0), lanes, highs)[1]
-    best = I8(-1)
-    entry = I8(0)
-    for _ in range(CANDIDATES):
-        base = max(top - (WINDOW - 1), I8(0))
+        v = sample[i]
+        highest = v if v > highest else highest
+    # The first count is of zeros: one call, as each is compiled anew.
+    base, top = I8(0), I8(0)
+    zeros, best, entry = I8(0), I8(-1), I8(0)
+    for k in range(CANDIDATES + 1):
         coded, lowest, below, following = _count_window(
             sample, n, one(base), one(top), lanes, highs
         )
-        gain = zeros - lowest if base > 0 else I8(0)
-        if gain > 0:
-            coded += gain
-        if coded > best:
-            best = coded
-            entry = base | (ZERO_MODE if gain > 0 else 0)
-        if below <= best:
-            break
-        top = following
+        if k == 0:
+            zeros = lowest
+            top = I8(highest)
+        else:
+            gain = zeros - lowest if base > 0 else I8(0)
+            if gain > 0:
+                coded += gain
+            if coded > best:
+                best = coded
+                entry = base | (ZERO_MODE if gain > 0 else 0)
+            if below <= best:
+                break
+            top = following
+        base = top - (WINDOW - 1)
+        base = base if base > 0 else I8(0)
     return entry
 
 
-@njit(nogil=True)
-def _pack_codes(e, base, zero_mode, planes, escaped):
+@part(nogil=True)
+def _pack_codes(e, base, planes, escaped):
     """Three code planes of a tile and its escape flags, one byte per column each.
 
     `base` must come in the type of `e`: cast here, it would make LLVM work in 64-bit lanes.
@@ -306,48 +271,38 @@ def _pack_codes(e, base, zero_mode, planes, escaped):
     one = e.dtype.type
     base1 = U1(base)
     seven = one(WINDOW)
-    if not zero_mode:
-        for w in range(COLUMNS):
-            p0 = U1(0)
-            p1 = U1(0)
-            p2 = U1(0)
-            f = U1(0)
-            for r in range(ROWS):
-                row = U1(r)
-                m = U1(min(one(e[r * COLUMNS + w] - base), seven))
-                c = U1(m + base1)
-                p0 |= U1(U1(c & U1(1)) << row)
-                p1 |= U1(U1(U1(c >> U1(1)) & U1(1)) << row)
-                p2 |= U1(U1(U1(c >> U1(2)) & U1(1)) << row)
-                f |= U1(U1(m == U1(7)) << row)
-            planes[w] = p0
-            planes[COLUMNS + w] = p1
-            planes[2 * COLUMNS + w] = p2
-            escaped[w] = f
-    else:
-        for w in range(COLUMNS):
-            p0 = U1(0)
-            p1 = U1(0)
-            p2 = U1(0)
-            f = U1(0)
-            for r in range(ROWS):
-                row = U1(r)
-                v = e[r * COLUMNS + w]
-                m = U1(min(one(v - base), seven))
-                m = U1(7) if m == U1(0) else m
-                m = U1(0) if v == one(0) else m
-                c = U1(m + base1)
-                p0 |= U1(U1(c & U1(1)) << row)
-                p1 |= U1(U1(U1(c >> U1(1)) & U1(1)) << row)
-                p2 |= U1(U1(U1(c >> U1(2)) & U1(1)) << row)
-                f |= U1(U1(m == U1(7)) << row)
-            planes[w] = p0
-            planes[COLUMNS + w] = p1
-            planes[2 * COLUMNS + w] = p2
-            escaped[w] = f
+    for w in range(COLUMNS):
+        p0 = U1(0)
+        p1 = U1(0)
+        p2 = U1(0)
+        f = U1(0)
+        for r in range(ROWS):
+            row = U1(r)
+            d = one(e[r * COLUMNS + w] - base)
+            m = U1(d if d < seven else seven)
+            c = U1(m + base1)
+            p0 |= U1(U1(c & U1(1)) << row)
+            p1 |= U1(U1(U1(c >> U1(1)) & U1(1)) << row)
+            p2 |= U1(U1(U1(c >> U1(2)) & U1(1)) << row)
+            f |= U1(U1(m == U1(7)) << row)
+        planes[w] = p0
+        planes[COLUMNS + w] = p1
+        planes[2 * COLUMNS + w] = p2
+        escaped[w] = f
 
 
-@njit(nogil=True)
+@part(nogil=True)
+def _swap_zeros(e, base, plain):
+    """The exponents that give a tile in zero mode the codes it has: 0 is `base`, `base` outside."""
+    one = e.dtype.type
+    outside = one(base + one(WINDOW))
+    for i in range(TILE):
+        v = e[i]
+        v = outside if v == base else v
+        plain[i] = base if e[i] == one(0) else v
+
+
+@part(nogil=True)
 def _unpack_codes(planes, base, zero_mode, e, escaped):
     """Exponents of the coded elements of a tile, and its escape flags; `base` as above."""
     one = e.dtype.type
@@ -370,22 +325,21 @@ def _unpack_codes(planes, base, zero_mode, e, escaped):
             e[i] = one(0) if e[i] == base else e[i]
 
 
-def _pack_top_by(extra):
-    @njit(nogil=True)
-    def pack_top(top, planes):
-        for k in range(extra):
-            for w in range(COLUMNS):
-                p = U1(0)
-                for r in range(ROWS):
-                    p |= U1(U1(U1(top[r * COLUMNS + w] >> U1(k)) & U1(1)) << U1(r))
-                planes[k * COLUMNS + w] = p
-
-    return pack_top
+@part(nogil=True)
+def _pack_top(top, extra, planes):
+    """Bits 0 to `extra - 1` of `top` as planes."""
+    for k in range(extra):
+        for w in range(COLUMNS):
+            p = U1(0)
+            for r in range(ROWS):
+                p |= U1(U1(U1(top[r * COLUMNS + w] >> U1(k)) & U1(1)) << U1(r))
+            planes[k * COLUMNS + w] = p
 
 
 def _unpack_top_by(extra):
-    @njit(nogil=True)
+    @part(nogil=True)
     def unpack_top(planes, top):
+        """Inverse of `_pack_top`."""
         for w in range(COLUMNS):
             for r in range(ROWS):
                 v = U1(0)
@@ -396,65 +350,41 @@ def _unpack_top_by(extra):
     return unpack_top
 
 
-_pack_top3, _pack_top4, _pack_top5 = _pack_top_by(3), _pack_top_by(4), _pack_top_by(5)
 _unpack_top3, _unpack_top4, _unpack_top5 = _unpack_top_by(3), _unpack_top_by(4), _unpack_top_by(5)
 
 
-@njit(nogil=True)
-def _pack_top(top, extra, planes):
-    """Bits 0 to `extra - 1` of `top` as planes."""
-    if extra == 3:
-        _pack_top3(top, planes)
-    elif extra == 4:
-        _pack_top4(top, planes)
-    elif extra == 5:
-        _pack_top5(top, planes)
-
-
-@njit(nogil=True)
-def _unpack_top(planes, extra, top):
-    """Inverse of `_pack_top`."""
-    if extra == 3:
-        _unpack_top3(planes, top)
-    elif extra == 4:
-        _unpack_top4(planes, top)
-    elif extra == 5:
-        _unpack_top5(planes, top)
-
-
-@njit(nogil=True)
+@part(nogil=True)
 def _gather(e, flags, escapes, at):
-    """Append the flagged exponents, column by column; returns the count past which all lie."""
-    if at + TILE <= escapes.size:
-        for k in range(_WORDS):
-            bits = flags[k]
-            # Three steps without a branch cover almost every word of eight columns.
-            for _ in range(3):
-                t = _ctz(bits)
-                escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
-                at += I8(bits != U8(0))
-                bits &= bits - U8(1)
-            while bits != U8(0):
-                t = _ctz(bits)
-                escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
-                at += 1
-                bits &= bits - U8(1)
-    elif at >= escapes.size:
-        for k in range(_WORDS):
-            at += I8(_popcount(flags[k]))
-    else:
-        for k in range(_WORDS):
-            bits = flags[k]
-            while bits != U8(0):
-                t = _ctz(bits)
-                if at < escapes.size:
-                    escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
-                at += 1
-                bits &= bits - U8(1)
+    """Write the flagged exponents from `at` on, column by column; returns where they end.
+
+    There must be place for a whole tile.
+    """
+    for k in range(_WORDS):
+        bits = flags[k]
+        # Three steps without a branch cover almost every word of eight columns.
+        for _ in range(3):
+            t = _ctz(bits)
+            escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
+            at += I8(bits != U8(0))
+            bits &= bits - U8(1)
+        while bits != U8(0):
+            t = _ctz(bits)
+            escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
+            at += 1
+            bits &= bits - U8(1)
     return at
 
 
-@njit(nogil=True)
+@part(nogil=True)
+def _count(flags):
+    """How many exponents of a tile are flagged."""
+    found = U8(0)
+    for k in range(_WORDS):
+        found += _popcount(flags[k])
+    return I8(found)
+
+
+@part(nogil=True)
 def _scatter(e, flags, escapes, begin, end):
     """Put escapes `begin` to `end` back where the flags are; their number is that of the flags."""
     if begin == end:
@@ -466,7 +396,7 @@ def _scatter(e, flags, escapes, begin, end):
         for _ in range(3):
             t = _ctz(bits)
             i = I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))
-            v = escapes[min(at, last)]
+            v = escapes[at if at < last else last]
             e[i] = v if bits != U8(0) else e[i]
             at += I8(bits != U8(0))
             bits &= bits - U8(1)
@@ -477,7 +407,7 @@ def _scatter(e, flags, escapes, begin, end):
             bits &= bits - U8(1)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _escapes_are_outside(escapes, begin, end, entry, exponent_bits):
     one = escapes.dtype.type
     zero_mode = entry >= ZERO_MODE
@@ -485,243 +415,311 @@ def _escapes_are_outside(escapes, begin, end, entry, exponent_bits):
     first = one(base + one(1)) if zero_mode else base
     length = one(WINDOW - 1) if zero_mode else one(WINDOW)
     largest = one((1 << exponent_bits) - 1)
+    zeros = U1(zero_mode)
     bad = U1(0)
     for i in range(begin, end):
         v = escapes[i]
-        bad |= U1(one(v - first) < length) | U1(v > largest)
-    if zero_mode:
-        for i in range(begin, end):
-            bad |= U1(escapes[i] == one(0))
+        bad |= U1(one(v - first) < length) | U1(v > largest) | U1(U1(v == one(0)) & zeros)
     return bad == U1(0)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _narrow(block, wide, columns, streams_nbytes, planes):
     """Copy a tile of `columns` columns out of a full-width block; see `_widen`."""
     at = 0
     source = 0
-    for width in (4, 2, 1):
-        if streams_nbytes & width:
-            for r in range(ROWS):
-                for i in range(columns * width):
-                    block[at + i] = wide[source + r * COLUMNS * width + i]
-                at += columns * width
-            source += TILE * width
-    for k in range(planes):
-        for i in range(columns):
-            block[at + i] = wide[source + k * COLUMNS + i]
-        at += columns
+    # Streams of 4, 2 and 1 bytes, then the planes.
+    for k in range(4):
+        width = 4 >> k if k < 3 else 1
+        rows = planes if k == 3 else (ROWS if streams_nbytes & width else 0)
+        for r in range(rows):
+            for i in range(columns * width):
+                block[at + i] = wide[source + r * COLUMNS * width + i]
+            at += columns * width
+        source += rows * COLUMNS * width
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _widen(block, wide, columns, streams_nbytes, planes):
     """Copy a tile of `columns` columns into a full-width block."""
     at = 0
     target = 0
-    for width in (4, 2, 1):
-        if streams_nbytes & width:
-            for r in range(ROWS):
-                for i in range(columns * width):
-                    wide[target + r * COLUMNS * width + i] = block[at + i]
-                at += columns * width
-            target += TILE * width
-    for k in range(planes):
-        for i in range(columns):
-            wide[target + k * COLUMNS + i] = block[at + i]
-        at += columns
+    for k in range(4):
+        width = 4 >> k if k < 3 else 1
+        rows = planes if k == 3 else (ROWS if streams_nbytes & width else 0)
+        for r in range(rows):
+            for i in range(columns * width):
+                wide[target + r * COLUMNS * width + i] = block[at + i]
+            at += columns * width
+        target += rows * COLUMNS * width
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _columns_of(nelem):
     step = ROWS * COLUMN_STEP
     return (nelem % TILE + step - 1) // step * COLUMN_STEP
 
 
-@cached(nogil=True)
-def _encode_span(x, first, last, tiles, offsets, entries, escapes, mantissa, extra, fixed):
-    """Encode tiles `first` to `last` of the chunk `x`; offsets count from the span's first escape.
+# One kernel for each way and dtype: branches on the numbers that a factory is called with are
+# decided before anything is compiled. Each helper is called at one place, as LLVM compiles it anew
+# at each.
 
-    `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may exceed
-    the room in `escapes`, and the keyed sum of the tile blocks.
-    """
+
+@functools.cache
+def _encoder(mantissa, extra, width):
     streams = (1 + mantissa) // 8
     planes = 3 + extra
-    nbytes = TILE * streams + planes * COLUMNS
     codes_at = TILE * streams
-    e = np.empty(TILE + 64, escapes.dtype)
-    sample = np.empty(TILE, escapes.dtype)
-    e_words, sample_words = e.view(np.uint64), sample.view(np.uint64)
-    group = 2 * e.itemsize
-    lanes = np.empty(192, np.uint8)
-    highs = np.empty(64, escapes.dtype)
-    top = np.empty(TILE, np.uint8)
-    escaped = np.empty(COLUMNS, np.uint8)
-    flags = escaped.view(np.uint64)
-    words = tiles[: tiles.size // 4 * 4].view(np.uint32)
-    full = x.size // TILE
-    count = 0
-    total = U8(0)
-    for t in range(first, min(last, full)):
-        block = tiles[t * nbytes : (t + 1) * nbytes]
-        _split(x[t * TILE : (t + 1) * TILE], e, top, block, mantissa)
-        if fixed >= 0:
-            entry = fixed
-        else:
-            for k in range(TILE // 128):
-                for i in range(group):
-                    sample_words[k * group + i] = e_words[(8 * k + k % 8) * group + i]
-            entry = _tile_window(sample, _SAMPLED, lanes, highs)
-        _pack_codes(
-            e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, block[codes_at:], escaped
-        )
-        _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
-        offsets[t] = U4(count)
-        entries[t] = U2(entry)
-        count = _gather(e, flags, escapes, count)
-        total += sum_words(words[t * nbytes // 4 : (t + 1) * nbytes // 4], t * nbytes // 4)
-    if last > full:
-        n = x.size - full * TILE
-        columns = _columns_of(n)
-        xs = np.zeros(TILE, x.dtype)
-        for i in range(n):
-            xs[i // columns * COLUMNS + i % columns] = x[full * TILE + i]
-        wide = np.empty(nbytes, np.uint8)
-        _split(xs, e, top, wide, mantissa)
-        if fixed >= 0:
-            entry = fixed
-        else:
-            for i in range(n):
-                sample[i] = e[i // columns * COLUMNS + i % columns]
-            entry = _tile_window(sample, n, lanes, highs)
-        padding = e.dtype.type((entry & _BASE_MASK) + WINDOW - 1)
-        for r in range(ROWS):
-            for w in range(COLUMNS):
-                if w >= columns or r * columns + w >= n:
-                    e[r * COLUMNS + w] = padding
-        _pack_codes(
-            e, e.dtype.type(entry & _BASE_MASK), entry >= ZERO_MODE, wide[codes_at:], escaped
-        )
-        _pack_top(top, extra, wide[codes_at + 3 * COLUMNS :])
-        offsets[full] = U4(count)
-        entries[full] = U2(entry)
-        count = _gather(e, flags, escapes, count)
-        at = full * nbytes
-        end = at + columns * (ROWS * streams + planes)
-        _narrow(tiles[at:end], wide, columns, streams, planes)
-        total += sum_words(words[at // 4 : end // 4], at // 4)
-    return count, total
+    nbytes = codes_at + planes * COLUMNS
+    # Scratch: exponents, a sample of them, two arrays of counts, bits for planes, escape flags, and
+    # elements and block of the last tile.
+    sample_at = (TILE + 64) * width
+    highs_at = sample_at + (TILE + 64) * width
+    lanes_at = highs_at + 64 * width
+    top_at = lanes_at + 192
+    escaped_at = top_at + TILE
+    xs_at = escaped_at + COLUMNS
+    wide_at = xs_at + TILE * 8
+    scratch_nbytes = wide_at + nbytes
+
+    @cached(nogil=True)
+    def encode_span(x, static, index_at, first, last, escapes, fixed, used):
+        """Encode tiles `first` to `last` of the chunk `x`; offsets count from the first escape.
+
+        `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may be
+        more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
+        the size of all tile blocks, is given, not -1, it is that of all that was written.
+        """
+        scratch = np.empty(scratch_nbytes, np.uint8)
+        e = scratch[:sample_at]
+        sample = scratch[sample_at:highs_at]
+        highs = scratch[highs_at:lanes_at]
+        e_words, sample_words = view_as(e, np.uint64), view_as(sample, np.uint64)
+        if width == 2:
+            e, sample = view_as(e, np.uint16), view_as(sample, np.uint16)
+            highs = view_as(highs, np.uint16)
+        lanes = scratch[lanes_at:top_at]
+        top = scratch[top_at:escaped_at]
+        escaped = scratch[escaped_at:xs_at]
+        flags = view_as(escaped, np.uint64)
+        xs = view_as(scratch[xs_at:wide_at], x.dtype)
+        wide = scratch[wide_at:]
+        n_tiles = (x.size + TILE - 1) // TILE
+        entries_at = index_at + 4 * n_tiles
+        offsets = view_as(static[index_at:entries_at], np.uint32)
+        entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
+        words = view_as(read_only(static), np.uint32)
+        one = e.dtype.type
+        full = x.size // TILE
+        count = 0
+        total = U8(0)
+        for t in range(first, last):
+            at = t * nbytes
+            if t < full:
+                n = TILE
+                columns = COLUMNS
+                source = x[t * TILE : (t + 1) * TILE]
+                block = static[at : at + nbytes]
+            else:
+                n = x.size - full * TILE
+                columns = _columns_of(n)
+                for i in range(TILE):
+                    xs[i] = 0
+                for i in range(n):
+                    xs[i // columns * COLUMNS + i % columns] = x[full * TILE + i]
+                source = read_only(xs)
+                block = wide
+            if mantissa == 2:
+                _split_e5m2(source, e, top)
+            elif mantissa == 3:
+                _split_e4m3(source, e, top)
+            elif mantissa == 7:
+                _split_bf16(source, e, block)
+            elif mantissa == 10:
+                _split_f16(source, e, top, block)
+            elif mantissa == 23:
+                _split_f32(source, e, block)
+            else:
+                _split_f64(source, e, top, block)
+            if fixed >= 0:
+                entry = fixed
+            else:
+                sampled = n
+                if t < full:
+                    sampled = _SAMPLED
+                    for k in range(TILE // 128):
+                        for i in range(2 * width):
+                            sample_words[k * 2 * width + i] = e_words[(8 * k + k % 8) * 2 * width + i]
+                else:
+                    for i in range(n):
+                        sample[i] = e[i // columns * COLUMNS + i % columns]
+                entry = _tile_window(sample, sampled, lanes, highs)
+            base = one(entry & _BASE_MASK)
+            if t == full:
+                padding = one(base + one(WINDOW - 1))
+                for r in range(ROWS):
+                    for w in range(COLUMNS):
+                        if w >= columns or r * columns + w >= n:
+                            e[r * COLUMNS + w] = padding
+            plain = e
+            if entry >= ZERO_MODE:
+                _swap_zeros(e, base, sample)
+                plain = sample
+            _pack_codes(plain, base, block[codes_at:], escaped)
+            if extra != 0:
+                _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
+            offsets[t] = U4(count)
+            entries[t] = U2(entry)
+            if count >= escapes.size:
+                count += _count(flags)
+            else:
+                fits = count + TILE <= escapes.size
+                end = _gather(e, flags, escapes if fits else sample, count if fits else I8(0))
+                if fits:
+                    count = end
+                else:
+                    for i in range(end):
+                        if count + i < escapes.size:
+                            escapes[count + i] = sample[i]
+                    count += end
+            end = at + columns * (ROWS * streams + planes)
+            if t == full:
+                _narrow(static[at:end], wide, columns, streams, planes)
+            total = add_words(total, words[at // 4 : end // 4], at // 4)
+        if used >= 0 and count <= escapes.size:
+            coded = view_as(escapes[:count], np.uint8)
+            for k in range(2):
+                rest = read_only(static[used:] if k == 0 else coded)
+                total = sum_part(total, rest, used // 4 if k == 0 else static.size // 4)
+        return count, total
+
+    return encode_span
 
 
-@cached(nogil=True)
-def _decode_span(
-    tiles, offsets, entries, escapes, x, nelem, first, last, mantissa, exponent, extra, with_sum
-):
-    """Decode tiles `first` to `last` of a chunk of `nelem` elements to the start of `x`.
-
-    Returns an index into `_PROBLEMS` and the keyed sum of the tile blocks. Nothing outside the
-    arrays is touched, whatever the bytes say.
-    """
+@functools.cache
+def _decoder(exponent, mantissa, extra, width):
     streams = (1 + mantissa) // 8
     planes = 3 + extra
-    nbytes = TILE * streams + planes * COLUMNS
     codes_at = TILE * streams
-    e = np.empty(TILE + 64, escapes.dtype)
-    top = np.empty(TILE, np.uint8)
-    escaped = np.empty(COLUMNS, np.uint8)
-    flags = escaped.view(np.uint64)
-    wide = np.empty(nbytes, np.uint8)
-    xs = np.empty(TILE, x.dtype)
-    words = tiles[: tiles.size // 4 * 4].view(np.uint32)
-    full = nelem // TILE
-    total = U8(0)
-    problem = 0
-    for t in range(first, last):
-        at = t * nbytes
-        columns = COLUMNS if t < full else _columns_of(nelem)
-        end = at + columns * (ROWS * streams + planes)
-        if with_sum:
-            total += sum_words(words[at // 4 : end // 4], at // 4)
-        entry = I8(entries[t])
-        base = entry & _BASE_MASK
-        begin_escapes = I8(offsets[t])
-        end_escapes = I8(offsets[t + 1]) if t + 1 < offsets.size else escapes.size
-        if (
-            (t == 0 and begin_escapes != 0)
-            or begin_escapes > end_escapes
-            or end_escapes > escapes.size
-            or base + WINDOW > 1 << exponent
-            or entry == ZERO_MODE
-        ):
-            problem = 1
-            continue
-        if t < full:
-            _unpack_codes(
-                tiles[at + codes_at : end], e.dtype.type(base), entry >= ZERO_MODE, e, escaped
-            )
-        else:
-            _widen(tiles[at:end], wide, columns, streams, planes)
-            _unpack_codes(wide[codes_at:], e.dtype.type(base), entry >= ZERO_MODE, e, escaped)
-            escaped[columns:] = U1(0)
-        found = U8(0)
-        for k in range(_WORDS):
-            found += _popcount(flags[k])
-        if I8(found) != end_escapes - begin_escapes:
-            problem = 2
-            continue
-        if not _escapes_are_outside(escapes, begin_escapes, end_escapes, entry, exponent):
-            problem = 3
-            continue
-        _scatter(e, flags, escapes, begin_escapes, end_escapes)
-        if t < full:
-            _unpack_top(tiles[at + codes_at + 3 * COLUMNS : end], extra, top)
+    nbytes = codes_at + planes * COLUMNS
+    top_at = (TILE + 64) * width
+    escaped_at = top_at + TILE
+    xs_at = escaped_at + COLUMNS
+    wide_at = xs_at + TILE * 8
+    scratch_nbytes = wide_at + nbytes
+
+    @cached(nogil=True)
+    def decode_span(
+        static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
+    ):
+        """Decode tiles `first` to `last` of a chunk of `nelem` elements to the start of `x`.
+
+        `places` are start and size of the static part in `static_in`, start of the dynamic part in
+        `dynamic_in`, size of the tile blocks, start of the index, and number of tiles. `gaps` are
+        ranges of `static_in` that have to be zero, as is what lies behind the dynamic part.
+
+        Returns an index into `_PROBLEMS` and the keyed sum of what `sums` says. Nothing outside the
+        arrays is touched, whatever the bytes say.
+        """
+        static_at, static_nbytes, dynamic_at, used, index_at, n_tiles = places
+        end = dynamic_at + dynamic_nbytes
+        found = U1(0)
+        for k in range(gaps.shape[0] + 1):
+            behind = k == gaps.shape[0]
+            data = dynamic_in if behind else static_in
+            for i in range(end if behind else gaps[k, 0], data.size if behind else gaps[k, 1]):
+                found |= data[i]
+        static = static_in[static_at : static_at + static_nbytes]
+        dynamic = dynamic_in[dynamic_at:end]
+        entries_at = index_at + 4 * n_tiles
+        offsets = view_as(static[index_at:entries_at], np.uint32)
+        entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
+        scratch = np.empty(scratch_nbytes, np.uint8)
+        e = scratch[:top_at]
+        escapes = dynamic
+        if width == 2:
+            e, escapes = view_as(e, np.uint16), view_as(escapes, np.uint16)
+        top = scratch[top_at:escaped_at]
+        escaped = scratch[escaped_at:xs_at]
+        flags = view_as(escaped, np.uint64)
+        xs = view_as(scratch[xs_at:wide_at], x.dtype)
+        wide = scratch[wide_at:]
+        words = view_as(static, np.uint32)
+        one = e.dtype.type
+        full = nelem // TILE
+        total = U8(0)
+        problem = 5 if found != U1(0) else 0
+        for t in range(first, last):
+            at = t * nbytes
+            columns = COLUMNS if t < full else _columns_of(nelem)
+            end = at + columns * (ROWS * streams + planes)
+            if sums != _NOTHING:
+                total = add_words(total, words[at // 4 : end // 4], at // 4)
+            entry = I8(entries[t])
+            base = entry & _BASE_MASK
+            begin_escapes = I8(offsets[t])
+            end_escapes = I8(offsets[t + 1]) if t + 1 < offsets.size else escapes.size
+            if (
+                (t == 0 and begin_escapes != 0)
+                or begin_escapes > end_escapes
+                or end_escapes > escapes.size
+                or base + WINDOW > 1 << exponent
+                or entry == ZERO_MODE
+            ):
+                problem = 1
+                continue
+            block = static[at:end]
             to = (t - first) * TILE
-            _join(e, top, tiles[at:end], x[to : to + TILE], mantissa)
-        else:
-            _unpack_top(wide[codes_at + 3 * COLUMNS :], extra, top)
-            _join(e, top, wide, xs, mantissa)
-            n = nelem - full * TILE
-            to = (full - first) * TILE
-            for i in range(n):
-                x[to + i] = xs[i // columns * COLUMNS + i % columns]
-            padding = x.dtype.type(base + WINDOW - 1) << x.dtype.type(mantissa)
-            for i in range(n, ROWS * columns):
-                if xs[i // columns * COLUMNS + i % columns] != padding:
-                    problem = 4
-    return problem, total
+            target = xs
+            if t < full:
+                target = x[to : to + TILE]
+            else:
+                _widen(block, wide, columns, streams, planes)
+                block = read_only(wide)
+            _unpack_codes(block[codes_at:], one(base), entry >= ZERO_MODE, e, escaped)
+            for i in range(columns, COLUMNS):
+                escaped[i] = 0
+            if _count(flags) != end_escapes - begin_escapes:
+                problem = 2
+                continue
+            if not _escapes_are_outside(escapes, begin_escapes, end_escapes, entry, exponent):
+                problem = 3
+                continue
+            _scatter(e, flags, escapes, begin_escapes, end_escapes)
+            if extra == 3:
+                _unpack_top3(block[codes_at + 3 * COLUMNS :], top)
+            elif extra == 4:
+                _unpack_top4(block[codes_at + 3 * COLUMNS :], top)
+            elif extra == 5:
+                _unpack_top5(block[codes_at + 3 * COLUMNS :], top)
+            if mantissa == 2:
+                _join_e5m2(e, top, target)
+            elif mantissa == 3:
+                _join_e4m3(e, top, target)
+            elif mantissa == 7:
+                _join_bf16(e, block, target)
+            elif mantissa == 10:
+                _join_f16(e, top, block, target)
+            elif mantissa == 23:
+                _join_f32(e, block, target)
+            else:
+                _join_f64(e, top, block, target)
+            if t == full:
+                n = nelem - full * TILE
+                padding = x.dtype.type(base + WINDOW - 1) << x.dtype.type(mantissa)
+                for i in range(ROWS * columns):
+                    v = xs[i // columns * COLUMNS + i % columns]
+                    if i < n:
+                        x[to + i] = v
+                    elif v != padding:
+                        problem = 4
+        if sums == _ALL:
+            for k in range(2):
+                rest = static[used:] if k == 0 else dynamic
+                total = sum_part(total, rest, used // 4 if k == 0 else static.size // 4)
+        return problem, total
 
-
-@cached(nogil=True)
-def _decode_buffer(data, x, escapes, places, gaps, dynamic_nbytes, mantissa, exponent, extra):
-    """Decode the packed buffer of one chunk, `data`, to `x`. `escapes` says their type.
-
-    Returns False if the payload is bad or one of the `gaps` is not zero, and the keyed sum.
-    """
-    static_at, dynamic_at, used, index_at, n_tiles = places
-    found = U1(0)
-    for k in range(gaps.shape[0]):
-        for i in range(gaps[k, 0], gaps[k, 1]):
-            found |= data[i]
-    for i in range(dynamic_at + dynamic_nbytes, data.size):
-        found |= data[i]
-    static = data[static_at:dynamic_at]
-    dynamic = data[dynamic_at : dynamic_at + dynamic_nbytes]
-    entries_at = index_at + 4 * n_tiles
-    problem, total = _decode_span(
-        static,
-        static[index_at:entries_at].view(np.uint32),
-        static[entries_at : entries_at + 2 * n_tiles].view(np.uint16),
-        dynamic.view(escapes.dtype),
-        x,
-        x.size,
-        0,
-        n_tiles,
-        mantissa,
-        exponent,
-        extra,
-        True,
-    )
-    total += sum_bytes(static[used:], used // 4) + sum_bytes(dynamic, static.size // 4)
-    return problem == 0 and found == U1(0), total
+    return decode_span
 
 
 def _read_only(array: Bits) -> Bits:
@@ -742,25 +740,30 @@ def encode_chunk(
 ) -> ChunkResult:
     """See `zipccl.encode_chunk`."""
     f = fields_of(chunk.dtype)
-    tiles, offsets, entries = static_views(chunk)
+    encode_span = _encoder(f.mantissa, f.extra, f.width)
     slot = chunk.dynamic[: chunk.dynamic.size // f.width * f.width].view(f.escape_dtype)
     fixed = -1 if stats is None else int(stats[0])
-    x = _read_only(bits)
-    cuts = spans(offsets.size, bits.nbytes, threads)
+    n_tiles, used = tile_count(chunk.nelem), tiles_nbytes(f, chunk.nelem)
+    x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
+    cuts = spans(n_tiles, bits.nbytes, threads)
+    if len(cuts) == 1:
+        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, fixed, used)
+        known = int(total) & MASK64 if count <= slot.size else None
+        return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
         np.empty(min(slot.size, (last - first) * TILE) + TILE, f.escape_dtype)
         for first, last in cuts[1:]
     ]
-    args = (f.mantissa, f.extra, fixed)
 
     def task(first: int, last: int, room: Bits) -> Any:
-        return _encode_span(x, first, last, tiles, offsets, entries, room, *args)
+        return encode_span(x, static, index_at, first, last, room, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
+    offsets = static_views(chunk)[1]
     count = 0
-    words_sum = 0
-    for (first, last), room, (found, part) in zip(cuts, rooms, results, strict=True):
-        words_sum += int(part)
+    total = 0
+    for (first, last), room, (found, part_sum) in zip(cuts, rooms, results, strict=True):
+        total += int(part_sum)
         if count > 0:
             offsets[first:last] += np.uint32(count)
         if room is not slot and count + found <= slot.size:
@@ -768,11 +771,9 @@ def encode_chunk(
         count += found
     if count > slot.size:
         return ChunkResult(count * f.width)
-    used = tiles_nbytes(f, chunk.nelem)
-    words_sum += int(sum_bytes(chunk.static[used:], used // 4))
-    dynamic = chunk.dynamic[: count * f.width]
-    words_sum += int(sum_bytes(dynamic, chunk.static.size // 4))
-    return ChunkResult(count * f.width, words_sum & MASK64)
+    total += words_sum(static[used:], used // 4)
+    total += words_sum(chunk.dynamic[: count * f.width], static.size // 4)
+    return ChunkResult(count * f.width, total & MASK64)
 
 
 def decode_chunk(
@@ -783,43 +784,43 @@ def decode_chunk(
     if chunk.nelem == 0 or chunk.dynamic.size % f.width:
         size = chunk.dynamic.size
         return ChunkDecoded(f"{size} bytes of escapes of {f.width} bytes each" if size else None)
-    static = _read_only(chunk.static)
-    dynamic = _read_only(chunk.dynamic)
-    tiles, offsets, entries = static_views(chunk._replace(static=static))
-    escapes = dynamic.view(f.escape_dtype)
+    decode_span = _decoder(f.exponent, f.mantissa, f.extra, f.width)
+    static, dynamic = _read_only(chunk.static), _read_only(chunk.dynamic)
     whole = out.size == chunk.nelem
     first, last = start // TILE, -(-(start + out.size) // TILE)
     n_covered = min(last * TILE, chunk.nelem) - first * TILE
     x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
     cuts = spans(last - first, x.nbytes, threads)
-    args = (f.mantissa, f.exponent, f.extra, whole)
+    used = tiles_nbytes(f, chunk.nelem)
+    places = (0, static.size, 0, used, chunk.sections[0].nbytes, tile_count(chunk.nelem))
+    sums = (_ALL if len(cuts) == 1 else _TILES) if whole else _NOTHING
 
     def task(lo: int, hi: int) -> Any:
-        return _decode_span(
-            tiles,
-            offsets,
-            entries,
-            escapes,
+        return decode_span(
+            static,
+            dynamic,
             x[lo * TILE :],
+            places,
+            _NO_GAPS,
+            dynamic.size,
             chunk.nelem,
             first + lo,
             first + hi,
-            *args,
+            sums,
         )
 
     results = run(task, cuts)
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
-    if problem is None and not entries_fit(spec, entries, slice(first, last)):
+    if problem is None and not entries_fit(spec, static_views(chunk)[2], slice(first, last)):
         problem = "windows that differ in a tensor with one window"
     if x is not out:
         out[:] = x[start - first * TILE :][: out.size]
     if not whole:
         return ChunkDecoded(problem)
-    words_sum = sum(int(part) for _, part in results)
-    used = tiles_nbytes(f, chunk.nelem)
-    words_sum += int(sum_bytes(static[used:], used // 4))
-    words_sum += int(sum_bytes(dynamic, static.size // 4))
-    return ChunkDecoded(problem, words_sum & MASK64)
+    total = sum(int(part_sum) for _, part_sum in results)
+    if sums != _ALL:
+        total += words_sum(static[used:], used // 4) + words_sum(dynamic, static.size // 4)
+    return ChunkDecoded(problem, total & MASK64)
 
 
 def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:
@@ -832,22 +833,24 @@ def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int |
     if not isinstance(spec, Zipccl) or spec.window != "tile" or plan.chunks != 1 or not plan.nelem:
         return None
     f = fields_of(plan.dtype)
-    escapes = np.empty(0, f.escape_dtype)
+    decode_span = _decoder(f.exponent, f.mantissa, f.extra, f.width)
+    nelem, n_tiles = plan.nelem, tile_count(plan.nelem)
     places = (
         plan.static_offset,
+        plan.dynamic_offset - plan.static_offset,
         plan.dynamic_offset,
-        tiles_nbytes(f, plan.nelem),
+        tiles_nbytes(f, nelem),
         plan.layout.sections[0].nbytes,
-        tile_count(plan.nelem),
+        n_tiles,
     )
-    fields = f.mantissa, f.exponent, f.extra
 
     def decode(data: Bytes, out: Bits, dynamic_nbytes: int) -> int | None:
         if dynamic_nbytes % f.width:
             return None
-        good, total = _decode_buffer(
-            _read_only(data), out, escapes, places, gaps, dynamic_nbytes, *fields
+        data = _read_only(data)
+        problem, total = decode_span(
+            data, data, out, places, gaps, dynamic_nbytes, nelem, 0, n_tiles, _ALL
         )
-        return int(total) if good else None
+        return int(total) if problem == 0 else None
 
     return decode
