@@ -20,8 +20,8 @@ class Result:
 
 
 def default_vectors() -> Path:
-    """The vectors of the source checkout that this package is in; else FileNotFoundError."""
-    folder = Path(__file__).resolve().parents[2] / "specs" / "vectors"
+    """The vectors that are installed with this package; else FileNotFoundError."""
+    folder = (Path(__file__).parent / "vectors").resolve()
     if not folder.is_dir():
         raise FileNotFoundError(f"no vectors at {folder}: pass --vectors DIR")
     return folder
