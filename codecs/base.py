@@ -1,8 +1,8 @@
-"""What a codec is to the library: a frozen value that plans, and modules that encode and decode.
+"""The interface of codecs: a frozen value that plans, and modules that encode and decode.
 
 A codec module `codecs/x.py` defines one subclass of `CodecSpec` and its NumPy reference; fast
-backends live in `x_cpu.py` and `x_triton.py`. Everything here works on flat arrays of element bits
-and on byte arrays: array libraries, headers and checks of the whole buffer are the core's.
+backends are in `x_cpu.py` and `x_triton.py`. Everything here works on flat arrays of element bits
+and on byte arrays. Array libraries, headers and checks of the whole buffer belong to the core.
 """
 
 from __future__ import annotations
@@ -25,9 +25,22 @@ ReduceOp = Literal["sum", "max", "or"]
 
 
 class Key(NamedTuple):
-    """Seed of counter-based randomness: the same key gives the same bytes on every backend.
+    """Seed of counter-based randomness (specs/philox.md; Salmon et al., SC 2011, section 3.3).
 
-    Values are integers, or one-element device arrays so that a captured graph draws afresh.
+    The same key gives the same bytes on every backend.
+
+    Attributes:
+        seed: An integer from 0 to 2^64 - 1, or an array with one integer on the device of the
+            tensor, so that each replay of a captured CUDA graph draws other numbers.
+        step: An integer or such an array, counted up from call to call.
+        rank: Number of the rank that encodes.
+        world: Number of ranks, for rounding that is correlated between ranks.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> x = np.linspace(-1, 1, 4096, dtype=np.float32)
+        >>> buf = tw.encode(x, "dynamiq", key=tw.Key(seed=1, step=7))
     """
 
     seed: Any
@@ -37,18 +50,30 @@ class Key(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Sections of one chunk. `dynamic_bound` is the most dynamic bytes that its data can need."""
+    """The sections of one chunk.
+
+    Attributes:
+        sections: The section table.
+        dynamic_bound: The most dynamic bytes that any data can need.
+    """
 
     sections: tuple[Section, ...]
     dynamic_bound: int = 0
 
 
 class Chunk(NamedTuple):
-    """Where one chunk lies: its elements' type and number, its planned sections and its bytes.
+    """One chunk in memory: the type and number of its elements, its planned sections and its bytes.
 
-    `dynamic` is the whole slot when encoding and exactly the used bytes when decoding. `number`
-    counts chunks, `first` is its first flat element in the tensor of `shape`: what randomness by
-    element, statistics per chunk and formats along a row go by. `info` is the record's field.
+    Attributes:
+        dtype: Element type.
+        nelem: Number of elements.
+        sections: The section table.
+        static: Static part, uint8.
+        dynamic: The whole dynamic slot when encoding, exactly the used bytes when decoding; uint8.
+        number: Number of the chunk in the tensor.
+        first: Flat index of its first element in the tensor.
+        shape: Shape of the tensor.
+        info: A number that the codec keeps in the chunk's record.
     """
 
     dtype: DType
@@ -63,10 +88,13 @@ class Chunk(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What encoding one chunk found out.
+    """The result of encoding one chunk.
 
-    `dynamic_nbytes` may exceed the room given: then the dynamic part is incomplete. `words_sum` is
-    the keyed sum over static and dynamic part if the backend had it at hand, else None.
+    Attributes:
+        dynamic_nbytes: Dynamic bytes that the data need. If they exceed the slot, the dynamic part
+            is incomplete.
+        words_sum: Checksum over static and dynamic part if the backend has computed it, else None.
+        info: A number to keep in the chunk's record.
     """
 
     dynamic_nbytes: int
@@ -75,16 +103,19 @@ class ChunkResult(NamedTuple):
 
 
 class ChunkDecoded(NamedTuple):
-    """`problem` says what is wrong with the payload, None if nothing is; `words_sum` as above."""
+    """The result of decoding one chunk.
+
+    Attributes:
+        problem: What is wrong with the payload, or None.
+        words_sum: Checksum over static and dynamic part if the backend has computed it, else None.
+    """
 
     problem: str | None = None
     words_sum: int | None = None
 
 
 def check_choice(name: str, value: object, allowed: tuple[str | int, ...]) -> None:
-    """Raise TypeError if the parameter is of another type than those allowed, ValueError if it is
-    none of them.
-    """
+    """Raise TypeError if a parameter has another type than those allowed, or ValueError."""
     kind = type(allowed[0])
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         error: type[Exception] = TypeError
@@ -103,7 +134,17 @@ def plain_number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """Base of all codecs. Subclasses are frozen dataclasses whose fields are the parameters."""
+    """Base class of all codecs. Subclasses are frozen dataclasses whose fields are the parameters.
+
+    Class attributes say what a codec is: ``name``, ``id`` and ``version`` in the format;
+    ``lossless``; ``homomorphic`` (payload elements of two buffers may be added); ``reduce_op`` (how
+    ranks combine statistics: ``"sum"``, ``"max"``, ``"or"`` or None); ``dtypes``, the names of
+    those that it codes; ``max_world``, the most ranks that a key may count; ``uses_info`` (it keeps
+    a number in each record); ``sums_keep_stats`` (``decode_add_encode`` keeps the statistics of its
+    source); ``needs_stats`` (``encode`` measures when no statistics are passed); ``raw_fallback``
+    (chunks that do not shrink are stored raw); ``caution``, what sums lose besides the codec's
+    error, for traces.
+    """
 
     name: ClassVar[str]
     id: ClassVar[int]
@@ -119,7 +160,7 @@ class CodecSpec:
     #: Statistics of all ranks, reduced, hold for partial sums too: `decode_add_encode` keeps what
     #: the buffer has of them.
     sums_keep_stats: ClassVar[bool] = False
-    #: Encoding measures nothing where it is given no statistics.
+    #: Encoding measures the tensor when no statistics are passed.
     needs_stats: ClassVar[bool] = True
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
@@ -137,65 +178,158 @@ class CodecSpec:
         return False
 
     def bind(self, shape: tuple[int, ...]) -> CodecSpec:
-        """The codec that plans tensors of `shape`: itself, unless a parameter comes from there."""
+        """The codec that plans tensors of a shape.
+
+        Args:
+            shape: Shape of the tensor.
+
+        Returns:
+            Itself, unless a parameter is taken from the shape.
+        """
         return self
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Sections of a chunk of `nelem` elements; depends on nothing else."""
+        """The sections of a chunk, which depend on nothing else than the arguments.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of elements.
+
+        Returns:
+            The sections.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
         raise NotImplementedError
 
     def max_chunk_nelem(self, dtype: DType) -> int:
-        """Most elements in one chunk."""
+        """The most elements in one chunk.
+
+        Args:
+            dtype: Element type.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
         return (1 << 63) - 1
 
     def accepts(self, dtype: DType, nelem: int) -> bool:
-        """False where a chunk of `nelem` elements is better stored by the raw codec."""
+        """Whether this codec is to store a chunk; otherwise the raw codec does.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of elements.
+
+        Returns:
+            False where the codec does not take the dtype or saves nothing.
+
+        Raises:
+            ValueError: If the parameters do not allow the dtype.
+        """
         return dtype.name in self.dtypes
 
     def pack_params(self) -> bytes:
-        """Parameters for the header, a multiple of 8 bytes."""
+        """The parameters as they are in the header: a multiple of 8 bytes."""
         return b""
 
     @classmethod
     def unpack_params(cls, data: bytes) -> CodecSpec:
-        """The codec that `pack_params` described; FormatError("bad_header") if it is none."""
+        """The inverse of ``pack_params``.
+
+        Args:
+            data: The bytes of the header.
+
+        Returns:
+            The codec.
+
+        Raises:
+            FormatError: With the reason ``"bad_header"`` if the bytes are not valid parameters.
+        """
         raise NotImplementedError
 
     def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[Any] | None:
-        """Statistics that encode() takes as `stats`, or None if the codec needs none."""
+        """Compute the statistics that encoding takes as ``stats``.
+
+        Args:
+            bits: Element bits of the tensor, unsigned integers, flat.
+            dtype: Element type.
+
+        Returns:
+            The statistics, or None if the codec needs none.
+        """
         return None
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Workspace of a device backend for `chunks` chunks of `nelem` elements."""
+        """Bytes of work memory of a device backend.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of elements of a whole chunk.
+            chunks: Number of chunks.
+        """
         return 0
 
     def fuses(self, source: CodecSpec) -> bool:
-        """Whether `decode_add_encode` may take a buffer of `source` in one pass."""
+        """Whether ``decode_add_encode`` may take a buffer of another codec in one pass.
+
+        Args:
+            source: The codec of that buffer.
+        """
         return source == self
 
     def cell_dtype(self, dtype: DType) -> DType:
-        """Of a homomorphic codec: the dtype in which payload sections of `dtype` add up."""
+        """The dtype in which payload elements of a homomorphic codec add up.
+
+        Args:
+            dtype: Element type of the tensor.
+
+        Raises:
+            NotImplementedError: If the codec is not homomorphic.
+        """
         raise NotImplementedError
 
     def check_sum(self, cells: Bits) -> None:
-        """Raise ValueError if the cells of a chunk, summed, are of more ranks than they hold."""
+        """Check that summed payload elements are not of more ranks than they can hold.
+
+        Args:
+            cells: The payload elements of a chunk, as unsigned integers.
+
+        Raises:
+            ValueError: If they are of more ranks.
+        """
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
-        """Raise ValueError for `stats` that encode() cannot use."""
+        """Check statistics that are passed to ``encode``.
+
+        Args:
+            stats: The statistics.
+            dtype: Element type of the tensor.
+
+        Raises:
+            ValueError: If ``encode`` cannot use them.
+        """
         raise ValueError(f"{self.name} takes no stats")
 
     @property
     def max_ranks(self) -> int | None:
-        """Of a homomorphic codec: the most ranks whose cells add up, None if any number do."""
+        """The most ranks whose payload elements add up in a homomorphic codec; None: any number."""
         return None
 
     @property
     def stats_nelem(self) -> int | None:
-        """Elements in a row that each of the statistics is of; None if they are of the tensor."""
+        """Number of consecutive elements of one statistic; None if it is of the whole tensor."""
         return None
 
     def remark(self, stats: npt.NDArray[Any]) -> str | None:
-        """What a collective's trace should say of `stats` that ranks agreed on, if anything."""
+        """A remark on agreed statistics for the trace of a collective.
+
+        Args:
+            stats: The statistics that ranks agreed on.
+
+        Returns:
+            The remark, or None.
+        """
         return None
 
 
@@ -203,8 +337,18 @@ class CodecSpec:
 class Plan:
     """Every size and offset of a buffer, known before any data is seen. Sizes are in bytes.
 
-    `dynamic_stride` is the room of one chunk's dynamic slot. A buffer is header, result records
-    (32 bytes per chunk), `chunks` static parts of `static_stride` bytes, `chunks` dynamic slots.
+    A buffer is header, result records (32 bytes per chunk), ``chunks`` static parts of
+    ``static_stride`` bytes, and ``chunks`` dynamic slots of ``dynamic_stride`` bytes
+    (specs/buffer.md, "Layout").
+
+    Attributes:
+        codec: The codec that encodes: raw where the requested one would save nothing.
+        dtype: Element type.
+        shape: Shape of the tensor.
+        chunks: Number of chunks.
+        layout: The sections of a chunk.
+        dynamic_stride: Bytes of a chunk's dynamic slot.
+        checksum: Whether the buffer has checksums.
     """
 
     codec: CodecSpec
@@ -221,36 +365,55 @@ class Plan:
 
     @cached_property
     def nelem(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def chunk_nelem(self) -> int:
-        """Elements of a whole chunk; the last chunks may have fewer, or none."""
+        """Number of elements of a whole chunk; the last chunks may have fewer, or none."""
         return -(-self.nelem // self.chunks)
 
     def chunk_range(self, i: int) -> tuple[int, int]:
-        """First and past-the-last flat element of chunk `i`."""
+        """First and past-the-last flat element of a chunk.
+
+        Args:
+            i: Number of the chunk.
+        """
         start = min(i * self.chunk_nelem, self.nelem)
         return start, min(start + self.chunk_nelem, self.nelem)
 
     @cached_property
     def filled_chunks(self) -> int:
-        """Chunks that have elements; those behind them have none."""
+        """Number of chunks that have elements; those after them have none."""
         return -(-self.nelem // self.chunk_nelem) if self.nelem else 0
 
     def raw_dynamic(self, i: int) -> int:
-        """Dynamic bytes of chunk `i` if it is stored raw: what its static part cannot hold."""
+        """Dynamic bytes of a chunk that is stored raw: what its static part cannot hold.
+
+        Args:
+            i: Number of the chunk.
+        """
         lo, hi = self.chunk_range(i)
         return max(0, (hi - lo) * self.dtype.itemsize - self.static_stride)
 
     def static_range(self, i: int) -> slice:
-        """Where in the buffer the static part of chunk `i` lies."""
+        """The bytes of a chunk's static part in the buffer.
+
+        Args:
+            i: Number of the chunk.
+        """
         start = self.static_offset + i * self.static_stride
         return slice(start, start + self.static_stride)
 
     def chunk(self, i: int, data: Bytes, dynamic: Bytes, info: int = 0) -> Chunk:
-        """Chunk `i` of the buffer `data`, with the given dynamic part."""
+        """A chunk of a buffer.
+
+        Args:
+            i: Number of the chunk.
+            data: The bytes of the buffer, uint8.
+            dynamic: The chunk's dynamic part, uint8.
+            info: The number in its record.
+        """
         lo, hi = self.chunk_range(i)
         static = data[self.static_range(i)]
         return Chunk(
@@ -259,7 +422,7 @@ class Plan:
 
     @cached_property
     def header(self) -> Header:
-        """The planned header, for dynamic slots of `dynamic_stride` bytes."""
+        """The planned header, for dynamic slots of ``dynamic_stride`` bytes."""
         return Header(
             codec=self.codec.name,
             codec_id=self.codec.id,
@@ -280,7 +443,7 @@ class Plan:
 
     @cached_property
     def static_offset(self) -> int:
-        """Where the first chunk's static part starts."""
+        """Offset of the first chunk's static part."""
         return align(self.header.nbytes + RECORD.itemsize * self.chunks)
 
     @cached_property
@@ -290,7 +453,7 @@ class Plan:
 
     @cached_property
     def dynamic_offset(self) -> int:
-        """Where the dynamic slots start."""
+        """Offset of the dynamic slots."""
         return self.static_offset + self.chunks * self.static_stride
 
     @cached_property
@@ -300,13 +463,16 @@ class Plan:
 
     @cached_property
     def scratch_nbytes(self) -> int:
-        """Workspace of a device backend for one call of encode or decode."""
+        """Bytes of work memory of a device backend for one call of ``encode`` or ``decode``."""
         return self.codec.scratch_nbytes(self.dtype, self.chunk_nelem, self.chunks)
 
     def fuses(self, source: Plan) -> bool:
-        """Whether a buffer of `source` may be decoded, added to and encoded by this plan at once.
+        """Whether ``decode_add_encode`` may take a buffer of another plan in one pass.
 
-        Their codecs may differ as far as `CodecSpec.fuses` allows, and nothing else.
+        The codecs may differ as far as ``CodecSpec.fuses`` allows; nothing else may.
+
+        Args:
+            source: The plan of that buffer.
         """
         if source == self:
             return True
@@ -314,6 +480,10 @@ class Plan:
         return alike and replace(source, codec=self.codec, layout=self.layout) == self
 
     def identity_term(self, i: int) -> int:
-        """Checksum contribution of what is planned about chunk `i`."""
+        """Checksum contribution of what is planned about a chunk.
+
+        Args:
+            i: Number of the chunk.
+        """
         lo, hi = self.chunk_range(i)
         return checksum_identity(self.codec.id, self.codec.version, self.dtype.id, hi - lo)

@@ -1,4 +1,4 @@
-"""What is said of the seconds in which kernels are compiled."""
+"""The warning that tells users when kernels are being compiled, which takes seconds."""
 
 from __future__ import annotations
 

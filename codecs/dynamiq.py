@@ -93,21 +93,37 @@ FLAT, SAMPLED = 4, 4096
 
 @dataclass(frozen=True)
 class Dynamiq(CodecSpec):
-    """Lossy: `bits` (3 to 8, in steps of 1/16) an element, scales and widths counted.
+    """dynamiq: a width for every super-group of elements, under a budget of bits per element.
 
-    `group` (8 to 64 elements) share a scale and `super_group` (128 to 1024) a width. `widths`:
-    "any" integer from 2 to 8, "pow2" (2, 4 or 8, by the paper's thresholds) or "fixed". `grid`:
-    "balanced" has no zero, "signed" (the paper's) has two, and both have finer steps near it;
-    "uniform" is signed with equal steps. `scales`: of groups in 8 bits, rounded "up" or
-    "stochastic", or "wide", 16 bits without any of super-groups. `rounding`: "correlated" with the
-    other ranks that `key` counts, "stochastic" or "nearest"; encoding needs `key` unless it is
-    "nearest" and scales are not "stochastic". `center`: super-groups are coded about their means.
+    Lossy, made for sums over several hops. Takes float16, bfloat16 and float32. ``stats`` are the
+    energies of the tensor's super-groups, float32, shape ``(super_groups,)``, which ranks may sum;
+    the widths follow from them. Energies below 2^-100 count as 0, and those above the largest
+    float32 as that: scale a tensor whose values are all below about 1e-16 or reach 1e18.
+    ``decode_add_encode`` in one pass and without ``stats`` keeps the widths of its source.
 
-    `stats` are the energies of the tensor's super-groups, float32, which ranks may sum; widths
-    follow from them. Those below 2^-100 count as 0 and those above float32 as its largest number:
-    where values are below some 1e-16, or above 1e18, scale the tensor. A buffer has its
-    widths, and decode_add_encode keeps them where it is one pass: without `stats`, of a buffer of
-    as many chunks, with a checksum or without as the sum.
+    Size: ``bits`` bits per element, scales and widths included.
+
+    Source: DynamiQ, sections 3.1 to 3.3 and appendix A. The widths "any" and the grid "balanced"
+    are additions.
+
+    Args:
+        bits: Budget of bits per element, 3 to 8 in steps of 1/16.
+        group: Elements that share a scale: 8, 16, 32 or 64.
+        super_group: Elements that share a width: 128, 256, 512 or 1024.
+        widths: ``"any"``: integers from 2 to 8. ``"pow2"``: 2, 4 or 8, by the thresholds of the
+            paper. ``"fixed"``: all the same.
+        grid: Values of the codes. ``"balanced"`` has no zero and ``"signed"``, of the paper, has
+            two; both have finer steps near zero. ``"uniform"`` is signed with equal steps.
+        scales: Scales of groups: 8 bits, rounded ``"up"`` or ``"stochastic"``, under a scale of the
+            super-group; or ``"wide"``, 16 bits without one.
+        rounding: ``"correlated"`` with the other ranks that the ``key`` counts (section 3.3),
+            ``"stochastic"``, or ``"nearest"``. To encode a ``key`` is needed, except with
+            ``"nearest"`` and scales that are not ``"stochastic"``.
+        center: Whether super-groups are coded about their means.
+
+    Raises:
+        TypeError: If a parameter has a wrong type.
+        ValueError: If a value is not allowed, or ``bits`` is too small for the scales.
     """
 
     bits: float = 5
@@ -128,7 +144,7 @@ class Dynamiq(CodecSpec):
     max_world: ClassVar[int | None] = MAX_WORLD
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is none, or a budget not to be met."""
+        """Raise TypeError or ValueError for an invalid parameter or a budget that cannot be met."""
         object.__setattr__(self, "bits", plain_number(self.bits))
         check_choice("group", self.group, GROUPS)
         check_choice("super_group", self.super_group, SUPER_GROUPS)
@@ -156,7 +172,7 @@ class Dynamiq(CodecSpec):
 
     @property
     def _side_bits(self) -> int:
-        """Bits of a super-group beside its codes."""
+        """Bits of a super-group without its codes."""
         scales = 16 * self.groups if self.scales == "wide" else 8 * self.groups + 16
         return scales + 4 + 16 * self.center
 
@@ -402,9 +418,9 @@ def rounding_of(spec: Dynamiq, key: Key | None) -> Rounding:
 
 
 def shares_of(spec: Dynamiq, key: Key | None) -> tuple[int, int, int]:
-    """(number of the rounding, strata, turn) of a key whose seed and step are not looked at.
+    """(number of the rounding, `strata`, `turn`) of a key whose seed and step are not read.
 
-    TypeError or ValueError for a world that is none; a key that is needed and missing passes.
+    Raises TypeError or ValueError for an invalid world. A key that is needed and missing passes.
     """
     how = ROUNDINGS.index(spec.rounding)
     if not spec.draws or key is None:

@@ -39,9 +39,9 @@ Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint32]
 
-#: Cells of a row of the sketch, which is the least that it grows by.
+#: Buckets of a row of the sketch, which is the least that it grows by.
 LANES = 1024
-#: Elements that are mapped alike, to as many cells that follow one another.
+#: Elements that are mapped alike, to as many buckets that follow one another.
 BLOCK = 256
 HASHES = 3
 #: In the order of their numbers on the page.
@@ -59,20 +59,37 @@ MAX_RATIO = 1000
 _PARAMS = struct.Struct("<IBBH")
 
 INDEX_PROBLEM = "bits of the index behind the last element"
-CELL_PROBLEM = "a cell that no element has is not zero"
+CELL_PROBLEM = "a bucket of no element is not zero"
 _SIGN = np.uint32(1 << 31)
 _BATCH_NELEM = 1 << 18
 
 
 @dataclass(frozen=True)
 class Lhc(CodecSpec):
-    """Homomorphic: a bit of index for each value, and `ratio` times fewer cells than values.
+    """lhc: an index of nonzero elements and a sketch of their values, which add up.
 
-    `ratio` is above 1 and at most 1000, in steps of 0.001. Values come back exactly if no more
-    than about 0.75 / `ratio` of the elements are in the index, in no special order; beyond that
-    some are estimated.
-    `sketch` is the dtype of the cells: "same" as the tensor, "float32", "bfloat16" or "float16".
-    `mapping`: "rotated", or "published", the paper's, which peels worse. `stats` is the index.
+    Homomorphic: sketches of buffers with the same index add up without decoding. Takes float16,
+    bfloat16 and float32. ``stats`` is the index, uint8, one bit per element, of which ranks take
+    the bitwise OR. Values are decoded exactly if no more than about ``0.75 / ratio`` of the
+    elements are in the index, in no special order; beyond that some are estimated.
+
+    Size: 1 bit per element for the index, and the bits of ``sketch`` divided by ``ratio``: 9 bits
+    for float32 with the defaults.
+
+    Source: lossless homomorphic compression (Li et al., 2024) and TAGC (EuroMLSys 2025), section
+    2.2. The mapping "rotated" is an addition.
+
+    Args:
+        ratio: How many times fewer buckets than elements the sketch has: above 1, up to 1000, in
+            steps of 0.001.
+        sketch: Dtype of the buckets: ``"same"`` as the tensor, ``"float32"``, ``"bfloat16"`` or
+            ``"float16"``.
+        mapping: Which elements share buckets: ``"rotated"``, or ``"published"``, as in the authors'
+            code, which recovers fewer elements.
+
+    Raises:
+        TypeError: If a parameter has a wrong type.
+        ValueError: If a value is not allowed.
     """
 
     ratio: float = 4
@@ -107,7 +124,7 @@ class Lhc(CodecSpec):
         return -(-rows * RATIO_STEPS // self.steps)
 
     def cell_dtype(self, dtype: DType) -> DType:
-        """The dtype of the cells of tensors of `dtype`."""
+        """The dtype of the buckets for tensors of `dtype`."""
         return dtype if self.sketch == "same" else BY_NAME[self.sketch]
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
@@ -134,7 +151,7 @@ class Lhc(CodecSpec):
         return sum(workspace(self, nelem, chunks))
 
     def pack_params(self) -> bytes:
-        """Ratio in thousandths, dtype of the cells, mapping, zero."""
+        """Ratio in thousandths, dtype of the buckets, mapping, zero."""
         return _PARAMS.pack(
             self.steps, SKETCHES.index(self.sketch), MAPPINGS.index(self.mapping), 0
         )
@@ -175,7 +192,7 @@ SPEC = Lhc
 def workspace(spec: Lhc, nelem: int, chunks: int) -> tuple[int, ...]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    A sum per chunk; STATE words of state; three bits an element and one a cell, of whole rows.
+    A sum per chunk; STATE words of state; three bits an element and one a bucket, of whole rows.
     """
     rows = 3 * -(-nelem // LANES) + spec.rows(nelem)
     return align(8 * chunks), align(8 * STATE * chunks), rows * LANES // 8 * chunks
@@ -193,7 +210,7 @@ class Peeling(NamedTuple):
 
     #: Numbers of the elements, ascending, shape (K,).
     elements: Numbers
-    #: The cell that an element has for itself; -1 if it is estimated. Shape (K,).
+    #: The bucket that an element has for itself; -1 if it is estimated. Shape (K,).
     own: Numbers
     rounds: int
 
@@ -216,7 +233,7 @@ def _rotl(x: Words, by: int) -> Words:
 
 
 class Mapping(NamedTuple):
-    """Of each block of elements, by hash: block of cells, offset, sign. Shapes (blocks, 3)."""
+    """Of each block of elements, by hash: block of buckets, offset, sign. Shapes (blocks, 3)."""
 
     blocks: Ints
     offsets: Ints
@@ -240,7 +257,7 @@ def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
     h, to = h[:blocks], to.reshape(-1, HASHES)[:blocks]
     offsets = h.astype(np.int64) % BLOCK
     a, b, c = offsets.T
-    # Three different offsets, so that the three cells of an element differ.
+    # Three different offsets, so that the three buckets of an element differ.
     b += b == a
     b %= BLOCK
     for _ in range(2):
@@ -250,12 +267,12 @@ def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
 
 
 def number_dtype(nelem: int, n_cells: int) -> type[np.signedinteger[Any]]:
-    """The dtype of numbers of elements and of cells."""
+    """The dtype of numbers of elements and of buckets."""
     return np.int32 if max(nelem, n_cells) < 1 << 31 else np.int64
 
 
 def cells_of(elements: Numbers, mapping: Mapping) -> Ints:
-    """The cells of each of the elements, shape (n, 3)."""
+    """The buckets of each of the elements, shape (n, 3)."""
     block = elements // BLOCK
     places = (elements[:, None] + mapping.offsets[block]) % BLOCK
     found: Ints = mapping.blocks[block] * BLOCK + places
@@ -263,7 +280,7 @@ def cells_of(elements: Numbers, mapping: Mapping) -> Ints:
 
 
 def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
-    """Peel by rounds: who is alone in a cell gets it, in the first of its cells, and leaves."""
+    """Peel by rounds: an element alone in a bucket owns the first such bucket, and leaves."""
     kind = number_dtype(nelem, n_cells)
     elements = np.flatnonzero(np.unpackbits(index, count=nelem, bitorder="little")).astype(kind)
     cells = cells_of(elements, mapping).astype(kind)
@@ -329,7 +346,7 @@ def encode_chunk(
 
 
 def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: DType) -> None:
-    """Add the elements that were not peeled, float32 bits `words`, with signs to their cells.
+    """Add the elements that were not peeled, float32 bits `words`, with signs to their buckets.
 
     In float32, by block, hash and element.
     """
@@ -413,7 +430,7 @@ def chunk_bits(index: Bytes, first: int, nelem: int) -> npt.NDArray[np.bool]:
 
 
 def static_views(spec: Lhc, chunk: Chunk) -> tuple[Bits, Bytes]:
-    """The bits of the chunk's cells, shape (rows * 1024,), and its index (uint8)."""
+    """The bits of the chunk's buckets, shape (rows * 1024,), and its index (uint8)."""
     at = chunk.sections[0].nbytes
     cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
     return cells, chunk.static[at : at + -(-chunk.nelem // 8)]

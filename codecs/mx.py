@@ -67,14 +67,30 @@ def block_layout(element: Element, nelem: int, scales_nbytes: int) -> Layout:
 
 @dataclass(frozen=True)
 class Mx(CodecSpec):
-    """`element`: "e4m3", "e5m2", "e3m2", "e2m3", "e2m1" or "int8".
+    """mx: the OCP microscaling formats, with a power-of-two scale for every 32 elements.
 
-    `scale_rule`: "floor" is the rule of OCP v1.0, which saturates the largest values of some
-    blocks; "ceil" takes the smallest scale that saturates none. With "agreed" scales are `stats`:
-    scale bytes of the tensor's blocks, uint8, which ranks reduce by maximum and may make larger, so
-    that their sums fit (DynamiQ, appendix C); without, those of "ceil". NaN and infinities are kept
-    whatever the stats are. `decode_add_encode` in one pass and without `stats` keeps the scales of
-    `src`, a buffer of as many chunks, with a checksum or without as the sum.
+    Lossy. Takes float16, bfloat16 and float32. NaN and infinities are kept, as NaN or infinity of
+    the element type or as a NaN block.
+
+    Size: 8 bits (``e4m3``, ``e5m2``, ``int8``), 6 (``e3m2``, ``e2m3``) or 4 (``e2m1``) per element,
+    and
+    0.25 bit for the scales: 8.25, 6.25 or 4.25 bits.
+
+    Source: OCP Microscaling Formats (MX) specification v1.0, sections 5 and 6. The scale rule
+    "agreed": DynamiQ, appendix C.
+
+    Args:
+        element: ``"e4m3"``, ``"e5m2"``, ``"e3m2"``, ``"e2m3"``, ``"e2m1"`` or ``"int8"``.
+        scale_rule: ``"floor"``, the rule of the specification, saturates the largest values of some
+            blocks. ``"ceil"`` takes the smallest scale that saturates none. With ``"agreed"`` the
+            scales are ``stats``: scale bytes of the tensor's blocks, uint8, shape ``(blocks,)``,
+            which ranks reduce by maximum and may enlarge, so that their sums fit; without ``stats``
+            they are those of ``"ceil"``. ``decode_add_encode`` in one pass and without ``stats``
+            keeps the scales of its source.
+
+    Raises:
+        TypeError: If a parameter has a wrong type.
+        ValueError: If a value is not in the list.
     """
 
     element: str = "e4m3"
@@ -87,7 +103,7 @@ class Mx(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for parameters that are none."""
+        """Raise TypeError or ValueError for invalid parameters."""
         check_choice("element", self.element, tuple(BY_NAME))
         check_choice("scale_rule", self.scale_rule, SCALE_RULES)
 

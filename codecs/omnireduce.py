@@ -48,16 +48,31 @@ MAX_BITS = 32
 _PARAMS = struct.Struct("<HBBI")
 
 INDEX_PROBLEM = "more blocks in the index than fit, or bits behind the last one"
-CELL_PROBLEM = "a cell that no element has is not zero"
+CELL_PROBLEM = "a payload element of no block is not zero"
 
 
 @dataclass(frozen=True)
 class Omnireduce(CodecSpec):
-    """Homomorphic and lossy: of each chunk the blocks of largest norm, the others become zeros.
+    """omnireduce: the blocks of largest norm are kept whole, the others become zeros.
 
-    `bits` an element, 1/16 to 32 in steps of 1/16, are spent on `values`: "bfloat16", "float16" or
-    "float32"; blocks have `block` (64 to 4096) elements. `stats` are the norms of the tensor's
-    blocks, float32, of which ranks take the maximum: so all of them keep the same blocks.
+    Lossy and homomorphic: payload elements of buffers add up without decoding. Takes float16,
+    bfloat16 and float32. ``stats`` are the norms of the tensor's blocks, float32, shape
+    ``(blocks,)``, of which ranks take the maximum, so that all of them keep the same blocks. NaN
+    and infinities in blocks beyond the budget are lost.
+
+    Size: ``bits`` bits per element, and 1 bit per block.
+
+    Source: OmniReduce (Fei et al., SIGCOMM 2021), in the form for sums over several hops of
+    DynamiQ, section 6 and appendix C.
+
+    Args:
+        bits: Budget of bits per element, 1/16 to 32 in steps of 1/16.
+        block: Elements of a block: 64, 128, ... or 4096.
+        values: Dtype of the kept values: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+
+    Raises:
+        TypeError: If a parameter has a wrong type.
+        ValueError: If a value is not allowed.
     """
 
     bits: float = 8
@@ -88,7 +103,7 @@ class Omnireduce(CodecSpec):
         return -(-nelem // self.block)
 
     def slots(self, nelem: int) -> int:
-        """Blocks for which chunks have room that have `nelem` elements when whole."""
+        """Number of blocks that a chunk can keep that has `nelem` elements when whole."""
         blocks, width = self.blocks(nelem), 8 * BY_NAME[self.values].itemsize
         fit = blocks * int(self.bits * BUDGET_STEPS) // (BUDGET_STEPS * width)
         return min(max(fit, 1), blocks)
@@ -98,11 +113,11 @@ class Omnireduce(CodecSpec):
         return sum(workspace(self, nelem, chunks))
 
     def cell_dtype(self, dtype: DType) -> DType:
-        """The dtype of the cells."""
+        """The dtype of payload elements."""
         return BY_NAME[self.values]
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the cells of the blocks that are kept, and with their index."""
+        """Static sections with the payload elements of the kept blocks, and with their index."""
         payload = self.slots(nelem) * self.block * BY_NAME[self.values].itemsize
         index = align(-(-self.blocks(nelem) // 8))
         return Layout(
@@ -121,7 +136,7 @@ class Omnireduce(CodecSpec):
         return static < align(nelem * dtype.itemsize)
 
     def pack_params(self) -> bytes:
-        """Budget in 1/16 bits, log2 of the block, dtype of the cells, zero."""
+        """Budget in 1/16 bits, log2 of the block, dtype of the payload elements, zero."""
         steps, log_block = int(self.bits * BUDGET_STEPS), self.block.bit_length() - 1
         return _PARAMS.pack(steps, log_block, VALUES.index(self.values), 0)
 
@@ -166,8 +181,8 @@ SPAN, BINS, LEVELS = 1024, 256, 4
 def workspace(spec: Omnireduce, nelem: int, chunks: int) -> tuple[int, ...]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    For each chunk a sum, a number of cells, histograms, two counts for each SPAN of blocks, and for
-    each block a number; the tensor's norms.
+    For each chunk a sum, a number of payload elements, histograms, two counts for each SPAN of
+    blocks, and for each block a number; the tensor's norms.
     """
     blocks = spec.blocks(nelem)
     counts = 2 * 4 * -(-blocks // SPAN)
@@ -269,7 +284,7 @@ def decode_chunk(
 ) -> ChunkDecoded:
     """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
 
-    All of the index is looked at, and the cells that no element has.
+    All of the index is checked, and the payload elements of no block.
     """
     cells, index = static_views(spec, chunk)
     blocks, stop = spec.blocks(chunk.nelem), start + out.size

@@ -40,7 +40,8 @@ class KeyNumbers(NamedTuple):
 def key_numbers(key: Key | None) -> KeyNumbers:
     """The integers of `key`, those of one-element arrays read.
 
-    Raises ValueError if there is no key or a number is out of range, TypeError if it is no integer.
+    Raises ValueError if the key is missing or a number is out of range, TypeError if a number is
+    not an integer.
     """
     if key is None:
         raise ValueError("key is None; stochastic rounding needs key=tightwire.Key(seed, step)")
@@ -48,10 +49,10 @@ def key_numbers(key: Key | None) -> KeyNumbers:
 
 
 def check_key(key: Any, max_world: int | None = None) -> None:
-    """Raise TypeError or ValueError for what is no key, or has numbers that are out of range.
+    """Raise TypeError if `key` is not a Key, TypeError or ValueError for invalid numbers in it.
 
     `max_world` is the largest world that a codec takes, None that of all keys. Device arrays are
-    not read. None is a key that is missing, as it may be.
+    not read. None, a missing key, passes.
     """
     if key is None:
         return
@@ -68,7 +69,7 @@ def check_key(key: Any, max_world: int | None = None) -> None:
 def number(name: str, value: Any, most: int | None = None) -> int:
     """A number of a key as an int, that of a one-element array (not of rank and world) read.
 
-    Raises TypeError if it is no integer, ValueError if it is out of range or above `most`.
+    Raises TypeError if it is not an integer, ValueError if it is out of range or above `most`.
     """
     least, bits = _RANGES[name]
     arrays = name in ("seed", "step")

@@ -17,7 +17,14 @@ from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
 
 @dataclass(frozen=True)
 class Raw(CodecSpec):
-    """Stores any dtype unchanged, with the checksum, shape and chunks of every other codec."""
+    """raw: stores any dtype unchanged, with the checksum, shape and chunks of every other codec.
+
+    No parameters. Lossless.
+
+    Size: the bytes of the tensor, padded to 128 for each chunk.
+
+    Source: the format itself (specs/raw.md).
+    """
 
     name: ClassVar[str] = "raw"
     id: ClassVar[int] = CODEC_IDS["raw"][0]

@@ -1,9 +1,9 @@
-"""thc: rotated values on a grid of 16 levels, in cells that hold sums over ranks. specs/thc.md.
+"""thc: rotated values on a grid of 16 levels, in integers that hold sums over ranks. specs/thc.md.
 
 After THC (tensor homomorphic compression) in the form that DynamiQ compares itself with (section
-6): ranks agree on the largest norm and on the signs of a rotation, and their cells then add up as
-integers. Float operations are single precision, each rounded to nearest, in the page's order. This
-module holds layout, constants and the NumPy reference.
+6): ranks agree on the largest norm and on the signs of a rotation, and their payload elements then
+add up as integers. Float operations are single precision, each rounded to nearest, in the page's
+order. This module holds layout, constants and the NumPy reference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK = 1024
 #: The levels of the grid, steps 0 to 30, whose middle stands for 0.
 LEVELS = (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30)
 TOP, MIDDLE = 30, 15
-#: Ranks whose sums cells of so many bits hold.
+#: The most ranks whose sums payload elements of so many bits can hold.
 MAX_RANKS = {8: 8, 16: 2184}
 #: Steps of a root mean square of rotated values, on either side: 15 / 2.1539 * 32.
 STEPS = 480 / 2.1539
@@ -59,11 +59,11 @@ NORM_BITS = (127 - 90) << 23, INFINITY - 1
 #: Streams of random words: a rank's own for levels, that of all ranks for signs.
 LEVEL_STREAM, SIGN_STREAM = 0, 1
 
-#: Bytes behind the cells; the first of them is the cell that counts ranks.
+#: Bytes after the payload elements; the first of them counts ranks.
 COUNT_NBYTES = 128
 SEED_NBYTES, NORMS_AT = 12, 16
 RANKS_PROBLEM = "the number of ranks"
-PAYLOAD_PROBLEM = "a norm or a cell of a block"
+PAYLOAD_PROBLEM = "a norm or a payload element of a block"
 _PARAMS = struct.Struct("<BBHI")
 _BATCH = 256
 
@@ -74,13 +74,26 @@ GAPS = np.array([min((v for v in LEVELS if v > b), default=TOP + 1) - b for b in
 
 @dataclass(frozen=True)
 class Thc(CodecSpec):
-    """Homomorphic and lossy: 16 levels a value, in cells of `bits` (8 or 16) that add up.
+    """thc: rotated values on a grid of 16 levels, in integers that hold sums over ranks.
 
-    Cells of 8 bits hold the sum of 8 ranks, those of 16 bits of 2184. `norm`: what all ranks agree
-    on is the root mean square of every "block" of 1024 elements, or of the "tensor", as in the
-    paper, which loses blocks that are much smaller or larger than others. Encoding needs `key`,
-    with the same seed and step on all ranks. `stats` are those norms, float32, of which ranks take
-    the maximum.
+    Lossy and homomorphic: payload elements of buffers add up without decoding. Takes float16,
+    bfloat16 and float32. To encode a ``key`` is needed, with the same seed and step on all ranks.
+    ``stats`` are norms, float32, shape ``(blocks,)`` or ``(1,)``, of which ranks take the maximum.
+
+    Size: ``bits`` bits per element, and 32 bits per block of 1024.
+
+    Source: THC (Li et al., NSDI 2024), in the form for sums over several hops of DynamiQ, section
+    6. A norm per block is an addition.
+
+    Args:
+        bits: Bits of a payload element: 8 holds the sum of up to 8 ranks, 16 of up to 2184.
+        norm: What ranks agree on: the root mean square of every ``"block"`` of 1024 elements, or of
+            the ``"tensor"``, as in the paper, which loses blocks that are much smaller or larger
+            than others.
+
+    Raises:
+        TypeError: If a parameter has a wrong type.
+        ValueError: If a value is not in the list.
     """
 
     bits: int = 8
@@ -100,12 +113,12 @@ class Thc(CodecSpec):
 
     @property
     def draws(self) -> bool:
-        """Always: cells are rounded at random."""
+        """Always: payload elements are rounded at random."""
         return True
 
     @property
     def max_ranks(self) -> int:
-        """The most ranks whose sum the cells hold."""
+        """The most ranks whose sum the payload elements can hold."""
         return MAX_RANKS[self.bits]
 
     def blocks(self, nelem: int) -> int:
@@ -113,7 +126,7 @@ class Thc(CodecSpec):
         return -(-nelem // BLOCK)
 
     def cells_nbytes(self, nelem: int) -> int:
-        """Bytes of the cells of `nelem` elements, without that which counts ranks."""
+        """Bytes of the payload elements of `nelem` elements, without that which counts ranks."""
         return self.blocks(nelem) * BLOCK * self.bits // 8
 
     def scales_nbytes(self, nelem: int) -> int:
@@ -125,17 +138,17 @@ class Thc(CodecSpec):
         return sum(workspace(self, nelem, chunks))
 
     def cell_dtype(self, dtype: DType) -> DType:
-        """The dtype of the cells."""
+        """The dtype of payload elements."""
         return BY_NAME[f"uint{self.bits}"]
 
     def check_sum(self, cells: Bits) -> None:
-        """Raise ValueError if the cells of a chunk, summed, are of more ranks than they hold."""
+        """Raise ValueError if payload elements, summed, are of more ranks than they can hold."""
         ranks = int(cells[cells.size - COUNT_NBYTES * 8 // self.bits])
         if ranks > self.max_ranks:
             raise ValueError(f"a sum of {ranks} ranks; allowed: {self.max_ranks} in {self}")
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the cells and with signs' seed and norms."""
+        """Static sections with the payload elements, and with the signs' seed and the norms."""
         payload, scales = self.cells_nbytes(nelem) + COUNT_NBYTES, align(self.scales_nbytes(nelem))
         return Layout(
             (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
@@ -153,7 +166,7 @@ class Thc(CodecSpec):
         return static < align(nelem * dtype.itemsize)
 
     def pack_params(self) -> bytes:
-        """Bits of a cell, which norm, zeros."""
+        """Bits of a payload element, which norm, zeros."""
         return _PARAMS.pack(self.bits, NORMS.index(self.norm), 0, 0)
 
     @classmethod
@@ -194,7 +207,7 @@ SPEC = Thc
 def workspace(spec: Thc, nelem: int, chunks: int) -> tuple[int, int]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    A sum per chunk; the tensor's norms, for whose sum over the tensor there is room.
+    A sum per chunk; the tensor's norms, and one for their sum over the tensor.
     """
     blocks = spec.blocks(nelem * chunks)
     if spec.norm == "block":
@@ -217,7 +230,7 @@ class Views(NamedTuple):
 
     #: Shape (blocks, 1024), uint8 or uint16.
     cells: Bits
-    #: The cell that counts ranks, shape (1,).
+    #: The element that counts ranks, shape (1,).
     ranks: Bits
     #: Seed and step of the signs, three words.
     seed: Words
@@ -288,7 +301,7 @@ def encode_chunk(
 
 
 def prepare(spec: Thc, chunk: Chunk, stats: npt.NDArray[Any] | None, key: Key | None) -> Views:
-    """Write the chunk's seed, number of ranks and norms; give its views, cells unwritten."""
+    """Write the chunk's seed, number of ranks and norms; return its views, payload unwritten."""
     numbers, size = key_numbers(key), math.prod(chunk.shape)
     expected = (1,) if spec.norm == "tensor" else (spec.blocks(size),)
     if stats is None or stats.shape != expected:

@@ -1,8 +1,9 @@
 """zipccl: lossless coding of floats by a window of seven exponents. specs/zipccl.md.
 
-After ZipCCL, sections 4 and 4.1: sign and mantissa are stored as they are, the exponent as a 3-bit
-code where it lies in the window, and in full, as an escape, where it does not. Beyond the paper,
-each tile has a window of its own. This module holds layout, constants and the NumPy reference.
+After ZipCCL, sections 4 and 4.1: sign and mantissa are stored as they are. The exponent becomes a
+3-bit code where it is in the window, and is stored in full, as an escape, where it is not. Not in
+the paper: each tile has its own window. This module holds layout, constants and the NumPy
+reference.
 """
 
 from __future__ import annotations
@@ -139,10 +140,27 @@ def scratch_layout(dtype: DType, nelem: int, chunks: int) -> ScratchLayout:
 
 @dataclass(frozen=True)
 class Zipccl(CodecSpec):
-    """`window`: "tile" (a base per tile), "sigma", "histogram", or an explicit base exponent.
+    """zipccl: lossless coding of floats by a window of seven exponents.
 
-    "sigma" is the paper's choice per tensor (section 4.1), "histogram" the window per tensor that
-    leaves the fewest escapes, an integer the biased exponent at which the window starts.
+    Takes every float dtype, and float8 too; others are stored raw. No statistics with
+    ``window="tile"``; otherwise ``stats`` is the base of the window, int32, shape ``(1,)``, which
+    each rank may choose by itself.
+
+    Size: sign, mantissa and 3 bits per element, about 0.01 bit of index, and the escapes: from 11
+    of 16 bits for bfloat16, 27 of 32 for float32. A chunk that does not shrink is stored raw.
+
+    Source: ZipCCL, section 4; the window "sigma" is section 4.1. A window per tile is an addition.
+
+    Args:
+        window: How the window of exponents is chosen. ``"tile"``: one for each tile of 8 x 512
+            elements, the one that leaves the fewest escapes. ``"sigma"``: one for the tensor, from
+            its standard deviation, as in the paper. ``"histogram"``: one for the tensor, with the
+            fewest escapes. An integer from 0 to 2041: the biased exponent at which the window
+            starts.
+
+    Raises:
+        TypeError: If the window is neither a string nor an integer.
+        ValueError: If the window is unknown, or not within the exponents of the dtype.
     """
 
     window: str | int = "tile"
@@ -153,7 +171,7 @@ class Zipccl(CodecSpec):
     raw_fallback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a window that is none."""
+        """Raise TypeError or ValueError for an invalid window."""
         if isinstance(self.window, bool) or not isinstance(self.window, (str, int)):
             raise TypeError(f"window is {self.window!r}; allowed: {WINDOWS} or an integer base")
         if isinstance(self.window, str) and self.window not in WINDOWS:

@@ -26,7 +26,25 @@ REASONS = (
 
 
 class FormatError(ValueError):
-    """Raised for bytes that break the format; `reason` is one of `REASONS` (specs/errors.md)."""
+    """Raised for bytes that break the format. A ``ValueError``.
+
+    ``reason`` and ``detail`` are attributes of the exception.
+
+    Args:
+        reason: One of the documented reasons (specs/errors.md), such as ``"checksum_mismatch"``.
+        detail: What was found, for people.
+
+    Raises:
+        AssertionError: If ``reason`` is not documented.
+
+    Example:
+        >>> import tightwire as tw
+        >>> try:
+        ...     tw.decode(b"something else, of sixty-four bytes or more".ljust(64))
+        ... except tw.FormatError as error:
+        ...     print(error.reason)
+        bad_magic
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         if reason not in REASONS:
@@ -40,9 +58,9 @@ class FormatError(ValueError):
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
-    """`value`, which was given for `name`, as an int.
+    """``value``, which was passed for ``name``, as an int.
 
-    Raises TypeError if it is none, ValueError if it is below `least`.
+    Raises TypeError if it is not an integer, ValueError if it is below ``least``.
     """
     try:
         number = operator.index(value)

@@ -55,7 +55,13 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """One share of every chunk. `nbytes`, a multiple of 128, is its size; its bound if dynamic."""
+    """An entry of the section table: one part of every chunk (specs/buffer.md, "Sections").
+
+    Attributes:
+        kind: Number of the kind of contents.
+        nbytes: Size in bytes, a multiple of 128; the bound of the size if ``dynamic``.
+        dynamic: Whether the size depends on the data.
+    """
 
     kind: int
     nbytes: int
@@ -73,7 +79,12 @@ SECTION_KINDS = {name: kind for kind, name in SECTION_NAMES.items()}
 
 
 class Peek(NamedTuple):
-    """What the first bytes of a buffer say about its size."""
+    """What the first bytes of a buffer say about its size, as ``Header.peek`` returns it.
+
+    Attributes:
+        nbytes: Size of the whole buffer, or None if more bytes are needed to know it.
+        needed: How many bytes of the buffer to read before asking again.
+    """
 
     #: Size of the whole buffer in bytes, None while more of it has to be seen.
     nbytes: int | None
@@ -83,7 +94,22 @@ class Peek(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that is known before the data: specs/buffer.md, "Header"."""
+    """The planned header of a buffer (specs/buffer.md, "Header").
+
+    Attributes:
+        codec: Name of the codec.
+        codec_id: Its number in the format.
+        codec_version: Version of its layout.
+        dtype: Element type of the tensor.
+        shape: Shape of the tensor.
+        chunks: Number of chunks.
+        sections: The section table, the same for every chunk.
+        params: Packed parameters of the codec; the page of the codec has their layout.
+        dynamic_stride: Bytes of each chunk's dynamic slot.
+        required: Feature bits that a reader must know.
+        optional: Feature bits that a reader may ignore.
+        minor: Minor version of the format.
+    """
 
     codec: str
     codec_id: int
@@ -110,16 +136,24 @@ class Header:
 
     @staticmethod
     def peek(data: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Peek:
-        """How long the buffer is that starts with the bytes `data`: for buffers on a stream.
+        """Find how long the buffer is that starts with these bytes.
 
-        `data` is bytes-like and may be empty. As long as `nbytes` of the result is None, read up
-        to `needed` bytes and ask again; after three times at most the size is known. Only the
-        header is checked, and `nbytes` is what it and the records claim: decode() checks the rest.
+        As long as ``nbytes`` of the result is None, read up to ``needed`` bytes and ask again;
+        after three times at most the size is known. Only the header is checked: ``nbytes`` is what
+        header and records claim, and ``decode`` checks the rest. ``tightwire.read_buffers`` reads a
+        stream this way.
 
-        `tightwire.read_buffers` reads a whole stream of buffers by it.
+        Args:
+            data: The first bytes, bytes-like; may be empty.
+            max_nbytes: Most bytes that the buffer may have.
 
-        Raises FormatError if `data` is not the start of a buffer, and with the reason
-        "limit_exceeded" if the buffer has more than `max_nbytes` bytes, or `needed` would be more.
+        Returns:
+            The size, or how many bytes are needed to know it.
+
+        Raises:
+            FormatError: If ``data`` is not the start of a buffer; with the reason
+                ``"limit_exceeded"`` if the buffer, or what is needed, is larger than
+                ``max_nbytes``.
         """
         limit = integer("max_nbytes", max_nbytes, least=0)
         view = memoryview(data).cast("B")
@@ -130,7 +164,7 @@ class Header:
         return found
 
     def pack(self) -> bytes:
-        """The header's bytes with their CRC32C."""
+        """The bytes of the header, with their CRC32C."""
         fixed = _FIXED.pack(
             MAGIC,
             MAJOR,

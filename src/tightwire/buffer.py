@@ -1,4 +1,4 @@
-"""The encoded form of one tensor, as encode() hands it out."""
+"""The encoded form of one tensor, as ``encode`` returns it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,34 @@ _UINT8 = BY_NAME["uint8"]
 
 
 class Buffer:
-    """One compressed tensor: header, result records, static parts, dynamic slots.
+    """One compressed tensor: header, result records, static parts and dynamic slots.
 
-    Decoding needs nothing but the bytes. A fresh buffer has slack in its dynamic slots: bytes that
-    encoding has not written. `packed()`, `bytes(buf)` and `np.asarray(buf)` copy the buffer without
-    its slack, and pickle and `copy` do as well: they make a buffer on the host, of the same plan,
-    that decodes to the same library if that is installed. From Python 3.12 on a Buffer is also
-    bytes-like: `sock.sendall(buf)`, `file.write(buf)` and `memoryview(buf)` see those packed bytes,
-    read-only. A buffer given to encode() as `out` is overwritten: only the one that encode()
+    ``encode`` makes buffers, and ``Buffer.wrap`` makes one of received bytes. Decoding needs
+    nothing else than the bytes.
+
+    A buffer that ``encode`` returns has *slack* in its dynamic slots: bytes that encoding has not
+    written. ``packed()``, ``bytes(buf)``, ``np.asarray(buf)``, pickle and ``copy`` give the buffer
+    without its slack. From Python 3.12 on a ``Buffer`` is also bytes-like: ``sock.sendall(buf)``,
+    ``file.write(buf)`` and ``memoryview(buf)`` read those packed bytes. Pickle and ``copy`` make a
+    buffer on the host with the same plan, which decodes to the same library if that is installed.
+
+    A buffer that was passed to ``encode`` as ``out`` is overwritten. Only the one that ``encode``
     returns describes what it then holds.
 
-    Of a tensor on a GPU the buffer stays there, and encode() and decode() wait for nothing. Damage
-    that decode() meets is remembered, and raised as FormatError by `check()` and by what else
-    brings something to the host: `nbytes`, `overflowed`, `dynamic()`, `packed()`, `bytes()`,
-    `np.asarray()`, `len()`, pickle. Read the buffer on the stream that encoded and decoded it, or
-    order the streams before.
+    The buffer of a tensor on a GPU stays there, and neither ``encode`` nor ``decode`` waits for the
+    device. Damage that ``decode`` meets is kept, and raised as ``FormatError`` by ``check()`` and
+    by all that copies something to the host: ``nbytes``, ``overflowed``, ``dynamic()``,
+    ``packed()``, ``bytes()``, ``np.asarray()``, ``len()`` and pickle. Read a buffer on the stream
+    that encoded or decoded it, or order the streams before.
+
+    Args:
+        plan: Its plan.
+        host: Its bytes in host memory, uint8, or None.
+        target: Library and device of the tensor.
+        memory: Its memory on a GPU, or None.
+
+    Raises:
+        FormatError: By the members named above, if decoding on a GPU found damage.
     """
 
     __slots__ = ("_host", "_memory", "_shown", "_target", "plan")
@@ -54,16 +67,26 @@ class Buffer:
 
     @classmethod
     def wrap(cls, plan: Plan, array: Any, *, assembled: bool = False) -> Buffer:
-        """A buffer of `plan` in bytes that are already there, or will be when it is decoded.
+        """Make a buffer of bytes that are already there, or will be when it is decoded.
 
-        Nothing is read and nothing is copied: a collective can decode what it received without
-        waiting for it. `array` is bytes-like or a contiguous uint8 array of any library, on the
-        host or a GPU (there 16-byte aligned), of `plan.nbytes` bytes or more; of those the buffer
-        has the first. Decoding raises FormatError, on a GPU by `check()`, if they are no buffer of
-        this plan. Raises TypeError or ValueError for any other `array`.
+        Nothing is read or copied: a collective can decode what it received without waiting for it.
+        Decoding raises ``FormatError``, on a GPU by ``check()``, if the bytes are not a buffer of
+        this plan.
 
-        An `assembled` buffer has chunks of several encoders (specs/buffer.md). In GPU memory only
-        decoding takes it: header and ordinals are the plan's, and not compared.
+        Args:
+            plan: The plan that the encoder used.
+            array: Bytes-like or a contiguous uint8 array of any library, on the host or a GPU
+                (there aligned to 16 bytes), of at least ``plan.nbytes`` bytes; the first of them
+                are used.
+            assembled: Whether the chunks are of several encoders (specs/buffer.md). In GPU memory
+                such a buffer can only be decoded; header and ordinals are those of the plan.
+
+        Returns:
+            The buffer, a view of ``array``.
+
+        Raises:
+            TypeError: If ``array`` is neither bytes-like nor a uint8 array.
+            ValueError: If ``array`` is too small, not contiguous or not aligned.
         """
         if on_gpu(array):
             engine = device_engine()
@@ -81,7 +104,7 @@ class Buffer:
 
     @property
     def header(self) -> Header:
-        """What is known before the data: codec, dtype, shape, chunks, section table."""
+        """What is known before the data: codec, dtype, shape, chunks and section table."""
         return self.plan.header
 
     @property
@@ -91,14 +114,15 @@ class Buffer:
 
     @property
     def array(self) -> Any:
-        """The whole buffer with its slack: uint8, shape (plan.nbytes,), in the input's library.
+        """The whole buffer with its slack: uint8, shape ``(plan.nbytes,)``, in the input's library.
 
-        Do not publish `array`: its slack is uninitialized. Dynamic slots keep, behind the bytes
-        that are used, what that memory held before, which may be anything of this process. What
-        leaves the process is `packed()` or `bytes(buf)`. `__dlpack__` exports `array`.
+        This is the buffer's own memory where the library can reach it, and what ``__dlpack__``
+        exports. Drop a JAX array before the buffer is encoded into again: JAX assumes that arrays
+        never change.
 
-        The buffer's own memory, where that is in reach of the library. A JAX array has to be
-        dropped before the buffer is encoded into anew: JAX takes it for immutable.
+        Note:
+            Do not publish ``array``: its slack is uninitialised, and may hold anything that this
+            process had in memory. Send ``packed()`` or ``bytes(buf)``.
         """
         if self._memory is not None:
             return self._memory.array(self._target, 0, self.plan.nbytes)
@@ -111,10 +135,10 @@ class Buffer:
 
     @property
     def sizes(self) -> Any:
-        """Dynamic bytes of every chunk, shape (chunks,).
+        """Used dynamic bytes of every chunk, shape ``(chunks,)``.
 
-        On the host uint64 in NumPy. Of a buffer in GPU memory int64 in the input's library, a view
-        (JAX: a copy) that stays on the device and waits for nothing.
+        On the host uint64, a NumPy array. Of a buffer in GPU memory int64 in the input's library, a
+        view (JAX: a copy) that stays on the device; nothing waits.
         """
         if self._memory is not None:
             return self._memory.sizes(self._target, self.plan)
@@ -129,7 +153,7 @@ class Buffer:
 
     @property
     def overflowed(self) -> bool:
-        """True if a fixed-rate buffer (`dynamic_capacity=`) could not hold its data."""
+        """True if a fixed-rate buffer (``dynamic_capacity=``) was too small for its data."""
         return bool((self._records["flags"] & OVERFLOW).any())
 
     @property
@@ -147,11 +171,32 @@ class Buffer:
         return self._memory.read(self._target, start, stop).view(RECORD)
 
     def static(self, i: int) -> Any:
-        """Static part of chunk `i`: uint8, shape (plan.static_stride,), a view of `array`."""
+        """The static part of a chunk.
+
+        Args:
+            i: Number of the chunk.
+
+        Returns:
+            uint8, shape ``(plan.static_stride,)``, a view of ``array``.
+
+        Raises:
+            IndexError: If there is no such chunk.
+        """
         return self._part(self.plan.static_range(self._chunk(i)))
 
     def dynamic(self, i: int) -> Any:
-        """Used dynamic bytes of chunk `i`: uint8, a view of `array`."""
+        """The used bytes of a chunk's dynamic slot.
+
+        Args:
+            i: Number of the chunk.
+
+        Returns:
+            uint8, shape ``(sizes[i],)``, a view of ``array``.
+
+        Raises:
+            IndexError: If there is no such chunk.
+            FormatError: If decoding on a GPU found damage.
+        """
         start = self.plan.dynamic_offset + self._chunk(i) * self.plan.dynamic_stride
         used = int(self._records["dynamic_nbytes"][i])
         return self._part(slice(start, start + min(used, self.plan.dynamic_stride)))
@@ -167,21 +212,21 @@ class Buffer:
         return i
 
     def check(self) -> None:
-        """Raise FormatError if a decode() of this buffer on a GPU found damage.
+        """Raise what decoding this buffer on a GPU has found, and wait for the device.
 
-        Buffers that share memory by `out` share what was found. Waits for the device. What is
-        raised is forgotten: the next call is silent. A captured graph
-        in which the buffer was first decoded remembers its last replay only; decode once
-        before the capture to have them all remembered. A buffer on the host never has anything.
+        Buffers that share memory by ``out`` share what was found. An error is raised once: the next
+        call is silent. A captured graph in which the buffer was decoded for the first time keeps
+        the result of its last replay only; decode once before the capture to keep all. A buffer on
+        the host raises nothing here, as ``decode`` has raised it.
+
+        Raises:
+            FormatError: If the buffer is damaged.
         """
         if self._memory is not None:
             self._memory.check(self._target)
 
     def zero_slack(self) -> None:
-        """Zero what encoding has not written of the dynamic slots of a buffer on the host.
-
-        For a buffer that is to leave the process with its slots.
-        """
+        """Zero the slack of a buffer on the host, so that ``array`` can be sent as it is."""
         plan = self.plan
         for i, used in enumerate(self._records["dynamic_nbytes"].tolist()):
             start = plan.dynamic_offset + i * plan.dynamic_stride
@@ -189,9 +234,10 @@ class Buffer:
             self._bytes[first : start + plan.dynamic_stride] = 0
 
     def parsed(self) -> Parsed:
-        """The buffer on the host, after the checks that any foreign buffer gets.
+        """The buffer on the host, its header and records checked; from a GPU its packed form.
 
-        From a GPU it comes packed.
+        Raises:
+            FormatError: If the buffer is damaged.
         """
         if self._memory is not None:
             return parse(self._memory.packed_on_host(self._target, self.plan), max_nbytes=1 << 63)
@@ -200,9 +246,13 @@ class Buffer:
         return parsed
 
     def packed(self) -> Any:
-        """The canonical bytes without slack: uint8, shape (nbytes,), in the input's library.
+        """Copy the canonical bytes, without slack.
 
-        Raises FormatError("dynamic_overflow") if the buffer overflowed.
+        Returns:
+            uint8, shape ``(nbytes,)``, in the input's library and on its device.
+
+        Raises:
+            FormatError: With the reason ``"dynamic_overflow"`` if the buffer overflowed.
         """
         if self._memory is not None:
             return self._memory.packed(self._target, self.plan)
@@ -255,10 +305,10 @@ class Buffer:
 
 
 def parsed_source(src: Any, max_nbytes: int | None) -> Parsed:
-    """A Buffer, bytes-like object or uint8 array after the checks of `engine.parse`.
+    """A Buffer, bytes-like object or uint8 array after the checks of ``engine.parse``.
 
-    `max_nbytes` None is no limit for a Buffer, and the default for bytes. What readers of files
-    have parsed comes back as it is.
+    ``max_nbytes`` None sets no limit for a Buffer, and the default limit for bytes. A parsed buffer
+    is returned unchanged.
     """
     if isinstance(src, Parsed):
         return src

@@ -1,4 +1,4 @@
-"""The public codec value: validated parameters, plans, and encode / decode for any array."""
+"""The public codec value, and ``encode`` and ``decode`` for arrays of any library."""
 
 from __future__ import annotations
 
@@ -41,38 +41,60 @@ Source = Any
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec with its parameters. Hashable, comparable, safe to share between threads."""
+    """A codec with its parameters, as ``tightwire.codec`` makes it.
+
+    Immutable, hashable, comparable and safe to share between threads. All methods take arrays of
+    NumPy, PyTorch, CuPy and JAX.
+
+    Args:
+        spec: The parameters, a dataclass of ``tightwire.codecs``, such as
+            ``tightwire.codecs.mx.Mx``.
+
+    Example:
+        >>> import tightwire as tw
+        >>> tw.codec("mx", element="e4m3") == tw.codec("mx")
+        True
+        >>> tw.codec("mx").lossless
+        False
+    """
 
     spec: CodecSpec
 
     @property
     def name(self) -> str:
-        """The codec's name on the wire."""
+        """Name of the codec, such as ``"zipccl"``."""
         return self.spec.name
 
     @property
     def lossless(self) -> bool:
-        """True if decode returns the input bit for bit."""
+        """True if decoding returns the input bit for bit."""
         return self.spec.lossless
 
     @property
     def homomorphic(self) -> bool:
-        """True if adding wire sections element by element encodes the sum."""
+        """True if adding the payload elements of two buffers encodes the sum of their tensors."""
         return self.spec.homomorphic
 
     @property
     def round_trips(self) -> bool:
-        """False if what decodes is another tensor than what was encoded: sdp4bit half rotated."""
+        """False if decoding returns another tensor than was encoded.
+
+        That is so for sdp4bit with ``rotate="encode"`` or ``"decode"``, which do half of a
+        rotation.
+        """
         return self.spec.round_trips
 
     @property
     def reduce_op(self) -> ReduceOp | None:
-        """How ranks combine `measure` before encoding, None if they need not."""
+        """How ranks combine the results of ``measure`` before they encode.
+
+        ``"sum"``, ``"max"`` or ``"or"``; None if they need not agree.
+        """
         return self.spec.reduce_op
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Element types that this codec codes; others go through raw."""
+        """Names of the dtypes that this codec compresses; tensors of others are stored raw."""
         return self.spec.dtypes
 
     def plan(
@@ -84,11 +106,29 @@ class Codec:
         dynamic_capacity: int | None = None,
         checksum: bool = True,
     ) -> Plan:
-        """Every size and offset of a buffer for `shape` and `dtype`, before any data is seen.
+        """Compute every size and offset of a buffer before any data is seen.
 
-        `dtype` is a name ("bfloat16", or short: bf16, fp16, fp32, fp64, e4m3, e5m2), a NumPy dtype
-        or a library's dtype. `dynamic_capacity` fixes the bytes of each chunk's dynamic slot (fixed
-        rate). Raises TypeError or ValueError for bad calls.
+        Args:
+            shape: Shape of the tensor.
+            dtype: Its element type: a name (``"bfloat16"``, or short: bf16, fp16, fp32, fp64, e4m3,
+                e5m2), a NumPy dtype or a dtype of another library.
+            chunks: Number of chunks, which can be decoded independently. None: as few as the codec
+                allows.
+            dynamic_capacity: Bytes of each chunk's dynamic slot, for a fixed rate. None: enough for
+                any data.
+            checksum: Whether the buffer has checksums.
+
+        Returns:
+            The plan. ``plan.nbytes`` is what to allocate.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If a value is out of range.
+
+        Example:
+            >>> import tightwire as tw
+            >>> tw.codec("mx", element="e2m1").plan((1024, 1024), "bfloat16").nbytes
+            557184
         """
         if not isinstance(shape, Sequence) or isinstance(shape, str):
             raise TypeError(f"shape is {shape!r}; allowed: a tuple of integers")
@@ -97,10 +137,21 @@ class Codec:
         return make_plan(self.spec, kind, sizes, chunks, dynamic_capacity, checksum)
 
     def measure(self, x: Any, *, backend: str | None = None) -> Any:
-        """Statistics that ranks may agree on and pass to encode() as `stats`, or None.
+        """Compute the statistics that ranks may agree on and pass to ``encode`` as ``stats``.
 
-        A NumPy array; of a GPU array one of its library on its device, int64 (JAX: int32), or what
-        the codec measures in float32 or uint8, without waiting for it (JAX: it waits).
+        Args:
+            x: The array to measure.
+            backend: As in ``encode``.
+
+        Returns:
+            A small array that ranks combine by ``reduce_op``, or None if the codec has no use for
+            it. Its shape and dtype are in the codec's documentation. For an array on a GPU it is on
+            that device and in the same library, integers as int64 (JAX: int32), and the device is
+            not waited for (JAX: it is).
+
+        Raises:
+            TypeError: If ``x`` is not an array.
+            ValueError: If the backend is unknown, missing or does not reach ``x``.
         """
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -125,19 +176,43 @@ class Codec:
         threads: int | None = None,
         backend: str | None = None,
     ) -> Buffer:
-        """Encode an array of any shape into a Buffer; `x` is never modified.
+        """Encode an array of any shape into a ``Buffer``. ``x`` is never modified.
 
-        `out` is a Buffer to reuse or a writable uint8 array of at least `plan.nbytes`, on the host
-        or, 16-byte aligned, on the GPU of `x`. `threads` None uses every processor where the size
-        is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest.
-        `key` is what codecs that round at random draw by; others only look whether it is one.
+        Arrays on a GPU are encoded there, on the current stream (of PyTorch or CuPy; JAX arrays use
+        PyTorch's), without waiting for the device. Where Triton or a kernel for the dtype is
+        missing they are encoded on the host.
 
-        GPU arrays are encoded where they are, on the current stream (PyTorch's, CuPy's; a JAX array
-        on PyTorch's), without waiting for the device; so that nothing is allocated give `out` and
-        `scratch`, uint8 on that GPU, 16-byte aligned, of at least `plan.scratch_nbytes`. Where
-        Triton or a kernel for the dtype is missing they are encoded on the host.
+        Args:
+            x: The array.
+            stats: Statistics that ranks have agreed on, as ``measure`` returns them. None: the
+                codec measures ``x``.
+            key: Seed of codecs that round at random; other codecs check its type only.
+            out: A ``Buffer`` to reuse, or a writable uint8 array of at least ``plan.nbytes`` bytes,
+                on the host or, aligned to 16 bytes, on the GPU of ``x``. With ``out`` and
+                ``scratch`` nothing is allocated.
+            scratch: Work memory on the GPU of ``x``: uint8, aligned to 16 bytes, of at least
+                ``plan.scratch_nbytes`` bytes.
+            chunks: As in ``plan``.
+            dynamic_capacity: As in ``plan``.
+            checksum: Whether the buffer gets checksums.
+            threads: Most threads on the host. None: every processor where the size is worth it.
+            backend: ``"ref"`` or ``"cpu"`` (host), ``"triton"`` (GPU), or None for the fastest.
 
-        Raises TypeError or ValueError for bad calls, as without `key` where the codec draws.
+        Returns:
+            The buffer, in the memory of ``out`` if that is given.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If a value is out of range, the codec needs a ``key`` and none is passed,
+                ``out`` is too small or overlaps ``x``, or the backend is missing.
+
+        Example:
+            >>> import numpy as np
+            >>> import tightwire as tw
+            >>> x = np.linspace(-1, 1, 4096, dtype=np.float32)
+            >>> buf = tw.codec("nvfp4").encode(x)
+            >>> x.nbytes, buf.nbytes
+            (16384, 2560)
         """
         if isinstance(x, Buffer):
             raise TypeError(
@@ -193,22 +268,49 @@ class Codec:
     def decode(
         self, src: Source, *, out: Any = None, scratch: Any = None, max_nbytes: int | None = None
     ) -> Any:
-        """See `tightwire.decode`; the codec that decodes is the one that the buffer names."""
+        """Decode a buffer; see ``tightwire.decode``.
+
+        The buffer names its codec, which decodes it whatever this codec is.
+
+        Args:
+            src: As in ``tightwire.decode``.
+            out: As in ``tightwire.decode``.
+            scratch: As in ``encode``.
+            max_nbytes: As in ``tightwire.decode``.
+
+        Returns:
+            The decoded array.
+
+        Raises:
+            FormatError: If the bytes are not a valid buffer.
+            TypeError: If an argument has a wrong type.
+            ValueError: If ``out`` does not fit.
+        """
         return decode(src, out=out, scratch=scratch, max_nbytes=max_nbytes)
 
     def decode_add(self, src: Source, acc: Any, *, scratch: Any = None) -> Any:
-        """Decode `src` and add it to `acc` (same shape, any float dtype) in place.
+        """Decode ``src`` and add it to ``acc`` in place.
 
-        The decoded values, floats as well, are rounded to `acc`'s dtype, then added in it. Returns
-        `acc`, which is to autograd as `out` of `tightwire.decode`. On the host checksums and
-        padding are checked first, and a codec that can adds to float32 in one pass. On a
-        GPU nothing waits; bfloat16, float16 and float32 are added in the same pass that decodes
-        them if `acc` is float32 or of the buffer's dtype. `scratch` is that of `encode`. `acc` is
-        undefined after FormatError("bad_payload"), which later chunks may raise when others have
-        been added, and on a GPU after any error.
+        The decoded values are rounded to the dtype of ``acc`` and then added in it. On the host
+        checksums and padding are checked first, and codecs that can add to float32 in one pass. On
+        a GPU nothing waits; bfloat16, float16 and float32 are added in the pass that decodes them
+        if ``acc`` is float32 or has the dtype of the buffer.
 
-        Raises FormatError for a damaged buffer, TypeError or ValueError for an `acc` that cannot
-        take the sum or overlaps `src`.
+        Args:
+            src: As in ``tightwire.decode``.
+            acc: A writable array of the buffer's shape, of any float dtype. To autograd it is what
+                ``out`` of ``tightwire.decode`` is.
+            scratch: As in ``encode``.
+
+        Returns:
+            ``acc``.
+
+        Raises:
+            FormatError: If the buffer is damaged. ``acc`` is undefined after the reason
+                ``"bad_payload"``, since other chunks may have been added, and on a GPU after any
+                error.
+            TypeError: If the dtype of ``acc`` or of the buffer is not a float.
+            ValueError: If ``acc`` has another shape, is read-only or overlaps ``src``.
         """
         info = arrays.describe(acc)
         gpu = device_for(None, src, acc)
@@ -250,18 +352,36 @@ class Codec:
         checksum: bool = True,
         backend: str | None = None,
     ) -> Buffer:
-        """Decode `src`, add the local array `x` to it, encode the sum with this codec.
+        """Decode ``src``, add the local array ``x``, and encode the sum with this codec.
 
-        `x` has the shape of the buffer, and its float dtype or, if that is narrower, float32. The
-        sum is taken in float32 (float64 for float64) and rounded to the dtype of the buffer. Where
-        the codec can, and `src` is of the plan that the sum gets (`chunks` and `checksum` among it;
-        of sdp4bit, but for its parameters), all of it is one pass (on the host only of `x` in the
-        buffer's dtype, of dynamiq and mx of float32 too); nvfp4 needs another one on a GPU unless
-        `stats` are given. In one pass, and without `stats`, dynamiq keeps the widths of `src`, and
-        mx scales that are agreed on; else they are chosen anew, by the stats or by what the sum
-        measures. `out` may be the memory of
-        `src` but not overlap `x`. On a GPU nothing waits; damage of `src` is raised by
-        `src.check()`.
+        The step of sums over several hops. The sum is taken in float32 (float64 for float64) and
+        rounded to the dtype of the buffer. It is one pass where the codec has a kernel for it and
+        ``src`` has the plan that the sum gets, ``chunks`` and ``checksum`` included (for sdp4bit
+        the parameters may differ). On the host ``x`` must then have the dtype of the buffer;
+        dynamiq and mx also take float32. nvfp4 needs a second pass on a GPU unless ``stats`` are
+        given.
+
+        Args:
+            src: As in ``tightwire.decode``.
+            x: The local term, of the buffer's shape and float dtype, or float32 where that is
+                wider.
+            stats: As in ``encode``. Without them dynamiq keeps the widths of ``src``, and mx with
+                ``scale_rule="agreed"`` its scales, if the sum is one pass; otherwise the sum is
+                measured.
+            key: As in ``encode``.
+            out: As in ``encode``. It may be the memory of ``src`` but not overlap ``x``.
+            scratch: As in ``encode``.
+            chunks: As in ``encode``.
+            checksum: As in ``encode``.
+            backend: As in ``encode``.
+
+        Returns:
+            The buffer of the sum.
+
+        Raises:
+            FormatError: If ``src`` is damaged; on a GPU ``src.check()`` raises it.
+            TypeError: If an argument has a wrong type.
+            ValueError: If shapes or dtypes do not match, or ``out`` does not fit.
         """
         info = arrays.describe(x)
         _need_float(info.dtype, "x")
@@ -338,7 +458,17 @@ class Codec:
         )
 
     def require_key(self, x: Any, key: Any) -> None:
-        """Raise TypeError or ValueError if `key` is not what encoding `x` needs."""
+        """Check that ``key`` is what encoding ``x`` needs.
+
+        Args:
+            x: The array to encode.
+            key: The key, or None.
+
+        Raises:
+            TypeError: If ``key`` is not a ``Key``.
+            ValueError: If the codec rounds at random and ``key`` is None, or a number is out of
+                range.
+        """
         check_key(key, self.spec.max_world)
         # However few elements there are: small tensors are stored raw, and the next may be large.
         if key is None and self.spec.draws and arrays.describe(x).dtype.name in self.dtypes:
@@ -359,7 +489,26 @@ class Codec:
 
 @default_floats()
 def codec(name: str, **params: Any) -> Codec:
-    """The codec called `name` with its parameters; ValueError or TypeError says what is allowed."""
+    """Make a codec from its name and parameters.
+
+    Args:
+        name: One of ``codecs()``.
+        **params: Parameters of the codec; the page "Choosing a codec" and the classes of
+            ``tightwire.codecs`` list them.
+
+    Returns:
+        The codec.
+
+    Raises:
+        TypeError: If a parameter is unknown or has a wrong type. The message lists what is allowed.
+        ValueError: If the name is unknown or a value is not allowed. The message lists what is
+            allowed.
+
+    Example:
+        >>> import tightwire as tw
+        >>> tw.codec("mx", element="e2m1").name
+        'mx'
+    """
     spec = spec_class(name)
     if not params:
         return _plain_codec(name)
@@ -379,7 +528,13 @@ def _plain_codec(name: str) -> Codec:
 
 
 def codecs() -> tuple[str, ...]:
-    """Names of all codecs."""
+    """Names of all codecs.
+
+    Example:
+        >>> import tightwire as tw
+        >>> "zipccl" in tw.codecs()
+        True
+    """
     return tuple(CODEC_IDS)
 
 
@@ -397,7 +552,39 @@ def encode(
     threads: int | None = None,
     backend: str | None = None,
 ) -> Buffer:
-    """Encode an array with a codec or the one of that name; see `Codec.encode`."""
+    """Encode an array of any library into a ``Buffer``. ``x`` is never modified.
+
+    Args:
+        x: The array, of any shape, on the host or a GPU.
+        codec: A codec or its name, which stands for its default parameters.
+        stats: As in ``Codec.encode``.
+        key: As in ``Codec.encode``.
+        out: As in ``Codec.encode``.
+        scratch: As in ``Codec.encode``.
+        chunks: As in ``Codec.encode``.
+        dynamic_capacity: As in ``Codec.encode``.
+        checksum: As in ``Codec.encode``.
+        threads: As in ``Codec.encode``.
+        backend: As in ``Codec.encode``.
+
+    Returns:
+        The buffer: header, result records, and the encoded chunks.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is out of range, the codec needs a ``key`` and none is passed, or
+            ``out`` does not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> x = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32)
+        >>> buf = tw.encode(x)
+        >>> buf.nbytes < 0.9 * x.nbytes
+        True
+        >>> np.array_equal(tw.decode(bytes(buf)), x)
+        True
+    """
     return as_codec(codec).encode(
         x,
         stats=stats,
@@ -425,27 +612,49 @@ def decode(
     threads: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Decode a Buffer, bytes-like object or uint8 array into an array.
+    """Decode a buffer into an array.
 
-    The result is in the library of the encoded tensor (a Buffer), of `src` (a uint8 array) or
-    NumPy (bytes); `like`, an array or a library's name, chooses another. `out`, an array of the
-    right dtype and shape, is filled and returned; after an error its contents are undefined. To
-    autograd a tensor was written to as by `Tensor.copy_`, except that one that requires grad, leaf
-    or not, is refused outside of torch.no_grad().
+    Whole chunks are checked whole: checksum, padding and payload. Of a chunk that is decoded in
+    part the tiles in use are checked (specs/buffer.md, "Partial decoding"). Header and records are
+    always checked.
 
-    `start` and `stop` select flat elements: the result then has shape (stop - start,), and only
-    the tiles that hold them are decoded. Chunks that are decoded whole are checked whole: checksum,
-    padding, payload. Of a chunk that is decoded in part the tiles touched are checked (specs/
-    buffer.md, "Partial decoding"), and with `verify=True` all of it, which decodes it whole. Header
-    and records are always checked. `verify=False` leaves checksums and padding out.
+    A result on a GPU is decoded there; bytes of the host are uploaded first, and the host checks
+    header and records before. A ``Buffer`` on that GPU is decoded without waiting for the device:
+    damage is raised by ``Buffer.check()``, or at once with ``verify=True``.
 
-    A result on a GPU is decoded there, from bytes of the host after an upload, as `Codec.encode`
-    says of streams and `scratch`. A Buffer on that GPU is decoded without waiting for the device:
-    its damage is raised by `Buffer.check()`, or at once with `verify=True`. Of anything else the
-    host checks header and records first, and damage is raised at once.
+    Args:
+        src: A ``Buffer``, a bytes-like object, or a uint8 array of any library.
+        out: An array of the right dtype and shape to fill. After an error its contents are
+            undefined. Autograd sees a write as by ``Tensor.copy_``; a tensor that requires grad is
+            refused outside of ``torch.no_grad()``.
+        like: An array or a library's name, which says where the result goes. None: the library of
+            the encoded tensor (for a ``Buffer``) or of ``src`` (for an array), NumPy for bytes.
+        start: First flat element to decode; with it or ``stop`` the result has the shape ``(stop -
+            start,)``, and only the tiles that hold these elements are decoded.
+        stop: One past the last flat element to decode.
+        max_nbytes: Most bytes that the whole tensor may have. None is 64 GiB, and for a ``Buffer``
+            no limit.
+        verify: True checks chunks whole that are decoded in part, which decodes them whole. False
+            leaves out checksums and padding.
+        scratch: As in ``Codec.encode``.
+        threads: As in ``Codec.encode``.
+        backend: As in ``Codec.encode``.
 
-    Raises FormatError if the bytes are not a valid buffer or the whole tensor has more than
-    `max_nbytes` bytes; None is 64 GiB, and for a Buffer no limit.
+    Returns:
+        ``out``, or a new array of the encoded shape and dtype.
+
+    Raises:
+        FormatError: If the bytes are not a valid buffer, or the tensor is larger than
+            ``max_nbytes``.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is out of range, or ``out`` does not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> buf = tw.encode(np.arange(10, dtype=np.float32))
+        >>> tw.decode(buf, start=2, stop=5)
+        array([2., 3., 4.], dtype=float32)
     """
     if max_nbytes is not None:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)
@@ -550,7 +759,7 @@ def _need_float(dtype: DType, what: str) -> None:
 
 
 def thread_count(threads: int | None) -> int:
-    """`threads` if it is a number of threads, every processor if it is None."""
+    """``threads`` if it is a number of threads, and the number of processors for None."""
     if threads is None:
         return cpu_count()
     if integer("threads", threads) < 1:

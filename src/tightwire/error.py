@@ -1,4 +1,4 @@
-"""How far a decoded array is from its original: what lossy codecs are measured by."""
+"""How far a decoded array is from its original: the measure of lossy codecs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _Doubles = npt.NDArray[np.float64]
 
 
 class Error(NamedTuple):
-    """What `error` found.
+    """The result of ``tightwire.error``.
 
-    `vnmse` is sum((x - y)^2) / sum(x^2), the vector-normalised mean squared error of DynamiQ and
-    THC; `max` the largest |x - y|; `cosine` the cosine of the angle between x and y.
+    Attributes:
+        vnmse: ``sum((x - y)^2) / sum(x^2)``, the vector-normalised mean squared error (DynamiQ,
+            section 5; THC).
+        max: The largest ``|x - y|``.
+        cosine: The cosine of the angle between ``x`` and ``y``.
     """
 
     vnmse: float
@@ -30,14 +33,33 @@ class Error(NamedTuple):
 
 @default_floats()
 def error(x: Any, y: Any) -> Error:
-    """Compare `y` with the original `x`: arrays of any library, one shape and real dtypes.
+    """Compare a decoded array with its original.
 
-    Computed on the host in float64, on values scaled so that no square is infinite or lost;
-    integers that it does not tell apart are subtracted before, and differences beyond it infinite.
-    Where both are all zero the vNMSE is 0 and the cosine 1; where only one is, the cosine is 0, and
-    where that is `x` the vNMSE infinity. Elements that are the same infinity in both count as
-    zeros; with any other that is infinite or not a number all three are NaN. Empty arrays are
-    equal. Raises TypeError for complex numbers and ValueError for shapes that differ.
+    Computed on the host in float64, on values that are scaled so that no square overflows or
+    underflows. Integers that float64 cannot tell apart are subtracted exactly first. Differences
+    above the largest float64 count as infinite.
+
+    Where both arrays are zero, ``vnmse`` is 0 and ``cosine`` 1. Where one is zero, ``cosine`` is 0,
+    and if that is ``x``, ``vnmse`` is infinite. Elements that are the same infinity in both count
+    as zeros. With any other infinity or NaN all three are NaN. Empty arrays are equal.
+
+    Args:
+        x: The original, of any library and real dtype.
+        y: The decoded array, of the same shape and any real dtype.
+
+    Returns:
+        The three measures.
+
+    Raises:
+        TypeError: If a dtype is complex.
+        ValueError: If the shapes differ.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> x = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+        >>> tw.error(x, tw.decode(tw.encode(x, "mx"))).vnmse < 0.001
+        True
     """
     infos = arrays.describe(x), arrays.describe(y)
     for info in infos:

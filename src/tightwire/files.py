@@ -1,4 +1,4 @@
-"""Compressed safetensors files (specs/container.md): written whole or not at all, read lazily."""
+"""Compressed safetensors files (specs/container.md): written atomically, read lazily."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Draft:
     def finish(self, file: BinaryIO, sizes: Mapping[str, int], data_at: int) -> None:
         """Write the plain tensors and the header of a file whose buffers are written.
 
-        Buffers of these `sizes` lie behind one another from `data_at` on, in the order of `plans`.
+        Buffers of these `sizes` follow one another from `data_at` on, in the order of `plans`.
         """
         entries = {}
         at = 0
@@ -132,7 +132,7 @@ class Draft:
 
 
 class Encoded(NamedTuple):
-    """Packed buffers that lie behind one another: the size of each, and the bytes of all."""
+    """Packed buffers that follow one another: the size of each, and the bytes of all."""
 
     sizes: list[int]
     data: Bytes
@@ -189,19 +189,37 @@ def save_file(
 ) -> None:
     """Write arrays of any library as a compressed safetensors file.
 
-    `tensors` is names to arrays, or nested dicts, lists and tuples of arrays, text, numbers, bytes
-    and None, as state_dicts of optimizers are: `load_file` gives the same back. Names of one and
-    the same memory (tied weights) are stored once. An open `File` is loaded for it: nested states,
-    tied names and, unless `metadata` is given, its metadata stay.
+    All processors encode, with about 128 MiB of work memory or that of the four largest tensors.
+    PyTorch tensors of one GPU are encoded there, about 128 MiB at a time, while packed bytes are
+    copied to the host and written by threads.
 
-    `path` is a path, a URL for fsspec, or a binary file object, which is written from its present
-    position on. Nothing is uploaded, and to file objects but BytesIO and files of the system
-    nothing is written, before all tensors are encoded.
+    A file at a path appears atomically: readers see the old file or the new one. To a URL, or to a
+    file object other than ``io.BytesIO`` and files of the system, nothing is written before all
+    tensors are encoded.
 
-    All threads encode, in some 128 MiB of memory or that of four of the largest tensors. PyTorch's
-    tensors of one GPU are encoded there, some 128 MiB at a time, while packed bytes cross the bus
-    and are written by threads. At a path the file appears whole or not at all. Raises TypeError or
-    ValueError for a bad call, OSError if the disk fails.
+    Args:
+        tensors: Names to arrays, or nested dicts, lists and tuples of arrays, strings, numbers,
+            bytes and None, such as the ``state_dict()`` of an optimizer; ``load_file`` returns the
+            same. Names that share memory (tied weights) are stored once. An open ``File`` is
+            loaded; its nesting, tied names and (unless ``metadata`` is given) metadata are kept.
+        path: A path, a URL for fsspec, or a binary file object, which is written from its present
+            position on.
+        codec: A codec or its name.
+        metadata: Text to text, stored in the header.
+        threads: Most threads; None: every processor.
+
+    Raises:
+        TypeError: If an argument has a wrong type, or safetensors has no name for a dtype.
+        ValueError: If a name, a key of the metadata or the nesting is not allowed.
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> weights = {"a": np.ones((2, 3), np.float32), "b": np.arange(4)}
+        >>> tw.save_file(weights, "weights.tw.safetensors")
+        >>> tw.load_file("weights.tw.safetensors")["b"]
+        array([0, 1, 2, 3])
     """
     chosen = as_codec(codec)
     # The target is opened first: lazy tensors may move the position of one file object.
@@ -342,10 +360,28 @@ def dumps(
     *,
     threads: int | None = None,
 ) -> bytes:
-    """Many arrays of any library as one message, which `loads` reads.
+    """Encode many arrays into one message, which ``loads`` reads.
 
-    `tensors` is what `save_file` takes, and the bytes are those of the file that it writes.
-    Raises TypeError or ValueError for a bad call.
+    The message has the bytes of the file that ``save_file`` writes.
+
+    Args:
+        tensors: As in ``save_file``.
+        codec: A codec or its name.
+        threads: Most threads; None: every processor.
+
+    Returns:
+        The message.
+
+    Raises:
+        TypeError: If an argument has a wrong type, or safetensors has no name for a dtype.
+        ValueError: If a name or the nesting is not allowed.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> message = tw.dumps({"a": np.ones(2, np.float32), "step": 7})
+        >>> tw.loads(message)
+        {'a': array([1., 1.], dtype=float32), 'step': 7}
     """
     message = io.BytesIO()
     save_file(tensors, message, codec, threads=threads)
@@ -359,11 +395,24 @@ def loads(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> Any:
-    """The arrays of a message by `dumps`, checked, in the dict or list that it was given.
+    """Decode a message of ``dumps``.
 
-    `data` is bytes-like or a uint8 array; the contents of a compressed file will do. `like`, an
-    array or a library's name, says which library the arrays belong to. Raises FormatError for
-    bytes that are no such message, or whose arrays need more than `max_nbytes` bytes together.
+    Everything is checked. The contents of a compressed file are such a message too.
+
+    Args:
+        data: Bytes-like or a uint8 array.
+        like: An array or a library's name, which says where the arrays go.
+        max_nbytes: Most bytes that all arrays together may have.
+        threads: Most threads; None: every processor.
+
+    Returns:
+        The arrays in the dict or list that ``dumps`` was given.
+
+    Raises:
+        FormatError: If the bytes are not such a message, or the arrays have more than
+            ``max_nbytes`` bytes.
+        TypeError: If ``data`` or ``like`` has a wrong type.
+        ValueError: If ``like`` is not a known library.
     """
     max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     try:
@@ -386,26 +435,35 @@ def load_file(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> Any:
-    """Every tensor of a compressed safetensors file, checked, by name.
+    """Read every tensor of a compressed safetensors file.
 
-    If `save_file` was given nested dicts or lists, the same nesting comes back. Tied names give one
-    array. `path` is a path, a URL for
-    fsspec, a binary file object, read from its present position to its end, bytes-like or a uint8
-    array.
+    Everything is checked. To a GPU the compressed bytes are copied, and decoded and checked there,
+    in the order of the current stream; reading, copies and kernels overlap.
 
-    `like`, an array or a library's name, says where they go; None is NumPy. To a GPU the compressed
-    bytes cross the bus, and are decoded and checked there, in the order of the current stream;
-    reading, copies and kernels overlap. `max_nbytes` bounds each tensor. Raises FormatError,
-    OSError, and torch.OutOfMemoryError where a GPU has too little memory.
+    Args:
+        path: A path, a URL for fsspec, a binary file object (read from its present position to its
+            end), bytes-like, or a uint8 array.
+        like: An array or a library's name, which says where the tensors go; None is NumPy.
+        out: Arrays to fill, by all names of the tensors (for nested states the names that
+            ``tightwire.open`` has): NumPy, PyTorch and CuPy, each on its own device. Contiguous
+            arrays of the file's dtype are decoded into without a copy; others are converted as by
+            ``Tensor.copy_``, one tensor at a time. Autograd sees writes as with
+            ``tightwire.decode``. Where two tensors of the file have one memory in ``out``, one of
+            them wins.
+        max_nbytes: Most bytes that one tensor may have.
+        threads: Most threads; None: every processor.
 
-    `out`, by all names of the tensors (of nested states, the names that `tightwire.open` gives),
-    has arrays to fill, of NumPy, PyTorch and CuPy, each on its own device; the result is a dict of
-    them. Contiguous arrays of the file's dtype are decoded straight into; others get a copy, with
-    the conversion of `Tensor.copy_`, one tensor at a time. Names, shapes and headers are checked
-    before anything is written: ValueError if `out` lacks a name, has one more or another shape,
-    TypeError for what is no array to write to. After a later error the contents are undefined. To
-    autograd `out` is as that of `tightwire.decode`. Where two tensors of the file go to one memory,
-    one of them is there in the end.
+    Returns:
+        Names to arrays, or the nested dicts and lists that ``save_file`` was given. Tied names have
+        one array.
+
+    Raises:
+        FormatError: If the file is damaged, not compressed, or has a tensor of more than
+            ``max_nbytes`` bytes. The contents of ``out`` are then undefined.
+        OSError: If the file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        TypeError: If a value of ``out`` is not an array that can be written to.
+        ValueError: If ``out`` lacks a name, has an unknown one, or an array of another shape.
+            Names, shapes and headers are checked before anything is written.
     """
     # It needs this module.
     from .loading import load_files

@@ -1,7 +1,7 @@
-"""Sums of homomorphic buffers without decoding them, and what an index of lhc means for peeling.
+"""Sums of homomorphic buffers without decoding them, and how an index of lhc will peel.
 
-Ranks agree on what they measure (`Codec.measure`, by `Codec.reduce_op`: lhc by bitwise OR, thc and
-omnireduce by maximum), encode with it as `stats`, and reduce their cells by any transport:
+Ranks agree on what they measure (by ``Codec.reduce_op``: lhc by bitwise OR, thc and omnireduce by
+maximum), encode with it as ``stats``, and add their payload elements over any transport::
 
     stats = all_reduce(codec.measure(x), codec.reduce_op)
     buf = codec.encode(x, stats=stats)
@@ -9,7 +9,7 @@ omnireduce by maximum), encode with it as `stats`, and reduce their cells by any
     seal(buf)
     total = tw.decode(buf)
 
-After TAGC, algorithm 1. "Sums" on the codecs' pages in specs/ says what is exact.
+Source: TAGC, algorithm 1. "Sums" on the codecs' pages in specs/ says what is exact.
 """
 
 from __future__ import annotations
@@ -39,12 +39,24 @@ INDEX_MODES = ("or", "4bit", "1bit")
 
 
 def sketch(buf: Buffer, chunk: int = 0) -> Any:
-    """The cells of a chunk, of the codec's cell dtype, shape (cells,), a view of the buffer.
+    """The payload elements of a chunk, which add up: a view of the buffer.
 
-    In the library and on the device of the buffer (JAX, and CuPy where the host encodes: a copy;
-    PyTorch: int16 for uint16, which it does not add). Once changed, the chunk's checksum is wrong
-    until `seal`. Raises ValueError if the buffer is not of a homomorphic codec, TypeError if `buf`
-    is no Buffer, and for CuPy and bfloat16 cells.
+    In the library and on the device of the buffer. For JAX, and for CuPy where the host encodes, it
+    is a copy. For PyTorch uint16 becomes int16, since PyTorch does not add uint16. Once they are
+    changed, the checksum of the chunk is wrong until ``seal``.
+
+    Args:
+        buf: A buffer of a homomorphic codec.
+        chunk: Number of the chunk.
+
+    Returns:
+        Shape ``(n,)``: for lhc and omnireduce floats, for thc unsigned integers.
+
+    Raises:
+        IndexError: If there is no such chunk.
+        TypeError: If ``buf`` is not a ``Buffer``, and for bfloat16 elements in CuPy, which has no
+            such dtype.
+        ValueError: If the codec is not homomorphic.
     """
     spec = _spec(buf)
     kind = spec.cell_dtype(buf.plan.dtype)
@@ -56,11 +68,20 @@ def sketch(buf: Buffer, chunk: int = 0) -> Any:
 
 
 def seal(buf: Buffer) -> Buffer:
-    """Write the checksums of a buffer on the host anew, after its cells were changed; gives `buf`.
+    """Write the checksums of a buffer on the host again, after its payload elements were changed.
 
-    Whatever the buffer holds counts as right from then on. Nothing to do without checksums.
-    Raises TypeError if `buf` is no Buffer, ValueError for a buffer with checksums in GPU memory:
-    encode with `checksum=False`.
+    Whatever the buffer holds counts as right from then on. Does nothing without checksums.
+
+    Args:
+        buf: A buffer of a homomorphic codec.
+
+    Returns:
+        ``buf``.
+
+    Raises:
+        TypeError: If ``buf`` is not a ``Buffer``.
+        ValueError: If the codec is not homomorphic, or the buffer has checksums and is in GPU
+            memory: encode with ``checksum=False``.
     """
     _spec(buf)
     if buf.plan.checksum:
@@ -72,11 +93,33 @@ def seal(buf: Buffer) -> Buffer:
 
 @default_floats()
 def add(first: Buffer, *others: Buffer) -> Buffer:
-    """The buffer of the sum, made of buffers on the host that were encoded with the same stats.
+    """Add buffers on the host that were encoded with the same ``stats``.
 
-    Cells are added in their dtype, from left to right. Raises FormatError for a damaged buffer,
-    TypeError for what is no Buffer, and ValueError if plans, indexes, norms or seeds of signs
-    differ, or cells do not hold such a sum or one that is given.
+    Payload elements are added in their dtype, from left to right.
+
+    Args:
+        first: A buffer of a homomorphic codec.
+        *others: Buffers of the same plan.
+
+    Returns:
+        A new buffer, which decodes to the sum.
+
+    Raises:
+        FormatError: If a buffer is damaged.
+        TypeError: If an argument is not a ``Buffer``.
+        ValueError: If plans, indexes, norms or seeds of signs differ, or the sum is of more ranks
+            than the payload elements can hold.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> from tightwire import homomorphic
+        >>> codec = tw.codec("omnireduce", bits=8, block=64)
+        >>> x, y = np.ones(4096, np.float32), np.full(4096, 2, np.float32)
+        >>> stats = np.maximum(codec.measure(x), codec.measure(y))
+        >>> total = homomorphic.add(codec.encode(x, stats=stats), codec.encode(y, stats=stats))
+        >>> float(tw.decode(total).max())
+        3.0
     """
     spec = _spec(first)
     for buf in (first, *others):
@@ -120,7 +163,19 @@ def _spec(buf: Buffer) -> CodecSpec:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an index, that of all ranks, means for a codec. Numbers are of all chunks together."""
+    """How an index, that of all ranks, peels in a codec. Numbers are of all chunks together.
+
+    Source: TAGC, section 2.2; specs/lhc.md, "Peeling".
+
+    Attributes:
+        spec: The codec.
+        dtype: Element type of the tensor.
+        nelem: Number of elements of the tensor.
+        chunk_nelem: Number of elements of a whole chunk.
+        occupied: Elements in the index.
+        peeled: Those of them that are recovered exactly.
+        rounds: Rounds of peeling.
+    """
 
     spec: Lhc
     dtype: DType
@@ -134,38 +189,39 @@ class Diagnosis:
 
     @property
     def ratio(self) -> float:
-        """That of the codec."""
+        """The ratio of the codec."""
         return float(self.spec.ratio)
 
     @property
     def estimated(self) -> int:
-        """Elements that are not peeled."""
+        """Number of elements that are not peeled, whose values are estimates."""
         return self.occupied - self.peeled
 
     @property
     def density(self) -> float:
-        """Share of the elements that are in the index."""
+        """Share of the elements that are in the index, from 0 to 1."""
         return self.occupied / max(self.nelem, 1)
 
     @property
     def limit(self) -> float:
-        """The density up to which peeling is known to end, of elements in no special order.
+        """The density up to which peeling is known to end, for elements in no special order.
 
-        0 with the mapping "published", of which nothing is known.
+        0 with the mapping "published", for which no limit is known.
         """
         return SAFE_LOAD / self.ratio if self.spec.mapping == "rotated" else 0.0
 
     @property
     def structured(self) -> bool:
-        """Peeling has not ended, though the index is sparse enough for elements in no order.
+        """True if peeling did not end although the index is sparse enough for elements in no order.
 
-        So they are in one that meets with the mapping, such as whole rows in a small tensor.
+        The elements are then in an order that conflicts with the mapping, such as whole rows in a
+        small tensor.
         """
         return self.estimated > 0 and self.density <= self.limit
 
     @property
     def advice(self) -> str | None:
-        """What to change, if a value is estimated."""
+        """What to change if values are estimated, else None."""
         if not self.estimated:
             return None
         what = (
@@ -194,10 +250,22 @@ class Diagnosis:
 def diagnose(
     codec: str | Codec, index: Any, shape: tuple[int, ...], dtype: Any, *, chunks: int = 1
 ) -> Diagnosis:
-    """Peel an index (`Codec.measure`, agreed) as encoding `shape` and `dtype` would.
+    """Peel an index as encoding a tensor with it would.
 
-    Raises ValueError if the codec is not lhc, would store such a tensor raw, or the index has
-    another size.
+    Args:
+        codec: The codec lhc or its name.
+        index: The agreed result of ``Codec.measure``: uint8, one bit per element.
+        shape: Shape of the tensor.
+        dtype: Its element type.
+        chunks: Number of chunks.
+
+    Returns:
+        The result.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If the codec is not lhc or would store such a tensor raw, or the index has
+            another size.
     """
     chosen = as_codec(codec)
     plan = chosen.plan(shape, dtype, chunks=chunks)
@@ -218,17 +286,26 @@ def diagnose(
 
 
 class Sketched:
-    """A tensor encoded by lhc to be summed, without checksums, and what encoding has found out.
+    """A tensor encoded by lhc to be summed, without checksums, with the result of peeling.
 
-    On a GPU that has kernels nothing is peeled twice and nothing waits for the device, damage that
-    decoding finds is raised by `buffer.check()`; on the host it is raised at once. Raises
-    ValueError as `diagnose` and `Codec.encode` do.
+    On a GPU with kernels nothing is peeled twice and nothing waits for the device; damage that
+    decoding finds is raised by ``buffer.check()``. On the host it is raised at once.
+
+    Args:
+        codec: The codec lhc.
+        x: The tensor, of any shape.
+        index: The agreed index: uint8, one bit per element.
+        chunks: Number of chunks.
+        backend: As in ``Codec.encode``.
+
+    Raises:
+        TypeError: As ``Codec.encode``.
+        ValueError: As ``diagnose`` and ``Codec.encode``.
     """
 
     def __init__(
         self, codec: Codec, x: Any, index: Any, *, chunks: int = 1, backend: str | None = None
     ) -> None:
-        """Encode `x`, of any shape, with the agreed `index` as stats; see `Codec.encode`."""
         info = arrays.describe(x)
         self.codec, self._index = codec, index
         self.plan = codec.plan(info.shape, info.dtype.name, chunks=chunks, checksum=False)
@@ -244,9 +321,11 @@ class Sketched:
         )
 
     def counts(self) -> Any:
-        """Elements in the index, those of them that are peeled, rounds: int64, shape (3,).
+        """Elements in the index, those of them that are peeled, and rounds.
 
-        As in `Diagnosis`; a tensor on the device if kernels have encoded, else of NumPy.
+        Returns:
+            int64, shape ``(3,)``, as in ``Diagnosis``: a tensor on the device if kernels have
+            encoded, else a NumPy array.
         """
         if self._device is not None and self._work is not None:
             return self._device.peeling(self.plan, self._work)
@@ -255,7 +334,11 @@ class Sketched:
         return np.array([found.occupied, found.peeled, found.rounds])
 
     def diagnosis(self, counts: Sequence[int]) -> Diagnosis:
-        """The values of `counts` by name."""
+        """The values of ``counts`` by name.
+
+        Args:
+            counts: The three numbers, on the host.
+        """
         occupied, peeled, rounds = counts
         plan = self.plan
         assert isinstance(plan.codec, Lhc)
@@ -264,14 +347,26 @@ class Sketched:
         )
 
     def check(self) -> None:
-        """Raise FormatError for what decoding has found so far. Waits for the device."""
+        """Raise what decoding has found so far. Waits for the device.
+
+        Raises:
+            FormatError: If the sums are damaged.
+        """
         if self._work is not None:
             self.buffer.check()
 
     def decode(self, start: int, stop: int) -> Any:
-        """Elements `start` to `stop` of the buffer, whose cells may have been summed: shape (n,).
+        """Decode elements of the buffer, whose payload may have been summed with the same index.
 
-        The index must not have changed.
+        Args:
+            start: First flat element.
+            stop: One past the last.
+
+        Returns:
+            Shape ``(stop - start,)``.
+
+        Raises:
+            FormatError: If the payload is damaged; on a GPU by ``check()``.
         """
         if self._device is None or self._work is None:
             return decode(self.buffer.array, start=start, stop=stop)
@@ -293,13 +388,27 @@ def safe_codec(
     *,
     chunks: int = 1,
 ) -> Codec | None:
-    """`codec` if an index of `nelem` elements is sparse enough for its ratio, else a safer one.
+    """Choose a ratio that is safe for an index: ``codec`` itself, or one with a lower ratio.
 
-    That is the codec with the highest of the lower `ratios` for which it is, and by which a tensor
-    of `dtype` in `chunks` is not stored raw; None if there is none, and with the mapping
-    "published": the tensor should go uncompressed. It counts bits and does not peel (`Diagnosis`
-    has what becomes of an index with a structure); ranks with one index choose the same. Raises
-    ValueError if `codec` is not lhc, and for ratios that it does not take.
+    It counts bits and does not peel, so it takes no account of an index with a structure;
+    ``Diagnosis`` does. Ranks with the same index choose the same.
+
+    Args:
+        codec: The codec lhc or its name.
+        index: The agreed index: uint8, one bit per element.
+        nelem: Number of elements.
+        dtype: Element type of the tensor.
+        ratios: Lower ratios to try, in falling order.
+        chunks: Number of chunks.
+
+    Returns:
+        ``codec`` if the index is sparse enough, else the codec with the highest ratio for which it
+        is and that does not store the tensor raw. None if there is no such ratio, and with the
+        mapping "published": send the tensor uncompressed.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If ``codec`` is not lhc, or a ratio is not allowed.
     """
     chosen = as_codec(codec)
     spec = chosen.spec
@@ -322,14 +431,24 @@ def safe_codec(
 def index_to_reduce(
     index: Any, mode: str, world_size: int
 ) -> tuple[Any, Literal["bitwise_or", "sum"]]:
-    """The bytes of an index that `world_size` ranks reduce, uint8, and by which operation.
+    """Prepare an index so that ranks can combine it by a reduction of their transport.
 
-    A tensor of PyTorch on the device of `index` if that is one, else an array of NumPy.
+    Args:
+        index: The result of ``Codec.measure``: uint8, one dimension.
+        mode: ``"or"``: the index itself, by bitwise OR. ``"4bit"``: half a byte per element, by
+            SUM, for at most 15 ranks. ``"1bit"``: the index itself, by SUM, as in the paper;
+            elements that several ranks have are lost from the agreed index, and others may appear
+            (TAGC, section 2.2).
+        world_size: Number of ranks.
 
-    "or": the index itself, by bitwise OR. "4bit": half a byte for each element, by SUM, for at most
-    15 ranks. "1bit": the index itself, by SUM, as in the paper: elements that ranks share are lost
-    from the agreed index, and others may appear (TAGC, section 2.2). Raises ValueError for another
-    mode, an index that is none, and too few or too many ranks.
+    Returns:
+        The bytes to reduce, uint8 (a tensor on the device of ``index`` for PyTorch, else a NumPy
+        array), and the operation.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If the mode is unknown, the index has another dtype or shape, or the mode does
+            not allow so many ranks.
     """
     _check_mode(mode)
     if world_size < 1:
@@ -351,11 +470,20 @@ def index_to_reduce(
 
 
 def agreed_index(reduced: Any, mode: str) -> Any:
-    """The index, for `stats`, from what `index_to_reduce` gave and ranks reduced.
+    """The index, for ``stats``, from the reduced bytes of ``index_to_reduce``.
 
-    In the library and on the device of `reduced`. With "1bit" it may lack elements that are not
-    zero, which encode() refuses: set them to zero before, and keep them for the next step. Raises
-    ValueError for another mode, and for half bytes of no whole index.
+    With ``"1bit"`` it may lack elements that are not zero, which ``encode`` refuses: set them to
+    zero first, and keep them for the next step.
+
+    Args:
+        reduced: The reduced bytes: uint8, one dimension.
+        mode: As in ``index_to_reduce``.
+
+    Returns:
+        uint8, one bit per element, in the library and on the device of ``reduced``.
+
+    Raises:
+        ValueError: If the mode is unknown, or half bytes do not make a whole index.
     """
     _check_mode(mode)
     if mode != "4bit":

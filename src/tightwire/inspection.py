@@ -41,7 +41,17 @@ class ChunkPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Info:
-    """What a buffer says about itself. Sizes are in bytes; `packed_nbytes` is without slack."""
+    """The layout of a buffer, from its header and records. Sizes are in bytes.
+
+    Attributes:
+        header: The parsed header.
+        nbytes: Size of the bytes or buffer that was inspected, slack included.
+        packed_nbytes: Size of the packed form, without slack.
+        raw_nbytes: Size of the decoded tensor.
+        static_nbytes: Static parts of all chunks.
+        dynamic_nbytes: Used dynamic bytes of each chunk.
+        raw_chunks: Numbers of the chunks that are stored raw.
+    """
 
     header: Header
     nbytes: int
@@ -57,7 +67,7 @@ class Info:
         return self.packed_nbytes / self.raw_nbytes if self.raw_nbytes else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """All fields as plain values, ready for JSON, with ``ratio`` added."""
         header = self.header
         return {
             "format": f"{MAJOR}.{header.minor}",
@@ -252,9 +262,24 @@ def estimate(reader: Reader, directory: Directory) -> Estimate:
 
 
 def inspect(src: Any) -> Info:
-    """Read header, sizes and records of a Buffer, bytes or uint8 array; the payload is not read.
+    """Read header, sizes and records of a buffer; the payload is not read.
 
-    Raises FormatError if those parts are not valid.
+    Args:
+        src: A ``Buffer``, a bytes-like object, or a uint8 array of any library.
+
+    Returns:
+        The layout.
+
+    Raises:
+        FormatError: If header or records are not valid.
+        TypeError: If ``src`` is neither of these.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> info = tw.inspect(tw.encode(np.zeros(1000, np.float32), "raw"))
+        >>> info.header.codec, info.raw_nbytes
+        ('raw', 4000)
     """
     gpu = device_for(None, src)
     return info_of(parsed_source(src, 1 << 63) if gpu is None else gpu.head(src))
@@ -275,10 +300,15 @@ def info_of(head: engine.Head) -> Info:
 
 
 def verify(src: Any, *, max_nbytes: int | None = None) -> None:
-    """Check everything that decode() checks, one chunk in memory at a time; returns None.
+    """Check all that ``decode`` checks, with one chunk in memory at a time.
 
-    Raises FormatError with the reason at the first thing that is wrong; `max_nbytes` is that of
-    decode().
+    Args:
+        src: A ``Buffer``, a bytes-like object, or a uint8 array of any library.
+        max_nbytes: As in ``decode``.
+
+    Raises:
+        FormatError: At the first thing that is wrong; ``reason`` names it.
+        TypeError: If ``src`` is neither of these.
     """
     if max_nbytes is not None:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)

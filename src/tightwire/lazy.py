@@ -34,18 +34,28 @@ _BLOCK_NBYTES = 1 << 22
 
 
 class LazyTensor:
-    """A tensor in an open file, decoded when it is asked for.
+    """A tensor of an open file, decoded when it is indexed or loaded.
 
-    `f["a"][10:20]` decodes these rows (first dimension) and no others; any other index decodes all.
-    Rows may lie in chunks that are needed in part: what of these is checked says specs/buffer.md,
-    "Partial decoding", and their checksum is not part of it unless the file was opened with
-    `verify=True`. Header, records and chunks that are needed whole are always checked.
+    ``f["a"][10:20]`` decodes these rows of the first dimension and no others; any other index
+    decodes the whole tensor. Chunks that are needed in part are checked in part (specs/buffer.md,
+    "Partial decoding"), without their checksum unless the file was opened with ``verify=True``.
+    Header, records and chunks that are needed whole are always checked.
 
-    `np.asarray(f["a"])` and `torch.as_tensor(f["a"])` decode it whole. NumPy has no DLPack for
-    bfloat16 and fp8: for `torch.as_tensor` of those open the file with `like="torch"`.
+    ``np.asarray(f["a"])`` and ``torch.as_tensor(f["a"])`` decode the whole tensor. NumPy has no
+    DLPack for bfloat16 and fp8: open the file with ``like="torch"`` to pass these to
+    ``torch.as_tensor``.
 
     Rows of a file that is neither local nor in memory need all packed bytes of the tensor: they are
-    read once, and kept as long as this object is.
+    read once and kept as long as this object.
+
+    Args:
+        name: Its name in the file.
+        file: The open file.
+        head: The parsed header of its buffer, or None for a tensor that is stored plain.
+
+    Raises:
+        FormatError: When rows or the whole are decoded, if the tensor is damaged.
+        ValueError: After the file was closed.
     """
 
     __slots__ = ("_file", "_head", "_parsed", "name")
@@ -63,7 +73,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> str:
-        """Name of its element type; of elements of less than a byte, safetensors' name."""
+        """Name of the element type; safetensors' name for elements of less than a byte."""
         if self._head is not None:
             return self._head.plan.dtype.name
         name = self._entry.dtype
@@ -86,12 +96,12 @@ class LazyTensor:
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """Bytes of the tensor in the file."""
         return self._entry.nbytes
 
     @property
     def codec(self) -> str:
-        """Name of its codec, "plain" for a tensor that is stored as it is."""
+        """Name of the codec; ``"plain"`` for a tensor that is stored uncompressed."""
         return PLAIN if self._head is None else self._head.plan.codec.name
 
     @property
@@ -101,7 +111,7 @@ class LazyTensor:
 
     @property
     def stored_name(self) -> str:
-        """The name that its file stores it under: of tied tensors one and the same."""
+        """The name under which the file stores it: the same for all names of tied tensors."""
         return self._entry.name
 
     @property
@@ -109,16 +119,32 @@ class LazyTensor:
         return self._file.contents.entry(self.name)
 
     def load(self, like: Any = None, threads: int | None = None) -> Any:
-        """The whole tensor, checked, in the library and on the device of `like`.
+        """Decode the whole tensor, checked.
 
-        `like` is an array or a library's name; None is what the file was opened with. Raises
-        FormatError, OSError, ValueError after the file was closed.
+        Args:
+            like: An array or a library's name, which says where the result goes. None: as the file
+                was opened.
+            threads: Most threads; None: every processor.
+
+        Returns:
+            The array.
+
+        Raises:
+            FormatError: If the tensor is damaged.
+            OSError: If the file cannot be read.
+            ValueError: If the file is closed.
         """
         chosen = self._file.like if like is None else like
         return self._file.contents.tensor(self.name, self._head, chosen, thread_count(threads))
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The whole tensor, checked, as a NumPy array."""
+        """Decode the whole tensor, checked, as a NumPy array.
+
+        Raises:
+            FormatError: If the tensor is damaged.
+            OSError: If the file cannot be read.
+            ValueError: If the file is closed.
+        """
         array: npt.NDArray[Any] = self.load("numpy")
         return array
 
@@ -210,15 +236,26 @@ class LazyTensor:
 
 
 class File(Mapping[str, LazyTensor]):
-    """A compressed safetensors file, open for reading: a mapping from names to `LazyTensor`.
+    """An open compressed safetensors file: a mapping from names to ``LazyTensor``.
 
-    A context manager. Opening it checks the container's header, `f[name]` the header and records
-    of that tensor, and decoding what it says of itself; `verify()` checks everything. Names stay
-    known after `close`, while tensors raise ValueError.
+    ``tightwire.open`` makes it. A context manager. Opening checks the header of the container,
+    ``f[name]`` header and records of that tensor, and decoding what ``LazyTensor`` says;
+    ``verify()`` checks everything. Names stay known after ``close``, while tensors raise
+    ValueError.
 
-    Local files are mapped into memory: another process that cuts the file off while it is open
-    ends this one (SIGBUS). Files that are replaced, as `save_file` does, are safe. Of URLs and file
-    objects ranges are read, one per tensor.
+    Local files are mapped into memory. If another process truncates the file while it is open,
+    reading ends this process (SIGBUS); replacing the file, as ``save_file`` does, is safe. Of URLs
+    and file objects ranges are read, one per tensor.
+
+    Args:
+        path: As in ``load_file``.
+        like: As in ``tightwire.open``.
+        max_nbytes: As in ``tightwire.open``.
+        verify: As in ``tightwire.open``.
+
+    Raises:
+        FormatError: If the bytes are not a compressed safetensors file.
+        OSError: If the file cannot be read.
     """
 
     def __init__(
@@ -246,7 +283,7 @@ class File(Mapping[str, LazyTensor]):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The file's metadata without tightwire's own entries."""
+        """The metadata of the file, without the entries of tightwire itself."""
         return users_metadata(self.contents.directory.metadata)
 
     def __iter__(self) -> Iterator[str]:
@@ -268,9 +305,18 @@ class File(Mapping[str, LazyTensor]):
         return LazyTensor(name, self, head)
 
     def buffer(self, name: str) -> Bytes:
-        """The packed buffer of one tensor, or the bytes of one stored plain: uint8, shape (n,).
+        """The packed buffer of one tensor, or the bytes of one that is stored plain.
 
-        A view where the file is mapped or in memory.
+        Args:
+            name: A name of the file.
+
+        Returns:
+            uint8, shape ``(n,)``; a view where the file is mapped or in memory.
+
+        Raises:
+            KeyError: If there is no such name.
+            ValueError: If the file is closed.
+            OSError: If the file cannot be read.
         """
         return self._holding(name).buffer(name)
 
@@ -282,19 +328,29 @@ class File(Mapping[str, LazyTensor]):
         return self.contents
 
     def check_open(self) -> None:
-        """Raise ValueError if the file was closed."""
+        """Raise an error if the file is closed.
+
+        Raises:
+            ValueError: If it is.
+        """
         if self._closed:
             raise ValueError(f"{self.name} is closed")
 
     def verify(self) -> None:
-        """Check every byte of every tensor, as loading them would. Raises FormatError, OSError."""
+        """Check every byte of every tensor, as loading them would.
+
+        Raises:
+            FormatError: At the first thing that is wrong.
+            OSError: If the file cannot be read.
+            ValueError: If the file is closed.
+        """
         from .convert import verify_contents
 
         self.check_open()
         verify_contents(self.contents, self.max_nbytes)
 
     def close(self) -> None:
-        """Let go of the file; arrays and buffers handed out stay valid."""
+        """Close the file. Arrays and buffers that were returned stay valid."""
         self.contents.reader.close()
         self._closed = True
 
@@ -330,13 +386,31 @@ def open_file(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     verify: bool = False,
 ) -> File:
-    """Open a compressed safetensors file lazily (`tightwire.open`).
+    """Open a compressed safetensors file lazily.
 
-    `path` is what `load_file` takes: a path, a URL for fsspec, a binary file object or bytes.
-    `like`, an array or a library's name, says which library decoded tensors belong to. With
-    `verify` every chunk that a row comes from is checked whole, checksum included, at the price of
-    decoding it whole. `max_nbytes` bounds each tensor.
+    Its public name is ``tightwire.open``.
 
-    Raises FormatError if it is none, OSError if it cannot be read.
+    Args:
+        path: As in ``load_file``: a path, a URL for fsspec, a binary file object, or bytes.
+        like: An array or a library's name, which says where decoded tensors go.
+        max_nbytes: Most bytes that one tensor may have.
+        verify: Whether every chunk that a row is read from is checked whole, checksum included.
+            Such chunks are then decoded whole.
+
+    Returns:
+        The open file.
+
+    Raises:
+        FormatError: If the bytes are not a compressed safetensors file.
+        OSError: If the file cannot be read.
+        TypeError: If an argument has a wrong type.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> tw.save_file({"a": np.eye(4, dtype=np.float32)}, "eye.tw.safetensors")
+        >>> with tw.open("eye.tw.safetensors") as f:
+        ...     f["a"].shape, f["a"][1:2]
+        ((4, 4), array([[0., 1., 0., 0.]], dtype=float32))
     """
     return File(path, like=like, max_nbytes=max_nbytes, verify=verify)

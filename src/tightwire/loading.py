@@ -1,4 +1,4 @@
-"""Compressed files into memory that is there: arrays by name, and the tensors of a module."""
+"""Decode compressed files into existing memory: arrays by name, and the tensors of a module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ _LISTED = 5
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that only the module has, and names that only the files have."""
+    """Names that do not match, as ``load_into`` returns them.
+
+    Attributes:
+        missing_keys: Names that only the module has.
+        unexpected_keys: Names that only the files have.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -42,21 +47,30 @@ def load_into(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> IncompatibleKeys:
-    """Load parameters and persistent buffers of a torch.nn.Module from compressed files, in place.
+    """Load parameters and persistent buffers of a ``torch.nn.Module`` in place.
 
-    `path` is what `tightwire.load` takes: a file or a directory. Names are those of
-    `model.state_dict()`. Tensors may have other dtypes than the file, and each its own device;
-    those of the file's dtype that are contiguous are decoded straight into, without a second copy.
-    Hooks of `load_state_dict` do not run. `max_nbytes` bounds each tensor of the files.
+    Tensors may have another dtype than the file, and each its own device. Contiguous ones of the
+    file's dtype are decoded into without a second copy. Hooks of ``load_state_dict`` do not run. A
+    name that the files lack counts as present if its memory is that of another name that they have
+    (tied weights).
 
-    Returns the names that only the module has and those that only the files have; both are empty
-    if `strict`. A name that is missing in the files is not counted if its memory is that of
-    another name that is there (tied weights).
+    Args:
+        model: The module, whose names are those of ``model.state_dict()``.
+        path: As in ``tightwire.load``: a file or a directory.
+        strict: Whether names must match.
+        max_nbytes: Most bytes that one tensor of the files may have.
+        threads: Most threads; None: every processor.
 
-    Names, shapes and headers of all files are checked before anything is written. Raises
-    RuntimeError for names that do not match (if `strict`) and for shapes that do not; FormatError,
-    OSError and torch.OutOfMemoryError, after which what the tensors hold is undefined; TypeError
-    or ValueError for what cannot be loaded into, such as tensors on the meta device.
+    Returns:
+        The names that do not match; both lists are empty if ``strict``.
+
+    Raises:
+        RuntimeError: If names (with ``strict``) or shapes do not match. Names, shapes and headers
+            of all files are checked before anything is written.
+        FormatError: If a file is damaged. The tensors are then undefined, as after the next two.
+        OSError: If a file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        TypeError: If ``model`` is not a module, or a name of its state is not a tensor of it.
+        ValueError: If a tensor cannot be written to, such as one on the meta device.
     """
     import torch
 
@@ -191,7 +205,7 @@ def fill(
 ) -> None:
     """Decode the tensors whose names `out` has into its arrays, which errors call `what`.
 
-    Everything but payloads is checked before anything is written. Raises as `load_file` does.
+    Headers, names and shapes are checked before anything is written. Raises as `load_file` does.
     """
     max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     count = thread_count(threads)

@@ -1,12 +1,11 @@
-"""Which blocks a rank proposes to the codec omnireduce, so that as many are agreed on as fit.
+"""Which blocks a rank proposes to the codec omnireduce, so that the agreed blocks fill the budget::
 
     tops = LocalTop(codec.plan(x.shape, x.dtype))       # one for each tensor, kept between steps
-    stats = all_reduce_max(tops.propose(codec.measure(x)))
-    tops.update(stats)
-    buf = codec.encode(x, stats=stats)
+    stats = all_reduce_max(tops.propose(codec.measure(x))) tops.update(stats) buf = codec.encode(x,
+    stats=stats)
 
-After DynamiQ, appendix C, equation 1. specs/omnireduce.md, "Encoding" says what encoding makes of
-fewer or more proposals than there are slots.
+Source: DynamiQ, appendix C, equation 1. specs/omnireduce.md, "Encoding", says what happens to fewer
+or more proposals than the buffer has blocks for.
 """
 
 from __future__ import annotations
@@ -25,18 +24,32 @@ Floats = npt.NDArray[np.float32]
 
 
 class LocalTop:
-    """How many of its largest blocks each rank proposes; adapted from step to step.
+    """How many of its largest blocks each rank proposes, adapted from step to step.
 
-    `k` starts as the number of slots, `target`, which the union of what ranks propose is led to:
-    `k = momentum * k + (1 - momentum) * k * target / union`. It is at least 1 and at most the
-    number of blocks. Ranks that update with the same stats have the same `k`.
+    ``k`` starts as ``target``, the number of blocks that a buffer has memory for. The union of the
+    proposals is led to it: ``k = momentum * k + (1 - momentum) * k * target / union`` (DynamiQ,
+    appendix C, equation 1), at least 1 and at most the number of blocks. Ranks that update with the
+    same statistics have the same ``k``.
+
+    Args:
+        plan: The plan of the tensor, with the codec omnireduce.
+        momentum: Weight of the old ``k``, 0 to 1.
+
+    Raises:
+        ValueError: If the plan is not of omnireduce, or ``momentum`` is not from 0 to 1.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> from tightwire.local_top import LocalTop
+        >>> codec = tw.codec("omnireduce", bits=4)
+        >>> x = np.random.default_rng(0).normal(size=1 << 16).astype(np.float32)
+        >>> tops = LocalTop(codec.plan(x.shape, x.dtype))
+        >>> int(np.count_nonzero(tops.propose(codec.measure(x))))
+        64
     """
 
     def __init__(self, plan: Plan, momentum: float = 0.8) -> None:
-        """For the tensors of a plan.
-
-        Raises ValueError if it is not of omnireduce or `momentum` is not from 0 to 1.
-        """
         spec = plan.codec
         if not isinstance(spec, Omnireduce):
             raise ValueError(f"the plan is of {spec.name}; allowed: omnireduce")
@@ -50,9 +63,16 @@ class LocalTop:
 
     @default_floats()
     def propose(self, norms: Any) -> Floats:
-        """`norms` (of `Codec.measure`), float32, all but the largest k, rounded, set to 0.
+        """The norms of the ``k`` largest blocks, with zeros for the others.
 
-        Of equal ones the first stay. Raises ValueError for another number of norms.
+        Args:
+            norms: The result of ``Codec.measure``: float32, shape ``(blocks,)``.
+
+        Returns:
+            float32, shape ``(blocks,)``. Among equal norms the first are kept.
+
+        Raises:
+            ValueError: If there is another number of norms.
         """
         given = self._checked(norms)
         found = np.zeros_like(given)
@@ -62,9 +82,18 @@ class LocalTop:
 
     @default_floats()
     def update(self, agreed: Any) -> int:
-        """Adapt k to the maximum of what ranks proposed; the number of blocks in their union.
+        """Adapt ``k`` to the maximum of the proposals of all ranks.
 
-        A union of none, of zeros, changes nothing. Raises ValueError for another number of norms.
+        A union without blocks changes nothing.
+
+        Args:
+            agreed: The elementwise maximum of all proposals: float32, shape ``(blocks,)``.
+
+        Returns:
+            The number of blocks in the union.
+
+        Raises:
+            ValueError: If there is another number of norms.
         """
         union = int(np.count_nonzero(self._checked(agreed)))
         if union:

@@ -1,4 +1,4 @@
-"""Models in directories as on Hugging Face: `tightwire.load` and `tightwire.save`."""
+"""Models in directories with Hugging Face's names: ``tightwire.load`` and ``tightwire.save``."""
 
 from __future__ import annotations
 
@@ -30,15 +30,28 @@ def load(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
 ) -> Any:
-    """Every tensor of a compressed model, checked, by name.
+    """Read every tensor of a compressed model.
 
-    `path` is a directory, or what `load_file` takes. Of a directory, the shards that its index
-    names are loaded, to a GPU in one pipeline, without an index those that `model_shards` says;
-    sub-folders are not: name the one that holds the model. `like`, `out`, `max_nbytes` and
-    `threads` are those of `load_file`.
+    Everything is checked. Of a directory the shards that its index names are loaded; without an
+    index, the compressed safetensors files in it that form one model. Sub-folders are not read:
+    name the one that holds the model. All shards go to a GPU in one pipeline.
 
-    Raises FormatError, also for shards that are not compressed and for a tensor that is in two,
-    FileNotFoundError for a shard that is missing, and what `load_file` raises.
+    Args:
+        path: A directory, or what ``load_file`` takes.
+        like: As in ``load_file``.
+        out: As in ``load_file``.
+        max_nbytes: As in ``load_file``.
+        threads: As in ``load_file``.
+
+    Returns:
+        Names to arrays.
+
+    Raises:
+        FormatError: If a shard is damaged or not compressed, or a tensor is in two shards.
+        FileNotFoundError: If a shard is missing.
+        OSError: If a file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        TypeError: As ``load_file``.
+        ValueError: As ``load_file``.
     """
     if not is_path(path) or not os.path.isdir(path):
         return load_file(path, like=like, out=out, max_nbytes=max_nbytes, threads=threads)
@@ -56,16 +69,29 @@ def save(
     threads: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model's tensors as a directory that `load` reads, with Hugging Face's names.
+    """Write the tensors of a model as a directory that ``load`` reads, with Hugging Face's names.
 
-    One `model.tw.safetensors`, or `model-00001-of-00002.tw.safetensors` and so on where the tensors
-    have more than `max_shard_nbytes` bytes, and the index `model.safetensors.index.json`, which is
-    written last. A tensor is never split; tied tensors are stored once, and the index has the
-    first of their names. `metadata` goes into every shard; None is {"format": "pt"}, as
-    transformers writes it. Other files, such as a configuration, are left alone.
+    The files are one ``model.tw.safetensors``, or ``model-00001-of-00002.tw.safetensors`` and so
+    on, and the index ``model.safetensors.index.json``, which is written last. A tensor is never
+    split; tied tensors are stored once, and the index has the first of their names. Other files of
+    the directory, such as a configuration, are left alone.
 
-    `overwrite` replaces a compressed model. Raises FileExistsError if there is a model and
-    `overwrite` is False, or one that is not compressed; TypeError or ValueError for a bad call.
+    Args:
+        tensors: Names to arrays.
+        directory: A path; it is created if it does not exist.
+        codec: A codec or its name.
+        max_shard_nbytes: Most bytes of uncompressed tensors in a shard.
+        metadata: Text to text, stored in every shard. None is ``{"format": "pt"}``, as transformers
+            writes it.
+        threads: Most threads; None: every processor.
+        overwrite: Whether a compressed model that is there is replaced.
+
+    Raises:
+        FileExistsError: If there is a model and ``overwrite`` is False, or a model that is not
+            compressed.
+        OSError: If a file cannot be written.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is not an array, or a name is not allowed.
     """
     chosen = as_codec(codec)
     limit = integer("max_shard_nbytes", max_shard_nbytes, least=1)

@@ -1,4 +1,4 @@
-"""Zero the entries of least magnitude, exactly as many as asked for. TAGC, section 3.2."""
+"""Set the entries of least magnitude to zero, exactly as many as requested. TAGC, section 3.2."""
 
 from __future__ import annotations
 
@@ -16,16 +16,30 @@ from .formats.dtypes import BY_NAME, DType
 
 
 def sparsify(x: Any, theta: float) -> tuple[Any, Any]:
-    """Cut a float array in two: at least a share `theta` of the first is zero, both add up to `x`.
+    """Split a float array into its largest entries and a residual; both add up to ``x``.
 
-    Of n elements the first array keeps the n - ceil(theta * n) of the largest magnitudes, among
-    equal ones those that come first in C order; the second, the residual to add to the next step's
-    gradient, has the others. A NaN counts as largest. `x`, of NumPy or PyTorch and any shape, is
-    left alone; PyTorch's stays on its device, waits for nothing, and gives tensors apart from
-    autograd.
+    Source: TAGC, section 3.2. Of n elements the first result keeps the ``n - ceil(theta * n)`` of
+    the largest magnitude; among equal ones those that come first in C order. The residual has the
+    others, and is what to add to the gradient of the next step. A NaN counts as largest. ``x`` is
+    not changed. A tensor stays on its device, nothing waits for it, and the results are not part of
+    an autograd graph.
 
-    Raises TypeError for other arrays or dtypes and if `theta` is no number, ValueError if it is not
-    from 0 to 1.
+    Args:
+        x: A float array of NumPy or PyTorch, of any shape.
+        theta: Share of the entries to set to zero, 0 to 1.
+
+    Returns:
+        The kept entries and the residual, both with the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: If ``x`` is of another library or dtype, or ``theta`` is not a number.
+        ValueError: If ``theta`` is not from 0 to 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from tightwire.sparsify import sparsify
+        >>> sparsify(np.array([1.0, -3.0, 2.0, 0.5]), 0.5)
+        (array([ 0., -3.,  2.,  0.]), array([1. , 0. , 0. , 0.5]))
     """
     check_theta(theta)
     info = arrays.describe(x)
@@ -81,7 +95,7 @@ def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple
 
 
 def check_theta(theta: Any, more: str = "") -> None:
-    """Raise TypeError if `theta` is no number, ValueError if it is not from 0 to 1.
+    """Raise TypeError if `theta` is not a number, ValueError if it is not from 0 to 1.
 
     `more` says what else is allowed.
     """

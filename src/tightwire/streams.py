@@ -1,4 +1,4 @@
-"""Buffers that follow one another on a stream: a pipe, a socket, a file."""
+"""Buffers that follow one another on a stream: a pipe, a socket or a file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,34 @@ _STEP = 1 << 20
 
 
 def read_buffers(stream: Any, *, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Iterator[Bytes]:
-    """The buffers that were written to `stream` one after another, each as uint8, shape (n,).
+    """Read the buffers that were written to a stream one after another.
 
-    `stream` is a binary file object, whose reads may be short: `sys.stdin.buffer`, a pipe,
-    `sock.makefile("rb")`. Of it no byte is read before it is needed, and none behind the buffer
-    that is given: `next()` takes one buffer from a stream that goes on with something else. The
-    iterator ends where the stream ends between two buffers.
+    No byte is read before it is needed, and none after the buffer that is returned: ``next()``
+    takes one buffer from a stream that continues with something else. The iterator ends where the
+    stream ends between two buffers. Only headers are checked; ``decode`` checks the rest.
 
-    Only headers are checked; `decode` checks the rest. Raises FormatError for bytes that are no
-    buffer, with the reason "truncated" where the stream ends within one, and "limit_exceeded" for a
-    buffer of more than `max_nbytes` bytes.
+    Args:
+        stream: A binary file object, whose reads may be short: ``sys.stdin.buffer``, a pipe,
+            ``sock.makefile("rb")``.
+        max_nbytes: Most bytes of one buffer.
+
+    Yields:
+        Each buffer as a NumPy array, uint8, shape ``(nbytes,)``.
+
+    Raises:
+        FormatError: If the bytes are not a buffer; with the reason ``"truncated"`` if the stream
+            ends within one, and ``"limit_exceeded"`` for one of more than ``max_nbytes`` bytes.
+        TypeError: If ``max_nbytes`` is not an integer.
+        OSError: If reading fails; BlockingIOError if the stream does not block.
+
+    Example:
+        >>> import io
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> xs = [np.arange(n, dtype=np.float32) for n in (2, 3)]
+        >>> stream = io.BytesIO(b"".join(bytes(tw.encode(x)) for x in xs))
+        >>> [tw.decode(buf).tolist() for buf in tw.read_buffers(stream)]
+        [[0.0, 1.0], [0.0, 1.0, 2.0]]
     """
     while (start := _read_start(stream, max_nbytes)) is not None:
         head, nbytes = start

@@ -1,8 +1,19 @@
 # mypy: allow-untyped-decorators
-"""PyTorch custom operators: `torch.ops.tightwire.encode_into` and `decode_into`.
+"""PyTorch custom operators: ``torch.ops.tightwire.encode_into`` and ``decode_into``.
 
-Import this module to register them. They work on host and CUDA tensors, under torch.compile, and
-on CUDA without waiting for the device.
+Import this module to register them. They work on host and CUDA tensors, under ``torch.compile``,
+and on CUDA without waiting for the device.
+
+Example:
+    >>> import torch
+    >>> import tightwire as tw
+    >>> import tightwire.torch_ops
+    >>> x = torch.linspace(-1, 1, 4096)
+    >>> wire = torch.empty(tw.codec("mx").plan(x.shape, x.dtype).nbytes, dtype=torch.uint8)
+    >>> torch.ops.tightwire.encode_into(x, wire, "mx")
+    >>> y = torch.empty_like(x)
+    >>> int(torch.ops.tightwire.decode_into(wire, y, "mx"))
+    0
 """
 
 from __future__ import annotations
@@ -29,12 +40,24 @@ def encode_into(
     dynamic_capacity: int | None = None,
     checksum: bool = True,
 ) -> None:
-    """Encode `x` into `out`: uint8, contiguous, on the device of `x`, at least `plan.nbytes`.
+    """Encode a tensor into memory that the caller has allocated.
 
-    A graph may send the first `plan.nbytes` bytes of `out` as they are: what encoding leaves alone
-    of the dynamic slots is zeroed. With a `dynamic_capacity` that is little. The plan is
-    `tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., ...)`. Raises TypeError or ValueError
-    for bad calls.
+    The unused bytes of the dynamic slots are zeroed, so that a graph may send the first
+    ``plan.nbytes`` bytes of ``out`` as they are; with a ``dynamic_capacity`` the slots are small.
+    The plan is ``tightwire.codec(codec).plan(x.shape, x.dtype, chunks=..., dynamic_capacity=...,
+    checksum=...)``.
+
+    Args:
+        x: The tensor, on the host or a CUDA device.
+        out: uint8, contiguous, on the device of ``x``, at least ``plan.nbytes`` bytes.
+        codec: Name of the codec, with default parameters.
+        chunks: Number of chunks.
+        dynamic_capacity: Bytes of each chunk's dynamic slot; None: enough for any data.
+        checksum: Whether the buffer has checksums.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is not allowed, or ``out`` does not fit.
     """
     used = codec_named(codec)
     plan = used.plan(
@@ -79,13 +102,26 @@ def decode_into(
     dynamic_capacity: int | None = None,
     checksum: bool = True,
 ) -> torch.Tensor:
-    """Decode `src` into `out`; returns a status, int64, shape (1,).
+    """Decode the bytes of ``encode_into`` into a tensor that the caller has allocated.
 
-    `src` is uint8 on the device of `out` with what `encode_into` writes for a tensor of `out`'s
-    shape and dtype and the same arguments. On the host damage is raised as FormatError and the
-    status is 0. On a GPU nothing is raised and nothing waits: a status other than 0 says that `src`
-    is damaged and `out` undefined, and `problem` of the module tightwire.codecs.device gives the
-    FormatError. Raises ValueError if `out` requires grad.
+    Args:
+        src: uint8 on the device of ``out``: what ``encode_into`` writes for a tensor of the shape
+            and dtype of ``out`` and the same arguments.
+        out: The tensor to fill.
+        codec: Name of the codec.
+        chunks: Number of chunks.
+        dynamic_capacity: Bytes of each chunk's dynamic slot.
+        checksum: Whether the buffer has checksums.
+
+    Returns:
+        A status, int64, shape ``(1,)``. On a GPU nothing is raised for damage and nothing waits: a
+        status other than 0 means that ``src`` is damaged and ``out`` undefined;
+        ``tightwire.codecs.device.problem`` makes the FormatError of it. On the host it is 0.
+
+    Raises:
+        FormatError: If ``src`` is damaged and on the host.
+        TypeError: If an argument has a wrong type.
+        ValueError: If ``out`` requires grad, or a value is not allowed.
     """
     if out.requires_grad:
         # Whether gradients are off is not known within an operator.

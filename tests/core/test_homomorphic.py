@@ -133,7 +133,7 @@ def test_a_sum_over_different_indexes_is_found() -> None:
     x, y = ranks(2)
     a, b = CODEC.encode(x), CODEC.encode(y)
     sketch(a)[:] += sketch(b)
-    with pytest.raises(tw.FormatError, match="a cell that no element has"):
+    with pytest.raises(tw.FormatError, match="a bucket of no element"):
         tw.decode(seal(a))
 
 
