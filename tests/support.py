@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import settings
 
 import tightwire as tw
 from tightwire.formats import checksum
@@ -15,6 +16,11 @@ from tightwire.planning import plan_of_header
 
 FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
+
+
+def examples(n: int) -> settings:
+    """Settings of a property: of `n` examples the share that the profile asks for."""
+    return settings(max_examples=n * settings().max_examples // 100)
 
 
 def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[Any]:

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire.codecs.minifloat import BY_NAME, Element, unpack
 from tightwire.codecs.mx import BLOCK
 from tightwire.formats.dtypes import BY_NAME as DTYPES
@@ -176,7 +176,7 @@ def bound(x: Array, y: Array, scales: Array, element: Element, dtype: DType) -> 
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     element=st.sampled_from(sorted(BY_NAME)),
@@ -279,7 +279,7 @@ def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     element=st.sampled_from(sorted(BY_NAME)),

@@ -25,10 +25,10 @@ import hypothesis.strategies as st_
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire import convert, lazy
 from tightwire.formats.container import (
     BITS,
@@ -201,7 +201,7 @@ INDEXED: dict[tuple[int, ...], Any] = {
 }
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st_.data())
 def test_indices_mean_what_they_mean_to_numpy(indexed: tw.File, data: st_.DataObject) -> None:
     shape = data.draw(st_.sampled_from(SHAPES))
