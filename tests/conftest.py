@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from interpreter import hasten
 from support import FLOATS
@@ -18,6 +18,8 @@ from tightwire.planning import HOST_BACKENDS
 
 #: From the smallest to the largest.
 TIERS = ("slow", "gpu", "long")
+#: Cases that the fast tier has of one test: at least one for each codec, or dtype.
+MOST = 16
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     settings.register_profile("full", deadline=None)
     settings.register_profile("fast", deadline=None, max_examples=10)
-    settings.load_profile("fast" if "not slow" in config.option.markexpr else "full")
+    settings.load_profile("fast" if is_fast(config) else "full")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -42,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The fast tier has few cases of each test; `-m slow` has no case of a larger tier."""
+    if not is_fast(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                # Here with all its examples.
+                item.add_marker(pytest.mark.slow)
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         mark_slow([case for case in cases if tier(case) is None])
     asked = config.option.markexpr
@@ -50,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_fast(config: pytest.Config) -> bool:
+    """Whether slow tests are left out; properties have fewer examples then."""
+    return "not slow" in config.option.markexpr
 
 
 def tier(item: pytest.Item) -> str | None:
@@ -61,11 +73,13 @@ def mark_slow(cases: list[pytest.Item]) -> None:
     """Mark the cases of a test as slow but for few in which each parameter takes all its values."""
     met = [values(case) for case in cases]
     left = set().union(*met)
-    chosen = set()
+    chosen: list[int] = []
     while left:
-        best = max(range(len(cases)), key=lambda i: len(met[i] & left))
-        chosen.add(best)
-        left -= met[best]
+        chosen.append(max(range(len(cases)), key=lambda i: len(met[i] & left)))
+        left -= met[chosen[-1]]
+    chosen = sorted(chosen)
+    if len(chosen) > MOST:
+        chosen = [chosen[i * len(chosen) // MOST] for i in range(MOST)]
     for i, case in enumerate(cases):
         if met[i] and i not in chosen:
             case.add_marker(pytest.mark.slow)

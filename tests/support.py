@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import settings
 
 import tightwire as tw
@@ -16,6 +18,12 @@ from tightwire.planning import plan_of_header
 
 FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where `package` is not installed; CI does not allow these skips in the slow tier."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"could not import {package!r}")
 
 
 def examples(n: int) -> settings:

@@ -627,6 +627,7 @@ def test_bad_parameters(options: dict[str, Any], error: type[Exception]) -> None
         tw.Communicator(connect(1)[0], **options)
 
 
+@pytest.mark.slow
 def test_arrays_of_jax() -> None:
     jax = pytest.importorskip("jax")
 

@@ -277,6 +277,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert wire < 0.28 * raw
 
 
+@pytest.mark.slow
 def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:
     results = launch(__file__, "everything", 2, tmp_path)
     check(results)

@@ -716,6 +716,7 @@ def test_bad_calls_say_what_is_allowed() -> None:
     run_ranks(1, task)
 
 
+@pytest.mark.slow
 def test_jax_arrays_are_refused() -> None:
     jax = pytest.importorskip("jax")
 

@@ -380,6 +380,7 @@ def between_processes(device: Any) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     world_size = 4

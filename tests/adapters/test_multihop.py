@@ -968,6 +968,7 @@ def trained(device: Any) -> str:
     return hashlib.sha256(gradients.cpu().numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     world_size = 4

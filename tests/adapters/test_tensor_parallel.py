@@ -330,6 +330,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert raw <= wire < raw + 100 * size
 
 
+@pytest.mark.slow
 def test_layers_are_those_of_one_process(tmp_path: Path) -> None:
     check(launch(__file__, "everything", 2, tmp_path))
 

@@ -109,6 +109,7 @@ def test_every_bfloat16_has_the_codes_of_gfloat() -> None:
             assert (codes == expected).all(), (element, rule, anchor)
 
 
+@pytest.mark.slow
 def test_scales_and_codes_of_torchao() -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
@@ -138,6 +139,7 @@ def test_scales_and_codes_of_torchao() -> None:
             assert (codes == theirs)[same].all(), element
 
 
+@pytest.mark.slow
 def test_ceil_is_the_rule_of_torchao() -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():

@@ -153,6 +153,7 @@ def test_cast(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(plain[n], loaded[n]) for n in ("norm", "ids", "mask"))
 
 
+@pytest.mark.slow
 def test_save_and_load_any_library(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     x = weights(70, 90)
@@ -864,6 +865,7 @@ def test_lazy_tensors_are_arrays_to_other_libraries(
         assert isinstance(file["w"].numpy(), np.ndarray)
 
 
+@pytest.mark.slow
 def test_jax_takes_lazy_tensors(model: Path) -> None:
     jnp = pytest.importorskip("jax.numpy")
     with tw.open(model) as file:
