@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+from hypothesis import settings
 
 import tightwire as tw
 from tightwire.formats import checksum
@@ -24,6 +27,17 @@ def vector_key(name: str) -> tw.Key:
     """The key with which the vector `name` was encoded."""
     ranks = re.search(r"_of_(\d+)_ranks$", name)
     return KEY._replace(world=int(ranks[1]) if ranks else 1)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where `package` is not installed; CI does not allow these skips in the slow tier."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"could not import {package!r}")
+
+
+def examples(n: int) -> settings:
+    """Settings of a property: of `n` examples the share that the profile asks for."""
+    return settings(max_examples=n * settings().max_examples // 100)
 
 
 def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact, same
-from support import make_bits
+from support import examples, make_bits
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import TraceRecord
 from tightwire.adapters.collectives import Design
@@ -190,7 +190,7 @@ def test_all_of_it(world_size: int, library: str, dtype: str, design: Design) ->
     run_ranks(world_size, lambda t: check_collectives(t, library, dtype, design))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data())
 def test_any_splits(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 4), "ranks")
@@ -627,6 +627,7 @@ def test_bad_parameters(options: dict[str, Any], error: type[Exception]) -> None
         tw.Communicator(connect(1)[0], **options)
 
 
+@pytest.mark.slow
 def test_arrays_of_jax() -> None:
     jax = pytest.importorskip("jax")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightwire.adapters import cost
@@ -69,7 +69,6 @@ def test_exchange() -> None:
     assert Link(1.0, 0.5).exchange(peers=0, nbytes=10) == 0
 
 
-@settings(deadline=None)
 @given(lines)
 def test_fit_of_exact_samples(line: Line) -> None:
     found = fit([(n, line.seconds(n)) for n in SIZES])
@@ -77,7 +76,6 @@ def test_fit_of_exact_samples(line: Line) -> None:
         assert close(found.seconds(n), line.seconds(n), 1e-6)
 
 
-@settings(deadline=None)
 @given(lines, st.integers(0, 2**32))
 def test_fit_under_noise_and_outliers(line: Line, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -128,7 +126,6 @@ def test_fit_refuses(samples: list[tuple[float, float]]) -> None:
 # Predictions
 
 
-@settings(deadline=None)
 @given(models, messages, ratios)
 def test_one_piece_is_compressed(model: Model, nbytes: int, ratio: float) -> None:
     parts = model.encode.seconds(nbytes) + model.decode.seconds(nbytes)
@@ -150,7 +147,6 @@ def schedule(encode: float, wire: float, decode: float, pieces: int) -> float:
     return max(processor, arrived[-1]) + decode
 
 
-@settings(deadline=None)
 @given(models, messages, ratios, pieces)
 def test_pipelined_can_be_scheduled(model: Model, nbytes: int, ratio: float, pieces: int) -> None:
     each = nbytes / pieces
@@ -161,7 +157,6 @@ def test_pipelined_can_be_scheduled(model: Model, nbytes: int, ratio: float, pie
     assert predicted >= max(pieces * wire, pieces * (encode + decode)) * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(models, messages, messages, ratios, ratios, pieces)
 def test_more_bytes_take_longer(
     model: Model, a: int, b: int, r: float, s: float, pieces: int
@@ -176,7 +171,6 @@ def test_more_bytes_take_longer(
 # Choices
 
 
-@settings(deadline=None)
 @given(models, messages, ratios, pieces)
 def test_a_choice_is_never_slower_than_native(
     model: Model, nbytes: int, ratio: float, most: int
@@ -198,7 +192,6 @@ def test_a_choice_is_never_slower_than_native(
     assert choice.seconds * (1 - MARGIN) <= fastest or nbytes <= 40
 
 
-@settings(deadline=None)
 @given(models, messages, ratios, ratios)
 def test_a_better_ratio_never_stops_compression(
     model: Model, nbytes: int, r: float, s: float
@@ -208,7 +201,6 @@ def test_a_better_ratio_never_stops_compression(
         assert model.choose(nbytes, r).algorithm != "native"
 
 
-@settings(deadline=None)
 @given(models, ratios, st.sampled_from([1, 16]))
 def test_crossover(model: Model, ratio: float, most: int) -> None:
     at = model.crossover(ratio, most)
@@ -254,7 +246,6 @@ def test_choose_refuses(nbytes: int, ratio: float, most: int) -> None:
 # Models
 
 
-@settings(deadline=None)
 @given(lines, lines, st.floats(0.1, 1.0))
 def test_measured_gives_its_samples_back(native: Line, compressed: Line, ratio: float) -> None:
     plain, whole = ([(n, line.seconds(n)) for n in SIZES] for line in (native, compressed))
@@ -264,7 +255,6 @@ def test_measured_gives_its_samples_back(native: Line, compressed: Line, ratio: 
         assert close(model.compressed(n, ratio), compressed.seconds(n), 1e-5)
 
 
-@settings(deadline=None)
 @given(links, lines, lines, st.floats(0.1, 1.0), ratios)
 def test_measured_predicts_other_ratios(
     link: Link, encode: Line, decode: Line, ratio: float, other: float
@@ -411,7 +401,6 @@ def test_duration(seconds: float, text: str) -> None:
 # Ratios
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.1), min_size=1, max_size=20), st.floats(0.01, 1))
 def test_a_mean_lies_between_its_values(values: list[float], weight: float) -> None:
     found = Ratios(weight)
@@ -425,7 +414,6 @@ keys = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(keys, ratios | st.none()), max_size=60))
 def test_equal_calls_get_equal_answers(calls: list[tuple[tuple[str, str, int], float]]) -> None:
     ranks = Ratios(patience=3), Ratios(patience=3)

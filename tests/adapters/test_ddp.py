@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import Residuals
 from processes import join, launch, torchrun
+from support import examples
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -276,6 +277,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert wire < 0.28 * raw
 
 
+@pytest.mark.slow
 def test_training_is_that_of_means_in_float32(tmp_path: Path) -> None:
     results = launch(__file__, "everything", 2, tmp_path)
     check(results)
@@ -316,7 +318,7 @@ def test_training_on_gpus(tmp_path: Path) -> None:
     dtype=st.sampled_from(FLOATS),
     scale=st.sampled_from([1e-6, 1.0, 1e4]),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_average_is_rounded_once_and_equal_on_all_ranks(
     world_size: int, size: int, dtype: str, scale: float
 ) -> None:

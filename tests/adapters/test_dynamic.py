@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from ranks import Ranks, exact
+from support import examples
 from tightwire.adapters.dynamic import (
     ABOVE_CAPACITY,
     INVALID,
@@ -194,7 +195,7 @@ def test_rows_arrive_as_the_metadata_say(world_size: int, library: str, dtype: s
     run_ranks(world_size, lambda t: check_exchanges(t, library, dtype, rounds))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data())
 def test_any_metadata(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([1, 2, 4]), "ranks")
@@ -388,7 +389,7 @@ def test_the_capacity_is_what_one_rank_may_get_of_another(rows: int) -> None:
     run_ranks(n, task)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data())
 def test_any_metadata_at_a_fixed_rate(data: st.DataObject) -> None:
     """More rows than the capacity are an error that names the ranks which have them."""
@@ -715,6 +716,7 @@ def test_bad_calls_say_what_is_allowed() -> None:
     run_ranks(1, task)
 
 
+@pytest.mark.slow
 def test_jax_arrays_are_refused() -> None:
     jax = pytest.importorskip("jax")
 

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import CODECS, Residuals, inputs
 from ranks import exact
+from support import examples
 from tightwire.adapters import collectives
 from tightwire.adapters.calls import rounding_key
 from tightwire.adapters.error_feedback import ErrorFeedback
@@ -54,7 +55,7 @@ def test_what_is_lost_goes_with_the_next(library: str, dtype: str) -> None:
     assert np.abs(sent - total).mean() < 0.5 * np.abs(plain - total).mean()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_buckets_may_be_cut_anew_in_any_order(data: st.DataObject) -> None:
     sizes = {name: data.draw(st.integers(0, 40), name) for name in "abcde"}
@@ -316,7 +317,7 @@ def test_what_arrives_where_the_network_sums_nothing() -> None:
     run_ranks(2, task)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     world_size=st.integers(1, 4),
     codec=st.sampled_from(PLAIN),

@@ -459,6 +459,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert raw < wire < raw + 1000
 
 
+@pytest.mark.slow
 def test_training_is_bit_identical_with_fewer_bytes(tmp_path: Path) -> None:
     results = launch(__file__, "everything", 2, tmp_path)
     check(results)

@@ -376,6 +376,7 @@ def test_a_late_rank_0() -> None:
     assert told == ["rank 0 has not come in time, other ranks have given up"] * 2
 
 
+@pytest.mark.slow
 def test_hooks(tmp_path: Path) -> None:
     for rank, found in enumerate(launch(__file__, "everything", 4, tmp_path)):
         assert found["kept"] == 13

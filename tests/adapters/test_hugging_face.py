@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from support import needs
 from tightwire.convert import compress_file
 
 torch = pytest.importorskip("torch")
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
+pytestmark = [pytest.mark.slow, needs("transformers")]
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import CODECS, DTYPES, check_lossy, inputs
 from processes import join, launch
 from ranks import exact
+from support import examples
 from tightwire.adapters import collectives, shares, tensors
 from tightwire.adapters.memory import MemoryTransport, run_ranks
 from tightwire.adapters.switch import Measured
@@ -31,7 +32,7 @@ def test_every_lossy_codec_is_tested() -> None:
     assert {codec.name for codec in LOSSY} == {codec.name for codec in CODECS}
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     world_size=st.integers(1, 4),
     codec=st.sampled_from(CODECS),
@@ -379,6 +380,7 @@ def between_processes(device: Any) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     world_size = 4

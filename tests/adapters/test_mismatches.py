@@ -110,6 +110,7 @@ def mismatched(_: Any) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_mismatched_calls_raise_and_no_process_ends(tmp_path: Path) -> None:
     first, second = launch(__file__, "mismatched", 2, tmp_path)
     for case in CASES:

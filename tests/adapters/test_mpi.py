@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ranks import DTYPES, SOME_DTYPES, check_collectives
+from support import needs
 from tightwire.arrays import Target
 from transports import (
     PATIENCE,
@@ -27,6 +28,8 @@ from transports import (
     environment,
     survive,
 )
+
+pytestmark = [pytest.mark.slow, needs("mpi4py")]
 
 
 def every_collective(dtypes: tuple[str, ...]) -> Any:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import DTYPES, inputs
 from processes import join, launch
 from ranks import exact
+from support import examples
 from tightwire import arrays
 from tightwire.adapters import collectives
 from tightwire.adapters.auto_scale import AutoScale
@@ -250,7 +251,7 @@ def check_sums(
     return comm
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     size=st.integers(1, 5),
     topology=st.sampled_from(HOPS),
@@ -967,6 +968,7 @@ def trained(device: Any) -> str:
     return hashlib.sha256(gradients.cpu().numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_between_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     world_size = 4

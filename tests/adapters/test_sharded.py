@@ -570,6 +570,7 @@ def train(device: Any) -> dict[str, Any]:
 TASKS = {"train": train}
 
 
+@pytest.mark.slow
 def test_training_on_two_nodes(tmp_path: Path) -> None:
     """Real processes: the loss falls, weights are the same on all ranks and near to the true."""
     torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
@@ -130,7 +130,6 @@ def test_hierarchical_by_hand() -> None:
     assert (alone.wire_bytes, alone.vnmse) == (0, 0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 1 << 30), links, codings, st.sampled_from(FLAT))
 def test_nodes_of_one_rank(
     world: int, nbytes: int, link: Link, codec: Coding, between: Between
@@ -140,7 +139,6 @@ def test_nodes_of_one_rank(
     assert found == simulate(between, world, nbytes, link, codec)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 2000), st.integers(1, 1 << 30), links, lines, lines, st.floats(0.1, 1))
 def test_agrees_with_the_cost_model(
     world: int, nbytes: int, link: Link, encode: Line, decode: Line, ratio: float
@@ -158,7 +156,6 @@ def test_agrees_with_the_cost_model(
         assert compressed.seconds == pytest.approx(model.compressed(nbytes, ratio))
 
 
-@settings(deadline=None)
 @given(every, st.integers(1, 50), st.integers(0, 1 << 30), links, codings)
 def test_what_always_holds(
     which: tuple[Collective, Algorithm], nodes: int, nbytes: int, link: Link, codec: Coding
@@ -321,7 +318,6 @@ def test_lossless_changes_nothing(algorithm: Between) -> None:
     assert monte_carlo(algorithm, np.rint(10 * inputs), quantize, dtype=np.float32) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(2, 100_000), st.floats(1e-14, 1e-9))
 def test_first_order_in_closed_form(world: int, error: float) -> None:
     assert error_ring(world, error) == pytest.approx(error * (world + 1) / 2, rel=1e-3)
@@ -333,7 +329,6 @@ def test_first_order_in_closed_form(world: int, error: float) -> None:
     assert found * (1 - 1e-9) <= error_butterfly(world, error) <= found + error
 
 
-@settings(deadline=None)
 @given(st.integers(2, 2000), st.floats(0, 1e-3), st.floats(0, 1e-5))
 def test_two_shot_has_the_least_error(world: int, error: float, rounding: float) -> None:
     two_shot = error_two_shot(world, error)

@@ -13,10 +13,11 @@ from unittest.mock import Mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
+from support import examples
 from tightwire.adapters.memory import MemoryTransport, run_ranks
 
 torch = pytest.importorskip("torch")
@@ -417,7 +418,7 @@ def test_a_layer_of_which_nothing_would_be_kept_is_refused(tagc: Tagc, ranks: in
 
 
 @pytest.mark.filterwarnings("ignore:.*index '1bit' lost")
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 def test_nothing_disappears(data: st.DataObject) -> None:
     """Sums and residuals add up to the gradients, whatever the size and settings."""

@@ -393,6 +393,7 @@ def everything(device: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "device"),
     [

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
 from lossy import check_over_time
 from processes import join, launch, torchrun
+from support import examples
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -329,6 +330,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert raw <= wire < raw + 100 * size
 
 
+@pytest.mark.slow
 def test_layers_are_those_of_one_process(tmp_path: Path) -> None:
     check(launch(__file__, "everything", 2, tmp_path))
 
@@ -360,7 +362,7 @@ def test_layers_on_gpus(tmp_path: Path) -> None:
     shape=st.lists(st.integers(0, 5), min_size=1, max_size=3),
     data=st.data(),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_gather_and_scatter_are_adjoint(world_size: int, shape: list[int], data: Any) -> None:
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     whole = list(shape)

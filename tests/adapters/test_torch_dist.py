@@ -163,6 +163,7 @@ def stopped(transport: TorchDist) -> dict[str, Any]:
     return {"error": survive(fresh, lambda: os.kill(os.getpid(), signal.SIGSTOP), "raw")}
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_within_the_default_groups_timeout(tmp_path: Path) -> None:
     for me, found in enumerate(launch("stopped", 3, tmp_path)):
         rank, _, _, _, took, text = found["error"]
@@ -171,6 +172,7 @@ def test_a_stopped_rank_is_named_within_the_default_groups_timeout(tmp_path: Pat
         assert took < PATIENCE + 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["two_ranks", "four_ranks"])
 def test_every_collective_and_a_lost_rank(task: str, tmp_path: Path) -> None:
     for me, found in enumerate(launch(task, {"two_ranks": 2, "four_ranks": 4}[task], tmp_path)):

@@ -9,15 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from ranks import DTYPES, SOME_DTYPES, check_collectives
+from support import needs
 from tightwire.adapters.rendezvous import meet
-from tightwire.adapters.ucx import Ucx
 from tightwire.arrays import Target
 from transports import (
     BOUND,
@@ -31,7 +30,12 @@ from transports import (
     survive,
 )
 
-Join = Callable[..., Ucx]
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from tightwire.adapters.ucx import Ucx
+
+Join = Callable[..., "Ucx"]
 
 
 def every_collective(join: Join, dtypes: tuple[str, ...]) -> list[list[int]]:
@@ -84,6 +88,8 @@ def run(task: str, world_size: int) -> list[Any]:
     return launch(__file__, task, world_size, str(free_port()))
 
 
+@pytest.mark.slow
+@needs("ucxx")
 def test_every_collective_and_a_silent_rank() -> None:
     found = run("two_ranks", 2)
     check_sizes(found[0]["sizes"])
@@ -91,6 +97,8 @@ def test_every_collective_and_a_silent_rank() -> None:
     assert "ranks [1] did not answer within 2 s" in str(found[0]["error"])
 
 
+@pytest.mark.slow
+@needs("ucxx")
 def test_every_collective_and_a_killed_rank() -> None:
     found = run("three_ranks", 3)
     for result in found:
@@ -101,6 +109,7 @@ def test_every_collective_and_a_killed_rank() -> None:
 
 
 @pytest.mark.long
+@needs("ucxx")
 def test_ranks_leave_in_peace() -> None:
     assert run("in_peace", 3) == ["done", "done"]
 
@@ -137,6 +146,8 @@ def test_ranks_meet() -> None:
 
 def main(task: str, rank: str, world_size: str, port: str) -> None:
     """Run the task, which joins the group; print what it returns."""
+    from tightwire.adapters.ucx import Ucx
+
     torch.set_num_threads(1)
 
     def join(timeout: float = BOUND) -> Ucx:

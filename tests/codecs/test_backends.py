@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import PATTERNS, examples, make_bits
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
 
@@ -148,7 +148,7 @@ def test_all_bfloat16_patterns_in_every_row_and_column() -> None:
         check_all_backends(bits, dtype, tw.codec("zipccl"))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     dtype=st.sampled_from([d for d in BY_NAME.values() if d.is_float]),
     codec=st.sampled_from([tw.codec(n, **p) for n, all_ in PARAMS.items() for p in all_]),
@@ -171,7 +171,7 @@ def test_property_round_trip(
     check_all_backends(bits.astype(dtype.bits), dtype, codec, chunks)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     n=st.integers(0, 20000),
     chunks=st.integers(1, 4),

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import PATTERNS, examples, make_bits
 from tightwire.codecs import threads as threads_module
 from tightwire.codecs.dynamiq import (
     ANY_STEPS,
@@ -100,7 +100,7 @@ def largest_errors(buf: tw.Buffer) -> npt.NDArray[np.float64]:
     return bound
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     dtype=st.sampled_from(DTYPES),
     bits=st.sampled_from((5, 4.5, 8)),
@@ -155,7 +155,7 @@ def test_error_is_within_the_bound_of_the_page(
     assert not wrong.size, (wide[wrong[:3]], y[wrong[:3]], bound[wrong[:3]])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     energies=st.lists(st.sampled_from((0.0, 1.0, 2.0, 2.5, 10.0, 1e-20, 1e20, 3e38)), max_size=40),
     widths=st.sampled_from(("any", "pow2")),

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
+from support import examples
 from tightwire.codecs import lhc
 from tightwire.codecs.base import Bytes
 from tightwire.codecs.lhc import BLOCK, MAPPINGS, Lhc, mapping_of
@@ -216,7 +217,7 @@ def test_sums_of_ranks(world: int, cells: str) -> None:
     assert np.count_nonzero(np.isnan(expected)) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     n=st.integers(2100, 9000),

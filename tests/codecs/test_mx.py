@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire.codecs.minifloat import BY_NAME, Element, unpack
 from tightwire.codecs.mx import BLOCK
 from tightwire.formats.dtypes import BY_NAME as DTYPES
@@ -109,6 +109,7 @@ def test_every_bfloat16_has_the_codes_of_gfloat() -> None:
             assert (codes == expected).all(), (element, rule, anchor)
 
 
+@pytest.mark.slow
 def test_scales_and_codes_of_torchao() -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
@@ -138,6 +139,7 @@ def test_scales_and_codes_of_torchao() -> None:
             assert (codes == theirs)[same].all(), element
 
 
+@pytest.mark.slow
 def test_ceil_is_the_rule_of_torchao() -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
@@ -176,7 +178,7 @@ def bound(x: Array, y: Array, scales: Array, element: Element, dtype: DType) -> 
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     element=st.sampled_from(sorted(BY_NAME)),
@@ -279,7 +281,7 @@ def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     element=st.sampled_from(sorted(BY_NAME)),

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tightwire as tw
+from support import examples
 from tightwire.codecs.minifloat import unpack
 from tightwire.codecs.nvfp4 import BLOCK, ELEMENT
 from tightwire.formats.dtypes import BY_NAME
@@ -92,7 +93,7 @@ def test_codes_and_scales_of_gfloat() -> None:
     assert (gfloat.encode_ndarray(e2m1, rounded).reshape(-1) == codes).all()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     name=st.sampled_from(["bfloat16", "float16", "float32"]),
     n=st.integers(400, 1500),

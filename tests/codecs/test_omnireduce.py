@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire.codecs.omnireduce import VALUES, Omnireduce
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import add, seal, sketch
@@ -125,7 +125,7 @@ def test_chunks_keep_blocks_of_their_own() -> None:
     assert whole.any(axis=2).sum(axis=1)[0] == 10
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     dtype=st.sampled_from(Omnireduce.dtypes),
     values=st.sampled_from(VALUES),

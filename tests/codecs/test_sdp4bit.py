@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import PATTERNS, examples, make_bits
 from tightwire.codecs.philox import KeyNumbers, random_words
 from tightwire.codecs.sdp4bit import BITS, GROUPS, ROTATE, ROUNDINGS, RUN, Sdp4bit, round_to_code
 from tightwire.formats.dtypes import BY_NAME, DType
@@ -60,7 +60,7 @@ def scales_of(buf: tw.Buffer) -> npt.NDArray[np.float64]:
     return np.repeat(scales, spec.group)[:n]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     dtype=st.sampled_from(DTYPES),
     bits=st.sampled_from(BITS),

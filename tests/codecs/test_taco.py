@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import PATTERNS, examples, make_bits
 from tightwire.codecs.philox import KeyNumbers, random_words
 from tightwire.codecs.taco import (
     BLOCKS,
@@ -86,7 +86,7 @@ def bounds(x: npt.NDArray[Any], y: npt.NDArray[Any], buf: tw.Buffer) -> npt.NDAr
     return twice * 1.001 * bound.reshape(-1)[: x.size] + rounded
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(
     dtype=st.sampled_from(DTYPES),
     format=st.sampled_from(FORMATS),

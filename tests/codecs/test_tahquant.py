@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire import engine
 from tightwire.codecs.tahquant import (
     DIRECTIONS,
@@ -88,7 +88,7 @@ def bounds(x: npt.NDArray[Any], y: npt.NDArray[Any], buf: tw.Buffer) -> npt.NDAr
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     dtype=st.sampled_from(DTYPES),
     direction=st.sampled_from(DIRECTIONS),

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire.codecs import thc
 from tightwire.codecs.philox import key_numbers
 from tightwire.codecs.thc import LEVELS, MAX_RANKS, NORMS, STEPS, Thc
@@ -203,7 +203,7 @@ def test_hops_by_decoding_and_encoding_again(norm: str) -> None:
     assert tw.error(xs[0] + xs[1] + xs[2], tw.decode(hop)).vnmse < 0.06
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     dtype=st.sampled_from(Thc.dtypes),
     n=st.integers(600, 5000),

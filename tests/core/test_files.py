@@ -25,10 +25,10 @@ import hypothesis.strategies as st_
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import tightwire as tw
-from support import make_bits
+from support import examples, make_bits
 from tightwire import convert, lazy
 from tightwire.formats.container import (
     BITS,
@@ -153,6 +153,7 @@ def test_cast(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(plain[n], loaded[n]) for n in ("norm", "ids", "mask"))
 
 
+@pytest.mark.slow
 def test_save_and_load_any_library(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     x = weights(70, 90)
@@ -201,7 +202,7 @@ INDEXED: dict[tuple[int, ...], Any] = {
 }
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st_.data())
 def test_indices_mean_what_they_mean_to_numpy(indexed: tw.File, data: st_.DataObject) -> None:
     shape = data.draw(st_.sampled_from(SHAPES))
@@ -864,6 +865,7 @@ def test_lazy_tensors_are_arrays_to_other_libraries(
         assert isinstance(file["w"].numpy(), np.ndarray)
 
 
+@pytest.mark.slow
 def test_jax_takes_lazy_tensors(model: Path) -> None:
     jnp = pytest.importorskip("jax.numpy")
     with tw.open(model) as file:

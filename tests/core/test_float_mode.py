@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import float_modes
 import tightwire as tw
 from float_modes import MODES, mode
+from support import examples
 from tightwire import homomorphic
 from tightwire.codecs import threads as threads_module
 from tightwire.codecs.float_mode import default_floats
@@ -120,7 +121,7 @@ def test_nor_what_is_measured_and_added(name: str, params: dict[str, Any]) -> No
         check(lambda x, y: repr(tw.error(x, y)), x, tw.decode(data))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     hnp.arrays(
         np.float32,

@@ -13,15 +13,16 @@ from support import make_bits
 from tightwire.formats.dtypes import BY_NAME
 
 torch = pytest.importorskip("torch")
-jax = pytest.importorskip("jax")
 
 
 def weights(n: int = 9000) -> Any:
     return make_bits("normal", BY_NAME["bfloat16"], n).view(ml_dtypes.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [np.array([1 / 3]), np.array([2**40 + 1]), np.array([1 + 2j])])
 def test_jax_does_not_narrow(x: Any) -> None:
+    pytest.importorskip("jax")
     with pytest.raises(TypeError, match="jax_enable_x64"):
         tw.decode(tw.encode(x), like="jax")
 
@@ -389,14 +390,18 @@ def test_transforms_of_torch(name: str) -> None:
     assert all("outside of FakeTensorMode and torch.func transforms" in text for text in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jit", "vmap", "grad"])
 def test_tracers_of_jax(name: str) -> None:
+    jax = pytest.importorskip("jax")
     x = jax.numpy.zeros((3, 4) if name == "vmap" else 4)
     found = seen_by(getattr(jax, name), x)
     assert all("outside of jax.jit, jax.vmap and jax.grad" in text for text in found)
 
 
+@pytest.mark.slow
 def test_random_keys_of_jax() -> None:
+    jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"key<fry> .* Allowed: .*jax\.random\.key_data"):
         tw.encode(jax.random.key(0))
     data = jax.random.key_data(jax.random.key(0))

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
+from support import examples
 from tightwire import convert, directories, models
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.model_index import PLAIN_SUFFIX, SUFFIX, compressed_name, with_suffix
@@ -270,7 +271,7 @@ def test_bad_indexes(sharded: Path, text: bytes) -> None:
     assert raised.value.reason == "bad_container"
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_damaged_indexes(packed_once: Path, at: int, flipped: int) -> None:
     """The tensors, or an error; never a file outside of the directory."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from support import make_bits
+from support import examples, make_bits
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.sparsify import sparsify, sparsify_rows
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     dtype=st.sampled_from(["float32", "bfloat16", "float16", "float64"]),
     pattern=st.sampled_from(["normal", "zero", "special", "mixed_zeros"]),

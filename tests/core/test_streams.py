@@ -16,6 +16,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import tightwire as tw
+from support import examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +43,12 @@ ARRAYS: dict[str, Any] = {
     "scalar": np.float32(2),
     "odd": b"\0\xff",
 }
-MESSAGE = tw.dumps(ARRAYS)
+
+
+@cache
+def message() -> bytes:
+    """Made when a test needs it: nothing is compiled while tests are collected."""
+    return tw.dumps(ARRAYS)
 
 
 def check(found: Any) -> None:
@@ -53,6 +60,7 @@ def check(found: Any) -> None:
 # Buffers one after another.
 
 
+@cache
 def buffers() -> list[bytes]:
     """Packed and slotted buffers of several codecs, chunks and sizes."""
     sent = []
@@ -66,9 +74,6 @@ def buffers() -> list[bytes]:
                 slotted.zero_slack()
                 sent.append(np.asarray(slotted.array).tobytes())
     return sent
-
-
-SENT = buffers()
 
 
 @contextmanager
@@ -114,23 +119,23 @@ class Drip:
 
 @pytest.mark.parametrize("through", [by_socket, by_pipe])
 def test_buffers_one_after_another(through: Callable[[bytes], Any]) -> None:
-    with through(b"".join(SENT)) as stream:
+    with through(b"".join(buffers())) as stream:
         received = list(tw.read_buffers(stream))
-    assert [x.tobytes() for x in received] == SENT
-    for data, sent in zip(received, SENT, strict=True):
+    assert [x.tobytes() for x in received] == buffers()
+    for data, sent in zip(received, buffers(), strict=True):
         assert np.array_equal(tw.decode(data), tw.decode(sent))
 
 
 def test_no_byte_is_read_behind_a_buffer() -> None:
-    stream = io.BytesIO(SENT[0] + b"something else")
-    assert next(tw.read_buffers(stream)).tobytes() == SENT[0]
+    stream = io.BytesIO(buffers()[0] + b"something else")
+    assert next(tw.read_buffers(stream)).tobytes() == buffers()[0]
     assert stream.read() == b"something else"
     with pytest.raises(tw.FormatError, match="bad_magic"):
-        list(tw.read_buffers(io.BytesIO(SENT[0] + b"something else" * 9)))
+        list(tw.read_buffers(io.BytesIO(buffers()[0] + b"something else" * 9)))
 
 
 def test_streams_that_are_cut_off() -> None:
-    small = min((data for data in SENT if len(data) > 200), key=len)
+    small = min((data for data in buffers() if len(data) > 200), key=len)
     for n in range(1, len(small)):
         found = tw.read_buffers(Drip(small + small[:n]))
         assert next(found).tobytes() == small
@@ -140,7 +145,7 @@ def test_streams_that_are_cut_off() -> None:
 
 
 def test_limits_of_buffers_on_streams() -> None:
-    data = SENT[0]
+    data = buffers()[0]
     assert len(list(tw.read_buffers(io.BytesIO(data), max_nbytes=len(data)))) == 1
     stream = io.BytesIO(data)
     with pytest.raises(tw.FormatError, match="limit_exceeded"):
@@ -242,15 +247,15 @@ def test_standard_input_and_output(tmp_path: Path) -> None:
     code = "import sys, tightwire as tw\n"
     code += "tw.save_file(tw.load_file(sys.stdin.buffer), sys.stdout.buffer)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=MESSAGE, stdout=subprocess.PIPE, check=True, timeout=60)
-    assert done.stdout == MESSAGE
-    (tmp_path / "in").write_bytes(MESSAGE)
+    done = subprocess.run(command, input=message(), stdout=subprocess.PIPE, check=True, timeout=60)
+    assert done.stdout == message()
+    (tmp_path / "in").write_bytes(message())
     # Appended to a file, of which the process only knows that it can seek.
     with open(tmp_path / "in", "rb") as source, open(tmp_path / "out", "ab") as target:
         target.write(b"before")
         target.flush()
         subprocess.run(command, stdin=source, stdout=target, check=True, timeout=60)
-    assert (tmp_path / "out").read_bytes() == b"before" + MESSAGE
+    assert (tmp_path / "out").read_bytes() == b"before" + message()
 
 
 def test_files_start_where_file_objects_are() -> None:
@@ -328,7 +333,7 @@ def test_urls(tmp_path: Path) -> None:
         check(tw.load_file(url))
         with tw.open(url) as file:
             assert np.array_equal(file["w"][1:3], ARRAYS["w"][1:3])
-    assert (tmp_path / "x.tw").read_bytes() == MESSAGE
+    assert (tmp_path / "x.tw").read_bytes() == message()
     with pytest.raises(FileNotFoundError):
         tw.load_file("memory://nothing")
     with pytest.raises(ValueError, match="nonsense"):
@@ -371,8 +376,8 @@ def test_paths_of_any_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda m: np.frombuffer(m, "u1")])
 def test_bytes_in_memory(kind: Callable[[bytes], Any]) -> None:
-    check(tw.load_file(kind(MESSAGE)))
-    with tw.open(kind(MESSAGE)) as file:
+    check(tw.load_file(kind(message())))
+    with tw.open(kind(message())) as file:
         assert np.array_equal(file["w"][:], ARRAYS["w"])
 
 
@@ -426,7 +431,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.dictionaries(KEYS, VALUES, max_size=4) | st.lists(VALUES, max_size=4),
     st.sampled_from(["zipccl", "raw"]),

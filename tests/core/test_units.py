@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightwire.units import parse_size, parse_speed, parse_time
@@ -57,7 +57,6 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_time(text) == seconds
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**12), st.integers(0, 3))
 def test_sizes_are_exact(number: int, places: int) -> None:
     nbytes = Fraction(number, 10**places) * 1000

@@ -28,14 +28,15 @@ RECORD_SIZE = RECORD.itemsize
 def sample(name: str | tw.Codec, dtype: str = "bfloat16", n: int = 2300, **options: Any) -> bytes:
     kind = BY_NAME[dtype]
     x = make_bits("scales", kind, n).view(kind.numpy)
-    return bytes(tw.encode(x, name, **options))
+    # The reference: nothing is compiled while tests are collected.
+    return bytes(tw.encode(x, name, backend="ref", **options))
 
 
 def slotted() -> tw.Buffer:
     kind = BY_NAME["float16"]
     x = make_bits("normal", kind, 2500).view(kind.numpy)
     room = np.zeros(1 << 13, np.uint8)
-    return tw.encode(x, out=room, dynamic_capacity=300, chunks=2)
+    return tw.encode(x, out=room, dynamic_capacity=300, chunks=2, backend="ref")
 
 
 def sparse() -> bytes:
@@ -44,14 +45,16 @@ def sparse() -> bytes:
     x = make_bits("scales", kind, 1030).view(kind.numpy)
     x[np.arange(1030) % 8 > 0] = 0
     x[:790:2] = 1
-    return bytes(tw.encode(x, tw.codec("lhc", ratio=10)))
+    return bytes(tw.encode(x, tw.codec("lhc", ratio=10), backend="ref"))
 
 
 SAMPLES = {
     "raw": sample("raw", n=1900),
     "zipccl": sample("zipccl"),
     "chunks": sample("zipccl", n=2600, chunks=2),
-    "fallback": bytes(tw.encode(make_bits("random", BY_NAME["float16"], 1900).view(np.float16))),
+    "fallback": bytes(
+        tw.encode(make_bits("random", BY_NAME["float16"], 1900).view(np.float16), backend="ref")
+    ),
     "mx": sample("mx", n=900),
     "mx_6_bits": sample(tw.codec("mx", element="e3m2"), "float32", 501, chunks=2),
     "nvfp4": sample("nvfp4", n=901),
@@ -61,6 +64,7 @@ SAMPLES = {
         tw.encode(
             make_bits("normal", BY_NAME["bfloat16"], 4700).view(BY_NAME["bfloat16"].numpy),
             tw.codec("zipccl", window="sigma"),
+            backend="ref",
         )
     ),
     "taco": sample("taco", n=1300),
@@ -69,6 +73,7 @@ SAMPLES = {
             make_bits("special", BY_NAME["float16"], 1100).view(np.float16),
             tw.codec("taco", transform="none", scales="merged", format="int8", block=32),
             chunks=3,
+            backend="ref",
         )
     ),
     "sdp4bit": sample("sdp4bit", n=301),
@@ -80,7 +85,11 @@ SAMPLES = {
     "lhc": sparse(),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
-    "zeros": bytes(tw.encode(make_bits("mixed_zeros", BY_NAME["float32"], 1000).view(np.float32))),
+    "zeros": bytes(
+        tw.encode(
+            make_bits("mixed_zeros", BY_NAME["float32"], 1000).view(np.float32), backend="ref"
+        )
+    ),
 }
 
 

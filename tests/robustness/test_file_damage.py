@@ -12,6 +12,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,21 +54,37 @@ def _compressed() -> bytes:
 
 
 VECTORS = Path(__file__).resolve().parents[2] / "specs" / "vectors" / "container"
-_TIED = _weights(800)
-SAMPLES = {
-    "dict": tw.dumps({"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())}),
-    "tree": tw.dumps({"a": {"w": _TIED, "again": _TIED}, "b": [_weights(700), 7, "x", None]}),
-    "list": tw.dumps([np.arange(9, dtype=np.int16), _weights(1100)]),
-    "sparse": tw.dumps({"x": _weights(900)}, tw.codec("omnireduce", block=64)),
-    "source": _compressed(),
-    "plain": (VECTORS / "plain_behind.safetensors").read_bytes(),
-    "every node": (VECTORS / "tree.safetensors").read_bytes(),
-}
-VALUES = {
-    readers.value(x)
-    for data in SAMPLES.values()
-    for x in tree.flatten([tw.loads(data)])[0].values()
-}
+NAMES = ("dict", "tree", "list", "sparse", "source", "plain", "every node")
+
+
+@cache
+def samples() -> dict[str, bytes]:
+    """Files by name, made when a test needs them: nothing is compiled while tests are collected."""
+    tied = _weights(800)
+    files = {
+        "dict": {"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())},
+        "tree": {"a": {"w": tied, "again": tied}, "b": [_weights(700), 7, "x", None]},
+        "list": [np.arange(9, dtype=np.int16), _weights(1100)],
+    }
+    found = {name: tw.dumps(content) for name, content in files.items()}
+    found["sparse"] = tw.dumps({"x": _weights(900)}, tw.codec("omnireduce", block=64))
+    found["source"] = _compressed()
+    found["plain"] = (VECTORS / "plain_behind.safetensors").read_bytes()
+    found["every node"] = (VECTORS / "tree.safetensors").read_bytes()
+    assert tuple(found) == NAMES
+    return found
+
+
+@cache
+def sample_values() -> set[readers.Value]:
+    """All tensors in the samples."""
+    return {
+        readers.value(x)
+        for data in samples().values()
+        for x in tree.flatten([tw.loads(data)])[0].values()
+    }
+
+
 Mutant = Callable[[Rng, bytes], bytes]
 
 
@@ -86,7 +103,7 @@ def cut(rng: Rng, data: bytes) -> bytes:
 
 def splice(rng: Rng, data: bytes) -> bytes:
     """A piece of a file in the place of another: bytes, or whole blocks of 128."""
-    other = SAMPLES[str(rng.choice(list(SAMPLES)))]
+    other = samples()[str(rng.choice(NAMES))]
     unit = int(rng.choice([1, 128]))
     n = int(rng.integers(1, 300 if unit == 1 else 6)) * unit
     at = int(rng.integers(len(data) // unit)) * unit
@@ -177,8 +194,8 @@ MEMORY = 16 * readers.MAX_NBYTES
 def check(mutant: Mutant, seed: int, path: Path) -> bool:
     """Read one mutant by all readers; True if they took it."""
     rng = np.random.default_rng(seed)
-    name = list(SAMPLES)[seed % len(SAMPLES)]
-    data = mutant(rng, SAMPLES[name])
+    name = NAMES[seed % len(NAMES)]
+    data = mutant(rng, samples()[name])
     path.write_bytes(data)
     start = time.process_time()
     found = readers.agreed(path)
@@ -186,7 +203,7 @@ def check(mutant: Mutant, seed: int, path: Path) -> bool:
     if isinstance(found, str):
         return False
     # Names have no checksum, tensors do; those whose checksums were repaired may be any.
-    assert mutant is repaired or set(found.values()) <= VALUES
+    assert mutant is repaired or set(found.values()) <= sample_values()
     return True
 
 
@@ -200,13 +217,13 @@ def check_many(mutant: Mutant, seeds: range, path: Path) -> int:
     return taken
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_samples_are_read_by_all(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(SAMPLES[name])
+    path.write_bytes(samples()[name])
     found = readers.agreed(path)
     assert isinstance(found, dict)
-    assert set(found.values()) <= VALUES
+    assert set(found.values()) <= sample_values()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
@@ -224,10 +241,10 @@ def test_many_mutants(mutant: Mutant, tmp_path: Path) -> None:
     assert check_many(mutant, range(150, 10_000), tmp_path / "x") < 9_850
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_flipped_bits_of_the_data_are_refused(name: str, tmp_path: Path) -> None:
     """A bit of every 97th byte behind the header."""
-    data, path = SAMPLES[name], tmp_path / "x"
+    data, path = samples()[name], tmp_path / "x"
     for at in range(read_directory(memoryview(data)).data_at, len(data), 97):
         broken = bytearray(data)
         broken[at] ^= 1 << at % 8
