@@ -194,6 +194,7 @@ def main() -> None:
     links = lossy_report.write_pages(RESULTS) + dynamiq_report.write_pages(RESULTS)
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
+    lines += ["", "## Training steps", "", "[steps.md](steps.md), written by hand"]
     overview_report.write(RESULTS)
     lines += ["", "## At a glance", "", "[overview.md](overview.md)"]
     lines += ["", *COMMANDS]
