@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 GREY = "#7d7d7d"
+BITS = "bits of an element, scales included"
 
 
 class Family(NamedTuple):
@@ -103,8 +104,8 @@ def save(figure: Figure, name: str) -> None:
 
 def one_encoding(results: Any) -> Figure:
     """Error of one encoding against bits of an element, a panel for each kind of data."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(PANELS), sharey=True)
+    figure = Figure(figsize=(5.4, 7.8), layout="constrained")
+    panels = figure.subplots(len(PANELS), 1, sharex=True, sharey=True)
     for axes, (data, title) in zip(panels, PANELS.items(), strict=True):
         for method, label in SHOWN.items():
             row = results["codecs"][data][method]
@@ -120,8 +121,9 @@ def one_encoding(results: Any) -> Figure:
                 fontsize=8,
             )
         frame(axes, title)
-    panels[0].set_ylabel("vNMSE of one encoding")
-    legend(panels[-1])
+        axes.set_ylabel("vNMSE of one encoding")
+    panels[-1].set_xlabel(BITS)
+    legend(panels[0])
     return figure
 
 
@@ -136,6 +138,7 @@ def sums(results: Any) -> Figure:
         errors = [fmean(rows[x]["vnmse"]["GPT"]) for x in labels]
         axes.plot(bits, errors, f"{family.marker}-", color=family.color, label=name)
     frame(axes, "sum of 8 ranks' gradients by ring")
+    axes.set_xlabel(BITS)
     axes.set_ylabel("vNMSE of the sum")
     axes.legend(frameon=False)
     return figure
@@ -145,7 +148,6 @@ def frame(axes: Any, title: str) -> None:
     """What all plots have in common."""
     axes.set_yscale("log")
     axes.set_xlim(2.5, 9.3)
-    axes.set_xlabel("bits of an element, scales included")
     axes.set_title(title, fontsize=10)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
 
