@@ -184,7 +184,7 @@ def examine(timeout: float = TIMEOUT, progress: Progress = lambda what, n: None)
 
 
 def run(probe: _Probe, timeout: float) -> tuple[Check, dict[str, Any]]:
-    """Make one check in a process of its own: what came of it, and more that it found."""
+    """Make one check in a process of its own. Returns its result, and details for the report."""
     lacking = probe.lacks()
     if lacking:
         detail = f"not installed ({', '.join(lacking)})"
@@ -229,7 +229,7 @@ def run(probe: _Probe, timeout: float) -> tuple[Check, dict[str, Any]]:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, but for what would make a child a rank of a running MPI job."""
+    """That of this process, without what would make a child a rank of a running MPI job."""
     job = ("OMPI_", "PMI", "PRTE_", "SLURM_")
     return {name: value for name, value in os.environ.items() if not name.startswith(job)}
 
@@ -244,7 +244,7 @@ def _exit_text(status: int) -> str:
 
 
 def answer(key: str, path: str) -> None:
-    """Make the check `key` in this process and write what came of it to the file `path`."""
+    """Make the check `key` in this process and write its result to the file `path`."""
     more: dict[str, Any] = {}
     try:
         status, detail = "ok", _TRIES[key](more)
@@ -565,7 +565,7 @@ def _gpu_checks(gpus: Sequence[Mapping[str, Any]], tried: Check) -> list[Check]:
 def _cache(name: str, folder: str | None) -> dict[str, Any]:
     """Where compiled kernels are kept, whether that can be written, and how many bytes are there.
 
-    Numba keeps its files beside others where modules are: its own are counted alone.
+    Numba keeps its files in the folders of modules; only its own files are counted.
     """
     nbytes = 0
     if folder is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
 FIRST_WIDTH = 12
-#: Columns of the bars of a table of parts; with less room than the second there are none.
+#: Columns of the bars of a table of parts, and how few there may be: else there are no bars.
 BAR_WIDTH, LEAST_BAR_WIDTH = 50, 10
 #: The path that stands for standard input or output.
 STANDARD = Path("-")
