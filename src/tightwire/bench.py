@@ -106,7 +106,7 @@ def bench_file(
     left_out: list[str] = []
     if not names:
         chosen, left_out = fitting(dtypes)
-    # Made when it is their turn: each holds buffers for the whole file.
+    # Made one after the other: each holds buffers for the whole file.
     made: list[Callable[[], _Contestant]] = [partial(_memcpy, arrays)]
     made += [partial(_codec, c, arrays, n_threads) for c in chosen]
     if find_spec("zstandard"):
@@ -251,7 +251,7 @@ def _fastest(call: Callable[[int], Any], n: int, repeat: int, done: Callable[[],
 
 
 def plot_speeds(report: BenchReport, path: PathLike) -> None:
-    """Draw encode and decode speed per codec, with the ratio beside the name. Needs matplotlib."""
+    """Draw encode and decode speed per codec, with the ratio under the name. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     shown = [s for s in report.speeds if s.encode_gbps is not None]
@@ -270,6 +270,6 @@ def plot_speeds(report: BenchReport, path: PathLike) -> None:
 
 
 def save_figure(figure: Any, path: PathLike) -> None:
-    """Write a matplotlib figure as PNG, whole or not at all."""
+    """Write a matplotlib figure as PNG; `path` appears atomically."""
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=150)

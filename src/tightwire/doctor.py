@@ -89,6 +89,7 @@ class _Probe:
     key: str
     extra: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    needs_gpu: bool = False
 
     def lacks(self) -> list[str]:
         """The packages of the extra that are not installed."""
@@ -106,11 +107,10 @@ _PROBES = (
     _Probe("arrays", "cupy", "cupy", "cupy"),
     _Probe("transports", "threads", "threads"),
     _Probe("transports", "torch.distributed, gloo", "gloo", "torch"),
-    _Probe("transports", "torch.distributed, nccl", "nccl", "torch"),
+    _Probe("transports", "torch.distributed, nccl", "nccl", "torch", needs_gpu=True),
     _Probe("transports", "mpi", "mpi", "mpi"),
     _Probe("transports", "ucx", "ucx", "ucx"),
-    _Probe("transports", "nccl by cupy", "cupy_nccl", "nccl"),
-    _Probe("devices", "gpu", "gpus", "torch"),
+    _Probe("transports", "nccl by cupy", "cupy_nccl", "nccl", needs_gpu=True),
 )
 
 
@@ -144,16 +144,25 @@ def examine(timeout: float = TIMEOUT, progress: Progress = lambda what, n: None)
     checks: dict[str, Check] = {}
     values: dict[str, dict[str, Any]] = {}
 
-    def attempt(probe: _Probe) -> tuple[Check, dict[str, Any]]:
-        progress(f"trying {probe.name}", 0)
-        return run(probe, timeout)
+    def attempt(probes: Sequence[_Probe]) -> None:
+        with ThreadPoolExecutor(max(2, min(4, _cpu_count()))) as pool:
+            started = {pool.submit(run, probe, timeout): probe for probe in probes}
+            progress(f"trying {probes[0].name}", 0)
+            for done in as_completed(started):
+                probe = started[done]
+                checks[probe.key], values[probe.key] = done.result()
+                waiting = [p.name for p in probes if p.key not in checks]
+                progress(f"trying {waiting[0]}" if waiting else probe.name, 1)
 
-    with ThreadPoolExecutor(max(2, min(4, _cpu_count()))) as pool:
-        started = {pool.submit(attempt, probe): probe for probe in _PROBES}
-        for done in as_completed(started):
-            probe = started[done]
-            checks[probe.key], values[probe.key] = done.result()
-            progress(probe.name, 1)
+    attempt([probe for probe in _PROBES if not probe.needs_gpu])
+    reason = values["torch"].get("no_gpu")
+    if reason is None:
+        attempt([probe for probe in _PROBES if probe.needs_gpu])
+    else:
+        for probe in _PROBES:
+            if probe.needs_gpu:
+                checks[probe.key], values[probe.key] = _without_gpu(probe, reason), {}
+                progress(probe.name, 1)
     reference = values["ref"].get("digest")
     wrong = [k for k in ("cpu", "triton") if values[k].get("digest", reference) != reference]
     for key in wrong:
@@ -161,10 +170,15 @@ def examine(timeout: float = TIMEOUT, progress: Progress = lambda what, n: None)
         checks[key] = replace(checks[key], status="failed", detail=detail)
     ok = checks["ref"].status == "ok" and checks["cpu"].status != "failed" and not wrong
     extras = [_extra_check(extra) for extra in EXTRAS]
-    gpus = values["gpus"].get("gpus", [])
+    gpus = values["torch"].get("gpus", [])
     processor = _processor()
-    devices = [_processor_check(processor), *_gpu_checks(gpus, checks["gpus"])]
-    tried = [checks[probe.key] for probe in _PROBES if probe.group != "devices"]
+    if reason is not None:
+        no_gpu = f"none found: {reason}"
+    else:
+        what = "is not installed" if checks["torch"].status == "missing" else "does not work here"
+        no_gpu = f"unknown: PyTorch, which would find GPUs, {what}"
+    devices = [_processor_check(processor), *_gpu_checks(gpus, no_gpu)]
+    tried = [checks[probe.key] for probe in _PROBES]
     caches = [
         _cache(name, values[key].get("cache"))
         for name, key in (("numba", "cpu"), ("triton", "triton"))
@@ -183,8 +197,16 @@ def examine(timeout: float = TIMEOUT, progress: Progress = lambda what, n: None)
     )
 
 
+def _without_gpu(probe: _Probe, reason: str) -> Check:
+    """What is said of a check that needs a GPU where there is none."""
+    lacking = probe.lacks()
+    packages = f"; not installed ({', '.join(lacking)})" if lacking else ""
+    fix = pip_command(probe.extra) if lacking else ""
+    return Check(probe.group, probe.name, "missing", f"no GPU: {reason}{packages}", fix)
+
+
 def run(probe: _Probe, timeout: float) -> tuple[Check, dict[str, Any]]:
-    """Make one check in a process of its own: what came of it, and more that it found."""
+    """Make one check in a process of its own. Returns its result, and details for the report."""
     lacking = probe.lacks()
     if lacking:
         detail = f"not installed ({', '.join(lacking)})"
@@ -229,7 +251,7 @@ def run(probe: _Probe, timeout: float) -> tuple[Check, dict[str, Any]]:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, but for what would make a child a rank of a running MPI job."""
+    """That of this process, without what would make a child a rank of a running MPI job."""
     job = ("OMPI_", "PMI", "PRTE_", "SLURM_")
     return {name: value for name, value in os.environ.items() if not name.startswith(job)}
 
@@ -244,7 +266,7 @@ def _exit_text(status: int) -> str:
 
 
 def answer(key: str, path: str) -> None:
-    """Make the check `key` in this process and write what came of it to the file `path`."""
+    """Make the check `key` in this process and write its result to the file `path`."""
     more: dict[str, Any] = {}
     try:
         status, detail = "ok", _TRIES[key](more)
@@ -358,7 +380,24 @@ def _try_torch(more: dict[str, Any]) -> str:
     import torch
 
     _round_trip(torch.linspace(0, 1, 1000, dtype=torch.bfloat16), more, "ref")
+    reason = _no_gpu(torch)
+    if reason is None:
+        more["gpus"] = [_gpu(torch, i) for i in range(torch.cuda.device_count())]
+    else:
+        more["no_gpu"] = reason
     return str(torch.__version__)
+
+
+def _gpu(torch: Any, index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "index": index,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_nbytes": total,
+        "free_nbytes": free,
+    }
 
 
 def _try_jax(more: dict[str, Any]) -> str:
@@ -432,9 +471,6 @@ def _try_nccl(more: dict[str, Any]) -> str:
 
     from .adapters.torch_dist import TorchDist
 
-    reason = _no_gpu(torch)
-    if reason is not None:
-        raise _CannotWork(f"no GPU: {reason}")
     if not dist.is_available() or not dist.is_nccl_available():
         raise _CannotWork(f"PyTorch {torch.__version__} is built without NCCL")
     with _process_group("nccl"):
@@ -464,36 +500,10 @@ def _try_ucx(more: dict[str, Any]) -> str:
 def _try_cupy_nccl(more: dict[str, Any]) -> str:
     import torch
 
-    reason = _no_gpu(torch)
-    if reason is not None:
-        raise _CannotWork(f"no GPU: {reason}")
     from .adapters.nccl import Nccl
 
     _exchange(Nccl(Nccl.unique_id(), 0, 1), *(torch.from_numpy(x).cuda() for x in _bytes()))
     return "all-gather by NCCL without torch.distributed"
-
-
-def _try_gpus(more: dict[str, Any]) -> str:
-    import torch
-
-    reason = _no_gpu(torch)
-    if reason is not None:
-        raise _CannotWork(reason)
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        free, total = torch.cuda.mem_get_info(i)
-        gpus.append(
-            {
-                "index": i,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_nbytes": total,
-                "free_nbytes": free,
-            }
-        )
-    more["gpus"] = gpus
-    return f"{len(gpus)}"
 
 
 _TRIES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -544,12 +554,11 @@ def _processor_check(processor: Mapping[str, Any]) -> Check:
     return Check("devices", "cpu", "ok", ", ".join(parts))
 
 
-def _gpu_checks(gpus: Sequence[Mapping[str, Any]], tried: Check) -> list[Check]:
+def _gpu_checks(gpus: Sequence[Mapping[str, Any]], otherwise: str) -> list[Check]:
     from .units import size_text
 
     if not gpus:
-        detail = tried.detail if tried.status != "missing" else f"none found: {tried.detail}"
-        return [Check("devices", "gpu", tried.status, detail, tried.fix)]
+        return [Check("devices", "gpu", "missing", otherwise)]
     return [
         Check(
             "devices",
@@ -565,7 +574,7 @@ def _gpu_checks(gpus: Sequence[Mapping[str, Any]], tried: Check) -> list[Check]:
 def _cache(name: str, folder: str | None) -> dict[str, Any]:
     """Where compiled kernels are kept, whether that can be written, and how many bytes are there.
 
-    Numba keeps its files beside others where modules are: its own are counted alone.
+    Numba keeps its files in the folders of modules; only its own files are counted.
     """
     nbytes = 0
     if folder is not None:

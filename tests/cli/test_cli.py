@@ -533,7 +533,7 @@ def test_advise_plot(tmp_path: Path) -> None:
     assert Outcome(*ADVISE, "--world", 3, "--plot", plot).out.endswith(f"plot: {plot}\n")
     plot.write_bytes(b"mine")
     words = [*ADVISE, "--world", "3", "--plot", plot]
-    assert "is no PNG" in check_failure(4, "os_error", *words)
+    assert "is not a PNG file" in check_failure(4, "os_error", *words)
     assert plot.read_bytes() == b"mine"
 
 
@@ -875,7 +875,7 @@ def test_plot_destroys_nothing(plain: Path, command: str) -> None:
     check_untouched(plain, [*words, str(link)], 5, "unsupported")
     other = plain.with_name("other")
     other.write_bytes(b"mine")
-    assert "is no PNG" in check_untouched(plain, [*words, str(other)], 4, "os_error")
+    assert "is not a PNG file" in check_untouched(plain, [*words, str(other)], 4, "os_error")
     assert "folder" in check_untouched(plain, [*words, str(plain.parent)], 4, "os_error")
     other.unlink()
     other.symlink_to("nothing")

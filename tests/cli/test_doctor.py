@@ -38,8 +38,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Check, dict[str,
     for probe in doctor._PROBES:
         more = {"digest": "0"} if probe.group == "backends" else {}
         found[probe.key] = Check(probe.group, probe.name, "ok", "fine"), more
-    reason = "PyTorch is built without CUDA"
-    found["gpus"] = Check("devices", "gpu", "missing", reason), {}
+    found["torch"][1]["no_gpu"] = "PyTorch is built without CUDA"
     monkeypatch.setattr(doctor, "run", lambda probe, timeout: found[probe.key])
     return found
 
@@ -60,6 +59,7 @@ def test_all_is_well(results: Results) -> None:
     for line in ("ok ref fine", "ok mpi fine", "transports", "extras"):
         assert line in lines
     assert "- gpu none found: PyTorch is built without CUDA" in lines
+    assert "- torch.distributed, nccl no GPU: PyTorch is built without CUDA" in lines
     assert max(map(len, shown.splitlines())) <= 100
     document = json.loads(call(0, "--json"))
     assert document["ok"] is True
@@ -98,8 +98,18 @@ def test_other_bytes(results: Results, key: str) -> None:
 def test_gpus(results: Results) -> None:
     gpu = {"index": 0, "name": "NVIDIA H200", "capability": "9.0"}
     gpu |= {"memory_nbytes": 150 * 10**9, "free_nbytes": 149 * 10**9}
-    results["gpus"] = Check("devices", "gpu", "ok", "1"), {"gpus": [gpu]}
+    results["torch"] = results["torch"][0], {"gpus": [gpu]}
+    document = json.loads(call(0, "--json"))
+    status = {check["name"]: check["status"] for check in document["checks"]}
+    assert (status["gpu 0"], status["nccl by cupy"]) == ("ok", "ok")
+    assert document["gpus"] == [gpu]
     assert "NVIDIA H200, compute capability 9.0, 149.0 GB of 150.0 GB free" in call(0)
+
+
+def test_without_torch(results: Results) -> None:
+    change(results, "torch", status="missing")
+    del results["torch"][1]["no_gpu"]
+    assert "unknown: PyTorch, which would find GPUs, is not installed" in " ".join(call(0).split())
 
 
 def test_caches(results: Results, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def compress(
 ) -> int:
     """Compress safetensors files and directories of models.
 
-    Every FILE is an input. The result is a safetensors file too; without -o it stands beside FILE,
+    Every FILE is an input. The result is a safetensors file too; without -o it is next to FILE,
     with .tw.safetensors for .safetensors. Without --cast, decompress gives FILE back byte for byte.
 
     Of DIR all safetensors files are compressed, in sub-folders too. The index of shards is adapted,
@@ -147,7 +147,7 @@ def decompress(
 ) -> int:
     """Restore the files and directories that were compressed.
 
-    Every FILE is an input, and every tensor is checked. Without -o the result stands beside FILE,
+    Every FILE is an input, and every tensor is checked. Without -o the result is next to FILE,
     with .safetensors for .tw.safetensors. Of DIR.tw the result is the directory that -o names, or
     DIR. After a kill, run the command again: it goes on where it was.
 

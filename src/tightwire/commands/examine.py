@@ -43,15 +43,24 @@ def doctor(timeout: float, as_json: bool) -> int:
             if check.group != group:
                 group = check.group
                 say("", group)
-            fix = f"; {check.fix}" if check.fix else ""
             start = f"  {_MARKS[check.status]:6}  {check.name:{names}}  "
-            _say_folded(start, check.detail + fix)
+            _say_folded(start, check.detail, check.fix)
         broken = "tightwire does not work here: a backend that it needs has failed"
         say("", "tightwire works here" if report.ok else broken)
     return 0 if report.ok else DIFFERENT
 
 
-def _say_folded(start: str, text: str) -> None:
-    """Print `text` behind `start`, further lines of it below each other."""
-    lines = textwrap.wrap(text, max(width() - len(start), 30), break_on_hyphens=False) or [""]
+def _say_folded(start: str, detail: str, fix: str) -> None:
+    """Print `detail` behind `start`, further lines of it below each other.
+
+    A command in `fix` stays on one line, which can be copied.
+    """
+    columns = max(width() - len(start), 30)
+    lines = [detail]
+    if len(detail) > columns:
+        lines = textwrap.wrap(detail, columns, break_long_words=False, break_on_hyphens=False)
+    if fix and len(lines[-1]) + len(fix) + 2 <= columns:
+        lines[-1] += f"; {fix}"
+    elif fix:
+        lines.append(fix)
     say(start + lines[0], *(" " * len(start) + line for line in lines[1:]))

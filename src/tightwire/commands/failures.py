@@ -62,7 +62,11 @@ def failure_of(error: Exception, path: object = None, needed: str = "") -> Failu
         return Failure(BAD_BYTES, error.reason, f"{prefix}{error}{advice}")
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or str(error)).partition(".")[0]
-        install = f"pip install 'tightwire[{_EXTRAS.get(name, 'demo')}]'"
+        install = (
+            f"pip install 'tightwire[{_EXTRAS[name]}]'"
+            if name in _EXTRAS
+            else (f"pip install {name}")
+        )
         return Failure(UNSUPPORTED, "not_installed", f"{name} is not installed: {install}")
     if isinstance(error, MemoryError):
         return Failure(SYSTEM, "os_error", f"{prefix}out of memory {error}".strip())
@@ -85,7 +89,7 @@ def about(path: object, needed: str = "") -> Iterator[None]:
 
 @contextmanager
 def writing(source: Path | None, target: Path) -> Iterator[None]:
-    """Errors of the disk name the target, not the temporary file beside it."""
+    """Errors of the disk name the target, not the temporary file next to it."""
     try:
         yield
     except OSError as error:

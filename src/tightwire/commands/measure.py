@@ -69,7 +69,7 @@ def bench(
 
     if plot is not None:
         check_plot(path, plot)
-    with about(path, PLAIN), step_bar(1) as progress:
+    with about(path, PLAIN), step_bar(1, animated=False) as progress:
         report = benchmark.bench_file(
             path,
             codec_names,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: A narrow terminal folds the first column of a table down to this, and leaves the others alone.
 FIRST_WIDTH = 12
-#: Columns of the bars of a table of parts; with less room than the second there are none.
+#: Columns of the bars of a table of parts, and how few there may be: else there are no bars.
 BAR_WIDTH, LEAST_BAR_WIDTH = 50, 10
 #: The path that stands for standard input or output.
 STANDARD = Path("-")
@@ -169,10 +169,11 @@ def byte_bar(what: str, total: Callable[[], int]) -> Iterator[Callable[[int], No
 
 
 @contextmanager
-def step_bar(total: float) -> Iterator[Callable[[str, float], None]]:
+def step_bar(total: float, animated: bool = True) -> Iterator[Callable[[str, float], None]]:
     """A bar over `total` steps, if standard error is a terminal.
 
-    It is told what is done now, and how many steps have been done since it was last told.
+    It is told what is done now, and how many steps have been done since it was last told. If it is
+    not `animated`, it is drawn only then, and takes no time from what is done.
     """
     if not sys.stderr.isatty():
         yield lambda what, n: None
@@ -183,9 +184,14 @@ def step_bar(total: float) -> Iterator[Callable[[str, float], None]]:
 
     text = TextColumn("{task.description}", markup=False)
     columns = text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, auto_refresh=animated) as bar:
         task = bar.add_task("", total=total)
-        yield lambda what, n: bar.update(task, description=what, advance=n)
+
+        def update(what: str, n: float) -> None:
+            bar.update(task, description=what, advance=n, refresh=True)
+
+        yield update
 
 
 def count_text(n: int) -> str:

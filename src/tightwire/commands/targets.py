@@ -93,7 +93,9 @@ def check_plot(source: Path | None, plot: Path) -> None:
     if source is not None and _same(source, plot):
         raise Failure(UNSUPPORTED, "unsupported", f"{plot}: is FILE itself; name another plot")
     if os.path.lexists(plot) and not _is_png(plot):
-        raise Failure(SYSTEM, "os_error", f"{plot}: exists and is no PNG; name another plot")
+        raise Failure(
+            SYSTEM, "os_error", f"{plot}: exists and is not a PNG file; name another plot"
+        )
     import matplotlib.figure  # noqa: F401
 
 
