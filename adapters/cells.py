@@ -1,8 +1,8 @@
-"""Sums of codecs whose buffers add up: ranks agree on statistics, then cells are summed.
+"""In-network reduction: sums of codecs whose payload elements add up.
 
-thc and omnireduce take the maximum of all ranks' norms, encode with it, and their cells are summed
-as they are: nothing is decoded on the way (DynamiQ, section 5.1, after THC and OmniReduce). NCCL
-sums them itself; elsewhere each rank sums a share.
+thc and omnireduce take the maximum of all ranks' norms and encode with it; their payload elements
+are then summed as they are, without decoding (DynamiQ, section 5.1, after THC and OmniReduce). NCCL
+sums them itself; over other transports each rank sums a share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOPOLOGY = TOPOLOGIES.index("cells")
 
 
 class CellSums(MultiHop):
-    """A `MultiHop` that sums cells too, of codecs whose statistics have a maximum."""
+    """A `MultiHop` that also sums payload elements, of codecs whose statistics have a maximum."""
 
     def _all_reduce_by_cells(self, call: Call, flat: Any, result: Any, info: ArrayInfo) -> None:
         """The sum of all ranks' `flat`, shape (n,), to `result`; `info` is what travels."""
