@@ -1,4 +1,4 @@
-"""What the training hooks share: a communicator in turns, and the mean over ranks."""
+"""Shared parts of the training hooks: a communicator for several streams, means over ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def communicator(
 
 
 class Closing:
-    """A context that ends with `close()`, which goes through the channels of a hook."""
+    """A context manager that ends with ``close()``, which closes the communicators of a hook."""
 
     #: Why a model cannot make another step, if it has not ended its last.
     _unended: CollectiveError | None = None
@@ -99,10 +99,10 @@ class Closing:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the communicators: their threads, connections and memory go.
+        """Close the communicators: their threads, connections and memory are freed.
 
-        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. What
-        nobody refers to any more (a model that is gone) closes by itself.
+        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. A
+        hook whose model is garbage-collected closes by itself.
         """
         for channel in self._open():
             channel.close()
@@ -116,7 +116,7 @@ class Closing:
 
 
 def distributed(model: Any) -> DistributedDataParallel:
-    """`model`; raises TypeError if it is no DistributedDataParallel."""
+    """`model`; raises TypeError if it is not a DistributedDataParallel."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
     return model
