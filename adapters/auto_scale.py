@@ -91,7 +91,7 @@ class Scaling:
 
     @property
     def mu(self) -> float:
-        """mu of the last sum; on a GPU reading it waits for that sum."""
+        """The mu of the last sum; on a GPU reading it waits for that sum."""
         return float(2.0 ** (int(self._log[0]) / ONE))
 
     def state_dict(self) -> dict[str, float]:
