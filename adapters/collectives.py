@@ -659,7 +659,7 @@ class Communicator(CellSums):
         last: bool = True,
         decoded: Any = None,
     ) -> None:
-        """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what comes.
+        """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what was received.
 
         That is one buffer if it is to come `whole`, else one from every rank. `decoded` is that of
         `_scatter_sums`.
@@ -701,8 +701,8 @@ class Communicator(CellSums):
     ) -> None:
         """Pieces 0 to `count`, each encoded, begun, ended and decoded, overlapping.
 
-        Cards and static parts of a piece go ahead of the dynamic parts of the one before, so that
-        its sizes are known when these have gone.
+        Chunk descriptors and static parts of a piece go ahead of the dynamic parts of the one
+        before, so that its sizes are known when these have gone.
         """
         call.algorithm += f", {count} pieces"
         with Lanes(like) as lanes:
@@ -906,7 +906,7 @@ class Communicator(CellSums):
         return None
 
     def _add_and_encode(self, call: Call, buffers: Sequence[Buffer], total: Any) -> Shares:
-        """The sum of the buffers of all ranks, encoded; `total` has room for all but the last."""
+        """The sum of the buffers of all ranks, encoded; `total` holds all terms except the last."""
         *before, last = buffers
         local = total
         if len(before) == 1 and tensors.is_cuda(total):
@@ -1196,7 +1196,7 @@ class Communicator(CellSums):
         return True
 
     def _sums(self, dtype: DType) -> bool:
-        """True for what networks sum as we do but for the order.
+        """True if the network sums the dtype as we do, apart from the order.
 
         With digests nothing is: what travels as it is can be compared, partial sums cannot.
         """
@@ -1239,7 +1239,7 @@ class Communicator(CellSums):
         call.exchanged = True
 
     def _send_native(self, call: Call, x: Any, to: int, name: int) -> None:
-        """A descriptor, which says what comes, and the bytes of `x`."""
+        """A descriptor of the call, then the bytes of `x`."""
         x = tensors.contiguous(x)
         word = content_digest(x) if self._digests else None
         descriptor = self._descriptor(call, name, x, word)
