@@ -52,7 +52,7 @@ INVALID, ABOVE_CAPACITY, OVERFLOWED, DAMAGED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Received:
-    """The received rows. Arrays are in the library and on the device of ``x``, int64 except ``data``.
+    """The received rows, in the library and on the device of ``x``; int64 except ``data``.
 
     To send results back to where the rows came from, exchange ``data`` with ``send_splits=counts``,
     ``send_indices=arange(world_size)`` and ``send_indices_block_lens=ones(world_size)``. With a
@@ -255,7 +255,7 @@ class DynamicAllToAll(_Exchange):
 
         Raises TypeError or ValueError for arrays that are not these, before anything is sent.
         CollectiveError on every rank names the ranks whose metadata make no sense: negative
-        numbers, splits beyond the rows, indices that are no split, block lens beyond the indices.
+        numbers, splits beyond the rows, indices of no split, block lens beyond the indices.
         Nothing but metadata was sent then, and the next call is fine.
         """
         metadata = (send_splits, send_indices, send_indices_block_lens)
