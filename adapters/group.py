@@ -87,7 +87,7 @@ class _Unchecked(NamedTuple):
 
 
 class Group:
-    """A fixed set of ranks with a codec; see `collectives.Communicator`, which adds the calls."""
+    """A fixed set of ranks with a codec; see ``collectives.Communicator``, which adds the calls."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Group:
     ) -> None:
         """Made by all ranks together, which compare format, codec and parameters.
 
-        The arguments are described at `collectives.Communicator`.
+        The arguments are described at ``collectives.Communicator``.
         """
         if not all(hasattr(transport, name) for name in ("rank", "world_size", "all_to_all_v")):
             raise TypeError(
@@ -588,7 +588,7 @@ class Group:
         return rounding_key(self._seed, call.sequence, encoding, self._rank, self._size)
 
     def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
-        """Room for what comes, its headers written."""
+        """Memory for the chunks to receive, with their headers written."""
         shares = self._room(name, plans, like)
         if self._take(name, shares):
             shares.write_headers()
@@ -611,7 +611,7 @@ class Group:
         word: int = 0,
         note: str = CHUNKS,
     ) -> None:
-        """Decode what came from rank `source`; None: `note` says where the chunks came from.
+        """Decode what rank `source` has sent; None: `note` says where the chunks came from.
 
         `word` is the buffer's number in its `Shares`.
         """
@@ -686,7 +686,7 @@ class Group:
         shares: Shares,
         source: int | None = None,
     ) -> list[int]:
-        """Dynamic bytes by the cards, which are on the host. Raises if they do not fit."""
+        """Dynamic bytes by the descriptors, which are on the host. Raises if they do not fit."""
         sizes = sizes_on(cards)
         for i, (size, share) in enumerate(zip(sizes, shares.shares, strict=True)):
             if not 0 <= size <= share.slot.shape[0]:
@@ -707,7 +707,7 @@ class Group:
         stage: str = "sizes",
         what: str = _OTHER_CALL,
     ) -> Any:
-        """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call.
+        """The descriptors on the host, (shares, CARD_WORDS); raises if one is of another call.
 
         They are those of all ranks, or all from rank `source`. Of other things that ranks must
         agree on `what` says what those do that differ.
@@ -733,9 +733,10 @@ class Group:
         source: int | None = None,
         note: str = "",
     ) -> None:
-        """Have the cards compared: now if they are on the host, else with the call's verdict.
+        """Have the descriptors compared: now if they are on the host, else with the call's verdict.
 
-        For cards that tell nothing else. They are those of all ranks, or all from rank `source`.
+        For descriptors that have no other use. They are those of all ranks, or all from rank
+        `source`.
         """
         with call.stage("sizes"):
             arriving = shares.arriving_late()
@@ -762,7 +763,7 @@ class Group:
         here: Sequence[int],
         note: str = "",
     ) -> Exchange:
-        """Cards and static parts in one step, where there is nothing else.
+        """Descriptors and static parts in one step, where there are no dynamic parts.
 
         `parcels[j]` goes to rank j; digests are those of `_begin_swap`, `note` explains errors.
         """
@@ -781,7 +782,7 @@ class Group:
         there: Sequence[int],
         here: Sequence[int],
     ) -> Exchange:
-        """Send share j of `send` to rank j, but for its dynamic part.
+        """Send share j of `send` to rank j, without its dynamic part.
 
         Where no buffer has one, that is a single step in which nobody waits. `there`
         are the digests of the shares that go, `here` of those that come.
@@ -834,7 +835,7 @@ class Group:
     def _begin_gather(
         self, call: Call, send: Shares, digest: int, name: str, note: str = ""
     ) -> Exchange:
-        """Gather the one share of `send`, but for its dynamic part; `note` explains errors."""
+        """Gather the one share of `send`, without its dynamic part; `note` explains errors."""
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
         receive = self._receive(name, [whole], send.room)
