@@ -527,7 +527,7 @@ class TwoLevel:
     ) -> None:
         """Encode to `out` the sums over this node of the shares that ranks of this number own.
 
-        `total`, float32, has room for them; `plan` says how they are encoded, a chunk for a node.
+        `total`, float32, is their memory; `plan` says how they are encoded, a chunk for a node.
         """
         inner, size, nodes = self._within, self._within.world_size, self._between.world_size
         n = x.shape[0]
