@@ -285,7 +285,7 @@ class State:
 
 
 class _Layer(NamedTuple):
-    """A layer on its way: `x` as it came, and of that with the residual what is to be sent.
+    """A layer in a call: `x` as it was passed, and what is to be sent of it and its residual.
 
     Numbers are int64 tensors on its device, shape ().
     """
@@ -645,7 +645,7 @@ class _Verdict(NamedTuple):
 
 
 class _Wire:
-    """The messages of a call, each with a card before it: uint8, shape (rows, CARD_NBYTES + n)."""
+    """The messages of a call, each after its descriptor: uint8, shape (rows, CARD_NBYTES + n)."""
 
     def __init__(self, comm: Communicator, call: Call, facts: str) -> None:
         """All ranks must have the same `facts`."""
@@ -655,11 +655,11 @@ class _Wire:
         self._verdicts: list[tuple[str, Any]] = []
 
     def message(self, rows: int, nbytes: int, like: Any) -> Any:
-        """Room for a message of `nbytes` to each of so many ranks, a multiple of 8."""
+        """Memory for a message of `nbytes`, a multiple of 8, to each of so many ranks."""
         return like.new_empty((rows, CARD_NBYTES + nbytes), dtype=torch.uint8)
 
     def all_to_all(self, stage: str, sent: Any) -> Any:
-        """Row j of `sent` to rank j; row i comes from rank i: without cards, shape (ranks, n)."""
+        """Row j of `sent` to rank j; row i is rank i's, without descriptor: shape (ranks, n)."""
         with self._call.stage(stage):
             self._seal(sent)
             came = torch.empty_like(sent)
@@ -668,7 +668,7 @@ class _Wire:
             return self._opened(stage, came)
 
     def all_gather(self, stage: str, sent: Any) -> Any:
-        """The only row of all ranks' `sent`, without cards, shape (ranks, n)."""
+        """The only row of all ranks' `sent`, without descriptors, shape (ranks, n)."""
         with self._call.stage(stage):
             self._seal(sent)
             came = sent.new_empty((self._transport.world_size, sent.shape[1]))
@@ -677,9 +677,9 @@ class _Wire:
             return self._opened(stage, came)
 
     def verdict(self, numbers: Any = None) -> _Verdict:
-        """What is wrong with the messages since the last one, and `numbers`, int64, on their way.
+        """What is wrong with the messages since the last one, and `numbers`, int64.
 
-        To the host, behind what is queued on the device now.
+        They are copied to the host after what is queued on the device now.
         """
         verdicts, self._verdicts = self._verdicts, []
         pieces = [wrong for _, wrong in verdicts] + ([] if numbers is None else [numbers])
