@@ -1,5 +1,5 @@
-"""Arrays of any library as flat element bits on the host, and back. No library is imported here
-unless an array of it was handed in or asked for.
+"""Arrays of any library as flat element bits on the host, and back. A library is imported
+only when an array of it is passed or requested.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_a(library: str, x: Any) -> bool:
 
 
 def library_of(x: Any) -> str:
-    """Name of the array library that `x` belongs to; TypeError if it is no array."""
+    """Name of the array library that `x` belongs to; TypeError if it is not an array."""
     if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
@@ -249,7 +249,7 @@ def check_jax(x: Any, dtype: DType) -> Any:
     """The JAX array `x`; TypeError if JAX has narrowed it from `dtype`."""
     if x.dtype != dtype.numpy:
         raise TypeError(
-            f"JAX would turn {dtype.name} into {x.dtype}: enable jax_enable_x64, or use "
+            f"JAX would convert {dtype.name} into {x.dtype}: enable jax_enable_x64, or use "
             'like="numpy"'
         )
     return x
