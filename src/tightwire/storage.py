@@ -1,5 +1,5 @@
-"""Bytes of files: read range by range from paths, memory and file objects; written whole or not
-at all.
+"""Bytes of files: read range by range from paths, memory and file objects; written
+atomically.
 """
 
 from __future__ import annotations
