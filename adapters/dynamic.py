@@ -305,7 +305,7 @@ class DynamicAllToAll(_Exchange):
         strange = (host[:, 1:] * self._keys).sum(1) + call != host[:, 0]
         if strange.any():
             ranks = np.flatnonzero(strange).tolist()
-            detail = f"ranks {ranks} make another call, or what they sent was damaged on the way"
+            detail = f"ranks {ranks} make another call, or their data were damaged in transit"
             raise self._failure("metadata", detail, lost=True)
         return host
 
@@ -523,13 +523,13 @@ class FixedRateAllToAll(_Exchange):
             ValueError: If nothing was launched.
         """
         if not self._launched:
-            raise ValueError("finish() comes after launch()")
+            raise ValueError("finish() was called before launch()")
         self._need_whole()
         status, counts, sent = arrays.host_array(self._state).tolist()
         errors = self._verdicts()
         damaged = _ranks_with(status, DAMAGED)
         if damaged:
-            detail = f"metadata of ranks {damaged} were damaged on the way"
+            detail = f"metadata of ranks {damaged} were damaged in transit"
             raise self._failure("exchange", detail, lost=True)
         problem = self._problem(status)
         if problem is not None:
