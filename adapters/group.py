@@ -344,7 +344,7 @@ class Group:
         sums = came[:, mine.size :]
         damaged = [r for r, row in enumerate(found) if (_checksum(row) != sums[r]).any()]
         if damaged:
-            raise RuntimeError(f"what ranks {damaged} sent was damaged on the way")
+            raise RuntimeError(f"data from ranks {damaged} were damaged in transit")
         return found
 
     @contextmanager
@@ -446,7 +446,9 @@ class Group:
             )
         most = codec.spec.max_ranks
         if topology == "cells" and most is not None and self._size > most:
-            raise ValueError(f"{codec.spec!r} adds up {most} ranks at most; here are {self._size}")
+            raise ValueError(
+                f"{codec.spec!r} adds up at most {most} ranks; the group has {self._size}"
+            )
 
     def _equal_splits(self, rows: int) -> list[int]:
         if rows % self._size:
