@@ -207,7 +207,7 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
             return dtype
         if not isinstance(converter, _DecodingConverter):
             raise ValueError(
-                f"transformers loads a tensor by its old name, past the decoder ({converter}): "
+                f"transformers loads a tensor by its old name, without the decoder ({converter}): "
                 "load the files by tightwire.load and pass state_dict="
             )
         converter.read = partial(self._read, dtype)
