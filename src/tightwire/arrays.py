@@ -144,7 +144,7 @@ def describe(x: Any) -> ArrayInfo:
         if not has_memory(x):
             raise TypeError(
                 f"{_kind(x)} has no memory of its own. Allowed: tensors with data, outside of "
-                "FakeTensorMode and torch.func transforms; of a DTensor x.to_local()"
+                "FakeTensorMode and torch.func transforms; for a DTensor x.to_local()"
             )
         device = None if x.device.type == "cpu" else x.device
         return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
@@ -159,7 +159,7 @@ def describe(x: Any) -> ArrayInfo:
             )
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"dtype {x.dtype} is not supported. Allowed: of random keys jax.random.key_data(x)"
+                f"dtype {x.dtype} is not supported. Allowed: for random keys jax.random.key_data(x)"
             )
         devices = x.devices()
         if len(devices) != 1:
