@@ -345,7 +345,7 @@ class Writer:
             while done < len(view):
                 n = os.pwrite(self._fd, view[done:], at + start + done)
                 if n == 0:
-                    raise OSError(errno.EIO, "the system writes nothing")
+                    raise OSError(errno.EIO, "the system wrote no bytes")
                 done += n
         finally:
             self._slots.give(slot)
