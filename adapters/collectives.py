@@ -164,9 +164,9 @@ class Communicator(CellSums):
             out: Where to write the result: shape ``(world_size * x.shape[0], ...)``.
 
         Returns:
-            ``out``, or a new array of that shape: the tensors of rank 0, 1, ...; of scalars shape
-            ``(world_size,)``. With a lossy codec this rank's own part is decoded too, so that all
-            ranks get the same bits.
+            ``out``, or a new array of that shape with the tensors of rank 0, 1, ...; of scalars
+            shape ``(world_size,)``. With a lossy codec this rank's own part is decoded too, so that
+            all ranks get the same bits.
 
         Raises:
             CollectiveError: If anything goes wrong after data were sent.
