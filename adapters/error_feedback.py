@@ -216,8 +216,8 @@ class ErrorFeedback:
         """The state for a checkpoint of this rank.
 
         Returns:
-            ``"residuals"``: copies by name. ``"ranks"``: pairs of a rank and the number of ranks by
-            name, for residuals that belong to a rank.
+            ``"residuals"`` has copies by name, ``"ranks"`` pairs of a rank and the number of ranks
+            by name, for residuals that belong to a rank.
         """
         residuals = {name: tensors.copied(e) for name, e in self._residuals.items()}
         places = {**self._places, **self._loaded}
