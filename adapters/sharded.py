@@ -139,7 +139,7 @@ class WeightDifferences:
             out: Where to write the result; it may overlap ``shard``.
 
         Returns:
-            ``out``, or a new array: a copy of the replica, with the shape of
+            ``out``, or a new array, with a copy of the replica, and the shape of
             ``Communicator.all_gather``.
 
         Raises:
@@ -187,7 +187,7 @@ class WeightDifferences:
         It may be left out: weights are then sent in full once.
 
         Returns:
-            ``"replicas"``: copies by name, shape ``(world_size * n,)``. ``"world_size"``: the
+            ``"replicas"`` has copies by name, shape ``(world_size * n,)``, ``"world_size"`` the
             number of ranks.
         """
         replicas = {name: tensors.copied(r.values) for name, r in self._replicas.items()}
