@@ -193,7 +193,7 @@ class TensorParallel(Closing):
             dim: Dimension to concatenate along.
 
         Returns:
-            The whole: ``world_size`` times as long along ``dim``.
+            The whole, ``world_size`` times as long along ``dim``.
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
