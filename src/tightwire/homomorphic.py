@@ -50,7 +50,7 @@ def sketch(buf: Buffer, chunk: int = 0) -> Any:
         chunk: Number of the chunk.
 
     Returns:
-        Shape ``(n,)``: for lhc and omnireduce floats, for thc unsigned integers.
+        Shape ``(n,)``, floats for lhc and omnireduce, unsigned integers for thc.
 
     Raises:
         IndexError: If there is no such chunk.
@@ -328,7 +328,7 @@ class Sketched:
         """Elements in the index, those of them that are peeled, and rounds.
 
         Returns:
-            int64, shape ``(3,)``, as in ``Diagnosis``: a tensor on the device if kernels have
+            int64, shape ``(3,)``, as in ``Diagnosis``, a tensor on the device if kernels have
             encoded, else a NumPy array.
         """
         if self._device is not None and self._work is not None:
