@@ -243,6 +243,8 @@ def test_a_public_name_has_a_docstring_that_says_all(at: str) -> None:
     assert name.doc, "has no docstring"
     assert not _SINGLE_BACKTICK.search(name.doc), "single backticks; code has double ones in reST"
     sections = name.sections()
+    for line in (sections.get(title, "").strip().split("\n")[0] for title in ("Returns", "Yields")):
+        assert ":" not in re.sub("``[^`]+``", "", line), "Sphinx takes what precedes ':' for a type"
     described = _ENTRY.findall(sections.get("Args", "") + sections.get("Attributes", ""))
     assert not set(name.parameters) - set(described), "parameters without a description"
     constructed = isinstance(name.node, ast.ClassDef) and name.parameters == fields(name.node)
