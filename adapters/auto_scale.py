@@ -1,11 +1,11 @@
 """How much larger than terms need the scales of sums are: FP8-LM's automatic scaling.
 
 After DynamiQ, appendix C, and FP8-LM (arXiv 2310.18313), section 2.1. Blocks of all ranks' terms
-have one scale, mu times what the largest of them needs, and their sum has it too: it is rounded to
-the same steps at every hop, and saturates where mu is too small. mu starts as the number of ranks,
-with which nothing does; from sum to sum it shrinks, until too many elements of one are as large as
-their scale allows, and doubles then. Unlike theirs, scales are powers of two, as MX has them, so
-that mu counts as 2^ceil(log2 mu).
+have one scale, mu times what the largest of them needs, and so has their sum. It is rounded to the
+same steps at every hop, and saturates where mu is too small. mu starts as the number of ranks, with
+which nothing saturates. It shrinks from sum to sum until too many elements of a sum are as large as
+their scale allows, and then doubles. Unlike in the papers scales are powers of two, as mx has them,
+so mu counts as 2^ceil(log2 mu).
 """
 
 from __future__ import annotations
@@ -31,11 +31,20 @@ ONE = 1 << 16
 
 @dataclass(frozen=True)
 class AutoScale:
-    """How mu follows sums: doubled after one in which, on any rank, more than `threshold` of the
-    share's elements have the largest magnitude that their scales allow, else multiplied by
-    `shrink`.
+    """How the factor mu of the scales of sums follows the sums.
 
-    Raises TypeError or ValueError unless 0 <= threshold < 1 and 1/2 < shrink <= 1.
+    mu doubles after a sum in which, on any rank, too many elements have the largest magnitude that
+    their scales allow, and is multiplied by ``shrink`` after any other.
+
+    Source: FP8-LM (arXiv 2310.18313), section 2.1; DynamiQ, appendix C.
+
+    Args:
+        threshold: Largest share of such elements in a rank's part of the sum, from 0 to below 1.
+        shrink: Factor, above 1/2 and at most 1.
+
+    Raises:
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of range.
     """
 
     threshold: float = 1e-5
@@ -54,12 +63,17 @@ class AutoScale:
 
 
 class Scaling:
-    """The mu of one Communicator, for sums by hops with codec mx and scale_rule="agreed".
+    """The factor mu of one communicator, for sums over hops with mx and ``scale_rule="agreed"``.
 
-    It stays between 1, as below that terms alone would saturate, and twice the number of ranks,
-    where no sum does but by rounding. Blocks with NaN or infinities do not count as overflowing,
-    and a sum of zeros alone says nothing: mu stays. All tensors of the Communicator share it. All
+    mu stays between 1, below which single terms would saturate, and twice the number of ranks,
+    where no sum does, rounding apart. Blocks with NaN or infinities do not count as overflowing,
+    and a sum that is all zeros leaves mu as it is. All tensors of the communicator share it. All
     ranks have the same; on a GPU nothing waits for it.
+
+    Args:
+        how: The rule.
+        spec: The codec.
+        ranks: Number of ranks.
     """
 
     def __init__(self, how: AutoScale, spec: Mx, ranks: int) -> None:
@@ -77,15 +91,19 @@ class Scaling:
 
     @property
     def mu(self) -> float:
-        """That of the last sum, of which there may be none; on a GPU this waits for it."""
+        """The mu of the last sum; on a GPU reading it waits for that sum."""
         return float(2.0 ** (int(self._log[0]) / ONE))
 
     def state_dict(self) -> dict[str, float]:
-        """What the next sum depends on, for a checkpoint: every rank has the same."""
+        """The state for a checkpoint; every rank has the same."""
         return {"log2_mu": int(self._log[0]) / ONE, "active": int(self._active[0])}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with mu as it was; on all ranks."""
+        """Continue with a saved mu; on all ranks.
+
+        Args:
+            state: A result of ``state_dict``.
+        """
         log = min(max(round(state["log2_mu"] * ONE), 0), self._most)
         self._log = np.array([log], np.int32)
         self._active = np.array([bool(state["active"])], np.uint8)
@@ -93,9 +111,13 @@ class Scaling:
 
     @tensors.kept
     def beside(self, like: Any) -> tuple[Any, Any]:
-        """(whether this rank's share of the last sum overflowed, uint8; log2 of mu, its bytes).
+        """Statistics that travel with those of the sum that begins.
 
-        Like `like`, statistics of the sum that begins.
+        Args:
+            like: Statistics of the sum, whose library and device the result has.
+
+        Returns:
+            Whether this rank's share of the last sum overflowed, uint8; and log2 of mu, its bytes.
         """
         for name in ("_log", "_active", "_over", "_bounds"):
             setattr(self, name, _beside(getattr(self, name), like))
@@ -103,10 +125,13 @@ class Scaling:
 
     @tensors.kept
     def widen(self, scales: Any, overflowed: Any) -> None:
-        """Adapt mu, and multiply `scales`, which all ranks agreed on, by it, rounded up.
+        """Adapt mu, and multiply the agreed scales by it, rounded up.
 
-        `overflowed` is the maximum of what ranks had `beside` theirs. Scale bytes of blocks with
-        NaN or infinities stay.
+        Scale bytes of blocks with NaN or infinities stay.
+
+        Args:
+            scales: Scale bytes that all ranks agreed on, uint8.
+            overflowed: The maximum over ranks of the first result of ``beside``.
         """
         by = tensors.cast(overflowed, _INT32) * (ONE + self._step) - self._step
         self._log = (self._log + tensors.cast(self._active, _INT32) * by).clip(0, self._most)
@@ -117,7 +142,12 @@ class Scaling:
 
     @tensors.kept
     def count(self, sums: Sequence[Any], scales: Sequence[Any]) -> None:
-        """Note whether too many elements of `sums`, arrays of shape (n,), overflowed `scales`."""
+        """Note whether too many elements of sums overflowed their scales.
+
+        Args:
+            sums: Arrays of shape ``(n,)``.
+            scales: The scales of each.
+        """
         total = self._bounds[:0].sum(dtype=_library(self._bounds).int64)
         for x, s in zip(sums, scales, strict=True):
             bounds = self._bounds[tensors.cast(s, _INT64)]

@@ -1,4 +1,4 @@
-"""What is known of a collective while it runs, and what is left: errors and trace records."""
+"""The state of a running collective, and its outcome: errors and trace records."""
 
 from __future__ import annotations
 
@@ -20,21 +20,31 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rounding_key(seed: int, sequence: int, encoding: int, rank: int, world: int) -> Key:
-    """What codecs that round at random draw by in one encoding of a call.
+    """The key of codecs that round at random, for one encoding of a call.
 
-    Step is the call's number. The encodings of a call, numbered from 0, have seeds of their own:
-    in an all-reduce what a sum is rounded by is independent of what its terms were.
+    The step is the number of the call. The encodings of a call, numbered from 0, have seeds of
+    their own: in an all-reduce the rounding of a sum is independent of the rounding of its terms.
     """
     return Key((seed + encoding * _GOLDEN) % 2**64, sequence % 2**32, rank, world)
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed on this rank; `__cause__` is what the transport or decoder raised.
+    """A collective failed on this rank. ``__cause__`` is what the transport or the decoder raised.
 
-    `rank` is this rank, `sequence` counts collectives (messages: those of the pair), `stage` is
-    what it was at; in sums by hops `detail` names the hop, counted from 0, and its sender, or the
-    gather of the sums behind the last hop. If the ranks are still in step (everything had been
-    exchanged, only decoding failed), the communicator goes on; else it refuses every later call.
+    If the ranks are still in step (all data had been exchanged, only decoding failed), the
+    communicator can be used on; else it refuses every later call.
+
+    Args:
+        rank: This rank.
+        collective: Name of the collective.
+        sequence: Number of the call among the collectives of the group; for messages, among those
+            of the pair of ranks.
+        stage: The stage of the call that failed, such as ``"agree"`` or ``"decode"``.
+        detail: What went wrong. In sums over hops it names the hop, counted from 0, and its sender,
+            or the gather of the sums after the last hop.
+
+    Raises:
+        RuntimeError: Never here; it is the base class.
     """
 
     def __init__(self, rank: int, collective: str, sequence: int, stage: str, detail: str) -> None:
@@ -52,16 +62,22 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """What one call did on this rank.
+    """What one call did on this rank, as ``Communicator.trace`` returns it.
 
-    `raw_bytes` and `wire_bytes` went to other ranks (of recv: came), uncompressed and in fact; an
-    all-gather counts its share once for every other rank; uncompressed is what `wire=` makes of it.
-    `seconds` by stage are the host's: on a GPU, stages that wait for nothing only queue work, and
-    in pieces they overlap. The first of "sizes", in which calls and sizes are compared, "static",
-    "exchange", which is both where buffers have no dynamic part, and "native" waits for the slowest
-    rank; on the host that is "sizes".
-    `reason` says why the algorithm was taken, and in sums by hops what the codec remarks on the
-    statistics that ranks agreed on.
+    Attributes:
+        collective: Name of the collective.
+        sequence: Number of the call.
+        algorithm: ``"compressed"``, ``"pipelined"``, ``"native"``, or how a sum was made.
+        reason: Why that algorithm was taken, and in sums over hops the codec's remark on the
+            statistics that ranks agreed on.
+        raw_bytes: Bytes to other ranks (of ``recv``: from the other rank) without compression, in
+            the dtype that ``wire=`` names. An all-gather counts its part once for every other rank.
+        wire_bytes: Bytes that were sent to other ranks (of ``recv``: received).
+        seconds: Seconds of the host by stage. On a GPU stages that wait for nothing only queue
+            work, and stages of pieces overlap. The first stage that exchanges anything waits for
+            the slowest rank: on the host that is ``"sizes"``, else ``"static"``, ``"exchange"``
+            (both at once, where buffers have no dynamic part) or ``"native"``.
+        error: The error, or None.
     """
 
     collective: str
@@ -75,7 +91,7 @@ class TraceRecord:
 
 
 class LateCards(NamedTuple):
-    """Cards on their way to the host, all from rank `source` if it is given."""
+    """Pending chunk descriptors, copied to the host, all from rank `source` if it is given."""
 
     arriving: OnTheWay
     digests: Sequence[int]
@@ -87,7 +103,7 @@ class LateCards(NamedTuple):
 
 
 class LateDigests(NamedTuple):
-    """Digests of all ranks on their way to the host, shape (ranks, n), and what they show.
+    """Pending digests of all ranks, copied to the host, shape (ranks, n), and their check.
 
     `check` gives the ranks whose results are damaged.
     """

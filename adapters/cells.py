@@ -1,8 +1,8 @@
-"""Sums of codecs whose buffers add up: ranks agree on statistics, then cells are summed.
+"""In-network reduction: sums of codecs whose payload elements add up.
 
-thc and omnireduce take the maximum of all ranks' norms, encode with it, and their cells are summed
-as they are: nothing is decoded on the way (DynamiQ, section 5.1, after THC and OmniReduce). NCCL
-sums them itself; elsewhere each rank sums a share.
+thc and omnireduce take the maximum of all ranks' norms and encode with it; their payload elements
+are then summed as they are, without decoding (DynamiQ, section 5.1, after THC and OmniReduce). NCCL
+sums them itself; over other transports each rank sums a share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOPOLOGY = TOPOLOGIES.index("cells")
 
 
 class CellSums(MultiHop):
-    """A `MultiHop` that sums cells too, of codecs whose statistics have a maximum."""
+    """A ``MultiHop`` that also sums in-network, for codecs whose statistics have a maximum."""
 
     def _all_reduce_by_cells(self, call: Call, flat: Any, result: Any, info: ArrayInfo) -> None:
         """The sum of all ranks' `flat`, shape (n,), to `result`; `info` is what travels."""
@@ -76,14 +76,14 @@ class CellSums(MultiHop):
             ]
 
     def _adds_cells(self, cells: Any) -> bool:
-        """True if the network adds up such cells by itself."""
+        """True if the network adds up such payload elements itself."""
         if self._digests:
             # Partial sums of a network cannot be compared.
             return False
         return tensors.is_cuda(cells) and cells.dtype in self._plain_dtypes
 
     def _sum_of_shares(self, call: Call, cells: Any) -> Any:
-        """This rank's share of the sum of all ranks' cells, added up here in the order of ranks."""
+        """This rank's share of the sum of all payloads, added up here in the order of ranks."""
         came = tensors.empty(cells.shape, tensors.dtype_of(cells), cells)
         self._transport.all_to_all(tensors.as_bytes(came), tensors.as_bytes(cells))
         equal = [cells.shape[0] // self._size] * self._size
@@ -116,7 +116,7 @@ class CellSums(MultiHop):
 
 
 def _cells(buffer: Buffer) -> Any:
-    """The cells of a buffer, as networks add them: those of thc in words of 4, none carries."""
+    """The payload of a buffer as networks add it: of thc in words of 4 elements; none carries."""
     cells = sketch(buffer)
     if tensors.is_torch(cells):
         torch = sys.modules["torch"]

@@ -1,10 +1,11 @@
 """Compressed collectives, written once over any `Transport`.
 
-After ZipCCL, sections 3 and 5.1: what travels of a tensor is the static parts of its chunks, whose
-size every rank knows beforehand, the used bytes of the dynamic parts, and per chunk a card: what
-call this is, and the chunk's result record, which has the size. One chunk goes to or comes from one
-rank. They travel out of the buffer that the encoder wrote, and into one that the decoder
-reads: header and places follow from the plan, so the receiver lays its buffer out before it comes.
+After ZipCCL, sections 3 and 5.1. Of a tensor there travel the static parts of its chunks, whose
+size every rank knows beforehand, the used bytes of the dynamic parts, and per chunk a descriptor:
+which call this is, and the chunk's result record, which has the size. Each chunk has one sender and
+one receiver. Chunks are sent out of the buffer that the encoder wrote and received into a buffer
+that the decoder reads: header and offsets follow from the plan, so the receiver lays out its buffer
+in advance.
 """
 
 from __future__ import annotations
@@ -64,61 +65,87 @@ OPS: tuple[Op, ...] = get_args(Op)
 
 
 class Communicator(CellSums):
-    """Collectives of a group of ranks that send every tensor encoded.
-
-    Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU also CuPy and JAX,
-    which cross by DLPack; results are of the same library. With a lossless codec everything but
-    sums is bit for bit what came in, and sums are bit-identical on all ranks (of 8-bit floats where
-    they are all of one library: NumPy and PyTorch round them differently). A dtype that the codec
-    cannot help goes raw. Work memory, up to about twice the largest tensor, is kept.
-
-    With a lossy codec results are what decoding gives, a rank's own share too: they are the same on
-    all ranks that get them. What was encoded once (all but all-reduce) is off by at most the bound
-    of the codec's page; a sum by the bounds of all its terms together, the rounding of the sum, and
-    in an all-reduce the bound of the sum, which is encoded again. Tensor statistics (nvfp4's
-    largest magnitude) are taken of what a rank encodes at once, and travel with every chunk: ranks
-    need not agree on them. Random rounding is by `seed`, rank, and number of call and encoding.
-    Native calls, which `algorithm="auto"` may take, lose nothing but what sums round; those of one
-    rank alone, which are native, lose nothing at all, whatever `wire` says.
-
-    `algorithm` is "compressed", "pipelined" (in `pieces` pieces or, if that is None, as many as
-    have `granularity` bytes of a rank's tensor, so that encoding, wire and decoding overlap; TACO,
-    section 4.4.2), "native" (as it is), or "auto": the first call of a kind (collective, dtype)
-    measures the paths on this group, and every call takes what the model of `cost.py` says is
-    fastest. After ZipCCL, section 5.2.
-
-    `sizes` is one of ZipCCL's two designs: "first" sends the sizes of the compressed shares before
-    anything else, "between" sends them behind the static parts, which need not wait for slow ranks.
-    Codecs whose buffers have no dynamic part (all lossy ones) have no use for either: one step on
-    the wire takes everything, and nobody waits for it to decode.
-
-    `topology` is how sums of such codecs are made that do not name one: in "two-shot", or growing
-    from hop to hop, by "ring" or "butterfly" (DynamiQ, section 3.4). Then every rank encodes the
-    sum so far, so that rounding errors of `world_size` encodings add up; a rank talks to one other
-    at a time. Statistics that add up (dynamiq's energies) are summed over ranks first; of mx with
-    scale_rule="agreed" scales are the largest of all ranks, times what `scaling` finds that sums
-    need, from first hop to last (`auto_scale.AutoScale`; one factor for all tensors: those of very
-    different sums are better off with communicators of their own). With random rounding the key of
-    a share differs between ranks in the rank alone, as correlated rounding needs it. Results are
-    bit-identical on all ranks. With "cells" buffers of thc or omnireduce are summed as they are,
-    encoded by norms of which all ranks took the maximum: by NCCL itself, elsewhere a share by each
-    rank; nothing has a checksum on the way. In two shots these codecs are as others: each rank
-    keeps blocks, norms and scales of its own, and the error is larger.
+    """Compressed collectives of a group of ranks.
 
     All ranks make the same calls in the same order, with equal dtypes and matching shapes, from one
-    thread at a time. `out` may overlap the input. Bad arguments raise TypeError or ValueError
-    before anything is sent; what goes wrong later raises CollectiveError, and `out` is undefined.
-    On the host every call is compared among ranks before data move, so that other calls, dtypes and
-    shapes raise; on a GPU native calls are so before the first of their kind (collective, dtype,
-    shape).
+    thread at a time. Tensors are arrays that the transport can move: NumPy and PyTorch, on a GPU
+    also CuPy and JAX, which are passed by DLPack; results are of the same library. Tensors of a
+    dtype that the codec does not compress are sent raw. ``out`` may overlap the input. Work memory,
+    up to about twice the largest tensor, is kept. A context manager, which ends with ``close()``.
 
-    Everything that is encoded has a checksum, and damage of it raises on the rank that gets it: on
-    a GPU at the end of a later call or by `check()`, with `verify=True` at once. Native calls and
-    sums by "cells" have no checksums. With `verify="digest"` ranks compare digests of what each
-    sent and what each got behind every such call, and all of them raise if any differ (of a
-    message: its receiver), on a GPU at the end of a later call or by `check()`; the communicator
-    refuses later calls then. Sums are made of the terms of all ranks then, in the order of ranks,
-    and never by the network itself, whose partial sums nobody could compare.
+    **Exactness.** With a lossless codec data arrive bit for bit. Sums are made in float32 (float64
+    for float64), and are bit-identical on all ranks; for 8-bit floats if all ranks use one library,
+    as NumPy and PyTorch round these differently. With a lossy codec all ranks that get a result get
+    the same one, a rank's own part too. What is encoded once is off by at most the error bound of
+    the codec's page; a sum by the bounds of its terms, the rounding of the sum and, in an
+    all-reduce, the bound of the sum, which is encoded again. Statistics of a tensor (nvfp4's
+    largest magnitude) travel with each chunk, and ranks need not agree on them. Native calls, which
+    ``algorithm="auto"`` may take, lose only what sums round; a group of one rank loses nothing.
+
+    **Sums.** ``"two-shot"`` is a reduce-scatter and an all-gather; each rank keeps its own scales
+    and norms. ``"ring"`` and ``"butterfly"`` sum over several hops (DynamiQ, section 3.4): every
+    rank encodes the sum so far, so rounding errors of ``world_size`` encodings add up, and a rank
+    exchanges data with one other at a time. Statistics that add up (dynamiq's energies) are summed
+    over ranks first. For mx with ``scale_rule="agreed"`` scales are the largest of all ranks, times
+    a factor that follows ``scaling``, one for all tensors of the communicator. Random rounding
+    differs between ranks only in the rank of the key, as correlated rounding needs it. ``"cells"``
+    is in-network reduction for thc and omnireduce: payload elements are added without decoding, by
+    NCCL itself or a share by each rank, after ranks agreed on the maximum of their norms; its error
+    is smaller than in two-shot.
+
+    **Damage.** Everything that is encoded has a checksum, and damage raises ``CollectiveError`` on
+    the rank that receives it: on the host and with ``verify=True`` at once, on a GPU at the end of
+    a later call or by ``check()``. Native calls and in-network reduction have no checksums. With
+    ``verify="digest"`` ranks compare digests of what each sent and received after every such call,
+    and all of them raise if any differ (for a message its receiver); on a GPU as above. The
+    communicator then refuses later calls. Sums are then made by ranks, in the order of ranks, and
+    not by the network.
+
+    **Mismatch.** On the host every call is compared among ranks before data move, so that other
+    calls, dtypes and shapes raise; on a GPU native calls are compared before the first of each
+    collective, dtype and shape.
+
+    Source: ZipCCL, sections 3 and 5; DynamiQ, sections 2.1, 3.4 and 4; TACO, section 4.4.2
+    (pipelining).
+
+    Args:
+        transport: The transport, for this communicator alone.
+        codec: A codec or its name, with all parameters given: collectives flatten tensors.
+        algorithm: ``"compressed"``; ``"pipelined"``, in pieces, so that encoding, transfer and
+            decoding overlap; ``"native"``, uncompressed; or ``"auto"``, the fastest of these: the
+            first call of a collective and dtype measures them on this group, and later ones follow
+            the cost model (ZipCCL, section 5.2).
+        pieces: Number of pieces of ``"pipelined"``. None: as many as have ``granularity`` bytes.
+        granularity: Bytes of a piece of a rank's tensor.
+        sizes: ZipCCL's two designs. ``"first"`` sends the sizes of compressed parts before anything
+            else; ``"between"`` sends them after the static parts, which then do not wait for slow
+            ranks. Codecs without a dynamic part (all lossy ones) need neither.
+        checksum: Whether encoded data have checksums.
+        verify: False, True or ``"digest"``: see above.
+        trace: Number of calls that ``trace()`` remembers.
+        seed: Seed of codecs that round at random, from 0 to 2^64 - 1; used with the number of the
+            call and the rank.
+        topology: ``"two-shot"``, ``"ring"``, ``"butterfly"`` or ``"cells"``, for sums that do not
+            name one.
+        scaling: For mx with ``scale_rule="agreed"``: how the scales of sums over hops follow the
+            sums. None is ``AutoScale()``.
+
+    Raises:
+        CollectiveError: On each rank, if ranks differ in format, codec or parameters, and by calls
+            that fail after anything was sent; ``out`` is then undefined.
+        TypeError: If an argument has a wrong type; here and by calls before anything is sent.
+        ValueError: If a value is not allowed, the codec takes a parameter from the shape of
+            tensors, or it does not decode to what was encoded (``round_trips``).
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> from tightwire.adapters.memory import run_ranks
+        >>> def task(transport):
+        ...     with tw.Communicator(transport) as comm:
+        ...         return comm.all_reduce(np.full(4, comm.rank + 1, np.float32))
+        >>> run_ranks(2, task)[0]
+        array([3., 3., 3., 3.], dtype=float32)
     """
 
     def _accepted(self, codec: Codec) -> Codec:
@@ -130,10 +157,21 @@ class Communicator(CellSums):
         return super()._accepted(codec)
 
     def all_gather(self, x: Any, out: Any = None) -> Any:
-        """The `x` of all ranks, one behind the other along the first dimension.
+        """Gather the tensors of all ranks along the first dimension.
 
-        `x` has the same shape everywhere; n scalars give shape (n,). The own share of a lossy codec
-        is decoded too, so that all ranks get the same bits. Returns `out` if it is given.
+        Args:
+            x: This rank's tensor, of the same shape and dtype on all ranks.
+            out: Where to write the result: shape ``(world_size * x.shape[0], ...)``.
+
+        Returns:
+            ``out``, or a new array of that shape with the tensors of rank 0, 1, ...; of scalars
+            shape ``(world_size,)``. With a lossy codec this rank's own part is decoded too, so that
+            all ranks get the same bits.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If ``x`` or ``out`` is not an array that the transport moves.
+            ValueError: If ``out`` does not fit.
         """
         before = self._switch.as_before("all_gather", x)
         if before is not None:
@@ -162,11 +200,25 @@ class Communicator(CellSums):
         send_splits: Sequence[int] | None = None,
         receive_splits: Sequence[int] | None = None,
     ) -> Any:
-        """Share j of `x` goes to rank j; share i of the result comes from rank i.
+        """Send share j of a tensor to rank j, and receive share i of the result from rank i.
 
-        Shares are rows, along the first dimension: equal ones, or `send_splits[j]` rows for rank j
-        and `receive_splits[i]` from rank i. The own share of a lossy codec is decoded too. Returns
-        `out` if it is given.
+        Shares are rows, along the first dimension.
+
+        Args:
+            x: This rank's tensor, of the same row shape and dtype on all ranks.
+            out: Where to write the result.
+            send_splits: Rows for each rank. None: equal shares.
+            receive_splits: Rows from each rank; given if and only if ``send_splits`` is.
+
+        Returns:
+            ``out``, or a new array with the rows from rank 0, 1, ... With a lossy codec the rank's
+            own share is decoded too.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If ``x`` or ``out`` is not an array that the transport moves.
+            ValueError: If rows cannot be divided equally, splits do not add up, or ``out`` does not
+                fit.
         """
         before = self._switch.as_before("all_to_all", x) if send_splits is None else None
         if before is not None:
@@ -238,25 +290,37 @@ class Communicator(CellSums):
         decoded: Any = None,
         topology: Topology | None = None,
     ) -> Any:
-        """Share r, of equal shares along the first dimension, of the sum of all ranks' `x`.
+        """Sum the tensors of all ranks, and keep this rank's share.
 
-        An all-to-all; then floats are added up in float32 (float64 in float64) in the order of
-        ranks and rounded once, integers wrap around. `out` may have the dtype of the sum: bfloat16
-        travels, and float32 is what arrives. `wire` is a dtype that `x` is rounded to before it
-        travels. Returns `out` if it is given.
+        Shares are equal, along the first dimension. In two-shot form this is an all-to-all, after
+        which floats are added in float32 (float64 for float64) in the order of ranks and rounded
+        once; integers wrap around. Over hops (``"ring"``, ``"butterfly"``) terms are added in the
+        order of the hops, what a rank passes on is rounded to what travels, and a rank's own term
+        and the last sum are not encoded. Partial sums that overflow what travels are infinite and
+        stay so; ``all_reduce`` with ``op="mean"`` avoids that. Native calls round nothing, and the
+        network sums float32, float64, int32 and int64 (in an all-reduce by a lossy codec on a GPU
+        also bfloat16 and float16) in its own order.
 
-        `decoded`, an array like `x` that does not overlap it, is filled with what the other ranks
-        decode of `x`: what is missing is what a lossy codec (or `wire`) has lost of it.
+        Args:
+            x: This rank's tensor, of equal shape and dtype on all ranks.
+            out: Where to write the result; it may have the dtype of the sum, so that bfloat16 is
+                sent and float32 returned.
+            wire: ``"bfloat16"`` or ``"float16"``: dtype that ``x`` is rounded to before it is
+                encoded.
+            decoded: An array like ``x``, which does not overlap it, to be filled with what the
+                other ranks decode of ``x``: the difference is what a lossy codec (or ``wire``) has
+                lost. Two-shot only.
+            topology: How the sum is made; None: as the communicator was told. Dtypes that the codec
+                does not compress always take two-shot.
 
-        `topology` is that of the communicator if it is None; dtypes that the codec does not code go
-        in two shots. By hops the order of terms is that of the hops, what a rank passes on is
-        rounded to what travels, and its own term and the last sum are not encoded; `decoded` is
-        refused, as others decode no rank's `x`. Partial sums that overflow what travels are
-        infinite, and stay so: see `all_reduce`, whose means are safe from that.
+        Returns:
+            ``out``, or a new array with the shape ``(x.shape[0] / world_size, ...)``.
 
-        Natively nothing is rounded, and the network sums float32, float64, int32 and int64 in its
-        own order; an all-reduce by a lossy codec on a GPU
-        also bfloat16 and float16.
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If an array has a wrong type or dtype.
+            ValueError: If rows cannot be divided equally, an array does not fit, or ``topology``,
+                ``wire`` or ``decoded`` is not allowed with the codec.
         """
         if topology is not None:
             self._check_topology(topology)
@@ -311,23 +375,35 @@ class Communicator(CellSums):
         op: Op = "sum",
         topology: Topology | None = None,
     ) -> Any:
-        """The sum of all ranks' `x`, which has any shape. Returns `out` if it is given.
+        """Sum the tensors of all ranks, of any shape; all ranks get the same bits.
 
-        `topology` is as in `reduce_scatter`: by hops each rank encodes its share of the sum, and
-        all ranks decode that. Shares are equally long, with zeros behind the last elements.
+        Two-shot is a reduce-scatter, whose sums are rounded to what travels, and an all-gather of
+        them: every term is encoded once, and so is the sum. The last ``x.size % world_size``
+        elements are sent uncompressed, with a checksum. Over hops each rank encodes its share of
+        the sum and all ranks decode that; shares are equally long, padded with zeros. Natively the
+        network sums as in ``reduce_scatter``.
 
-        With `op` "mean" (of floats) terms are divided by the number of ranks, in float32 (float64),
-        before they are rounded to what travels, so that no sum overflows whose mean fits: by hops
-        and cells, and where a lossy codec is given float32 (float64). Else a rank divides its share
-        of the sum, in float32 (float64), before that is rounded and travels, and natively what it
-        gets. A sum that overflows what travels is infinite, and lossy codecs have more than that
-        element suffer (most make its block, dynamiq its super-group NaN); by hops a partial sum
-        that overflows is enough.
+        A sum that overflows what travels is infinite, and with lossy codecs more than that element
+        suffers (most make its block NaN, dynamiq its super-group); over hops a partial sum that
+        overflows is enough.
 
-        In two shots: a reduce-scatter, whose sums are those of `reduce_scatter`, and an all-gather
-        of its results, rounded to what travels; natively as there. So all ranks get the same bits,
-        of a lossy codec too: every term is encoded once, and so is the sum. The last
-        x.size % world_size elements are sent as they are, with a checksum.
+        Args:
+            x: This rank's tensor, of equal shape and dtype on all ranks.
+            out: Where to write the result.
+            wire: As in ``reduce_scatter``.
+            op: ``"sum"``, or ``"mean"`` for floats. Over hops, in-network, and where a lossy codec
+                gets float32 or float64, terms are divided by the number of ranks before they are
+                rounded to what travels, so that no sum overflows whose mean fits; otherwise the sum
+                is divided before it is rounded.
+            topology: As in ``reduce_scatter``.
+
+        Returns:
+            ``out``, or a new array like ``x``.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If an array has a wrong type, or its dtype has no mean.
+            ValueError: If ``out`` does not fit, or ``op``, ``topology`` or ``wire`` is not allowed.
         """
         if op not in OPS:
             raise ValueError(f"op is {op!r}; allowed: {OPS}")
@@ -401,10 +477,22 @@ class Communicator(CellSums):
         return as_result(whole, info.dtype, target) if out is None else out
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Overwrite `x` on all ranks with that of rank `root`, and return it.
+        """Overwrite ``x`` on all ranks with that of one rank.
 
         The root encodes once and scatters the chunks, and an all-gather spreads them. With a lossy
-        codec its own `x` is overwritten by what the others decode.
+        codec its own ``x`` is overwritten with what the others decode.
+
+        Args:
+            x: A writable array, of equal shape and dtype on all ranks.
+            root: The rank whose ``x`` is sent.
+
+        Returns:
+            ``x``.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If ``x`` is not an array that the transport moves.
+            ValueError: If ``x`` is read-only, or there is no such rank.
         """
         root = self._peer("root", root)
         values, info, target = as_input(x)
@@ -420,9 +508,18 @@ class Communicator(CellSums):
         return x
 
     def send(self, x: Any, to: int) -> None:
-        """Send `x` to another rank, which calls `recv` with an array of its shape and dtype.
+        """Send a tensor to another rank, which calls ``recv``.
 
-        What a lossy codec makes of it the receiver alone gets.
+        With a lossy codec ``x`` stays as it is on this rank.
+
+        Args:
+            x: The tensor.
+            to: Number of the other rank.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If ``x`` is not an array that the transport moves.
+            ValueError: If there is no such rank, or it is this one.
         """
         to = self._peer("to", to, other=True)
         x, info, _ = as_input(x)
@@ -447,7 +544,20 @@ class Communicator(CellSums):
             self._message(call, shares, sizes[0], to, self._transport.send)
 
     def recv(self, out: Any, source: int) -> Any:
-        """Fill `out` with what rank `source` sends to this rank, and return it."""
+        """Receive the tensor that another rank sends to this rank.
+
+        Args:
+            out: A writable array of the shape and dtype of the sender's tensor.
+            source: Number of the other rank.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            CollectiveError: If anything goes wrong, such as another shape or dtype.
+            TypeError: If ``out`` is not an array that the transport moves.
+            ValueError: If ``out`` is read-only, there is no such rank, or it is this one.
+        """
         source = self._peer("source", source, other=True)
         _, info, target = as_input(out)
         into = as_output(out, info, info.shape, target)
@@ -549,7 +659,7 @@ class Communicator(CellSums):
         last: bool = True,
         decoded: Any = None,
     ) -> None:
-        """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what comes.
+        """An all-to-all of pieces `spans` of every share of `flat`; `put` takes what was received.
 
         That is one buffer if it is to come `whole`, else one from every rank. `decoded` is that of
         `_scatter_sums`.
@@ -591,8 +701,8 @@ class Communicator(CellSums):
     ) -> None:
         """Pieces 0 to `count`, each encoded, begun, ended and decoded, overlapping.
 
-        Cards and static parts of a piece go ahead of the dynamic parts of the one before, so that
-        its sizes are known when these have gone.
+        Chunk descriptors and static parts of a piece go ahead of the dynamic parts of the one
+        before, so that its sizes are known when these have gone.
         """
         call.algorithm += f", {count} pieces"
         with Lanes(like) as lanes:
@@ -796,7 +906,7 @@ class Communicator(CellSums):
         return None
 
     def _add_and_encode(self, call: Call, buffers: Sequence[Buffer], total: Any) -> Shares:
-        """The sum of the buffers of all ranks, encoded; `total` has room for all but the last."""
+        """The sum of the buffers of all ranks, encoded; `total` holds all terms except the last."""
         *before, last = buffers
         local = total
         if len(before) == 1 and tensors.is_cuda(total):
@@ -1086,7 +1196,7 @@ class Communicator(CellSums):
         return True
 
     def _sums(self, dtype: DType) -> bool:
-        """True for what networks sum as we do but for the order.
+        """True if the network sums the dtype as we do, apart from the order.
 
         With digests nothing is: what travels as it is can be compared, partial sums cannot.
         """
@@ -1129,7 +1239,7 @@ class Communicator(CellSums):
         call.exchanged = True
 
     def _send_native(self, call: Call, x: Any, to: int, name: int) -> None:
-        """A descriptor, which says what comes, and the bytes of `x`."""
+        """A descriptor of the call, then the bytes of `x`."""
         x = tensors.contiguous(x)
         word = content_digest(x) if self._digests else None
         descriptor = self._descriptor(call, name, x, word)

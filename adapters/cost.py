@@ -1,8 +1,8 @@
-"""When a compressed collective is worth it: an alpha-beta model, and what has been measured for it.
+"""When a compressed collective pays: an alpha-beta model, and its measured parameters.
 
 After ZipCCL, section 5.2, equations 6 and 7: the native collective takes alpha + beta * d seconds
 for d bytes, the compressed one alpha' + beta' * e * s * d, with e the codec's ratio and s that of
-the element sizes that travel. Here `ratio` is e * s, and the codec's own time counts too.
+the element sizes that travel. Here ``ratio`` is e * s, and the codec's own time counts too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,15 @@ DEVICES: tuple[Device, ...] = get_args(Device)
 
 @dataclass(frozen=True)
 class Line:
-    """Time as a straight line: `alpha` seconds and `beta` seconds per byte, both at least 0."""
+    """Time as a straight line in the number of bytes.
+
+    Args:
+        alpha: Seconds, at least 0.
+        beta: Seconds per byte, at least 0.
+
+    Raises:
+        ValueError: If a value is negative or not finite.
+    """
 
     alpha: float
     beta: float
@@ -101,20 +109,35 @@ class Line:
                 raise ValueError(f"{name} is {value}; allowed: finite numbers of at least 0")
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for `nbytes` bytes."""
+        """Predicted seconds.
+
+        Args:
+            nbytes: Number of bytes.
+        """
         return self.alpha + self.beta * nbytes
 
     def times(self, calls: float, nbytes: float) -> Line:
-        """The line of `calls` calls that take `nbytes` bytes in all for each byte of a message."""
+        """The line of several calls that together take some bytes for each byte of a message.
+
+        Args:
+            calls: Number of calls.
+            nbytes: Their bytes for each byte of the message.
+        """
         return Line(self.alpha * calls, self.beta * nbytes)
 
 
 @dataclass(frozen=True)
 class Link(Line):
-    """What connects a rank to the others: latency `alpha` of a message, speed 1 / `beta`.
+    """The connection of a rank to the others.
 
-    `gap` is the time from one message of a rank to its next one (LogP's g). None: `alpha`, as if
-    each waited for the one before (Hockney).
+    Args:
+        alpha: Latency of a message, in seconds.
+        beta: Seconds per byte: 1 / speed.
+        gap: Seconds from one message of a rank to its next (LogP's g). None: ``alpha``, as if each
+            waited for the one before (Hockney).
+
+    Raises:
+        ValueError: If a value is negative or not finite.
     """
 
     gap: float | None = None
@@ -125,9 +148,13 @@ class Link(Line):
             Line(self.gap, 0.0)
 
     def exchange(self, peers: int, nbytes: float, rounds: int = 1) -> float:
-        """Seconds in which a rank sends `nbytes` in all to `peers` ranks, in messages to each.
+        """Seconds in which a rank exchanges data with several others.
 
-        Each of `rounds` rounds waits for the one before.
+        Args:
+            peers: Number of other ranks.
+            nbytes: Bytes that a rank sends in all.
+            rounds: Number of rounds, each of which waits for the one before and has a message to
+                each peer.
         """
         if peers == 0:
             return 0.0
@@ -136,11 +163,20 @@ class Link(Line):
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> Line:
-    """The line through measured (bytes, seconds), alpha and beta at least 0.
+    """Fit a line to measurements, with alpha and beta at least 0.
 
-    It has the least sum of absolute relative errors, so small messages count as much as large ones
-    and a few slow samples change little. Raises ValueError unless there are two sizes, none
-    negative, and all times are finite and above 0.
+    The line has the least sum of absolute relative errors, so small messages count as much as large
+    ones, and a few slow samples change little.
+
+    Args:
+        samples: Pairs of bytes and seconds.
+
+    Returns:
+        The line.
+
+    Raises:
+        ValueError: If there are fewer than two sizes, or a value is negative, zero seconds or not
+            finite.
     """
     pairs = np.asarray(samples, np.float64)
     if pairs.ndim != 2 or pairs.shape[1] != 2:
@@ -177,7 +213,15 @@ def _least_squares(a: Floats, weights: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with a message: `pieces` is 1 but for "pipelined"; times are predicted."""
+    """What to do with a message. Times are predicted.
+
+    Attributes:
+        algorithm: ``"native"``, ``"compressed"`` or ``"pipelined"``.
+        pieces: Number of pieces; 1 unless pipelined.
+        seconds: Seconds of this choice.
+        native_seconds: Seconds of the native path.
+        reason: Why, for people.
+    """
 
     algorithm: Algorithm
     pieces: int
@@ -187,7 +231,13 @@ class Choice:
 
 
 class Largest(NamedTuple):
-    """Seconds of the compressed path with an input of `nbytes` bytes that came to `ratio`."""
+    """The largest measurement of the compressed path.
+
+    Attributes:
+        nbytes: Bytes of the input.
+        seconds: Seconds it took.
+        ratio: Ratio of the data.
+    """
 
     nbytes: float
     seconds: float
@@ -198,8 +248,18 @@ class Largest(NamedTuple):
 class Model:
     """Times of one collective in one group, in seconds, by the bytes of one rank's input.
 
-    `wire` takes the bytes that travel for an input, nbytes * ratio. The other lines take nbytes:
-    `native` is the uncompressed path, `encode` and `decode` are all that a rank does of either.
+    Source: ZipCCL, section 5.2, equations 6 and 7.
+
+    Args:
+        native: The uncompressed path, by bytes of the input.
+        wire: The transfer of the compressed path, by bytes that travel for an input: nbytes *
+            ratio.
+        encode: All encoding of a rank, by bytes of the input.
+        decode: All decoding of a rank, by bytes of the input.
+        slack: Measured over predicted time of the pipelined path.
+        largest: The largest measurement, beyond which time grows in proportion to bytes; None: the
+            lines hold everywhere.
+        reach: Largest measured input, in bytes; None: no limit.
     """
 
     native: Line
@@ -217,11 +277,21 @@ class Model:
     def of(
         cls, collective: Collective, world: int, link: Link, encode: Line, decode: Line
     ) -> Model:
-        """The model of `world` ranks on equal links, with no measurement of the collective.
+        """Model a group on equal links, without a measurement of the collective.
 
-        `encode` and `decode` are one call of the codec, by tensor bytes. Native and compressed path
-        move the same bytes but for the ratio (broadcast: a chain against scatter and all-gather),
-        the compressed one in the rounds of `Communicator`: cards, static parts, dynamic parts.
+        Native and compressed path move the same bytes apart from the ratio (broadcast: a chain
+        against scatter and all-gather), the compressed one in the rounds of ``Communicator``: chunk
+        descriptors, static parts, dynamic parts.
+
+        Args:
+            collective: Name of the collective.
+            world: Number of ranks.
+            link: The link of each rank.
+            encode: One call of the codec, by bytes of the tensor.
+            decode: One call of the codec, by bytes of the tensor.
+
+        Raises:
+            ValueError: If the collective is unknown, or ``world`` is below 1.
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is {collective!r}; allowed: {COLLECTIVES}")
@@ -253,18 +323,25 @@ class Model:
         ratio: float,
         pipelined: tuple[int, int, float] | None = None,
     ) -> Model:
-        """The model by measured (bytes of one rank's input, seconds) of both paths; see `fit`.
+        """Model a group by measurements of both paths; see ``fit``.
 
-        `ratio` is that of the data that the compressed path was measured with; for these the model
-        gives back the line through the samples. For other ratios it assumes that the compressed
-        path spends on the wire what the native one would for as many bytes, or all of its time if
-        that is less, and that the rest is the codec's and depends on the tensor's bytes alone. That
-        rest, half encoding and half decoding, holds extra rounds of messages too. `pipelined` is
-        a measurement in pieces: bytes, pieces, seconds; it counts if it took longer than predicted.
+        For data of the measured ratio the model gives the line through the samples. For other
+        ratios it assumes that the compressed path spends on the wire what the native one would for
+        as many bytes, or all of its time if that is less, and that the rest is the codec's and
+        depends on the tensor's bytes alone. That rest, half encoding and half decoding, includes
+        extra rounds of messages. Where the largest compressed input took less than FLAT times as
+        long as the one before it, with twice its bytes or more, the host's time hides what a byte
+        costs: beyond it time grows in proportion to bytes.
 
-        Where the largest compressed input took less than FLAT times as long as the one before it,
-        with twice its bytes or more, the host's time hides what a byte costs, and the line is too
-        flat: beyond the largest, time is taken to grow in proportion to bytes.
+        Args:
+            native: Pairs of bytes of one rank's input and seconds.
+            compressed: The same of the compressed path.
+            ratio: Ratio of the data that the compressed path was measured with.
+            pipelined: A measurement in pieces: bytes, pieces, seconds; it counts if it took longer
+                than predicted.
+
+        Raises:
+            ValueError: If the samples do not make a line.
         """
         _check(0, ratio)
         plain, whole = fit(native), fit(compressed)
@@ -283,13 +360,26 @@ class Model:
         return replace(model, slack=slack)
 
     def compressed(self, nbytes: int, ratio: float) -> float:
-        """Seconds of encoding, moving nbytes * ratio, and decoding, one after the other."""
+        """Seconds of encoding, transfer and decoding, one after the other.
+
+        Args:
+            nbytes: Bytes of one rank's input.
+            ratio: Packed over raw bytes.
+        """
         return self.pipelined(nbytes, ratio, 1)
 
     def pipelined(self, nbytes: int, ratio: float, pieces: int) -> float:
-        """Seconds in `pieces` equal pieces, one on the wire while others are encoded and decoded.
+        """Seconds in equal pieces, one in transfer while others are encoded and decoded.
 
         Encoding and decoding share a processor, so the slower of wire and codec sets the pace.
+
+        Args:
+            nbytes: Bytes of one rank's input.
+            ratio: Packed over raw bytes.
+            pieces: Number of pieces.
+
+        Raises:
+            ValueError: If a value is out of range.
         """
         _check(nbytes, ratio, pieces)
         each = nbytes / pieces
@@ -306,12 +396,22 @@ class Model:
         return max(1.0, seconds * nbytes / size / self.compressed(nbytes, ratio))
 
     def choose(self, nbytes: int, ratio: float, max_pieces: int = MAX_PIECES) -> Choice:
-        """The path to take; with equal arguments the same on every rank that has an equal model.
+        """The path to take; ranks with equal models and arguments choose the same.
 
-        Native, compressed, and then 2, 4, ... up to `max_pieces` pieces: each must beat the one
-        chosen so far by MARGIN, by FAR_MARGIN where `nbytes` is more than was measured. So the
-        choice is never predicted slower than native. Where a collective cannot be cut, `max_pieces`
-        is 1.
+        Native, compressed, and then 2, 4, ... pieces are compared: each must beat the choice so far
+        by MARGIN, or by FAR_MARGIN where ``nbytes`` is more than was measured. The choice is never
+        predicted slower than native.
+
+        Args:
+            nbytes: Bytes of one rank's input.
+            ratio: Packed over raw bytes.
+            max_pieces: Most pieces; 1 for a collective that cannot be cut.
+
+        Returns:
+            The choice.
+
+        Raises:
+            ValueError: If a value is out of range.
         """
         _check(nbytes, ratio, max_pieces)
         behind = self._behind(nbytes)
@@ -336,10 +436,19 @@ class Model:
         return Choice(algorithm, chosen, best, native, reason)
 
     def crossover(self, ratio: float, max_pieces: int = MAX_PIECES) -> int | None:
-        """Bytes from which on `choose` compresses, None if it does not at 1 PiB.
+        """The size from which on ``choose`` compresses.
 
-        At one byte less it does not, unless the result is 0. Found by halving from 1 PiB on, so
-        gaps between two powers of two are not seen.
+        Found by halving from 1 PiB on, so gaps between two powers of two are not seen.
+
+        Args:
+            ratio: Packed over raw bytes.
+            max_pieces: As in ``choose``.
+
+        Returns:
+            Bytes; None if it does not compress at 1 PiB.
+
+        Raises:
+            ValueError: If a value is out of range.
         """
 
         def compresses(nbytes: int) -> bool:
@@ -358,19 +467,22 @@ class Model:
 
 
 class Ratios:
-    """Running ratios of what has been compressed, by codec, dtype and size to a power of two.
+    """Running ratios of compressed tensors, by codec, dtype and size to a power of two.
 
-    `update` after each compressed call, `ratio` before the next. Answers follow from the calls
-    alone: ranks that make the same ones, in the same order, get the same answers. So update only
-    with values that all ranks share, as the sum of all sizes in an all-gather, never a rank's own.
+    Call ``update`` after each compressed call and ``ratio`` before the next. Answers follow from
+    the calls alone, so ranks that make the same ones get the same answers: update only with values
+    that all ranks share, such as the sum of all sizes in an all-gather.
+
+    Args:
+        weight: Weight of the newest value in the exponentially weighted mean, above 0, at most 1.
+        patience: Number of questions without an update after which a mean is forgotten, so that
+            data that changed are noticed where nothing is compressed.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     def __init__(self, weight: float = 0.25, patience: int = 1000) -> None:
-        """`weight` is that of the newest value in the exponentially weighted mean, above 0 to 1.
-
-        A mean is forgotten after `patience` questions with no update in between: where compressing
-        does not pay nothing is compressed, and data that have changed would never be noticed.
-        """
         if not 0 < weight <= 1:
             raise ValueError(f"weight is {weight}; allowed: above 0, at most 1")
         if patience < 1:
@@ -381,16 +493,26 @@ class Ratios:
         self._means: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def update(self, codec: str, dtype: str, nbytes: int, ratio: float) -> None:
-        """Take in the ratio that a tensor of `nbytes` bytes had."""
+        """Take the ratio of a tensor into account.
+
+        Args:
+            codec: Name of the codec.
+            dtype: Name of the dtype.
+            nbytes: Bytes of the tensor.
+            ratio: Packed over raw bytes.
+        """
         _check(nbytes, ratio)
         key = codec, dtype, nbytes.bit_length()
         mean, _ = self._means.get(key, (ratio, 0))
         self._means[key] = mean + self._weight * (ratio - mean), 0
 
     def ratio(self, codec: str, dtype: str, nbytes: int) -> float:
-        """What to expect of a tensor, to two decimals, so that choices can be cached by it.
+        """The expected ratio of a tensor, to two decimals; without a mean ``expected_ratio``.
 
-        With no mean: what the codec promises (`expected_ratio`).
+        Args:
+            codec: Name of the codec.
+            dtype: Name of the dtype.
+            nbytes: Bytes of the tensor.
         """
         key = codec, dtype, nbytes.bit_length()
         if key not in self._means:
@@ -404,15 +526,28 @@ class Ratios:
 
 
 def expected_ratio(codec: str, dtype: str) -> float:
-    """Packed over raw bytes of normally distributed values, 1.0 where `codec` promises nothing."""
+    """Packed over raw bytes of normally distributed values; 1.0 for codecs without a promise.
+
+    Args:
+        codec: Name of the codec.
+        dtype: Name of the dtype.
+    """
     return RATIOS.get(dtype.replace("fnuz", "fn"), 1.0) if codec == "zipccl" else 1.0
 
 
 @functools.cache
 def codec_lines(device: Device, dtype: str) -> tuple[Line, Line]:
-    """Encode and decode of one tensor by zipccl, by tensor bytes, from the recorded benchmarks.
+    """Times of zipccl for one tensor, from the recorded benchmarks.
 
-    On "cpu" with one thread. Raises ValueError if there is no record.
+    Args:
+        device: A device of the records; ``"cpu"`` is one thread.
+        dtype: Name of the dtype.
+
+    Returns:
+        The lines of encoding and decoding, by bytes of the tensor.
+
+    Raises:
+        ValueError: If nothing is recorded.
     """
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; allowed: {DEVICES}")
@@ -430,7 +565,11 @@ def codec_lines(device: Device, dtype: str) -> tuple[Line, Line]:
 
 
 def duration(seconds: float) -> str:
-    """`seconds` as people read it: three digits in s, ms or us."""
+    """A time as people read it: three digits in s, ms or us.
+
+    Args:
+        seconds: The time.
+    """
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:.0f} s"

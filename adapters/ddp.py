@@ -1,6 +1,6 @@
-"""Compressed gradients for DistributedDataParallel: a communication hook over a `Communicator`.
+"""Compressed gradients for DistributedDataParallel: a communication hook over a ``Communicator``.
 
-To try it, `torchrun --nproc-per-node 2 example.py` with
+To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
 
     from datetime import timedelta
     import torch
@@ -19,9 +19,9 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
     print(hook.raw_bytes, hook.wire_bytes)
     dist.destroy_process_group()
 
-With `ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())` gradients travel in
-4.5 bits each, and what that loses goes with the next ones; with
-`ddp.register(model, codec="dynamiq", topology="ring")` their sums go around a ring in 5 bits each.
+With ``ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())`` gradients take 4.5 bits
+each, and what that loses is added to the next ones. With ``ddp.register(model, codec="dynamiq",
+topology="ring")`` sums are made around a ring, in 5 bits each.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -48,15 +48,22 @@ from .hooks import (
 
 
 class DdpHook(Closing):
-    """The state of `ddp_hook`: a communicator of the ranks of the model, for nothing else.
+    """The state of ``ddp_hook``: a communicator of the model's ranks, used by nothing else.
 
-    `error_feedback` keeps what a lossy codec loses of the gradients of each parameter, by its name
-    in `names`; so buckets may change, and its `state_dict()` of every rank goes into a checkpoint.
+    A bucket takes one reduce-scatter and one all-gather or, with a communicator that sums over
+    hops, one all-reduce (DynamiQ, section 4). A context manager, which ends with ``close()``.
 
-    A bucket is one reduce-scatter and one all-gather, or with a communicator that sums by hops one
-    all-reduce (DynamiQ, section 4); `raw_bytes` and `wire_bytes` of all buckets
-    so far went to other ranks, uncompressed and in fact (with a communicator made with `trace=0`
-    they stay 0).
+    Args:
+        comm: The communicator.
+        error_feedback: What a lossy codec loses of the gradients of each parameter, kept by its
+            name, so that buckets may change. Its ``state_dict()`` on every rank belongs into a
+            checkpoint.
+        names: Parameters of the model to their names; needed with ``error_feedback``.
+
+    Raises:
+        TypeError: If ``error_feedback`` is not an ``ErrorFeedback``.
+        ValueError: If it is given without names, with a lossless codec or another topology than
+            two-shot, or has the state of another rank or number of ranks.
     """
 
     def __init__(
@@ -65,11 +72,6 @@ class DdpHook(Closing):
         error_feedback: ErrorFeedback | None = None,
         names: Mapping[Any, str] | None = None,
     ) -> None:
-        """`names` are those of the model's parameters; ValueError if feedback comes without.
-
-        And if it comes with a communicator of a lossless codec, or not in two shots, or has loaded
-        the state of another rank or number of ranks.
-        """
         check_feedback(error_feedback, comm)
         if error_feedback is not None and names is None:
             raise ValueError("error_feedback is given, names are not; needed: both or none")
@@ -84,17 +86,17 @@ class DdpHook(Closing):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator; its `trace()` has the calls one by one."""
+        """The communicator; its ``trace()`` has the calls one by one."""
         return self._channel.comm
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks."""
+        """Bytes to other ranks without compression so far; 0 if the communicator has no trace."""
         return self._channel.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks."""
+        """Bytes that were sent to other ranks so far; 0 if the communicator has ``trace=0``."""
         return self._channel.wire_bytes
 
     def _average(self, bucket: Any) -> None:
@@ -106,18 +108,28 @@ class DdpHook(Closing):
 
 
 def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A Future of the bucket's gradients (1-D, any float dtype), averaged over ranks in place.
+    """The communication hook: averages the gradients of a bucket over ranks, compressed.
 
-    For `model.register_comm_hook(DdpHook(comm), ddp_hook)`. Gradients travel encoded, and
-    their means again; sums are made in float32 (float64 in float64) in the order of ranks, divided
-    there and rounded once, and are bit-identical on all ranks (with `algorithm` "auto" or
-    "native" sums of float32 are the network's own; by hops see `Communicator.all_reduce`). On a GPU
-    all of it runs on a stream of its own; the host waits there for sizes. Raises TypeError for
-    sparse or complex gradients, CollectiveError for what goes wrong on the wire; backward() raises
-    them in the end, when all buckets have gone, and gradients are then undefined. The next step
-    goes on if the communicator does; else it raises CollectiveError too (without `register` it may
-    be DistributedDataParallel's RuntimeError), and a new DistributedDataParallel and `register` are
-    needed.
+    For ``model.register_comm_hook(DdpHook(comm), ddp_hook)``. Gradients travel encoded, and so do
+    their means. Sums are made in float32 (float64 for float64) in the order of ranks, divided there
+    and rounded once, and are bit-identical on all ranks. With ``algorithm`` "auto" or "native" the
+    network may sum float32; over hops see ``Communicator.all_reduce``. On a GPU all of it runs on a
+    stream of its own, where the host waits for sizes.
+
+    Args:
+        state: The state.
+        bucket: Gradients, one-dimensional, of any float dtype, which are overwritten.
+
+    Returns:
+        A Future of the averaged gradients.
+
+    Raises:
+        TypeError: For sparse or complex gradients.
+        CollectiveError: If anything goes wrong on the wire. ``backward()`` raises errors at its
+            end, when all buckets were sent; gradients are then undefined. The next step works if
+            the communicator can be used on; else it raises again (without ``register`` maybe as
+            RuntimeError of DistributedDataParallel), and a new DistributedDataParallel and
+            ``register`` are needed.
     """
     gradients = bucket.buffer()
     collectives = collectives_of_average(state.comm.topology)
@@ -135,14 +147,25 @@ def register(
     error_feedback: ErrorFeedback | None = None,
     **options: Any,
 ) -> DdpHook:
-    """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
+    """Register ``ddp_hook`` on a DistributedDataParallel model.
 
-    Without `comm`, one is made with `options` (see `Communicator`) for the model's ranks, with
-    connections of its own; other ranks take no part. It ends with `close()` of what is returned, or
-    with the model. Raises TypeError for other models, ValueError if `comm` and options are given,
-    CollectiveError if ranks differ or do not come. With a lossy codec, `error_feedback` (each
-    rank makes its own) sends what was lost of a gradient with the next one, for a float32 number
-    of memory for each parameter.
+    All ranks of the model call it; other ranks take no part.
+
+    Args:
+        model: The DistributedDataParallel model.
+        comm: A communicator of the model's ranks. None: one is made with connections of its own,
+            which ends with ``close()`` of the result or with the model.
+        error_feedback: Each rank passes an object of its own. What a lossy codec loses of a
+            gradient is then added to the next one, for a float32 of memory per parameter.
+        **options: Arguments of ``Communicator``, such as ``codec``; not with ``comm``.
+
+    Returns:
+        The state of the hook.
+
+    Raises:
+        TypeError: If ``model`` is another model, or an argument has a wrong type.
+        ValueError: If ``comm`` and options are given, or a value is not allowed.
+        CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     model = distributed(model)
     if comm is None:

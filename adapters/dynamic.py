@@ -1,19 +1,19 @@
-"""All-to-all-v whose metadata live where the data are: AllToAllvDynamic of NCCLX, section 6.1.
+"""All-to-all-v whose metadata are on the device: AllToAllvDynamic of NCCLX, section 6.1.
 
-A router's kernel decides which rows go where; here its arrays are taken as they are. `x`, shape
-(rows, *row_shape), is cut into splits, one behind the other: `send_splits[k]` rows in split k, and
-rows behind the last split stay. `send_indices` lists the splits that go, those for rank 0 first:
-`send_indices_block_lens[j]` of them are for rank j. A split may go to many ranks, to one rank
-more than once, or nowhere.
+A router's kernel decides which rows are sent where; its arrays are taken as they are. ``x``, shape
+``(rows, *row_shape)``, is cut into consecutive splits: ``send_splits[k]`` rows in split k; rows
+after the last split are not sent. ``send_indices`` lists the splits to send, those for rank 0
+first: ``send_indices_block_lens[j]`` of them are for rank j. A split may be sent to many ranks, to
+one rank more than once, or not at all.
 
-`DynamicAllToAll` reads the metadata of all ranks once on the host and sends what is needed, no row
-more. `FixedRateAllToAll` never reads them: every size is fixed beforehand, so that a CUDA graph can
-hold it. The way back needs no indices: one split per source, as `Received` says.
+``DynamicAllToAll`` reads the metadata of all ranks once on the host and sends exactly the rows that
+are needed. ``FixedRateAllToAll`` never reads them: every size is fixed in advance, so a CUDA graph
+can contain it. Sending results back needs no indices: one split per source, as ``Received`` says.
 
-Left out: the paddings that the paper keeps between received splits (results are packed, with
-offsets beside them), and of section 6.2 what is the transport's, as handles of memory exchanged at
+Left out: the paddings that the paper keeps between received splits (results are packed, with their
+offsets), and of section 6.2 what belongs to the transport, such as memory handles exchanged at
 capture. Rows are gathered in one pass, into the memory that the encoder reads: the gather is not
-fused with it. Shares too small for the codec to gain anything go raw.
+fused with it. Parts too small for the codec are sent raw.
 """
 
 from __future__ import annotations
@@ -52,21 +52,24 @@ INVALID, ABOVE_CAPACITY, OVERFLOWED, DAMAGED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Received:
-    """What came, in the library and on the device of `x`. All but `data` are int64.
+    """The received rows, in the library and on the device of ``x``; int64 except ``data``.
 
-    `data`: rank 0's rows first, then those of rank 1 ..., within a rank in the order of its
-    `send_indices`. Shape (all rows, *row_shape); of `FixedRateAllToAll` (world_size, capacity,
-    *row_shape), where rows of rank i from `counts[i]` on have no meaning.
+    To send results back to where the rows came from, exchange ``data`` with ``send_splits=counts``,
+    ``send_indices=arange(world_size)`` and ``send_indices_block_lens=ones(world_size)``. With a
+    capacity flatten ``data`` to rows, with ``counts[i]`` and ``capacity - counts[i]`` as
+    alternating splits, and use the even indices.
 
-    `counts`, `offsets`: shape (world_size,), the number of rows from each rank, and where in
-    `data` as one array of rows the first of them is. `splits`: shape (world_size, max_splits), the
-    `send_splits` of all ranks, 0 behind. `indices`, `lengths`: shape (world_size, max_indices), the
-    numbers of the splits that came from each rank, -1 behind, and their rows, 0 behind.
-
-    To send results back to where the rows came from, exchange `data` with `send_splits=counts`,
-    `send_indices=arange(world_size)` and `send_indices_block_lens=ones(world_size)`; with a
-    capacity flatten `data` to rows, with `counts[i]` and `capacity - counts[i]` as splits in turn,
-    and the even indices.
+    Attributes:
+        data: Rows of rank 0 first, then those of rank 1, and so on; within a rank in the order of
+            its ``send_indices``. Shape ``(all rows, *row_shape)``; of ``FixedRateAllToAll``
+            ``(world_size, capacity, *row_shape)``, where rows of rank i from ``counts[i]`` on have
+            no meaning.
+        counts: Shape ``(world_size,)``: the number of rows from each rank.
+        offsets: Shape ``(world_size,)``: the first row of each rank in ``data`` as one array of
+            rows.
+        splits: Shape ``(world_size, max_splits)``: the ``send_splits`` of all ranks, then zeros.
+        indices: Shape ``(world_size, max_indices)``: the splits received from each rank, then -1.
+        lengths: Shape ``(world_size, max_indices)``: the rows of these splits, then zeros.
     """
 
     data: Any
@@ -197,16 +200,28 @@ class _Exchange:
 
 
 class DynamicAllToAll(_Exchange):
-    """The eager form: only the rows that are asked for travel, in the communicator's codec.
+    """The eager form: exactly the requested rows are sent, in the communicator's codec.
 
-    Made by all ranks together, with equal parameters: rows of `row_shape` and `dtype` (a name, a
-    NumPy dtype or PyTorch's), at most `max_splits` splits of `x`, and at most `max_indices` entries
-    of `send_indices` (None: `max_splits`). Raises CollectiveError on every rank if they differ.
+    All ranks make it together, with equal parameters. A call moves ``metadata_nbytes`` bytes of
+    metadata from each rank to each other one. The host waits for the device twice: for the
+    metadata, all at once, and in ``Communicator.all_to_all``, which moves the rows, for the sizes
+    that encoding made. ``comm.trace()`` has the bytes.
 
-    A call moves `metadata_nbytes` bytes of metadata from each rank to each other one, whatever they
-    say. The host waits for the device twice: for the metadata, all of them at once, and in
-    `Communicator.all_to_all`, which moves the rows, for the sizes that encoding made. What moved is
-    in `comm.trace()`.
+    Source: NCCLX, section 6.1.
+
+    Args:
+        comm: The communicator.
+        row_shape: Shape of a row.
+        dtype: Dtype of the rows: a name, a NumPy dtype or PyTorch's.
+        max_splits: Most splits of ``x``.
+        max_indices: Most entries of ``send_indices``; None: ``max_splits``.
+
+    Raises:
+        CollectiveError: On every rank, if parameters differ; by calls, if metadata are not valid on
+            a rank or anything goes wrong on the wire.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is out of range, or arrays of a call have a wrong shape, dtype or
+            device.
     """
 
     def __init__(
@@ -226,7 +241,7 @@ class DynamicAllToAll(_Exchange):
 
     @property
     def metadata_nbytes(self) -> int:
-        """Bytes of metadata that go from a rank to another in a call."""
+        """Bytes of metadata from a rank to another in a call."""
         return 8 * self._words
 
     def __call__(
@@ -240,7 +255,7 @@ class DynamicAllToAll(_Exchange):
 
         Raises TypeError or ValueError for arrays that are not these, before anything is sent.
         CollectiveError on every rank names the ranks whose metadata make no sense: negative
-        numbers, splits beyond the rows, indices that are no split, block lens beyond the indices.
+        numbers, splits beyond the rows, indices of no split, block lens beyond the indices.
         Nothing but metadata was sent then, and the next call is fine.
         """
         metadata = (send_splits, send_indices, send_indices_block_lens)
@@ -290,7 +305,7 @@ class DynamicAllToAll(_Exchange):
         strange = (host[:, 1:] * self._keys).sum(1) + call != host[:, 0]
         if strange.any():
             ranks = np.flatnonzero(strange).tolist()
-            detail = f"ranks {ranks} make another call, or what they sent was damaged on the way"
+            detail = f"ranks {ranks} make another call, or their data were damaged in transit"
             raise self._failure("metadata", detail, lost=True)
         return host
 
@@ -353,23 +368,37 @@ class DynamicAllToAll(_Exchange):
 
 
 class FixedRateAllToAll(_Exchange):
-    """The form for CUDA graphs: at most `capacity` rows from a rank to another, sizes all fixed.
+    """The form for CUDA graphs: as many rows from rank to rank in each call, all sizes fixed.
 
-    Parameters are those of `DynamicAllToAll`, and: `dynamic_capacity`, the bytes for the dynamic
-    part of what goes to one rank (None: a sixteenth of it uncompressed), `device`, where tensors
-    are (None: that of the transport's arrays). PyTorch only.
+    PyTorch only. ``launch`` neither reads the device nor makes a shape depend on data: one equal
+    all-to-all moves metadata, and for each rank a buffer of ``capacity`` rows in the codec at a
+    fixed rate. All tensors except small ones for indices (from PyTorch's allocator or a graph's own
+    pool) are made here. There is one encode and one decode per rank. Call ``launch`` once before it
+    is captured; the transport's ``all_to_all`` must be capturable, as NCCL's is. Call ``finish``,
+    outside of the graph, after every launch and replay: received rows are not valid before.
 
-    `launch` neither reads the device nor makes a shape depend on data: one equal all-to-all moves
-    metadata, and for each rank a buffer of `capacity` rows in the codec at a fixed rate. All
-    tensors but small ones for indices, from PyTorch's allocator or a graph's own pool, are made
-    here. There is one encode and one decode per rank. Call `launch` once before it is captured; the
-    transport's `all_to_all` must be one that can be captured, as NCCL's. `finish`, outside of the
-    graph, follows every launch and replay: before it has returned, what came is not to be trusted.
+    The attributes ``status``, int64, shape ``(world_size,)``, and ``overflowed``, bool, shape
+    ``()``, are on the device and equal on all ranks unless bytes were damaged (DAMAGED): per rank 0
+    or a sum of INVALID, ABOVE_CAPACITY and OVERFLOWED, and whether any rank's data exceeded the
+    fixed rate. A rank with another status than 0 and OVERFLOWED counts as one that sent nothing.
 
-    `status`, int64, shape (world_size,), and `overflowed`, bool, shape (), are on the device and
-    equal on all ranks unless bytes were damaged on the way (DAMAGED): per rank 0 or a sum of
-    INVALID, ABOVE_CAPACITY and OVERFLOWED, and whether any rank's data did not fit the fixed rate.
-    A rank with another status than 0 and OVERFLOWED counts as one that sent nothing.
+    Source: NCCLX, section 6.2.
+
+    Args:
+        comm: The communicator.
+        row_shape: Shape of a row.
+        dtype: Dtype of the rows.
+        max_splits: Most splits of ``x``.
+        capacity: Most rows from a rank to another.
+        max_indices: Most entries of ``send_indices``; None: ``max_splits``.
+        dynamic_capacity: Bytes for the dynamic part of what is sent to one rank. None: a sixteenth
+            of its uncompressed size.
+        device: Device of the tensors. None: that of the transport's arrays.
+
+    Raises:
+        CollectiveError: On every rank, if parameters differ.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is out of range, or the codec rounds at random.
     """
 
     def __init__(
@@ -433,17 +462,30 @@ class FixedRateAllToAll(_Exchange):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go from a rank to another in a launch."""
+        """Bytes from a rank to another in a launch."""
         return self._head + self._plan.nbytes
 
     def launch(
         self, x: Any, send_splits: Any, send_indices: Any, send_indices_block_lens: Any
     ) -> Received:
-        """Queue the exchange; arguments as those of `DynamicAllToAll`, on the device.
+        """Queue the exchange.
 
-        Returns the same tensors every time, which a replay fills anew. Rows behind what a rank has
-        for another are filled up with copies of rows of `x`. Raises TypeError or ValueError for
-        arrays that are not fit, CollectiveError if the transport fails.
+        Unused rows of the capacity are filled with copies of rows of ``x``.
+
+        Args:
+            x: Shape ``(rows, *row_shape)``, on the device.
+            send_splits: int64, rows of each split, on the device.
+            send_indices: int64, numbers of the splits to send, on the device.
+            send_indices_block_lens: int64, shape ``(world_size,)``, number of splits for each rank,
+                on the device.
+
+        Returns:
+            The same tensors every time, which a replay fills again; valid after ``finish``.
+
+        Raises:
+            CollectiveError: If the transport fails.
+            TypeError: If an array has a wrong type.
+            ValueError: If an array has a wrong shape, dtype or device.
         """
         metadata = (send_splits, send_indices, send_indices_block_lens)
         x, info = self._checked(x, metadata)
@@ -466,22 +508,28 @@ class FixedRateAllToAll(_Exchange):
         return self._received
 
     def finish(self) -> Received:
-        """Wait for the exchange and make it good; returns what `launch` did, now to be trusted.
+        """Wait for the exchange and make it valid.
 
-        If data of any rank did not fit the fixed rate, all ranks send their rows again by
-        `Communicator.all_to_all`, which takes what room they need: the result is exact. Raises
-        CollectiveError, on every rank and naming the ranks at fault, if metadata made no sense or a
-        rank had more than `capacity` rows for another; the next launch is fine then. Also, on the
-        rank that finds it, for damaged bytes. Raises ValueError if nothing was launched.
+        If data of any rank exceeded the fixed rate, all ranks send their rows again by
+        ``Communicator.all_to_all``, at the size they need: the result is exact.
+
+        Returns:
+            The result of ``launch``, now valid.
+
+        Raises:
+            CollectiveError: On every rank, naming the ranks at fault, if metadata were not valid or
+                a rank had more than ``capacity`` rows for another; the next launch works then.
+                Also, on the rank that finds it, for damaged bytes.
+            ValueError: If nothing was launched.
         """
         if not self._launched:
-            raise ValueError("finish() comes after launch()")
+            raise ValueError("finish() was called before launch()")
         self._need_whole()
         status, counts, sent = arrays.host_array(self._state).tolist()
         errors = self._verdicts()
         damaged = _ranks_with(status, DAMAGED)
         if damaged:
-            detail = f"metadata of ranks {damaged} were damaged on the way"
+            detail = f"metadata of ranks {damaged} were damaged in transit"
             raise self._failure("exchange", detail, lost=True)
         problem = self._problem(status)
         if problem is not None:

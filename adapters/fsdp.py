@@ -1,6 +1,6 @@
-"""Compressed collectives for FSDP2, `torch.distributed.fsdp.fully_shard`.
+"""Compressed collectives for FSDP2, ``torch.distributed.fsdp.fully_shard``.
 
-To try it, `torchrun --nproc-per-node 2 example.py` with
+To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
 
     from datetime import timedelta
     import torch
@@ -25,14 +25,14 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
         print(hook.raw_bytes, hook.wire_bytes)
     dist.destroy_process_group()
 
-With `fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())` parameters arrive bit
-for bit, and gradients travel in 4.5 bits each; with
-`fsdp.compress(model, gradients="dynamiq", topology="ring")` in 5, summed around a ring.
+With ``fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())`` parameters arrive
+bit for bit, and gradients take 4.5 bits each. With ``fsdp.compress(model, gradients="dynamiq",
+topology="ring")`` gradients take 5 bits, summed around a ring.
 
-SDP4Bit on nodes of two ranks, on `mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes",
-"node"))`: `levels = TwoLevel(*(TorchDist(mesh[name].get_group()) for name in ("node", "nodes")))`
-and `fsdp.compress(model, weight_differences=True, two_level=levels)`, where the model is sharded
-over all ranks.
+SDP4Bit on nodes of two ranks, with ``mesh = init_device_mesh("cpu", (2, 2),
+mesh_dim_names=("nodes", "node"))``: make ``levels = TwoLevel(*(TorchDist(mesh[name].get_group())
+for name in ("node", "nodes")))`` and call ``fsdp.compress(model, weight_differences=True,
+two_level=levels)``, where the model is sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -69,10 +69,17 @@ from .sharded import TwoLevel, WeightDifferences
 
 
 class _Hook(Closing):
-    """A communicator for every process group it meets, made by its ranks at the first call."""
+    """A communicator for every process group of the modules, made by its ranks at the first call.
+
+    Args:
+        **options: Arguments of ``Communicator``.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
+    """
 
     def __init__(self, **options: Any) -> None:
-        """`options` are those of `Communicator`, and checked here."""
         self._alone = Communicator(connect(1)[0], **options)
         self._options = options
         self._channels: dict[Any, Channel] = {}
@@ -82,22 +89,22 @@ class _Hook(Closing):
         return self._channels.values()
 
     def close(self) -> None:
-        """See `hooks.Closing`."""
+        """Close the communicators. Later calls raise CollectiveError; closing twice is fine."""
         self._closed = True
         super().close()
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        """Bytes to other ranks without compression, in all calls so far."""
         return sum(channel.raw_bytes for channel in self._channels.values())
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks, in all calls so far."""
+        """Bytes that were sent to other ranks, in all calls so far."""
         return sum(channel.wire_bytes for channel in self._channels.values())
 
     def trace(self) -> list[TraceRecord]:
-        """The last calls of every communicator, group by group."""
+        """Records of the last calls of every communicator, group by group."""
         return [record for c in self._channels.values() for record in c.comm.trace()]
 
     def _run(
@@ -118,18 +125,23 @@ class _Comm(_Hook):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for FSDP to communicate from or to, uninitialised."""
+        """Uninitialised memory for FSDP to communicate from or to.
+
+        Args:
+            size: Shape.
+            dtype: Element type.
+            device: Device.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Comm):
-    """For `FSDPModule.set_custom_all_gather`: parameters travel encoded.
+    """Compressed all-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
 
-    With a lossless codec they arrive bit for bit. With a lossy one layers compute with what
-    decoding gives, the same on all ranks, while the shards that are trained stay as they are.
-
-    One object serves all modules and groups, and nothing but all-gathers. Parameters of
-    different dtypes in one FSDP module are bytes to FSDP and go raw.
+    With a lossless codec parameters arrive bit for bit. With a lossy one layers compute with
+    decoded parameters, the same on all ranks, while the shards that are trained stay exact. One
+    object serves all modules and process groups, and nothing else than all-gathers. Parameters of
+    different dtypes in one FSDP module are bytes to FSDP and are sent raw.
     """
 
     def __call__(
@@ -146,21 +158,29 @@ class AllGather(_Comm):
         return _finish(done, async_op)
 
     def with_feedback(self, feedback: ErrorFeedback, name: str, module: Any) -> Any:
-        """This object for one FSDP `module`, whose shard's residual in `feedback` is called `name`.
+        """This object with error feedback for one FSDP module.
 
-        What encoding loses of a parameter shard is added to it when it is gathered next: the mean
-        over gathers of the weights that layers compute with becomes right, and they follow changes
-        smaller than a step of the codec. A single gather is no better than without, and two of the
-        same weights differ. So this makes sense where weights are gathered once a step and change
-        little in it. It makes none where backward gathers them anew, and so computes with other
-        weights than forward (`reshard_after_forward=False` avoids that), and little with gradient
-        accumulation, whose micro-batches then see different weights. `DifferenceGather` keeps in
-        its replica what is lost, and gives the same weights as long as shards stay the same.
+        What encoding loses of a parameter shard is added to it at the next gather: the mean over
+        gathers of the weights that layers compute with becomes right, and they follow changes that
+        are smaller than a step of the codec. A single gather does not improve, and two gathers of
+        the same weights differ. So this makes sense where weights are gathered once a step and
+        change little from step to step. It does not where backward gathers them again and so
+        computes with other weights than forward (``reshard_after_forward=False`` avoids that), and
+        little with gradient accumulation. ``DifferenceGather`` keeps what is lost in a replica
+        instead, and gives the same weights as long as shards stay the same.
 
-        The name is no other tensor's in `feedback`. A shard whose size has changed starts at zero.
-        No residual is used or changed while `module` is in evaluation mode (`module.eval()`); since
-        FSDP gathers without gradients in training too, `no_grad` alone does not tell. Parameters of
-        several dtypes, which go raw, have none. Raises ValueError for a lossless codec.
+        Residuals are not used or changed while ``module`` is in evaluation mode
+        (``module.eval()``). FSDP gathers without gradients in training too, so ``no_grad`` makes no
+        difference. A shard whose size changes starts at zero. Parameters of several dtypes, which
+        are sent raw, have no residual.
+
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have.
+            module: The FSDP module.
+
+        Raises:
+            ValueError: If the codec is lossless.
         """
         check_feedback(feedback, self._alone)
         return _Named(self, self._corrected, feedback=feedback, name=name, module=module)
@@ -188,40 +208,48 @@ class AllGather(_Comm):
 
 
 class DifferenceGather(AllGather):
-    """For `FSDPModule.set_custom_all_gather`: parameters travel as `sharded.WeightDifferences`.
+    """All-gather of parameters as weight differences, for ``FSDPModule.set_custom_all_gather``.
 
-    Layers compute with replicas of the parameters, and the shards that are trained stay as they
-    are. Every rank keeps a replica of the unsharded parameters: this saves traffic and no memory.
-    Where forward and backward both gather, the second sends nothing.
+    Parameters are sent by ``sharded.WeightDifferences``: layers compute with replicas of the
+    parameters, while the shards that are trained stay exact. Every rank keeps a replica of the
+    unsharded parameters: this saves traffic and no memory. Where forward and backward both gather,
+    the second gather sends nothing.
+
+    Source: SDP4Bit (NeurIPS 2024), quantization of weight differences.
+
+    Args:
+        **options: Arguments of ``Communicator``, with a lossless codec.
+
+    Raises:
+        ValueError: If the codec is lossy.
     """
 
     def __init__(self, **options: Any) -> None:
-        """`options` are those of `Communicator`, with a lossless codec; ValueError for others."""
         super().__init__(**options)
         WeightDifferences(Communicator(connect(1)[0], **options))
         self._differences: dict[Communicator, WeightDifferences] = {}
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        """Bytes to other ranks without compression, in all calls so far."""
         return sum(one.raw_bytes for one in self._differences.values())
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks, in all calls so far."""
+        """Bytes that were sent to other ranks, in all calls so far."""
         return sum(one.wire_bytes for one in self._differences.values())
 
     def trace(self) -> list[TraceRecord]:
-        """The last gathers, group by group."""
+        """Records of the last gathers, group by group."""
         return [record for one in self._differences.values() for record in one.trace()]
 
     def reset(self) -> None:
-        """Have all parameters sent as they are once, on all ranks: after loading others, say."""
+        """Send all parameters in full once more, as after loading others; on all ranks."""
         for one in self._differences.values():
             one.reset()
 
     def close(self) -> None:
-        """See `hooks.Closing`; replicas go too."""
+        """Close the communicators and free the replicas."""
         for one in self._differences.values():
             one.close()
         super().close()
@@ -233,7 +261,11 @@ class DifferenceGather(AllGather):
         return self._gather(output_tensor, input_tensor, group, async_op)
 
     def named(self, name: str) -> Any:
-        """This object for one FSDP module, whose replica is called `name`."""
+        """This object for one FSDP module.
+
+        Args:
+            name: Name of the module's replica.
+        """
         return _Named(self, self._gather, name=name)
 
     def _gather(
@@ -253,9 +285,10 @@ class DifferenceGather(AllGather):
 
 
 class ReduceScatter(_Comm):
-    """For `FSDPModule.set_custom_reduce_scatter`: gradients travel encoded, in `reduce_dtype`.
+    """Compressed reduce-scatter of gradients, for ``FSDPModule.set_custom_reduce_scatter``.
 
-    One object serves all modules and groups, and nothing but reduce-scatters.
+    Gradients are encoded in ``reduce_dtype``. One object serves all modules and process groups, and
+    nothing else than reduce-scatters.
     """
 
     def __call__(
@@ -272,9 +305,14 @@ class ReduceScatter(_Comm):
         return self._reduce(output_tensor, input_tensor, group, op, async_op)
 
     def with_feedback(self, feedback: ErrorFeedback, name: str) -> Any:
-        """This object for one FSDP module, whose residual in `feedback` is called `name`.
+        """This object with error feedback for one FSDP module.
 
-        Raises ValueError for a lossless codec and but in two shots.
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have.
+
+        Raises:
+            ValueError: If the codec is lossless, or sums are not two-shot.
         """
         check_feedback(feedback, self._alone)
         return _Named(self, self._reduce, feedback=feedback, name=name)
@@ -322,25 +360,31 @@ class ReduceScatter(_Comm):
 
 
 class TwoLevelScatter(ReduceScatter):
-    """A `ReduceScatter` whose sums are those of `sharded.TwoLevel`."""
+    """A ``ReduceScatter`` that sums by ``sharded.TwoLevel``.
+
+    Args:
+        levels: The sums, of the ranks of the modules' process group with the same numbers.
+
+    Raises:
+        ValueError: By the first call, if ranks or their number differ.
+    """
 
     def __init__(self, levels: TwoLevel) -> None:
-        """`levels` has the ranks of the modules' process group, with the same numbers."""
         super().__init__()
         self._levels = levels
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        """Bytes to other ranks without compression, in all calls so far."""
         return self._levels.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks, in all calls so far."""
+        """Bytes that were sent to other ranks, in all calls so far."""
         return self._levels.wire_bytes
 
     def trace(self) -> list[TraceRecord]:
-        """The last sums, level by level."""
+        """Records of the last sums, level by level."""
         return self._levels.trace()
 
     def _sum(
@@ -369,14 +413,21 @@ class _Named:
 
 
 class AllReduce(_Hook):
-    """For `FSDPModule.set_all_reduce_hook`: HSDP with a compressed mean over replicas.
+    """Compressed mean over replicas for HSDP, for ``FSDPModule.set_all_reduce_hook``.
 
-    Shard with a one-dimensional mesh, and give the process group of the other dimension: on a
+    Shard with a one-dimensional mesh, and pass the process group of the other dimension. On a
     two-dimensional mesh FSDP itself makes the all-reduce, uncompressed, before it calls the hook.
+
+    Args:
+        group: The process group of the ranks that hold the same shard.
+        **options: Arguments of ``Communicator``.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
     """
 
     def __init__(self, group: Any, **options: Any) -> None:
-        """`group` has the ranks that hold the same shard; `options` are those of `Communicator`."""
         super().__init__(**options)
         self._group = group
 
@@ -390,12 +441,21 @@ class AllReduce(_Hook):
         self._average(reduce_output)
 
     def with_feedback(self, feedback: ErrorFeedback, name: str) -> Callable[[Any], None]:
-        """This hook for one FSDP module, whose residual in `feedback` is called `name`.
+        """This hook with error feedback for one FSDP module.
 
         What encoding loses of a module's sharded gradients, and of this rank's share of their sum,
-        goes with the next ones. The name is no other tensor's in `feedback`, also not that of the
-        module's `ReduceScatter`. Gradients whose number has changed start at zero. Raises
-        ValueError for a lossless codec and but in two shots.
+        is added to the next ones. Gradients whose number changes start at zero.
+
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have, that of the module's
+                ``ReduceScatter`` included.
+
+        Returns:
+            The hook.
+
+        Raises:
+            ValueError: If the codec is lossless, or sums are not two-shot.
         """
         check_feedback(feedback, self._alone)
         return functools.partial(self._average, feedback=feedback, name=name)
@@ -414,16 +474,18 @@ class AllReduce(_Hook):
 
 
 class Hooks(NamedTuple):
-    """What `compress` has set, for their `raw_bytes`, `wire_bytes` and `trace()`.
+    """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
-    A context that ends with `close()`.
+    Attributes:
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        reduce_scatter: The hook of gradients, with the same.
     """
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
 
     def close(self) -> None:
-        """Close both: see `hooks.Closing`."""
+        """Close both hooks. Later calls raise CollectiveError."""
         self.all_gather.close()
         self.reduce_scatter.close()
 
@@ -447,28 +509,38 @@ def compress(
     two_level: TwoLevel | None = None,
     **options: Any,
 ) -> Hooks:
-    """Compress all-gather and reduce-scatter of every FSDP module in `module`, itself included.
+    """Compress all-gather and reduce-scatter of every FSDP module in a model.
 
-    `gradients` is the codec of the reduce-scatter where it is not that of `options`: a lossy one,
-    say, while parameters arrive bit for bit. `error_feedback`, one of each rank, sends what was
-    lost of a module's gradients with the next ones; it has a residual for each module by its name,
-    as large as the unsharded gradients, which starts anew when other parameters get gradients.
-    `parameter_feedback`, which may be the same object, does so with shards of parameters where the
-    codec of `options` is lossy, by the name and "parameters": `AllGather.with_feedback` says when.
-    Frozen parameters gain nothing from it; of modules sharded as one group the last counts.
-    `topology` is how gradients are summed: by hops partial sums are rounded to `reduce_dtype` and
-    encoded at each hop, and a rank decodes its share in the end, without error feedback; `scaling`
-    is for mx with scales that are agreed on. With
-    `weight_differences` the all-gathers are a `DifferenceGather`, where `parameter_feedback` has no
-    say, with `two_level` the reduce-scatters a `TwoLevelScatter`, where `gradients`,
-    `error_feedback` and `topology` have none; they are refused.
+    All ranks call it, before training. Each process group gets two communicators with connections
+    of their own when it is first used, which all its ranks must do in the same order. The mean of
+    gradients needs no divide factor or forced sum; those that are set are respected.
 
-    On all ranks, before training. `options` are those of `Communicator`; each process group gets
-    two communicators with connections of their own when it is first used, which all its ranks must
-    do in the same order. The gradients' mean needs
-    no divide factor or forced sum; those that are set are respected. Raises TypeError if `module`
-    is no module and for complex parameters, ValueError if there is no FSDP module, or one with
-    several meshes, and for error feedback of a lossless codec or but in two shots.
+    Args:
+        module: The model, after ``fully_shard``; it may be an FSDP module itself.
+        gradients: Codec of the reduce-scatter. None: the codec of ``options``. A lossy one, say,
+            while parameters arrive bit for bit.
+        error_feedback: Adds what is lost of a module's gradients to the next ones. Each rank passes
+            an object of its own; its residuals, one per module by name, are as large as the
+            unsharded gradients, and start at zero when other parameters get gradients.
+        parameter_feedback: The same for shards of parameters, where the codec of ``options`` is
+            lossy; ``AllGather.with_feedback`` says when that helps. It may be the same object.
+        topology: How gradients are summed. Over hops partial sums are rounded to ``reduce_dtype``
+            and encoded at each hop, without error feedback.
+        scaling: For mx with ``scale_rule="agreed"``, as in ``Communicator``.
+        weight_differences: Whether parameters are sent by ``DifferenceGather``; not with
+            ``parameter_feedback``.
+        two_level: Sums of ``TwoLevelScatter``; not with ``gradients``, ``error_feedback``,
+            ``scaling`` or ``topology``.
+        **options: Arguments of ``Communicator``.
+
+    Returns:
+        The hooks.
+
+    Raises:
+        TypeError: If ``module`` is not a module, or has complex parameters.
+        ValueError: If there is no FSDP module, or one with several meshes; if error feedback is
+            given with a lossless codec or another topology than two-shot; for arguments that
+            exclude each other.
     """
     reducing = options | {"topology": topology}
     if gradients is not None:
@@ -507,9 +579,14 @@ def compress(
 
 
 def fsdp_modules(module: Any) -> list[tuple[str, Any]]:
-    """Names and FSDP modules in `module`, itself included, before anything is set.
+    """The FSDP modules of a model, itself included, with their names.
 
-    Raises TypeError if it is no module and for complex parameters, ValueError if there is none.
+    Args:
+        module: The model.
+
+    Raises:
+        TypeError: If ``module`` is not a module, or has complex parameters.
+        ValueError: If there is no FSDP module.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; allowed: a module after fully_shard")

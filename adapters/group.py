@@ -1,4 +1,4 @@
-"""What collectives are made of: ranks that agree, memory that is kept, calls, and their steps."""
+"""The state of a communicator, its memory, and the exchange steps that its collectives share."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _Traced = tuple[str, int, str, str, int, int, dict[str, float], str | None]
 
 
 class Exchange(NamedTuple):
-    """Shares whose cards and static parts are on the wire; their dynamic parts are not yet."""
+    """Shares whose chunk descriptors and static parts were sent; their dynamic parts were not."""
 
     send: Shares
     receive: Shares
@@ -87,7 +87,7 @@ class _Unchecked(NamedTuple):
 
 
 class Group:
-    """A fixed set of ranks with a codec; see `collectives.Communicator`, which adds the calls."""
+    """A fixed set of ranks with a codec; see ``collectives.Communicator``, which adds the calls."""
 
     def __init__(
         self,
@@ -105,16 +105,9 @@ class Group:
         topology: Topology = "two-shot",
         scaling: AutoScale | None = None,
     ) -> None:
-        """Made by all ranks together: raises CollectiveError on each of them if they differ.
+        """Made by all ranks together, which compare format, codec and parameters.
 
-        Raises ValueError for a codec with a parameter left to the shape of tensors, which
-        collectives flatten; of a Communicator also for one that does not decode to what was encoded
-        (`round_trips`). Compared are the versions of format and codec and all parameters. `trace`
-        is the number of calls that `trace()` remembers. `seed`, below 2^64, is what codecs that
-        round at random draw by, with the number of the call and the rank (`calls.rounding_key`).
-        `verify` is as the class says. `topology` is that of sums that do not name one. `scaling`,
-        for mx with scales that are agreed on alone, is how those of sums by hops follow the sums;
-        None is `AutoScale()`.
+        The arguments are described at ``collectives.Communicator``.
         """
         if not all(hasattr(transport, name) for name in ("rank", "world_size", "all_to_all_v")):
             raise TypeError(
@@ -184,7 +177,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0."""
+        """Number of this rank, from 0."""
         return self._rank
 
     @property
@@ -199,34 +192,49 @@ class Group:
 
     @property
     def scaling(self) -> Scaling | None:
-        """By how much scales of sums by hops are larger, of mx with scales that are agreed on."""
+        """The factor of scales in sums over hops, of mx with ``scale_rule="agreed"``; else None."""
         return self._scaling
 
     @property
     def topology(self) -> Topology:
-        """That of sums that do not name one."""
+        """How sums are made that do not name a topology."""
         return self._topology
 
     @property
     def transport(self) -> Transport:
-        """What moves the bytes."""
+        """The transport that moves the bytes."""
         return self._transport
 
     def trace(self, last: int | None = None) -> list[TraceRecord]:
-        """The last calls, oldest first, with those that failed; all that are known or `last`.
+        """Records of the last calls, oldest first, with those that failed.
 
-        Calls that a communicator refused are not among them, nor those by which paths are timed.
+        Calls that the communicator refused are left out, and those that measure paths.
+
+        Args:
+            last: Number of records. None: all that are remembered.
         """
         skipped = 0 if last is None else max(len(self._trace) - last, 0)
         return [TraceRecord(*traced) for traced in itertools.islice(self._trace, skipped, None)]
 
     def check(self) -> None:
-        """Raise CollectiveError for damage that decoding on a GPU has met. Waits for the device."""
+        """Raise what decoding on a GPU has found so far. Waits for the device.
+
+        Raises:
+            CollectiveError: If received data are damaged.
+        """
         while self._unchecked:
             self._settle(self._unchecked.popleft())
 
     def refusal(self, collective: str, sequence: int | None = None) -> CollectiveError | None:
-        """What a later call so named would raise at once; None if there may be later calls."""
+        """The error that later calls will raise.
+
+        Args:
+            collective: Name of the later call.
+            sequence: Its number. None: the next one.
+
+        Returns:
+            The error, or None if the communicator can be used.
+        """
         if self._broken is None:
             return None
         number = self._counts["group"] if sequence is None else sequence
@@ -235,10 +243,10 @@ class Group:
         return CollectiveError(self._rank, collective, number, "start", why)
 
     def close(self) -> None:
-        """Let work memory go, and close the transport, which no other communicator may then use.
+        """Free work memory, and close the transport, which no other communicator may then use.
 
-        Later calls raise CollectiveError, all but `trace()`. Closing again does nothing. A process
-        group that `TorchDist` was given stays.
+        Later calls raise CollectiveError; ``trace()`` still works. Closing again does nothing. A
+        process group that ``TorchDist`` was given stays open.
         """
         if self._closed:
             return
@@ -259,11 +267,20 @@ class Group:
         self.close()
 
     def slow_ranks(self, calls: int = 100) -> list[tuple[int, float]]:
-        """Ranks and the seconds that another waited for each in the last `calls` calls.
+        """Find which ranks the others wait for.
 
-        The slowest first. A collective: every rank asks, and gets the same answer. In the first
-        stage that exchanges anything every rank waits until the last has come: who waits less came
-        later. Native calls tell on the host only: on a GPU they wait for nothing.
+        A collective: all ranks call it, and all get the same answer. In the first stage that
+        exchanges anything every rank waits for the last one, so a rank that waits less came later.
+        Native calls count on the host only: on a GPU they wait for nothing.
+
+        Args:
+            calls: How many of the last calls to take into account.
+
+        Returns:
+            Pairs of a rank and the seconds that others waited for it, the slowest first.
+
+        Raises:
+            CollectiveError: If the exchange fails.
         """
         names = {"sizes", "exchange", "native"} | (set() if self._sizes_first else {"static"})
         last = [r for r in self.trace() if r.collective in TWO_DESIGNS and r.error is None]
@@ -327,7 +344,7 @@ class Group:
         sums = came[:, mine.size :]
         damaged = [r for r, row in enumerate(found) if (_checksum(row) != sums[r]).any()]
         if damaged:
-            raise RuntimeError(f"what ranks {damaged} sent was damaged on the way")
+            raise RuntimeError(f"data from ranks {damaged} were damaged in transit")
         return found
 
     @contextmanager
@@ -429,7 +446,9 @@ class Group:
             )
         most = codec.spec.max_ranks
         if topology == "cells" and most is not None and self._size > most:
-            raise ValueError(f"{codec.spec!r} adds up {most} ranks at most; here are {self._size}")
+            raise ValueError(
+                f"{codec.spec!r} adds up at most {most} ranks; the group has {self._size}"
+            )
 
     def _equal_splits(self, rows: int) -> list[int]:
         if rows % self._size:
@@ -571,7 +590,7 @@ class Group:
         return rounding_key(self._seed, call.sequence, encoding, self._rank, self._size)
 
     def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
-        """Room for what comes, its headers written."""
+        """Memory for the chunks to receive, with their headers written."""
         shares = self._room(name, plans, like)
         if self._take(name, shares):
             shares.write_headers()
@@ -594,7 +613,7 @@ class Group:
         word: int = 0,
         note: str = CHUNKS,
     ) -> None:
-        """Decode what came from rank `source`; None: `note` says where the chunks came from.
+        """Decode what rank `source` has sent; None: `note` says where the chunks came from.
 
         `word` is the buffer's number in its `Shares`.
         """
@@ -669,7 +688,7 @@ class Group:
         shares: Shares,
         source: int | None = None,
     ) -> list[int]:
-        """Dynamic bytes by the cards, which are on the host. Raises if they do not fit."""
+        """Dynamic bytes by the descriptors, which are on the host. Raises if they do not fit."""
         sizes = sizes_on(cards)
         for i, (size, share) in enumerate(zip(sizes, shares.shares, strict=True)):
             if not 0 <= size <= share.slot.shape[0]:
@@ -690,7 +709,7 @@ class Group:
         stage: str = "sizes",
         what: str = _OTHER_CALL,
     ) -> Any:
-        """The cards on the host, shape (shares, CARD_WORDS); raises if one is of another call.
+        """The descriptors on the host, (shares, CARD_WORDS); raises if one is of another call.
 
         They are those of all ranks, or all from rank `source`. Of other things that ranks must
         agree on `what` says what those do that differ.
@@ -716,9 +735,10 @@ class Group:
         source: int | None = None,
         note: str = "",
     ) -> None:
-        """Have the cards compared: now if they are on the host, else with the call's verdict.
+        """Have the descriptors compared: now if they are on the host, else with the call's verdict.
 
-        For cards that tell nothing else. They are those of all ranks, or all from rank `source`.
+        For descriptors that have no other use. They are those of all ranks, or all from rank
+        `source`.
         """
         with call.stage("sizes"):
             arriving = shares.arriving_late()
@@ -745,7 +765,7 @@ class Group:
         here: Sequence[int],
         note: str = "",
     ) -> Exchange:
-        """Cards and static parts in one step, where there is nothing else.
+        """Descriptors and static parts in one step, where there are no dynamic parts.
 
         `parcels[j]` goes to rank j; digests are those of `_begin_swap`, `note` explains errors.
         """
@@ -764,7 +784,7 @@ class Group:
         there: Sequence[int],
         here: Sequence[int],
     ) -> Exchange:
-        """Send share j of `send` to rank j, but for its dynamic part.
+        """Send share j of `send` to rank j, without its dynamic part.
 
         Where no buffer has one, that is a single step in which nobody waits. `there`
         are the digests of the shares that go, `here` of those that come.
@@ -817,7 +837,7 @@ class Group:
     def _begin_gather(
         self, call: Call, send: Shares, digest: int, name: str, note: str = ""
     ) -> Exchange:
-        """Gather the one share of `send`, but for its dynamic part; `note` explains errors."""
+        """Gather the one share of `send`, without its dynamic part; `note` explains errors."""
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
         receive = self._receive(name, [whole], send.room)

@@ -1,4 +1,4 @@
-"""What the training hooks share: a communicator in turns, and the mean over ranks."""
+"""Shared parts of the training hooks: a communicator for several streams, means over ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .torch_dist import TorchDist
 class Channel:
     """A communicator, and on a GPU a stream, that one kind of call has to itself.
 
-    Calls come from the main thread and from autograd's, and from several streams; here they take
-    turns. `raw_bytes` and `wire_bytes` add up those of the communicator's trace, which therefore
+    Calls come from the main thread and from autograd's, and from several streams; a lock orders
+    them. `raw_bytes` and `wire_bytes` add up those of the communicator's trace, which therefore
     must remember a call or two.
     """
 
@@ -82,7 +82,7 @@ def communicator(
 
 
 class Closing:
-    """A context that ends with `close()`, which goes through the channels of a hook."""
+    """A context manager that ends with ``close()``, which closes the communicators of a hook."""
 
     #: Why a model cannot make another step, if it has not ended its last.
     _unended: CollectiveError | None = None
@@ -99,10 +99,10 @@ class Closing:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the communicators: their threads, connections and memory go.
+        """Close the communicators: their threads, connections and memory are freed.
 
-        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. What
-        nobody refers to any more (a model that is gone) closes by itself.
+        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. A
+        hook whose model is garbage-collected closes by itself.
         """
         for channel in self._open():
             channel.close()
@@ -116,7 +116,7 @@ class Closing:
 
 
 def distributed(model: Any) -> DistributedDataParallel:
-    """`model`; raises TypeError if it is no DistributedDataParallel."""
+    """`model`; raises TypeError if it is not a DistributedDataParallel."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
     return model
@@ -183,14 +183,14 @@ def _raise_at_the_end(state: Closing, error: Exception) -> None:
 
 
 def collectives_of_average(topology: Topology) -> int:
-    """In two shots a reduce-scatter and an all-gather; else an all-reduce."""
+    """Two for two-shot, a reduce-scatter and an all-gather; else one, an all-reduce."""
     return 2 if topology == "two-shot" else 1
 
 
 def check_feedback(feedback: ErrorFeedback | None, comm: Communicator) -> None:
-    """Raise TypeError for what is no error feedback, ValueError where it would have no say.
+    """Raise TypeError if `feedback` is not an ErrorFeedback, ValueError if it has no effect.
 
-    A lossless codec loses nothing, and but in two shots nobody decodes a rank's own tensor.
+    A lossless codec loses nothing, and only two-shot sums decode a rank's own tensor.
     """
     if feedback is None:
         return
@@ -214,10 +214,10 @@ def average(
 ) -> None:
     """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks.
 
-    That is as many collectives as `collectives_of_average` says. By hops and by cells it is an
-    all-reduce, whose terms are divided in float32 (float64); by hops partial sums are rounded to
-    the dtype of `x` at each. In two shots it is as `two_shots` says. Raises TypeError for another
-    dtype and for sparse tensors, ValueError for `feedback` but in two shots of a lossy codec.
+    That is as many collectives as `collectives_of_average` says. Over hops and
+    in-network it is an all-reduce, whose terms are divided in float32 (float64); over hops partial
+    sums are rounded to the dtype of `x` at each. Two-shot is as `two_shots` says. Raises TypeError
+    for another dtype and for sparse tensors, ValueError for `feedback` that has no effect.
     """
     if x.layout != torch.strided or not x.dtype.is_floating_point:
         raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
@@ -283,8 +283,8 @@ def scatter(
 ) -> None:
     """Fill `total` with this rank's share, by rows, of the sum of `x`, and of zeros behind it.
 
-    With `padding` zeros `x` is 1-D. `feedback` as `two_shots` says, but for losses of the sum; with
-    it `dtype` is what travels, None for that of `x`.
+    With `padding` zeros `x` is 1-D. `feedback` as `two_shots` says, except for losses of the sum;
+    with it `dtype` is what travels, None for that of `x`.
     """
     if feedback is None:
         comm.reduce_scatter(_padded(x, padding), total)

@@ -1,6 +1,6 @@
-"""Compressed checkpoints in Hugging Face transformers: `from_pretrained` decodes as it loads.
+"""Compressed checkpoints in Hugging Face transformers: ``from_pretrained`` decodes while it loads.
 
-To try it, with the directory of a model whose `*.safetensors` files are compressed,
+To try it, with the directory of a model whose ``*.safetensors`` files are compressed::
 
     from transformers import AutoModelForCausalLM
     from tightwire.adapters.hugging_face import TightwireConfig
@@ -8,9 +8,8 @@ To try it, with the directory of a model whose `*.safetensors` files are compres
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=TightwireConfig())
 
 Importing this module registers the quantization method "tightwire" with transformers, so that a
-`config.json` with `"quantization_config": {"quant_method": "tightwire"}` needs no argument. The
-model that comes out is an ordinary one: nothing of it is quantized, and `save_pretrained` writes
-plain files.
+``config.json`` with ``"quantization_config": {"quant_method": "tightwire"}`` needs no argument. The
+result is an ordinary model, nothing in it is quantized, and ``save_pretrained`` writes plain files.
 """
 
 from __future__ import annotations
@@ -48,7 +47,14 @@ METHOD = "tightwire"
 @register_quantization_config(METHOD)
 @dataclass
 class TightwireConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Says to `from_pretrained` that the files are compressed by tightwire. Has no settings."""
+    """Tells ``from_pretrained`` that the files are compressed by tightwire. It has no settings.
+
+    Args:
+        quant_method: ``"tightwire"``, as ``config.json`` has it.
+
+    Raises:
+        ValueError: For another method.
+    """
 
     quant_method: str = METHOD
 
@@ -103,10 +109,15 @@ class _Keep(ConversionOps):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Reads what the model's converters need, and all that no converter needs, by tightwire.
+    """The loader that transformers calls for compressed files; tightwire decodes every tensor.
 
-    Raises FormatError for a file that is damaged or not compressed, ValueError for arguments of
-    `from_pretrained` that cannot be served.
+    Args:
+        quantization_config: The configuration.
+        **kwargs: Passed on to transformers' ``HfQuantizer``.
+
+    Raises:
+        FormatError: While loading, if a file is damaged or not compressed.
+        ValueError: For arguments of ``from_pretrained`` that are not supported.
     """
 
     def __init__(self, quantization_config: TightwireConfig, **kwargs: Any) -> None:
@@ -119,13 +130,29 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
         self._conversions: list[Any] = []
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Keep the device map. transformers calls this again when it has made one of "auto"."""
+        """Check and keep the device map; transformers calls it again after resolving "auto".
+
+        Args:
+            *args: Not used.
+            device_map: The device map.
+            **kwargs: Not used.
+
+        Raises:
+            ValueError: If the map offloads to disk.
+        """
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map offloads to disk; allowed: devices and 'cpu'")
         self._device_map = device_map
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Refuse the dtype of compressed bytes, which "auto" finds where config.json names none."""
+        """Refuse the dtype of compressed bytes, which "auto" finds if config.json has none.
+
+        Args:
+            dtype: The dtype that transformers has chosen.
+
+        Raises:
+            ValueError: If config.json names no dtype and none was passed.
+        """
         if not dtype.is_floating_point:
             raise ValueError(
                 "config.json names no dtype, and that of compressed files is not known before they "
@@ -148,7 +175,15 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def update_weight_conversions(self, weight_conversions: Sequence[Any], model: Any) -> list[Any]:
-        """A decoding converter for each of the model's own, and one for every other tensor."""
+        """Add decoding to each of the model's converters, and a converter for every other tensor.
+
+        Args:
+            weight_conversions: The model's converters.
+            model: The model.
+
+        Raises:
+            ValueError: For distributed loading, which reads slices of files.
+        """
         if not self._files:
             return list(weight_conversions)
         found = [_decoding(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
@@ -158,12 +193,21 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
     ) -> torch.dtype | None:
-        """None, since compressed bytes must not be cast: the converter learns how to read."""
+        """None, since compressed bytes must not be cast; prepares the converter for its parameter.
+
+        Args:
+            converter: The converter of the tensor.
+            param: The parameter.
+            dtype: The dtype to load as.
+
+        Raises:
+            ValueError: If transformers loads a tensor by an old name, without the decoder.
+        """
         if not self._files:
             return dtype
         if not isinstance(converter, _DecodingConverter):
             raise ValueError(
-                f"transformers loads a tensor by its old name, past the decoder ({converter}): "
+                f"transformers loads a tensor by its old name, without the decoder ({converter}): "
                 "load the files by tightwire.load and pass state_dict="
             )
         converter.read = partial(self._read, dtype)

@@ -1,4 +1,4 @@
-"""Where the pieces of a large message are encoded and decoded while others are on the wire."""
+"""The pipeline: pieces of a large message are encoded and decoded while others are on the wire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Task = Callable[[], Any]
 
 
 class Lanes:
-    """Runs encoding and decoding beside the wire, each in the order of its tasks.
+    """Runs encoding and decoding while data are on the wire, each in the order of its tasks.
 
     On a GPU these are two streams, on the host two threads; the wire is the caller's own stream and
     thread. Leaving the context joins them: what follows sees all results, and errors are raised.

@@ -1,4 +1,4 @@
-"""Which parameters go by sketch: TAGC (EuroMLSys '25), section 3.2, "Selective Compressing"."""
+"""Selection of the parameters that are sent by sketch. TAGC (EuroMLSys '25), section 3.2."""
 
 from __future__ import annotations
 
@@ -32,15 +32,24 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters of so many `dimensions` (None: any) and `nelem` elements or more, called so.
+    """Selects parameters by name, size and number of dimensions.
 
-    `include` and `exclude` are regular expressions, searched for in the name. By default all large
-    matrices but those of attention, that is, what is called by queries, keys and values ("q",
-    "to_kv", "q_proj", "in_proj_weight") and all in a module whose name has "attn" or "attention",
-    save the projection after it ("o_proj", "c_proj", "dense"): feed-forward layers, embeddings, the
-    head and that projection, as in the paper.
+    The default selects all large matrices except those of attention: what is named like queries,
+    keys and values ("q", "to_kv", "q_proj", "in_proj_weight"), and all in a module whose name has
+    "attn" or "attention", apart from the projection after it ("o_proj", "c_proj", "dense"). That
+    leaves feed-forward layers, embeddings, the head and that projection.
 
-    Raises TypeError or ValueError for what is not allowed.
+    Source: TAGC (EuroMLSys 2025), section 3.2, "Selective Compressing".
+
+    Args:
+        include: Regular expression that is searched for in the name.
+        exclude: Regular expression that must not be found in the name; None: no name is excluded.
+        nelem: Least number of elements.
+        dimensions: Number of dimensions; None: any.
+
+    Raises:
+        TypeError: If a value has a wrong type.
+        ValueError: If a regular expression is not valid, or a number is negative.
     """
 
     include: str = ""

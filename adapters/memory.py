@@ -1,4 +1,4 @@
-"""A transport between the threads of one process: for tests, and to try algorithms out."""
+"""A transport between the threads of one process, for tests and for trying algorithms."""
 
 from __future__ import annotations
 
@@ -22,9 +22,19 @@ _Pipes = list[list["queue.SimpleQueue[_Message]"]]
 
 
 class MemoryTransport(Transport):
-    """One rank of a group of threads; `connect` makes the group. Arrays: NumPy, PyTorch on the CPU.
+    """One rank of a group of threads; ``connect`` makes the group.
 
-    Bytes are copied when they are sent, so no call waits for its receiver.
+    Arrays are NumPy arrays or PyTorch tensors on the CPU. Bytes are copied when they are sent, so
+    no call waits for its receiver.
+
+    Args:
+        rank: Number of this rank, from 0.
+        pipes: The connections of the group.
+        timeout: Seconds after which a call gives up waiting for a rank.
+
+    Raises:
+        TimeoutError: By calls, if a rank sends nothing.
+        ConnectionError: By calls, if a rank has left.
     """
 
     def __init__(self, rank: int, pipes: _Pipes, timeout: float) -> None:
@@ -35,50 +45,50 @@ class MemoryTransport(Transport):
 
     @property
     def rank(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return len(self._pipes)
 
     @property
     def timeout(self) -> float:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._timeout
 
     def empty(self, nbytes: int) -> Any:
-        """See `Transport`; a NumPy array."""
+        """See ``Transport``; a NumPy array."""
         return np.empty(nbytes, np.uint8)
 
     def all_gather(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._exchange("all_gather", shares(out, self.world_size), [[x]] * self.world_size)
 
     def all_to_all(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         size = self.world_size
         self._exchange("all_to_all", shares(out, size), shares(x, size))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._exchange("all_to_all_v", outs, xs)
 
     def send(self, x: Any, to: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._post("send", to, x)
 
     def recv(self, out: Any, source: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._take("send", source, out)
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         all_reduce_by_gather(self, x, op)
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
-        """See `Transport`; added up in the order of ranks."""
+        """See ``Transport``; added up in the order of ranks."""
         info = describe(out)
         total = writable_bits(out, info.dtype, info.shape, "out").view(info.dtype.numpy)
         came = np.empty((self.world_size, total.size), total.dtype)
@@ -87,7 +97,7 @@ class MemoryTransport(Transport):
             total[...] = functools.reduce(np.add, came)
 
     def barrier(self) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         nothing = [[self.empty(0)]] * self.world_size
         self._exchange("barrier", nothing, nothing)
 
@@ -125,7 +135,18 @@ class MemoryTransport(Transport):
 
 
 def connect(world_size: int, timeout: float = 30.0) -> list[MemoryTransport]:
-    """The transports of a new group, one per rank."""
+    """Make the transports of a new group.
+
+    Args:
+        world_size: Number of ranks.
+        timeout: Seconds after which a call gives up waiting for a rank.
+
+    Returns:
+        A transport per rank.
+
+    Raises:
+        ValueError: If ``world_size`` is below 1.
+    """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; allowed: at least 1")
     ranks = range(world_size)
@@ -136,10 +157,26 @@ def connect(world_size: int, timeout: float = 30.0) -> list[MemoryTransport]:
 def run_ranks(
     world_size: int, task: Callable[[MemoryTransport], T], timeout: float = 30.0
 ) -> list[T]:
-    """What `task(transport)` returns on every rank, each in a thread of its own.
+    """Run a function on every rank of a new group, each in a thread of its own.
 
-    A rank whose task raises leaves the group. When all are done, the lowest such rank's exception
-    is raised.
+    A rank whose function raises leaves the group.
+
+    Args:
+        world_size: Number of ranks.
+        task: Called with the transport of the rank.
+        timeout: Seconds after which a call gives up waiting for a rank.
+
+    Returns:
+        The results, in the order of ranks.
+
+    Raises:
+        Exception: What the function raised on the lowest rank on which it did, when all have ended.
+        ValueError: If ``world_size`` is below 1.
+
+    Example:
+        >>> from tightwire.adapters.memory import run_ranks
+        >>> run_ranks(3, lambda transport: transport.rank)
+        [0, 1, 2]
     """
 
     def run(transport: MemoryTransport) -> T:

@@ -14,17 +14,24 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "or": MPI.BOR}
 
 
 class Mpi(Transport):
-    """The ranks of an MPI communicator, of which it takes a duplicate for itself.
+    """The ranks of an MPI communicator, of which it makes a duplicate for itself.
 
     Arrays are NumPy arrays or PyTorch tensors on the CPU, and on a GPU if the MPI library is
-    CUDA-aware; all are used in place. A silent rank raises TimeoutError. A rank that dies takes the
-    whole job with it, and mpiexec reports it, as MPI jobs do unless told otherwise; with Open MPI's
-    `mpiexec --with-ft ulfm` the others raise MPI.Exception, a RuntimeError. After an error leave by
-    `comm.Abort()`: MPI_Finalize, which mpi4py calls when Python ends, waits for all ranks.
+    CUDA-aware; all are used in place. A silent rank raises TimeoutError. A rank that dies ends the
+    whole job, and mpiexec reports it, as MPI jobs do by default; with Open MPI's ``mpiexec
+    --with-ft ulfm`` the others raise MPI.Exception, a RuntimeError. After an error leave by
+    ``comm.Abort()``: MPI_Finalize, which mpi4py calls when Python ends, waits for all ranks.
+
+    Args:
+        comm: The MPI communicator, all of whose ranks make the transport together.
+        timeout: Seconds after which a call gives up waiting for a rank.
+
+    Raises:
+        TimeoutError: By calls, if a rank does not take part.
+        RuntimeError: By calls, if a rank sends another number of bytes.
     """
 
     def __init__(self, comm: MPI.Comm = MPI.COMM_WORLD, timeout: float = 30.0) -> None:
-        """Made by all ranks of `comm` together. `timeout` is in seconds."""
         self._timeout = timeout
         #: Requests that were given up: MPI may still use their arrays, which they hold.
         self._abandoned: list[MPI.Request] = []
@@ -34,59 +41,59 @@ class Mpi(Transport):
 
     @property
     def rank(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return int(self._comm.rank)
 
     @property
     def world_size(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return int(self._comm.size)
 
     @property
     def timeout(self) -> float:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._timeout
 
     def empty(self, nbytes: int) -> Any:
-        """See `Transport`; a NumPy array."""
+        """See ``Transport``; a NumPy array."""
         return np.empty(nbytes, np.uint8)
 
     def all_gather(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         finish_queued_work(x)
         self._wait("all_gather", [self._comm.Iallgather([x, MPI.BYTE], [out, MPI.BYTE])])
 
     def all_to_all(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         finish_queued_work(x)
         self._wait("all_to_all", [self._comm.Ialltoall([x, MPI.BYTE], [out, MPI.BYTE])])
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`: a message for every array, as their addresses have no common base."""
+        """See ``Transport``: a message for every array, as their addresses have no common base."""
         receives = [(out, peer) for peer, pieces in enumerate(outs) for out in pieces]
         sends = [(x, peer) for peer, pieces in enumerate(xs) for x in pieces]
         self._messages("all_to_all_v", receives, sends)
 
     def send(self, x: Any, to: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages("send", [], [(x, to)])
 
     def recv(self, out: Any, source: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages("recv", [(out, source)], [])
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`; bit-identical where the MPI library follows the standard's advice."""
+        """See ``Transport``; bit-identical where the MPI library follows the standard's advice."""
         finish_queued_work(x)
         self._wait("all_reduce", [self._comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op])])
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         finish_queued_work(x)
         self._wait("reduce_scatter", [self._comm.Ireduce_scatter_block(x, out, MPI.SUM)])
 
     def barrier(self) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._wait("barrier", [self._comm.Ibarrier()])
 
     def _messages(

@@ -1,7 +1,7 @@
 """Sums that grow from hop to hop: reduce-scatter and all-reduce by ring and by butterfly.
 
 After DynamiQ, sections 2.1, 3.4 and 4 and appendix B. Each rank has a share of the sum in the end.
-A share's first rank encodes its own term, every next one decodes what comes, adds its term and
+A share's first rank encodes its own term, every next one decodes the sum so far, adds its term and
 encodes, and the last one has the sum; so each rank encodes each share once. In an all-reduce the
 last one encodes too, and its buffer is what all ranks decode.
 """
@@ -82,7 +82,7 @@ def hops(topology: Topology, rank: int, size: int) -> list[Hop]:
 
 
 class _Came(NamedTuple):
-    """A partial sum that has come: its number in the hop, and how errors say where from."""
+    """A received partial sum, and how errors name its sender."""
 
     buffer: Buffer
     data: Any
@@ -92,7 +92,7 @@ class _Came(NamedTuple):
 
 @dataclass
 class _Part:
-    """What a rank has of one piece of one share: its own part, and what came last."""
+    """What a rank has of one piece of one share: its own part, and the last received sum."""
 
     #: None when it is in what was sent.
     own: Any
@@ -114,7 +114,7 @@ class _Piece:
 
 
 class MultiHop(Group):
-    """A `Group` that sums hop by hop, for codecs whose buffers have no dynamic part."""
+    """A ``Group`` that sums hop by hop, for codecs whose buffers have no dynamic part."""
 
     def _all_reduce_by_hops(
         self,
@@ -157,7 +157,7 @@ class MultiHop(Group):
     ) -> None:
         """This rank's share of the sum, shape (n,), to `total`, as wide as sums are made.
 
-        Its own term is added as it is, and so is the sum: what has been encoded is what came.
+        Its own term is added as it is, and so is the sum: only received sums were encoded.
         """
         pieces = self._pieces(call, flat, info, spans)
         digest = functools.partial(call.digest, info, (TOPOLOGIES.index(topology), *info.shape))
@@ -407,7 +407,7 @@ class MultiHop(Group):
         return send
 
     def _encode_part(self, call: Call, plan: Plan, part: _Part, data: Any, key: Key) -> None:
-        """Encode the sum of the rank's own part and what came to `data`, and forget them."""
+        """Encode the sum of the rank's own part and the received one to `data`, and forget them."""
         codec, own, came, stats = self._codec, part.own, part.came, part.stats
         part.own = part.came = None
         if came is None:
@@ -440,7 +440,7 @@ class MultiHop(Group):
         self._decoded(call, came.buffer, came.note, came.word)
 
     def _add_to_own(self, call: Call, piece: _Piece, part: _Part) -> None:
-        """Add what came to the rank's own part, as more is to come."""
+        """Add the received sum to the rank's own part, as another one follows."""
         came, part.came = part.came, None
         if came is None:
             return

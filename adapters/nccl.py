@@ -31,19 +31,25 @@ _PERIOD = 0.1
 
 
 class Nccl(Transport):
-    """One of `world_size` ranks, each with a GPU of its own: the current one when it is made.
+    """One of ``world_size`` ranks, each with a GPU of its own: the current one when it is made.
 
     Arrays are PyTorch tensors and CuPy arrays on that GPU, used in place on the library's current
     stream. Every call waits for the stream: then it has succeeded, or raised. A call that takes
-    longer than `timeout`, or whose peer NCCL finds gone, is aborted by a thread that watches; work
-    that was queued on the stream before the call counts too. After that the transport is of no use.
+    longer than ``timeout``, or whose peer NCCL finds gone, is aborted by a thread; work that was
+    queued on the stream before the call counts too. After that the transport cannot be used.
+
+    Args:
+        unique_id: The same bytes on all ranks, which one of them got from ``Nccl.unique_id()``.
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        timeout: Seconds after which a call is aborted.
+
+    Raises:
+        TimeoutError: If ranks are missing, and by calls.
+        RuntimeError: By calls after one that failed.
     """
 
     def __init__(self, unique_id: bytes, rank: int, world_size: int, timeout: float = 30.0) -> None:
-        """Made by all ranks together, with one `unique_id` that one of them made.
-
-        `timeout` is in seconds; TimeoutError if ranks are missing for so long.
-        """
         self._rank = rank
         self._size = world_size
         self._timeout = timeout
@@ -56,56 +62,56 @@ class Nccl(Transport):
 
     @staticmethod
     def unique_id() -> bytes:
-        """A name for a new group. One rank makes it and gives it to the others, however it can."""
+        """Make a name for a new group, on one rank, which passes it to the others."""
         found: bytes = nccl.get_unique_id()
         return found
 
     @property
     def rank(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._size
 
     @property
     def timeout(self) -> float:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._timeout
 
     def empty(self, nbytes: int) -> Any:
-        """See `Transport`; a tensor."""
+        """See ``Transport``; a tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self._device}")
 
     def all_gather(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         if not x.shape[0]:
             return
         with self._call("all_gather", x) as stream:
             self._comm.allGather(_pointer(x), _pointer(out), x.shape[0], _BYTE, stream)
 
     def all_to_all(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self.all_to_all_v(shares(out, self._size), shares(x, self._size))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`: one group of sends and receives, which NCCL makes one launch."""
+        """See ``Transport``: one group of sends and receives, which NCCL makes one launch."""
         receives = [(out, peer) for peer, pieces in enumerate(outs) for out in pieces]
         sends = [(x, peer) for peer, pieces in enumerate(xs) for x in pieces]
         self._messages("all_to_all_v", receives, sends)
 
     def send(self, x: Any, to: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages("send", [], [(x, to)])
 
     def recv(self, out: Any, source: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages("recv", [(out, source)], [])
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`; NCCL has no "or"."""
+        """See ``Transport``; NCCL has no "or"."""
         if op not in _OPS:
             raise NotImplementedError(f"NCCL has no {op!r}; allowed: {sorted(_OPS)}")
         size, dtype = _count(x), _DTYPES[describe(x).dtype.name]
@@ -115,7 +121,7 @@ class Nccl(Transport):
             self._comm.allReduce(_pointer(x), _pointer(x), size, dtype, _OPS[op], stream)
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         size, dtype = _count(out), _DTYPES[describe(out).dtype.name]
         if not size:
             return
@@ -124,7 +130,7 @@ class Nccl(Transport):
             self._comm.reduceScatter(*pointers, size, dtype, nccl.NCCL_SUM, stream)
 
     def barrier(self) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32, device=f"cuda:{self._device}"))
 
     def close(self) -> None:

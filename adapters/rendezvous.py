@@ -30,7 +30,7 @@ def meet(
         file.flush()
         line = file.readline()
     if not line:
-        raise ConnectionError(f"rank 0 at {address} has left before all ranks were there")
+        raise ConnectionError(f"rank 0 at {address} left before all ranks had connected")
     return [bytes.fromhex(text) for text in json.loads(line)]
 
 

@@ -4,7 +4,7 @@ After Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded D
 LLM Training" (NeurIPS 2024): quantization of weight differences (qWD) and two-level gradient
 quantization smoothed by a Hadamard transform (TLq-HS). specs/sdp4bit.md has the arithmetic.
 
-Weights, on every rank (here two threads are the ranks):
+Weights, on every rank (here two threads are the ranks)::
 
     import numpy as np
     import tightwire as tw
@@ -21,8 +21,8 @@ Weights, on every rank (here two threads are the ranks):
 
     print(run_ranks(2, weights)[0].shape)
 
-Gradients, in a grid of nodes, each with as many ranks: `within` has the ranks of a node, `between`
-those of equal number in their nodes.
+Gradients, in a grid of nodes, each with as many ranks: ``within`` has the ranks of a node,
+``between`` those of equal number in their nodes::
 
     def gradients(within, between):
         levels = TwoLevel(within, between)
@@ -77,24 +77,37 @@ class _Replica:
 
 
 class WeightDifferences:
-    """All-gathers of sharded weights, which send what has changed, in 4 bits (SDP4Bit, qWD).
+    """All-gathers of sharded weights that send what has changed, in 4 bits.
 
-    Of each name every rank keeps a replica: what all ranks hold of the whole tensor. A rank sends
-    its new shard minus its share of the replica, and every rank, itself included, adds what that
-    decodes to. What one gather loses is in the next difference, so errors do not add up: a gather
-    is off by the codec's error of the last difference alone, and by the rounding of the sum, made
+    For each name every rank keeps a *replica*: what all ranks know of the whole tensor. A rank
+    sends its new shard minus its share of the replica, and every rank, itself included, adds what
+    that decodes to. What one gather loses is in the next difference, so errors do not add up: a
+    gather is off by the codec's error of the last difference, and by the rounding of the sum, made
     in float32, to the tensor's dtype. All ranks get the same bits.
 
-    The weights are sent as they are, by `comm`, if one rank has no replica, if ranks have different
+    The weights are sent in full, by ``comm``, if a rank has no replica, if ranks have different
     ones, and if a difference is infinite or NaN. If no rank's shard has changed, nothing is sent
-    and the replica is the result: in a step, backward computes with what forward had. To know all
-    this, ranks exchange 24 bytes before every gather, and wait for them on the host.
+    and the replica is the result. To know this, ranks exchange 24 bytes before every gather, and
+    wait for them on the host.
 
-    Memory: of each name the unsharded tensor and this rank's shard, in their dtype; while a
-    gather runs a float32 shard and what is sent and received; for narrow dtypes also an unsharded
-    float32 tensor.
+    Memory: for each name the unsharded tensor and this rank's shard, in their dtype; while a gather
+    runs a float32 shard and what is sent and received; for 16-bit dtypes also an unsharded float32
+    tensor.
 
     All ranks make the same calls in the same order, from one thread at a time.
+
+    Source: SDP4Bit (NeurIPS 2024), quantization of weight differences (qWD).
+
+    Args:
+        comm: A communicator with a lossless codec.
+        bits: As in the codec sdp4bit.
+        group: As in the codec sdp4bit.
+        rounding: As in the codec sdp4bit.
+        seed: As in ``Communicator``.
+
+    Raises:
+        CollectiveError: If ranks differ.
+        ValueError: If the codec of ``comm`` is lossy, or a value is not allowed.
     """
 
     def __init__(
@@ -106,11 +119,6 @@ class WeightDifferences:
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        """Made by all ranks together, with `comm` of a lossless codec; ValueError for another.
-
-        `bits`, `group` and `rounding` are those of the codec sdp4bit, `seed` that of
-        `Communicator`.
-        """
         if not comm.codec.lossless:
             raise ValueError(f"comm has the codec {comm.codec.name!r}; allowed: lossless ones")
         chosen = codec("sdp4bit", bits=bits, group=group, rotate="none", rounding=rounding)
@@ -122,16 +130,24 @@ class WeightDifferences:
         self.raw_bytes = self.wire_bytes = 0
 
     def gather(self, name: str, shard: Any, out: Any = None) -> Any:
-        """The `shard` of all ranks, nearly, one behind the other along the first dimension.
+        """Gather the shards of all ranks along the first dimension, with the codec's error.
 
-        `shard` is a float16, bfloat16 or float32 array of any shape and equal on all ranks, as in
-        `Communicator.all_gather`; other dtypes are sent as they are, and not kept. The result is a
-        copy of the replica, or `out`, which may overlap `shard`. A name whose shape, dtype or place
-        has changed begins anew.
+        Args:
+            name: Name of the tensor. It begins anew when shape, dtype or device change.
+            shard: This rank's shard: float16, bfloat16 or float32, of a shape that is equal on all
+                ranks. Other dtypes are sent in full, and no replica is kept.
+            out: Where to write the result; it may overlap ``shard``.
 
-        Raises CollectiveError: for damage, after which the name begins anew on all ranks; for
-        another name, shape or dtype elsewhere and for lost ranks, after which every call is refused
-        as by a `Communicator`. TypeError or ValueError for an `out` that does not fit.
+        Returns:
+            ``out``, or a new array, with a copy of the replica, and the shape of
+            ``Communicator.all_gather``.
+
+        Raises:
+            CollectiveError: For damage, after which the name begins anew on all ranks; for another
+                name, shape or dtype on another rank and for lost ranks, after which every call is
+                refused.
+            TypeError: If ``out`` has a wrong type or dtype.
+            ValueError: If ``out`` does not fit.
         """
         x, info, target = tensors.as_input(shard)
         if info.dtype.name not in Sdp4bit.dtypes:
@@ -156,31 +172,38 @@ class WeightDifferences:
         return tensors.as_result(into, info.dtype, target) if out is None else out
 
     def close(self) -> None:
-        """Close `comm`, with its transport, and forget all replicas. Closing again does nothing."""
+        """Close ``comm`` with its transport, and free all replicas. Closing again does nothing."""
         self.reset()
         self._group.close()
         self.comm.close()
 
     def reset(self) -> None:
-        """Forget all replicas: weights are sent as they are once more."""
+        """Forget all replicas: weights are sent in full once more."""
         self._replicas.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all "replicas" by name, shape (ranks * n,), and "world_size", the ranks.
+        """The state for a checkpoint, equal on all ranks.
 
-        Equal on all ranks. They may be left out of a checkpoint: weights are then sent as they are
-        once.
+        It may be left out: weights are then sent in full once.
+
+        Returns:
+            ``"replicas"`` has copies by name, shape ``(world_size * n,)``, ``"world_size"`` the
+            number of ranks.
         """
         replicas = {name: tensors.copied(r.values) for name, r in self._replicas.items()}
         return {"replicas": replicas, "world_size": self._group.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the replicas of `state_dict`, and no others. They move to where shards are.
+        """Replace all replicas by those of a state. They move to the devices of their shards.
 
-        Ranks compare a digest of them at the next gather of each name. Raises ValueError for the
-        state of another number of ranks, and for one that does not say: in replicas shards lie one
-        behind the other, and other ranks have other shards. Without a state weights are sent as
-        they are once.
+        Ranks compare a digest of them at the next gather of each name.
+
+        Args:
+            state: A result of ``state_dict``.
+
+        Raises:
+            ValueError: If the state is of another number of ranks or does not say, as other ranks
+                have other shards.
         """
         ranks = state.get("world_size")
         if ranks != self._group.world_size:
@@ -193,7 +216,7 @@ class WeightDifferences:
             self._replicas[name] = _Replica(kept, None, _number(host.tobytes()))
 
     def trace(self) -> list[TraceRecord]:
-        """The last gathers, oldest first: `reason` says how weights went."""
+        """Records of the last gathers, oldest first; ``reason`` says how weights were sent."""
         return self._group.trace()
 
     def _count(self, *calls: Call | TraceRecord) -> None:
@@ -289,25 +312,40 @@ class WeightDifferences:
 
 
 class TwoLevel:
-    """Sums over a grid of ranks, in 8 bits within nodes and 4 bits between them (SDP4Bit, TLq-HS).
+    """Sums over a grid of ranks, in 8 bits within nodes and 4 bits between them.
 
-    With N ranks in each of M nodes, rank number l of node m is rank m * N + l of the whole, and
-    owns share m * N + l of a sum, of N * M equal ones. It gets from the other ranks of its node
-    their terms of the shares of rank l in all nodes, in 8 bits, and adds them up; then it swaps
-    these sums, in 4 bits, with rank l of the other nodes. Runs of 32 values are rotated before the
-    first encoding and back after the last decoding: sums within a node are of rotated values. All
-    sums are made in float32, in the order of ranks. What all ranks of a node send to other
-    nodes is thus as much as one tensor in 4 bits, whatever N is.
+    With N ranks in each of M nodes, rank l of node m is rank ``m * N + l`` of the whole, and owns
+    that share of a sum, of ``N * M`` equal ones. It receives from the other ranks of its node their
+    terms of the shares of rank l in all nodes, in 8 bits, and adds them up. Then it exchanges these
+    sums, in 4 bits, with rank l of the other nodes. Runs of 32 values are rotated before the first
+    encoding and back after the last decoding: sums within a node are of rotated values. All sums
+    are made in float32, in the order of ranks. All ranks of a node together send one tensor in 4
+    bits to other nodes, whatever N is.
 
-    A share of a sum is off by the errors of N * M encodings in 8 bits and M in 4 bits; a rank's
+    A share of a sum is off by the errors of ``N * M`` encodings in 8 bits and M in 4 bits; a rank's
     own terms are encoded as well. The relative squared error is that of a sum in one level of 4
-    bits where ranks' tensors are independent, and up to N times that where they are alike, as there
-    more terms average it out: what two levels save is traffic between nodes. Infinities and NaN
-    make their group of the sum NaN.
+    bits where ranks' tensors are independent, and up to N times that where they are alike: two
+    levels save traffic between nodes. Infinities and NaN make their group of the sum NaN.
 
-    All ranks make the same calls in the same order, from one thread at a time. Memory for what is
-    sent and received is kept, two bytes an element; a call also takes a float32 number for each
-    element of M shares, of dtypes but float32 for each of the tensor.
+    All ranks make the same calls in the same order, from one thread at a time. Work memory, two
+    bytes an element, is kept. A call also takes a float32 for each element of M shares, and for
+    other dtypes than float32 one for each element of the tensor.
+
+    Source: SDP4Bit (NeurIPS 2024), two-level gradient quantization with a Hadamard transform
+    (TLq-HS).
+
+    Args:
+        within: Transport of the ranks of this node, for this object alone.
+        between: Transport of the ranks with this rank's number in all nodes, in the same order of
+            nodes for each number, for this object alone.
+        bits: Bits within and between nodes, 8 or 4 each.
+        group: As in the codec sdp4bit.
+        rounding: As in the codec sdp4bit.
+        seed: As in ``Communicator``.
+
+    Raises:
+        CollectiveError: On ranks that see that the transports do not form a grid.
+        ValueError: If a value is not allowed.
     """
 
     def __init__(
@@ -320,13 +358,6 @@ class TwoLevel:
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        """Made by all ranks together: CollectiveError on those that see that the grid is none.
-
-        `within` has the ranks of this node, `between` those with this rank's number in all nodes,
-        in the same order of nodes for each number; both are for nothing else meanwhile. `bits` are
-        those within and between nodes; `group` and `rounding` are the codec sdp4bit's, `seed` is
-        that of `Communicator`.
-        """
         near, far = bits
         options: dict[str, Any] = {"group": group, "rounding": rounding}
         encodes = codec("sdp4bit", bits=near, rotate="encode", **options)
@@ -347,11 +378,19 @@ class TwoLevel:
         self.world_size = outer.world_size * inner.world_size
 
     def reduce_scatter(self, x: Any, out: Any = None) -> Any:
-        """Share `rank`, of equal shares along the first dimension, of the sum of all ranks' `x`.
+        """Sum the tensors of all ranks, and keep this rank's share along the first dimension.
 
-        `x` is float16, bfloat16 or float32, of equal shape on all ranks; the sum is rounded to that
-        once, unless `out` is float32. Returns `out` if it is given; it may overlap `x`. Raises
-        TypeError or ValueError for other arguments, CollectiveError for what goes wrong later.
+        Args:
+            x: This rank's tensor: float16, bfloat16 or float32, of equal shape on all ranks.
+            out: Where to write the result; it may overlap ``x``, and may be float32.
+
+        Returns:
+            ``out``, or a new array; the sum is rounded once to the dtype of ``x``, or of ``out``.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If an array has a wrong type or dtype.
+            ValueError: If rows cannot be divided equally, or ``out`` does not fit.
         """
         x, info, target = _checked(x)
         rows = info.shape[0] if info.shape else 0
@@ -369,10 +408,22 @@ class TwoLevel:
         return out
 
     def all_reduce(self, x: Any, out: Any = None) -> Any:
-        """The sum of all ranks' `x`, of any shape, with the same bits on all ranks.
+        """Sum the tensors of all ranks, of any shape; all ranks get the same bits.
 
-        A reduce-scatter, and gathers of the sums in 8 bits, between nodes and then within them,
-        each of which encodes. Dtypes, `out` and errors as in `reduce_scatter`.
+        A reduce-scatter, then gathers of the sums in 8 bits, between nodes and then within them,
+        each of which encodes.
+
+        Args:
+            x: As in ``reduce_scatter``.
+            out: As in ``reduce_scatter``.
+
+        Returns:
+            ``out``, or a new array like ``x``.
+
+        Raises:
+            CollectiveError: If anything goes wrong after data were sent.
+            TypeError: If an array has a wrong type or dtype.
+            ValueError: If ``out`` does not fit.
         """
         x, info, target = _checked(x)
         is_wide = out is not None and arrays.describe(out).dtype == _FLOAT32
@@ -395,20 +446,24 @@ class TwoLevel:
         return out
 
     def trace(self) -> list[TraceRecord]:
-        """The last calls: sums within the node, sums between nodes, then gathers.
+        """Records of the last calls: sums within the node, sums between nodes, then gathers.
 
-        `raw_bytes` of sums are those of the dtype of `x` in the same two steps.
+        ``raw_bytes`` of sums are those of the dtype of ``x`` in the same two steps.
         """
         groups = self._within, self._between, *self._gathers
         return [record for group in groups for record in group.trace()]
 
     def close(self) -> None:
-        """Let memory go, and close both transports. Closing again does nothing."""
+        """Free work memory, and close both transports. Closing again does nothing."""
         for group in (self._within, self._between, *self._gathers):
             group.close()
 
     def check(self) -> None:
-        """Raise CollectiveError for damage that decoding on a GPU has met; waits for the device."""
+        """Raise what decoding on a GPU has found so far. Waits for the device.
+
+        Raises:
+            CollectiveError: If received data are damaged.
+        """
         for group in (self._within, self._between, *self._gathers):
             group.check()
 
@@ -472,7 +527,7 @@ class TwoLevel:
     ) -> None:
         """Encode to `out` the sums over this node of the shares that ranks of this number own.
 
-        `total`, float32, has room for them; `plan` says how they are encoded, a chunk for a node.
+        `total`, float32, is their memory; `plan` says how they are encoded, a chunk for a node.
         """
         inner, size, nodes = self._within, self._within.world_size, self._between.world_size
         n = x.shape[0]

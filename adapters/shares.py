@@ -1,4 +1,4 @@
-"""The bytes of a collective: buffers whose chunks go to or come from one rank each."""
+"""The bytes of a collective: buffers whose chunks have one sender and one receiver each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from . import tensors
 
 _INT64 = BY_NAME["int64"]
 
-#: Words of a card: digest of call and next word, the sender's ratio, the chunk's result record.
+#: Words of a chunk descriptor: digest of call and next word, the sender's ratio, the chunk's
+#: result record.
 CARD_WORDS = 2 + RECORD.itemsize // 8
 CARD_NBYTES = 8 * CARD_WORDS
 _ODD = 0x9E3779B97F4A7C15
@@ -27,7 +28,7 @@ _TEXT_NBYTES = RECORD.itemsize
 
 
 class Share(NamedTuple):
-    """The chunk of one rank: uint8 views, `slot` with room for its dynamic part."""
+    """The chunk of one rank: uint8 views, `slot` for its dynamic part."""
 
     static: Any
     slot: Any
@@ -35,9 +36,9 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """The chunks of one or more buffers, which lie one behind the other in `room`.
+    """The chunks of one or more consecutive buffers in `room`.
 
-    Made once for a room and its plans, used by many calls: on a GPU every view costs host time.
+    Made once for memory and its plans, used by many calls: on a GPU every view costs host time.
     """
 
     def __init__(self, plans: Sequence[Plan], room: Any) -> None:
@@ -90,7 +91,7 @@ class Shares:
     @property
     @tensors.kept
     def parcels(self) -> list[list[Any]]:
-        """Of each share its card and its static part: what travels if there is no dynamic part."""
+        """Descriptor and static part of each share: all that travels without dynamic parts."""
         if not self._parcels:
             cards = self.card_bytes
             self._parcels = [
@@ -101,7 +102,7 @@ class Shares:
 
     @tensors.kept
     def paired(self, other: Shares) -> Any:
-        """Cards of these shares and of `other` as one array, which comes to the host at once."""
+        """Descriptors of these shares and of `other` as one array, copied to the host at once."""
         pair = self._partner
         if pair is None or pair[0] is not other or other._partner is not pair:
             n = len(self.shares)
@@ -113,13 +114,13 @@ class Shares:
         return pair[1]
 
     def arriving(self, cards: Any) -> tensors.OnTheWay:
-        """`cards` on their way to the host; those of the call before are over."""
+        """The pending copy of `cards` to the host; that of the call before is over."""
         self._arriving = tensors.OnTheWay(cards, self._arriving)
         return self._arriving
 
     @tensors.kept
     def arriving_late(self) -> tensors.OnTheWay:
-        """`cards` on their way to the host, where they may come after the next call has begun."""
+        """A copy of `cards` to the host that may still be pending when the next call has begun."""
         return tensors.OnTheWay(self.cards, self.spare.pop() if self.spare else None)
 
     def write_cards(self, digests: Sequence[int], ratio: int) -> Any:
@@ -139,13 +140,13 @@ class Shares:
         return self.cards
 
     def write_headers(self) -> None:
-        """Before what comes is put here: the room has held something else."""
+        """Write the headers before chunks are received here: the memory held other data."""
         for plan, data in zip(self.plans, self.data, strict=True):
             data[: plan.static_offset] = _head(plan, tensors.device_of(data))
 
     @tensors.kept
     def buffers(self, words: Any) -> list[Buffer]:
-        """The buffers that were received: their records came with the cards.
+        """The buffers that were received: their records are in the descriptors.
 
         What decoding on a GPU finds goes to `words`, int64, shape (buffers,) or longer.
         """
@@ -163,7 +164,7 @@ class Shares:
 
 
 def sealed(digest: int, ratio: int) -> int:
-    """The first word of a card, which covers the second."""
+    """The first word of a descriptor, which covers the second."""
     word = (digest + ratio * _ODD) % 2**64
     return word - (word >> 63 << 64)
 
@@ -195,7 +196,7 @@ def text_on(descriptor: npt.NDArray[np.int64]) -> str:
 
 
 def sizes_on(cards: Any) -> list[int]:
-    """Dynamic bytes by the cards, which are on the host. They may be anything."""
+    """Dynamic bytes by the descriptors, which are on the host. They may be anything."""
     sizes: list[int] = cards[:, _SIZE].tolist()
     return sizes
 

@@ -1,8 +1,8 @@
-"""Collectives on paper, up to 100,000 ranks: time, bytes and error growth of each algorithm.
+"""Simulated collectives, up to 100,000 ranks: time, bytes and error growth of each algorithm.
 
 Times are those of the alpha-beta model on equal links without contention (Thakur, Rabenseifner and
 Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). vNMSE is that of
-DynamiQ, section 5: E[|X - X'|^2] / |X|^2 of the result of a collective.
+DynamiQ, section 5: ``E[|X - X'|^2] / |X|^2`` of the result of a collective.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ _Coded = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class Coding:
-    """What a codec does to a collective.
+    """The effect of a codec on a collective.
 
-    `ratio` is packed over raw bytes; `encode` and `decode` are calls of the codec, by raw bytes;
-    `error` is the vNMSE of one encoding, 0.0 if it is lossless; `rounds` is how many messages an
-    exchange takes, more than one where sizes travel before the data.
+    Args:
+        ratio: Packed over raw bytes.
+        encode: Time of one call, by raw bytes.
+        decode: Time of one call, by raw bytes.
+        error: vNMSE of one encoding; 0.0 if it is lossless.
+        rounds: Messages of an exchange; more than one where sizes are sent before the data.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     ratio: float
@@ -63,7 +69,15 @@ NATIVE = Coding(1.0, Line(0.0, 0.0), Line(0.0, 0.0))
 
 @dataclass(frozen=True)
 class Node:
-    """Ranks of one machine: `size` of them, with a link of each to its neighbours inside."""
+    """The ranks of one machine.
+
+    Args:
+        size: Number of ranks.
+        link: The link of each rank to the others of the machine.
+
+    Raises:
+        ValueError: If ``size`` is below 1.
+    """
 
     size: int
     link: Link
@@ -75,9 +89,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Result:
-    """A collective: seconds, bytes that a rank sends over the network, vNMSE of what it gets.
+    """The outcome of a simulated collective.
 
-    `wire_bytes` are those of the busiest rank, without what stays inside a node.
+    Attributes:
+        seconds: Its time.
+        wire_bytes: Bytes that the busiest rank sends over the network, without those within a node.
+        vnmse: vNMSE of the result.
     """
 
     seconds: float
@@ -86,7 +103,14 @@ class Result:
 
 
 class Row(NamedTuple):
-    """One line of `table`."""
+    """One row of ``table``.
+
+    Attributes:
+        algorithm: The algorithm.
+        world: Number of ranks.
+        native: Without a codec.
+        compressed: With it.
+    """
 
     algorithm: Algorithm
     world: int
@@ -95,11 +119,15 @@ class Row(NamedTuple):
 
 
 def rounding_error(significand: int) -> float:
-    """The vNMSE of rounding to nearest with so many bits of significand, the hidden one counted.
+    """The vNMSE of rounding to nearest.
 
-    bfloat16 has 8, float16 11, float32 24. With errors uniform within an ulp, ulp^2 / 12, and the
-    scale's logarithm uniform within a binade, E[1 / m^2] = 3 / (8 ln 2). Additions of numbers of
-    one type drop few bits, so ties are frequent: they round up to a fifth worse.
+    With errors uniform within an ulp, ulp^2 / 12, and the scale's logarithm uniform within a
+    binade, E[1 / m^2] = 3 / (8 ln 2). Additions of numbers of one type drop few bits, so ties are
+    frequent: they round up to a fifth worse.
+
+    Args:
+        significand: Bits of the significand with the hidden one: bfloat16 8, float16 11, float32
+            24.
     """
     return 4.0 ** (1 - significand) / (32 * math.log(2))
 
@@ -116,14 +144,28 @@ def simulate(
     node: Node | None = None,
     between: Between = "two_shot",
 ) -> Result:
-    """One collective of `world` ranks, each with an input of `nbytes` bytes.
+    """Simulate one collective.
 
-    `rounding` is the vNMSE of rounding after each addition (`rounding_error`). "hierarchical" needs
-    a `node`, whose size must divide `world`: shares are summed up inside, uncompressed, then
-    all-reduced by the algorithm `between` nodes, and gathered inside. Raises ValueError.
+    For the error of an all-reduce, inputs of all ranks are independent and have equal energy, and
+    errors are unbiased and independent of each other.
 
-    Error of an all-reduce (`error_ring` and so on): inputs of all ranks are independent and have
-    equal energy, and errors are unbiased and independent of each other.
+    Args:
+        algorithm: The algorithm. ``"hierarchical"`` sums shares within a node, uncompressed, then
+            all-reduces them between nodes, and gathers them within.
+        world: Number of ranks.
+        nbytes: Bytes of the input of each rank.
+        link: The link of each rank.
+        codec: The codec.
+        collective: Name of the collective.
+        rounding: vNMSE of rounding after each addition, see ``rounding_error``.
+        node: Needed by ``"hierarchical"``; its size must divide ``world``.
+        between: Algorithm between nodes.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        ValueError: If a value is not allowed.
     """
     _check(algorithm, collective, world, node, between)
     if nbytes < 0:
@@ -147,9 +189,23 @@ def table(
     node: Node | None = None,
     between: Between = "two_shot",
 ) -> list[Row]:
-    """Every algorithm of a collective at every size of the world, native and compressed.
+    """Simulate every algorithm of a collective at every number of ranks, native and compressed.
 
-    "hierarchical" is left out without a node, and where its size does not divide the world.
+    "hierarchical" is left out without a node, and where its size does not divide the number of
+    ranks.
+
+    Args:
+        collective: Name of the collective.
+        nbytes: Bytes of the input of each rank.
+        link: The link of each rank.
+        codec: The codec.
+        worlds: Numbers of ranks.
+        rounding: As in ``simulate``.
+        node: As in ``simulate``.
+        between: As in ``simulate``.
+
+    Raises:
+        ValueError: If a value is not allowed.
     """
     if collective not in ALGORITHMS:
         raise ValueError(f"collective is {collective!r}; allowed: {[*ALGORITHMS]}")
@@ -284,11 +340,16 @@ def _hierarchical(
 
 
 def error_ring(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
-    """The vNMSE of a ring all-reduce: partial sums are encoded by each rank but the last.
+    """The vNMSE of a ring all-reduce: partial sums are encoded by each rank except the last.
 
-    `error` is the vNMSE of one encoding, `rounding` that of one addition, `start` that of the
-    inputs. To first order, with error alone: error * (world + 1) / 2. It compounds: inf if it is
-    above all floats.
+    To first order, with error alone: error * (world + 1) / 2. It compounds: infinity if it is above
+    all floats.
+
+    Args:
+        world: Number of ranks.
+        error: vNMSE of one encoding.
+        rounding: vNMSE of one addition.
+        start: vNMSE of the inputs.
     """
     noise = start
     for k in range(2, world + 1):
@@ -302,7 +363,13 @@ def error_ring(world: int, error: float, rounding: float = 0.0, start: float = 0
 def error_two_shot(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
     """The vNMSE of a two-shot all-reduce: inputs are encoded, added in order, the sum is encoded.
 
-    Arguments are those of `error_ring`. With error alone: 2 * error + error^2.
+    With error alone: 2 * error + error^2.
+
+    Args:
+        world: Number of ranks.
+        error: vNMSE of one encoding.
+        rounding: vNMSE of one addition.
+        start: vNMSE of the inputs.
     """
     each = start + error * (1 + start) if world > 1 else start
     noise = each
@@ -313,11 +380,16 @@ def error_two_shot(world: int, error: float, rounding: float = 0.0, start: float
 
 
 def error_butterfly(world: int, error: float, rounding: float = 0.0, start: float = 0.0) -> float:
-    """The vNMSE of recursive halving and doubling: at each level half of a partial sum is encoded.
+    """The vNMSE of recursive halving and doubling: each level encodes half of a partial sum.
 
-    Arguments are those of `error_ring`. To first order, with error alone, in a world of 2^L ranks:
-    error * (L / 2 + 1). In another world the ranks beyond are added first, and the mean over all
-    partial sums is followed.
+    To first order, with error alone, for 2^L ranks: error * (L / 2 + 1). With another number of
+    ranks those beyond are added first, and the mean over all partial sums is followed.
+
+    Args:
+        world: Number of ranks.
+        error: vNMSE of one encoding.
+        rounding: vNMSE of one addition.
+        start: vNMSE of the inputs.
     """
     levels = world.bit_length() - 1
     parts = 2**levels
@@ -348,10 +420,18 @@ def monte_carlo(
     node_size: int = 1,
     between: Between = "two_shot",
 ) -> float:
-    """The vNMSE of an all-reduce that is really done on `inputs`, shape (ranks, n).
+    """The vNMSE of an all-reduce that is computed on given inputs.
 
-    `quantize` gives for an array of shape (n,) what encoding and decoding leave of it. Sums are
-    made in `dtype`; the reference in float64. `node_size` is for "hierarchical".
+    Args:
+        algorithm: The algorithm.
+        inputs: Shape ``(ranks, n)``.
+        quantize: Maps an array of shape ``(n,)`` to what encoding and decoding leave of it.
+        dtype: Dtype of the sums; the reference is float64.
+        node_size: Ranks of a node, for ``"hierarchical"``.
+        between: Algorithm between nodes.
+
+    Raises:
+        ValueError: If a value is not allowed.
     """
     _check(algorithm, "all_reduce", len(inputs), Node(node_size, Link(0.0, 0.0)), between)
     exact = inputs.sum(axis=0, dtype=np.float64)

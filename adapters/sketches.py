@@ -1,8 +1,8 @@
 """Sums over ranks by index and sketch: algorithm 1 of TAGC (EuroMLSys '25, section 3).
 
-A step of a layer: every rank zeroes the entries of least magnitude of each rank's share, all agree
-on the index of the others, each share's sketch goes to its owner, and is added up and peeled there.
-`tagc` makes training hooks of it.
+A step of a layer: every rank sets the entries of least magnitude of each rank's share to zero, all
+agree on the index of the others, and each share's sketch is sent to its owner, which adds sketches
+up and peels the sum. `tagc` makes training hooks of it.
 """
 
 from __future__ import annotations
@@ -48,32 +48,38 @@ MUCH_LOST = 0.1
 
 @dataclass(frozen=True)
 class Tagc:
-    """What ranks agree on; all of them the same.
+    """Settings of sums by index and sketch, equal on all ranks.
 
-    `ratio`, `sketch` and `mapping` are those of the codec lhc; "same" cells are of the gradients'
-    dtype. At least the share `theta` of the entries of each rank's share of a layer is zeroed; None
-    is 1 - 0.75 / (ratio * ranks), so that peeling ends even if no two ranks keep the same entries.
-    (TAGC, table 1, which is for two ranks: 0.8 for 2x, 0.9 for 4x, 0.9875 for 10x.)
+    Source: TAGC (EuroMLSys 2025), section 3, algorithm 1 and table 1.
 
-    `index` is how ranks agree on the index: "or", 2 bits of traffic for an element, "4bit", the
-    same result with 8 bits, or "1bit", the paper's, a sum of bits, with 2 bits and a loss, which
-    `Report.lost` counts: where ranks keep the same entry, bits carry, and what they kept is not
-    sent. Such entries stay with the residuals, are the largest there in the next step, and are
-    lost again: entries that several ranks want in every step never arrive. A warning says when
-    it is more than a tenth; if NaN or infinity is lost, NaN arrives elsewhere. Take "or", which
-    costs the same.
+    Args:
+        ratio: Ratio of the codec lhc: how many times fewer buckets than elements a sketch has.
+        theta: Share of the entries of each rank's share of a layer that are set to zero, at least.
+            None: ``1 - 0.75 / (ratio * ranks)``, with which peeling ends even if no two ranks keep
+            the same entries. (Table 1, for two ranks: 0.8 for ratio 2, 0.9 for 4, 0.9875 for 10.)
+        index: How ranks agree on the index. ``"or"``: 2 bits of traffic per element. ``"4bit"``:
+            the same result with 8 bits. ``"1bit"``, as in the paper: a sum of bits, with 2 bits and
+            a loss, which ``Report.lost`` counts. Where ranks keep the same entry, bits carry, and
+            what they kept is not sent. Entries that several ranks want in every step never arrive;
+            a warning says when that is more than a tenth. If NaN or infinity is lost, NaN arrives
+            elsewhere. Prefer ``"or"``, which costs the same.
+        sketch: Dtype of the buckets, as in lhc; ``"same"`` is that of the gradients. Buckets of
+            float16 hold a sum divided by a power of two that is at least the number of ranks, so
+            that a finite mean arrives; entries below 2^-14 times that power lose bits to the
+            residual.
+        mapping: Mapping of the codec lhc.
+        accumulate: Whether what a rank zeroed, lost by the index or rounded is added to its next
+            gradient. Every rank then keeps a float32 for each element of these layers, unsharded.
+            The rounding of sums to buckets of 16 bits, and errors of estimated values, are not
+            kept.
+        fallback: Lower ratios, tried in falling order if some values would be estimated; if they
+            would be with each of them, the layer is sent uncompressed. None: values are estimated,
+            with a warning.
+        layers: Called with the name and shape of a parameter: whether it is sent by sketch.
 
-    With `accumulate`, what a rank zeroed, lost by the index or rounded goes with its next gradient:
-    every rank keeps a float32 number for each element of these layers, unsharded. Nobody keeps what
-    owners lose: the rounding of sums to cells of 16 bits, and errors of estimated values.
-
-    Cells of float16 hold a sum divided by a power of two that is no less than the number of ranks,
-    so that a mean that is finite arrives; entries below 2^-14 times that lose bits to the
-    residual.
-
-    `fallback` are lower ratios, tried in falling order if some values would be estimated; if they
-    would be with each of them, the layer goes uncompressed. None: they are estimated, with a
-    warning. `layers(name, shape)` says whether a parameter goes by sketch.
+    Raises:
+        TypeError: If a value has a wrong type.
+        ValueError: If a value is not allowed.
     """
 
     ratio: float = 10
@@ -116,24 +122,49 @@ class Tagc:
         codec("lhc", ratio=ratio, sketch=self.sketch, mapping=self.mapping)
 
     def share_zeroed(self, ranks: int) -> float:
-        """The `theta` for so many ranks."""
+        """The ``theta`` for a number of ranks.
+
+        Args:
+            ranks: Number of ranks.
+        """
         if self.theta is not None:
             return self.theta
         return max(0.0, 1 - SAFE_LOAD / (self.ratio * ranks))
 
     def codec(self, dtype: torch.dtype, ratio: float | None = None) -> Codec:
-        """The codec of gradients of `dtype`, which are encoded as float32."""
+        """The codec of gradients, which are encoded as float32.
+
+        Args:
+            dtype: Dtype of the gradients.
+            ratio: Another ratio than that of the settings.
+        """
         cells = _DTYPES[dtype] if self.sketch == "same" else self.sketch
         return codec("lhc", ratio=ratio or self.ratio, sketch=cells, mapping=self.mapping)
 
     def pays(
         self, nelem: int, dtype: torch.dtype, ratio: float | None = None, ranks: int = 1
     ) -> bool:
-        """True if a share of `nelem` elements goes by sketch: see `obstacle`."""
+        """Whether shares of a layer are sent by sketch; see ``obstacle``.
+
+        Args:
+            nelem: Number of elements of a rank's share.
+            dtype: Dtype of the gradients.
+            ratio: Another ratio than that of the settings.
+            ranks: Number of ranks.
+        """
         return not self.obstacle(nelem, dtype, ratio, ranks)
 
     def unfit(self, nelem: int, dtype: torch.dtype, ranks: int = 1) -> str:
-        """Why shares of `nelem` elements, one for each rank, have no sketch; "" if they have."""
+        """Why shares of a layer have no sketch.
+
+        Args:
+            nelem: Number of elements of a rank's share.
+            dtype: Dtype of the gradients.
+            ranks: Number of ranks.
+
+        Returns:
+            The reason; ``""`` if they have one.
+        """
         if dtype not in _DTYPES:
             return f"{dtype} has no sketch; allowed: {', '.join(map(str, _DTYPES))}"
         theta = self.share_zeroed(ranks)
@@ -145,7 +176,17 @@ class Tagc:
     def obstacle(
         self, nelem: int, dtype: torch.dtype, ratio: float | None = None, ranks: int = 1
     ) -> str:
-        """Why they do not go by sketch: that, or that they take no fewer bytes; else ""."""
+        """Why shares of a layer are not sent by sketch: no sketch, or no fewer bytes.
+
+        Args:
+            nelem: Number of elements of a rank's share.
+            dtype: Dtype of the gradients.
+            ratio: Another ratio than that of the settings.
+            ranks: Number of ranks.
+
+        Returns:
+            The reason; ``""`` if they are.
+        """
         if unfit := self.unfit(nelem, dtype, ranks):
             return unfit
         plan = self.codec(dtype, ratio).plan((nelem,), "float32")
@@ -157,7 +198,21 @@ class Tagc:
 
 
 class Report(NamedTuple):
-    """What became of a layer in one step, of all ranks where nothing else is said."""
+    """The outcome of one layer in one step, over all ranks where nothing else is said.
+
+    Attributes:
+        name: Name of the layer.
+        step: Number of earlier calls for this layer.
+        nelem: Number of elements, with the padding of FSDP.
+        theta: Share of the entries that were set to zero.
+        kept: Entries that this rank kept.
+        lost: Those of them that the agreed index lacks (``"1bit"``), which do not arrive; if one of
+            them is not finite, a NaN arrives instead.
+        diagnosis: How the index peels at the ratio that was used, or for an uncompressed layer at
+            the one of the settings.
+        ratio: Ratio of the codec; None if the layer was sent uncompressed.
+        reason: Why it is not the ratio of the settings, or what to change; else ``""``.
+    """
 
     name: str
     #: Calls for this layer before.
@@ -195,7 +250,11 @@ class Report(NamedTuple):
 
 
 class State:
-    """What one rank keeps of a training run: residuals by layer, and reports of the last steps."""
+    """The state of one rank of a training run: residuals by layer, and reports of the last steps.
+
+    Args:
+        history: Number of reports that are kept.
+    """
 
     def __init__(self, history: int = 1000) -> None:
         self.residuals = ErrorFeedback()
@@ -204,19 +263,29 @@ class State:
         self._warned: set[str] = set()
 
     def note(self, name: str, **facts: Any) -> None:
-        """Add a report."""
+        """Add a report.
+
+        Args:
+            name: Name of the layer.
+            **facts: The other fields of ``Report``.
+        """
         self.reports.append(Report(name, self._steps[name], **facts))
         self._steps[name] += 1
 
     def warn(self, key: str, text: str) -> None:
-        """Warn if that was not done under this key before."""
+        """Warn, once per key.
+
+        Args:
+            key: The key.
+            text: The warning.
+        """
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class _Layer(NamedTuple):
-    """A layer on its way: `x` as it came, and of that with the residual what is to be sent.
+    """A layer in a call: `x` as it was passed, and what is to be sent of it and its residual.
 
     Numbers are int64 tensors on its device, shape ().
     """
@@ -264,10 +333,10 @@ class Sketches:
     """
 
     def __init__(self, comm: Communicator, tagc: Tagc, state: State) -> None:
-        """Raises ValueError if the index mode does not carry so many ranks.
+        """Raises ValueError if the index mode does not allow so many ranks.
 
-        And for `accumulate` with a fall-back to one that does not sum in two shots: nobody knows
-        then what it loses of a rank's tensor.
+        And for `accumulate` with a `fallback` and a communicator that does not sum two-shot: what
+        it loses of a rank's tensor is then not known.
         """
         index_to_reduce(np.empty(0, np.uint8), tagc.index, comm.world_size)
         if tagc.accumulate and tagc.fallback is not None and comm.topology != "two-shot":
@@ -330,17 +399,17 @@ class Sketches:
     def sums(self, layers: Sequence[tuple[str, Any]], everywhere: bool = False) -> list[Any]:
         """The sums of layers, float32, for their owners or for all.
 
-        A layer is a name and a contiguous tensor of shape (ranks, m), better without `obstacle`;
-        row r is rank r's to own. The result has shape (m,), this rank's row, or with `everywhere`
-        (ranks, m). A value that is peeled is the sum, in float32 in the order of ranks, of what
-        ranks kept and rounded to the cells' dtype, rounded once to that (float16: divided before,
-        and multiplied in float32 after it; see `Tagc`). Where no rank has kept anything it is zero.
-        NaN and infinities arrive; with "1bit", if the index lacks one that a rank kept, the
-        result is NaN wherever the index has an entry, and it has one at least.
+        A layer is a name and a contiguous tensor of shape (ranks, m), without `obstacle`; row r
+        belongs to rank r. The result has shape (m,), this rank's row, or with `everywhere` (ranks,
+        m). A value that is peeled is the sum, in float32 in the order of ranks, of what ranks kept
+        and rounded to the dtype of the buckets, rounded once to that (float16: divided before, and
+        multiplied in float32 after it; see `Tagc`). Where no rank has kept anything it is zero. NaN
+        and infinities arrive; with "1bit", if the index lacks one that a rank kept, the result is
+        NaN wherever the index has an entry, and it has one at least.
 
         Raises ValueError for a layer of which nothing would be kept, or of another dtype;
-        CollectiveError for other layers or settings elsewhere, damage on the way, a rank that is
-        gone, and every later call is refused then.
+        CollectiveError for other layers or settings on other ranks, damaged data and lost ranks,
+        after which every later call is refused.
         """
         if not layers:
             return []
@@ -576,7 +645,7 @@ class _Verdict(NamedTuple):
 
 
 class _Wire:
-    """The messages of a call, each with a card before it: uint8, shape (rows, CARD_NBYTES + n)."""
+    """The messages of a call, each after its descriptor: uint8, shape (rows, CARD_NBYTES + n)."""
 
     def __init__(self, comm: Communicator, call: Call, facts: str) -> None:
         """All ranks must have the same `facts`."""
@@ -586,11 +655,11 @@ class _Wire:
         self._verdicts: list[tuple[str, Any]] = []
 
     def message(self, rows: int, nbytes: int, like: Any) -> Any:
-        """Room for a message of `nbytes` to each of so many ranks, a multiple of 8."""
+        """Memory for a message of `nbytes`, a multiple of 8, to each of so many ranks."""
         return like.new_empty((rows, CARD_NBYTES + nbytes), dtype=torch.uint8)
 
     def all_to_all(self, stage: str, sent: Any) -> Any:
-        """Row j of `sent` to rank j; row i comes from rank i: without cards, shape (ranks, n)."""
+        """Row j of `sent` to rank j; row i is rank i's, without descriptor: shape (ranks, n)."""
         with self._call.stage(stage):
             self._seal(sent)
             came = torch.empty_like(sent)
@@ -599,7 +668,7 @@ class _Wire:
             return self._opened(stage, came)
 
     def all_gather(self, stage: str, sent: Any) -> Any:
-        """The only row of all ranks' `sent`, without cards, shape (ranks, n)."""
+        """The only row of all ranks' `sent`, without descriptors, shape (ranks, n)."""
         with self._call.stage(stage):
             self._seal(sent)
             came = sent.new_empty((self._transport.world_size, sent.shape[1]))
@@ -608,9 +677,9 @@ class _Wire:
             return self._opened(stage, came)
 
     def verdict(self, numbers: Any = None) -> _Verdict:
-        """What is wrong with the messages since the last one, and `numbers`, int64, on their way.
+        """What is wrong with the messages since the last one, and `numbers`, int64.
 
-        To the host, behind what is queued on the device now.
+        They are copied to the host after what is queued on the device now.
         """
         verdicts, self._verdicts = self._verdicts, []
         pieces = [wrong for _, wrong in verdicts] + ([] if numbers is None else [numbers])

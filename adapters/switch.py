@@ -1,4 +1,4 @@
-"""What a Communicator knows about its paths, and which of them it takes (ZipCCL, section 5.2)."""
+"""Path selection of a Communicator, and what it knows about its paths (ZipCCL, section 5.2)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Before:
 class Switch:
     """Chooses between the paths of a collective; equal calls make equal choices on every rank.
 
-    A ratio that a rank has seen travels in the cards of its next call, and the largest of all
+    A ratio that a rank has seen travels in the descriptors of its next call, and the largest of all
     counts: ranks see different data, but choose alike.
     """
 
@@ -197,7 +197,7 @@ class Switch:
             self._forced = before
 
     def ratio(self, collective: str, dtype: DType, nbytes: int) -> int:
-        """What a card says of this rank's last call of about this size, 0 if there was none."""
+        """This rank's last ratio at about this size, for a descriptor; 0 if there was none."""
         return self._last.get((collective, dtype.name, nbytes.bit_length()), 0)
 
     def went(self, collective: str, dtype: DType, nbytes: int, ratio: float) -> None:
@@ -206,7 +206,7 @@ class Switch:
         self._last[key] = max(1, round(ratio * _UNIT))
 
     def came(self, dtype: DType, nbytes: int, said: Any) -> None:
-        """The ratios of all ranks, shape (world_size,), by their cards."""
+        """The ratios of all ranks, shape (world_size,), by their descriptors."""
         worst = int(said.max(initial=0))
         if self._auto and self._forced is None and 0 < worst <= 2 * _UNIT:
             self._ratios.update(self._codec.name, dtype.name, nbytes, worst / _UNIT)

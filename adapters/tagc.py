@@ -1,6 +1,7 @@
 """Gradients of large layers by index and sketch, for FSDP2 and DistributedDataParallel.
 
-After TAGC (EuroMLSys '25), algorithm 1. To try it, `torchrun --nproc-per-node 2 train.py` with
+After TAGC (EuroMLSys '25), algorithm 1. To try it, run ``torchrun --nproc-per-node 2 train.py``
+with::
 
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -19,17 +20,18 @@ After TAGC (EuroMLSys '25), algorithm 1. To try it, `torchrun --nproc-per-node 2
         optimizer.zero_grad()
     print(loss.item(), hooks.reduce_scatter.wire_bytes / hooks.reduce_scatter.raw_bytes)
 
-`hooks.state.reports` says of each layer and step what was peeled, estimated or lost.
+``hooks.state.reports`` has the numbers of peeled, estimated and lost elements of each layer and
+step.
 
-Other layers than `Tagc.layers` names, and parameters, go by the codec of a `Communicator`, lossless
-unless another is asked for.
+Layers that ``Tagc.layers`` does not select, and parameters, are sent by the codec of a
+``Communicator``, which is lossless by default.
 
-On the CPU backward waits for the hooks, and nothing overlaps. On a GPU a unit's hook has a stream
-of its own, behind its gradients: sparsification, index and sketch run beside the all-gather of the
-next unit's parameters, which FSDP has queued before, and beside what is queued of the backward
-pass. The host waits for the agreed index to be whole, when the device has sketches to make, and for
-the sums, with which it gets what they report; with `fallback` for the diagnosis before it sends.
-Where the codec lhc has no kernels, index, sketch and peeling are on the host.
+On the CPU backward waits for the hooks, and nothing overlaps. On a GPU the hook of a unit has a
+stream of its own, which follows its gradients: sparsification, index and sketch overlap the
+all-gather of the next unit's parameters, which FSDP has queued before, and the queued part of the
+backward pass. The host waits for the agreed index when the device has sketches to make, for the
+sums and their reports, and with ``fallback`` for the diagnosis before it sends. Where the codec lhc
+has no kernels, index, sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -75,7 +77,13 @@ __all__ = [
 
 
 class Parameter(NamedTuple):
-    """A parameter of an FSDP module: its shape, and the padded elements of a rank's share."""
+    """A parameter of an FSDP module.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        nelem: Number of padded elements of a rank's share.
+    """
 
     name: str
     shape: Sequence[int]
@@ -135,35 +143,44 @@ class _Sums:
 
 
 class ReduceScatter(_Comm):
-    """The reduce-scatters of all FSDP modules of a model; `compress` makes it and its units."""
+    """The reduce-scatters of all FSDP modules of a model. ``compress`` makes it and its units.
+
+    Args:
+        tagc: The settings.
+        state: The state of this rank.
+        **options: Arguments of ``Communicator``, for what is not sent by sketch. Bytes are counted
+            whatever ``trace`` is.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
+    """
 
     def __init__(self, tagc: Tagc, state: State, **options: Any) -> None:
-        """`options` are those of `Communicator`, for what does not go by sketch.
-
-        Whatever `trace` is, bytes are counted.
-        """
         super().__init__(**options)
         self._tagc, self._state = tagc, state
         self._sums: dict[Communicator, _Sums] = {}
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks uncompressed, in all calls so far."""
+        """Bytes to other ranks without compression, in all calls so far."""
         return sum(sums.raw_bytes for sums in self._sums.values())
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks, in all calls so far."""
+        """Bytes that were sent to other ranks, in all calls so far."""
         return sum(sums.wire_bytes for sums in self._sums.values())
 
     def trace(self) -> list[TraceRecord]:
-        """The last calls, group by group: those of the communicator, then those by sketch."""
+        """Records of the last calls, group by group: of the communicator, then of sketches."""
         return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
 
     def unit(self, parameters: Callable[[], list[Parameter]]) -> Any:
-        """For `set_custom_reduce_scatter` of one FSDP module.
+        """The object for ``set_custom_reduce_scatter`` of one FSDP module.
 
-        `parameters` says which ones require gradients when it is called, in FSDP's order.
+        Args:
+            parameters: Returns the parameters that require gradients when it is called, in FSDP's
+                order.
         """
         return _Unit(self, parameters)
 
@@ -262,9 +279,12 @@ class _Unit:
 
 
 class Hooks(NamedTuple):
-    """What `compress` has set: for `raw_bytes` and `wire_bytes`, and the state of this rank.
+    """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
-    A context that ends with `close()`.
+    Attributes:
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        reduce_scatter: The hook of gradients, with the same.
+        state: The state of this rank: residuals and reports.
     """
 
     all_gather: AllGather
@@ -273,7 +293,7 @@ class Hooks(NamedTuple):
     state: State
 
     def close(self) -> None:
-        """Close both: see `hooks.Closing`."""
+        """Close both hooks. Later calls raise CollectiveError."""
         self.all_gather.close()
         self.reduce_scatter.close()
 
@@ -288,26 +308,36 @@ class Hooks(NamedTuple):
 def compress(
     module: Any, tagc: Tagc | None = None, *, state: State | None = None, **options: Any
 ) -> Hooks:
-    """Sum the gradients of large layers of every FSDP module in `module` by sketch.
+    """Sum the gradients of large layers of every FSDP module in a model by sketch.
 
-    On all ranks, before training, while parameters are sharded. Layers are told apart within
-    FSDP modules too. Other layers and the all-gather of parameters go by a `Communicator` with
-    `options`, bit for bit by default. `state` has residuals of an earlier run. FSDP calls no hook
-    in a group of one rank.
+    All ranks call it, before training, while parameters are sharded. Layers are selected within
+    FSDP modules too. Other layers and the all-gather of parameters use a ``Communicator``, lossless
+    by default. FSDP calls no hook in a group of one rank.
 
-    Index and sketch go once: an element of a large layer takes 5.2 bits at 10x for gradients of
-    float32, 3.6 of bfloat16 and float16. Of small ones it is more: there are whole rows of 1024
-    cells, in a share of 32 x 1024 elements four, 6 bits.
+    Index and sketch are sent once: an element of a large layer takes 5.2 bits at a ratio of 10 for
+    float32 gradients, 3.6 bits for bfloat16 and float16. For small layers it is more, as sketches
+    have whole rows of 1024 buckets: 6 bits in a share of 32 x 1024 elements.
 
-    Parameters may be frozen and unfrozen between steps, on all ranks alike, but not there and back
-    while gradients accumulate without communication. In a step in which a parameter of a unit that
-    requires a gradient gets none, and in the first after other ones require it, the unit goes by
-    the communicator, which its layers' reports say: which gradient is whose is not known for sure.
+    Parameters may be frozen and unfrozen between steps, on all ranks alike, but not while gradients
+    accumulate without communication. In a step in which a parameter that requires a gradient gets
+    none, and in the first step after other parameters require gradients, its unit is sent by the
+    communicator, which the reports say.
 
-    Raises TypeError for unknown options, other modules and complex parameters, ValueError for wrong
-    options, if there is no FSDP module, or
-    one with several meshes, and at the first call for an index mode that does not carry so many
-    ranks.
+    Source: TAGC (EuroMLSys 2025), section 3 and algorithm 1.
+
+    Args:
+        module: The model, after ``fully_shard``.
+        tagc: The settings, equal on all ranks; None: ``Tagc()``.
+        state: State of this rank of an earlier run. None: a new one.
+        **options: Arguments of ``Communicator``.
+
+    Returns:
+        The hooks.
+
+    Raises:
+        TypeError: For unknown options, another kind of module, or complex parameters.
+        ValueError: For a value that is not allowed; if there is no FSDP module, or one with several
+            meshes; by the first call, if the index mode does not allow so many ranks.
     """
     state, tagc, options = _checked(state, tagc, options)
     modules = fsdp_modules(module)
@@ -342,16 +372,22 @@ def _parameters(module: Any, names: Mapping[int, str]) -> Callable[[], list[Para
 
 
 class DdpHook(Closing):
-    """The state of `ddp_hook`: a communicator of the ranks of the model, for nothing else."""
+    """The state of ``ddp_hook``: a communicator of the model's ranks, used by nothing else.
+
+    Args:
+        comm: The communicator, with a trace, by which bytes are counted.
+        tagc: The settings, equal on all ranks.
+        state: The state of this rank.
+        names: Parameters of the model to their names.
+
+    Raises:
+        ValueError: If the communicator has ``trace=0``, or the index mode does not allow so many
+            ranks.
+    """
 
     def __init__(
         self, comm: Communicator, tagc: Tagc, state: State, names: Mapping[Any, str]
     ) -> None:
-        """`names` are those of the model's parameters.
-
-        ValueError as of `Sketches`, and for a communicator that remembers no call (`trace=0`): by
-        their records bytes are counted.
-        """
         if comm._trace.maxlen == 0:
             raise ValueError(
                 "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
@@ -366,16 +402,16 @@ class DdpHook(Closing):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks: of a reduce-scatter and an all-gather."""
+        """Bytes to other ranks of an uncompressed reduce-scatter and all-gather, so far."""
         return self._sums.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks."""
+        """Bytes that were sent to other ranks so far."""
         return self._sums.wire_bytes
 
     def trace(self) -> list[TraceRecord]:
-        """The last calls: those of the communicator, then those by sketch."""
+        """Records of the last calls: those of the communicator, then those by sketch."""
         return [*self._sums.comm.trace(), *self._sums.sketches.trace()]
 
     def _average(self, bucket: Any) -> None:
@@ -409,15 +445,25 @@ class DdpHook(Closing):
 
 
 def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A Future of the bucket's gradients (1-D), averaged over ranks in place.
+    """The communication hook: averages a bucket's gradients over ranks, large layers by sketch.
 
-    For `model.register_comm_hook(DdpHook(...), ddp_hook)`. Of layers that go by sketch, sums are
-    made by their owners, and all ranks get and peel the sketches of the sums (TAGC, section 3.1: as
-    much traffic as the lossless homomorphic compression that it builds on): sketches go twice. An
-    element of a large layer takes 8.4 bits at 10x for gradients of float32, of 64 that a
-    reduce-scatter and an all-gather take; of bfloat16 and float16 5.2, of 32. All ranks get the
-    same bits. Raises TypeError for sparse or complex gradients, CollectiveError for what goes wrong
-    on the wire; backward() raises them in the end, as of `ddp.ddp_hook`.
+    For ``model.register_comm_hook(DdpHook(...), ddp_hook)``. The sums of layers that are sent by
+    sketch are made by their owners; all ranks get and peel the sketches of the sums, so sketches
+    are sent twice (TAGC, section 3.1). An element of a large layer takes 8.4 bits at a ratio of 10
+    for float32 gradients, of the 64 bits of a reduce-scatter and an all-gather; for bfloat16 and
+    float16 5.2 of 32. All ranks get the same bits.
+
+    Args:
+        state: The state.
+        bucket: Gradients, one-dimensional, of any float dtype, which are overwritten.
+
+    Returns:
+        A Future of the averaged gradients.
+
+    Raises:
+        TypeError: For sparse or complex gradients.
+        CollectiveError: If anything goes wrong on the wire. ``backward()`` raises errors at its
+            end, as with ``ddp.ddp_hook``.
     """
     x = bucket.buffer()
 
@@ -435,14 +481,26 @@ def register(
     state: State | None = None,
     **options: Any,
 ) -> DdpHook:
-    """Register `ddp_hook` on a DistributedDataParallel model, on all ranks, and return its state.
+    """Register ``ddp_hook`` on a DistributedDataParallel model.
 
-    Without `comm`, one is made with `options` (see `Communicator`) for the model's ranks, with
-    connections of its own; other ranks take no part. Other layers go by the communicator's codec.
-    `state` has residuals of an earlier run. Raises TypeError for other models, settings,
-    communicators and options, ValueError if `comm` and options are given, for wrong options, and
-    for an index mode that does not carry so many ranks, CollectiveError if ranks differ or do not
-    come.
+    All ranks of the model call it; other ranks take no part.
+
+    Args:
+        model: The DistributedDataParallel model.
+        tagc: The settings, equal on all ranks; None: ``Tagc()``.
+        comm: A communicator of the model's ranks, whose codec the other layers use. None: one is
+            made with connections of its own.
+        state: State of this rank of an earlier run. None: a new one.
+        **options: Arguments of ``Communicator``; not with ``comm``.
+
+    Returns:
+        The state of the hook.
+
+    Raises:
+        TypeError: For another kind of model, settings, communicator or option.
+        ValueError: If ``comm`` and options are given, a value is not allowed, or the index mode
+            does not allow so many ranks.
+        CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     model = distributed(model)
     if comm is not None and not isinstance(comm, Communicator):

@@ -4,7 +4,7 @@ TACO, section 2.1 and figure 2: a column-parallel linear, which all-reduces the 
 input, and a row-parallel linear, which all-reduces its output; with sequence parallelism these
 become an all-gather and a reduce-scatter along the sequence.
 
-To try it, `torchrun --nproc-per-node 2 example.py` with
+To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
 
     from datetime import timedelta
     import torch
@@ -24,16 +24,16 @@ To try it, `torchrun --nproc-per-node 2 example.py` with
     print(parallel.raw_bytes, parallel.wire_bytes)
     dist.destroy_process_group()
 
-Error feedback is off unless `tp.set_error_feedback(model, ErrorFeedback())` sets it. Gradients of
+Error feedback is off unless ``tp.set_error_feedback(model, ErrorFeedback())`` sets it. Gradients of
 parameters are much alike from step to step; activations and their gradients are those of another
-batch. What encoding has lost of one is then no part of the next: adding it takes a bias of the
+batch. What encoding loses of one is then not a part of the next: adding it takes a bias of the
 codec out of the mean over steps, and makes the single step worse (about twice the mean square
 error, where errors of two steps are independent). Rudakov et al., "Activations and Gradients
 Compression for Model-Parallel Training" (2024), found that error feedback does not improve
 training, but that models trained with it can do without compression at inference. AQ-SGD (Wang et
-al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
-Guarantees", NeurIPS 2022) sends how a sample's activations have changed since an epoch ago
-instead, and stores those of all samples.
+al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with Guarantees",
+NeurIPS 2022) sends how a sample's activations have changed since an epoch ago instead, and stores
+those of all samples.
 """
 
 from __future__ import annotations
@@ -69,13 +69,22 @@ Direction = Literal["forward", "backward"]
 
 
 class TensorParallel(Closing):
-    """The ranks that share a model's layers, and the four collectives that autograd sees.
+    """The ranks that share a model's layers, and the four collectives that autograd differentiates.
 
-    Tensors have any shape and lie on the communicators' device; floating-point ones may need
-    gradients, others are taken as they are. Shapes and dtypes are equal on all ranks. What all
-    ranks get is bit-identical on all of them, with a lossy codec too: a rank sees its own part as
-    the others do. All ranks make the same calls in the same order, forward and backward; what goes
-    wrong on the wire raises CollectiveError. Gradients of gradients are not to be had.
+    Tensors have any shape and are on the communicators' device; only floating-point tensors may
+    need gradients. Shapes and dtypes are equal on all ranks. What all ranks get is bit-identical,
+    with a lossy codec too. All ranks make the same calls in the same order, forward and backward.
+    There are no gradients of gradients. A context manager, which ends with ``close()``.
+
+    Args:
+        forward: Communicator of the activations, used by nothing else.
+        backward: Communicator of their gradients, of the same ranks. None: the same one.
+        wire: ``"bfloat16"`` or ``"float16"``: dtype that wider tensors are rounded to before they
+            are encoded. None: their own.
+
+    Raises:
+        ValueError: If ``wire`` is another dtype, or ranks of the communicators differ.
+        CollectiveError: By calls, if anything goes wrong on the wire.
     """
 
     def __init__(
@@ -85,11 +94,6 @@ class TensorParallel(Closing):
         *,
         wire: str | None = None,
     ) -> None:
-        """Communicators of the same ranks, for nothing else; `backward` None: the same for both.
-
-        `wire` "bfloat16" or "float16" rounds wider tensors to that before they are encoded. Raises
-        ValueError for another `wire` and for communicators whose ranks differ.
-        """
         wire = SHORT_DTYPES.get(wire or "", wire)
         if wire not in WIRES:
             raise ValueError(f"wire is {wire!r}; allowed: {WIRES}")
@@ -107,34 +111,42 @@ class TensorParallel(Closing):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that would have gone to other ranks in all calls so far, as what `wire` makes."""
+        """Bytes to other ranks without compression so far, in the dtype that ``wire`` names."""
         return sum(channel.raw_bytes for channel in self._channels())
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went to other ranks in all calls so far."""
+        """Bytes that were sent to other ranks so far."""
         return sum(channel.wire_bytes for channel in self._channels())
 
     def trace(self) -> list[TraceRecord]:
-        """The last calls: those of forward, then those of backward if it has its own."""
+        """Records of the last calls: those of forward, then those of backward if it has its own."""
         return [record for channel in self._channels() for record in channel.comm.trace()]
 
     def with_feedback(self, feedback: ErrorFeedback | None, name: str) -> TensorParallel:
-        """This object with error feedback, for one place of a model that is called `name`.
+        """This object with error feedback, for one place of a model.
 
-        In directions with a lossy codec `feedback`, one of each rank, keeps what encoding loses of
-        this rank's tensor and of its share of an all-reduced sum, and adds it to the next tensor of
-        that place, whatever batch that is of. A residual is called by the name, "forward" or
-        "backward", and the collective, as "name.forward.all_reduce"; it is float32 (of float64
-        float64), as large as the tensor, and starts at zero when its size changes, so that batches
-        should keep their shape. What `wire` rounds away is a part of it.
+        In directions with a lossy codec the residuals keep what encoding loses of this rank's
+        tensor, and of its share of an all-reduced sum, and add it to the next tensor of that place,
+        whatever batch that is of. A residual is named ``name.direction.collective``, such as
+        ``"mlp.last.forward.all_reduce"``. It is float32 (float64 for float64), as large as the
+        tensor, and starts at zero when its size changes, so batches should keep their shape. What
+        ``wire`` rounds away is a part of it.
 
-        Under `no_grad` and in inference mode no residual is used or changed; all ranks are to be in
-        the same mode. Tensors of other dtypes than floats have none. Activation checkpointing makes
-        the calls of forward twice: what comes of the second, with other residuals, and goes into
-        gradients, is not what came of the first. `feedback` None is without.
+        Under ``no_grad`` and in inference mode residuals are not used or changed; all ranks are to
+        be in the same mode. Tensors of other dtypes than floats have none. Activation checkpointing
+        makes the forward calls twice, and the second, with other residuals, gives other results
+        than the first.
 
-        Raises ValueError if no codec is lossy, and for one that does not sum in two shots.
+        Args:
+            feedback: Where the residuals are kept, one object per rank. None: no error feedback.
+            name: Name of the place.
+
+        Returns:
+            An object with the same communicators.
+
+        Raises:
+            ValueError: If no codec is lossy, or a lossy one does not sum two-shot.
         """
         lossy = [c.comm for c in self._channels() if not c.comm.codec.lossless]
         for comm in lossy or [self._forward.comm]:
@@ -144,30 +156,66 @@ class TensorParallel(Closing):
         return found
 
     def copy(self, x: Any) -> Any:
-        """`x`, which all ranks have; its gradient is the sum over ranks (f in TACO, figure 2).
+        """Identity; the gradient is the sum over ranks (f in TACO, figure 2).
 
         Also for replicated parameters that are applied to one rank's share of a sequence.
+
+        Args:
+            x: A tensor that all ranks have.
+
+        Returns:
+            ``x``.
+
+        Raises:
+            CollectiveError: In backward, if anything goes wrong on the wire.
         """
         return _Collective.apply(x, _identity, self._sum("backward", x))
 
     def all_reduce(self, x: Any) -> Any:
-        """The sum of all ranks' `x`; the gradient is the same on all ranks (g in figure 2)."""
+        """Sum over ranks; the gradient is the same on all ranks (g in TACO, figure 2).
+
+        Args:
+            x: This rank's term.
+
+        Returns:
+            The sum, of the same shape and dtype.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+        """
         return _Collective.apply(x, self._sum("forward", x), _identity)
 
     def all_gather(self, x: Any, dim: int = 0) -> Any:
-        """All ranks' `x`, one behind the other along `dim`; the gradient is reduce-scattered.
+        """Concatenate the tensors of all ranks; the gradient is reduce-scattered.
 
-        Raises ValueError for an `x` without dimensions.
+        Args:
+            x: This rank's part.
+            dim: Dimension to concatenate along.
+
+        Returns:
+            The whole, ``world_size`` times as long along ``dim``.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+            ValueError: If ``x`` has no dimensions.
         """
         _need_dimension(x)
         gathered, scattered = self._gather("forward", x, dim), self._scatter("backward", x, dim)
         return _Collective.apply(x, gathered, scattered)
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Any:
-        """Share r of the sum of all ranks' `x` for rank r; the gradient is all-gathered.
+        """Sum over ranks, and keep this rank's share; the gradient is all-gathered.
 
-        Shares are equal, along `dim`; raises ValueError where its size cannot be divided, and for
-        an `x` without dimensions.
+        Args:
+            x: This rank's term.
+            dim: Dimension that is divided into equal shares.
+
+        Returns:
+            This rank's share of the sum.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+            ValueError: If the size along ``dim`` cannot be divided, or ``x`` has no dimensions.
         """
         _need_dimension(x)
         scattered, gathered = self._scatter("forward", x, dim), self._gather("backward", x, dim)
@@ -272,11 +320,25 @@ def connect(
     wire: str | None = None,
     **options: Any,
 ) -> TensorParallel:
-    """Tensor parallelism of the ranks of a process group, None for the default one.
+    """Make tensor parallelism of the ranks of a process group.
 
-    `forward` and `backward` are the codecs of activations and of their gradients; None sends them
-    as they are. All ranks of `group` call this; each direction gets connections of its own.
-    `options` are those of `Communicator` for both directions.
+    All ranks of the group call it; each direction gets connections of its own.
+
+    Args:
+        forward: Codec of activations; None sends them as they are.
+        backward: Codec of their gradients; None sends them as they are.
+        group: The process group; None: the default one.
+        device: Device of the tensors.
+        wire: As in ``TensorParallel``.
+        **options: Arguments of ``Communicator``, for both directions.
+
+    Returns:
+        The object that layers take.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator`` and ``TensorParallel``.
+        CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     comms = []
     for direction, codec in (("forward", forward), ("backward", backward)):
@@ -287,10 +349,22 @@ def connect(
 
 
 class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
-    """This rank's output features of a linear layer: (..., in) to (..., out / world_size).
+    """This rank's output features of a linear layer: ``(..., in)`` to ``(..., out / world_size)``.
 
-    The gradient of the input is all-reduced; with `sequence_dim` the input is this rank's share
-    along that dimension, which is all-gathered, and its gradient reduce-scattered.
+    The gradient of the input is all-reduced. With ``sequence_dim`` the input is this rank's share
+    along that dimension: it is all-gathered, and its gradient reduce-scattered.
+
+    Source: Megatron-LM; TACO, section 2.1 and figure 2.
+
+    Args:
+        linear: An ``nn.Linear``, equal on all ranks, whose share is copied.
+        parallel: The ranks.
+        parts: Number of matrices that are stacked in the weight, each of which is divided: 3 where
+            query, key and value are one layer.
+        sequence_dim: Dimension of the sequence. None: no sequence parallelism.
+
+    Raises:
+        ValueError: If the output features cannot be divided.
     """
 
     def __init__(
@@ -301,12 +375,6 @@ class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
         parts: int = 1,
         sequence_dim: int | None = None,
     ) -> None:
-        """Copies its share of `linear`, an `nn.Linear` equal on all ranks.
-
-        `parts` is the number of matrices that lie one on the other in its weight, each of which is
-        divided: 3 where query, key and value are one layer. Raises ValueError where the features
-        cannot be divided.
-        """
         super().__init__()
         self._parallel = self._training_parallel = parallel
         self._sequence_dim = sequence_dim
@@ -315,7 +383,14 @@ class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
         self.bias = None if bias is None else _share(bias, 0, parallel, parts)
 
     def forward(self, x: Any) -> Any:
-        """`x` of shape (..., in), equal on all ranks, or with `sequence_dim` a share of it."""
+        """Apply the layer.
+
+        Args:
+            x: Shape ``(..., in)``, equal on all ranks, or with ``sequence_dim`` a share of it.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+        """
         parallel = self._training_parallel if self.training else self._parallel
         if self._sequence_dim is None:
             x = parallel.copy(x)
@@ -325,19 +400,25 @@ class ColumnParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
 
 class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
-    """This rank's input features of a linear layer: (..., in / world_size) to (..., out).
+    """This rank's input features of a linear layer: ``(..., in / world_size)`` to ``(..., out)``.
 
-    The output is all-reduced; with `sequence_dim` it is reduce-scattered along that dimension, and
-    its gradient all-gathered. The bias is added after that, once.
+    The output is all-reduced. With ``sequence_dim`` it is reduce-scattered along that dimension,
+    and its gradient all-gathered. The bias is added after that, once.
+
+    Source: Megatron-LM; TACO, section 2.1 and figure 2.
+
+    Args:
+        linear: An ``nn.Linear``, equal on all ranks, whose share is copied.
+        parallel: The ranks.
+        sequence_dim: Dimension of the sequence. None: no sequence parallelism.
+
+    Raises:
+        ValueError: If the input features cannot be divided.
     """
 
     def __init__(
         self, linear: Any, parallel: TensorParallel, *, sequence_dim: int | None = None
     ) -> None:
-        """Copies its share of `linear`, an `nn.Linear` equal on all ranks.
-
-        Raises ValueError where the features cannot be divided.
-        """
         super().__init__()
         self._parallel = self._training_parallel = parallel
         self._sequence_dim = sequence_dim
@@ -346,7 +427,14 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
         self.bias = None if bias is None else _parameter(bias, bias.requires_grad)
 
     def forward(self, x: Any) -> Any:
-        """`x` of shape (..., in / world_size): what a column-parallel layer gives."""
+        """Apply the layer.
+
+        Args:
+            x: Shape ``(..., in / world_size)``: the output of a column-parallel layer.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+        """
         parallel = self._training_parallel if self.training else self._parallel
         y = torch.nn.functional.linear(x, self.weight)
         bias = self.bias
@@ -360,14 +448,22 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
 
 
 def set_error_feedback(model: Any, feedback: ErrorFeedback | None) -> None:
-    """Give the column- and row-parallel linears in `model` error feedback, or with None take it.
+    """Set or remove error feedback of the column- and row-parallel linears of a model.
 
-    On all ranks, each with an `ErrorFeedback` of its own, whose `state_dict()` goes into the rank's
-    checkpoint. Residuals are called by the names of the layers in `model`, as
-    `TensorParallel.with_feedback` says: of the output of a row-parallel linear "mlp.last" the
-    residual is "mlp.last.forward.all_reduce", with `sequence_dim` "....forward.reduce_scatter".
-    Layers in evaluation mode (`layer.eval()`) use and change none, also not for gradients. Raises
-    ValueError like `with_feedback`, and if `model` has no such layers; then nothing is set.
+    All ranks call it. Residuals are named by the layers, as ``TensorParallel.with_feedback`` says:
+    of the output of a row-parallel linear "mlp.last" the residual is
+    ``"mlp.last.forward.all_reduce"``, with ``sequence_dim`` ``"mlp.last.forward.reduce_scatter"``.
+    Layers in evaluation mode (``layer.eval()``) do not use or change residuals, not for gradients
+    either.
+
+    Args:
+        model: The model.
+        feedback: Each rank passes an object of its own, whose ``state_dict()`` belongs into the
+            rank's checkpoint. None removes error feedback.
+
+    Raises:
+        ValueError: If ``model`` has no such layers, or as ``TensorParallel.with_feedback``; nothing
+            is then set.
     """
     kinds = (ColumnParallelLinear, RowParallelLinear)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds)]

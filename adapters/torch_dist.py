@@ -87,13 +87,27 @@ def _names_silent_ranks(method: _Method) -> _Method:
 
 
 class TorchDist(Transport):
-    """The ranks of a process group, the default one if `group` is None.
+    """The ranks of a ``torch.distributed`` process group, over NCCL or gloo.
 
     Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
-    Give the communicator a group of its own (`TorchDist.new_group()` or `dist.new_group()`): other
-    traffic on it must not come between. All-gathers and equal all-to-alls take tensors of any shape
-    and `plain_dtypes`. gloo raises after the timeout, and the error names ranks that have not
-    noticed a failure a second later; NCCL's own watchdog ends the process.
+    Give the communicator a group of its own (``TorchDist.new_group()`` or ``dist.new_group()``):
+    other traffic on it must not interfere. All-gathers and equal all-to-alls take tensors of any
+    shape and ``plain_dtypes``. gloo raises after the timeout, and the error names ranks that have
+    not noticed a failure a second later; NCCL's own watchdog ends the process.
+
+    Call ``dist.init_process_group()`` first.
+
+    Args:
+        group: The process group. None: the default one.
+        device: Device of the tensors. None: the current GPU for NCCL, else the CPU.
+        timeout: Seconds, which become the timeout of the group. None: the group keeps its own; if
+            that is PyTorch's default (30 minutes, NCCL: 10), which ``dist.new_group()`` uses
+            whatever ``dist.init_process_group(timeout=...)`` was given, it gets that of the default
+            group.
+
+    Raises:
+        ValueError: If this process is not in the group, the group was destroyed, or ``timeout`` is
+            not above 0.
     """
 
     #: Dtypes that the backends know: small calls of them need not become uint8 first.
@@ -105,14 +119,6 @@ class TorchDist(Transport):
     def __init__(
         self, group: Any = None, device: Any = None, *, timeout: float | None = None
     ) -> None:
-        """`device` None: the current GPU for NCCL, else the CPU. Raises ValueError off the group.
-
-        `timeout`, in seconds, becomes that of the group. None: it keeps the one it was made with;
-        if that is PyTorch's default (30 minutes, NCCL: 10), which `dist.new_group()` takes whatever
-        `dist.init_process_group(timeout=...)` said, it gets that of the default group.
-
-        dist.init_process_group() comes first.
-        """
         self._given, self._device = _member(group, device)
         backend = _backend(self._given, self._device)
         before = backend.options._timeout
@@ -134,17 +140,26 @@ class TorchDist(Transport):
         timeout: float | None = None,
         purpose: str = "TorchDist.new_group",
     ) -> Self:
-        """A transport of the same ranks as `TorchDist(group, device)`, on connections of its own.
+        """Make a transport of the ranks of a process group, on connections of its own.
 
-        All ranks of the group call this, and no others; ranks may be in any number of other groups.
-        `timeout` is as in `TorchDist`, and `group` keeps its own. PyTorch does not list the
-        connections among its process groups: `close()` ends them, or the end of the last reference
-        to the transport.
+        All ranks of the group call it, and no others; ranks may be in any number of other groups.
+        PyTorch does not list the connections among its process groups: ``close()`` ends them, or
+        the end of the last reference to the transport.
 
-        Raises CollectiveError at once if ranks call this for another `purpose`, or with another
-        backend or timeout, and within the timeout if one does not come; one that comes later raises
-        at once. TypeError for other backends than gloo and NCCL, ValueError off the group, and for
-        one that has been destroyed.
+        Args:
+            group: The process group, which keeps its timeout. None: the default one.
+            device: As in ``TorchDist``.
+            timeout: As in ``TorchDist``.
+            purpose: What all ranks want it for: ranks that call with different purposes raise.
+
+        Returns:
+            The transport.
+
+        Raises:
+            CollectiveError: At once if ranks differ in purpose, backend or timeout; within the
+                timeout if a rank does not call it.
+            TypeError: If the backend is neither gloo nor NCCL.
+            ValueError: If this process is not in the group, or the group was destroyed.
         """
         given, device = _member(group, device)
         kind = _backend(given, device).name()
@@ -189,21 +204,21 @@ class TorchDist(Transport):
 
     @property
     def rank(self) -> int:
-        """See `Transport`: the rank in the group."""
+        """Number of this rank in the group; see ``Transport``."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._size
 
     @property
     def timeout(self) -> float:
-        """See `Transport`: the group's; a tenth less where NCCL's watchdog ends the process."""
+        """Seconds: the group's timeout, or a tenth less where NCCL's watchdog ends the process."""
         return self._timeout if self._device.type == "cpu" else 0.9 * self._timeout
 
     def close(self) -> None:
-        """See `Transport`: ends what `new_group` has made. A group that was given stays as it is.
+        """End the connections that ``new_group`` has made. A group that was passed stays as it is.
 
         Not while another thread is in a call. Over NCCL ranks wait for one another here: all close
         their transports in the same order.
@@ -237,7 +252,7 @@ class TorchDist(Transport):
         return f"ranks {found[0]} have not noticed: stopped, gone, or not in this call"
 
     def empty(self, nbytes: int) -> Any:
-        """See `Transport`; a tensor."""
+        """See ``Transport``; a tensor."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     # The methods of the group itself, and not the functions of torch.distributed: these are renamed
@@ -245,17 +260,17 @@ class TorchDist(Transport):
 
     @_names_silent_ranks
     def all_gather(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         _finish(self._group._allgather_base(_tensor(out), _tensor(x), self._gather))
 
     @_names_silent_ranks
     def all_to_all(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
 
     @_names_silent_ranks
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`; NCCL makes one launch of the first pieces, one of the second."""
+        """See ``Transport``; NCCL makes one launch of the first pieces, one of the second."""
         if self._device.type != "cpu":
             for into, pieces in itertools.zip_longest(_rounds(outs), _rounds(xs)):
                 got = self._pieces(into), self._pieces(pieces)
@@ -280,12 +295,12 @@ class TorchDist(Transport):
 
     @_names_silent_ranks
     def send(self, x: Any, to: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._received(self._group.send([_tensor(x)], to, 0))
 
     @_names_silent_ranks
     def recv(self, out: Any, source: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._received(self._group.recv([_tensor(out)], source, 0))
 
     def _received(self, work: Any) -> None:
@@ -298,7 +313,7 @@ class TorchDist(Transport):
 
     @_names_silent_ranks
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`; NCCL has no "or"."""
+        """See ``Transport``; NCCL has no "or"."""
         options = _in_order(dist.AllreduceOptions)
         options.reduceOp = {
             "sum": dist.ReduceOp.SUM,
@@ -309,13 +324,13 @@ class TorchDist(Transport):
 
     @_names_silent_ranks
     def reduce_scatter(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         options = _in_order(dist.ReduceScatterOptions)
         _finish(self._group._reduce_scatter_base(_tensor(out), _tensor(x), options))
 
     @_names_silent_ranks
     def barrier(self) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         options = dist.BarrierOptions()
         if self._device.type != "cpu":
             # NCCL would have to guess.

@@ -1,6 +1,6 @@
 """What the collectives need of a network: to move uint8 arrays between ranks.
 
-Behind the protocol stand the steps that several transports share.
+Several transports share the steps below the protocol.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "or": np.bitwise_or}
 
 
 class Transport(Protocol):
-    """A fixed group of ranks that move bytes. Nothing here knows of codecs.
+    """A fixed group of ranks that move bytes: the interface of all transports.
 
-    An array is uint8, shape (n,), contiguous, of a library and in memory that the transport says it
-    takes. It may be a view into a larger one: nothing is staged. Every rank makes the same calls in
-    the same order. A call returns when its outputs may be read and its inputs overwritten, on a GPU
-    by work that is queued behind it on the current stream.
+    An array is uint8, shape ``(n,)``, contiguous, of a library and in memory that the transport
+    supports. It may be a view into a larger one: nothing is staged. Every rank makes the same calls
+    in the same order. A call returns when its outputs may be read and its inputs overwritten, on a
+    GPU by work that is queued after it on the current stream.
 
     Every method raises RuntimeError or OSError (TimeoutError is one) if a peer is gone, does not
-    come within `timeout`, or moves another number of bytes, as far as the network can tell. What
-    outputs then hold is undefined, and so is every later call.
+    respond within ``timeout``, or moves another number of bytes, as far as the network can tell.
+    Outputs are then undefined, and so is every later call.
+
+    Raises:
+        RuntimeError: See above.
+        OSError: See above.
     """
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group, from 0."""
+        """Number of this rank in the group, from 0."""
 
     @property
     def world_size(self) -> int:
@@ -48,55 +52,119 @@ class Transport(Protocol):
         """Seconds after which a call gives up waiting for a peer."""
 
     def empty(self, nbytes: int) -> Any:
-        """A new array of shape (nbytes,), of the kind that this transport moves."""
+        """Allocate an array of the kind that this transport moves.
+
+        Args:
+            nbytes: Number of bytes.
+
+        Returns:
+            uint8, shape ``(nbytes,)``.
+        """
 
     def all_gather(self, out: Any, x: Any) -> None:
-        """Fill `out`, shape (world_size * n,), with `x`, shape (n,), of rank 0, 1, ...
+        """Gather the arrays of all ranks.
 
-        n is the same on all ranks. `out` and `x` do not overlap.
+        Args:
+            out: Shape ``(world_size * n,)``, filled with the arrays of rank 0, 1, ...; it does not
+                overlap ``x``.
+            x: Shape ``(n,)``, of the same n on all ranks.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
         """
 
     def all_to_all(self, out: Any, x: Any) -> None:
-        """Send equal share j of `x` to rank j; share i of `out` comes from rank i.
+        """Send equal share j of ``x`` to rank j; share i of ``out`` comes from rank i.
 
-        Both have shape (world_size * n,), n is the same on all ranks, and they do not overlap.
+        Args:
+            out: Shape ``(world_size * n,)``; it does not overlap ``x``.
+            x: Shape ``(world_size * n,)``, of the same n on all ranks.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
         """
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """Send the arrays `xs[j]` to rank j; rank i fills the arrays `outs[i]`.
+        """Send several arrays to each rank, of sizes that both sides know.
 
-        Both sides know every size: piece k for rank j is as long here as piece k of `outs[rank]`
-        there. Sizes may differ, and be 0. `outs` and `xs` have world_size entries.
+        Piece k for rank j is as long here as piece k of ``outs[rank]`` there. Sizes may differ, and
+        be 0.
+
+        Args:
+            outs: ``outs[i]`` are the arrays to fill from rank i; ``world_size`` entries.
+            xs: ``xs[j]`` are the arrays to send to rank j; ``world_size`` entries.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
         """
 
     def send(self, x: Any, to: int) -> None:
-        """Send `x` to another rank, which calls `recv` with an array of that size."""
+        """Send an array to another rank, which calls ``recv`` with an array of that size.
+
+        Args:
+            x: The array.
+            to: The other rank.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
+        """
 
     def recv(self, out: Any, source: int) -> None:
-        """Fill `out` with what rank `source` sends."""
+        """Fill an array with what another rank sends.
+
+        Args:
+            out: The array.
+            source: The other rank.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
+        """
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """Combine `x`, of any shape, of all ranks in place: float32, float64, int32 or int64.
+        """Combine the arrays of all ranks in place; the result is bit-identical on all ranks.
 
-        The result is bit-identical on all ranks. "or" is bitwise, of integers only. Raises
-        NotImplementedError if the network cannot combine so.
+        Args:
+            x: float32, float64, int32 or int64, of any shape.
+            op: ``"sum"``, ``"max"`` or ``"or"`` (bitwise, of integers).
+
+        Raises:
+            NotImplementedError: If the network cannot combine so.
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
         """
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
-        """Fill `out`, shape (n,), with share `rank` of the sum of all ranks' `x`.
+        """Fill ``out`` with this rank's share of the sum of all ranks' ``x``.
 
-        `x` has shape (world_size * n,); both have one of the dtypes of `all_reduce`, and do not
-        overlap. Terms are added in that dtype, in the network's own order. Raises
-        NotImplementedError if the network has no sum, as here.
+        Terms are added in their dtype, in the network's own order.
+
+        Args:
+            out: Shape ``(n,)``, of a dtype of ``all_reduce``; it does not overlap ``x``.
+            x: Shape ``(world_size * n,)``, of the same dtype.
+
+        Raises:
+            NotImplementedError: If the network has no sum, as here.
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
         """
         name = type(self).__name__
         raise NotImplementedError(f"{name} has no reduce_scatter")
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Return when all ranks have called it.
+
+        Raises:
+            RuntimeError: If the call fails.
+            OSError: If the call fails.
+        """
 
     def close(self) -> None:
-        """Let go of what the transport has made for itself, if anything; no call comes after."""
+        """Free what the transport has made for itself. No call may follow."""
         return
 
 

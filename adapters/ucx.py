@@ -27,22 +27,29 @@ _Pending = tuple[int, Any, Any]
 
 
 class Ucx(Transport):
-    """One of `world_size` ranks, each of which has a UCX endpoint to every other.
+    """One of ``world_size`` ranks, each of which has a UCX endpoint to every other.
 
     Arrays are NumPy arrays or PyTorch tensors on the CPU, and CuPy arrays or tensors on a GPU if
-    UCX was built for it; all are used in place. UCX chooses the networks; UCX_TLS and its
-    other environment variables say which it may. A thread of ucxx moves the bytes. A rank that
-    dies is noticed at once by those that wait for it, a silent one after `timeout`.
+    UCX was built for it; all are used in place. UCX chooses the networks; UCX_TLS and its other
+    environment variables restrict them. A thread of ucxx moves the bytes. A rank that dies is
+    noticed at once by those that wait for it, a silent one after ``timeout``.
+
+    Args:
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        address: ``(host, port)`` where rank 0 listens and all ranks meet, to exchange the addresses
+            of their UCX workers.
+        timeout: Seconds after which a call gives up waiting for a rank.
+
+    Raises:
+        OSError: If the ranks do not meet within the timeout; by calls, if a rank is gone or silent.
+        RuntimeError: If other ranks connect than expected.
+        ValueError: If ``rank`` is not from 0 to ``world_size - 1``.
     """
 
     def __init__(
         self, rank: int, world_size: int, address: tuple[str, int], timeout: float = 30.0
     ) -> None:
-        """Made by all ranks together, which meet at `address`: (host, port) where rank 0 listens.
-
-        What they exchange there are the addresses of their UCX workers, through which all else
-        goes. `timeout` is in seconds. Raises OSError or RuntimeError if they do not come together.
-        """
         self._rank = rank
         self._timeout = timeout
         #: Requests that were given up: UCX may still use their arrays.
@@ -67,17 +74,17 @@ class Ucx(Transport):
 
     @property
     def rank(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """See `Transport`."""
+        """See ``Transport``."""
         return len(self._endpoints)
 
     @property
     def timeout(self) -> float:
-        """See `Transport`."""
+        """See ``Transport``."""
         return self._timeout
 
     def close(self) -> None:
@@ -85,19 +92,19 @@ class Ucx(Transport):
         self._leave()
 
     def empty(self, nbytes: int) -> Any:
-        """See `Transport`; a NumPy array."""
+        """See ``Transport``; a NumPy array."""
         return np.empty(nbytes, np.uint8)
 
     def all_gather(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self.all_to_all_v(shares(out, self.world_size), [[x]] * self.world_size)
 
     def all_to_all(self, out: Any, x: Any) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self.all_to_all_v(shares(out, self.world_size), shares(x, self.world_size))
 
     def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         for out, x in zip(outs[self._rank], xs[self._rank], strict=True):
             out[...] = x
         receives = [(peer, out) for peer, pieces in enumerate(outs) for out in pieces]
@@ -108,19 +115,19 @@ class Ucx(Transport):
         )
 
     def send(self, x: Any, to: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages([], [(to, x)])
 
     def recv(self, out: Any, source: int) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self._messages([(source, out)], [])
 
     def all_reduce(self, x: Any, op: Op = "sum") -> None:
-        """See `Transport`; `x` is on the host, and small: it goes whole to every rank."""
+        """See ``Transport``; ``x`` is on the host, and small: all of it is sent to every rank."""
         all_reduce_by_gather(self, x, op)
 
     def barrier(self) -> None:
-        """See `Transport`."""
+        """See ``Transport``."""
         self.all_gather(self.empty(self.world_size), self.empty(1))
 
     def _messages(

@@ -160,7 +160,7 @@ class Sdp4bit(CodecSpec):
             if not coded:
                 allowed = ", ".join(self.dtypes)
                 raise ValueError(
-                    f"rotate={self.rotate!r} and {dtype.name}, which would be stored as it is; "
+                    f"rotate={self.rotate!r} with {dtype.name}, which would be stored raw; "
                     f"allowed: {allowed}"
                 )
             return True

@@ -263,7 +263,7 @@ def check_text(value: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{value!r} has a lone surrogate, which is no Unicode text") from None
+            raise ValueError(f"{value!r} has a lone surrogate, not valid in Unicode text") from None
 
 
 def _member(name: str, text: str, at: int) -> tuple[Any, int]:
@@ -293,7 +293,7 @@ def check_size(entry: Entry) -> None:
     The rule is that of buffers, for all dimensions but zeros.
     """
     if math.prod(n or 1 for n in entry.shape) * BITS[entry.dtype] >= 1 << 66:
-        raise _bad(f"{entry.name!r} is too large but for its zeros: shape {list(entry.shape)}")
+        raise _bad(f"{entry.name!r} is too large apart from its zeros: shape {list(entry.shape)}")
 
 
 def _is_size(value: Any) -> bool:
@@ -461,7 +461,7 @@ def _check_order(metadata: Mapping[str, str]) -> None:
     """No two keys say which tensors there are and in which order; a tree may name tied ones."""
     found = [key for key in (SOURCE_KEY, LIST_KEY, TIED_KEY, TREE_KEY) if key in metadata]
     if len(found) > 1 and found != [TIED_KEY, TREE_KEY]:
-        raise _bad(f"{found[0]} beside {found[1]}")
+        raise _bad(f"{found[0]} together with {found[1]}")
 
 
 def crc32c(data: memoryview) -> int:

@@ -1,6 +1,6 @@
-"""Lossless and lossy compression of tensors: one self-describing buffer each.
+"""Compression of model weights, gradients and KV caches: each tensor becomes one buffer.
 
-Names are imported when they are first asked for: `tightwire --version` needs none of them.
+Names are imported on first use: ``tightwire --version`` needs none of them.
 """
 
 import importlib

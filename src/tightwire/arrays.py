@@ -1,5 +1,5 @@
-"""Arrays of any library as flat element bits on the host, and back. No library is imported here
-unless an array of it was handed in or asked for.
+"""Arrays of any library as flat element bits on the host, and back. A library is imported
+only when an array of it is passed or requested.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_a(library: str, x: Any) -> bool:
 
 
 def library_of(x: Any) -> str:
-    """Name of the array library that `x` belongs to; TypeError if it is no array."""
+    """Name of the array library that `x` belongs to; TypeError if it is not an array."""
     if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
@@ -144,7 +144,7 @@ def describe(x: Any) -> ArrayInfo:
         if not has_memory(x):
             raise TypeError(
                 f"{_kind(x)} has no memory of its own. Allowed: tensors with data, outside of "
-                "FakeTensorMode and torch.func transforms; of a DTensor x.to_local()"
+                "FakeTensorMode and torch.func transforms; for a DTensor x.to_local()"
             )
         device = None if x.device.type == "cpu" else x.device
         return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
@@ -159,7 +159,7 @@ def describe(x: Any) -> ArrayInfo:
             )
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"dtype {x.dtype} is not supported. Allowed: of random keys jax.random.key_data(x)"
+                f"dtype {x.dtype} is not supported. Allowed: for random keys jax.random.key_data(x)"
             )
         devices = x.devices()
         if len(devices) != 1:
@@ -249,7 +249,7 @@ def check_jax(x: Any, dtype: DType) -> Any:
     """The JAX array `x`; TypeError if JAX has narrowed it from `dtype`."""
     if x.dtype != dtype.numpy:
         raise TypeError(
-            f"JAX would turn {dtype.name} into {x.dtype}: enable jax_enable_x64, or use "
+            f"JAX would convert {dtype.name} into {x.dtype}: enable jax_enable_x64, or use "
             'like="numpy"'
         )
     return x

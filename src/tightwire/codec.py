@@ -554,21 +554,27 @@ def encode(
 ) -> Buffer:
     """Encode an array of any library into a ``Buffer``. ``x`` is never modified.
 
+    Arrays on a GPU are encoded there, on the current stream, without waiting for the device;
+    ``Codec.encode`` has the details.
+
     Args:
         x: The array, of any shape, on the host or a GPU.
         codec: A codec or its name, which stands for its default parameters.
-        stats: As in ``Codec.encode``.
-        key: As in ``Codec.encode``.
-        out: As in ``Codec.encode``.
-        scratch: As in ``Codec.encode``.
-        chunks: As in ``Codec.encode``.
-        dynamic_capacity: As in ``Codec.encode``.
-        checksum: As in ``Codec.encode``.
-        threads: As in ``Codec.encode``.
-        backend: As in ``Codec.encode``.
+        stats: Statistics that ranks have agreed on, as ``Codec.measure`` returns them. None: the
+            codec measures ``x``.
+        key: Seed of codecs that round at random.
+        out: A ``Buffer`` to reuse, or a writable uint8 array of at least ``plan.nbytes`` bytes.
+        scratch: Work memory on the GPU of ``x``, uint8, of at least ``plan.scratch_nbytes`` bytes.
+        chunks: Number of chunks, which can be decoded independently. None: as few as the codec
+            allows.
+        dynamic_capacity: Bytes of each chunk's dynamic slot, for a fixed rate. None: enough for any
+            data.
+        checksum: Whether the buffer has checksums.
+        threads: Most threads on the host. None: every processor where the size is worth it.
+        backend: ``"ref"`` or ``"cpu"`` (host), ``"triton"`` (GPU), or None for the fastest.
 
     Returns:
-        The buffer: header, result records, and the encoded chunks.
+        The buffer, with header, result records and encoded chunks.
 
     Raises:
         TypeError: If an argument has a wrong type.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one vector; `detail` says why it did not pass, and is empty if it did."""
+    """The outcome of one vector; `detail` says why it did not pass, and is empty if it did."""
 
     name: str
     passed: bool

@@ -129,7 +129,7 @@ class Contents:
         return self.reader.read(self.directory.data_at + entry.begin, entry.nbytes)
 
     def head(self, name: str, max_nbytes: int) -> Head | None:
-        """One tensor checked but for its payload: the head of its buffer, None if it is plain."""
+        """The head of a tensor's buffer, its payload not checked; None if the tensor is plain."""
         entry = self.entry(name)
         with naming(f"tensor {name!r}"):
             if self.is_plain(entry):
@@ -208,7 +208,7 @@ class Contents:
         return read_ranges(self.reader, [(at + e.begin, at + e.end) for e in entries], memory)
 
     def parse(self, name: str, data: Bytes, max_nbytes: int) -> Parsed:
-        """The buffer of one tensor from its bytes, checked but for its payload."""
+        """The buffer of one tensor from its bytes, checked except for its payload."""
         parsed = engine.parse(data, max_nbytes)
         self.check_head(name, parsed.header, parsed.plan)
         return parsed

@@ -91,7 +91,7 @@ def compress_file(
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> list[TensorReport]:
-    """Compress a safetensors file tensor by tensor; `target` appears whole or not at all.
+    """Compress a safetensors file tensor by tensor; `target` appears atomically.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
     restored byte for byte. `target` gets the permissions and the time of the last change of
@@ -283,7 +283,7 @@ def forecast_decompress(
 
     The target counts as done if it has the source's time of last change, and the header and the
     size of the file that `source` was made from, and the same tensors where that time is a whole
-    second. Raises what `decompress_file` raises for all but payload.
+    second. Raises what `decompress_file` raises except for payloads.
     """
     with reading(source) as reader:
         contents = Contents(reader)

@@ -585,7 +585,7 @@ def target_of_source(src: Any) -> Target:
 def _library_of_buffer(x: Any) -> str | None:
     """Library in whose order the bytes of a Buffer in device memory are written, else None.
 
-    Arrays that are no Buffer are ordered when they cross by DLPack.
+    Other arrays are ordered when they are passed by DLPack.
     """
     return x.target.library if isinstance(x, Buffer) and x._memory is not None else None
 
@@ -911,7 +911,7 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
 
 
 def _open(src: Any, place: torch.device, max_nbytes: int | None, required: bool) -> _Source | None:
-    """`src` in memory at `place`, after the host's checks if it is no Buffer there."""
+    """`src` in memory at `place`, after the host's checks unless it is a Buffer there."""
     if isinstance(src, Buffer) and max_nbytes is not None:
         check_limit(src.plan, max_nbytes)
     memory = src._memory if isinstance(src, Buffer) else None

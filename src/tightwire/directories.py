@@ -72,7 +72,7 @@ def _tree(root: Path) -> _Tree:
     """Everything in a directory but `LEFT_OUT` and temporary files of tightwire.
 
     Links are followed. Raises ValueError for a link to a folder above it and for too many folders,
-    OSError for a link to nothing and for what is no regular file.
+    OSError for a link to nothing and for anything that is not a regular file.
     """
     tree = _Tree(root, [], [])
 
@@ -205,7 +205,7 @@ class DirectoryWork:
         return sum(s.forecast.nbytes for s in self.shards if not s.forecast.done)
 
     def run(self, progress: Progress = no_progress) -> DirectoryReport:
-        """Do it. Each file appears whole or not at all, indexes after all that they name.
+        """Do it. Each file appears atomically, indexes after all that they name.
 
         What is done already is left alone, so a run that was killed can be repeated.
         """
@@ -292,7 +292,7 @@ def compress_directory(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> DirectoryReport:
-    """Compress all safetensors files of a directory and copy what lies beside them.
+    """Compress all safetensors files of a directory and copy all other files.
 
     Everything is checked before anything is written. `target` may be there: files that this call
     would write are left alone, so a call that was killed can be repeated. `force` replaces other
@@ -602,7 +602,7 @@ def diff_directories(
 
     Each is a directory or a safetensors file, compressed or not. Tensors are compared by name,
     however they are spread over shards; those in a sub-folder have its path before their name, and
-    those in a file that is no part of its folder's model (see `model_shards`) that file's.
+    those in a file outside its folder's model (see `model_shards`) that file's.
     """
     with ExitStack() as files:
         left = _ModelTensors(a, files, max_nbytes)

@@ -226,7 +226,7 @@ class Parsed(Head):
         return self.plan.chunk(i, self.data, dynamic, record.info)
 
     def distinct(self, chunks: range) -> Sequence[int]:
-        """`chunks` but for empty ones with the bytes of the first empty one, which is among them.
+        """`chunks` without empty ones with the bytes of the first empty one, which is among them.
 
         What is found of that one holds for the others.
         """

@@ -64,7 +64,7 @@ def error(x: Any, y: Any) -> Error:
     infos = arrays.describe(x), arrays.describe(y)
     for info in infos:
         if info.dtype.name.startswith("complex"):
-            raise TypeError(f"error() was given {info.dtype.name}; allowed: real dtypes")
+            raise TypeError(f"Expected real dtypes, got {info.dtype.name}")
     if infos[0].shape != infos[1].shape:
         raise ValueError(f"x has shape {infos[0].shape}, y {infos[1].shape}; needed: one shape")
     a, b = (

@@ -306,7 +306,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Heads:
-    """Plans of the buffers of a part, checked but for payloads, and groups of the usual ones."""
+    """Plans of the buffers of a part, payloads not checked, and groups of the usual ones."""
 
     part: Part
     plans: list[Plan]

@@ -50,7 +50,7 @@ def sketch(buf: Buffer, chunk: int = 0) -> Any:
         chunk: Number of the chunk.
 
     Returns:
-        Shape ``(n,)``: for lhc and omnireduce floats, for thc unsigned integers.
+        Shape ``(n,)``, floats for lhc and omnireduce, unsigned integers for thc.
 
     Raises:
         IndexError: If there is no such chunk.
@@ -157,7 +157,7 @@ def _spec(buf: Buffer) -> CodecSpec:
         raise TypeError(f"buf is {given}; allowed: a Buffer, as encode() and Buffer.wrap() give")
     spec = buf.plan.codec
     if not spec.homomorphic:
-        raise ValueError(f"{buf!r} does not add up; allowed: buffers of homomorphic codecs")
+        raise ValueError(f"{buf!r} cannot be summed; allowed: buffers of homomorphic codecs")
     return spec
 
 
@@ -271,7 +271,9 @@ def diagnose(
     plan = chosen.plan(shape, dtype, chunks=chunks)
     spec = plan.codec
     if not isinstance(spec, Lhc):
-        raise ValueError(f"{chosen.name} stores {shape} by {spec.name}; allowed: what lhc codes")
+        raise ValueError(
+            f"{chosen.name} stores {shape} as {spec.name}; allowed: tensors that lhc codes"
+        )
     found = _host_index(index, plan.nelem)
     peel = backend_module("lhc", None).peel
     rows, occupied, peeled, rounds = spec.rows(plan.chunk_nelem), 0, 0, 0
@@ -311,7 +313,9 @@ class Sketched:
         self.plan = codec.plan(info.shape, info.dtype.name, chunks=chunks, checksum=False)
         if not isinstance(self.plan.codec, Lhc):
             name = self.plan.codec.name
-            raise ValueError(f"{codec.name} stores {info.shape} by {name}; allowed: what lhc codes")
+            raise ValueError(
+                f"{codec.name} stores {info.shape} as {name}; allowed: tensors that lhc codes"
+            )
         self._device = device_for(backend, x)
         self._work = None
         if self._device is not None and info.library == "torch":
@@ -324,7 +328,7 @@ class Sketched:
         """Elements in the index, those of them that are peeled, and rounds.
 
         Returns:
-            int64, shape ``(3,)``, as in ``Diagnosis``: a tensor on the device if kernels have
+            int64, shape ``(3,)``, as in ``Diagnosis``, a tensor on the device if kernels have
             encoded, else a NumPy array.
         """
         if self._device is not None and self._work is not None:

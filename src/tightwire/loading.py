@@ -107,7 +107,7 @@ def _state(model: Any) -> dict[str, Any]:
             state[name] = None
         elif id(x) not in own:
             raise TypeError(
-                f"{name!r} of the state_dict is no parameter and no buffer: a hook has made it. "
+                f"{name!r} of the state_dict is neither a parameter nor a buffer: a hook made it. "
                 "Allowed: model.load_state_dict(tightwire.load_file(...))"
             )
         elif x.is_meta:
@@ -231,7 +231,7 @@ def _inference(goals: Sequence[_Goal]) -> AbstractContextManager[Any]:
 
 
 def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iterator[_Goal]:
-    """Every array of `out` once for each tensor that goes there, checked but for its shape."""
+    """Every array of `out` once for each tensor that goes there, its shape not checked."""
     for contents in files:
         seen: set[Any] = set()
         for name in contents.names():

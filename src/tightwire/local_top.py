@@ -1,4 +1,6 @@
-"""Which blocks a rank proposes to the codec omnireduce, so that the agreed blocks fill the budget::
+"""Which blocks a rank proposes to the codec omnireduce, so that those agreed on fill its budget.
+
+A step::
 
     tops = LocalTop(codec.plan(x.shape, x.dtype))       # one for each tensor, kept between steps
     stats = all_reduce_max(tops.propose(codec.measure(x))) tops.update(stats) buf = codec.encode(x,

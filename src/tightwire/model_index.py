@@ -65,7 +65,7 @@ def read_index(path: Path) -> Index:
                     errno.ENOENT, f"no such file, but {path.name} names it", str(path.parent / name)
                 )
     except (ValueError, RecursionError) as error:
-        raise FormatError("bad_container", f"{path} is no index of shards: {error}") from None
+        raise FormatError("bad_container", f"{path} is not an index of shards: {error}") from None
     metadata = fields.get("metadata")
     own = isinstance(metadata, dict) and metadata.get(OWN_KEY) == OWN_VALUE
     return Index(path, text, weight_map, own)
@@ -102,7 +102,7 @@ def with_suffix(text: str, names: Iterable[str], old: str, new: str) -> str:
 
 
 def compressed_index(index: Index) -> bytes:
-    """The index over compressed shards. ValueError if it could not be turned back."""
+    """The index over compressed shards. ValueError if it could not be restored."""
     names = {name: compressed_name(name) for name in index.weight_map.values()}
     text = with_suffix(index.text, names, PLAIN_SUFFIX, SUFFIX)
     expected = {tensor: names[shard] for tensor, shard in index.weight_map.items()}

@@ -134,7 +134,7 @@ def pieces_of(windows: Sequence[Sequence[Range]]) -> list[Piece]:
 
 
 class Transfer:
-    """Windows on their way to `device`, in order: each, ranges of files behind one another.
+    """Windows copied to `device`, in order: each, ranges of files behind one another.
 
     A context manager. Iterate over it: each step gives a window's bytes, uint8, in memory that
     is valid in the order of the current stream until the next step. Raises OSError and
@@ -280,7 +280,7 @@ class Transfer:
 
 
 class Writer:
-    """Bytes on `device` on their way to a file, each batch of them at its place.
+    """Bytes on `device` written to a file, each batch of them at its place.
 
     A context manager; when the block ends without an error everything is in the file. Raises
     OSError, at the latest then.
@@ -312,7 +312,7 @@ class Writer:
     def write(self, data: torch.Tensor, at: int) -> None:
         """Write `data`, uint8, shape (n,), made on the current stream, at offset `at`.
 
-        Waits until earlier data but for the last batch is in the file, and then lets go of it.
+        Waits until earlier data, except the last batch, is in the file, and then lets go of it.
         """
         self._settle(1)
         ready = None
@@ -345,7 +345,7 @@ class Writer:
             while done < len(view):
                 n = os.pwrite(self._fd, view[done:], at + start + done)
                 if n == 0:
-                    raise OSError(errno.EIO, "the system writes nothing")
+                    raise OSError(errno.EIO, "the system wrote no bytes")
                 done += n
         finally:
             self._slots.give(slot)

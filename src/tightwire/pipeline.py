@@ -1,7 +1,7 @@
 """Work on the tensors of a file by several threads, results in the order of the file.
 
 Each job reads, codes and checks a few consecutive tensors in memory that is used again for later
-ones. The caller writes what comes back, so reading, coding and writing overlap.
+ones. The caller writes the results, so reading, coding and writing overlap.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _new_block(nbytes: int, huge: bool = False) -> Bytes:
     """Memory from the system, which gets it back when the last view is gone.
 
     The allocator may keep for itself what a thread returns to it. `huge` asks for huge pages: they
-    are quicker to get, unless the system has to make room for them among cached files.
+    are quicker to get, unless the system has to drop cached files for them.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)

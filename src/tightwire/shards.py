@@ -54,7 +54,7 @@ def _unindexed_shards(folder: Path) -> list[Path]:
     if not names:
         raise FileNotFoundError(
             errno.ENOENT,
-            "holds no *.safetensors; of a pipeline, name the sub-folder of one model",
+            "holds no *.safetensors; for a pipeline, name the sub-folder of one model",
             str(folder),
         )
     return [folder / name for name in names]

@@ -1,5 +1,5 @@
-"""Bytes of files: read range by range from paths, memory and file objects; written whole or not
-at all.
+"""Bytes of files: read range by range from paths, memory and file objects; written
+atomically.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def open_reader(source: Any) -> Reader:
 def _to_the_end(file: Any) -> Bytes:
     data = file.read()
     if data is None:
-        raise BlockingIOError(errno.EAGAIN, "has no bytes yet, and does not wait", _name_of(file))
+        raise BlockingIOError(errno.EAGAIN, "is non-blocking and has no bytes yet", _name_of(file))
     return np.frombuffer(data, np.uint8)
 
 
@@ -366,7 +366,7 @@ def _write_all(file: Any, data: Any) -> int:
         if n is None and not isinstance(file, io.IOBase):
             n = len(view) - done
         if not n:
-            raise BlockingIOError(errno.EAGAIN, "takes no bytes now, and does not wait")
+            raise BlockingIOError(errno.EAGAIN, "is non-blocking and takes no bytes now")
         done += n
     return done
 

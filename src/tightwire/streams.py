@@ -76,5 +76,5 @@ def _read_start(stream: Any, max_nbytes: int) -> tuple[bytes, int] | None:
 def _read(stream: Any, nbytes: int) -> bytes:
     piece: bytes | None = stream.read(nbytes)
     if piece is None:
-        raise BlockingIOError(errno.EAGAIN, "the stream has no bytes yet, and does not wait")
+        raise BlockingIOError(errno.EAGAIN, "the stream is non-blocking and has no bytes yet")
     return piece

@@ -114,7 +114,7 @@ def decode_into(
         checksum: Whether the buffer has checksums.
 
     Returns:
-        A status, int64, shape ``(1,)``. On a GPU nothing is raised for damage and nothing waits: a
+        A status, int64, shape ``(1,)``. On a GPU nothing is raised for damage and nothing waits. A
         status other than 0 means that ``src`` is damaged and ``out`` undefined;
         ``tightwire.codecs.device.problem`` makes the FormatError of it. On the host it is 0.
 

@@ -17,7 +17,7 @@ _KINDS = ("tensor", "dict", "tuple", "bytes", "float")
 
 
 def is_array(value: Any) -> bool:
-    """False for what a tree is made of; anything else has to be an array."""
+    """False for the nodes of a tree; anything else has to be an array."""
     return not isinstance(value, (Mapping, list, tuple, bytes)) and type(value) not in _SCALARS
 
 

@@ -149,7 +149,7 @@ def test_cells_keep_what_is_not_finite_and_refuse_what_they_cannot_hold() -> Non
         assert np.isfinite(total[2048:]).all()
 
     run_ranks(2, rank)
-    with pytest.raises(ValueError, match="adds up 8 ranks at most; here are 9"):
+    with pytest.raises(ValueError, match="adds up at most 8 ranks; the group has 9"):
         run_ranks(9, lambda t: tw.Communicator(t, "thc", topology="cells"))
 
     def refused(t: MemoryTransport) -> None:

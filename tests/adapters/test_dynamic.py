@@ -699,7 +699,7 @@ def test_bad_calls_say_what_is_allowed() -> None:
                     call(*arguments)
         with pytest.raises(ValueError, match="x must be a PyTorch tensor on cpu"):
             fixed.launch(x.numpy(), *(a.numpy() for a in (splits, indices, lens)))
-        with pytest.raises(ValueError, match="comes after launch"):
+        with pytest.raises(ValueError, match="called before launch"):
             fixed.finish()
         for options in (
             {"max_splits": 0},

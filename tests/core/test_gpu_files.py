@@ -453,7 +453,7 @@ def test_failing_writes(
     assert error.value.filename == str(tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "pwrite", lambda *args: 0)
-    with pytest.raises(OSError, match="writes nothing"):
+    with pytest.raises(OSError, match="wrote no bytes"):
         save({name: x.to(device) for name, x in model().items()}, tmp_path / "x")
 
 

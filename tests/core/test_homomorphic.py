@@ -271,7 +271,7 @@ def test_an_index_of_another_size(call: Any) -> None:
     for bad in (index[1:], index.astype(np.int32), index[None]):
         with pytest.raises(ValueError, match="allowed: uint8"):
             call(bad, N)
-    with pytest.raises(ValueError, match="by raw"):
+    with pytest.raises(ValueError, match="as raw"):
         diagnose(CODEC, index[:1], (8,), "float32")
 
 
@@ -360,5 +360,5 @@ def test_what_encoding_has_found(
     assert found.counts().tolist() == [wanted.occupied, wanted.peeled, wanted.rounds]
     assert wanted.rounds > 2
     found.check()
-    with pytest.raises(ValueError, match="by raw"):
+    with pytest.raises(ValueError, match="as raw"):
         Sketched(CODEC, x[:8], index[:1])
