@@ -296,11 +296,9 @@ def architecture_drawing() -> str:
             d.arrow(166, y + 74, 166, y + 104)
             d.text(176, y + 93, "imports", "small")
         y += 104
-    d.box(332, 16 + 208, 94, 178, "none")
-    for j, line in enumerate(
-        ("specs", "", "one page", "for each", "codec: the", "law for the", "bytes")
-    ):
-        d.text(344, 224 + 30 + 19 * j, line, "small" if j else "bold")
+    d.box(332, 16 + 208, 94, 122, "none")
+    for j, line in enumerate(("specs", "a page for", "each codec:", "it defines", "the bytes")):
+        d.text(344, 246 + 22 * j, line, "small" if j else "bold")
     return d.svg()
 
 
