@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from tightwire.formats.header import RECORD, header_crc, parse_header
 from tightwire.planning import plan_of_header
 
 FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
+#: The key of all vectors; `vector_key` has the number of ranks of each.
+KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
+
+
+def vector_key(name: str) -> tw.Key:
+    """The key with which the vector `name` was encoded."""
+    ranks = re.search(r"_of_(\d+)_ranks$", name)
+    return KEY._replace(world=int(ranks[1]) if ranks else 1)
 
 
 def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[Any]:

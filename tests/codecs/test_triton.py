@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import KEY, PATTERNS, make_bits, vector_key
 from tightwire import engine
 from tightwire.codecs.base import Plan
 from tightwire.codecs.zipccl import COLUMNS, TILE, Zipccl, fields_of, tail_columns, tile_count
@@ -39,7 +39,6 @@ CODED = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 SIZES = (641, 1301, 2048, 4095, 4096, 4097, 12289, 70001)
 GUARD = 512
 POISON = 0xA5
-KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 
 # Squares of huge numbers are infinite in specs/taco.md, and elements that are not finite go through
 # taco's kernels up to the codes: of both NumPy, which interprets, warns.
@@ -1716,7 +1715,7 @@ def test_vectors(place: str, name: str) -> None:
         )
     buf = codec.encode(
         out,
-        key=KEY._replace(world=8 if name.endswith("of_8_ranks") else 1),
+        key=vector_key(name),
         out=memory.take(len(data) + 2 * bits.nbytes + 4096 * header.chunks),
         chunks=header.chunks,
         checksum=bool(header.required & CHECKSUM),
