@@ -42,6 +42,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+# As a list: the attributes have entries of their own where they have comments.
+napoleon_use_ivar = True
 # Not needed to read docstrings, and not installable everywhere.
 autodoc_mock_imports = ["cupy", "mpi4py", "ucxx", "transformers"]
 # A name between single backticks becomes a link where it is a public name.
