@@ -2,7 +2,7 @@
 
 Times are those of the alpha-beta model on equal links without contention (Thakur, Rabenseifner and
 Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). vNMSE is that of
-DynamiQ, section 5: E[|X - X'|^2] / |X|^2 of the result of a collective.
+DynamiQ, section 5: ``E[|X - X'|^2] / |X|^2`` of the result of a collective.
 """
 
 from __future__ import annotations
