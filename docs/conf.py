@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from tightwire import torch_ops
 HERE = Path(__file__).resolve().parent
 #: Folders that appear here by a link; Sphinx resolves links between their pages past the link.
 LINKED = {(HERE / name).resolve(): name for name in ("format", "results")}
-#: Sections of docstrings that napoleon writes anew.
-SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Examples?|Notes?|Source):$", re.M)
+#: A character that no docstring has.
+HIDDEN_COLON = "\ue000"
 
 project = "tightwire"
 author = "the tightwire authors"
@@ -101,19 +100,19 @@ def _resolve_names(
     return text if annotation or node["reftype"] == "obj" or foreign else None
 
 
-def _keep_docstring(
+def _hide_colons(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Napoleon reads the words before a colon as the type of an attribute: keep the text."""
-    kept = list(lines) if what in ("attribute", "property", "data") else []
-    app.env.temp_data["docstring"] = [] if SECTION.search("\n".join(kept)) else kept
+    """Napoleon takes what stands before a colon for the type of an attribute, as here it is not."""
+    if lines and what in ("attribute", "property", "data"):
+        lines[0] = lines[0].replace(":", HIDDEN_COLON)
 
 
-def _restore_docstring(
+def _show_colons(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Put back what was kept; make an indented block behind a paragraph a block of code."""
-    lines[:] = app.env.temp_data.pop("docstring") or lines
+    """Put colons back; make an indented block behind a paragraph a block of code."""
+    lines[:] = [line.replace(HIDDEN_COLON, ":") for line in lines]
     for i in range(1, len(lines) - 1):
         before, after = lines[i - 1], lines[i + 1]
         starts = before and not before.startswith((" ", ":", "..", "-")) and not lines[i]
@@ -126,8 +125,8 @@ def setup(app: Sphinx) -> None:
     # Before the collector of downloads, which has the priority 500, as napoleon has.
     app.connect("doctree-read", _mend_links, priority=400)
     app.connect("missing-reference", _resolve_names)
-    app.connect("autodoc-process-docstring", _keep_docstring, priority=400)
-    app.connect("autodoc-process-docstring", _restore_docstring, priority=600)
+    app.connect("autodoc-process-docstring", _hide_colons, priority=400)
+    app.connect("autodoc-process-docstring", _show_colons, priority=600)
     # Custom operators have no docstring, the functions that they are made of have.
     for operator in ("encode_into", "decode_into"):
         setattr(torch_ops, operator, getattr(torch_ops, operator)._init_fn)
