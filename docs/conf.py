@@ -1,17 +1,24 @@
 """Sphinx: `sphinx-build -W --keep-going -n docs OUT`. Needs no network."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 import tightwire
+from tightwire import torch_ops
 
 HERE = Path(__file__).resolve().parent
 #: Folders that appear here by a link; Sphinx resolves links between their pages past the link.
 LINKED = {(HERE / name).resolve(): name for name in ("format", "results")}
+#: A character that no docstring has.
+HIDDEN_COLON = "\ue000"
 
 project = "tightwire"
 author = "the tightwire authors"
@@ -30,15 +37,27 @@ root_doc = "index"
 exclude_patterns = ["_build", "drawings", "format/vectors", "format/tables"]
 nitpicky = True
 
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+# As a list: the attributes have entries of their own where they have comments.
+napoleon_use_ivar = True
+# Not needed to read docstrings, and not installable everywhere.
+autodoc_mock_imports = ["cupy", "mpi4py", "ucxx", "transformers"]
+# A name between single backticks becomes a link where it is a public name.
+default_role = "py:obj"
+
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"tightwire {release}"
 html_static_path = ["_static"]
+html_css_files = ["tightwire.css"]
 html_show_sphinx = False
 html_copy_source = False
-copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _mend_links(app: Sphinx, doctree: nodes.document) -> None:
@@ -60,7 +79,54 @@ def _mend_links(app: Sphinx, doctree: nodes.document) -> None:
                 node.replace_self(copy)
 
 
+def _resolve_names(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Node
+) -> nodes.Node | None:
+    """Links to public names by the name that users import; others stay plain text.
+
+    A role that names a part of tightwire which is not there stays an error.
+    """
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    public = f"tightwire.{target.rpartition('.')[2]}"
+    if target != public and public.removeprefix("tightwire.") in tightwire.__all__:
+        domain, page = env.domains.python_domain, node.get("refdoc", env.docname)
+        link = domain.resolve_xref(env, page, app.builder, "obj", public, node, text)
+        if link is not None:
+            return link
+    annotation = "refwarn" not in node
+    foreign = not target.startswith(("tightwire.", "tw."))
+    return text if annotation or node["reftype"] == "obj" or foreign else None
+
+
+def _hide_colons(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Napoleon takes what stands before a colon for the type of an attribute, as here it is not."""
+    if lines and what in ("attribute", "property", "data"):
+        lines[0] = lines[0].replace(":", HIDDEN_COLON)
+
+
+def _show_colons(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Put colons back; make an indented block behind a paragraph a block of code."""
+    lines[:] = [line.replace(HIDDEN_COLON, ":") for line in lines]
+    for i in range(1, len(lines) - 1):
+        before, after = lines[i - 1], lines[i + 1]
+        starts = before and not before.startswith((" ", ":", "..", "-")) and not lines[i]
+        if starts and after.startswith("    ") and not before.endswith("::"):
+            lines[i - 1] = before.removesuffix(":") + "::"
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    # Before the collector of downloads, which has the priority 500.
+    # Before the collector of downloads, which has the priority 500, as napoleon has.
     app.connect("doctree-read", _mend_links, priority=400)
+    app.connect("missing-reference", _resolve_names)
+    app.connect("autodoc-process-docstring", _hide_colons, priority=400)
+    app.connect("autodoc-process-docstring", _show_colons, priority=600)
+    # Custom operators have no docstring, the functions that they are made of have.
+    for operator in ("encode_into", "decode_into"):
+        setattr(torch_ops, operator, getattr(torch_ops, operator)._init_fn)

@@ -23,8 +23,8 @@ WIDTH = 440
 DESCRIPTOR = 16 + RECORD.itemsize
 
 STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.small { font-size: 11.5px; fill: #59636e; }
+text { font: 14px system-ui, sans-serif; fill: #1f2328; }
+.small { font-size: 12.5px; fill: #59636e; }
 .bold { font-weight: 600; }
 .middle { text-anchor: middle; }
 .end { text-anchor: end; }
@@ -119,7 +119,7 @@ def buffer_drawing(buf: tw.Buffer) -> str:
     sections = [s for s in plan.layout.sections if not s.dynamic]
     title = f"A zipccl buffer of {plan.nelem:,} bfloat16 numbers in {plan.chunks} chunks"
     d = Drawing(title, 500)
-    d.text(14, 24, f"{plan.nelem:,} bfloat16 numbers, zipccl, {plan.chunks} chunks, packed", "bold")
+    d.text(14, 24, f"{plan.nelem:,} bfloat16 numbers in {plan.chunks} chunks, packed", "bold")
     d.text(74, 46, "byte", "small end")
     left, width, right = 82, 206, 294
     y = 54.0
@@ -136,7 +136,7 @@ def buffer_drawing(buf: tw.Buffer) -> str:
     row(plan.header.nbytes + records, 18, "none", "")
     d.text(left + width / 2, y - 5, "zeros up to a multiple of 128", "small middle")
     d.bracket(right, 55, 83, "dtype, shape, codec")
-    d.bracket(right, 86, 112, "checksums and sizes")
+    d.bracket(right, 86, 112, "checksums, sizes")
     top = y
     first, second = sections
     row(plan.static_range(0).start, 44, "blue", f"{kinds[first.kind]}: {first.nbytes:,} bytes")
@@ -198,7 +198,7 @@ def tile_drawing() -> str:
     for r in range(ROWS):
         d.text(48, top + 20 * r + 14, f"row {r}", "small end")
 
-    d.text(14, 400, "3. Byte 2 of a plane: one bit of each code in column 2", "bold")
+    d.text(14, 400, "3. Byte 2 of a plane: a bit of each code in column 2", "bold")
     d.line((places["2"] + cell / 2, top + 160), (places["2"] + cell / 2, 384))
     for r in range(ROWS):
         d.box(16 + 51 * r, 412, 51, 24, "blue", f"row {ROWS - 1 - r}")
@@ -220,12 +220,12 @@ def wire_drawing(buf: tw.Buffer) -> str:
     plan = buf.plan
     stride = plan.static_stride
     d = Drawing("Static and dynamic parts on the wire in an all-to-all", 490)
-    d.text(14, 24, "All-to-all of four ranks: rank 0 sends chunk 2 to rank 2", "bold")
-    d.text(75, 50, "buffer of rank 0:", "small middle")
-    d.text(75, 65, "a chunk for each rank", "small middle")
-    d.text(365, 50, "buffer of rank 2:", "small middle")
-    d.text(365, 65, "a chunk from each rank", "small middle")
-    left, right, width, high, top = 15.0, 305.0, 120.0, 32.0, 74.0
+    d.text(14, 24, "All-to-all: rank 0 sends chunk 2 to rank 2", "bold")
+    d.text(77, 50, "buffer of rank 0:", "small middle")
+    d.text(77, 65, "a chunk for each rank", "small middle")
+    d.text(363, 50, "buffer of rank 2:", "small middle")
+    d.text(363, 65, "a chunk from each rank", "small middle")
+    left, right, width, high, top = 12.0, 298.0, 130.0, 32.0, 74.0
     mine, theirs = 2, 0
     parts = top + 54
     for x, chosen, word in ((left, mine, "for"), (right, theirs, "from")):
@@ -237,11 +237,11 @@ def wire_drawing(buf: tw.Buffer) -> str:
             d.box(x, parts + high * (plan.chunks + i), width, high, dynamic, f"dyn. {name}")
 
     def travels(y_from: float, y_to: float, what: str, size: str) -> None:
-        bend = 150.0
+        bend = 158.0
         d.line((left + width, y_from), (bend, y_from), (bend, y_to))
         d.arrow(bend, y_to, right, y_to)
-        d.text(156, y_to - 7, what, "bold")
-        d.text(156, y_to + 15, size, "small")
+        d.text(164, y_to - 7, what, "bold")
+        d.text(164, y_to + 15, size, "small")
 
     travels(top + 27, top + 27, "1. descriptor", f"{DESCRIPTOR} bytes")
     static = parts + high / 2
@@ -250,10 +250,10 @@ def wire_drawing(buf: tw.Buffer) -> str:
     size = f"{int(buf.sizes[mine]):,} bytes"
     travels(dynamic + high * mine, dynamic + high * theirs, "3. dynamic part", size)
     y = parts + high * 2 * plan.chunks
-    d.text(15, y + 26, "1 says which call this is, and how long 3 will be.")
-    d.text(15, y + 46, "2 has a size that both ranks know from the plan.")
-    d.text(15, y + 66, "3 has only the bytes that this chunk needs.")
-    d.text(15, y + 86, "All arrive where they are decoded: nothing is copied again.")
+    d.text(12, y + 26, "1 says which call this is, and how long 3 will be.")
+    d.text(12, y + 46, "2 has a size that both ranks know from the plan.")
+    d.text(12, y + 66, "3 has only the bytes that this chunk needs.")
+    d.text(12, y + 86, "All arrive where they are decoded, without a copy.")
     return d.svg()
 
 
@@ -296,11 +296,9 @@ def architecture_drawing() -> str:
             d.arrow(166, y + 74, 166, y + 104)
             d.text(176, y + 93, "imports", "small")
         y += 104
-    d.box(332, 16 + 208, 94, 178, "none")
-    for j, line in enumerate(
-        ("specs", "", "one page", "for each", "codec: the", "law for the", "bytes")
-    ):
-        d.text(344, 224 + 30 + 19 * j, line, "small" if j else "bold")
+    d.box(332, 16 + 208, 94, 122, "none")
+    for j, line in enumerate(("specs", "a page for", "each codec:", "it defines", "the bytes")):
+        d.text(344, 246 + 22 * j, line, "small" if j else "bold")
     return d.svg()
 
 

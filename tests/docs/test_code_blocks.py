@@ -6,6 +6,7 @@ say otherwise:
 - `# torchrun --nproc-per-node 2 NAME.py` (or `mpiexec`, or `python`): a program, run by itself.
 - `# needs a GPU`: runs in the tier `gpu`; elsewhere it is compiled.
 - `# needs MPI` (UCX, CuPy, JAX, ...): runs where that library is; elsewhere it is compiled.
+- `# NAME.py`: is saved under that name too, so that later blocks can import it.
 
 Of `sh` blocks the lines run that call `tightwire` or `python`; `# exit code 1` behind one says
 that this is what it returns. A block of any other language is an error.
@@ -19,12 +20,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from doc_pages import PAGES, name_of
+from tightwire.formats.codec_ids import CODEC_IDS, NAMES_BY_ID
 
 pytest.importorskip("sybil", reason="sybil is not installed: pip install -e '.[docs]'")
 from sybil import Document, Example, Region, Sybil
@@ -42,6 +45,7 @@ MODULES = {"MPI": "mpi4py", "UCX": "ucxx", "CuPy": "cupy", "JAX": "jax", "NCCL":
 
 _NEEDS = re.compile(r"# needs (?P<what>.+)")
 _LAUNCH = re.compile(r"# (?P<command>(?:torchrun|mpiexec|python) .*?\b(?P<name>\w+\.py)\b.*)")
+_SAVED = re.compile(r"# (?P<name>\w+\.py)\n")
 _EXIT = re.compile(r"#.*\bexit code (\d+)")
 _FENCES = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
 _HIDDEN = DirectiveInHTMLCommentLexer("invisible-code-block", "python")
@@ -118,6 +122,8 @@ class Runner:
         needs = Needs(example.parsed)
         if needs.command or (needs.gpus and not self.gpu):
             return
+        if saved := _SAVED.match(example.parsed):
+            Path(saved["name"]).write_text(example.parsed)
         if not needs.missing():
             self.python(example)
 
@@ -212,17 +218,33 @@ PROGRAMS = [
 ON_GPU = [page for page in PAGES if re.search("^# needs .*(GPU|CuPy)", page.read_text(), re.M)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a page, whose modules and codecs nobody else sees."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tables: list[dict[Any, Any]] = [CODEC_IDS, NAMES_BY_ID, sys.modules]
+    before = [set(table) for table in tables]
+    yield tmp_path
+    for table, names in zip(tables, before, strict=True):
+        for name in set(table) - names:
+            file = getattr(table[name], "__file__", None) or ""
+            if table is not sys.modules or file.startswith(str(tmp_path)):
+                del table[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.usefixtures("folder")
+def test_blocks_run(page: Path) -> None:
     for example in _parse(page):
         example.evaluate()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", ON_GPU, ids=name_of)
-def test_blocks_run_on_a_gpu(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("folder")
+def test_blocks_run_on_a_gpu(page: Path) -> None:
     for example in _parse(page, gpu=True):
         example.evaluate()
 
@@ -237,12 +259,14 @@ def test_program_runs(page: Path, line: int, needs: Needs, tmp_path: Path) -> No
     _launch(needs.command, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_first_block_needs_nothing_hidden(page: Path) -> None:
     python = [e for e in _parse(page) if _language(e.region) == "python"]
     assert not python or "language" in python[0].region.lexemes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_stands_in_fences(page: Path) -> None:
     """An indented block has no language, so nothing could say whether it runs."""
@@ -252,6 +276,7 @@ def test_code_stands_in_fences(page: Path) -> None:
     assert not indented, f"lines {indented}: use ```sh, ```text or another fence"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "error", "message"),
     [
@@ -268,15 +293,8 @@ def test_code_stands_in_fences(page: Path) -> None:
         ("- item\n\n  ```python\n  assert 1 == 2\n  ```", AssertionError, ""),
     ],
 )
-def test_a_bad_block_fails(
-    block: str,
-    error: type[Exception],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "page.md"
+def test_a_bad_block_fails(block: str, error: type[Exception], message: str, folder: Path) -> None:
+    page = folder / "page.md"
     page.write_text(f"# Page\n\n{block}\n")
     with pytest.raises(error, match=message or None):
         for example in _parse(page):

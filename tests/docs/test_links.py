@@ -12,6 +12,8 @@ import pytest
 from doc_pages import DOCS, PAGES, ROOT, name_of
 
 markdown_it = pytest.importorskip("markdown_it", reason="pip install -e '.[docs]'")
+# CI runs these where the docs are built: the fast tier does without their packages.
+pytestmark = pytest.mark.slow
 
 LINKED_PAGES = [
     *PAGES,
