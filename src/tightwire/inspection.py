@@ -93,7 +93,7 @@ class Info:
         }
 
     def parts(self) -> list[Part]:
-        """What the buffer consists of; their sizes add up to `nbytes`.
+        """What the buffer consists of; their sizes add up to ``nbytes``.
 
         A raw chunk holds elements as they are, in its static and then in its dynamic part.
         """
@@ -123,7 +123,7 @@ class Info:
         return [*parts, Part(name, "padding", rest)]
 
     def chunk_parts(self) -> Iterator[ChunkPart]:
-        """Where each chunk lies."""
+        """Where each chunk lies, in order; nothing is read."""
         header = self.header
         static = self.static_nbytes // header.chunks
         static_at = align(header.nbytes + RECORD.itemsize * header.chunks)
