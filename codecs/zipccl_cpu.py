@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import add_words, sum_part, words_sum
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, view_as
+from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -454,7 +454,7 @@ def _widen(block, wide, columns, streams_nbytes, planes):
         target += rows * COLUMNS * width
 
 
-@part(nogil=True)
+@part(nogil=True, error_model="numpy")
 def _columns_of(nelem):
     step = ROWS * COLUMN_STEP
     return (nelem % TILE + step - 1) // step * COLUMN_STEP
@@ -471,6 +471,7 @@ def _encoder(mantissa, extra, width):
     planes = 3 + extra
     codes_at = TILE * streams
     nbytes = codes_at + planes * COLUMNS
+    group = 2 * width
     # Scratch: exponents, a sample of them, two arrays of counts, bits for planes, escape flags, and
     # elements and block of the last tile.
     sample_at = (TILE + 64) * width
@@ -482,7 +483,7 @@ def _encoder(mantissa, extra, width):
     wide_at = xs_at + TILE * 8
     scratch_nbytes = wide_at + nbytes
 
-    @cached(nogil=True)
+    @cached(nogil=True, error_model="numpy")
     def encode_span(x, static, index_at, first, last, escapes, fixed, used):
         """Encode tiles `first` to `last` of the chunk `x`; offsets count from the first escape.
 
@@ -490,20 +491,20 @@ def _encoder(mantissa, extra, width):
         more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
         the size of all tile blocks, is given, not -1, it is that of all that was written.
         """
-        scratch = np.empty(scratch_nbytes, np.uint8)
-        e = scratch[:sample_at]
-        sample = scratch[sample_at:highs_at]
-        highs = scratch[highs_at:lanes_at]
+        space = scratch(scratch_nbytes)
+        e = space[:sample_at]
+        sample = space[sample_at:highs_at]
+        highs = space[highs_at:lanes_at]
         e_words, sample_words = view_as(e, np.uint64), view_as(sample, np.uint64)
         if width == 2:
             e, sample = view_as(e, np.uint16), view_as(sample, np.uint16)
             highs = view_as(highs, np.uint16)
-        lanes = scratch[lanes_at:top_at]
-        top = scratch[top_at:escaped_at]
-        escaped = scratch[escaped_at:xs_at]
+        lanes = space[lanes_at:top_at]
+        top = space[top_at:escaped_at]
+        escaped = space[escaped_at:xs_at]
         flags = view_as(escaped, np.uint64)
-        xs = view_as(scratch[xs_at:wide_at], x.dtype)
-        wide = scratch[wide_at:]
+        xs = view_as(space[xs_at:wide_at], x.dtype)
+        wide = space[wide_at:]
         n_tiles = (x.size + TILE - 1) // TILE
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
@@ -549,7 +550,9 @@ def _encoder(mantissa, extra, width):
                     sampled = _SAMPLED
                     for k in range(TILE // 128):
                         for i in range(2 * width):
-                            sample_words[k * 2 * width + i] = e_words[(8 * k + k % 8) * 2 * width + i]
+                            sample_words[k * 2 * width + i] = e_words[
+                                (8 * k + k % 8) * 2 * width + i
+                            ]
                 else:
                     for i in range(n):
                         sample[i] = e[i // columns * COLUMNS + i % columns]
@@ -608,7 +611,7 @@ def _decoder(exponent, mantissa, extra, width):
     wide_at = xs_at + TILE * 8
     scratch_nbytes = wide_at + nbytes
 
-    @cached(nogil=True)
+    @cached(nogil=True, error_model="numpy")
     def decode_span(
         static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
     ):
@@ -634,16 +637,16 @@ def _decoder(exponent, mantissa, extra, width):
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
         entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
-        scratch = np.empty(scratch_nbytes, np.uint8)
-        e = scratch[:top_at]
+        space = scratch(scratch_nbytes)
+        e = space[:top_at]
         escapes = dynamic
         if width == 2:
             e, escapes = view_as(e, np.uint16), view_as(escapes, np.uint16)
-        top = scratch[top_at:escaped_at]
-        escaped = scratch[escaped_at:xs_at]
+        top = space[top_at:escaped_at]
+        escaped = space[escaped_at:xs_at]
         flags = view_as(escaped, np.uint64)
-        xs = view_as(scratch[xs_at:wide_at], x.dtype)
-        wide = scratch[wide_at:]
+        xs = view_as(space[xs_at:wide_at], x.dtype)
+        wide = space[wide_at:]
         words = view_as(static, np.uint32)
         one = e.dtype.type
         full = nelem // TILE
