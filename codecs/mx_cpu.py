@@ -182,7 +182,7 @@ def _decoder(kind, bits, infinity, nan):
                 if scale == NAN_SCALE:
                     for i in range(b * BLOCK, (b + 1) * BLOCK):
                         target[i] = quiet
-                elif kind != 1:
+                elif kind != 1:  # noqa: SIM102 - only so is the branch gone before it is compiled
                     if not LEAST <= scale <= MOST:
                         cut = slice(b * BLOCK, (b + 1) * BLOCK)
                         decode_extreme(codes[cut], scale, table, target[cut])

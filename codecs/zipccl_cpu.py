@@ -549,10 +549,9 @@ def _encoder(mantissa, extra, width):
                 if t < full:
                     sampled = _SAMPLED
                     for k in range(TILE // 128):
-                        for i in range(2 * width):
-                            sample_words[k * 2 * width + i] = e_words[
-                                (8 * k + k % 8) * 2 * width + i
-                            ]
+                        to, source_at = k * group, (8 * k + k % 8) * group
+                        for i in range(group):
+                            sample_words[to + i] = e_words[source_at + i]
                 else:
                     for i in range(n):
                         sample[i] = e[i // columns * COLUMNS + i % columns]

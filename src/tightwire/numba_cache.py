@@ -249,9 +249,10 @@ class _PartCompiler(_KernelCompiler):
 
 def part(**options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for functions that kernels call, and nobody else: a third of the time."""
-    return njit(
+    decorate: Callable[[Any], Any] = njit(
         pipeline_class=_PartCompiler, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
     )
+    return decorate
 
 
 def cached(**options: Any) -> Callable[[Any], Any]:
