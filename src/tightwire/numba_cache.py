@@ -188,14 +188,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 class _PartCode(JITCodeLibrary):  # type: ignore[misc]
-    """Code of a function that only compiled functions call: neither optimised nor run by itself.
+    """Code of a function that only compiled functions call: neither optimised as a whole nor run by itself.
 
     Numba optimises and translates every function on its own, and once more with each caller. Here
     the code is optimised with the kernel that it becomes a part of, once.
     """
-
-    def _optimize_functions(self, module: Any) -> None:
-        module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
         self._raise_if_finalized()
