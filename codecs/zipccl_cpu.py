@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import add_words, sum_part, words_sum
+from ..formats.checksum_cpu import add_words, sum_part
 from ..numba_cache import cached, part
 from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
@@ -484,8 +484,8 @@ def _encoder(mantissa, extra, width):
     scratch_nbytes = wide_at + nbytes
 
     @cached(nogil=True, error_model="numpy")
-    def encode_span(x, static, index_at, first, last, escapes, fixed, used):
-        """Encode tiles `first` to `last` of the chunk `x`; offsets count from the first escape.
+    def encode_span(x, static, index_at, first, last, escapes, count, fixed, used):
+        """Encode tiles `first` to `last` of the chunk `x`, behind the first `count` escapes.
 
         `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may be
         more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
@@ -512,7 +512,6 @@ def _encoder(mantissa, extra, width):
         words = view_as(read_only(static), np.uint32)
         one = e.dtype.type
         full = x.size // TILE
-        count = 0
         total = U8(0)
         for t in range(first, last):
             at = t * nbytes
@@ -749,7 +748,7 @@ def encode_chunk(
     x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
     cuts = spans(n_tiles, bits.nbytes, threads)
     if len(cuts) == 1:
-        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, fixed, used)
+        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
         known = int(total) & MASK64 if count <= slot.size else None
         return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
@@ -758,7 +757,7 @@ def encode_chunk(
     ]
 
     def task(first: int, last: int, room: Bits) -> Any:
-        return encode_span(x, static, index_at, first, last, room, fixed, -1)
+        return encode_span(x, static, index_at, first, last, room, 0, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     offsets = static_views(chunk)[1]
@@ -773,8 +772,8 @@ def encode_chunk(
         count += found
     if count > slot.size:
         return ChunkResult(count * f.width)
-    total += words_sum(static[used:], used // 4)
-    total += words_sum(chunk.dynamic[: count * f.width], static.size // 4)
+    # No more tiles: what is behind them is summed.
+    total += int(encode_span(x, static, index_at, 0, 0, slot, count, fixed, used)[1])
     return ChunkResult(count * f.width, total & MASK64)
 
 
@@ -797,7 +796,7 @@ def decode_chunk(
     places = (0, static.size, 0, used, chunk.sections[0].nbytes, tile_count(chunk.nelem))
     sums = (_ALL if len(cuts) == 1 else _TILES) if whole else _NOTHING
 
-    def task(lo: int, hi: int) -> Any:
+    def task(lo: int, hi: int, sums: int) -> Any:
         return decode_span(
             static,
             dynamic,
@@ -811,7 +810,10 @@ def decode_chunk(
             sums,
         )
 
-    results = run(task, cuts)
+    results = run(task, [(*cut, sums) for cut in cuts])
+    if sums == _TILES:
+        # No more tiles: what is behind them is summed.
+        results.append(task(0, 0, _ALL))
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
     if problem is None and not entries_fit(spec, static_views(chunk)[2], slice(first, last)):
         problem = "windows that differ in a tensor with one window"
@@ -820,8 +822,6 @@ def decode_chunk(
     if not whole:
         return ChunkDecoded(problem)
     total = sum(int(part_sum) for _, part_sum in results)
-    if sums != _ALL:
-        total += words_sum(static[used:], used // 4) + words_sum(dynamic, static.size // 4)
     return ChunkDecoded(problem, total & MASK64)
 
 

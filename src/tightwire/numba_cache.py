@@ -188,7 +188,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 class _PartCode(JITCodeLibrary):  # type: ignore[misc]
-    """Code of a function that only compiled functions call: neither optimised as a whole nor run by itself.
+    """Code of a function that only compiled functions call: it is not translated by itself.
 
     Numba optimises and translates every function on its own, and once more with each caller. Here
     the code is optimised with the kernel that it becomes a part of, once.
