@@ -129,7 +129,8 @@ class Codec:
 
         `out` is a Buffer to reuse or a writable uint8 array of at least `plan.nbytes`, on the host
         or, 16-byte aligned, on the GPU of `x`. `threads` None uses every processor where the size
-        is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest.
+        is worth it. `backend` is "ref" or "cpu" (host), "triton" (GPU), None picks the fastest:
+        "ref" only for tensors of less than 64 KiB while "cpu" would have to compile first.
         `key` is what codecs that round at random draw by; others only look whether it is one.
 
         GPU arrays are encoded where they are, on the current stream (PyTorch's, CuPy's; a JAX array
