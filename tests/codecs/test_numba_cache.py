@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import os
 import re
@@ -143,14 +142,14 @@ def test_forked_children_count_on_their_own() -> None:
 
 
 def test_no_function_has_another_cache() -> None:
-    for name in tw.codecs():
-        backend_module(name, "cpu")
     kernels = [zipccl_cpu._encoder(7, 0, 1), mx_cpu._decoder(0, 8, 255, 127)]
-    caches = [
-        vars(function)["_cache"]
-        for function in gc.get_objects()
-        if isinstance(function, Dispatcher) and function.py_func.__module__.startswith("tightwire.")
+    functions = [
+        value
+        for name in tw.codecs()
+        for value in vars(backend_module(name, "cpu")).values()
+        if isinstance(value, Dispatcher)
     ]
+    caches = [vars(function)["_cache"] for function in (*functions, *kernels)]
     assert not [c for c in caches if isinstance(c, caching.FunctionCache) and type(c) is not _Cache]
     assert sum(isinstance(c, _Cache) for c in caches) > len(kernels)
     assert all(isinstance(kernel._cache, _Cache) for kernel in kernels)
