@@ -2,16 +2,29 @@
 """What kernels do with arrays, in forms that compile fast.
 
 Numba compiles `array.view`, `np.empty`, `min` and `max` as functions of their own, for each type of
-argument anew, and slices on both sides of an assignment bring its code for strings along.
+argument anew, and slices on both sides of an assignment bring its code for strings along. What
+intrinsics need of Numba is imported when something is compiled: kernels are loaded without it.
 """
 
 from __future__ import annotations
 
 from numba import types
-from numba.core import cgutils
-from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
+
+
+@intrinsic
+def scratch(typingctx, nbytes):
+    """So many bytes, as `np.empty(nbytes, np.uint8)` has them."""
+    after = types.Array(types.uint8, 1, "C")
+
+    def codegen(context, builder, signature, args):
+        from numba.core.imputils import impl_ret_new_ref
+        from numba.np.arrayobj import _empty_nd_impl
+
+        array = _empty_nd_impl(context, builder, after, args)
+        return impl_ret_new_ref(context, builder, after, array._getvalue())
+
+    return after(types.intp), codegen
 
 
 @intrinsic
@@ -20,18 +33,22 @@ def view_as(typingctx, array, dtype):
 
     A last partial element is left out.
     """
+    if not isinstance(array, types.Array) or array.ndim != 1 or array.layout != "C":
+        return None
     before = array
     after = array.copy(dtype=dtype.dtype)
 
     def codegen(context, builder, signature, args):
+        from numba.core import cgutils
+        from numba.core.imputils import impl_ret_borrowed
+        from numba.np.arrayobj import make_array, populate_array
+
         old = make_array(before)(context, builder, args[0])
         new = make_array(after)(context, builder)
-        size = context.get_abi_sizeof(context.get_data_type(after.dtype))
-        old_size = context.get_abi_sizeof(context.get_data_type(before.dtype))
         intp = context.get_value_type(types.intp)
+        size, old_size = after.dtype.bitwidth // 8, before.dtype.bitwidth // 8
         (shape,) = cgutils.unpack_tuple(builder, old.shape)
-        nbytes = builder.mul(shape, intp(old_size))
-        count = builder.udiv(nbytes, intp(size))
+        count = builder.udiv(builder.mul(shape, intp(old_size)), intp(size))
         populate_array(
             new,
             data=builder.bitcast(old.data, new.data.type),
@@ -51,6 +68,8 @@ def read_only(typingctx, array):
     after = array.copy(readonly=True)
 
     def codegen(context, builder, signature, args):
+        from numba.core.imputils import impl_ret_borrowed
+
         return impl_ret_borrowed(context, builder, after, args[0])
 
     return after(array), codegen

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from ..numba_cache import cached
+from ..numba_cache import cached, part
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .dynamiq import (
     ADDS_FLOAT32 as ADDS_FLOAT32,
@@ -68,7 +67,7 @@ def _tables(grid: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]
     return values, inverse
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _center(v, size, count, room, one):
     """Take its mean off a super-group of `count` elements; the word of the mean."""
     half = size // 2
@@ -93,7 +92,7 @@ def _center(v, size, count, room, one):
     return U2(word)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _word_up(x, one):
     """Scale word of a largest magnitude; `one` becomes its value."""
     bits = one.view(np.uint32)
@@ -104,12 +103,12 @@ def _word_up(x, one):
     return U2(word)
 
 
-@njit(nogil=True, error_model="numpy")
+@part(nogil=True, error_model="numpy")
 def _inverse(x):
     return F4(F4(1) / x) if x > F4(0) else F4(0)
 
 
-@njit(nogil=True, error_model="numpy")
+@part(nogil=True, error_model="numpy")
 def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
     """Scales of a super-group of values `v`, and the inverses by group."""
     size, group, how = sizes
@@ -142,7 +141,7 @@ def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
             inverse[k] = _inverse(top) if step > F4(0) and top >= _FLOOR else F4(0)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _set_places(shared, strata, turn, place):
     """Numbers of the strata of a super-group's elements; `shared` are halves of their columns."""
     columns = place.size // 64
@@ -155,7 +154,7 @@ def _set_places(shared, strata, turn, place):
             place[at : at + 8] = F4(number)
 
 
-@njit(nogil=True, error_model="numpy")
+@part(nogil=True, error_model="numpy")
 def _set_codes(v, values, steps, width, strata, own, at, place, code, below):
     """Codes of a super-group of values from -1 to 1; `at` is where its random halves start."""
     n = code.size

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from ..numba_cache import cached
+from ..numba_cache import cached, part
+from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import INFINITY, NAN, narrow, tail_is_zero
 from .minifloat_cpu import (
+    I4,
+    I8,
     LANES,
     LEAST,
     MOST,
@@ -20,18 +23,18 @@ from .minifloat_cpu import (
     add,
     add_floats,
     add_to,
-    decode_codes,
-    decode_extreme,
+    decode_codes_by,
+    decode_extreme_by,
     first_special,
     kind_of,
     largest_magnitudes_by,
-    pack,
-    round_codes,
-    round_small,
+    pack_by,
+    round_codes_by,
+    round_small_by,
     split,
-    unpack,
+    unpack_by,
     value_table,
-    widen,
+    widen_by,
 )
 from .mx import (
     BLOCK,
@@ -49,116 +52,145 @@ _SIGN, _MAGNITUDE = U4(1 << 31), U4((1 << 31) - 1)
 
 
 _TILE_BLOCKS = LANES // BLOCK
+_SCRATCH_NBYTES = 23 * LANES + 4 * _TILE_BLOCKS
 #: Elements that are decoded, added and encoded while they are in cache.
 _PIECE = 1 << 15
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _scale(top, emax, max_fraction, ceil):
     """Scale byte of a block whose largest magnitude is `top`."""
     if top >= _INFINITY:
         return NAN_SCALE if top > _INFINITY else NAN_SCALE - emax
     part = split(top)
-    scale = (part >> 23) - emax
+    scale = I8(part >> 23) - emax
     if ceil and (part & 0x7FFFFF) > max_fraction:
         scale += 1
-    return min(max(scale, 0), MAX_SCALE)
+    scale = scale if scale > 0 else I8(0)
+    return scale if scale < MAX_SCALE else I8(MAX_SCALE)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _saturate(words, scale, emax):
     """Make magnitudes that have the largest code 2^(scale - 127 + emax + 1), which has it too."""
     most = U4((scale + emax + 1) << 23)
     for i in range(words.size):
         word = words[i]
-        words[i] = U4(U4(word & _SIGN) | min(U4(word & _MAGNITUDE), most))
+        part = U4(word & _MAGNITUDE)
+        words[i] = U4(U4(word & _SIGN) | (part if part < most else most))
 
 
-@cached(nogil=True)
-def _encode_tiles(x, kind, payload, scales, element, ceil, given, first, last):
-    """`given`: scales that were agreed on, or none."""
-    bits, mantissa, bias, largest, emax, max_fraction, integer = element
-    words, tops = np.empty(LANES, np.uint32), np.empty(_TILE_BLOCKS, np.uint32)
-    floats, lanes = np.empty(LANES, np.float32), np.empty(BLOCK // 2, np.uint32)
-    offsets, found = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-    codes, packed = np.empty(LANES, np.uint8), np.empty(LANES, np.uint8)
-    padded = np.zeros(LANES, x.dtype)
+@cache
+def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
+    widen, pack = widen_by(kind), pack_by(bits)
+    round_codes = round_codes_by(mantissa, bias, largest, bits, integer)
+    round_small = round_small_by(mantissa, bias, largest, bits, integer)
     nbytes = LANES * bits // 8
-    for tile in range(first, last):
-        at = tile * LANES
-        count = min(LANES, x.size - at)
-        if count == LANES:
-            widen(x[at : at + LANES], kind, words, floats)
-        else:
-            padded[:count] = x[at:]
-            widen(padded, kind, words, floats)
-        _largest_magnitudes(words, lanes, tops)
-        for b in range((count + BLOCK - 1) // BLOCK):
-            kept = np.int64(given[tile * _TILE_BLOCKS + b]) if given.size else np.int64(0)
-            if given.size and (tops[b] < _INFINITY or kept == NAN_SCALE):
-                scale = kept
-                if np.int64(tops[b]) > (scale + emax + 1) << 23:
-                    _saturate(words[b * BLOCK : (b + 1) * BLOCK], scale, emax)
+
+    @cached(nogil=True)
+    def encode_tiles(x, payload, scales, ceil, given, first, last):
+        """`given`: scales that were agreed on, or none."""
+        space = scratch(_SCRATCH_NBYTES)
+        words = view_as(space[: 4 * LANES], np.uint32)
+        floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+        offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
+        found = view_as(space[12 * LANES : 16 * LANES], np.int32)
+        padded = view_as(space[16 * LANES : 20 * LANES], x.dtype)
+        codes, packed = space[20 * LANES : 21 * LANES], space[21 * LANES : 22 * LANES]
+        lanes = view_as(space[22 * LANES : 23 * LANES], np.uint32)
+        tops = view_as(space[23 * LANES :], np.uint32)
+        for tile in range(first, last):
+            at = tile * LANES
+            count = x.size - at
+            whole = count >= LANES
+            if whole:
+                count = LANES
+                source = x[at : at + LANES]
             else:
-                scale = _scale(tops[b], emax, max_fraction, ceil)
-            scales[tile * _TILE_BLOCKS + b] = scale
-            tops[b] = scale
-            offset = np.int32((scale - 127) << 23)
-            for i in range(BLOCK):
-                offsets[b * BLOCK + i] = offset
-        round_codes(words, offsets, mantissa, bias, largest, bits, integer, found, codes)
-        for b in range((count + BLOCK - 1) // BLOCK):
-            scale = np.int64(tops[b])
-            cut = slice(b * BLOCK, (b + 1) * BLOCK)
-            if scale == NAN_SCALE:
-                codes[cut] = 0
-            elif scale <= bias + mantissa + 8:
-                round_small(words[cut], scale, mantissa, bias, largest, bits, integer, codes[cut])
-        if count == LANES:
-            pack(codes, bits, payload[tile * nbytes : (tile + 1) * nbytes])
-        else:
-            pack(codes, bits, packed)
-            used = (count * bits + 7) // 8
-            payload[tile * nbytes : tile * nbytes + used] = packed[:used]
+                for i in range(LANES):
+                    padded[i] = x[at + i] if i < count else 0
+                source = padded
+            widen(source, words, floats)
+            _largest_magnitudes(words, lanes, tops)
+            for b in range((count + BLOCK - 1) // BLOCK):
+                kept = I8(given[tile * _TILE_BLOCKS + b]) if given.size else I8(0)
+                if given.size and (tops[b] < _INFINITY or kept == NAN_SCALE):
+                    scale = kept
+                    if I8(tops[b]) > (scale + emax + 1) << 23:
+                        _saturate(words[b * BLOCK : (b + 1) * BLOCK], scale, emax)
+                else:
+                    scale = _scale(tops[b], emax, max_fraction, ceil)
+                scales[tile * _TILE_BLOCKS + b] = scale
+                tops[b] = scale
+                offset = I4((scale - 127) << 23)
+                for i in range(BLOCK):
+                    offsets[b * BLOCK + i] = offset
+            round_codes(words, offsets, found, codes)
+            for b in range((count + BLOCK - 1) // BLOCK):
+                scale = I8(tops[b])
+                if scale == NAN_SCALE:
+                    for i in range(b * BLOCK, (b + 1) * BLOCK):
+                        codes[i] = 0
+                elif scale <= bias + mantissa + 8:
+                    lo, hi = b * BLOCK, (b + 1) * BLOCK
+                    round_small(words[lo:hi], scale, codes[lo:hi])
+            pack(codes, payload[tile * nbytes : (tile + 1) * nbytes] if whole else packed)
+            if not whole:
+                for i in range((count * bits + 7) // 8):
+                    payload[tile * nbytes + i] = packed[i]
+
+    return encode_tiles
 
 
-@cached(nogil=True)
-def _decode_tiles(payload, scales, nelem, element, table, kind, quiet, out, start, first, last):
-    bits, infinity, nan = element
-    codes, source = np.empty(LANES, np.uint8), np.zeros(LANES, np.uint8)
-    offsets, parts = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-    room = np.empty(LANES, out.dtype)
+@cache
+def _decoder(kind, bits, infinity, nan):
+    unpack = unpack_by(bits)
+    decode_codes = decode_codes_by(bits, infinity, nan, kind)
+    decode_extreme = decode_extreme_by(bits, infinity, nan, kind)
     nbytes = LANES * bits // 8
-    for tile in range(first, last):
-        at = tile * LANES
-        lo, hi = max(at, start), min(at + LANES, start + out.size)
-        if at + LANES <= nelem:
-            unpack(payload[tile * nbytes : (tile + 1) * nbytes], bits, codes)
-        else:
-            used = ((nelem - at) * bits + 7) // 8
-            source[:] = 0
-            source[:used] = payload[tile * nbytes : tile * nbytes + used]
-            unpack(source, bits, codes)
-        blocks = min(_TILE_BLOCKS, scales.size - tile * _TILE_BLOCKS)
-        here = scales[tile * _TILE_BLOCKS : tile * _TILE_BLOCKS + blocks]
-        for b in range(blocks):
-            offset = np.int32((np.int64(here[b]) - 127) << 23)
-            for i in range(BLOCK):
-                offsets[b * BLOCK + i] = offset
-        target = room
-        if hi - lo == LANES:
-            target = out[at - start : at - start + LANES]
-        decode_codes(codes, offsets, table, bits, infinity, nan, kind, parts, target)
-        for b in range(blocks):
-            scale = np.int64(here[b])
-            cut = slice(b * BLOCK, (b + 1) * BLOCK)
-            if scale == NAN_SCALE:
-                target[cut] = quiet
-            elif kind != 1 and not LEAST <= scale <= MOST:
-                decode_extreme(codes[cut], scale, table, bits, infinity, nan, kind, target[cut])
-        if hi - lo < LANES:
-            out[lo - start : hi - start] = room[lo - at : hi - at]
+
+    @cached(nogil=True)
+    def decode_tiles(payload, scales, nelem, table, quiet, out, start, first, last):
+        space = scratch(14 * LANES)
+        offsets = view_as(space[: 4 * LANES], np.int32)
+        parts = view_as(space[4 * LANES : 8 * LANES], np.int32)
+        padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
+        codes, source = space[12 * LANES : 13 * LANES], space[13 * LANES :]
+        for tile in range(first, last):
+            at = tile * LANES
+            lo, hi = max(at, start), min(at + LANES, start + out.size)
+            packed = read_only(source)
+            if at + LANES <= nelem:
+                packed = payload[tile * nbytes : (tile + 1) * nbytes]
+            else:
+                used = ((nelem - at) * bits + 7) // 8
+                for i in range(LANES):
+                    source[i] = payload[tile * nbytes + i] if i < used else 0
+            unpack(packed, codes)
+            blocks = min(_TILE_BLOCKS, scales.size - tile * _TILE_BLOCKS)
+            for b in range(blocks):
+                offset = I4((I8(scales[tile * _TILE_BLOCKS + b]) - 127) << 23)
+                for i in range(BLOCK):
+                    offsets[b * BLOCK + i] = offset
+            target = padded
+            if hi - lo == LANES:
+                target = out[at - start : at - start + LANES]
+            decode_codes(codes, offsets, table, parts, target)
+            for b in range(blocks):
+                scale = I8(scales[tile * _TILE_BLOCKS + b])
+                if scale == NAN_SCALE:
+                    for i in range(b * BLOCK, (b + 1) * BLOCK):
+                        target[i] = quiet
+                elif kind != 1:  # noqa: SIM102 - only so is the branch gone before it is compiled
+                    if not LEAST <= scale <= MOST:
+                        cut = slice(b * BLOCK, (b + 1) * BLOCK)
+                        decode_extreme(codes[cut], scale, table, target[cut])
+            if hi - lo < LANES:
+                for i in range(lo, hi):
+                    out[i - start] = padded[i - at]
+
+    return decode_tiles
 
 
 def _element(spec: Mx) -> tuple[Any, ...]:
@@ -187,10 +219,9 @@ def encode_chunk(
     """See `mx.encode_chunk`."""
     payload, scales = static_views(chunk)
     given = _NONE_GIVEN if stats is None else agreed_scales(chunk, stats)
-    kind = kind_of(chunk.dtype)
-    fixed = (bits, kind, payload, scales, _element(spec), _ceil(spec), given)
+    fixed = (bits, payload, scales, _ceil(spec), given)
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
-    run(_encode_tiles, [(*fixed, *cut) for cut in cuts])
+    run(_encoder(kind_of(chunk.dtype), *_element(spec)), [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
@@ -200,9 +231,9 @@ def decode_chunk(
     """See `mx.decode_chunk`."""
     first, last = start // LANES, -(-(start + out.size) // LANES)
     cuts = spans(last - first, out.nbytes, threads)
-    fixed = _decode_arguments(spec, chunk)
+    decode_tiles, *fixed = _decode_arguments(spec, chunk)
     if out.size:
-        run(_decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
+        run(decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
     if start + out.size == chunk.nelem and not _tail_is_zero(spec, chunk):
         return ChunkDecoded(TAIL_PROBLEM)
     return ChunkDecoded()
@@ -212,8 +243,8 @@ def _decode_arguments(spec: Mx, chunk: Chunk) -> tuple[Any, ...]:
     e = spec.format
     payload, scales = static_views(chunk)
     quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
-    element = (e.bits, *first_special(e))
-    return payload, scales, chunk.nelem, element, value_table(e), kind_of(chunk.dtype), quiet
+    decode_tiles = _decoder(kind_of(chunk.dtype), e.bits, *first_special(e))
+    return decode_tiles, payload, scales, chunk.nelem, value_table(e), quiet
 
 
 def _tail_is_zero(spec: Mx, chunk: Chunk) -> bool:
@@ -232,10 +263,11 @@ def decode_add_chunk(
 
 
 def _add_pieces(spec: Mx, chunk: Chunk, acc: Bits, first: int, last: int) -> None:
-    fixed, room = _decode_arguments(spec, chunk), np.empty(_PIECE, chunk.dtype.bits)
+    decode_tiles, *fixed = _decode_arguments(spec, chunk)
+    room = np.empty(_PIECE, chunk.dtype.bits)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
-        _decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
+        decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
         add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
 
 
@@ -260,14 +292,16 @@ def decode_add_encode_chunk(
 def _add_encode_pieces(
     spec: Mx, source: Chunk, bits: Bits, chunk: Chunk, first: int, last: int
 ) -> None:
-    fixed, room = _decode_arguments(spec, source), np.empty(_PIECE, chunk.dtype.bits)
+    decode_tiles, *fixed = _decode_arguments(spec, source)
+    room = np.empty(_PIECE, chunk.dtype.bits)
     kind = kind_of(chunk.dtype)
+    encode_tiles = _encoder(kind, *_element(spec))
     payload, scales = static_views(chunk)
     kept = static_views(source)[1] if spec.agrees else _NONE_GIVEN
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
         tiles = -(-part.size // LANES)
-        _decode_tiles(*fixed, part, at, at // LANES, at // LANES + tiles)
+        decode_tiles(*fixed, part, at, at // LANES, at // LANES + tiles)
         if bits.dtype == part.dtype:
             add(part, bits[at : at + part.size], kind)
         else:
@@ -275,4 +309,4 @@ def _add_encode_pieces(
         packed = payload[at * spec.format.bits // 8 :]
         here = scales[at // BLOCK :]
         given = kept[at // BLOCK :]
-        _encode_tiles(part, kind, packed, here, _element(spec), _ceil(spec), given, 0, tiles)
+        encode_tiles(part, packed, here, _ceil(spec), given, 0, tiles)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached
+from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .minifloat import INFINITY, tail_is_zero, values_of
 from .minifloat_cpu import (
@@ -16,12 +18,12 @@ from .minifloat_cpu import (
     add_to,
     kind_of,
     largest_magnitudes_by,
-    narrow,
-    pack,
+    narrow_by,
+    pack_by,
     round_code,
-    round_codes,
-    unpack,
-    widen,
+    round_codes_by,
+    unpack_by,
+    widen_by,
 )
 from .nvfp4 import (
     BLOCK,
@@ -48,88 +50,124 @@ _INFINITY = np.uint32(INFINITY)
 _M, _LOWEST = np.int32(SCALE.mantissa), np.int32((128 - SCALE.bias) << 23)
 _SIX, _ONE = np.float32(6), np.float32(1)
 _LARGEST_SCALE = np.float32(448)
-_ELEMENT = (ELEMENT.mantissa, ELEMENT.bias, ELEMENT.largest, ELEMENT.bits, False)
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
+_round_codes = round_codes_by(ELEMENT.mantissa, ELEMENT.bias, ELEMENT.largest, ELEMENT.bits, False)
+_pack, _unpack = pack_by(ELEMENT.bits), unpack_by(ELEMENT.bits)
 
 
-@cached(nogil=True, error_model="numpy")
-def _encode_tiles(x, kind, payload, g, scales, values, first, last):
-    words, tops = np.empty(LANES, np.uint32), np.empty(_BLOCKS, np.uint32)
-    floats, lanes = np.empty(LANES, np.float32), np.empty(BLOCK // 2, np.uint32)
-    offsets, found = np.zeros(LANES, np.int32), np.empty(LANES, np.int32)
-    codes, packed = np.empty(LANES, np.uint8), np.empty(_NBYTES, np.uint8)
-    padded = np.zeros(LANES, x.dtype)
-    wanted, factors = np.empty(1, np.float32), np.ones(LANES, np.float32)
-    factor = np.float32(g * SIXTH)
-    for tile in range(first, last):
-        at = tile * LANES
-        count = min(LANES, x.size - at)
-        if count == LANES:
-            widen(x[at : at + LANES], kind, words, floats)
-        else:
-            padded[:count] = x[at:]
-            widen(padded, kind, words, floats)
-        _largest_magnitudes(words, lanes, tops)
-        values_here = words.view(np.float32)
-        magnitudes = tops.view(np.float32)
-        for b in range((count + BLOCK - 1) // BLOCK):
-            cut = slice(b * BLOCK, (b + 1) * BLOCK)
-            if tops[b] >= _INFINITY:
-                scales[tile * _BLOCKS + b] = NAN_SCALE
-                words[cut] = 0
-                continue
-            # Stats may be far below the data; `round_code` takes no such magnitudes.
-            wanted[0] = min(np.float32(magnitudes[b] * factor), _LARGEST_SCALE)
-            code = round_code(wanted.view(np.int32)[0], _M, _LOWEST)
-            scales[tile * _BLOCKS + b] = code
-            step = np.float32(values[code] / g)
-            r = FLT_MAX if step <= NO_RECIPROCAL else np.float32(_ONE / step)
-            for i in range(BLOCK):
-                factors[b * BLOCK + i] = r
+@cache
+def _encoder(kind):
+    widen = widen_by(kind)
+
+    @cached(nogil=True, error_model="numpy")
+    def encode_tiles(x, payload, g, scales, values, first, last):
+        space = scratch(22 * LANES)
+        words = view_as(space[: 4 * LANES], np.uint32)
+        floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+        offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
+        factors = view_as(space[12 * LANES : 16 * LANES], np.float32)
+        # What is needed before the codes are rounded, and then.
+        lanes = view_as(space[16 * LANES : 17 * LANES], np.uint32)
+        padded = view_as(space[16 * LANES : 20 * LANES], x.dtype)
+        found = view_as(space[16 * LANES : 20 * LANES], np.int32)
+        codes = space[20 * LANES : 21 * LANES]
+        packed = space[21 * LANES : 21 * LANES + _NBYTES]
+        rest = space[21 * LANES + _NBYTES :]
+        tops = view_as(rest[: 4 * _BLOCKS], np.uint32)
+        wanted = view_as(rest[4 * _BLOCKS :], np.float32)
+        wanted_bits = view_as(wanted, np.int32)
+        values_here, magnitudes = view_as(words, np.float32), view_as(tops, np.float32)
+        factor = np.float32(g * SIXTH)
         for i in range(LANES):
-            floats[i] = np.float32(values_here[i] * factors[i])
-        for i in range(LANES):
-            v = floats[i]
-            v = _SIX if v > _SIX else v
-            floats[i] = -_SIX if v < -_SIX else v
-        round_codes(floats.view(np.uint32), offsets, *_ELEMENT, found, codes)
-        if count == LANES:
-            pack(codes, 4, payload[tile * _NBYTES : (tile + 1) * _NBYTES])
-        else:
-            pack(codes, 4, packed)
-            used = (count + 1) // 2
-            payload[tile * _NBYTES : tile * _NBYTES + used] = packed[:used]
+            offsets[i] = 0
+            factors[i] = _ONE
+        for tile in range(first, last):
+            at = tile * LANES
+            count = x.size - at
+            whole = count >= LANES
+            if whole:
+                count = LANES
+                source = x[at : at + LANES]
+            else:
+                for i in range(LANES):
+                    padded[i] = x[at + i] if i < count else 0
+                source = padded
+            widen(source, words, floats)
+            _largest_magnitudes(words, lanes, tops)
+            for b in range((count + BLOCK - 1) // BLOCK):
+                if tops[b] >= _INFINITY:
+                    scales[tile * _BLOCKS + b] = NAN_SCALE
+                    for i in range(b * BLOCK, (b + 1) * BLOCK):
+                        words[i] = 0
+                    continue
+                # Stats may be far below the data; `round_code` takes no such magnitudes.
+                scale = np.float32(magnitudes[b] * factor)
+                wanted[0] = scale if scale < _LARGEST_SCALE else _LARGEST_SCALE
+                code = round_code(wanted_bits[0], _M, _LOWEST)
+                scales[tile * _BLOCKS + b] = code
+                step = np.float32(values[code] / g)
+                r = FLT_MAX if step <= NO_RECIPROCAL else np.float32(_ONE / step)
+                for i in range(BLOCK):
+                    factors[b * BLOCK + i] = r
+            for i in range(LANES):
+                floats[i] = np.float32(values_here[i] * factors[i])
+            for i in range(LANES):
+                v = floats[i]
+                v = _SIX if v > _SIX else v
+                floats[i] = -_SIX if v < -_SIX else v
+            _round_codes(view_as(floats, np.uint32), offsets, found, codes)
+            _pack(codes, payload[tile * _NBYTES : (tile + 1) * _NBYTES] if whole else packed)
+            if not whole:
+                for i in range((count + 1) // 2):
+                    payload[tile * _NBYTES + i] = packed[i]
+
+    return encode_tiles
 
 
-@cached(nogil=True, error_model="numpy")
-def _decode_tiles(payload, g, scales, nelem, elements, values, kind, out, start, first, last):
-    codes, source = np.empty(LANES, np.uint8), np.zeros(_NBYTES, np.uint8)
-    floats, steps = np.empty(LANES, np.float32), np.zeros(LANES, np.float32)
-    room = np.empty(LANES, out.dtype)
-    for tile in range(first, last):
-        at = tile * LANES
-        lo, hi = max(at, start), min(at + LANES, start + out.size)
-        if at + LANES <= nelem:
-            unpack(payload[tile * _NBYTES : (tile + 1) * _NBYTES], 4, codes)
-        else:
-            used = (nelem - at + 1) // 2
-            source[:] = 0
-            source[:used] = payload[tile * _NBYTES : tile * _NBYTES + used]
-            unpack(source, 4, codes)
-        for b in range(min(_BLOCKS, scales.size - tile * _BLOCKS)):
-            step = np.float32(values[scales[tile * _BLOCKS + b]] / g)
-            for i in range(BLOCK):
-                steps[b * BLOCK + i] = step
+@cache
+def _decoder(kind):
+    narrow = narrow_by(kind)
+
+    @cached(nogil=True, error_model="numpy")
+    def decode_tiles(payload, g, scales, nelem, elements, values, out, start, first, last):
+        space = scratch(14 * LANES)
+        floats = view_as(space[: 4 * LANES], np.float32)
+        steps = view_as(space[4 * LANES : 8 * LANES], np.float32)
+        padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
+        codes, source = space[12 * LANES : 13 * LANES], space[13 * LANES : 13 * LANES + _NBYTES]
         for i in range(LANES):
-            floats[i] = elements[codes[i]]
-        for i in range(LANES):
-            floats[i] = np.float32(floats[i] * steps[i])
-        target = room
-        if hi - lo == LANES:
-            target = out[at - start : at - start + LANES]
-        narrow(floats.view(np.uint32), kind, target)
-        if hi - lo < LANES:
-            out[lo - start : hi - start] = room[lo - at : hi - at]
+            steps[i] = np.float32(0)
+        for tile in range(first, last):
+            at = tile * LANES
+            lo, hi = at, at + LANES
+            lo = lo if lo > start else start
+            hi = hi if hi < start + out.size else start + out.size
+            packed = read_only(source)
+            if at + LANES <= nelem:
+                packed = payload[tile * _NBYTES : (tile + 1) * _NBYTES]
+            else:
+                used = (nelem - at + 1) // 2
+                for i in range(_NBYTES):
+                    source[i] = payload[tile * _NBYTES + i] if i < used else 0
+            _unpack(packed, codes)
+            blocks = scales.size - tile * _BLOCKS
+            for b in range(blocks if blocks < _BLOCKS else _BLOCKS):
+                step = np.float32(values[scales[tile * _BLOCKS + b]] / g)
+                for i in range(BLOCK):
+                    steps[b * BLOCK + i] = step
+            for i in range(LANES):
+                floats[i] = elements[codes[i]]
+            for i in range(LANES):
+                floats[i] = np.float32(floats[i] * steps[i])
+            target = padded
+            if hi - lo == LANES:
+                target = out[at - start : at - start + LANES]
+            narrow(view_as(floats, np.uint32), target)
+            if hi - lo < LANES:
+                for i in range(lo, hi):
+                    out[i - start] = padded[i - at]
+
+    return decode_tiles
 
 
 def decode_add_chunk(
@@ -144,17 +182,18 @@ def decode_add_chunk(
 
 
 def _add_pieces(chunk: Chunk, acc: Bits, first: int, last: int) -> None:
-    fixed, room = _decode_arguments(chunk), np.empty(_PIECE, chunk.dtype.bits)
+    decode_tiles, *fixed = _decode_arguments(chunk)
+    room = np.empty(_PIECE, chunk.dtype.bits)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
-        _decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
+        decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
         add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
 
 
 def _decode_arguments(chunk: Chunk) -> tuple[Any, ...]:
     payload, g, scales = static_views(chunk)
     tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
-    return payload, g[0], scales, chunk.nelem, *tables, kind_of(chunk.dtype)
+    return _decoder(kind_of(chunk.dtype)), payload, g[0], scales, chunk.nelem, *tables
 
 
 def _problem(chunk: Chunk) -> str | None:
@@ -180,9 +219,9 @@ def encode_chunk(
     payload, g, scales = static_views(chunk)
     g[0] = tensor_scale(int(stats[0]))
     values = values_of(SCALE).astype(np.float32)
-    fixed = (bits, kind_of(chunk.dtype), payload, g[0], scales, values)
+    fixed = (bits, payload, g[0], scales, values)
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
-    run(_encode_tiles, [(*fixed, *cut) for cut in cuts])
+    run(_encoder(kind_of(chunk.dtype)), [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
@@ -194,10 +233,10 @@ def decode_chunk(
     if not is_tensor_scale(g):
         return ChunkDecoded(SCALE_PROBLEM)
     if out.size:
-        fixed = _decode_arguments(chunk)
+        decode_tiles, *fixed = _decode_arguments(chunk)
         first, last = start // LANES, -(-(start + out.size) // LANES)
         cuts = spans(last - first, out.nbytes, threads)
-        run(_decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
+        run(decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
     if start + out.size == chunk.nelem and not tail_is_zero(payload, ELEMENT, chunk.nelem):
         return ChunkDecoded(TAIL_PROBLEM)
     return ChunkDecoded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..numba_cache import cached
+from ..numba_cache import part
 from .philox import MULTIPLIERS, ROUNDS, STREAM_SHIFT, WEYL
 
 U4, U8 = np.uint32, np.uint64
@@ -13,7 +13,7 @@ _M0, _M1 = U8(MULTIPLIERS[0]), U8(MULTIPLIERS[1])
 _W0, _W1 = U4(WEYL[0]), U4(WEYL[1])
 
 
-@cached(nogil=True)
+@part(nogil=True)
 def philox4(seed, step, rank, stream, group):
     """Words 4 * group to 4 * group + 3 of a stream; numbers are uint64."""
     k0, k1 = U4(seed), U4(seed >> U8(32))
@@ -31,7 +31,7 @@ def philox4(seed, step, rank, stream, group):
     return c0, c1, c2, c3
 
 
-@cached(nogil=True)
+@part(nogil=True)
 def fill_words(out, seed, step, rank, stream, first):
     """Fill `out`, uint32, with the words from number `first` on, a multiple of 4."""
     for i in range(0, out.size, 4):

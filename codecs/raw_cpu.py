@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import sum_bytes
+from ..formats.checksum_cpu import words_sum as sum_of
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .raw import Raw
 from .threads import run, spans
@@ -21,8 +21,7 @@ def _copy_and_sum(source: Bits, target: Bits, first: int, last: int) -> int:
     total = 0
     for at in range(first * _BLOCK, last * _BLOCK, _BLOCK):
         block = source[at : at + _BLOCK]
-        block.flags.writeable = False
-        total += int(sum_bytes(block, at // 4))
+        total += sum_of(block, at // 4)
         target[at : at + _BLOCK] = block
     return total
 
@@ -58,5 +57,5 @@ def decode_chunk(
     whole = data.size // 4 * 4
     padding = chunk.static[whole:].copy()
     padding[: data.size - whole] = 0
-    words_sum += int(sum_bytes(padding, whole // 4))
+    words_sum += sum_of(padding, whole // 4)
     return ChunkDecoded(None, words_sum & MASK64)

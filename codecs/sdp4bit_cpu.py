@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from ..numba_cache import cached
+from ..numba_cache import cached, part
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .hadamard_cpu import LANES as RUNS
-from .hadamard_cpu import rotate
+from .hadamard_cpu import rotate_by
 from .minifloat import INFINITY, NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
 from .philox import key_numbers
@@ -50,7 +49,10 @@ _SHORT_FACTOR, _SHORT_BACK = F4(SHORT_FACTOR), F4(SHORT_BACK)
 _ANCHOR = F4(1.5 * 2**23)
 
 
-@njit(nogil=True)
+_rotate = rotate_by(RUN)
+
+
+@part(nogil=True)
 def _rotate_tile(t, n, before, factor, side):
     """Rotate the n values `t` of a tile, multiplied by `before`; those of a short run by `factor`.
 
@@ -65,7 +67,7 @@ def _rotate_tile(t, n, before, factor, side):
         for lane in range(RUNS):
             for i in range(RUN):
                 side[i * RUNS + lane] = part[lane * RUN + i] * before
-        rotate(side, RUN)
+        _rotate(side)
         for lane in range(RUNS):
             for i in range(RUN):
                 part[lane * RUN + i] = side[i * RUNS + lane]
@@ -73,7 +75,7 @@ def _rotate_tile(t, n, before, factor, side):
         t[whole + i] = short[i]
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _encode_group(t, words, codes, lost, largest, random):
     """The scale word of a group of values `t`, and their codes as bytes."""
     n = t.size
@@ -165,7 +167,7 @@ def _encode_tiles(
                 target[i] = U1(U1(codes[2 * i] & U1(15)) | U1(codes[2 * i + 1] << U1(4)))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _values(payload, bits, at, n, t):
     """Codes number `at`, which is even, to `at + n` as float32; the least of them."""
     least = I1(0)

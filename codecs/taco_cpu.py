@@ -8,18 +8,19 @@ the page is one of whole vectors and none changes its order. Without fastmath LL
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import sum_bytes, sum_words
+from ..formats.checksum_cpu import sum_part, words_sum
 from ..formats.dtypes import DType
-from ..numba_cache import cached
+from ..numba_cache import cached, part
+from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
-from .hadamard_cpu import LANES, rotate
+from .hadamard_cpu import LANES, rotate_by
 from .philox import key_numbers
 from .philox_cpu import fill_words
 from .taco import (
@@ -53,52 +54,61 @@ _TO_F16 = F4(2.0**112)
 _INT8_ANCHOR = F4(1.5 * 2**23)
 
 
-@njit(nogil=True, error_model="numpy")
-def _load(x, u, v, lost, size, top, half):
-    """Values of up to 16 blocks in `x` to `v`, whose bits are `u`; lanes without a block are 0."""
-    for lane in range(LANES):
-        first = lane * size
-        n = min(max(x.size - first, 0), size)
-        block = x[first : first + n]
-        found = x.dtype.type(0)
-        for i in range(n):
-            found = max(found, x.dtype.type(block[i] & top))
-        lost[lane] = n > 0 and found == top
-        if lost[lane]:
-            n = 0
-        if x.itemsize == 4:
+@cache
+def _load_by(nbytes, half):
+    @part(nogil=True, error_model="numpy")
+    def load(x, u, v, lost, size, top):
+        """Values of up to 16 blocks in `x` to `v`, whose bits are `u`; lanes without one are 0."""
+        one = x.dtype.type
+        for lane in range(LANES):
+            first = lane * size
+            n = x.size - first
+            n = (n if n < size else size) if n > 0 else 0
+            block = x[first : first + n]
+            found = one(0)
             for i in range(n):
-                u[i * LANES + lane] = U4(block[i])
-        elif half:
-            for i in range(n):
-                h = U4(block[i])
-                u[i * LANES + lane] = U4(U4(h & U4(0x8000)) << U4(16)) | U4(
-                    U4(h & U4(0x7FFF)) << U4(13)
-                )
-        else:
-            for i in range(n):
-                u[i * LANES + lane] = U4(U4(block[i]) << U4(16))
-        for i in range(n, size):
-            u[i * LANES + lane] = U4(0)
-    if half:
-        for i in range(size * LANES):
-            v[i] *= _TO_F16
+                part = one(block[i] & top)
+                found = part if part > found else found
+            lost[lane] = n > 0 and found == top
+            if lost[lane]:
+                n = 0
+            if half:
+                for i in range(n):
+                    h = U4(block[i])
+                    u[i * LANES + lane] = U4(U4(h & U4(0x8000)) << U4(16)) | U4(
+                        U4(h & U4(0x7FFF)) << U4(13)
+                    )
+            elif nbytes == 4:
+                for i in range(n):
+                    u[i * LANES + lane] = U4(block[i])
+            else:
+                for i in range(n):
+                    u[i * LANES + lane] = U4(U4(block[i]) << U4(16))
+            for i in range(n, size):
+                u[i * LANES + lane] = U4(0)
+        if half:
+            for i in range(size * LANES):
+                v[i] *= _TO_F16
+
+    return load
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _largest(u, m):
     """Bits of the largest magnitude of each of 16 blocks to the start of `m`, as long as `u`."""
     n = u.size // 2
     for j in range(n):
-        m[j] = max(U4(u[j] & _ABS), U4(u[n + j] & _ABS))
+        a, b = U4(u[j] & _ABS), U4(u[n + j] & _ABS)
+        m[j] = a if a > b else b
     while n > LANES:
         n //= 2
         low, high = m[:n], m[n : 2 * n]
         for j in range(n):
-            low[j] = max(low[j], high[j])
+            a, b = low[j], high[j]
+            low[j] = a if a > b else b
 
 
-@njit(nogil=True, error_model="numpy")
+@part(nogil=True, error_model="numpy")
 def _scale(v, by, limit):
     """Multiply the values of each of 16 blocks by its factor; none gets beyond `limit`."""
     for i in range(v.size // LANES):
@@ -108,13 +118,9 @@ def _scale(v, by, limit):
             v[i * LANES + lane] = y if y > -limit else F4(-limit)
 
 
-@njit(nogil=True, error_model="numpy")
-def _alphas(v, q, alpha, size, transform):
+@part(nogil=True, error_model="numpy")
+def _alphas(v, q, alpha, size):
     """The rescaling factors of 16 blocks; `q` has half the size of `v`."""
-    if transform != _ASH:
-        for lane in range(LANES):
-            alpha[lane] = _HADAMARD_ALPHA if transform == _HADAMARD else F4(1)
-        return
     for i in range(size // 2):
         for lane in range(LANES):
             a = v[2 * i * LANES + lane]
@@ -128,11 +134,13 @@ def _alphas(v, q, alpha, size, transform):
         n //= 2
     for lane in range(LANES):
         sigma = F4(math.sqrt(F4(q[lane] * F4(F4(1) / F4(size)) + _EPSILON)))
-        alpha[lane] = min(max(F4(_TAU / sigma), _ALPHA_MIN), _ALPHA_MAX)
+        found = F4(_TAU / sigma)
+        found = found if found > _ALPHA_MIN else _ALPHA_MIN
+        alpha[lane] = found if found < _ALPHA_MAX else _ALPHA_MAX
 
 
-@njit(nogil=True, error_model="numpy")
-def _narrow(u, gu, code, n, mantissa, shift, base, least, anchor):
+@part(nogil=True, error_model="numpy")
+def _narrow(u, gu, code, n, shift, base, least, anchor):
     """Magnitudes `u` (float32 bits) rounded to fewer mantissa bits; small ones by `gu`."""
     half = U4((U4(1) << U4(shift - U4(1))) - U4(1))
     for i in range(n):
@@ -141,131 +149,153 @@ def _narrow(u, gu, code, n, mantissa, shift, base, least, anchor):
         code[i] = U4(gu[i] - anchor) if m < least else U4(normal)
 
 
-@njit(nogil=True, error_model="numpy")
-def _round_nearest(v, u, g, gu, code, mantissa, bias):
-    n = v.size
-    if mantissa == 0:
-        for i in range(n):
-            g[i] = v[i] + _INT8_ANCHOR
-        for i in range(n):
-            code[i] = gu[i]
-        return
-    anchor = F4(2.0 ** (24 - bias - mantissa))
-    for i in range(n):
-        g[i] = abs(v[i]) + anchor
-    least = U4(U4(128 - bias) << U4(23))
-    anchor_bits = U4(U4(127 + 24 - bias - mantissa) << U4(23))
-    base = U4(U4(127 - bias) << U4(mantissa))
-    _narrow(u, gu, code, n, mantissa, U4(23 - mantissa), base, least, anchor_bits)
-    for i in range(n):
-        code[i] |= U4(U4(u[i] >> U4(24)) & U4(0x80))
+@cache
+def _round_nearest_by(mantissa, bias):
+    anchor = F4(2.0 ** (24 - bias - mantissa)) if mantissa else _INT8_ANCHOR
+    least = U4((128 - bias) << 23)
+    anchor_bits = U4(127 + 24 - bias - mantissa << 23)
+    base = U4(127 - bias << mantissa)
+    shift = U4(23 - mantissa)
+
+    @part(nogil=True, error_model="numpy")
+    def round_nearest(v, u, g, gu, code):
+        n = v.size
+        if mantissa == 0:
+            for i in range(n):
+                g[i] = v[i] + anchor
+            for i in range(n):
+                code[i] = gu[i]
+        else:
+            for i in range(n):
+                g[i] = abs(v[i]) + anchor
+            _narrow(u, gu, code, n, shift, base, least, anchor_bits)
+            for i in range(n):
+                code[i] |= U4(U4(u[i] >> U4(24)) & U4(0x80))
+
+    return round_nearest
 
 
-@njit(nogil=True, error_model="numpy")
-def _round_stochastic(v, u, g, gu, code, words, mantissa, bias):
-    n = v.size
-    if mantissa == 0:
-        for i in range(n):
-            steps = U4(F4(F4(v[i] + F4(128)) * F4(65536)))
-            whole = U4(U4(steps + U4(words[i] >> U4(16))) >> U4(16))
-            code[i] = U4(whole - U4(128))
-        return
+@cache
+def _round_stochastic_by(mantissa, bias):
     least = F4(2.0 ** (1 - bias))
     shift = U4(23 - mantissa)
-    base = U4(U4(127 - bias) << U4(mantissa))
-    for i in range(n):
-        a = abs(v[i])
-        g[i] = F4(a + least) if a < least else a
-        code[i] = U4(base + U4(U4(1) << U4(mantissa))) if a < least else base
-    for i in range(n):
-        up = U4(words[i] >> U4(U4(32) - shift))
-        rounded = U4(U4(U4(gu[i] + up) >> shift) - code[i])
-        code[i] = U4(rounded | U4(U4(u[i] >> U4(24)) & U4(0x80)))
+    base = U4(127 - bias << mantissa)
+    step = U4(1 << mantissa)
 
-
-@cached(nogil=True, error_model="numpy")
-def _encode_span(
-    x, codes, scales, first, last, size, transform, top, half, f, k, random, seed, step, rank, start
-):
-    """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
-
-    `f` is (largest, mantissa bits, bias); `start` the index of the chunk's first random word.
-    """
-    largest, mantissa, bias = f
-    v = np.empty(size * LANES, np.float32)
-    g = np.empty(size * LANES, np.float32)
-    code = np.empty(size * LANES, np.uint32)
-    words = np.empty(size * LANES if random else 0, np.uint32)
-    row = np.empty(size if random else 0, np.uint32)
-    u = v.view(np.uint32)
-    gu = g.view(np.uint32)
-    lost = np.empty(LANES, np.bool_)
-    alpha = np.empty(LANES, np.float32)
-    s = np.empty(LANES, np.float32)
-    r = np.empty(LANES, np.float32)
-    merged = np.empty(LANES, np.float32)
-    for b in range(first, last, LANES):
-        end = min(b + LANES, last)
-        _load(x[b * size : min(end * size, x.size)], u, v, lost, size, top, half)
-        _alphas(v, g, alpha, size, transform)
-        for i in range(size):
-            for lane in range(LANES):
-                v[i * LANES + lane] *= alpha[lane]
-        if transform != _NONE:
-            rotate(v, size)
-        _largest(u, gu)
-        for lane in range(LANES):
-            z = max(F4(g[lane] * k), _FLOOR)
-            s[lane] = z / largest
-            r[lane] = k / s[lane]
-            merged[lane] = s[lane] / alpha[lane]
-        _scale(v, r, largest)
-        if random:
-            for lane in range(end - b):
-                fill_words(row, seed, step, rank, U8(0), U8(start + (b + lane) * size))
-                for i in range(size):
-                    words[i * LANES + lane] = row[i]
-            _round_stochastic(v, u, g, gu, code, words, mantissa, bias)
+    @part(nogil=True, error_model="numpy")
+    def round_stochastic(v, u, g, gu, code, words):
+        n = v.size
+        if mantissa == 0:
+            for i in range(n):
+                steps = U4(F4(F4(v[i] + F4(128)) * F4(65536)))
+                whole = U4(U4(steps + U4(words[i] >> U4(16))) >> U4(16))
+                code[i] = U4(whole - U4(128))
         else:
-            _round_nearest(v, u, g, gu, code, mantissa, bias)
-        for lane in range(end - b):
-            at = (b + lane) * size
-            block = codes[at : min(at + size, codes.size)]
-            for i in range(block.size):
-                block[i] = U1(code[i * LANES + lane])
-            here = scales[b + lane]
-            if lost[lane]:
-                here[:] = _LOST
-            elif here.size == 2:
-                here[0] = alpha.view(np.uint32)[lane]
-                here[1] = s.view(np.uint32)[lane]
+            for i in range(n):
+                a = abs(v[i])
+                g[i] = F4(a + least) if a < least else a
+                code[i] = U4(base + step) if a < least else base
+            for i in range(n):
+                up = U4(words[i] >> U4(U4(32) - shift))
+                rounded = U4(U4(U4(gu[i] + up) >> shift) - code[i])
+                code[i] = U4(rounded | U4(U4(u[i] >> U4(24)) & U4(0x80)))
+
+    return round_stochastic
+
+
+@cache
+def _encoder(nbytes, half, transform, mantissa, bias, random, size):
+    load = _load_by(nbytes, half)
+    rotate = rotate_by(size)
+    round_nearest = _round_nearest_by(mantissa, bias)
+    round_stochastic = _round_stochastic_by(mantissa, bias)
+    n = size * LANES
+
+    @cached(nogil=True, error_model="numpy")
+    def encode_span(x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
+        """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
+
+        `largest` is that of the format; `start` the index of the chunk's first random word.
+        """
+        space = scratch((4 * n + size if random else 3 * n) * 4 + 17 * LANES)
+        v = view_as(space[: 4 * n], np.float32)
+        g = view_as(space[4 * n : 8 * n], np.float32)
+        code = view_as(space[8 * n : 12 * n], np.uint32)
+        u, gu = view_as(v, np.uint32), view_as(g, np.uint32)
+        rest = space[12 * n :]
+        if random:
+            words = view_as(space[12 * n : 16 * n], np.uint32)
+            row = view_as(space[16 * n : 16 * n + 4 * size], np.uint32)
+            rest = space[16 * n + 4 * size :]
+        alpha = view_as(rest[: 4 * LANES], np.float32)
+        s = view_as(rest[4 * LANES : 8 * LANES], np.float32)
+        r = view_as(rest[8 * LANES : 12 * LANES], np.float32)
+        merged = view_as(rest[12 * LANES : 16 * LANES], np.float32)
+        lost = rest[16 * LANES :]
+        for b in range(first, last, LANES):
+            end = b + LANES
+            end = end if end < last else last
+            lo, hi = b * size, end * size
+            hi = hi if hi < x.size else x.size
+            load(x[lo:hi], u, v, lost, size, top)
+            if transform == _ASH:
+                _alphas(v, g, alpha, size)
             else:
-                here[0] = merged.view(np.uint32)[lane]
-    lo, hi = first * size, min(last * size, codes.size)
-    return _sum_of(codes[lo:hi], lo)
+                for lane in range(LANES):
+                    alpha[lane] = _HADAMARD_ALPHA if transform == _HADAMARD else F4(1)
+            for i in range(size):
+                for lane in range(LANES):
+                    v[i * LANES + lane] *= alpha[lane]
+            if transform != _NONE:
+                rotate(v)
+            _largest(u, gu)
+            for lane in range(LANES):
+                z = F4(g[lane] * k)
+                z = z if z > _FLOOR else _FLOOR
+                s[lane] = z / largest
+                r[lane] = k / s[lane]
+                merged[lane] = s[lane] / alpha[lane]
+            _scale(v, r, largest)
+            if random:
+                for lane in range(end - b):
+                    fill_words(row, seed, step, rank, U8(0), U8(start + (b + lane) * size))
+                    for i in range(size):
+                        words[i * LANES + lane] = row[i]
+                round_stochastic(v, u, g, gu, code, words)
+            else:
+                round_nearest(v, u, g, gu, code)
+            for lane in range(end - b):
+                at = (b + lane) * size
+                block = codes[at : at + size]
+                for i in range(block.size):
+                    block[i] = U1(code[i * LANES + lane])
+                here = scales[b + lane]
+                if lost[lane]:
+                    for i in range(here.size):
+                        here[i] = _LOST
+                elif here.size == 2:
+                    here[0] = view_as(alpha, np.uint32)[lane]
+                    here[1] = view_as(s, np.uint32)[lane]
+                else:
+                    here[0] = view_as(merged, np.uint32)[lane]
+        lo = first * size
+        return sum_part(U8(0), read_only(codes[lo : last * size]), lo // 4)
+
+    return encode_span
 
 
-@njit(nogil=True)
-def _sum_of(data, at):
-    whole = data.size // 4 * 4
-    total = sum_words(data[:whole].view(np.uint32), at // 4)
-    if whole < data.size:
-        total += sum_bytes(data[whole:], (at + whole) // 4)
-    return total
-
-
-@njit(nogil=True, error_model="numpy")
+@part(nogil=True, error_model="numpy")
 def _merged_scale(words, alpha, found):
     """(bits of the merged scale, 0 good, 1 lost or 2 wrong) of one block.
 
     `alpha` and `found` are room for one float32.
     """
-    bits = found.view(np.uint32)
+    bits = view_as(found, np.uint32)
     bits[0] = words[words.size - 1]
     if bits[0] == _LOST:
         return 1 if words[0] == _LOST else 2
     if words.size == 2:
-        alpha.view(np.uint32)[0] = words[0]
+        view_as(alpha, np.uint32)[0] = words[0]
         if words[0] < ALPHA_BITS[0] or words[0] > ALPHA_BITS[1]:
             return 2
         if bits[0] < SCALE_BITS[0] or bits[0] > SCALE_BITS[1]:
@@ -274,87 +304,102 @@ def _merged_scale(words, alpha, found):
     return 0 if MERGED_BITS[0] <= bits[0] <= MERGED_BITS[1] else 2
 
 
-@njit(nogil=True)
-def _codes_fit(codes, bad, mantissa, lost):
-    """False if a code is one that no encoder writes there."""
-    most = U1(0)
-    if lost:
+@cache
+def _codes_fit_by(mantissa, bad):
+    bad = U1(bad)
+
+    @part(nogil=True)
+    def codes_fit(codes, lost):
+        """False if a code is one that no encoder writes there."""
+        most = U1(0)
+        if lost:
+            for i in range(codes.size):
+                most |= codes[i]
+            return most == U1(0)
+        if mantissa == 0:
+            for i in range(codes.size):
+                most |= U1(codes[i] == bad)
+            return most == U1(0)
         for i in range(codes.size):
-            most |= codes[i]
-        return most == U1(0)
-    if mantissa == 0:
-        for i in range(codes.size):
-            most |= U1(codes[i] == bad)
-        return most == U1(0)
-    for i in range(codes.size):
-        most = max(most, U1(codes[i] & U1(127)))
-    return most < bad
+            code = U1(codes[i] & U1(127))
+            most = code if code > most else most
+        return most < bad
+
+    return codes_fit
 
 
-@cached(nogil=True, error_model="numpy")
-def _decode_span(
-    codes, scales, table, x, nelem, first, last, size, transform, exponent, mantissa, bad, top, k
-):
-    """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, and a sum.
+@cache
+def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
+    codes_fit = _codes_fit_by(mantissa, bad)
+    rotate = rotate_by(size)
+    n = size * LANES
+    nan = U4(((1 << (exponent + 1)) - 1) << (dtype_mantissa - 1))
 
-    `top` are the bits of the dtype's largest finite number, as a float32, `mantissa` the bits of
-    the dtype's and of the code's mantissa.
-    """
-    dtype_mantissa, code_mantissa = mantissa
-    v = np.empty(size * LANES, np.float32)
-    g = np.empty(size * LANES, np.float32)
-    code = np.empty(size * LANES, np.uint32)
-    u = v.view(np.uint32)
-    gu = g.view(np.uint32)
-    c = np.empty(LANES, np.float32)
-    state = np.empty(LANES, np.int64)
-    alpha = np.empty(1, np.float32)
-    merged = np.empty(1, np.float32)
-    nan = U4(U4(U4(1 << (exponent + 1)) - U4(1)) << U4(dtype_mantissa - 1))
-    wrong = False
-    for b in range(first, last, LANES):
-        end = min(b + LANES, last)
-        v[:] = F4(0)
-        for lane in range(LANES):
-            c[lane] = F4(0)
-            state[lane] = 0
-            if b + lane >= end:
-                continue
-            state[lane] = _merged_scale(scales[b + lane], alpha, merged)
-            at = (b + lane) * size
-            block = codes[at : min(at + size, codes.size)]
-            fits = _codes_fit(block, bad, code_mantissa, state[lane] == 1)
-            wrong |= state[lane] == 2 or not fits
-            if state[lane] == 0:
-                c[lane] = merged[0] * k
-                for i in range(block.size):
-                    v[i * LANES + lane] = table[block[i]]
-        if transform != _NONE:
-            rotate(v, size)
-        _scale(v, c, top)
-        if x.itemsize == 4:
-            for i in range(v.size):
-                code[i] = u[i]
-        elif exponent == 8:
-            for i in range(v.size):
-                code[i] = U4(U4(U4(u[i] + U4(0x7FFF)) + U4(U4(u[i] >> U4(16)) & U4(1))) >> U4(16))
-        else:
-            for i in range(v.size):
-                g[i] = abs(v[i]) + F4(0.5)
-            least, base = U4(U4(113) << U4(23)), U4(U4(112) << U4(10))
-            _narrow(u, gu, code, v.size, 10, U4(13), base, least, U4(0x3F000000))
-            for i in range(v.size):
-                code[i] |= U4(U4(u[i] >> U4(16)) & U4(0x8000))
-        for lane in range(end - b):
-            at = (b + lane) * size
-            block = x[at - first * size : min(at + size, nelem) - first * size]
-            if state[lane] == 1:
-                block[:] = nan
+    @cached(nogil=True, error_model="numpy")
+    def decode_span(codes, scales, table, x, nelem, first, last, top, k):
+        """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, a sum.
+
+        `top` are the bits of the dtype's largest finite number, as a float32.
+        """
+        space = scratch(12 * n + 5 * LANES + 8)
+        v = view_as(space[: 4 * n], np.float32)
+        g = view_as(space[4 * n : 8 * n], np.float32)
+        code = view_as(space[8 * n : 12 * n], np.uint32)
+        u, gu = view_as(v, np.uint32), view_as(g, np.uint32)
+        c = view_as(space[12 * n : 12 * n + 4 * LANES], np.float32)
+        state = space[12 * n + 4 * LANES : 12 * n + 5 * LANES]
+        numbers = view_as(space[12 * n + 5 * LANES :], np.float32)
+        alpha, merged = numbers[:1], numbers[1:]
+        wrong = False
+        for b in range(first, last, LANES):
+            end = b + LANES
+            end = end if end < last else last
+            for i in range(n):
+                v[i] = F4(0)
+            for lane in range(LANES):
+                c[lane] = F4(0)
+                state[lane] = 0
+                if b + lane >= end:
+                    continue
+                state[lane] = _merged_scale(scales[b + lane], alpha, merged)
+                at = (b + lane) * size
+                block = codes[at : at + size]
+                fits = codes_fit(block, state[lane] == 1)
+                wrong |= state[lane] == 2 or not fits
+                if state[lane] == 0:
+                    c[lane] = merged[0] * k
+                    for i in range(block.size):
+                        v[i * LANES + lane] = table[block[i]]
+            if transform != _NONE:
+                rotate(v)
+            _scale(v, c, top)
+            if nbytes == 4:
+                for i in range(n):
+                    code[i] = u[i]
+            elif exponent == 8:
+                for i in range(n):
+                    up = U4(U4(0x7FFF) + U4(U4(u[i] >> U4(16)) & U4(1)))
+                    code[i] = U4(U4(u[i] + up) >> U4(16))
             else:
-                for i in range(block.size):
-                    block[i] = code[i * LANES + lane]
-    lo, hi = first * size, min(last * size, codes.size)
-    return wrong, _sum_of(codes[lo:hi], lo)
+                for i in range(n):
+                    g[i] = abs(v[i]) + F4(0.5)
+                _narrow(u, gu, code, n, U4(13), U4(112 << 10), U4(113 << 23), U4(0x3F000000))
+                for i in range(n):
+                    code[i] |= U4(U4(u[i] >> U4(16)) & U4(0x8000))
+            for lane in range(end - b):
+                lo, hi = (b + lane) * size, (b + lane + 1) * size
+                hi = hi if hi < nelem else nelem
+                block = x[lo - first * size : hi - first * size]
+                if state[lane] == 1:
+                    for i in range(block.size):
+                        block[i] = nan
+                else:
+                    for i in range(block.size):
+                        block[i] = code[i * LANES + lane]
+        lo = first * size
+        return wrong, sum_part(U8(0), codes[lo : last * size], lo // 4)
+
+    return decode_span
 
 
 def _read_only(array: Bits) -> Bits:
@@ -385,21 +430,26 @@ def encode_chunk(
     f = FORMAT_OF[spec.format]
     codes, scales = static_views(spec, chunk)
     used = spec.payload_nbytes(chunk.nelem)
-    args = (
-        spec.block,
-        TRANSFORMS.index(spec.transform),
-        _dtype_args(chunk.dtype)[1],
+    encode_span = _encoder(
+        chunk.dtype.itemsize,
         chunk.dtype.name == "float16",
-        (F4(f.largest), f.mantissa, f.bias),
-        F4(norm(spec)),
+        TRANSFORMS.index(spec.transform),
+        f.mantissa,
+        f.bias,
         random,
+        spec.block,
+    )
+    args = (
+        _dtype_args(chunk.dtype)[1],
+        F4(f.largest),
+        F4(norm(spec)),
         *map(U8, numbers),
         chunk.number * chunk.sections[0].nbytes,
     )
     x = _read_only(bits)
 
     def task(first: int, last: int) -> Any:
-        return _encode_span(x, codes[:used], scales, first, last, *args)
+        return encode_span(x, codes[:used], scales, first, last, *args)
 
     words_sum = sum(int(part) for part in run(task, _cuts(scales.shape[0], bits.nbytes, threads)))
     return ChunkResult(0, (words_sum + _sum_behind(chunk, used)) & MASK64)
@@ -415,20 +465,21 @@ def decode_chunk(
     first, last = start // size, -(-(start + out.size) // size)
     n_covered = max(min(last * size, chunk.nelem) - first * size, 0)
     x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
-    args = (
-        size,
-        TRANSFORMS.index(spec.transform),
+    decode_span = _decoder(
+        chunk.dtype.itemsize,
         chunk.dtype.exponent,
-        (chunk.dtype.mantissa, f.mantissa),
-        U1(f.bad),
-        _dtype_args(chunk.dtype)[0],
-        F4(norm(spec)),
+        chunk.dtype.mantissa,
+        TRANSFORMS.index(spec.transform),
+        f.mantissa,
+        f.bad,
+        size,
     )
+    args = _dtype_args(chunk.dtype)[0], F4(norm(spec))
 
     def task(lo: int, hi: int) -> Any:
         room = x[lo * size :]
         span = first + lo, first + hi
-        return _decode_span(
+        return decode_span(
             codes[:used], scales, values_of(spec.format), room, chunk.nelem, *span, *args
         )
 
@@ -452,4 +503,4 @@ def _sum_behind(chunk: Chunk, used: int) -> int:
     """Keyed sum of what follows the chunk's codes; a word may hold both."""
     tail = chunk.static[used // 4 * 4 :].copy()
     tail[: used % 4] = 0
-    return int(sum_bytes(tail, used // 4))
+    return words_sum(tail, used // 4)

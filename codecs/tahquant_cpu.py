@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from ..numba_cache import cached
+from ..numba_cache import cached, part
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
@@ -47,7 +46,7 @@ _GATHER, _CARRY = U8(0x0102040810204080), U8(0x7F7F7F7F7F7F7F7F)
 _TALL = I4(150 << 23)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _log2(u):
     """See `tahquant._log2`; of the bits of a float32."""
     f = U4(U4(u >> U4(7)) & U4(0xFFFF))
@@ -99,7 +98,7 @@ def _entropies(x, kind, hidden, out, first, last):
         out[token] = entropy
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _rotate(v):
     """The transform of 64 values in place."""
     h = 1
@@ -115,7 +114,7 @@ def _rotate(v):
         v[i] *= F4(0.125)
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _half(u):
     """Bits of the float16 nearest to a float32, given and returned as bits."""
     part = min(I4(u & _MAGNITUDE), _TALL)
@@ -123,7 +122,7 @@ def _half(u):
     return U4(U4(found) | U4(U4(u >> U4(16)) & U4(0x8000)))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _of_half(half, value, bits):
     """`value`, one float32 whose bits are `bits`, becomes that of a finite float16."""
     bits[0] = U4(U4(half & U4(0x7FFF)) << U4(13))
@@ -132,7 +131,7 @@ def _of_half(half, value, bits):
     return value[0]
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _pivot(v, magnitudes):
     """Pivot byte of 64 values `v`, which are rotated if there is one."""
     top = U4(0)
@@ -234,13 +233,13 @@ def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, piv
                     wide[t - slots[token], w] = _bits(eights[w], U8(3))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _bits(codes, p):
     """Bit `p` of 8 codes in one word, as a byte."""
     return U1(U8(U8(U8(codes >> p) & _ONES) * _GATHER) >> U8(56))
 
 
-@njit(nogil=True)
+@part(nogil=True)
 def _spread(byte):
     """Inverse of `_bits`: 8 codes that are 0 or 1."""
     bits = U8(U8(U8(byte) * _ONES) & _DIAGONAL)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..numba_cache import cached
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES as SIDE
-from .hadamard_cpu import rotate
+from .hadamard_cpu import rotate_by
 from .minifloat import INFINITY, NAN
 from .minifloat_cpu import LANES, kind_of, narrow, widen
 from .philox import key_numbers
@@ -51,6 +51,9 @@ _ABS, _INFINITY, _NAN, _LOST = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(LOST)
 _LOW, _HIGH = U4(NORM_BITS[0]), U4(NORM_BITS[1])
 _FACTOR, _STEPS, _MIDDLE, _TOP = F4(ROTATE_FACTOR), F4(STEPS), F4(MIDDLE), F4(TOP)
 _BELOW, _GAPS = BELOW, GAPS.astype(np.uint32)
+
+
+_rotate = rotate_by(BLOCK)
 
 
 @cached(nogil=True, error_model="numpy")
@@ -96,7 +99,7 @@ def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
                 part[i] = U4(part[i] ^ sign)
             for i in range(BLOCK):
                 side[i * SIDE + lane] = values[i] * _FACTOR
-        rotate(side, BLOCK)
+        _rotate(side)
         for lane in range(blocks):
             b = tile * SIDE + lane
             norm_word[0] = norms[b] if norms.size > 1 else norms[0]
@@ -145,7 +148,7 @@ def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first,
                 largest = max(largest, int(source[i]))
                 side[i * SIDE + lane] = F4(int(source[i]) - zero)
             wrong |= largest > (most if good else 0)
-        rotate(side, BLOCK)
+        _rotate(side)
         for lane in lanes:
             b = tile * SIDE + lane
             word[0] = norms[b] if norms.size > 1 else norms[0]

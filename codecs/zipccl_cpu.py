@@ -17,9 +17,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import add_words, sum_part, words_sum
+from ..formats.checksum_cpu import add_words, sum_part
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, view_as
+from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -454,7 +454,7 @@ def _widen(block, wide, columns, streams_nbytes, planes):
         target += rows * COLUMNS * width
 
 
-@part(nogil=True)
+@part(nogil=True, error_model="numpy")
 def _columns_of(nelem):
     step = ROWS * COLUMN_STEP
     return (nelem % TILE + step - 1) // step * COLUMN_STEP
@@ -471,6 +471,7 @@ def _encoder(mantissa, extra, width):
     planes = 3 + extra
     codes_at = TILE * streams
     nbytes = codes_at + planes * COLUMNS
+    group = 2 * width
     # Scratch: exponents, a sample of them, two arrays of counts, bits for planes, escape flags, and
     # elements and block of the last tile.
     sample_at = (TILE + 64) * width
@@ -482,28 +483,28 @@ def _encoder(mantissa, extra, width):
     wide_at = xs_at + TILE * 8
     scratch_nbytes = wide_at + nbytes
 
-    @cached(nogil=True)
-    def encode_span(x, static, index_at, first, last, escapes, fixed, used):
-        """Encode tiles `first` to `last` of the chunk `x`; offsets count from the first escape.
+    @cached(nogil=True, error_model="numpy")
+    def encode_span(x, static, index_at, first, last, escapes, count, fixed, used):
+        """Encode tiles `first` to `last` of the chunk `x`, behind the first `count` escapes.
 
         `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may be
         more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
         the size of all tile blocks, is given, not -1, it is that of all that was written.
         """
-        scratch = np.empty(scratch_nbytes, np.uint8)
-        e = scratch[:sample_at]
-        sample = scratch[sample_at:highs_at]
-        highs = scratch[highs_at:lanes_at]
+        space = scratch(scratch_nbytes)
+        e = space[:sample_at]
+        sample = space[sample_at:highs_at]
+        highs = space[highs_at:lanes_at]
         e_words, sample_words = view_as(e, np.uint64), view_as(sample, np.uint64)
         if width == 2:
             e, sample = view_as(e, np.uint16), view_as(sample, np.uint16)
             highs = view_as(highs, np.uint16)
-        lanes = scratch[lanes_at:top_at]
-        top = scratch[top_at:escaped_at]
-        escaped = scratch[escaped_at:xs_at]
+        lanes = space[lanes_at:top_at]
+        top = space[top_at:escaped_at]
+        escaped = space[escaped_at:xs_at]
         flags = view_as(escaped, np.uint64)
-        xs = view_as(scratch[xs_at:wide_at], x.dtype)
-        wide = scratch[wide_at:]
+        xs = view_as(space[xs_at:wide_at], x.dtype)
+        wide = space[wide_at:]
         n_tiles = (x.size + TILE - 1) // TILE
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
@@ -511,7 +512,6 @@ def _encoder(mantissa, extra, width):
         words = view_as(read_only(static), np.uint32)
         one = e.dtype.type
         full = x.size // TILE
-        count = 0
         total = U8(0)
         for t in range(first, last):
             at = t * nbytes
@@ -548,10 +548,9 @@ def _encoder(mantissa, extra, width):
                 if t < full:
                     sampled = _SAMPLED
                     for k in range(TILE // 128):
-                        for i in range(2 * width):
-                            sample_words[k * 2 * width + i] = e_words[
-                                (8 * k + k % 8) * 2 * width + i
-                            ]
+                        to, source_at = k * group, (8 * k + k % 8) * group
+                        for i in range(group):
+                            sample_words[to + i] = e_words[source_at + i]
                 else:
                     for i in range(n):
                         sample[i] = e[i // columns * COLUMNS + i % columns]
@@ -610,7 +609,7 @@ def _decoder(exponent, mantissa, extra, width):
     wide_at = xs_at + TILE * 8
     scratch_nbytes = wide_at + nbytes
 
-    @cached(nogil=True)
+    @cached(nogil=True, error_model="numpy")
     def decode_span(
         static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
     ):
@@ -636,16 +635,16 @@ def _decoder(exponent, mantissa, extra, width):
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
         entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
-        scratch = np.empty(scratch_nbytes, np.uint8)
-        e = scratch[:top_at]
+        space = scratch(scratch_nbytes)
+        e = space[:top_at]
         escapes = dynamic
         if width == 2:
             e, escapes = view_as(e, np.uint16), view_as(escapes, np.uint16)
-        top = scratch[top_at:escaped_at]
-        escaped = scratch[escaped_at:xs_at]
+        top = space[top_at:escaped_at]
+        escaped = space[escaped_at:xs_at]
         flags = view_as(escaped, np.uint64)
-        xs = view_as(scratch[xs_at:wide_at], x.dtype)
-        wide = scratch[wide_at:]
+        xs = view_as(space[xs_at:wide_at], x.dtype)
+        wide = space[wide_at:]
         words = view_as(static, np.uint32)
         one = e.dtype.type
         full = nelem // TILE
@@ -749,7 +748,7 @@ def encode_chunk(
     x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
     cuts = spans(n_tiles, bits.nbytes, threads)
     if len(cuts) == 1:
-        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, fixed, used)
+        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
         known = int(total) & MASK64 if count <= slot.size else None
         return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
@@ -758,7 +757,7 @@ def encode_chunk(
     ]
 
     def task(first: int, last: int, room: Bits) -> Any:
-        return encode_span(x, static, index_at, first, last, room, fixed, -1)
+        return encode_span(x, static, index_at, first, last, room, 0, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     offsets = static_views(chunk)[1]
@@ -773,8 +772,8 @@ def encode_chunk(
         count += found
     if count > slot.size:
         return ChunkResult(count * f.width)
-    total += words_sum(static[used:], used // 4)
-    total += words_sum(chunk.dynamic[: count * f.width], static.size // 4)
+    # No more tiles: what is behind them is summed.
+    total += int(encode_span(x, static, index_at, 0, 0, slot, count, fixed, used)[1])
     return ChunkResult(count * f.width, total & MASK64)
 
 
@@ -797,7 +796,7 @@ def decode_chunk(
     places = (0, static.size, 0, used, chunk.sections[0].nbytes, tile_count(chunk.nelem))
     sums = (_ALL if len(cuts) == 1 else _TILES) if whole else _NOTHING
 
-    def task(lo: int, hi: int) -> Any:
+    def task(lo: int, hi: int, sums: int) -> Any:
         return decode_span(
             static,
             dynamic,
@@ -811,7 +810,10 @@ def decode_chunk(
             sums,
         )
 
-    results = run(task, cuts)
+    results = run(task, [(*cut, sums) for cut in cuts])
+    if sums == _TILES:
+        # No more tiles: what is behind them is summed.
+        results.append(task(0, 0, _ALL))
     problem = next((_PROBLEMS[p] for p, _ in results if p), None)
     if problem is None and not entries_fit(spec, static_views(chunk)[2], slice(first, last)):
         problem = "windows that differ in a tensor with one window"
@@ -820,8 +822,6 @@ def decode_chunk(
     if not whole:
         return ChunkDecoded(problem)
     total = sum(int(part_sum) for _, part_sum in results)
-    if sums != _ALL:
-        total += words_sum(static[used:], used // 4) + words_sum(dynamic, static.size // 4)
     return ChunkDecoded(problem, total & MASK64)
 
 

@@ -196,7 +196,9 @@ class Codec:
             dynamic_capacity: As in ``plan``.
             checksum: Whether the buffer gets checksums.
             threads: Most threads on the host. None: every processor where the size is worth it.
-            backend: ``"ref"`` or ``"cpu"`` (host), ``"triton"`` (GPU), or None for the fastest.
+            backend: ``"ref"`` or ``"cpu"`` (host), ``"triton"`` (GPU), or None for the fastest:
+                ``"ref"`` only for tensors of less than 64 KiB while ``"cpu"`` would have to compile
+                first.
 
         Returns:
             The buffer, in the memory of ``out`` if that is given.

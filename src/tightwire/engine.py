@@ -38,7 +38,7 @@ from .formats.header import (
     parse_header,
 )
 from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
-from .planning import backend_module, integer, plan_of_header
+from .planning import backend_module, call_tiny, integer, is_tiny, kernels_known, plan_of_header
 
 _RECORD = struct.Struct("<QQIIQ")
 MAX_CACHED_HEADER = 4096
@@ -90,8 +90,28 @@ def encode_into(
     """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes).
 
     With `source`, a buffer that `plan` fuses, the sum of its elements and `bits`, in one pass; for
-    backends that have `decode_add_encode_chunk`.
+    backends that have `decode_add_encode_chunk`. `backend` None takes Numba, but see `call_tiny`.
     """
+    if source is None and is_tiny(plan, backend):
+        call_tiny(
+            plan,
+            "encode",
+            lambda chosen: _encode_into(plan, bits, out, stats, key, threads, chosen),
+        )
+    else:
+        _encode_into(plan, bits, out, stats, key, threads, backend, source)
+
+
+def _encode_into(
+    plan: Plan,
+    bits: Bits,
+    out: Bytes,
+    stats: npt.NDArray[Any] | None,
+    key: Key | None,
+    threads: int,
+    backend: str | None,
+    source: Parsed | None = None,
+) -> None:
     module = backend_module(plan.codec.name, backend)
     header = plan.header_bytes
     out[: header.size] = header
@@ -416,6 +436,8 @@ def decode_small(
     if found is None or data.__array_interface__["data"][0] % 8:
         return None
     plan, decode, identity = found
+    if is_tiny(plan, None) and not kernels_known(plan, "decode"):
+        return None
     checksum, dynamic_nbytes, *others = _RECORD.unpack_from(data.data, size)
     nbytes = plan.nelem * plan.dtype.itemsize
     if any(others) or nbytes > max_nbytes or dynamic_nbytes > plan.raw_dynamic(0):
@@ -472,8 +494,21 @@ def decode_range(
 
     With `verify` every chunk touched is checked whole: checksum, then padding, then payload. None
     does so for chunks that are decoded whole; of the others the payload is checked as far as
-    specs/buffer.md, "Partial decoding", says.
+    specs/buffer.md, "Partial decoding", says. `backend` None takes Numba, but see `call_tiny`.
     """
+    if is_tiny(parsed.plan, backend):
+        call_tiny(
+            parsed.plan,
+            "decode",
+            lambda chosen: _decode_range(parsed, out, start, verify, threads, chosen),
+        )
+    else:
+        _decode_range(parsed, out, start, verify, threads, backend)
+
+
+def _decode_range(
+    parsed: Parsed, out: Bits, start: int, verify: bool | None, threads: int, backend: str | None
+) -> None:
     plan = parsed.plan
     stop = start + out.size
     for i in parsed.distinct(touched_chunks(plan, start, stop)):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import TypeVar
 
 from .codecs.base import CodecSpec, Plan
 from .codecs.float_mode import default_floats
@@ -16,12 +19,19 @@ from .formats.errors import FormatError
 from .formats.errors import integer as integer
 from .formats.header import CHECKSUM, MAX_CHUNKS, MAX_NBYTES, MAX_RANK, Header, align
 
+T = TypeVar("T")
+
 HOST_BACKENDS = ("ref", "cpu")
 DEVICE_BACKEND = "triton"
 BACKENDS = (*HOST_BACKENDS, DEVICE_BACKEND)
 
 #: Fewer bytes than these are coded by NumPy before Numba would be imported (about 1 s).
 SMALL_NBYTES = 4 << 20
+#: Tensors of fewer bytes do not wait for kernels to be compiled; see `call_tiny`.
+TINY_NBYTES = 64 << 10
+#: Seconds that NumPy may take for the tiny tensors of a codec and dtype, in one direction, before
+#: kernels are compiled: about as long as that takes.
+PATIENCE_S = 2.0
 #: Bytes that NumPy codes in the time that a call for one chunk takes beside them (0.5 ms).
 _CALL_NBYTES = 16 << 10
 
@@ -44,7 +54,10 @@ def _spec_class(name: str) -> type[CodecSpec]:
 
 
 def backend_module(name: str, backend: str | None) -> ModuleType:
-    """The host module that codes codec `name`; `backend` None picks the fastest here."""
+    """The host module that codes codec `name`; `backend` None picks the fastest here.
+
+    For a tiny tensor `call_tiny` may pick another.
+    """
     if backend is not None and backend not in HOST_BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {BACKENDS} or None")
     return _backend_module(name, backend)
@@ -66,6 +79,66 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
                 f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'"
             ) from None
         return importlib.import_module(stem)
+
+
+def is_tiny(plan: Plan, backend: str | None) -> bool:
+    """Whether a tensor is for `call_tiny`: small, and nobody has named a backend."""
+    return backend is None and 0 < plan.nelem * plan.dtype.itemsize < TINY_NBYTES
+
+
+@dataclass
+class _Waiting:
+    """Seconds that NumPy took so far, and `kernels_taken()` when kernels were last asked for."""
+
+    spent_s: float = 0.0
+    taken: int = -1
+
+
+#: By codec, dtype and direction; None where kernels are there.
+_waiting: dict[tuple[CodecSpec, str, str], _Waiting | None] = {}
+_NEW = _Waiting()
+
+
+def kernels_known(plan: Plan, direction: str) -> bool:
+    """Whether `call_tiny` would take Numba without asking."""
+    return _waiting.get((plan.codec, plan.dtype.name, direction), _NEW) is None
+
+
+def call_tiny(plan: Plan, direction: str, call: Callable[[str | None], T]) -> T:
+    """`call(backend)`, "encode" or "decode" of a tiny tensor, with the backend that is quickest.
+
+    That is Numba where the kernels are in memory or in the cache on disk. Where they would have to
+    be compiled, which takes seconds, it is NumPy, until it has taken PATIENCE_S for this codec,
+    dtype and direction; then they are compiled. The bytes are the same. `call` may be called twice.
+    """
+    key = plan.codec, plan.dtype.name, direction
+    waiting = _waiting.get(key, _NEW)
+    if waiting is None:
+        return call(None)
+    if not backend_module(plan.codec.name, None).__name__.endswith("_cpu"):
+        return call("ref")
+    from .numba_cache import NotCompiledError, kernels_taken, only_compiled
+
+    if waiting is _NEW:
+        waiting = _waiting[key] = _Waiting()
+    if waiting.taken != kernels_taken():
+        waiting.taken = kernels_taken()
+        try:
+            with only_compiled():
+                found = call(None)
+        except NotCompiledError:
+            pass
+        else:
+            _waiting[key] = None
+            return found
+    if waiting.spent_s < PATIENCE_S:
+        start = time.perf_counter()
+        found = call("ref")
+        waiting.spent_s += time.perf_counter() - start
+        return found
+    found = call(None)
+    _waiting[key] = None
+    return found
 
 
 def backend_for_once(plans: Iterable[Plan]) -> str | None:

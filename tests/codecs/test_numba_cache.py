@@ -24,7 +24,8 @@ from numba.core.dispatcher import Dispatcher
 
 import tightwire as tw
 from tightwire import numba_cache
-from tightwire.numba_cache import _Cache, _Files, cached
+from tightwire.codecs import mx_cpu, zipccl_cpu
+from tightwire.numba_cache import _Cache, _Files, _fingerprint, cached, part
 from tightwire.planning import backend_module
 
 
@@ -140,15 +141,35 @@ def test_forked_children_count_on_their_own() -> None:
     assert min(abs(a - b) for a, b in itertools.combinations(numbers, 2)) > 1000, numbers
 
 
-@pytest.mark.parametrize("name", sorted(tw.codecs()))
-def test_no_function_has_another_cache(name: str) -> None:
-    caches = [
-        vars(function)["_cache"]
-        for function in vars(backend_module(name, "cpu")).values()
-        if isinstance(function, Dispatcher)
+def test_no_function_has_another_cache() -> None:
+    kernels = [zipccl_cpu._encoder(7, 0, 1), mx_cpu._decoder(0, 8, 255, 127)]
+    functions = [
+        value
+        for name in tw.codecs()
+        for value in vars(backend_module(name, "cpu")).values()
+        if isinstance(value, Dispatcher)
     ]
+    caches = [vars(function)["_cache"] for function in (*functions, *kernels)]
     assert not [c for c in caches if isinstance(c, caching.FunctionCache) and type(c) is not _Cache]
-    assert any(isinstance(c, _Cache) for c in caches)
+    assert sum(isinstance(c, _Cache) for c in caches) > len(kernels)
+    assert all(isinstance(kernel._cache, _Cache) for kernel in kernels)
+
+
+def test_a_key_says_what_the_functions_of_a_function_were_made_with() -> None:
+    """Of two kernels with the same code the factories' numbers differ, here and one call down."""
+
+    def made(factor: int) -> Any:
+        @part()
+        def times(x: Any) -> Any:
+            return x * factor
+
+        def kernel(x: Any) -> Any:
+            return times(x)
+
+        return kernel
+
+    assert _fingerprint(made(3)) == _fingerprint(made(3))
+    assert _fingerprint(made(3)) != _fingerprint(made(5))
 
 
 #: Encodes and decodes, and says what was warned of, and what was logged.
@@ -166,7 +187,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import tightwire as tw
 
-    x = np.arange(4096, dtype=np.float32)
+    x = np.arange(1 << 16, dtype=np.float32)
     for _ in range(2):
         y = tw.decode(bytes(tw.encode(x, "lhc")))
         assert y.shape == x.shape
