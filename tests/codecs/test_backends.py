@@ -101,12 +101,12 @@ def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 3, 8, 40])
 @pytest.mark.parametrize("pattern", ["normal", "random", "mixed_zeros"])
-def test_chunks(pattern: str, chunks: int, float_dtype: DType) -> None:
+@pytest.mark.parametrize("name", tw.codecs())
+def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> None:
     for n in (17, 4097, 40000):
         bits = make_bits(pattern, float_dtype, n)
-        for name in tw.codecs():
-            packed = check_all_backends(bits, float_dtype, tw.codec(name), chunks)
-            assert tw.inspect(packed).header.chunks == chunks
+        packed = check_all_backends(bits, float_dtype, tw.codec(name), chunks)
+        assert tw.inspect(packed).header.chunks == chunks
 
 
 @pytest.mark.parametrize(
