@@ -70,14 +70,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The fast tier has few cases of each test; `-m slow` has no case of a larger tier."""
+    """The fast tier and that of GPUs have few cases of each test; -m leaves larger tiers out."""
     if not is_fast(config):
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 # Here with all its examples.
                 item.add_marker(pytest.mark.slow)
-    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        mark_slow([case for case in cases if tier(case) is None])
+    for _, found in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(found)
+        tiers = {name: [case for case in cases if tier(case) == name] for name in (None, "gpu")}
+        mark_others(tiers[None], pytest.mark.slow, MOST)
+        mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr
     others = [name for name in TIERS if name not in asked] if asked else []
     left_out = [item for item in items if tier(item) in others]
@@ -96,8 +99,8 @@ def tier(item: pytest.Item) -> str | None:
     return max(filter(item.get_closest_marker, TIERS), key=TIERS.index, default=None)
 
 
-def mark_slow(cases: list[pytest.Item]) -> None:
-    """Mark the cases of a test as slow but for few in which each parameter takes all its values."""
+def mark_others(cases: list[pytest.Item], mark: pytest.MarkDecorator, most: int) -> None:
+    """Mark the cases of a test but for `most` in which each parameter takes all its values."""
     met = [values(case) for case in cases]
     left = set().union(*met)
     chosen = []
@@ -107,11 +110,11 @@ def mark_slow(cases: list[pytest.Item]) -> None:
         if met[i] & left:
             chosen.append(i)
             left -= met[i]
-    if len(chosen) > MOST:
-        chosen = [chosen[i * len(chosen) // MOST] for i in range(MOST)]
+    if len(chosen) > most:
+        chosen = [chosen[i * len(chosen) // most] for i in range(most)]
     for i, case in enumerate(cases):
         if met[i] and i not in chosen:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(mark)
 
 
 def is_value(x: Any) -> bool:

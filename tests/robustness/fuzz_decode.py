@@ -18,15 +18,13 @@ import atheris
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 MAX_NBYTES = 1 << 22
+FOLDERS = ("codecs", "formats", "adapters")
 
 
 def compiled() -> list[str]:
     """Modules that Numba compiles from their bytecode, which therefore must stay as it is."""
-    return [
-        f"tightwire.codecs.{path.stem}"
-        for path in (ROOT / "codecs").rglob("*.py")
-        if "numba" in path.read_text()
-    ]
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*_cpu.py")]
+    return [f"tightwire.{path.parts[len(ROOT.parts)]}.{path.stem}" for path in paths]
 
 
 with atheris.instrument_imports(include=["tightwire"], exclude=compiled()):
@@ -39,7 +37,7 @@ with atheris.instrument_imports(include=["tightwire"], exclude=compiled()):
         for backend in HOST_BACKENDS:
             backend_module(name, backend)
 
-from support import repair
+from support import repair  # noqa: E402
 
 
 def decoded(data: bytes, backend: str) -> Any:
