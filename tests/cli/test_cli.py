@@ -933,6 +933,7 @@ def test_short_write(plain: Path, packed: Path, command: str) -> None:
     assert listing(plain.parent) == before
 
 
+@pytest.mark.slow
 def test_help_and_inspect_start_quickly(packed: Path) -> None:
     code = """
 import atexit, sys
@@ -956,6 +957,7 @@ def test_without_the_extra(packed: Path, name: str) -> None:
     assert done.stderr == f"tightwire: {name} is not installed: pip install 'tightwire[cli]'\n"
 
 
+@pytest.mark.slow
 def test_progress_bar_on_a_terminal_only(plain: Path) -> None:
     target = plain.with_name("t")
     done = run("compress", plain, "-o", target)
@@ -1084,6 +1086,7 @@ def test_output_to_a_full_disk(packed: Path, command: list[str]) -> None:
     assert child.stderr == "tightwire: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PRINTING)
 def test_output_that_nobody_reads(packed: Path, command: list[str]) -> None:
     words = [str(packed) if word == "P" else word for word in command]
@@ -1094,6 +1097,7 @@ def test_output_that_nobody_reads(packed: Path, command: list[str]) -> None:
     assert (child.returncode, child.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_output_that_is_not_unicode(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "é", {"né": np.arange(3)}, {})
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -1105,6 +1109,7 @@ def test_output_that_is_not_unicode(tmp_path: Path) -> None:
     assert "n\\xe9" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "bench"])
 def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
     """Every name and number is shown; only the first column folds."""

@@ -124,5 +124,6 @@ assert codec("zipccl").spec == SPEC() and "zipccl" in codecs() and callable(erro
 """
 
 
+@pytest.mark.slow
 def test_submodules_do_not_hide_functions() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", SUBMODULES], check=True, timeout=60)

@@ -127,6 +127,7 @@ def test_chunks_of_one_buffer_may_fall_back_one_by_one(backend: str) -> None:
     assert tw.decode(buf, backend=backend).tobytes() == bits.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tw.codecs())
 def test_any_number_of_threads_gives_the_same_bytes(name: str, float_dtype: DType) -> None:
     n = (6 << 20) // float_dtype.itemsize + 77

@@ -288,6 +288,7 @@ def test_codes_of_int8() -> None:
     assert codes.view(np.int8).tolist() == np.rint(v.astype(np.float32)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_stochastic_rounding_is_unbiased(name: str) -> None:
     """The mean of 2^16 draws of each of 400 values is less than 6 standard errors off.

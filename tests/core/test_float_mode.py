@@ -251,6 +251,7 @@ assert torch.tensor(1e-40) * 1 == 0
 """
 
 
+@pytest.mark.slow
 def test_a_pool_that_was_made_in_another_mode() -> None:
     pytest.importorskip("torch")
     run = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True)

@@ -522,6 +522,7 @@ getattr(directories, sys.argv[1])(sys.argv[2], sys.argv[3], progress=progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["compress_directory", "decompress_directory"])
 @pytest.mark.parametrize("after", [1, 4])
 def test_kill_and_resume(sharded: Path, what: str, after: int) -> None:
