@@ -15,6 +15,7 @@ import dynamiq_report
 import files_report
 import gpu_report
 import lossy_report
+import overview_report
 
 RESULTS = Path(__file__).parent / "results"
 COPY = "test_copyto[64]"
@@ -193,6 +194,9 @@ def main() -> None:
     links = lossy_report.write_pages(RESULTS) + dynamiq_report.write_pages(RESULTS)
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
+    lines += ["", "## Training steps", "", "[steps.md](steps.md), written by hand"]
+    overview_report.write(RESULTS)
+    lines += ["", "## At a glance", "", "[overview.md](overview.md)"]
     lines += ["", *COMMANDS]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
 

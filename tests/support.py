@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tightwire.formats.header import RECORD, header_crc, parse_header
 from tightwire.planning import plan_of_header
 
 FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
+#: The key of all vectors; `vector_key` has the number of ranks of each.
+KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
 
 
@@ -29,6 +32,12 @@ def needs(package: str) -> pytest.MarkDecorator:
 def examples(n: int) -> settings:
     """Settings of a property: of `n` examples the share that the profile asks for."""
     return settings(max_examples=n * settings().max_examples // 100)
+
+
+def vector_key(name: str) -> tw.Key:
+    """The key with which the vector `name` was encoded."""
+    ranks = re.search(r"_of_(\d+)_ranks$", name)
+    return KEY._replace(world=int(ranks[1]) if ranks else 1)
 
 
 def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[Any]:

@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
-from support import PATTERNS, make_bits
+from support import KEY, PATTERNS, make_bits, vector_key
 from tightwire import engine
 from tightwire.codecs.base import Plan
 from tightwire.codecs.zipccl import COLUMNS, TILE, Zipccl, fields_of, tail_columns, tile_count
@@ -41,7 +40,6 @@ CODED = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 SIZES = (641, 1301, 2048, 4095, 4096, 4097, 12289, 70001)
 GUARD = 512
 POISON = 0xA5
-KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 
 # Squares of huge numbers are infinite in specs/taco.md, and elements that are not finite go through
 # taco's kernels up to the codes: of both NumPy, which interprets, warns.
@@ -1725,10 +1723,9 @@ def test_vectors(place: str, name: str) -> None:
         out.reshape(-1).view(torch.uint8).copy_(
             torch.from_numpy(np.frombuffer(given.read_bytes(), np.uint8).copy())
         )
-    ranks = re.search(r"_of_(\d+)_ranks$", name)
     buf = codec.encode(
         out,
-        key=KEY._replace(world=int(ranks[1]) if ranks else 1),
+        key=vector_key(name),
         out=memory.take(len(data) + 2 * bits.nbytes + 4096 * header.chunks),
         chunks=header.chunks,
         checksum=bool(header.required & CHECKSUM),

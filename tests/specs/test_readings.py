@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import numpy.typing as npt
 import pytest
 
 import tightwire as tw
+from support import KEY, vector_key
 from tightwire.codecs import dynamiq, norms, philox, sdp4bit, tahquant, thc
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import spec_class
 
 VECTORS = Path(__file__).resolve().parents[2] / "specs" / "vectors"
-KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 F32 = np.float32
 Wrong = Callable[[Any], Callable[..., Any]]
 
@@ -27,8 +26,7 @@ def encoded_again(name: str) -> tuple[bytes, bytes]:
     data = (VECTORS / f"{name}.tw").read_bytes()
     header = tw.inspect(data).header
     x = np.frombuffer((VECTORS / f"{name}.input").read_bytes(), header.dtype.numpy)
-    ranks = re.search(r"_of_(\d+)_ranks$", name)
-    key = KEY._replace(world=int(ranks[1]) if ranks else 1)
+    key = vector_key(name)
     codec = tw.Codec(spec_class(header.codec).unpack_params(header.params))
     x = x.reshape(header.shape)
     return bytes(codec.encode(x, chunks=header.chunks, key=key, backend="ref")), data

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
+from support import vector_key
 from tightwire.formats.errors import REASONS
 from tightwire.formats.header import CHECKSUM
 from tightwire.planning import spec_class
@@ -26,7 +27,6 @@ VALID_NAMES = sorted(
     f"{codec}/{p.stem}" for codec in tw.codecs() for p in (VECTORS / codec).glob("*.tw")
 )
 REASON_OF: dict[str, str] = json.loads((INVALID / "reasons.json").read_text())
-KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 
 #: Valid buffers that no encode() with known parameters gives: slotted, or edited afterwards.
 NOT_PACKED_ENCODINGS = {
@@ -88,8 +88,7 @@ def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
         tensor = (VECTORS / f"{name}.input").read_bytes()
     x = np.frombuffer(tensor, header.dtype.numpy).reshape(header.shape)
     checksum = bool(header.required & CHECKSUM)
-    ranks = re.search(r"_of_(\d+)_ranks$", name)
-    key = KEY._replace(world=int(ranks[1]) if ranks else 1)
+    key = vector_key(name)
     buffer = codec.encode(x, chunks=header.chunks, checksum=checksum, key=key, backend=backend)
     assert bytes(buffer) == data
 
