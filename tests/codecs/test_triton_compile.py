@@ -506,7 +506,8 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             )
             assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     kernels, specialised, found = json.loads(path.read_text())
-    rows = [Row(Form(*form, (None, {}, {}, {})), target, **figures) for form, figures in found]
+    nothing: Any = (None, {}, {}, {})
+    rows = [Row(Form(k, t, c, nothing), target, **figures) for (k, t, c), figures in found]
     return Report(target, kernels, specialised, rows)
 
 
