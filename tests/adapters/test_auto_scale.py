@@ -171,6 +171,7 @@ def test_scales_follow_the_sums(topology: Topology) -> None:
     assert min(errors[9 + worst + 1 :]) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["compressed", "pipelined"])
 def test_nothing_saturates_while_mu_is_the_number_of_ranks(
     algorithm: Any, monkeypatch: pytest.MonkeyPatch

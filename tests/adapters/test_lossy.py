@@ -46,6 +46,7 @@ def test_results_are_what_decoding_gives(
     run_ranks(world_size, lambda t: check_lossy(t, codec, dtype, "numpy", each, odd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
 def test_results_in_pieces(codec: tw.Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_PIECE", 512)

@@ -25,6 +25,7 @@ def ratio(bits: npt.NDArray[Any], dtype: DType, **options: Any) -> float:
     return tw.encode(bits.view(dtype.numpy), **options).nbytes / bits.nbytes
 
 
+@pytest.mark.slow
 def test_ratio_of_gaussians() -> None:
     rng = np.random.default_rng(0)
     normal = rng.standard_normal(1 << 20)

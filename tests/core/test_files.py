@@ -561,6 +561,7 @@ def _peaks(tmp_path: Path, shift: int) -> list[int]:
     return [int(p) for p in run.stdout.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize("shift", [0, 3])
 def test_peak_memory_stays_under_the_budget(shift: int, tmp_path: Path) -> None:
