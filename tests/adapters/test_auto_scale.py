@@ -133,6 +133,7 @@ def test_overflows_are_counted(library: str, dtype: str) -> None:
     assert not scaling.beside(scales)[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", HOPS)
 def test_scales_follow_the_sums(topology: Topology) -> None:
     """Terms that cancel need less room than terms that add up; all ranks know it alike."""

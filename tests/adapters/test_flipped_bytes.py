@@ -115,6 +115,7 @@ def check_every_message(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "dtype", "options"),
     [

@@ -88,6 +88,7 @@ CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda c: str(c.name))
 def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
     def task(transport: MemoryTransport) -> None:

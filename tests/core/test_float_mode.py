@@ -106,6 +106,7 @@ def test_no_mode_of_the_caller_changes_bytes_or_elements(
         check(summed, codec, data, x, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "params"), CODECS)
 def test_nor_what_is_measured_and_added(name: str, params: dict[str, Any]) -> None:
     codec = tw.codec(name, **params)
