@@ -53,6 +53,7 @@ def test_results_in_pieces(codec: tw.Codec, monkeypatch: pytest.MonkeyPatch) -> 
     run_ranks(2, lambda t: check_lossy(t, codec, "float32", "numpy", 1237, 1, piece=512))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
 def test_results_of_tensors(codec: tw.Codec) -> None:
     pytest.importorskip("torch")

@@ -1017,6 +1017,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("existing", [None, OURS])
 @pytest.mark.parametrize("nbytes", [0, 10 << 20, 38 << 20])
 def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None) -> None:
@@ -1038,6 +1039,7 @@ def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None
         assert target.read_bytes() == existing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(tmp_path: Path, large: Path, number: int) -> None:
     """Ctrl-C and its like clean up."""
@@ -1138,6 +1140,7 @@ def test_long_names_fold(tmp_path: Path) -> None:
     assert sum(line.count("x") for line in lines) == 150
 
 
+@pytest.mark.slow
 def test_demo_loads_every_kernel_before_it_times(tmp_path: Path) -> None:
     """A kernel variant that is first met on the clock would be compiled there."""
     tensors: dict[str, np.ndarray[Any, Any]] = {}

@@ -87,6 +87,7 @@ def added(codec: tw.Codec, data: bytes, x: Any) -> bytes:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
 @pytest.mark.parametrize(("name", "params"), CODECS)
 def test_no_mode_of_the_caller_changes_bytes_or_elements(

@@ -61,6 +61,7 @@ def test_sketches_of_torch_without_checksums() -> None:
     assert torch.equal(tw.decode(seal(a)), xs[0] + xs[1])
 
 
+@pytest.mark.slow
 def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer lies there, so its sketch is a view of it."""
     torch = pytest.importorskip("torch")

@@ -818,6 +818,7 @@ def test_links_in_the_target_do_not_merge_files(sharded: Path) -> None:
         directories.compress_directory(sharded, packed)
 
 
+@pytest.mark.slow
 def test_links_without_end(tmp_path: Path) -> None:
     write(tmp_path / "m" / "model.safetensors", {"w": weights(4)})
     for i in range(20):

@@ -226,6 +226,7 @@ def test_samples_are_read_by_all(name: str, tmp_path: Path) -> None:
     assert set(found.values()) <= sample_values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_mutants(mutant: Mutant, tmp_path: Path) -> None:
     n = 150
