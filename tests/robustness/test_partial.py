@@ -116,6 +116,7 @@ def test_a_part_is_refused_for_what_it_touches(name: str, backend: str) -> None:
     check_case(CASES[name], backend, selections(CASES[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_part_is_refused_for_what_it_touches_on_a_device(name: str) -> None:
     pytest.importorskip("triton")
