@@ -117,6 +117,7 @@ def test_error_is_within_the_bound_of_the_page(
     assert not wrong.size, (expected[wrong[:3]], y[wrong[:3]], bound[wrong[:3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "most"),
     [
