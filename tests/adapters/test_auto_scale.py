@@ -205,6 +205,7 @@ def test_nothing_saturates_while_mu_is_the_number_of_ranks(
         assert (np.abs(found - exact) <= 3.2 * 0.125 * bound).all()
 
 
+@pytest.mark.slow
 def test_scatters_adapt_too() -> None:
     def task(transport: MemoryTransport) -> list[float]:
         comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))

@@ -301,6 +301,7 @@ def test_damaged_payload(name: str) -> None:
     assert "checksum_mismatch" in found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "params", "times"),
     [

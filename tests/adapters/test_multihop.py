@@ -288,6 +288,7 @@ def test_sums_in_pieces(
         assert comm.trace()[0].algorithm == f"{name}, 3 pieces"
 
 
+@pytest.mark.slow
 def test_sums_of_tensors() -> None:
     pytest.importorskip("torch")
     for n in (1999, 0):

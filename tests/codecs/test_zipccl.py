@@ -37,6 +37,7 @@ def test_ratio_of_gaussians() -> None:
         assert ratio(bits.view(dtype.bits), dtype) <= limit, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["random", "special", "scales", "mixed_zeros"])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_never_expands_by_more_than_the_header(

@@ -138,6 +138,7 @@ def test_a_sum_over_different_indexes_is_found() -> None:
         tw.decode(seal(a))
 
 
+@pytest.mark.slow
 def test_terms_of_too_many_ranks_are_refused() -> None:
     """Two of 200 and 60 ranks count 4 in 8 bits."""
     codec = tw.codec("thc")

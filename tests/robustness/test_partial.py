@@ -145,6 +145,7 @@ def check_case(case: Damage, backend: str, ranges: list[Range]) -> None:
     assert outcome(data, 0, 0, backend, verify=True) == b""
 
 
+@pytest.mark.slow
 def test_both_host_backends_judge_parts_alike() -> None:
     """Bytes of the payload damaged at random; checksums right and wrong."""
     rng = np.random.default_rng(0)
