@@ -18,8 +18,8 @@ from tightwire.planning import HOST_BACKENDS
 
 #: From the smallest to the largest.
 TIERS = ("slow", "gpu", "long")
-#: Cases that the fast tier has of one test: at least one for each codec, or dtype.
-MOST = 16
+#: Cases that the fast tier has of one test, more than there are codecs and dtypes.
+MOST = 32
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("fast", deadline=None, max_examples=10)
     settings.load_profile("fast" if is_fast(config) else "full")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if importlib.util.find_spec("torch") is not None:
+    starts_workers = bool(config.getoption("numprocesses", 0))
+    if not starts_workers and importlib.util.find_spec("torch") is not None:
         import torch
 
         if not torch.cuda.is_available():
@@ -41,16 +42,45 @@ def pytest_configure(config: pytest.Config) -> None:
                 hasten()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What CI asks for where every package is installed."""
+    text = "fail if a test was skipped because a package is not installed"
+    parser.addoption("--all-packages", action="store_true", help=text)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: more processes would take longer to start than to run the tests."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(8, len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With --all-packages, fail for skips of packages that are not installed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--all-packages") and reporter is not None:
+        skipped = [str(report.longrepr) for report in reporter.stats.get("skipped", [])]
+        missing = sorted({reason for reason in skipped if "could not import" in reason})
+        if missing:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            reporter.write_line("")
+            reporter.write_line("--all-packages: " + "; ".join(missing), red=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The fast tier has few cases of each test; `-m slow` has no case of a larger tier."""
+    """The fast tier and that of GPUs have few cases of each test; -m leaves larger tiers out."""
     if not is_fast(config):
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 # Here with all its examples.
                 item.add_marker(pytest.mark.slow)
-    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        mark_slow([case for case in cases if tier(case) is None])
+    for _, found in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(found)
+        tiers = {name: [case for case in cases if tier(case) == name] for name in (None, "gpu")}
+        mark_others(tiers[None], pytest.mark.slow, MOST)
+        mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr
     others = [name for name in TIERS if name not in asked] if asked else []
     left_out = [item for item in items if tier(item) in others]
@@ -69,20 +99,22 @@ def tier(item: pytest.Item) -> str | None:
     return max(filter(item.get_closest_marker, TIERS), key=TIERS.index, default=None)
 
 
-def mark_slow(cases: list[pytest.Item]) -> None:
-    """Mark the cases of a test as slow but for few in which each parameter takes all its values."""
+def mark_others(cases: list[pytest.Item], mark: pytest.MarkDecorator, most: int) -> None:
+    """Mark the cases of a test but for `most` in which each parameter takes all its values."""
     met = [values(case) for case in cases]
     left = set().union(*met)
-    chosen: list[int] = []
-    while left:
-        chosen.append(max(range(len(cases)), key=lambda i: len(met[i] & left)))
-        left -= met[chosen[-1]]
-    chosen = sorted(chosen)
-    if len(chosen) > MOST:
-        chosen = [chosen[i * len(chosen) // MOST] for i in range(MOST)]
+    chosen = []
+    # Those first that differ from the first case in one parameter: few pairs of codec and dtype,
+    # of which each has to be compiled.
+    for i in sorted(range(len(cases)), key=lambda i: len(met[i] - met[0])):
+        if met[i] & left:
+            chosen.append(i)
+            left -= met[i]
+    if len(chosen) > most:
+        chosen = [chosen[i * len(chosen) // most] for i in range(most)]
     for i, case in enumerate(cases):
         if met[i] and i not in chosen:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(mark)
 
 
 def is_value(x: Any) -> bool:
@@ -110,13 +142,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=FLOATS)
+@pytest.fixture(params=sorted(FLOATS, key="bfloat16".__ne__))
 def float_dtype(request: pytest.FixtureRequest) -> DType:
     """Each dtype with exponent bits."""
     return BY_NAME[request.param]
 
 
-@pytest.fixture(params=list(BY_NAME))
+@pytest.fixture(params=sorted(BY_NAME, key="bfloat16".__ne__))
 def any_dtype(request: pytest.FixtureRequest) -> DType:
     """Each dtype there is."""
     return BY_NAME[request.param]

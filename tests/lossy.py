@@ -29,7 +29,7 @@ CODECS = (
     tw.codec("tahquant", hidden=48),
     tw.codec("dynamiq"),
 )
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("bfloat16", "float32", "float16")
 
 
 class Reference:

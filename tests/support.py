@@ -23,12 +23,6 @@ KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
 
 
-def vector_key(name: str) -> tw.Key:
-    """The key with which the vector `name` was encoded."""
-    ranks = re.search(r"_of_(\d+)_ranks$", name)
-    return KEY._replace(world=int(ranks[1]) if ranks else 1)
-
-
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip where `package` is not installed; CI does not allow these skips in the slow tier."""
     missing = importlib.util.find_spec(package) is None
@@ -38,6 +32,12 @@ def needs(package: str) -> pytest.MarkDecorator:
 def examples(n: int) -> settings:
     """Settings of a property: of `n` examples the share that the profile asks for."""
     return settings(max_examples=n * settings().max_examples // 100)
+
+
+def vector_key(name: str) -> tw.Key:
+    """The key with which the vector `name` was encoded."""
+    ranks = re.search(r"_of_(\d+)_ranks$", name)
+    return KEY._replace(world=int(ranks[1]) if ranks else 1)
 
 
 def make_bits(pattern: str, dtype: DType, n: int, seed: int = 0) -> npt.NDArray[Any]:

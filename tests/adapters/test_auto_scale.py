@@ -133,6 +133,7 @@ def test_overflows_are_counted(library: str, dtype: str) -> None:
     assert not scaling.beside(scales)[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", HOPS)
 def test_scales_follow_the_sums(topology: Topology) -> None:
     """Terms that cancel need less room than terms that add up; all ranks know it alike."""
@@ -171,6 +172,7 @@ def test_scales_follow_the_sums(topology: Topology) -> None:
     assert min(errors[9 + worst + 1 :]) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["compressed", "pipelined"])
 def test_nothing_saturates_while_mu_is_the_number_of_ranks(
     algorithm: Any, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +205,7 @@ def test_nothing_saturates_while_mu_is_the_number_of_ranks(
         assert (np.abs(found - exact) <= 3.2 * 0.125 * bound).all()
 
 
+@pytest.mark.slow
 def test_scatters_adapt_too() -> None:
     def task(transport: MemoryTransport) -> list[float]:
         comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))

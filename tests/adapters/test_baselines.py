@@ -53,6 +53,7 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
     assert tw.error(exact, tw.decode(total)).vnmse < {"thc": 0.2, "omnireduce": 0.1}[codec.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "topology", "value"),
     [

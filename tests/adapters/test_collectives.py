@@ -162,6 +162,7 @@ def test_native_calls_move_everything(world_size: int, library: str, dtype: str)
             assert more <= 2 * ahead + 128 * (world_size - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_the_switch_takes_a_path_and_says_why(library: str) -> None:
     def task(transport: MemoryTransport) -> list[TraceRecord]:

@@ -732,6 +732,7 @@ def gloo_rounds(world_size: int) -> list[list[Metadata]]:
     return [[random_metadata([9, k, r], world_size) for r in range(world_size)] for k in range(3)]
 
 
+@pytest.mark.slow
 def test_over_gloo_between_processes(tmp_path: Path) -> None:
     dist = pytest.importorskip("torch.distributed")
     if not (dist.is_available() and dist.is_gloo_available()):

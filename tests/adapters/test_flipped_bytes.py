@@ -115,6 +115,7 @@ def check_every_message(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "dtype", "options"),
     [
@@ -135,6 +136,7 @@ def test_compressed_calls(codec: Any, dtype: str, options: dict[str, Any]) -> No
         assert errors[VICTIM] is not None or errors == [None] * WORLD_SIZE, at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "dtype", "options"),
     [

@@ -46,12 +46,14 @@ def test_results_are_what_decoding_gives(
     run_ranks(world_size, lambda t: check_lossy(t, codec, dtype, "numpy", each, odd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
 def test_results_in_pieces(codec: tw.Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_PIECE", 512)
     run_ranks(2, lambda t: check_lossy(t, codec, "float32", "numpy", 1237, 1, piece=512))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
 def test_results_of_tensors(codec: tw.Codec) -> None:
     pytest.importorskip("torch")
@@ -87,6 +89,7 @@ CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda c: str(c.name))
 def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
     def task(transport: MemoryTransport) -> None:
@@ -298,6 +301,7 @@ def test_damaged_payload(name: str) -> None:
     assert "checksum_mismatch" in found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "params", "times"),
     [

@@ -274,6 +274,7 @@ def test_every_number_of_ranks(topology: Topology, size: int) -> None:
     run_ranks(size, lambda t: check_sums(t, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 3, -1], ids=["dynamiq", "mx", "agreed"])
 @pytest.mark.parametrize(("topology", "size"), [("ring", 3), ("butterfly", 4), ("butterfly", 5)])
 def test_sums_in_pieces(
@@ -287,6 +288,7 @@ def test_sums_in_pieces(
         assert comm.trace()[0].algorithm == f"{name}, 3 pieces"
 
 
+@pytest.mark.slow
 def test_sums_of_tensors() -> None:
     pytest.importorskip("torch")
     for n in (1999, 0):

@@ -87,6 +87,7 @@ assert (words(total) == 1000).all()
 """
 
 
+@pytest.mark.slow
 def test_pytorchs_own_threads_flush() -> None:
     pytest.importorskip("torch")
     run = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)

@@ -121,6 +121,7 @@ def one(
     return run_ranks(len(xs), task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sums_are_those_of_numpy(ranks: int) -> None:
     """Two layers, three steps, an index mode and a dtype; every other time for all ranks."""
@@ -210,6 +211,7 @@ def test_cells_of_16_bits_keep_their_rounding_for_the_next_step(sketch: str) -> 
         np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["or", "1bit"])
 def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, two steps, with one wait before the sketches and one at the end.

@@ -205,6 +205,7 @@ def main(task: str, rank: str, world_size: str, store: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_the_process_waits_for_groups_that_are_being_ended(tmp_path: Path) -> None:
     """A thread that is within NCCL when the interpreter goes would abort the process."""
     program = """

@@ -17,6 +17,8 @@ pytest.importorskip("numba")
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PARTS = {"cpu": ["--cpu"], "gpu": ["--gpu", "--device", "cpu"]}
 #: Not installed here, or not in every version.

@@ -938,6 +938,7 @@ def test_short_write(plain: Path, packed: Path, command: str) -> None:
     assert listing(plain.parent) == before
 
 
+@pytest.mark.slow
 def test_help_and_inspect_start_quickly(packed: Path) -> None:
     code = """
 import atexit, sys
@@ -961,6 +962,7 @@ def test_without_the_extra(packed: Path, name: str) -> None:
     assert done.stderr == f"tightwire: {name} is not installed: pip install 'tightwire[cli]'\n"
 
 
+@pytest.mark.slow
 def test_progress_bar_on_a_terminal_only(plain: Path) -> None:
     target = plain.with_name("t")
     done = run("compress", plain, "-o", target)
@@ -1020,6 +1022,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("existing", [None, OURS])
 @pytest.mark.parametrize("nbytes", [0, 10 << 20, 38 << 20])
 def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None) -> None:
@@ -1041,6 +1044,7 @@ def test_killed(tmp_path: Path, large: Path, nbytes: int, existing: bytes | None
         assert target.read_bytes() == existing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(tmp_path: Path, large: Path, number: int) -> None:
     """Ctrl-C and its like clean up."""
@@ -1089,6 +1093,7 @@ def test_output_to_a_full_disk(packed: Path, command: list[str]) -> None:
     assert child.stderr == "tightwire: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PRINTING)
 def test_output_that_nobody_reads(packed: Path, command: list[str]) -> None:
     words = [str(packed) if word == "P" else word for word in command]
@@ -1099,6 +1104,7 @@ def test_output_that_nobody_reads(packed: Path, command: list[str]) -> None:
     assert (child.returncode, child.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_output_that_is_not_unicode(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "é", {"né": np.arange(3)}, {})
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -1110,6 +1116,7 @@ def test_output_that_is_not_unicode(tmp_path: Path) -> None:
     assert "n\\xe9" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "bench"])
 def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
     """Every name and number is shown; only the first column folds."""
@@ -1138,6 +1145,7 @@ def test_long_names_fold(tmp_path: Path) -> None:
     assert sum(line.count("x") for line in lines) == 150
 
 
+@pytest.mark.slow
 def test_demo_loads_every_kernel_before_it_times(tmp_path: Path) -> None:
     """A kernel variant that is first met on the clock would be compiled there."""
     tensors: dict[str, np.ndarray[Any, Any]] = {}

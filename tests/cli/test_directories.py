@@ -220,6 +220,7 @@ def test_diff(plain: Path, packed: Path) -> None:
     assert "w0: float32[5000] and int64[5000]" in out
 
 
+@pytest.mark.slow
 def test_one_progress_bar(plain: Path) -> None:
     ours, theirs = pty.openpty()
     child = subprocess.run(
@@ -256,6 +257,7 @@ def test_force_replaces_the_index_that_tightwire_made(tmp_path: Path) -> None:
     call(0, "verify", tmp_path / "m.tw")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["verify", "inspect", "compress"])
 def test_a_named_pipe_is_refused(tmp_path: Path, command: str) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -263,6 +265,7 @@ def test_a_named_pipe_is_refused(tmp_path: Path, command: str) -> None:
     assert subprocess.run(child, capture_output=True, timeout=30).returncode == 4
 
 
+@pytest.mark.slow
 def test_closed_standard_error(plain: Path) -> None:
     def closed(*words: str) -> subprocess.CompletedProcess[bytes]:
         script = ["sh", "-c", 'exec "$@" 2>&-', "sh", *CLI, *words]

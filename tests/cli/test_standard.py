@@ -81,6 +81,7 @@ def test_through_pipes_there_and_back(folder: Path) -> None:
     assert run("compress", folder / "plain", "-o", "-").stdout == packed
 
 
+@pytest.mark.slow
 def test_processes_in_a_pipe(folder: Path) -> None:
     command = [*CLI, "compress", "-"]
     with open(folder / "plain", "rb") as source:
@@ -92,6 +93,7 @@ def test_processes_in_a_pipe(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_standard_output_that_appends(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "all").write_bytes(b"before")
     with open(tmp_path / "all", "ab") as target:
@@ -100,6 +102,7 @@ def test_standard_output_that_appends(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "all").read_bytes() == b"before" + (folder / "packed").read_bytes()
 
 
+@pytest.mark.slow
 def test_from_standard_input_to_a_file(folder: Path, tmp_path: Path) -> None:
     plain, packed = (folder / "plain").read_bytes(), (folder / "packed").read_bytes()
     target = tmp_path / "out"
@@ -118,6 +121,7 @@ def test_from_standard_input_to_a_file(folder: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_reading_commands_take_standard_input(folder: Path) -> None:
     packed, buffer = (folder / "packed").read_bytes(), (folder / "buffer").read_bytes()
     assert run("verify", "-", input=packed).stdout == b"-: ok, 2 tensors\n"
@@ -161,6 +165,7 @@ def test_errors_of_the_system_name_their_file(
     assert message.startswith(f"tightwire: {tempfile.gettempdir()}: No space left on device")
 
 
+@pytest.mark.slow
 def test_calls_that_cannot_be_meant(folder: Path) -> None:
     assert "one FILE only" in failed("compress", "-", folder / "plain", code=5, input=b"")
     assert "one FILE only" in failed("compress", "-", "-", code=5, input=b"")
@@ -173,6 +178,7 @@ def test_calls_that_cannot_be_meant(folder: Path) -> None:
             standard.standard_input()
 
 
+@pytest.mark.slow
 def test_no_bytes_on_a_terminal(folder: Path) -> None:
     for args, stdin in (
         (["compress", folder / "plain", "-o", "-"], False),
@@ -191,6 +197,7 @@ def test_no_bytes_on_a_terminal(folder: Path) -> None:
         os.close(parent)
 
 
+@pytest.mark.slow
 def test_an_output_that_nobody_reads(folder: Path) -> None:
     # More than a pipe holds.
     command = [*CLI, "decompress", str(folder / "packed"), "-o", "-"]

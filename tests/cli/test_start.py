@@ -62,6 +62,7 @@ def test_version_imports_nothing_that_takes_long() -> None:
     assert not {*HEAVY, "numpy", "click", "rich"} & imports_of("--version")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_small_files_need_neither_numba_nor_rich(plain: Path, more: list[str]) -> None:
     packed, restored = plain.with_name("m.tw.safetensors"), plain.with_name("restored")
@@ -124,5 +125,6 @@ assert codec("zipccl").spec == SPEC() and "zipccl" in codecs() and callable(erro
 """
 
 
+@pytest.mark.slow
 def test_submodules_do_not_hide_functions() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", SUBMODULES], check=True, timeout=60)

@@ -101,12 +101,12 @@ def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 3, 8, 40])
 @pytest.mark.parametrize("pattern", ["normal", "random", "mixed_zeros"])
-def test_chunks(pattern: str, chunks: int, float_dtype: DType) -> None:
+@pytest.mark.parametrize("name", tw.codecs())
+def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> None:
     for n in (17, 4097, 40000):
         bits = make_bits(pattern, float_dtype, n)
-        for name in tw.codecs():
-            packed = check_all_backends(bits, float_dtype, tw.codec(name), chunks)
-            assert tw.inspect(packed).header.chunks == chunks
+        packed = check_all_backends(bits, float_dtype, tw.codec(name), chunks)
+        assert tw.inspect(packed).header.chunks == chunks
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,7 @@ def test_chunks_of_one_buffer_may_fall_back_one_by_one(backend: str) -> None:
     assert tw.decode(buf, backend=backend).tobytes() == bits.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tw.codecs())
 def test_any_number_of_threads_gives_the_same_bytes(name: str, float_dtype: DType) -> None:
     n = (6 << 20) // float_dtype.itemsize + 77

@@ -253,6 +253,7 @@ def test_means_help_where_there_are_some() -> None:
     assert error[1] < error[0] / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "world"), [("up", 1), ("stochastic", 1), ("wide", 1), ("up", 8)]
 )
@@ -293,6 +294,7 @@ def test_errors_of_correlated_ranks_cancel(world: int) -> None:
     assert vnmse(x, np.asarray(total / world)) < 0.7 * vnmse(x, np.asarray(alone / world))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "size"), [(8, 256), (5, 128)])
 def test_strata_are_shared_by_eight_neighbours_of_a_row(
     world: int, size: int, backend: str

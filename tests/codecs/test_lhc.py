@@ -367,6 +367,7 @@ def test_bfloat16_of_torch() -> None:
     assert x.dtype == ml_dtypes.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "most"), [(0.05, 2.2), (0.15, 2.5), (1.0, 5.5)])
 def test_decoding_needs_little_memory_beside_the_tensor(share: float, most: float) -> None:
     """In tensors of float32, the one that is decoded among them, with Numba."""

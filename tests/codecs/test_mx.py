@@ -210,6 +210,7 @@ def test_property_error_bound(
     assert rule == "ceil" or not overflowed[finite].any()
 
 
+@pytest.mark.slow
 def test_ceil_saturates_nothing() -> None:
     x = np.linspace(1.4, 2.0, 1 << 14, endpoint=False).astype(np.float32)
     for element, e in BY_NAME.items():
@@ -342,6 +343,7 @@ def test_scales_agreed_on_are_measured_as_ceil() -> None:
     assert codec.measure(np.zeros((0, 3), np.float32)).shape == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("element", BY_NAME)

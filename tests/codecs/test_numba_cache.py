@@ -98,6 +98,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_functions_of_two_processes_keep_their_callees(tmp_path: Path) -> None:
     """Both are the first that their process compiles; a third process loads what they kept."""
     module = tmp_path / "two_of_a_factory.py"
@@ -225,6 +226,7 @@ def damage(folder: Path, suffix: str, how: str) -> None:
         file.write_bytes(DAMAGES[how](file.read_bytes()))
 
 
+@pytest.mark.slow
 def test_what_processes_say_of_a_cache_empty_warm_and_damaged(tmp_path: Path) -> None:
     (line,) = first_call(tmp_path)
     assert line.startswith("logged INFO compiling the kernels of lhc (backend cpu)")
@@ -325,6 +327,7 @@ print("numba.np.arraymath" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_function_from_the_cache_starts_without_the_compiler(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(START)

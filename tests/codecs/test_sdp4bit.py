@@ -117,6 +117,7 @@ def test_error_is_within_the_bound_of_the_page(
     assert not wrong.size, (expected[wrong[:3]], y[wrong[:3]], bound[wrong[:3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "most"),
     [
@@ -324,6 +325,7 @@ def test_stats_are_refused() -> None:
         tw.encode(np.ones(3000, np.float32), "sdp4bit", stats=np.array([1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [7, 127])
 def test_stochastic_rounding_is_unbiased(largest: int) -> None:
     """Means of 2^16 draws of each of 200 values are less than 6 standard errors off.

@@ -130,6 +130,7 @@ def test_error_is_within_the_bound_of_the_page(
     assert not wrong.size, (x[wrong[:3]], y[wrong[:3]], bounds(x, y, buf)[wrong[:3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "most"),
     [
@@ -174,6 +175,7 @@ def test_ratio() -> None:
     assert tw.encode(x.astype(np.float32), "taco").nbytes / (2 * x.nbytes) < 0.258
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_a_block_with_a_bad_value_is_lost_and_no_other(
@@ -288,6 +290,7 @@ def test_codes_of_int8() -> None:
     assert codes.view(np.int8).tolist() == np.rint(v.astype(np.float32)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_stochastic_rounding_is_unbiased(name: str) -> None:
     """The mean of 2^16 draws of each of 400 values is less than 6 standard errors off.

@@ -92,6 +92,7 @@ def test_norms_of_blocks_keep_blocks_of_unlike_scale() -> None:
         assert tw.error(x[part], by_tensor[part]).vnmse > 0.2
 
 
+@pytest.mark.slow
 def test_rounding_has_no_bias() -> None:
     """Over ranks, whose rotation is the same, the mean is that of what was cut off.
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -1672,26 +1673,35 @@ SHOWN = {
 HALVED = ("zipccl", "taco", "sdp4bit", "tahquant")
 
 
+def is_shown(name: str) -> bool:
+    """Whether the interpreter is shown a vector: others of its codec have the same kernels."""
+    folder = name.partition("/")[0]
+    if "fnuz" in name or name.endswith("_all"):
+        return False
+    if folder in SHOWN:
+        return name.endswith(SHOWN[folder])
+    return folder not in HALVED or vectors(folder).index(name) % 2 == 0
+
+
+def at_places(names: Sequence[str], shown: Callable[[str], bool]) -> list[Any]:
+    """Pairs of a place and a name: on a GPU all, and what the interpreter is `shown`."""
+    on_gpu = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in names]
+    return [*(("cpu", name) for name in names if shown(name)), *on_gpu]
+
+
+NAMES = [
+    name
+    for codec in tw.codecs()
+    if has_kernels(codec)
+    for name in vectors(codec)
+    if not name.startswith("zipccl/float64_")
+]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for codec in tw.codecs()
-        if has_kernels(codec)
-        for name in vectors(codec)
-        if not name.startswith("zipccl/float64_")
-    ],
-)
+@pytest.mark.parametrize(("place", "name"), at_places(NAMES, is_shown), indirect=["place"])
 def test_vectors(place: str, name: str) -> None:
-    if place == "cpu" and ("fnuz" in name or name.endswith("_all")):
-        pytest.skip("the interpreter is slow, and the other 8-bit floats have the same kernels")
-    folder = name.partition("/")[0]
-    other = folder in HALVED and vectors(folder).index(name) % 2
-    shown = SHOWN.get(folder)
-    if place == "cpu" and (other or (shown is not None and not name.endswith(shown))):
-        pytest.skip("the interpreter is slow, and other vectors have the same kernels")
     data = (VECTORS / f"{name}.tw").read_bytes()
     tensor = (VECTORS / f"{name}.bin").read_bytes()
     header = tw.inspect(data).header
@@ -1739,11 +1749,15 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize("name", INVALID)
+#: The interpreter is shown every second one of these: the kernels check the others alike.
+CHECKED_ALIKE = (*HALVED, *SHOWN, "padding_", "escape_", "order_", "mx_", "nvfp4_")
+INVALID_CASES = at_places(
+    INVALID, lambda name: not name.startswith(CHECKED_ALIKE) or INVALID.index(name) % 2 == 0
+)
+
+
+@pytest.mark.parametrize(("place", "name"), INVALID_CASES, indirect=["place"])
 def test_invalid_vectors(place: str, name: str) -> None:
-    checked_alike = (*HALVED, *SHOWN, "padding_", "escape_", "order_", "mx_", "nvfp4_")
-    if place == "cpu" and name.startswith(checked_alike) and INVALID.index(name) % 2:
-        pytest.skip("the interpreter is slow, and other vectors have the same kernels")
     data = (VECTORS / "invalid" / f"{name}.tw").read_bytes()
     memory = Memory(place)
     src = memory.put(np.frombuffer(data, np.uint8), BY_NAME["uint8"])
@@ -1768,8 +1782,10 @@ def sanitize() -> ModuleType:
 
 def on_host(data: bytes, **options: Any) -> Any:
     """The tensor's bytes, or the reason of the refusal."""
+    # The reference need not be compiled; where thousands are decoded, it would take too long.
+    backend = "cpu" if torch.cuda.is_available() else "ref"
     try:
-        return tw.decode(data, backend="cpu", max_nbytes=1 << 28, **options).tobytes()
+        return tw.decode(data, backend=backend, max_nbytes=1 << 28, **options).tobytes()
     except tw.FormatError as error:
         return error.reason
 

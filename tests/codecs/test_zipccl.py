@@ -25,6 +25,7 @@ def ratio(bits: npt.NDArray[Any], dtype: DType, **options: Any) -> float:
     return tw.encode(bits.view(dtype.numpy), **options).nbytes / bits.nbytes
 
 
+@pytest.mark.slow
 def test_ratio_of_gaussians() -> None:
     rng = np.random.default_rng(0)
     normal = rng.standard_normal(1 << 20)
@@ -36,6 +37,7 @@ def test_ratio_of_gaussians() -> None:
         assert ratio(bits.view(dtype.bits), dtype) <= limit, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["random", "special", "scales", "mixed_zeros"])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_never_expands_by_more_than_the_header(

@@ -193,6 +193,7 @@ print(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own() -> None:
     command = [sys.executable, "-c", FORK]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -239,6 +240,7 @@ def test_lazy_names_are_found() -> None:
         _ = tw.nothing
 
 
+@pytest.mark.slow
 def test_import_takes_under_150_ms_numpy_included() -> None:
     found = [_fresh_import() for _ in range(12)]
     # A machine may be so busy that NumPy alone takes as long: then we may add as much again.

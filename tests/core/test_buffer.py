@@ -227,6 +227,7 @@ def test_buffers_follow_one_another_on_a_stream() -> None:
         assert tw.inspect(data).nbytes == len(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw", "zipccl", "mx", "lhc"])
 def test_a_peek_asks_for_no_more_than_there_is(name: str) -> None:
     data = bytes(encoded(name, chunks=2))

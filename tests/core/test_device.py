@@ -469,6 +469,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("missing", "library"), [("triton", "torch"), ("torch", "numpy")])
 def test_without_triton_or_torch_the_library_works(missing: str, library: str) -> None:
     code = WITHOUT.format(missing, library)
@@ -488,6 +489,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_host_tensors_need_the_interpreter() -> None:
     command = [sys.executable, "-c", NOT_INTERPRETED]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -29,6 +29,7 @@ def few_empty() -> Any:
     return make_bits("scales", BY_NAME["float32"], 38401).view(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tw.codecs())
 def test_every_empty_chunk_is_a_chunk(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -45,6 +46,7 @@ def test_every_empty_chunk_is_a_chunk(
     assert tw.codec(name).decode_add(buffer, np.zeros_like(x)).tobytes() == other.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, 5])
 def test_as_many_as_there_may_be(n: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codecs see the chunks that have elements, and one that has none."""
@@ -66,6 +68,7 @@ def test_as_many_as_there_may_be(n: int, backend: str, monkeypatch: pytest.Monke
     assert len(seen) == 2 * (n + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("name", ["raw", "mx"])
 def test_damage_of_any_is_found_as_if_there_were_no_other(

@@ -231,6 +231,7 @@ print([a.shape for a in shapes])
 """
 
 
+@pytest.mark.slow
 def test_rows_that_an_attacker_chose_take_no_time(tmp_path: Path) -> None:
     n = 1 << 60
     command = [sys.executable, "-c", ENDLESS, str(tmp_path / "x")]
@@ -287,6 +288,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_write_that_the_system_cuts_short_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHORT_WRITE, str(tmp_path / "x")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -559,6 +561,7 @@ def _peaks(tmp_path: Path, shift: int) -> list[int]:
     return [int(p) for p in run.stdout.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize("shift", [0, 3])
 def test_peak_memory_stays_under_the_budget(shift: int, tmp_path: Path) -> None:

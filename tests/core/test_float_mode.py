@@ -87,6 +87,7 @@ def added(codec: tw.Codec, data: bytes, x: Any) -> bytes:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
 @pytest.mark.parametrize(("name", "params"), CODECS)
 def test_no_mode_of_the_caller_changes_bytes_or_elements(
@@ -106,6 +107,7 @@ def test_no_mode_of_the_caller_changes_bytes_or_elements(
         check(summed, codec, data, x, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "params"), CODECS)
 def test_nor_what_is_measured_and_added(name: str, params: dict[str, Any]) -> None:
     codec = tw.codec(name, **params)
@@ -251,6 +253,7 @@ assert torch.tensor(1e-40) * 1 == 0
 """
 
 
+@pytest.mark.slow
 def test_a_pool_that_was_made_in_another_mode() -> None:
     pytest.importorskip("torch")
     run = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True)

@@ -141,6 +141,7 @@ def test_many_chunks(device: Any, tmp_path: Path) -> None:
     assert same(load(tmp_path / "x", device), {"a": x, "b": odd})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_damage_has_the_reason_that_the_host_gives(device: Any, tmp_path: Path) -> None:
     tensors = {k: v for k, v in model().items() if k in ("float16", "stored raw", "int8")}

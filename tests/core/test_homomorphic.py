@@ -61,6 +61,7 @@ def test_sketches_of_torch_without_checksums() -> None:
     assert torch.equal(tw.decode(seal(a)), xs[0] + xs[1])
 
 
+@pytest.mark.slow
 def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer lies there, so its sketch is a view of it."""
     torch = pytest.importorskip("torch")
@@ -137,6 +138,7 @@ def test_a_sum_over_different_indexes_is_found() -> None:
         tw.decode(seal(a))
 
 
+@pytest.mark.slow
 def test_terms_of_too_many_ranks_are_refused() -> None:
     """Two of 200 and 60 ranks count 4 in 8 bits."""
     codec = tw.codec("thc")

@@ -185,6 +185,7 @@ def test_triton_sums_in_steps_do_not_overwrite_what_they_read() -> None:
     assert torch.equal(y, torch.linspace(-1, 1, 5000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mx", "nvfp4", "taco", "zipccl", "raw"])
 def test_sums_of_specials_raise_no_warnings(name: str, backend: str) -> None:
     """And nothing else, whatever the caller has NumPy do about them."""

@@ -522,6 +522,7 @@ getattr(directories, sys.argv[1])(sys.argv[2], sys.argv[3], progress=progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["compress_directory", "decompress_directory"])
 @pytest.mark.parametrize("after", [1, 4])
 def test_kill_and_resume(sharded: Path, what: str, after: int) -> None:
@@ -817,6 +818,7 @@ def test_links_in_the_target_do_not_merge_files(sharded: Path) -> None:
         directories.compress_directory(sharded, packed)
 
 
+@pytest.mark.slow
 def test_links_without_end(tmp_path: Path) -> None:
     write(tmp_path / "m" / "model.safetensors", {"w": weights(4)})
     for i in range(20):

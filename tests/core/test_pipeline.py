@@ -196,6 +196,7 @@ def plain_file(path: Path, tensors: dict[str, Any], shift: int) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 3])
 def test_files_are_the_same_whatever_the_threads(
     tensors: dict[str, Any], shift: int, tmp_path: Path

@@ -243,6 +243,7 @@ def test_file_objects(kind: str, tmp_path: Path) -> None:
         assert np.array_equal(opened["w"], ARRAYS["w"])
 
 
+@pytest.mark.slow
 def test_standard_input_and_output(tmp_path: Path) -> None:
     code = "import sys, tightwire as tw\n"
     code += "tw.save_file(tw.load_file(sys.stdin.buffer), sys.stdout.buffer)"
@@ -291,6 +292,7 @@ class Failing(io.BytesIO):
         return super().write(data)
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_no_half_file(tmp_path: Path) -> None:
     bad = {"w": normal(200, 200), "x": object()}
     stream = Failing(b"kept")

@@ -157,6 +157,7 @@ METADATA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METADATA)
 def test_own_metadata_takes_little_memory(name: str) -> None:
     """A tree of the greatest size, 64 times as large as these, takes some 400 MB."""
@@ -210,6 +211,7 @@ def test_limits_of_own_metadata() -> None:
                 tw.save_file({"x": x}, io.BytesIO(), metadata=metadata)
 
 
+@pytest.mark.slow
 def test_many_tensors() -> None:
     entries = tuple(
         Entry(f"layers.{i}.é", "BF16", (4, 2), 16 * i, 16 * i + 16) for i in range(10**5)
@@ -220,6 +222,7 @@ def test_many_tensors() -> None:
     assert found.metadata == metadata
 
 
+@pytest.mark.slow
 def test_limits_of_a_header() -> None:
     for spaces, good in ((4096 - len(SMALL), True), (4097 - len(SMALL), False)):
         text = f'{{"a":{SMALL[:-1] + " " * spaces}}}}}'.encode()

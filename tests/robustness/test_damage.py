@@ -118,6 +118,7 @@ def test_repair_leaves_a_good_buffer_alone() -> None:
 LOOSE = {"unsummed", "slotted"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(SAMPLES) - LOOSE))
 def test_flipped_bits_are_refused(name: str) -> None:
     """Every bit of the first and of the last bytes, and one bit of every byte between them."""
@@ -129,6 +130,7 @@ def test_flipped_bits_are_refused(name: str) -> None:
             data[i] ^= 1 << bit
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused_by_the_reference() -> None:
     data = bytearray(SAMPLES["zipccl"])
     for i in range(0, len(data), 3):
@@ -146,6 +148,7 @@ def test_every_truncation_and_extension_is_refused(name: str, backend: str) -> N
         assert outcome(data + extra, backend) == "trailing_bytes"
 
 
+@pytest.mark.slow
 def test_every_header_byte_with_every_value() -> None:
     for repaired in (False, True):
         for name in ("zipccl", "raw"):
@@ -262,10 +265,16 @@ def check_mutations(seed: int, count: int, every: int) -> None:
     assert accepted > 0
 
 
+def test_a_thousand_mutations() -> None:
+    check_mutations(seed=0, count=1000, every=9)
+
+
+@pytest.mark.slow
 def test_twenty_thousand_mutations() -> None:
     check_mutations(seed=0, count=20_000, every=9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not float_modes.SUPPORTED, reason="modes are not known here")
 def test_mutations_in_other_floating_point_modes() -> None:
     rng = np.random.default_rng(11)
@@ -333,6 +342,7 @@ def test_slack_has_no_meaning() -> None:
     assert bytes(tw.Buffer(buf.plan, np.frombuffer(data, np.uint8), buf.target)) == bytes(buf)
 
 
+@pytest.mark.slow
 def test_threads_refuse_what_one_thread_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads_module, "MIN_SPAN_NBYTES", 1)
     kind = BY_NAME["bfloat16"]
@@ -352,6 +362,7 @@ def test_threads_refuse_what_one_thread_refuses(monkeypatch: pytest.MonkeyPatch)
         assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_verify_finds_what_decode_finds() -> None:
     for name, original in SAMPLES.items():
         rng = np.random.default_rng(5)
@@ -404,6 +415,7 @@ for dims in (1 << 31, 1 << 32, (1 << 32) + 5, (1 << 62) - 1, (1 << 63) - 1, (1 <
 """
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_without_the_memory_they_ask_for() -> None:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run(

@@ -312,6 +312,7 @@ def check_many(
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_mutants(mutant: Mutant, kind: str, samples: dict[str, Path], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ NAMES = ("dict", "tree", "list", "sparse", "source", "plain", "every node")
 def samples() -> dict[str, bytes]:
     """Files by name, made when a test needs them: nothing is compiled while tests are collected."""
     tied = _weights(800)
-    files = {
+    files: dict[str, Any] = {
         "dict": {"a": _weights(1300).reshape(13, 100), "b/é": np.arange(5), "c": np.ones(())},
         "tree": {"a": {"w": tied, "again": tied}, "b": [_weights(700), 7, "x", None]},
         "list": [np.arange(9, dtype=np.int16), _weights(1100)],
@@ -226,6 +226,7 @@ def test_samples_are_read_by_all(name: str, tmp_path: Path) -> None:
     assert set(found.values()) <= sample_values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_mutants(mutant: Mutant, tmp_path: Path) -> None:
     n = 150

@@ -503,6 +503,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_kills_and_full_disks(plain: Path, packed: Path, tmp_path: Path) -> None:
     """The old file or the new one, whole; after an error nothing beside it."""
     folder = tmp_path / "folder"

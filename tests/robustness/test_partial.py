@@ -116,6 +116,7 @@ def test_a_part_is_refused_for_what_it_touches(name: str, backend: str) -> None:
     check_case(CASES[name], backend, selections(CASES[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_part_is_refused_for_what_it_touches_on_a_device(name: str) -> None:
     pytest.importorskip("triton")
@@ -144,6 +145,7 @@ def check_case(case: Damage, backend: str, ranges: list[Range]) -> None:
     assert outcome(data, 0, 0, backend, verify=True) == b""
 
 
+@pytest.mark.slow
 def test_both_host_backends_judge_parts_alike() -> None:
     """Bytes of the payload damaged at random; checksums right and wrong."""
     rng = np.random.default_rng(0)

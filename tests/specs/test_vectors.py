@@ -196,6 +196,7 @@ def test_decoder_needs_the_standard_library_only() -> None:
     assert imported <= sys.stdlib_module_names - {"importlib"}
 
 
+@pytest.mark.slow
 def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_vectors = spec_module("make_vectors")
     assert make_vectors.write(tmp_path) == 0
