@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import add_words, sum_part
+from ..formats.dtypes import BY_NAME
 from ..numba_cache import cached, part
 from .arrays_cpu import read_only, scratch, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
@@ -728,6 +729,13 @@ def _read_only(array: Bits) -> Bits:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def cache_folder() -> str | None:
+    """Where Numba keeps these kernels; None if no folder can be written."""
+    f = fields_of(BY_NAME["bfloat16"])
+    cache = _encoder(f.mantissa, f.extra, f.width)._cache
+    return getattr(cache, "_cache_path", None)
 
 
 def encode_chunk(

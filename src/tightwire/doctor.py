@@ -327,10 +327,9 @@ def _try_cpu(more: dict[str, Any]) -> str:
     from .codecs import zipccl_cpu
 
     _round_trip(_sample(), more, "cpu")
-    for value in vars(zipccl_cpu).values():
-        folder = getattr(getattr(value, "_cache", None), "_cache_path", None)
-        if folder is not None:
-            more["cache"] = str(folder)
+    folder = zipccl_cpu.cache_folder()
+    if folder is not None:
+        more["cache"] = str(folder)
     return f"Numba {_version('numba')}; the same bytes as ref"
 
 
