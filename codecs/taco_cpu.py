@@ -18,7 +18,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_part, words_sum
 from ..formats.dtypes import DType
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, view_as
+from .arrays_cpu import aligned, read_only, view_as
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES, rotate_by
 from .philox import key_numbers
@@ -212,9 +212,7 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
     n = size * LANES
 
     @cached(nogil=True, error_model="numpy", _nrt=False)
-    def encode_span(
-        space, x, codes, scales, first, last, top, largest, k, seed, step, rank, start
-    ):
+    def encode_span(space, x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
         """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
 
         `largest` is that of the format; `start` the index of the chunk's first random word.
@@ -411,7 +409,7 @@ def _read_only(array: Bits) -> Bits:
 
 def _scratch(spec: Taco) -> Bits:
     """Memory of a kernel: three numbers of each value, random words, and 17 bytes of each lane."""
-    return np.empty(16 * spec.block * LANES + 4 * spec.block + 17 * LANES, np.uint8)
+    return aligned(16 * spec.block * LANES + 4 * spec.block + 17 * LANES)
 
 
 def _dtype_args(dtype: DType) -> tuple[np.float32, np.integer[Any]]:
@@ -482,14 +480,14 @@ def decode_chunk(
     args = _dtype_args(chunk.dtype)[0], F4(norm(spec))
 
     def task(lo: int, hi: int) -> Any:
-        room = x[lo * size :]
+        target = x[lo * size :]
         span = first + lo, first + hi
         return decode_span(
             _scratch(spec),
             codes[:used],
             scales,
             values_of(spec.format),
-            room,
+            target,
             chunk.nelem,
             *span,
             *args,

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import add_words, sum_part
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, view_as
+from .arrays_cpu import aligned, read_only, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -674,9 +674,7 @@ def _decoder(exponent, mantissa, extra, width):
         for k in range(gaps.shape[0] + 1):
             behind = k == gaps.shape[0]
             data = dynamic_in if behind else static_in
-            found |= _any(
-                data, end if behind else gaps[k, 0], data.size if behind else gaps[k, 1]
-            )
+            found |= _any(data, end if behind else gaps[k, 0], data.size if behind else gaps[k, 1])
         static = static_in[static_at : static_at + static_nbytes]
         dynamic = dynamic_in[dynamic_at:end]
         entries_at = index_at + 4 * n_tiles
@@ -772,10 +770,6 @@ def _read_only(array: Bits) -> Bits:
     return view
 
 
-def _scratch() -> Bits:
-    return np.empty(_SCRATCH_NBYTES, np.uint8)
-
-
 def encode_chunk(
     spec: Zipccl,
     chunk: Chunk,
@@ -794,7 +788,9 @@ def encode_chunk(
     x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
     cuts = spans(n_tiles, bits.nbytes, threads)
     if len(cuts) == 1:
-        count, total = encode_span(_scratch(), x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
+        count, total = encode_span(
+            aligned(_SCRATCH_NBYTES), x, static, index_at, 0, n_tiles, slot, 0, fixed, used
+        )
         known = int(total) & MASK64 if count <= slot.size else None
         return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
@@ -803,7 +799,8 @@ def encode_chunk(
     ]
 
     def task(first: int, last: int, room: Bits) -> Any:
-        return encode_span(_scratch(), x, static, index_at, first, last, room, 0, fixed, -1)
+        space = aligned(_SCRATCH_NBYTES)
+        return encode_span(space, x, static, index_at, first, last, room, 0, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     offsets = static_views(chunk)[1]
@@ -819,7 +816,11 @@ def encode_chunk(
     if count > slot.size:
         return ChunkResult(count * f.width)
     # No more tiles: what is behind them is summed.
-    total += int(encode_span(_scratch(), x, static, index_at, 0, 0, slot, count, fixed, used)[1])
+    total += int(
+        encode_span(aligned(_SCRATCH_NBYTES), x, static, index_at, 0, 0, slot, count, fixed, used)[
+            1
+        ]
+    )
     return ChunkResult(count * f.width, total & MASK64)
 
 
@@ -844,7 +845,7 @@ def decode_chunk(
 
     def task(lo: int, hi: int, sums: int) -> Any:
         return decode_span(
-            _scratch(),
+            aligned(_SCRATCH_NBYTES),
             static,
             dynamic,
             x[lo * TILE :],
@@ -898,7 +899,17 @@ def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int |
             return None
         data = _read_only(data)
         problem, total = decode_span(
-            _scratch(), data, data, out, places, gaps, dynamic_nbytes, nelem, 0, n_tiles, _ALL
+            aligned(_SCRATCH_NBYTES),
+            data,
+            data,
+            out,
+            places,
+            gaps,
+            dynamic_nbytes,
+            nelem,
+            0,
+            n_tiles,
+            _ALL,
         )
         return int(total) if problem == 0 else None
 
