@@ -54,7 +54,7 @@ _PROBLEMS = (
 #: What `decode_span` sums: nothing, tiles, or tiles and all else.
 _NOTHING, _TILES, _ALL = range(3)
 #: Bytes of scratch memory of a kernel.
-_SCRATCH_NBYTES = 64 << 10
+_SCRATCH_NBYTES = 96 << 10
 _NO_GAPS = np.empty((0, 2), np.int64)
 
 
