@@ -8,8 +8,19 @@ intrinsics need of Numba is imported when something is compiled: kernels are loa
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
+
+_LINE = 64
+
+
+def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that kernels without `_nrt` are called with, at the start of a line of the cache."""
+    space = np.empty(nbytes + _LINE, np.uint8)
+    start = -space.__array_interface__["data"][0] % _LINE
+    return space[start : start + nbytes]
 
 
 @intrinsic

@@ -18,7 +18,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_part, words_sum
 from ..formats.dtypes import DType
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, scratch, view_as
+from .arrays_cpu import aligned, read_only, view_as
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES, rotate_by
 from .philox import key_numbers
@@ -211,13 +211,12 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
     round_stochastic = _round_stochastic_by(mantissa, bias)
     n = size * LANES
 
-    @cached(nogil=True, error_model="numpy")
-    def encode_span(x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
+    @cached(nogil=True, error_model="numpy", _nrt=False)
+    def encode_span(space, x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
         """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
 
         `largest` is that of the format; `start` the index of the chunk's first random word.
         """
-        space = scratch((4 * n + size if random else 3 * n) * 4 + 17 * LANES)
         v = view_as(space[: 4 * n], np.float32)
         g = view_as(space[4 * n : 8 * n], np.float32)
         code = view_as(space[8 * n : 12 * n], np.uint32)
@@ -335,13 +334,12 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
     n = size * LANES
     nan = U4(((1 << (exponent + 1)) - 1) << (dtype_mantissa - 1))
 
-    @cached(nogil=True, error_model="numpy")
-    def decode_span(codes, scales, table, x, nelem, first, last, top, k):
+    @cached(nogil=True, error_model="numpy", _nrt=False)
+    def decode_span(space, codes, scales, table, x, nelem, first, last, top, k):
         """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, a sum.
 
         `top` are the bits of the dtype's largest finite number, as a float32.
         """
-        space = scratch(12 * n + 5 * LANES + 8)
         v = view_as(space[: 4 * n], np.float32)
         g = view_as(space[4 * n : 8 * n], np.float32)
         code = view_as(space[8 * n : 12 * n], np.uint32)
@@ -409,6 +407,11 @@ def _read_only(array: Bits) -> Bits:
     return view
 
 
+def _scratch(spec: Taco) -> Bits:
+    """Memory of a kernel: three numbers of each value, random words, and 17 bytes of each lane."""
+    return aligned(16 * spec.block * LANES + 4 * spec.block + 17 * LANES)
+
+
 def _dtype_args(dtype: DType) -> tuple[np.float32, np.integer[Any]]:
     """The largest finite number, and the bits of an exponent field of ones."""
     ones = ((1 << dtype.exponent) - 1) << dtype.mantissa
@@ -449,7 +452,7 @@ def encode_chunk(
     x = _read_only(bits)
 
     def task(first: int, last: int) -> Any:
-        return encode_span(x, codes[:used], scales, first, last, *args)
+        return encode_span(_scratch(spec), x, codes[:used], scales, first, last, *args)
 
     words_sum = sum(int(part) for part in run(task, _cuts(scales.shape[0], bits.nbytes, threads)))
     return ChunkResult(0, (words_sum + _sum_behind(chunk, used)) & MASK64)
@@ -477,10 +480,17 @@ def decode_chunk(
     args = _dtype_args(chunk.dtype)[0], F4(norm(spec))
 
     def task(lo: int, hi: int) -> Any:
-        room = x[lo * size :]
+        target = x[lo * size :]
         span = first + lo, first + hi
         return decode_span(
-            codes[:used], scales, values_of(spec.format), room, chunk.nelem, *span, *args
+            _scratch(spec),
+            codes[:used],
+            scales,
+            values_of(spec.format),
+            target,
+            chunk.nelem,
+            *span,
+            *args,
         )
 
     results = run(task, _cuts(last - first, x.nbytes, threads))

@@ -20,7 +20,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import add_words, sum_part
 from ..formats.dtypes import BY_NAME
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, scratch, view_as
+from .arrays_cpu import aligned, read_only, view_as
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -54,6 +54,8 @@ _PROBLEMS = (
 )
 #: What `decode_span` sums: nothing, tiles, or tiles and all else.
 _NOTHING, _TILES, _ALL = range(3)
+#: Bytes of scratch memory of a kernel.
+_SCRATCH_NBYTES = 96 << 10
 _NO_GAPS = np.empty((0, 2), np.int64)
 
 
@@ -424,7 +426,7 @@ def _escapes_are_outside(escapes, begin, end, entry, exponent_bits):
     return bad == U1(0)
 
 
-@part(nogil=True)
+@part(nogil=True, rare=True)
 def _narrow(block, wide, columns, streams_nbytes, planes):
     """Copy a tile of `columns` columns out of a full-width block; see `_widen`."""
     at = 0
@@ -440,7 +442,7 @@ def _narrow(block, wide, columns, streams_nbytes, planes):
         source += rows * COLUMNS * width
 
 
-@part(nogil=True)
+@part(nogil=True, rare=True)
 def _widen(block, wide, columns, streams_nbytes, planes):
     """Copy a tile of `columns` columns into a full-width block."""
     at = 0
@@ -453,6 +455,61 @@ def _widen(block, wide, columns, streams_nbytes, planes):
                 wide[target + r * COLUMNS * width + i] = block[at + i]
             at += columns * width
         target += rows * COLUMNS * width
+
+
+@part(nogil=True, error_model="numpy", rare=True)
+def _spread(x, at, columns, tile):
+    """The elements of `x` from `at` on to a tile of `columns` columns, full width; others are 0."""
+    for i in range(TILE):
+        tile[i] = 0
+    for i in range(x.size - at):
+        tile[i // columns * COLUMNS + i % columns] = x[at + i]
+
+
+@part(nogil=True, error_model="numpy", rare=True)
+def _collect(tile, n, columns, out):
+    """The first `n` elements of a tile, inverse of `_spread`."""
+    for i in range(n):
+        out[i] = tile[i // columns * COLUMNS + i % columns]
+
+
+@part(nogil=True, error_model="numpy", rare=True)
+def _collect_padded(tile, columns, padding, out):
+    """The elements of a tile to `out`; whether the others are `padding`."""
+    good = True
+    for i in range(ROWS * columns):
+        v = tile[i // columns * COLUMNS + i % columns]
+        if i < out.size:
+            out[i] = v
+        elif v != padding:
+            good = False
+    return good
+
+
+@part(nogil=True, rare=True)
+def _pad(e, n, columns, padding):
+    """Write `padding` behind the `n` elements of a tile of `columns` columns."""
+    for r in range(ROWS):
+        for w in range(COLUMNS):
+            if w >= columns or r * columns + w >= n:
+                e[r * COLUMNS + w] = padding
+
+
+@part(nogil=True, rare=True)
+def _append(escapes, count, new, n):
+    """The first `n` of `new` behind the first `count` of `escapes`, as many as there is place."""
+    for i in range(n):
+        if count + i < escapes.size:
+            escapes[count + i] = new[i]
+
+
+@part(nogil=True, rare=True)
+def _any(data, start, stop):
+    """Bits set in any of the bytes `start` to `stop`."""
+    found = U1(0)
+    for i in range(start, stop):
+        found |= data[i]
+    return found
 
 
 @part(nogil=True, error_model="numpy")
@@ -482,17 +539,16 @@ def _encoder(mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    scratch_nbytes = wide_at + nbytes
+    assert wide_at + nbytes <= _SCRATCH_NBYTES
 
-    @cached(nogil=True, error_model="numpy")
-    def encode_span(x, static, index_at, first, last, escapes, count, fixed, used):
+    @cached(nogil=True, error_model="numpy", _nrt=False)
+    def encode_span(space, x, static, index_at, first, last, escapes, count, fixed, used):
         """Encode tiles `first` to `last` of the chunk `x`, behind the first `count` escapes.
 
         `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may be
         more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
         the size of all tile blocks, is given, not -1, it is that of all that was written.
         """
-        space = scratch(scratch_nbytes)
         e = space[:sample_at]
         sample = space[sample_at:highs_at]
         highs = space[highs_at:lanes_at]
@@ -524,10 +580,7 @@ def _encoder(mantissa, extra, width):
             else:
                 n = x.size - full * TILE
                 columns = _columns_of(n)
-                for i in range(TILE):
-                    xs[i] = 0
-                for i in range(n):
-                    xs[i // columns * COLUMNS + i % columns] = x[full * TILE + i]
+                _spread(x, full * TILE, columns, xs)
                 source = read_only(xs)
                 block = wide
             if mantissa == 2:
@@ -553,16 +606,11 @@ def _encoder(mantissa, extra, width):
                         for i in range(group):
                             sample_words[to + i] = e_words[source_at + i]
                 else:
-                    for i in range(n):
-                        sample[i] = e[i // columns * COLUMNS + i % columns]
+                    _collect(e, n, columns, sample)
                 entry = _tile_window(sample, sampled, lanes, highs)
             base = one(entry & _BASE_MASK)
             if t == full:
-                padding = one(base + one(WINDOW - 1))
-                for r in range(ROWS):
-                    for w in range(COLUMNS):
-                        if w >= columns or r * columns + w >= n:
-                            e[r * COLUMNS + w] = padding
+                _pad(e, n, columns, one(base + one(WINDOW - 1)))
             plain = e
             if entry >= ZERO_MODE:
                 _swap_zeros(e, base, sample)
@@ -580,9 +628,7 @@ def _encoder(mantissa, extra, width):
                 if fits:
                     count = end
                 else:
-                    for i in range(end):
-                        if count + i < escapes.size:
-                            escapes[count + i] = sample[i]
+                    _append(escapes, count, sample, end)
                     count += end
             end = at + columns * (ROWS * streams + planes)
             if t == full:
@@ -608,11 +654,11 @@ def _decoder(exponent, mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    scratch_nbytes = wide_at + nbytes
+    assert wide_at + nbytes <= _SCRATCH_NBYTES
 
-    @cached(nogil=True, error_model="numpy")
+    @cached(nogil=True, error_model="numpy", _nrt=False)
     def decode_span(
-        static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
+        space, static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
     ):
         """Decode tiles `first` to `last` of a chunk of `nelem` elements to the start of `x`.
 
@@ -629,14 +675,12 @@ def _decoder(exponent, mantissa, extra, width):
         for k in range(gaps.shape[0] + 1):
             behind = k == gaps.shape[0]
             data = dynamic_in if behind else static_in
-            for i in range(end if behind else gaps[k, 0], data.size if behind else gaps[k, 1]):
-                found |= data[i]
+            found |= _any(data, end if behind else gaps[k, 0], data.size if behind else gaps[k, 1])
         static = static_in[static_at : static_at + static_nbytes]
         dynamic = dynamic_in[dynamic_at:end]
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
         entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
-        space = scratch(scratch_nbytes)
         e = space[:top_at]
         escapes = dynamic
         if width == 2:
@@ -709,12 +753,8 @@ def _decoder(exponent, mantissa, extra, width):
             if t == full:
                 n = nelem - full * TILE
                 padding = x.dtype.type(base + WINDOW - 1) << x.dtype.type(mantissa)
-                for i in range(ROWS * columns):
-                    v = xs[i // columns * COLUMNS + i % columns]
-                    if i < n:
-                        x[to + i] = v
-                    elif v != padding:
-                        problem = 4
+                if not _collect_padded(xs, columns, padding, x[to : to + n]):
+                    problem = 4
         if sums == _ALL:
             for k in range(2):
                 rest = static[used:] if k == 0 else dynamic
@@ -756,7 +796,9 @@ def encode_chunk(
     x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
     cuts = spans(n_tiles, bits.nbytes, threads)
     if len(cuts) == 1:
-        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
+        count, total = encode_span(
+            aligned(_SCRATCH_NBYTES), x, static, index_at, 0, n_tiles, slot, 0, fixed, used
+        )
         known = int(total) & MASK64 if count <= slot.size else None
         return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
@@ -765,7 +807,8 @@ def encode_chunk(
     ]
 
     def task(first: int, last: int, room: Bits) -> Any:
-        return encode_span(x, static, index_at, first, last, room, 0, fixed, -1)
+        space = aligned(_SCRATCH_NBYTES)
+        return encode_span(space, x, static, index_at, first, last, room, 0, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     offsets = static_views(chunk)[1]
@@ -781,7 +824,11 @@ def encode_chunk(
     if count > slot.size:
         return ChunkResult(count * f.width)
     # No more tiles: what is behind them is summed.
-    total += int(encode_span(x, static, index_at, 0, 0, slot, count, fixed, used)[1])
+    total += int(
+        encode_span(aligned(_SCRATCH_NBYTES), x, static, index_at, 0, 0, slot, count, fixed, used)[
+            1
+        ]
+    )
     return ChunkResult(count * f.width, total & MASK64)
 
 
@@ -806,6 +853,7 @@ def decode_chunk(
 
     def task(lo: int, hi: int, sums: int) -> Any:
         return decode_span(
+            aligned(_SCRATCH_NBYTES),
             static,
             dynamic,
             x[lo * TILE :],
@@ -859,7 +907,17 @@ def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int |
             return None
         data = _read_only(data)
         problem, total = decode_span(
-            data, data, out, places, gaps, dynamic_nbytes, nelem, 0, n_tiles, _ALL
+            aligned(_SCRATCH_NBYTES),
+            data,
+            data,
+            out,
+            places,
+            gaps,
+            dynamic_nbytes,
+            nelem,
+            0,
+            n_tiles,
+            _ALL,
         )
         return int(total) if problem == 0 else None
 

@@ -214,6 +214,17 @@ class _PartCode(JITCodeLibrary):  # type: ignore[misc]
         """Nothing: machine code has environments, and this becomes none."""
 
 
+class _RareCode(_PartCode):
+    """Code that runs seldom: it stays a function of its own, small rather than fast."""
+
+    def finalize(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration:
+                for attribute in ("noinline", "optsize", "minsize"):
+                    function.add_function_attribute(attribute)
+        super().finalize()
+
+
 #: What kernels have no use for: expressions of arrays, closures in functions.
 _NOT_NEEDED = (NopythonRewrites, InlineClosureLikes)
 
@@ -238,16 +249,30 @@ class _KernelCompiler(CompilerBase):  # type: ignore[misc]
 
 
 class _PartCompiler(_KernelCompiler):
+    code = _PartCode
+
     def define_pipelines(self) -> Any:
         state = self.state
-        state.library = _PartCode(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = self.code(state.targetctx.codegen(), state.func_id.func_qualname)
         return super().define_pipelines()
 
 
-def part(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` for functions that kernels call, and nobody else: a third of the time."""
+class _RareCompiler(_PartCompiler):
+    code = _RareCode
+
+
+def part(rare: bool = False, **options: Any) -> Callable[[Any], Any]:
+    """`numba.njit` for functions that kernels call, and nobody else: a third of the time.
+
+    They allocate nothing. Those that are `rare` are made small instead of fast, which takes less
+    time.
+    """
     decorate: Callable[[Any], Any] = njit(
-        pipeline_class=_PartCompiler, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
+        pipeline_class=_RareCompiler if rare else _PartCompiler,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        _nrt=False,
+        **options,
     )
     return decorate
 
