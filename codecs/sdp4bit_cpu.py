@@ -52,7 +52,7 @@ _ANCHOR = F4(1.5 * 2**23)
 _rotate = rotate_by(RUN)
 
 
-@part(nogil=True)
+@part(nogil=True, allocates=True)
 def _rotate_tile(t, n, before, factor, side):
     """Rotate the n values `t` of a tile, multiplied by `before`; those of a short run by `factor`.
 
@@ -75,7 +75,7 @@ def _rotate_tile(t, n, before, factor, side):
         t[whole + i] = short[i]
 
 
-@part(nogil=True)
+@part(nogil=True, allocates=True)
 def _encode_group(t, words, codes, lost, largest, random):
     """The scale word of a group of values `t`, and their codes as bytes."""
     n = t.size

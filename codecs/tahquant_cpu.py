@@ -131,7 +131,7 @@ def _of_half(half, value, bits):
     return value[0]
 
 
-@part(nogil=True)
+@part(nogil=True, allocates=True)
 def _pivot(v, magnitudes):
     """Pivot byte of 64 values `v`, which are rotated if there is one."""
     top = U4(0)

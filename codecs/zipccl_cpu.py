@@ -523,6 +523,11 @@ def _columns_of(nelem):
 # at each.
 
 
+def _check_scratch(nbytes):
+    if nbytes > _SCRATCH_NBYTES:
+        raise ValueError(f"{nbytes} bytes of scratch memory are more than _SCRATCH_NBYTES")
+
+
 @functools.cache
 def _encoder(mantissa, extra, width):
     streams = (1 + mantissa) // 8
@@ -539,7 +544,7 @@ def _encoder(mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    assert wide_at + nbytes <= _SCRATCH_NBYTES
+    _check_scratch(wide_at + nbytes)
 
     @cached(nogil=True, error_model="numpy", _nrt=False)
     def encode_span(space, x, static, index_at, first, last, escapes, count, fixed, used):
@@ -654,7 +659,7 @@ def _decoder(exponent, mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    assert wide_at + nbytes <= _SCRATCH_NBYTES
+    _check_scratch(wide_at + nbytes)
 
     @cached(nogil=True, error_model="numpy", _nrt=False)
     def decode_span(

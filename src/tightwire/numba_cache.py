@@ -261,17 +261,17 @@ class _RareCompiler(_PartCompiler):
     code = _RareCode
 
 
-def part(rare: bool = False, **options: Any) -> Callable[[Any], Any]:
+def part(rare: bool = False, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for functions that kernels call, and nobody else: a third of the time.
 
-    They allocate nothing. Those that are `rare` are made small instead of fast, which takes less
-    time.
+    Only those that say that they allocate may: others count no references. Those that are `rare`
+    are made small instead of fast, which takes less time.
     """
     decorate: Callable[[Any], Any] = njit(
         pipeline_class=_RareCompiler if rare else _PartCompiler,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
-        _nrt=False,
+        _nrt=allocates,
         **options,
     )
     return decorate
