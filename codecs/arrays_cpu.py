@@ -8,6 +8,10 @@ intrinsics need of Numba is imported when something is compiled: kernels are loa
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -16,11 +20,26 @@ from numba.extending import intrinsic
 _LINE = 64
 
 
-def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that kernels without `_nrt` are called with, at the start of a line of the cache."""
-    space = np.empty(nbytes + _LINE, np.uint8)
-    start = -space.__array_interface__["data"][0] % _LINE
-    return space[start : start + nbytes]
+def with_scratch(kernel: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+    """`kernel` with `nbytes` of memory, from the start of a line of the cache, as first argument.
+
+    A kernel that allocates counts references: code that takes as long to compile as the rest.
+    """
+
+    @functools.wraps(kernel)
+    def call(*args: Any) -> Any:
+        space = np.empty(nbytes + _LINE, np.uint8)
+        start = -space.__array_interface__["data"][0] % _LINE
+        return kernel(space[start : start + nbytes], *args)
+
+    return call
+
+
+def as_read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view that is not written to: kernels are compiled for one kind of what they read."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @intrinsic

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
+from .arrays_cpu import as_read_only
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .dynamiq import (
     ADDS_FLOAT32 as ADDS_FLOAT32,
@@ -317,13 +318,6 @@ def _sizes(spec: Dynamiq) -> tuple[int, int, int]:
     return spec.super_group, spec.group, SCALES.index(spec.scales)
 
 
-def _read_only(array: Bits) -> Bits:
-    """A read-only view: so that each kernel is compiled for one kind of array."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
 def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None) -> Any:
     """What `_encode_span` takes between the elements and the super-groups; stores the widths."""
     rounding, v = rounding_of(spec, key), static_views(spec, chunk)
@@ -347,7 +341,7 @@ def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None
 def _decode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints) -> Any:
     """What `_decode_span` takes before `out`."""
     return (
-        _views(static_views(spec, chunk._replace(static=_read_only(chunk.static)))),
+        _views(static_views(spec, chunk._replace(static=as_read_only(chunk.static)))),
         widths,
         first_rows(widths),
         _tables(spec.grid)[0],
@@ -372,7 +366,7 @@ def encode_chunk(
     widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
     arguments = _encode_arguments(spec, chunk, widths, key)
     cuts = spans(widths.size, bits.nbytes, threads)
-    run(_encode_span, [(_read_only(bits), 0, *arguments, *cut) for cut in cuts])
+    run(_encode_span, [(as_read_only(bits), 0, *arguments, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
@@ -458,4 +452,4 @@ def _add_encode_pieces(
             add(part, bits[at : at + part.size], kind)
         else:
             add_floats(part, bits[at : at + part.size].view(np.float32), kind)
-        _encode_span(_read_only(part), cut[0], *arguments, *cut)
+        _encode_span(as_read_only(part), cut[0], *arguments, *cut)

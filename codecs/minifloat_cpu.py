@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ..formats.dtypes import DType
 from ..numba_cache import cached, part
-from .arrays_cpu import scratch, view_as
+from .arrays_cpu import as_read_only, scratch, view_as
 from .minifloat import INFINITY, NAN, Element, values_of
 
 U1, U2, U4 = np.uint8, np.uint16, np.uint32
@@ -195,7 +195,7 @@ def round_small_by(mantissa, bias, largest, bits, integer):
     """A function that rounds to the codes of a format at very small scales."""
     m, lowest, top, sign = I4(mantissa), I4((128 - bias) << 23), I4(largest), 1 << (bits - 1)
 
-    @part(nogil=True)
+    @part(nogil=True, rare=True)
     def round_small(words, scale, codes):
         """As `round_codes`, of words of one scale, all of them finite."""
         for i in range(words.size):
@@ -350,9 +350,13 @@ def _load(x, at, count, padded):
         padded[i] = x[at + i] if i < count else 0
 
 
-@cached(nogil=True)
 def add(a, b, kind):
     """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
+    _add(a, as_read_only(b), kind)
+
+
+@cached(nogil=True)
+def _add(a, b, kind):
     space = scratch(16 * LANES)
     u, v = view_as(space[: 4 * LANES], np.uint32), view_as(space[4 * LANES : 8 * LANES], np.uint32)
     floats = view_as(space[8 * LANES : 12 * LANES], np.float32)
@@ -374,9 +378,13 @@ def add(a, b, kind):
             a[at + i] = padded[i]
 
 
-@cached(nogil=True)
 def add_floats(a, b, kind):
     """Replace the elements `a` by a + b, of float32 values `b`, rounded to their dtype."""
+    _add_floats(a, as_read_only(b), kind)
+
+
+@cached(nogil=True)
+def _add_floats(a, b, kind):
     space = scratch(12 * LANES)
     words = view_as(space[: 4 * LANES], np.uint32)
     floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
@@ -419,7 +427,7 @@ def decode_extreme_by(bits, infinity, nan, kind):
     m, mask = 23 if kind == 2 else 7, (1 << (bits - 1)) - 1
     infinity, nan = int(infinity), int(nan)
 
-    @part(nogil=True)
+    @part(nogil=True, rare=True)
     def decode_extreme(codes, scale, table, out):
         """As `decode_codes`, of codes of one scale, whatever it is, as bfloat16 or float32."""
         for i in range(codes.size):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
-from .arrays_cpu import read_only, scratch, view_as
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import INFINITY, NAN, narrow, tail_is_zero
 from .minifloat_cpu import (
@@ -49,10 +49,7 @@ from .threads import run, spans
 
 _INFINITY = np.uint32(INFINITY)
 _SIGN, _MAGNITUDE = U4(1 << 31), U4((1 << 31) - 1)
-
-
 _TILE_BLOCKS = LANES // BLOCK
-_SCRATCH_NBYTES = 23 * LANES + 4 * _TILE_BLOCKS
 #: Elements that are decoded, added and encoded while they are in cache.
 _PIECE = 1 << 15
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
@@ -71,7 +68,7 @@ def _scale(top, emax, max_fraction, ceil):
     return scale if scale < MAX_SCALE else I8(MAX_SCALE)
 
 
-@part(nogil=True)
+@part(nogil=True, rare=True)
 def _saturate(words, scale, emax):
     """Make magnitudes that have the largest code 2^(scale - 127 + emax + 1), which has it too."""
     most = U4((scale + emax + 1) << 23)
@@ -88,10 +85,9 @@ def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
     round_small = round_small_by(mantissa, bias, largest, bits, integer)
     nbytes = LANES * bits // 8
 
-    @cached(nogil=True)
-    def encode_tiles(x, payload, scales, ceil, given, first, last):
+    @cached(nogil=True, _nrt=False)
+    def encode_tiles(space, x, payload, scales, ceil, given, first, last):
         """`given`: scales that were agreed on, or none."""
-        space = scratch(_SCRATCH_NBYTES)
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
         offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
@@ -140,7 +136,7 @@ def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
                 for i in range((count * bits + 7) // 8):
                     payload[tile * nbytes + i] = packed[i]
 
-    return encode_tiles
+    return with_scratch(encode_tiles, 23 * LANES + 4 * _TILE_BLOCKS)
 
 
 @cache
@@ -150,9 +146,8 @@ def _decoder(kind, bits, infinity, nan):
     decode_extreme = decode_extreme_by(bits, infinity, nan, kind)
     nbytes = LANES * bits // 8
 
-    @cached(nogil=True)
-    def decode_tiles(payload, scales, nelem, table, quiet, out, start, first, last):
-        space = scratch(14 * LANES)
+    @cached(nogil=True, _nrt=False)
+    def decode_tiles(space, payload, scales, nelem, table, quiet, out, start, first, last):
         offsets = view_as(space[: 4 * LANES], np.int32)
         parts = view_as(space[4 * LANES : 8 * LANES], np.int32)
         padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
@@ -190,7 +185,7 @@ def _decoder(kind, bits, infinity, nan):
                 for i in range(lo, hi):
                     out[i - start] = padded[i - at]
 
-    return decode_tiles
+    return with_scratch(decode_tiles, 14 * LANES)
 
 
 def _element(spec: Mx) -> tuple[Any, ...]:
@@ -219,7 +214,7 @@ def encode_chunk(
     """See `mx.encode_chunk`."""
     payload, scales = static_views(chunk)
     given = _NONE_GIVEN if stats is None else agreed_scales(chunk, stats)
-    fixed = (bits, payload, scales, _ceil(spec), given)
+    fixed = (as_read_only(bits), payload, scales, _ceil(spec), as_read_only(given))
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
     run(_encoder(kind_of(chunk.dtype), *_element(spec)), [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)
@@ -241,7 +236,7 @@ def decode_chunk(
 
 def _decode_arguments(spec: Mx, chunk: Chunk) -> tuple[Any, ...]:
     e = spec.format
-    payload, scales = static_views(chunk)
+    payload, scales = (as_read_only(view) for view in static_views(chunk))
     quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
     decode_tiles = _decoder(kind_of(chunk.dtype), e.bits, *first_special(e))
     return decode_tiles, payload, scales, chunk.nelem, value_table(e), quiet
@@ -297,7 +292,7 @@ def _add_encode_pieces(
     kind = kind_of(chunk.dtype)
     encode_tiles = _encoder(kind, *_element(spec))
     payload, scales = static_views(chunk)
-    kept = static_views(source)[1] if spec.agrees else _NONE_GIVEN
+    kept = as_read_only(static_views(source)[1] if spec.agrees else _NONE_GIVEN)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
         tiles = -(-part.size // LANES)
@@ -309,4 +304,4 @@ def _add_encode_pieces(
         packed = payload[at * spec.format.bits // 8 :]
         here = scales[at // BLOCK :]
         given = kept[at // BLOCK :]
-        encode_tiles(part, packed, here, _ceil(spec), given, 0, tiles)
+        encode_tiles(as_read_only(part), packed, here, _ceil(spec), given, 0, tiles)

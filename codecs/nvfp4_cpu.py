@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached
-from .arrays_cpu import read_only, scratch, view_as
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .minifloat import INFINITY, tail_is_zero, values_of
 from .minifloat_cpu import (
@@ -59,9 +59,8 @@ _pack, _unpack = pack_by(ELEMENT.bits), unpack_by(ELEMENT.bits)
 def _encoder(kind):
     widen = widen_by(kind)
 
-    @cached(nogil=True, error_model="numpy")
-    def encode_tiles(x, payload, g, scales, values, first, last):
-        space = scratch(22 * LANES)
+    @cached(nogil=True, error_model="numpy", _nrt=False)
+    def encode_tiles(space, x, payload, g, scales, values, first, last):
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
         offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
@@ -121,16 +120,15 @@ def _encoder(kind):
                 for i in range((count + 1) // 2):
                     payload[tile * _NBYTES + i] = packed[i]
 
-    return encode_tiles
+    return with_scratch(encode_tiles, 22 * LANES)
 
 
 @cache
 def _decoder(kind):
     narrow = narrow_by(kind)
 
-    @cached(nogil=True, error_model="numpy")
-    def decode_tiles(payload, g, scales, nelem, elements, values, out, start, first, last):
-        space = scratch(14 * LANES)
+    @cached(nogil=True, error_model="numpy", _nrt=False)
+    def decode_tiles(space, payload, g, scales, nelem, elements, values, out, start, first, last):
         floats = view_as(space[: 4 * LANES], np.float32)
         steps = view_as(space[4 * LANES : 8 * LANES], np.float32)
         padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
@@ -167,7 +165,7 @@ def _decoder(kind):
                 for i in range(lo, hi):
                     out[i - start] = padded[i - at]
 
-    return decode_tiles
+    return with_scratch(decode_tiles, 14 * LANES)
 
 
 def decode_add_chunk(
@@ -191,7 +189,7 @@ def _add_pieces(chunk: Chunk, acc: Bits, first: int, last: int) -> None:
 
 
 def _decode_arguments(chunk: Chunk) -> tuple[Any, ...]:
-    payload, g, scales = static_views(chunk)
+    payload, g, scales = (as_read_only(view) for view in static_views(chunk))
     tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
     return _decoder(kind_of(chunk.dtype)), payload, g[0], scales, chunk.nelem, *tables
 
@@ -219,7 +217,7 @@ def encode_chunk(
     payload, g, scales = static_views(chunk)
     g[0] = tensor_scale(int(stats[0]))
     values = values_of(SCALE).astype(np.float32)
-    fixed = (bits, payload, g[0], scales, values)
+    fixed = (as_read_only(bits), payload, g[0], scales, values)
     cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
     run(_encoder(kind_of(chunk.dtype)), [(*fixed, *cut) for cut in cuts])
     return ChunkResult(0)

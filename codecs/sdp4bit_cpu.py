@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
+from .arrays_cpu import as_read_only
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .hadamard_cpu import LANES as RUNS
 from .hadamard_cpu import rotate_by
@@ -259,7 +260,7 @@ def encode_chunk(
     """See `sdp4bit.encode_chunk`."""
     fixed, numbers = _encode_arguments(spec, chunk, key)
     cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
-    x = _read_only(bits)
+    x = as_read_only(bits)
     run(_encode_tiles, [(x, *fixed, *numbers, *cut) for cut in cuts])
     return ChunkResult(0)
 
@@ -293,7 +294,7 @@ def _decode_arguments(spec: Sdp4bit, chunk: Chunk) -> tuple[Any, ...]:
     payload, scales = static_views(spec, chunk)
     top = F4(largest_number(chunk.dtype))
     fixed = (spec.bits, spec.group, spec.rotates_back, top, kind_of(chunk.dtype))
-    return _read_only(payload), _read_only(scales), chunk.nelem, *fixed
+    return as_read_only(payload), as_read_only(scales), chunk.nelem, *fixed
 
 
 def decode_add_chunk(
@@ -355,14 +356,7 @@ def _add_encode_pieces(
         if _decode_tiles(*fixed, part, at, at // _TILE, at // _TILE + tiles):
             return True
         add(part, bits[at : at + part.size], kind)
-        x = _read_only(part)
+        x = as_read_only(part)
         here = kind, payload[at * width // 8 :], scales[at // group :], width, *rest
         _encode_tiles(x, *here, *random, start + at, 0, tiles)
     return False
-
-
-def _read_only(array: Bits) -> Bits:
-    """A read-only view: so that each kernel is compiled for one kind of array."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -18,7 +18,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import sum_part, words_sum
 from ..formats.dtypes import DType
 from ..numba_cache import cached, part
-from .arrays_cpu import aligned, read_only, view_as
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES, rotate_by
 from .philox import key_numbers
@@ -280,7 +280,8 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
         lo = first * size
         return sum_part(U8(0), read_only(codes[lo : last * size]), lo // 4)
 
-    return encode_span
+    space_nbytes = 16 * n + 4 * size if random else 12 * n
+    return with_scratch(encode_span, space_nbytes + 17 * LANES)
 
 
 @part(nogil=True, error_model="numpy")
@@ -397,19 +398,7 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
         lo = first * size
         return wrong, sum_part(U8(0), codes[lo : last * size], lo // 4)
 
-    return decode_span
-
-
-def _read_only(array: Bits) -> Bits:
-    """A read-only view: so that each kernel is compiled for one kind of array."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _scratch(spec: Taco) -> Bits:
-    """Memory of a kernel: three numbers of each value, random words, and 17 bytes of each lane."""
-    return aligned(16 * spec.block * LANES + 4 * spec.block + 17 * LANES)
+    return with_scratch(decode_span, 12 * n + 5 * LANES + 8)
 
 
 def _dtype_args(dtype: DType) -> tuple[np.float32, np.integer[Any]]:
@@ -449,10 +438,10 @@ def encode_chunk(
         *map(U8, numbers),
         chunk.number * chunk.sections[0].nbytes,
     )
-    x = _read_only(bits)
+    x = as_read_only(bits)
 
     def task(first: int, last: int) -> Any:
-        return encode_span(_scratch(spec), x, codes[:used], scales, first, last, *args)
+        return encode_span(x, codes[:used], scales, first, last, *args)
 
     words_sum = sum(int(part) for part in run(task, _cuts(scales.shape[0], bits.nbytes, threads)))
     return ChunkResult(0, (words_sum + _sum_behind(chunk, used)) & MASK64)
@@ -463,7 +452,7 @@ def decode_chunk(
 ) -> ChunkDecoded:
     """See `taco.decode_chunk`. The sum is there when the whole chunk was decoded."""
     f, size = FORMAT_OF[spec.format], spec.block
-    codes, scales = static_views(spec, chunk._replace(static=_read_only(chunk.static)))
+    codes, scales = static_views(spec, chunk._replace(static=as_read_only(chunk.static)))
     used = spec.payload_nbytes(chunk.nelem)
     first, last = start // size, -(-(start + out.size) // size)
     n_covered = max(min(last * size, chunk.nelem) - first * size, 0)
@@ -482,16 +471,8 @@ def decode_chunk(
     def task(lo: int, hi: int) -> Any:
         target = x[lo * size :]
         span = first + lo, first + hi
-        return decode_span(
-            _scratch(spec),
-            codes[:used],
-            scales,
-            values_of(spec.format),
-            target,
-            chunk.nelem,
-            *span,
-            *args,
-        )
+        table = values_of(spec.format)
+        return decode_span(codes[:used], scales, table, target, chunk.nelem, *span, *args)
 
     results = run(task, _cuts(last - first, x.nbytes, threads))
     if x is not out:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
+from .arrays_cpu import as_read_only
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
@@ -310,7 +311,7 @@ def encode_chunk(
     kind, v = kind_of(chunk.dtype), static_views(spec, chunk)
     narrow_token = np.zeros(-(-bits.size // spec.hidden), bool)
     count, whole = spec.narrow_tokens(bits.size), bits.size // spec.hidden
-    x = _read_only(bits)
+    x = as_read_only(bits)
     if count:
         entropies = np.empty(whole, np.int64)
         cuts = spans(whole, bits.nbytes, threads)
@@ -402,7 +403,7 @@ def _source(
     spec: Tahquant, chunk: Chunk, first: int, last: int
 ) -> tuple[str | None, tuple[Any, ...]]:
     """What is wrong with a chunk's index or tiles `first` to `last`; what decodes its tiles."""
-    v = static_views(spec, chunk._replace(static=_read_only(chunk.static)))
+    v = static_views(spec, chunk._replace(static=as_read_only(chunk.static)))
     narrow_token = index_of(spec, chunk)
     if narrow_token is None:
         return INDEX_PROBLEM, ()
@@ -415,10 +416,3 @@ def _source(
 
 def _sizes(spec: Tahquant) -> tuple[int, int, int, bool]:
     return spec.hidden, spec.tile, spec.token_tiles, spec.forward
-
-
-def _read_only(array: Bits) -> Bits:
-    """A read-only view: so that each kernel is compiled for one kind of array."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -20,7 +20,7 @@ from ..formats.checksum import MASK64
 from ..formats.checksum_cpu import add_words, sum_part
 from ..formats.dtypes import BY_NAME
 from ..numba_cache import cached, part
-from .arrays_cpu import aligned, read_only, view_as
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
 from .threads import run, spans
 from .zipccl import (
@@ -54,8 +54,6 @@ _PROBLEMS = (
 )
 #: What `decode_span` sums: nothing, tiles, or tiles and all else.
 _NOTHING, _TILES, _ALL = range(3)
-#: Bytes of scratch memory of a kernel.
-_SCRATCH_NBYTES = 96 << 10
 _NO_GAPS = np.empty((0, 2), np.int64)
 
 
@@ -523,11 +521,6 @@ def _columns_of(nelem):
 # at each.
 
 
-def _check_scratch(nbytes):
-    if nbytes > _SCRATCH_NBYTES:
-        raise ValueError(f"{nbytes} bytes of scratch memory are more than _SCRATCH_NBYTES")
-
-
 @functools.cache
 def _encoder(mantissa, extra, width):
     streams = (1 + mantissa) // 8
@@ -544,7 +537,6 @@ def _encoder(mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    _check_scratch(wide_at + nbytes)
 
     @cached(nogil=True, error_model="numpy", _nrt=False)
     def encode_span(space, x, static, index_at, first, last, escapes, count, fixed, used):
@@ -646,7 +638,7 @@ def _encoder(mantissa, extra, width):
                 total = sum_part(total, rest, used // 4 if k == 0 else static.size // 4)
         return count, total
 
-    return encode_span
+    return with_scratch(encode_span, wide_at + nbytes)
 
 
 @functools.cache
@@ -659,7 +651,6 @@ def _decoder(exponent, mantissa, extra, width):
     escaped_at = top_at + TILE
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
-    _check_scratch(wide_at + nbytes)
 
     @cached(nogil=True, error_model="numpy", _nrt=False)
     def decode_span(
@@ -766,20 +757,13 @@ def _decoder(exponent, mantissa, extra, width):
                 total = sum_part(total, rest, used // 4 if k == 0 else static.size // 4)
         return problem, total
 
-    return decode_span
-
-
-def _read_only(array: Bits) -> Bits:
-    """A read-only view: so that each kernel is compiled for one kind of array."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
+    return with_scratch(decode_span, wide_at + nbytes)
 
 
 def cache_folder() -> str | None:
     """Where Numba keeps these kernels; None if no folder can be written."""
     f = fields_of(BY_NAME["bfloat16"])
-    cache = _encoder(f.mantissa, f.extra, f.width)._cache
+    cache = _encoder(f.mantissa, f.extra, f.width).__wrapped__._cache
     return getattr(cache, "_cache_path", None)
 
 
@@ -798,12 +782,10 @@ def encode_chunk(
     slot = chunk.dynamic[: chunk.dynamic.size // f.width * f.width].view(f.escape_dtype)
     fixed = -1 if stats is None else int(stats[0])
     n_tiles, used = tile_count(chunk.nelem), tiles_nbytes(f, chunk.nelem)
-    x, static, index_at = _read_only(bits), chunk.static, chunk.sections[0].nbytes
+    x, static, index_at = as_read_only(bits), chunk.static, chunk.sections[0].nbytes
     cuts = spans(n_tiles, bits.nbytes, threads)
     if len(cuts) == 1:
-        count, total = encode_span(
-            aligned(_SCRATCH_NBYTES), x, static, index_at, 0, n_tiles, slot, 0, fixed, used
-        )
+        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
         known = int(total) & MASK64 if count <= slot.size else None
         return ChunkResult(int(count) * f.width, known)
     rooms = [slot] + [
@@ -812,8 +794,7 @@ def encode_chunk(
     ]
 
     def task(first: int, last: int, room: Bits) -> Any:
-        space = aligned(_SCRATCH_NBYTES)
-        return encode_span(space, x, static, index_at, first, last, room, 0, fixed, -1)
+        return encode_span(x, static, index_at, first, last, room, 0, fixed, -1)
 
     results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
     offsets = static_views(chunk)[1]
@@ -829,11 +810,7 @@ def encode_chunk(
     if count > slot.size:
         return ChunkResult(count * f.width)
     # No more tiles: what is behind them is summed.
-    total += int(
-        encode_span(aligned(_SCRATCH_NBYTES), x, static, index_at, 0, 0, slot, count, fixed, used)[
-            1
-        ]
-    )
+    total += int(encode_span(x, static, index_at, 0, 0, slot, count, fixed, used)[1])
     return ChunkResult(count * f.width, total & MASK64)
 
 
@@ -846,7 +823,7 @@ def decode_chunk(
         size = chunk.dynamic.size
         return ChunkDecoded(f"{size} bytes of escapes of {f.width} bytes each" if size else None)
     decode_span = _decoder(f.exponent, f.mantissa, f.extra, f.width)
-    static, dynamic = _read_only(chunk.static), _read_only(chunk.dynamic)
+    static, dynamic = as_read_only(chunk.static), as_read_only(chunk.dynamic)
     whole = out.size == chunk.nelem
     first, last = start // TILE, -(-(start + out.size) // TILE)
     n_covered = min(last * TILE, chunk.nelem) - first * TILE
@@ -858,7 +835,6 @@ def decode_chunk(
 
     def task(lo: int, hi: int, sums: int) -> Any:
         return decode_span(
-            aligned(_SCRATCH_NBYTES),
             static,
             dynamic,
             x[lo * TILE :],
@@ -910,19 +886,9 @@ def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int |
     def decode(data: Bytes, out: Bits, dynamic_nbytes: int) -> int | None:
         if dynamic_nbytes % f.width:
             return None
-        data = _read_only(data)
+        data = as_read_only(data)
         problem, total = decode_span(
-            aligned(_SCRATCH_NBYTES),
-            data,
-            data,
-            out,
-            places,
-            gaps,
-            dynamic_nbytes,
-            nelem,
-            0,
-            n_tiles,
-            _ALL,
+            data, data, out, places, gaps, dynamic_nbytes, nelem, 0, n_tiles, _ALL
         )
         return int(total) if problem == 0 else None
 
