@@ -18,7 +18,8 @@ from tightwire.planning import HOST_BACKENDS
 
 #: From the smallest to the largest.
 TIERS = ("slow", "gpu", "long")
-#: Cases that the fast tier has of one test, more than there are codecs and dtypes.
+#: Cases that the fast tier has of one test, more than there are codecs and dtypes. The marker
+#: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled.
 MOST = 32
 
 
@@ -79,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for _, found in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(found)
         tiers = {name: [case for case in cases if tier(case) == name] for name in (None, "gpu")}
-        mark_others(tiers[None], pytest.mark.slow, MOST)
+        few = cases[0].get_closest_marker("fast_cases")
+        mark_others(tiers[None], pytest.mark.slow, few.args[0] if few is not None else MOST)
         mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr
     others = [name for name in TIERS if name not in asked] if asked else []

@@ -129,6 +129,7 @@ def test_results_are_those_without_compression(
     run_ranks(world_size, lambda t: check_collectives(t, library, dtype, design))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize(
     ("world_size", "library", "dtype"),
@@ -175,6 +176,7 @@ def test_the_switch_takes_a_path_and_says_why(library: str) -> None:
         assert all(r.reason in reasons for r in trace)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("world_size", [4, 5, 6, 7, 8])
 def test_any_number_of_ranks(world_size: int) -> None:
     dtype, design = DTYPES[world_size % len(DTYPES)], DESIGNS[world_size % 2]

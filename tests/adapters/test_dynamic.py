@@ -182,6 +182,7 @@ def raises_everywhere(
     return run_ranks(world_size, task)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("world_size", "library"), [(1, "torch"), (2, "numpy"), (4, "torch"), (8, "numpy")]
@@ -362,6 +363,7 @@ def test_metadata_that_make_no_sense_at_a_fixed_rate(name: str) -> None:
         assert (error.rank, error.stage) == (rank, "metadata")
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_a_fixed_rate_gives_the_same_rows(world_size: int, dtype: str) -> None:

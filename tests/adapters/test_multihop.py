@@ -266,6 +266,7 @@ def test_sums_are_what_the_codec_gives_by_hand(
     run_ranks(size, lambda t: check_sums(t, wanted))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("topology", HOPS)
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_number_of_ranks(topology: Topology, size: int) -> None:

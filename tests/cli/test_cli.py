@@ -866,6 +866,7 @@ def test_unwritable_plot(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tightwire[plot]" in message
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_plot_destroys_nothing(plain: Path, command: str) -> None:
     words = [command, "P", "--plot"]
@@ -1084,6 +1085,7 @@ def test_ctrl_c_is_one_line(packed: Path, monkeypatch: pytest.MonkeyPatch) -> No
 PRINTING = [["inspect", "P"], ["inspect", "P", "--json"], ["verify", "P"], ["--version"]]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("command", [*PRINTING, ["--help"]])
 def test_output_to_a_full_disk(packed: Path, command: list[str]) -> None:
     words = [str(packed) if word == "P" else word for word in command]

@@ -109,6 +109,7 @@ def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> Non
         assert tw.inspect(packed).header.chunks == chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "params"), [(name, params) for name, all_ in PARAMS.items() for params in all_]
 )
@@ -149,6 +150,7 @@ def test_all_bfloat16_patterns_in_every_row_and_column() -> None:
         check_all_backends(bits, dtype, tw.codec("zipccl"))
 
 
+@pytest.mark.slow
 @examples(150)
 @given(
     dtype=st.sampled_from([d for d in BY_NAME.values() if d.is_float]),

@@ -69,6 +69,7 @@ def exponents(x: Array) -> npt.NDArray[np.int64]:
     return found
 
 
+@pytest.mark.slow
 def test_every_bfloat16_has_the_codes_of_ml_dtypes() -> None:
     for element, kind in ML_DTYPES.items():
         largest = LARGEST[element]
@@ -84,6 +85,7 @@ def test_every_bfloat16_has_the_codes_of_ml_dtypes() -> None:
                 assert (codes == expected).all(), (element, rule, anchor)
 
 
+@pytest.mark.slow
 def test_every_bfloat16_has_the_codes_of_gfloat() -> None:
     gfloat = pytest.importorskip("gfloat")
     from gfloat import formats
@@ -249,6 +251,7 @@ def test_special_values(dtype: str, element: str, backend: str) -> None:
         assert (wide[72:96] == 0).all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -282,6 +285,7 @@ def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
     return found
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
@@ -378,6 +382,7 @@ def test_sums_keep_scales(element: str) -> None:
         assert bytes(found) == bytes(again)
 
 
+@pytest.mark.slow
 def test_sums_of_ranks_fit_in_scales_that_are_so_much_larger() -> None:
     """The page: the largest byte of R ranks plus ceil(log2 R)."""
     rng = np.random.default_rng(5)

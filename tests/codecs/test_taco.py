@@ -161,6 +161,7 @@ def test_merged_scales_decode_to_the_same_values() -> None:
     assert merged.encode(x).nbytes < dual.encode(x).nbytes
 
 
+@pytest.mark.slow
 def test_alpha_cancels() -> None:
     x = (np.random.default_rng(6).standard_normal(1 << 16) * 1e-4).astype(np.float32)
     ash = vnmse(x, decoded(x, tw.codec("taco")))
@@ -325,6 +326,7 @@ def test_values_of_the_format_are_never_rounded(name: str) -> None:
         assert (values_of(name)[codes] == grid).all()
 
 
+@pytest.mark.fast_cases(1)
 def test_stochastic_codes_follow_the_key_alone(backend: str) -> None:
     codec = tw.codec("taco", rounding="stochastic")
     x = make_bits("normal", BY_NAME["bfloat16"], 9000).view(ml_dtypes.bfloat16)

@@ -64,6 +64,7 @@ def test_cells_are_the_levels_next_to_the_rotated_values(n: int) -> None:
     assert 0.02 < np.mean((u == 0) | (u == 30)) < 0.045
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**-60, 1.0, 2.0**60])
 def test_error_bound_and_what_is_usual(scale: float) -> None:
     x = normal(1 << 16, scale=scale)

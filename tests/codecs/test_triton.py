@@ -43,9 +43,11 @@ POISON = 0xA5
 
 # Squares of huge numbers are infinite in specs/taco.md, and elements that are not finite go through
 # taco's kernels up to the codes: of both NumPy, which interprets, warns.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered", "ignore:invalid value encountered"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
+    # The interpreter is slow.
+    pytest.mark.fast_cases(2),
+]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -249,6 +251,7 @@ def patterns(names: tuple[str, ...], dtype: DType, n: int) -> npt.NDArray[Any]:
     return np.concatenate([make_bits(name, dtype, n, seed=i) for i, name in enumerate(names)])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", CODED)
 def test_every_pattern(place: str, name: str) -> None:
     dtype = BY_NAME[name]
@@ -374,6 +377,7 @@ def test_shapes(place: str, shape: tuple[int, ...]) -> None:
     check_decode(memory, buf, bits, dtype)
 
 
+@pytest.mark.fast_cases(4)
 def test_raw(place: str, any_dtype: DType) -> None:
     both = ((1, 0), (3, 1))
     sizes = (0, 1, 129, 5000, 16385, 70001) if place == "cuda" else (0, 129, 2051)
@@ -484,6 +488,7 @@ def sums_agree(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
     return bool((both | (found.view(width) == expected.view(width))).all())
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -555,6 +560,7 @@ LOSSY_CASES = [
 ]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(("codec", "name"), LOSSY_CASES)
 def test_lossy(place: str, codec: tw.Codec, name: str) -> None:
@@ -655,6 +661,7 @@ WIDE_SUMS = [tw.codec(name) for name in ("mx", "nvfp4", "sdp4bit", "taco")]
 WIDE_SUMS.append(tw.codec("tahquant", hidden=64))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "checksum"), [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("codec", WIDE_SUMS, ids=lambda codec: str(codec.name))
 def test_sums_of_float32_and_a_narrow_buffer(
@@ -684,6 +691,7 @@ def test_sums_of_float32_and_a_narrow_buffer(
     memory.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [96, pytest.param(160, marks=pytest.mark.gpu)])
 def test_tahquant_sums_of_tokens_whose_last_tile_is_half_empty(place: str, hidden: int) -> None:
     """Its pivot turns what fills it up, too, which tells which tokens are narrow."""
@@ -703,6 +711,7 @@ AGREED = [("e4m3", "bfloat16"), ("e2m1", "float16"), ("e3m2", "float32"), ("int8
 AGREED_GPU = [("e5m2", "bfloat16"), ("e4m3", "float16"), ("e2m1", "bfloat16"), ("e4m3", "float32")]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -830,6 +839,7 @@ def test_taco(place: str, name: str, params: dict[str, Any]) -> None:
             check_decode(memory, buf, decoded_bits(buf, bits), dtype, first=first)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("params", TACO[:4], ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_taco_selections(place: str, params: dict[str, Any], chunks: int) -> None:
@@ -864,6 +874,7 @@ def test_taco_damage_outside_of_a_selection_is_not_seen(place: str) -> None:
             tw.decode(src, start=start, stop=stop, backend="triton")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", TACO_DTYPES)
 def test_taco_decode_add(place: str, name: str) -> None:
     dtype, kind = BY_NAME[name], BY_NAME["float32"]
@@ -964,6 +975,7 @@ SDP4BIT = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", TACO_DTYPES)
 @pytest.mark.parametrize("pair", SDP4BIT.values(), ids=SDP4BIT)
@@ -997,6 +1009,7 @@ def test_sdp4bit_sums(
         src.check()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "params", "n", "chunks", "first"),
     [
@@ -1125,6 +1138,7 @@ DYNAMIQ: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "params", "pattern", "n", "chunks", "first"),
@@ -1238,6 +1252,7 @@ def test_dynamiq_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.check()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("widths", ["any", "pow2"])
 def test_dynamiq_widths_of_many_super_groups(place: str, widths: str) -> None:
     """More than a block of them, chunks that cut some in two, ties, zeros; back from an index."""
@@ -1379,6 +1394,7 @@ def sparse_bits(pattern: str, dtype: DType, n: int, share: float) -> npt.NDArray
     return bits
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "params", "pattern", "n", "share", "chunks", "first", "rounds"),
@@ -1512,6 +1528,7 @@ HOMOMORPHIC = [
 ]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
     ("codec", "name", "params", "pattern", "n", "chunks", "first"), HOMOMORPHIC, ids=str
@@ -1698,6 +1715,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(("place", "name"), at_places(NAMES, is_shown), indirect=["place"])
@@ -1756,6 +1774,7 @@ INVALID_CASES = at_places(
 )
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("place", "name"), INVALID_CASES, indirect=["place"])
 def test_invalid_vectors(place: str, name: str) -> None:
     data = (VECTORS / "invalid" / f"{name}.tw").read_bytes()
@@ -1790,6 +1809,7 @@ def on_host(data: bytes, **options: Any) -> Any:
         return error.reason
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("part", range(6))
 def test_damage(place: str, part: int) -> None:
     """With verification the host's reason, or its tensor; without, no access out of bounds."""

@@ -123,6 +123,7 @@ def test_nor_what_is_measured_and_added(name: str, params: dict[str, Any]) -> No
         check(lambda x, y: repr(tw.error(x, y)), x, tw.decode(data))
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     hnp.arrays(

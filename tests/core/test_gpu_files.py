@@ -27,6 +27,8 @@ from tightwire.contents import Contents, read_header  # noqa: E402
 from tightwire.formats.container import compressed_metadata  # noqa: E402
 from tightwire.storage import reading  # noqa: E402
 
+pytestmark = pytest.mark.fast_cases(1)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Any:

@@ -332,6 +332,7 @@ def test_index_modes_of_tensors(mode: str) -> None:
     assert found.numpy().tobytes() == agreed_index(expected + expected, mode).tobytes()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("share", "rounds"), [(0.18, 0), (0.18, 2), (0.3, 0)])
 def test_what_encoding_has_found(
     share: float, rounds: int, monkeypatch: pytest.MonkeyPatch

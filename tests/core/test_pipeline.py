@@ -173,7 +173,7 @@ def tensors() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {"empty": np.empty((0, 3), np.float32)}
     for i in range(60):
-        n = int(rng.integers(0, 60_000))
+        n = int(rng.integers(0, 30_000))
         dtype = (ml_dtypes.bfloat16, np.float32, np.float16, np.int8)[i % 4]
         found[f"t{i}"] = (rng.standard_normal(n) * 9).astype(dtype)
         found[f"bias{i}"] = np.full(int(rng.integers(0, 30)), i, np.int32)
@@ -224,6 +224,7 @@ def test_files_are_the_same_whatever_the_threads(
     assert no_threads_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", THREADS)
 def test_the_first_damaged_tensor_of_a_file_is_named(
     tensors: dict[str, Any], threads: int, tmp_path: Path

@@ -115,6 +115,7 @@ def test_the_page_gives_the_vector(name: str) -> None:
     assert data.endswith(statics(x, header))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("chunks", [3, 7])
 def test_the_page_gives_what_given_statistics_give(chunks: int, backend: str) -> None:
     x = np.ldexp(np.random.default_rng(chunks).standard_normal(1001), np.arange(1001) % 40)

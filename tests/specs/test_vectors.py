@@ -76,7 +76,8 @@ def test_valid_decodes(name: str, backend: str) -> None:
     header = tw.inspect(data).header
     assert (decoded.dtype, decoded.shape) == (header.dtype.numpy, header.shape)
     assert decoded.tobytes() == tensor
-    tw.verify(data)
+    if backend != "ref":
+        tw.verify(data)
 
 
 @pytest.mark.parametrize("name", sorted(set(VALID_NAMES) - NOT_PACKED_ENCODINGS))
