@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import settings
 
 import tightwire as tw
 from tightwire.formats import checksum
+from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.formats.header import RECORD, header_crc, parse_header
 from tightwire.planning import plan_of_header
@@ -96,3 +99,18 @@ def repair(data: bytearray) -> None:
         total += checksum.record_term(used, flags, ordinal, info)
         data[record_at : record_at + 8] = (total & checksum.MASK64).to_bytes(8, "little")
         at += header.dynamic_stride or -(-used // 128) * 128
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
+) -> Path:
+    """A plain safetensors file, tensors in this order."""
+    entries, at = [], 0
+    for name, x in tensors.items():
+        kind = BY_NAME[x.dtype.name].safetensors
+        assert kind is not None
+        entries.append(Entry(name, kind, x.shape, at, at + x.nbytes))
+        at += x.nbytes
+    data = b"".join(x.tobytes() for x in tensors.values())
+    path.write_bytes(directory_bytes(entries, metadata) + data)
+    return path

@@ -140,7 +140,8 @@ def _sample(dtypes: Collection[DType]) -> bytes:
     data = bytes(SMALL_NBYTES)
     for dtype in dtypes:
         assert dtype.safetensors is not None  # it was read from such a file
-        for n in (TINY_NBYTES // dtype.itemsize + 900, 3):
+        # Large enough when cast to bfloat16, too.
+        for n in (TINY_NBYTES // min(dtype.itemsize, BFLOAT16.itemsize) + 900, 3):
             tensor = np.ones(n, dtype.numpy).tobytes()
             end = len(data) + len(tensor)
             entries.append(Entry(f"{dtype.name}.{n}", dtype.safetensors, (n,), len(data), end))

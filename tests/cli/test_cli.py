@@ -26,6 +26,7 @@ import pytest
 from click.testing import CliRunner
 
 import tightwire as tw
+from support import write_safetensors
 from tightwire import bench, conformance, convert, demo
 from tightwire.adapters.cost import COLLECTIVES, DEVICES, RATIOS, codec_lines
 from tightwire.codecs.zipccl import histogram_base
@@ -45,18 +46,6 @@ CLI = [sys.executable, "-m", "tightwire.cli"]
 OURS = tw.dumps({"x": np.arange(3)})
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = ["w.bf16", "w.f32", "ids", "flags", "empty", "scalar"]
-
-
-def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Path:
-    entries, at = [], 0
-    for name, x in tensors.items():
-        kind = BY_NAME[x.dtype.name].safetensors
-        assert kind is not None
-        entries.append(Entry(name, kind, x.shape, at, at + x.nbytes))
-        at += x.nbytes
-    data = b"".join(x.tobytes() for x in tensors.values())
-    path.write_bytes(directory_bytes(entries, metadata) + data)
-    return path
 
 
 def normal(n: int, dtype: Any, seed: int = 0) -> np.ndarray[Any, Any]:

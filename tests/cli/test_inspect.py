@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 import tightwire as tw
+from support import write_safetensors
 from tightwire import convert, inspection
 from tightwire.commands.app import app
 from tightwire.contents import read_header
 from tightwire.formats.container import Entry, directory_bytes
-from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.header import RECORD, align
 
 
@@ -33,19 +32,6 @@ def call(code: int, *args: object) -> str:
 def document(*args: object) -> Any:
     [found] = json.loads(call(0, *args, "--json"))["files"]
     return found
-
-
-def write(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> Path:
-    """A plain safetensors file, tensors in this order."""
-    entries, at = [], 0
-    for name, x in tensors.items():
-        kind = BY_NAME[x.dtype.name].safetensors
-        assert kind is not None
-        entries.append(Entry(name, kind, x.shape, at, at + x.nbytes))
-        at += x.nbytes
-    data = b"".join(x.tobytes() for x in tensors.values())
-    path.write_bytes(directory_bytes(entries, {"format": "pt"}) + data)
-    return path
 
 
 def values(n: int, dtype: Any = ml_dtypes.bfloat16) -> np.ndarray[Any, Any]:
@@ -128,7 +114,7 @@ def test_layout_of_a_buffer(tmp_path: Path) -> None:
 def plain(tmp_path: Path) -> Path:
     tensors = {"z.w": values(60_000).reshape(200, 300), "a.b": values(9_000, np.float32)}
     tensors["ids"] = np.arange(777)
-    return write(tmp_path / "m.safetensors", tensors)
+    return write_safetensors(tmp_path / "m.safetensors", tensors, {"format": "pt"})
 
 
 def test_plain_file(plain: Path) -> None:
@@ -161,7 +147,7 @@ def test_compressed_file_has_parts(plain: Path) -> None:
 def test_estimate(tmp_path: Path, n: int) -> None:
     """What compressing gives, from a part of the file."""
     tensors = {"w": values(n), "v": values(n // 2, np.float32), "i": np.arange(n // 10)}
-    path = write(tmp_path / "m.safetensors", tensors)
+    path = write_safetensors(tmp_path / "m.safetensors", tensors, {"format": "pt"})
     found = document(path, "--estimate")["estimate"]
     assert found["codec"] == "zipccl"
     assert found["samples"] <= inspection.SAMPLES
