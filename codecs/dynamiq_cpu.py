@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only
+from .arrays_cpu import as_read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .dynamiq import (
     ADDS_FLOAT32 as ADDS_FLOAT32,
@@ -28,6 +28,7 @@ from .dynamiq import (
     SCALE_STREAM,
     SCALES,
     SHARED_STREAM,
+    SUPER_GROUPS,
     Dynamiq,
     Ints,
     Views,
@@ -54,6 +55,8 @@ _FLOOR, _CENTER_LIMIT = F4(FLOOR), F4(CENTER_LIMIT)
 _MAGNITUDE, _INFINITY, _NAN = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN)
 _LOST, _MAX_SCALE_WORD = U2(LOST), U4(MAX_SCALE_WORD)
 _CODES, _SHARED, _SCALES = U8(CODE_STREAM), U8(SHARED_STREAM), U8(SCALE_STREAM)
+#: Elements of a super-group at most.
+_LONGEST = max(SUPER_GROUPS)
 #: Elements that are decoded, added and encoded while they are in cache; whole super-groups.
 _PIECE = 1 << 15
 
@@ -80,11 +83,11 @@ def _center(v, size, count, room, one):
             room[i] += room[i + half]
     mean = F4(room[0] / F4(count))
     for i in range(count):
-        if abs(v[i]) >= _CENTER_LIMIT:
+        if v[i] >= _CENTER_LIMIT or v[i] <= -_CENTER_LIMIT:
             mean = F4(0)
-    if abs(mean) < _FLOOR:
+    if mean < _FLOOR and mean > -_FLOOR:
         mean = F4(0)
-    bits = one.view(np.uint32)
+    bits = view_as(one, np.uint32)
     one[0] = mean
     word = U4(U4(bits[0] + U4(U4(0x7FFF) + U4(U4(bits[0] >> U4(16)) & U4(1)))) >> U4(16))
     bits[0] = U4(word << U4(16))
@@ -96,10 +99,10 @@ def _center(v, size, count, room, one):
 @part(nogil=True)
 def _word_up(x, one):
     """Scale word of a largest magnitude; `one` becomes its value."""
-    bits = one.view(np.uint32)
+    bits = view_as(one, np.uint32)
     one[0] = x
     word = U4(U4(bits[0] + U4(0xFFFF)) >> U4(16)) if x >= _FLOOR else U4(0)
-    word = min(word, _MAX_SCALE_WORD)
+    word = word if word < _MAX_SCALE_WORD else _MAX_SCALE_WORD
     bits[0] = U4(word << U4(16))
     return U2(word)
 
@@ -118,9 +121,10 @@ def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
     for k in range(groups):
         top = F4(0)
         for i in range(k * group, (k + 1) * group):
-            top = max(top, abs(v[i]))
+            magnitude = v[i] if v[i] > F4(0) else F4(-v[i])
+            top = magnitude if magnitude > top else top
         inverse[k] = top
-        largest = max(largest, top)
+        largest = top if top > largest else largest
     if how == _WIDE:
         for k in range(groups):
             words[k] = _word_up(inverse[k], one)
@@ -133,11 +137,13 @@ def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
         top = inverse[k]
         quotient = F4(top * finer)
         if how == _UP:
-            fraction = min(np.ceil(quotient), F4(255))
+            fraction = np.ceil(quotient)
+            fraction = fraction if fraction < F4(255) else F4(255)
             fractions[k] = U1(fraction)
             inverse[k] = _inverse(F4(fraction * step))
         else:
-            steps = U4(F4(min(quotient, F4(255)) * F4(65536)))
+            quotient = quotient if quotient < F4(255) else F4(255)
+            steps = U4(F4(quotient * F4(65536)))
             fractions[k] = U1(U4(steps + U4(drawn[k] >> U4(16))) >> U4(16))
             inverse[k] = _inverse(top) if step > F4(0) and top >= _FLOOR else F4(0)
 
@@ -152,7 +158,8 @@ def _set_places(shared, strata, turn, place):
             number = U4(U4(turn // 2) + U4(found >> U4(1))) % U4(strata // 2)
             number = U4(U4(strata - 1) - number) if (found ^ U4(turn)) & U4(1) else number
             at = 8 * (k * columns + c)
-            place[at : at + 8] = F4(number)
+            for i in range(at, at + 8):
+                place[i] = F4(number)
 
 
 @part(nogil=True, error_model="numpy")
@@ -184,9 +191,22 @@ def _set_codes(v, values, steps, width, strata, own, at, place, code, below):
             code[i] = U1(below[i] + (1 if up else 0))
 
 
-@cached(nogil=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy", _nrt=False)
 def _encode_span(
-    x, x_first, kind, sizes, centered, views, widths, rows, tables, rounding, starts, first, last
+    space,
+    x,
+    x_first,
+    kind,
+    sizes,
+    centered,
+    views,
+    widths,
+    rows,
+    tables,
+    rounding,
+    starts,
+    first,
+    last,
 ):
     """Encode super-groups `first` to `last`; the first element of `x` is that of `x_first`.
 
@@ -196,31 +216,43 @@ def _encode_span(
     planes, scale_words, means, fractions = views
     strata, turn, seed, step, rank = rounding
     groups, columns = size // group, size // 8
-    room = max(size, LANES)
-    words, floats = np.empty(room, np.uint32), np.empty(LANES, np.float32)
-    v = words.view(np.float32)
-    padded = np.zeros(LANES, x.dtype)
-    one, sums = np.empty(1, np.float32), np.empty(size, np.float32)
-    inverse = np.empty(groups, np.float32)
-    code, below = np.empty(size, np.uint8), np.empty(size, np.int32)
-    own_words, shared_words = np.zeros(size // 2 + 8, np.uint32), np.zeros(size // 16, np.uint32)
-    own, shared = own_words.view(np.uint16), shared_words.view(np.uint16)
-    place = np.empty(size, np.float32)
-    drawn = np.zeros(groups + 8, np.uint32)
+    words = view_as(space[: 4 * _LONGEST], np.uint32)[: size if size > LANES else LANES]
+    sums = view_as(space[4 * _LONGEST : 8 * _LONGEST], np.float32)
+    inverse = view_as(space[8 * _LONGEST : 12 * _LONGEST], np.float32)
+    place = view_as(space[12 * _LONGEST : 16 * _LONGEST], np.float32)[:size]
+    below = view_as(space[16 * _LONGEST : 20 * _LONGEST], np.int32)
+    drawn = view_as(space[20 * _LONGEST : 24 * _LONGEST], np.uint32)[: groups + 8]
+    own_words = view_as(space[24 * _LONGEST : 28 * _LONGEST], np.uint32)[: size // 2 + 8]
+    shared_words = view_as(space[28 * _LONGEST : 29 * _LONGEST], np.uint32)[: size // 16]
+    code = space[29 * _LONGEST : 29 * _LONGEST + size]
+    rest = space[30 * _LONGEST :]
+    floats = view_as(rest[: 4 * LANES], np.float32)
+    padded = view_as(rest[4 * LANES : 8 * LANES], x.dtype)
+    one = view_as(rest[8 * LANES :], np.float32)
+    v = view_as(words, np.float32)
+    own, shared = view_as(own_words, np.uint16), view_as(shared_words, np.uint16)
+    # What is not drawn is not used, but is the same each time.
+    for i in range(drawn.size):
+        drawn[i] = U4(0)
+    for i in range(own_words.size):
+        own_words[i] = U4(0)
+    for i in range(shared_words.size):
+        shared_words[i] = U4(0)
     for j in range(first, last):
         at = (j - x_first) * size
-        count = min(size, x.size - at)
+        count = size if size < x.size - at else x.size - at
         for i in range(0, size, LANES):
-            here = min(LANES, max(count - i, 0))
-            padded[:] = 0
-            padded[:here] = x[at + i : at + i + here]
+            for c in range(LANES):
+                padded[c] = x[at + i + c] if i + c < count else 0
             widen(padded, kind, words[i : i + LANES], floats)
         top = U4(0)
         for i in range(size):
-            top = max(top, U4(words[i] & _MAGNITUDE))
+            magnitude = U4(words[i] & _MAGNITUDE)
+            top = magnitude if magnitude > top else top
         lost = top >= _INFINITY
         if lost:
-            words[:] = U4(0)
+            for i in range(words.size):
+                words[i] = U4(0)
         mean = U2(0)
         if centered:
             mean = _center(v, size, count, sums, one)
@@ -231,7 +263,8 @@ def _encode_span(
             fill_words(drawn, seed, step, rank, _SCALES, U8(base))
         _set_scales(v, sizes, scale_words[j], fractions[j], drawn[number - base :], one, inverse)
         if lost:
-            scale_words[j, :] = _LOST
+            for k in range(scale_words.shape[1]):
+                scale_words[j, k] = _LOST
         for k in range(groups):
             for i in range(k * group, (k + 1) * group):
                 scaled = F4(v[i] * inverse[k])
@@ -251,7 +284,8 @@ def _encode_span(
         _set_codes(v, values, steps, width, strata, own, behind, place, code, below)
         for k in range(groups):
             if inverse[k] == F4(0):
-                code[k * group : (k + 1) * group] = U1(0)
+                for i in range(k * group, (k + 1) * group):
+                    code[i] = U1(0)
         for p in range(width):
             plane = planes[rows[j] + p]
             for c in range(columns):
@@ -262,23 +296,26 @@ def _encode_span(
                     plane[c] |= U1(U1(U1(bits[c] >> U1(p)) & U1(1)) << U1(k))
 
 
-@cached(nogil=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy", _nrt=False)
 def _decode_span(
-    views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
+    space, views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
 ):
     """Decode super-groups `first` to `last` to `out`, which starts with element `start`."""
     size, group, how = sizes
     planes, scale_words, means, fractions = views
     groups, columns = size // group, size // 8
-    room = max(size, LANES)
-    v = np.zeros(room, np.float32)
-    words, narrowed = v.view(np.uint32), np.empty(room, out.dtype)
-    code, one = np.empty(size, np.uint8), np.empty(1, np.float32)
-    bits = one.view(np.uint32)
+    v = view_as(space[: 4 * _LONGEST], np.float32)[: size if size > LANES else LANES]
+    narrowed = view_as(space[4 * _LONGEST : 8 * _LONGEST], out.dtype)
+    code = space[8 * _LONGEST : 8 * _LONGEST + size]
+    one = view_as(space[9 * _LONGEST :], np.float32)
+    words, bits = view_as(v, np.uint32), view_as(one, np.uint32)
+    for i in range(v.size):
+        v[i] = F4(0)
     for j in range(first, last):
         width = widths[j]
         table = values[width]
-        code[:] = U1(0)
+        for i in range(size):
+            code[i] = U1(0)
         for p in range(width):
             plane = planes[rows[j] + p]
             for k in range(8):
@@ -302,12 +339,20 @@ def _decode_span(
                 y = y if y < limit else limit
                 v[i] = y if y > -limit else F4(-limit)
         if scale_words[j, 0] == _LOST:
-            words[:] = _NAN
+            for i in range(words.size):
+                words[i] = _NAN
         for i in range(0, size, LANES):
             narrow(words[i : i + LANES], kind, narrowed[i : i + LANES])
         at = j * size
-        lo, hi = max(at, start), min(at + size, nelem, start + out.size)
-        out[lo - start : hi - start] = narrowed[lo - at : hi - at]
+        lo = at if at > start else start
+        hi = at + size if at + size < nelem else nelem
+        hi = hi if hi < start + out.size else start + out.size
+        for i in range(lo, hi):
+            out[i - start] = narrowed[i - at]
+
+
+_encode_with = with_scratch(_encode_span, 30 * _LONGEST + 8 * LANES + 4)
+_decode_with = with_scratch(_decode_span, 9 * _LONGEST + 4)
 
 
 def _views(v: Views) -> tuple[Any, ...]:
@@ -366,7 +411,7 @@ def encode_chunk(
     widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
     arguments = _encode_arguments(spec, chunk, widths, key)
     cuts = spans(widths.size, bits.nbytes, threads)
-    run(_encode_span, [(as_read_only(bits), 0, *arguments, *cut) for cut in cuts])
+    run(_encode_with, [(as_read_only(bits), 0, *arguments, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
@@ -380,7 +425,7 @@ def decode_chunk(
     if problem is None and out.size:
         fixed = (*_decode_arguments(spec, chunk, widths), out, start)
         cuts = spans(last - first, out.nbytes, threads)
-        run(_decode_span, [(*fixed, first + lo, first + hi) for lo, hi in cuts])
+        run(_decode_with, [(*fixed, first + lo, first + hi) for lo, hi in cuts])
     return ChunkDecoded(problem)
 
 
@@ -412,7 +457,7 @@ def _add_pieces(spec: Dynamiq, chunk: Chunk, fixed: Any, acc: Bits, first: int, 
     room, kind = np.empty(_PIECE, chunk.dtype.bits), kind_of(chunk.dtype)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
-        _decode_span(*fixed, part, at, *_piece(spec, at, part.size))
+        _decode_with(*fixed, part, at, *_piece(spec, at, part.size))
         add_to(acc[at : at + part.size], part, kind)
 
 
@@ -447,9 +492,9 @@ def _add_encode_pieces(
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
         cut = _piece(spec, at, part.size)
-        _decode_span(*fixed, part, at, *cut)
+        _decode_with(*fixed, part, at, *cut)
         if bits.dtype == part.dtype:
             add(part, bits[at : at + part.size], kind)
         else:
             add_floats(part, bits[at : at + part.size].view(np.float32), kind)
-        _encode_span(as_read_only(part), cut[0], *arguments, *cut)
+        _encode_with(as_read_only(part), cut[0], *arguments, *cut)

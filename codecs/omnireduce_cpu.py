@@ -10,21 +10,29 @@ import numpy as np
 from ..formats.dtypes import DType
 from ..numba_cache import cached
 from . import omnireduce
+from .arrays_cpu import view_as, with_scratch
 from .base import Bits
 from .minifloat_cpu import LANES, kind_of, narrow, widen
 
 
-@cached(nogil=True)
-def _convert(x, kind, out, out_kind):
+@cached(nogil=True, _nrt=False)
+def _convert(space, x, kind, out, out_kind):
     """Elements of one dtype as those of another."""
-    words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
-    part, found = np.zeros(LANES, x.dtype), np.empty(LANES, out.dtype)
+    words = view_as(space[: 4 * LANES], np.uint32)
+    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+    part = view_as(space[8 * LANES : 12 * LANES], x.dtype)
+    found = view_as(space[12 * LANES :], out.dtype)
     for at in range(0, x.size, LANES):
-        n = min(LANES, x.size - at)
-        part[:n] = x[at : at + n]
+        n = x.size - at if x.size - at < LANES else LANES
+        for i in range(LANES):
+            part[i] = x[at + i] if i < n else 0
         widen(part, kind, words, floats)
         narrow(words, out_kind, found)
-        out[at : at + n] = found[:n]
+        for i in range(n):
+            out[at + i] = found[i]
+
+
+_convert_with = with_scratch(_convert, 16 * LANES)
 
 
 def converted(bits: Bits, source: DType, target: DType) -> Bits:
@@ -34,7 +42,7 @@ def converted(bits: Bits, source: DType, target: DType) -> Bits:
     flat = np.ascontiguousarray(bits).reshape(-1)
     flat.flags.writeable = False
     out = np.empty(flat.size, target.bits)
-    _convert(flat, kind_of(source), out, kind_of(target))
+    _convert_with(flat, kind_of(source), out, kind_of(target))
     return out.reshape(bits.shape)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .hadamard_cpu import LANES as RUNS
 from .hadamard_cpu import rotate_by
@@ -53,43 +53,43 @@ _ANCHOR = F4(1.5 * 2**23)
 _rotate = rotate_by(RUN)
 
 
-@part(nogil=True, allocates=True)
+@part(nogil=True)
 def _rotate_tile(t, n, before, factor, side):
     """Rotate the n values `t` of a tile, multiplied by `before`; those of a short run by `factor`.
 
-    `side` is float32 scratch for `RUNS` runs; the length of `t` is a multiple of it.
+    `side` is float32 scratch for `RUNS` runs, and for one that is short; the length of `t` is a
+    multiple of that of `RUNS`.
     """
     whole = n // RUN * RUN
-    short = np.empty(RUN, np.float32)
+    runs, short = side[: RUN * RUNS], side[RUN * RUNS :]
     for i in range(n - whole):
         short[i] = t[whole + i] * factor
     for at in range(0, whole, RUN * RUNS):
         part = t[at : at + RUN * RUNS]
         for lane in range(RUNS):
             for i in range(RUN):
-                side[i * RUNS + lane] = part[lane * RUN + i] * before
-        _rotate(side)
+                runs[i * RUNS + lane] = part[lane * RUN + i] * before
+        _rotate(runs)
         for lane in range(RUNS):
             for i in range(RUN):
-                part[lane * RUN + i] = side[i * RUNS + lane]
+                part[lane * RUN + i] = runs[i * RUNS + lane]
     for i in range(n - whole):
         t[whole + i] = short[i]
 
 
-@part(nogil=True, allocates=True)
-def _encode_group(t, words, codes, lost, largest, random):
-    """The scale word of a group of values `t`, and their codes as bytes."""
+@part(nogil=True)
+def _encode_group(t, words, codes, two, lost, largest, random):
+    """The scale word of a group of values `t`, and their codes as bytes; `two` is scratch."""
     n = t.size
     if lost:
         for i in range(n):
             codes[i] = U1(0)
         return _LOST
-    u = t.view(np.uint32)
+    u, bits = view_as(t, np.uint32), view_as(two, np.uint32)
     top = U4(0)
     for i in range(n):
-        top = max(top, U4(u[i] & _ABS))
-    two = np.empty(2, np.float32)
-    bits = two.view(np.uint32)
+        magnitude = U4(u[i] & _ABS)
+        top = magnitude if magnitude > top else top
     bits[0] = top
     if two[0] < _FLOOR:
         two[0] = largest
@@ -115,36 +115,56 @@ def _encode_group(t, words, codes, lost, largest, random):
     return bits[1]
 
 
-@cached(nogil=True, error_model="numpy")
+@cached(nogil=True, error_model="numpy", _nrt=False)
 def _encode_tiles(
-    x, kind, payload, scales, bits, group, rotates, random, seed, step, rank, start, first, last
+    space,
+    x,
+    kind,
+    payload,
+    scales,
+    bits,
+    group,
+    rotates,
+    random,
+    seed,
+    step,
+    rank,
+    start,
+    first,
+    last,
 ):
     """Encode tiles `first` to `last` of a chunk; its random words start at index `start`."""
     largest = F4((1 << (bits - 1)) - 1)
-    t, floats = np.empty(_TILE, np.float32), np.empty(LANES, np.float32)
-    u = t.view(np.uint32)
-    side = np.empty(RUN * RUNS, np.float32)
-    padded = np.zeros(_TILE, x.dtype)
-    codes = np.zeros(_TILE, np.uint8)
-    words = np.empty(_TILE if random else 0, np.uint32)
-    lost = np.empty(_TILE // group, np.bool_)
+    t = view_as(space[: 4 * _TILE], np.float32)
+    words = view_as(space[4 * _TILE : 8 * _TILE], np.uint32)
+    padded = view_as(space[8 * _TILE : 12 * _TILE], x.dtype)
+    codes, lost = space[12 * _TILE : 13 * _TILE], space[13 * _TILE : 14 * _TILE]
+    rest = space[14 * _TILE :]
+    floats, two = view_as(rest[: 4 * LANES], np.float32), view_as(rest[4 * LANES :], np.float32)
+    side = two[2:]
+    u = view_as(t, np.uint32)
     for tile in range(first, last):
         at = tile * _TILE
-        n = min(_TILE, x.size - at)
-        source = x[at : at + n]
+        n = x.size - at
         if n < _TILE:
-            padded[:n] = source
-            source = padded
+            for i in range(_TILE):
+                padded[i] = x[at + i] if i < n else 0
+            source = read_only(padded)
+        else:
+            n = _TILE
+            source = x[at : at + _TILE]
         for i in range(0, n, LANES):
             widen(source[i : i + LANES], kind, u[i : i + LANES], floats)
         count = (n + group - 1) // group
         for g in range(count):
-            part = u[g * group : min((g + 1) * group, n)]
+            lo, hi = g * group, (g + 1) * group
+            part = u[lo : hi if hi < n else n]
             top = U4(0)
             for i in range(part.size):
-                top = max(top, U4(part[i] & _ABS))
-            lost[g] = top >= _INFINITY
-            if lost[g]:
+                magnitude = U4(part[i] & _ABS)
+                top = magnitude if magnitude > top else top
+            lost[g] = U1(top >= _INFINITY)
+            if lost[g] != U1(0):
                 for i in range(part.size):
                     part[i] = U4(0)
         if rotates:
@@ -152,9 +172,10 @@ def _encode_tiles(
         if random:
             fill_words(words[:n], seed, step, rank, U8(0), U8(start + at))
         for g in range(count):
-            lo, hi = g * group, min((g + 1) * group, n)
+            lo, hi = g * group, (g + 1) * group
+            hi = hi if hi < n else n
             scales[at // group + g] = _encode_group(
-                t[lo:hi], words[lo:hi], codes[lo:hi], lost[g], largest, random
+                t[lo:hi], words[lo:hi], codes[lo:hi], two, lost[g] != U1(0), largest, random
             )
         if bits == 8:
             target = payload[at : at + n]
@@ -175,50 +196,59 @@ def _values(payload, bits, at, n, t):
     if bits == 8:
         source = payload[at : at + n]
         for i in range(n):
-            least = min(least, I1(source[i]))
-            t[i] = F4(I1(source[i]))
+            code = I1(source[i])
+            least = code if code < least else least
+            t[i] = F4(code)
         return least
     source = payload[at // 2 : at // 2 + n // 2]
     for i in range(source.size):
         low, high = I1(I1(U1(source[i] << U1(4))) >> I1(4)), I1(I1(source[i]) >> I1(4))
-        least = min(least, min(low, high))
+        less = low if low < high else high
+        least = less if less < least else least
         t[2 * i] = F4(low)
         t[2 * i + 1] = F4(high)
     if n % 2:
         low = I1(I1(U1(payload[(at + n) // 2] << U1(4))) >> I1(4))
-        least = min(least, low)
+        least = low if low < least else least
         t[n - 1] = F4(low)
     return least
 
 
-@cached(nogil=True, error_model="numpy")
-def _decode_tiles(payload, scales, nelem, bits, group, back, top, kind, out, start, first, last):
+@cached(nogil=True, error_model="numpy", _nrt=False)
+def _decode_tiles(
+    space, payload, scales, nelem, bits, group, back, top, kind, out, start, first, last
+):
     """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
 
     Gives whether a scale or a code of a group that holds some of them is wrong.
     """
     largest = I1((1 << (bits - 1)) - 1)
-    t, room = np.zeros(_TILE, np.float32), np.empty(_TILE, out.dtype)
-    u = t.view(np.uint32)
-    side = np.empty(RUN * RUNS, np.float32)
+    t = view_as(space[: 4 * _TILE], np.float32)
+    room = view_as(space[4 * _TILE : 8 * _TILE], out.dtype)
+    scale, rest = view_as(space[8 * _TILE : 8 * _TILE + 4], np.float32), space[8 * _TILE + 4 :]
+    side = view_as(rest, np.float32)
+    u, word = view_as(t, np.uint32), view_as(scale, np.uint32)
+    for i in range(_TILE):
+        t[i] = F4(0)
     wrong = False
-    scale = np.empty(1, np.float32)
-    word = scale.view(np.uint32)
     for tile in range(first, last):
         at = tile * _TILE
-        lo = max(start - at, 0) // group * group
-        hi = min(_TILE, nelem - at)
-        stop = min(start + out.size - at, hi)
-        hi = min((stop + group - 1) // group * group, hi)
+        begin = start - at if start > at else 0
+        lo = begin // group * group
+        hi = nelem - at if nelem - at < _TILE else _TILE
+        stop = start + out.size - at
+        stop = stop if stop < hi else hi
+        groups = (stop + group - 1) // group
+        hi = groups * group if groups * group < hi else hi
         for g in range(lo // group, (hi + group - 1) // group):
-            part = t[g * group : min((g + 1) * group, hi)]
+            part = t[g * group : (g + 1) * group if (g + 1) * group < hi else hi]
             least = _values(payload, bits, at + g * group, part.size, part)
             found = scales[at // group + g]
             good = _SCALE_LOW <= found <= _SCALE_HIGH
             wrong |= least < -largest or not (good or found == _LOST)
             if found == _LOST:
                 nonzero = U4(0)
-                bits_of = part.view(np.uint32)
+                bits_of = view_as(part, np.uint32)
                 for i in range(part.size):
                     nonzero |= bits_of[i]
                 wrong |= nonzero != U4(0)
@@ -226,10 +256,10 @@ def _decode_tiles(payload, scales, nelem, bits, group, back, top, kind, out, sta
             base = lo // (RUN * RUNS) * (RUN * RUNS)
             _rotate_tile(t[base:], hi - base, F4(1), _SHORT_BACK, side)
         for g in range(lo // group, (hi + group - 1) // group):
-            part = t[g * group : min((g + 1) * group, hi)]
+            part = t[g * group : (g + 1) * group if (g + 1) * group < hi else hi]
             word[0] = scales[at // group + g]
             if word[0] == _LOST:
-                nan = part.view(np.uint32)
+                nan = view_as(part, np.uint32)
                 for i in range(part.size):
                     nan[i] = _NAN
                 continue
@@ -240,12 +270,16 @@ def _decode_tiles(payload, scales, nelem, bits, group, back, top, kind, out, sta
                 part[i] = y if y > -top else F4(-top)
         for i in range(lo // LANES * LANES, hi, LANES):
             narrow(u[i : i + LANES], kind, room[i : i + LANES])
-        begin = max(start - at, 0)
         source = room[begin:stop]
         target = out[at + begin - start : at + stop - start]
         for i in range(source.size):
             target[i] = source[i]
     return wrong
+
+
+_SIDE_NBYTES = 4 * (RUN * RUNS + RUN)
+_encode_with = with_scratch(_encode_tiles, 14 * _TILE + 4 * LANES + 8 + _SIDE_NBYTES)
+_decode_with = with_scratch(_decode_tiles, 8 * _TILE + 4 + _SIDE_NBYTES)
 
 
 def encode_chunk(
@@ -261,14 +295,14 @@ def encode_chunk(
     fixed, numbers = _encode_arguments(spec, chunk, key)
     cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
     x = as_read_only(bits)
-    run(_encode_tiles, [(x, *fixed, *numbers, *cut) for cut in cuts])
+    run(_encode_with, [(x, *fixed, *numbers, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
 def _encode_arguments(
     spec: Sdp4bit, chunk: Chunk, key: Key | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of `_encode_tiles` between elements and tiles: what is fixed, and random words."""
+    """Arguments of `_encode_with` between elements and tiles: what is fixed, and random words."""
     random = spec.rounding == "stochastic"
     numbers = key_numbers(key) if random else (0, 0, 0)
     fixed = (kind_of(chunk.dtype), *static_views(spec, chunk), spec.bits, spec.group, spec.rotates)
@@ -286,7 +320,7 @@ def decode_chunk(
     if out.size:
         cuts = spans(last - first, out.nbytes, threads)
         calls = [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts]
-        wrong |= any(run(_decode_tiles, calls))
+        wrong |= any(run(_decode_with, calls))
     return ChunkDecoded(PROBLEM if wrong else None)
 
 
@@ -312,7 +346,7 @@ def _add_pieces(spec: Sdp4bit, chunk: Chunk, acc: Bits, first: int, last: int) -
     fixed, room = _decode_arguments(spec, chunk), np.empty(_PIECE, chunk.dtype.bits)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
-        if _decode_tiles(*fixed, part, at, at // _TILE, -(-(at + part.size) // _TILE)):
+        if _decode_with(*fixed, part, at, at // _TILE, -(-(at + part.size) // _TILE)):
             return True
         add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
     return False
@@ -353,10 +387,10 @@ def _add_encode_pieces(
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
         tiles = -(-part.size // _TILE)
-        if _decode_tiles(*fixed, part, at, at // _TILE, at // _TILE + tiles):
+        if _decode_with(*fixed, part, at, at // _TILE, at // _TILE + tiles):
             return True
         add(part, bits[at : at + part.size], kind)
         x = as_read_only(part)
         here = kind, payload[at * width // 8 :], scales[at // group :], width, *rest
-        _encode_tiles(x, *here, *random, start + at, 0, tiles)
+        _encode_with(x, *here, *random, start + at, 0, tiles)
     return False

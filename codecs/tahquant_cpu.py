@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only
+from .arrays_cpu import as_read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .minifloat import NAN
 from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
@@ -58,34 +58,39 @@ def _log2(u):
     return U4(U4(U4(e + f) + U4(U4(p * h) >> U4(16))) >> U4(4))
 
 
-@cached(nogil=True)
-def _entropies(x, kind, hidden, out, first, last):
+@cached(nogil=True, _nrt=False)
+def _entropies(space, x, kind, hidden, out, first, last):
     """Entropies of tokens `first` to `last`; see `tahquant._entropy`."""
-    words, q = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
-    floats, padded = np.empty(LANES, np.float32), np.zeros(LANES, x.dtype)
-    bits = floats.view(np.uint32)
-    one = np.empty(1, np.float32)
+    words = view_as(space[: 4 * LANES], np.uint32)
+    q = view_as(space[4 * LANES : 8 * LANES], np.uint32)
+    floats = view_as(space[8 * LANES : 12 * LANES], np.float32)
+    padded = view_as(space[12 * LANES : 16 * LANES], x.dtype)
+    one = view_as(space[16 * LANES :], np.float32)
+    bits, one_bits = view_as(floats, np.uint32), view_as(one, np.uint32)
     for token in range(first, last):
         row = x[token * hidden : (token + 1) * hidden]
         top = U4(0)
         total, weighted = I8(0), I8(0)
         for measured in range(2):
-            highest = max(U4(top >> U4(23)), U4(1))
+            highest = U4(top >> U4(23))
+            highest = highest if highest > U4(1) else U4(1)
             for at in range(0, hidden, LANES):
-                count = min(LANES, hidden - at)
-                padded[:count] = row[at : at + count]
-                padded[count:] = 0
+                count = hidden - at
+                for i in range(LANES):
+                    padded[i] = row[at + i] if i < count else 0
                 widen(padded, kind, words, floats)
                 if measured == 0:
                     for i in range(LANES):
-                        top = max(top, U4(words[i] & _MAGNITUDE))
+                        magnitude = U4(words[i] & _MAGNITUDE)
+                        top = magnitude if magnitude > top else top
                     continue
                 for i in range(LANES):
                     u = U4(words[i] & _MAGNITUDE)
                     field = U4(u >> U4(23))
                     w = U4(0) if field == U4(255) else U4(u & U4(0x7FFFFF))
                     w = U4(w | U4(U4(1 << 23) if field > U4(0) else U4(0)))
-                    shift = U4(min(U4(highest - max(field, U4(1))), U4(31)))
+                    shift = U4(highest - (field if field > U4(1) else U4(1)))
+                    shift = shift if shift < U4(31) else U4(31)
                     q[i] = U4(U4(w >> U4(8)) >> shift)
                 for i in range(LANES):
                     floats[i] = F4(q[i])
@@ -95,7 +100,8 @@ def _entropies(x, kind, hidden, out, first, last):
         entropy = I8(0)
         if total > 0:
             one[0] = F4(total)
-            entropy = max(I8(_log2(one.view(np.uint32)[0])) - weighted // total, I8(0))
+            entropy = I8(_log2(one_bits[0])) - weighted // total
+            entropy = entropy if entropy > I8(0) else I8(0)
         out[token] = entropy
 
 
@@ -118,8 +124,9 @@ def _rotate(v):
 @part(nogil=True)
 def _half(u):
     """Bits of the float16 nearest to a float32, given and returned as bits."""
-    part = min(I4(u & _MAGNITUDE), _TALL)
-    found = min(round_code(part, I4(10), I4(113 << 23)), I4(0x7C00))
+    part = I4(u & _MAGNITUDE)
+    found = round_code(part if part < _TALL else _TALL, I4(10), I4(113 << 23))
+    found = found if found < I4(0x7C00) else I4(0x7C00)
     return U4(U4(found) | U4(U4(u >> U4(16)) & U4(0x8000)))
 
 
@@ -132,22 +139,23 @@ def _of_half(half, value, bits):
     return value[0]
 
 
-@part(nogil=True, allocates=True)
-def _pivot(v, magnitudes):
-    """Pivot byte of 64 values `v`, which are rotated if there is one."""
+@part(nogil=True)
+def _pivot(v, magnitudes, both, pair):
+    """Pivot byte of 64 values `v`, which are rotated if there is one.
+
+    `both` is float32 scratch for two values, whose bits are `pair`.
+    """
     top = U4(0)
     for i in range(64):
-        top = max(top, magnitudes[i])
+        top = magnitudes[i] if magnitudes[i] > top else top
     at = 0
     while magnitudes[at] != top:
         at += 1
     magnitudes[at] = U4(0)
     second = U4(0)
     for i in range(64):
-        second = max(second, magnitudes[i])
-    pair = np.empty(2, np.uint32)
+        second = magnitudes[i] if magnitudes[i] > second else second
     pair[0], pair[1] = top, second
-    both = pair.view(np.float32)
     if top == U4(0) or both[0] < F4(2) * both[1]:
         return U1(0)
     v[0], v[at] = v[at], v[0]
@@ -155,27 +163,34 @@ def _pivot(v, magnitudes):
     return U1(PIVOT + at)
 
 
-@cached(nogil=True, error_model="numpy")
-def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, pivots, first, last):
+@cached(nogil=True, error_model="numpy", _nrt=False)
+def _encode_tiles(
+    space, x, kind, sizes, narrow_token, slots, planes, wide, scales, pivots, first, last
+):
     """Encode tiles `first` to `last`; `sizes` is (hidden, tile, tiles of a token, forward)."""
     hidden, tile, token_tiles, forward = sizes
-    words, floats = np.empty(LANES, np.uint32), np.empty(LANES, np.float32)
-    padded, codes = np.zeros(LANES, x.dtype), np.empty(tile, np.uint8)
-    eights = codes.view(np.uint64)
-    magnitudes, g = np.empty(tile, np.uint32), np.empty(tile, np.float32)
-    gu, values = g.view(np.uint32), words.view(np.float32)
-    one = np.empty(1, np.float32)
-    bits = one.view(np.uint32)
+    words = view_as(space[: 4 * LANES], np.uint32)
+    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+    padded = view_as(space[8 * LANES : 12 * LANES], x.dtype)
+    # Tiles have no more elements than there are lanes.
+    magnitudes = view_as(space[12 * LANES : 16 * LANES], np.uint32)
+    g = view_as(space[16 * LANES : 20 * LANES], np.float32)
+    codes, one = space[20 * LANES : 21 * LANES], view_as(space[21 * LANES :], np.float32)
+    eights, gu = view_as(codes, np.uint64), view_as(g, np.uint32)
+    values, bits = view_as(words, np.float32), view_as(one, np.uint32)
     per = LANES // tile
     for group in range(first, last, per):
-        end = min(group + per, last)
-        padded[:] = 0
+        end = group + per if group + per < last else last
+        for i in range(LANES):
+            padded[i] = 0
         for t in range(group, end):
             within = t % token_tiles * tile
             at = t // token_tiles * hidden + within
-            count = min(tile, hidden - within, x.size - at)
+            count = tile if tile < hidden - within else hidden - within
+            count = count if count < x.size - at else x.size - at
             here = (t - group) * tile
-            padded[here : here + count] = x[at : at + count]
+            for i in range(count):
+                padded[here + i] = x[at + i]
         widen(padded, kind, words, floats)
         for t in range(group, end):
             token = t // token_tiles
@@ -185,20 +200,22 @@ def _encode_tiles(x, kind, sizes, narrow_token, slots, planes, wide, scales, piv
             for i in range(tile):
                 magnitudes[i] = U4(u[i] & _MAGNITUDE)
             for i in range(tile):
-                top = max(top, magnitudes[i])
+                top = magnitudes[i] if magnitudes[i] > top else top
             lost = bool(top >= _TOO_LARGE)
             if lost:
-                v[:] = F4(0)
-                magnitudes[:] = U4(0)
+                for i in range(tile):
+                    v[i] = F4(0)
+                    magnitudes[i] = U4(0)
             pivot = U1(0)
             if forward:
-                pivot = _pivot(v, magnitudes)
+                pivot = _pivot(v, magnitudes, one, bits)
             # Floats in the order of integers, whose extremes LLVM finds with vectors.
             low, high = I4(0x7FFFFFFF), I4(-0x80000000)
             for i in range(tile):
                 order = I4(u[i])
                 order = I4(order ^ I4(I4(order >> I4(31)) & I4(0x7FFFFFFF)))
-                low, high = min(low, order), max(high, order)
+                low = order if order < low else low
+                high = order if order > high else high
             bits[0] = U4(I4(low ^ I4(I4(low >> I4(31)) & I4(0x7FFFFFFF))))
             one[0] += F4(0)
             least = _half(bits[0])
@@ -247,27 +264,42 @@ def _spread(byte):
     return U8(U8(U8(bits + _CARRY) >> U8(7)) & _ONES)
 
 
-@cached(nogil=True)
+@cached(nogil=True, _nrt=False)
 def _decode_tiles(
-    planes, wide, scales, pivots, narrow_token, slots, sizes, kind, nelem, out, start, first, last
+    space,
+    planes,
+    wide,
+    scales,
+    pivots,
+    narrow_token,
+    slots,
+    sizes,
+    kind,
+    nelem,
+    out,
+    start,
+    first,
+    last,
 ):
     """Decode tiles `first` to `last` to `out`, elements `start` on; bad ones to anything."""
     hidden, tile, token_tiles, forward = sizes
-    values, codes = np.empty(LANES, np.float32), np.empty(tile, np.uint8)
-    eights = codes.view(np.uint64)
-    words, room = values.view(np.uint32), np.empty(LANES, out.dtype)
-    one = np.empty(1, np.float32)
-    bits = one.view(np.uint32)
-    values[:] = F4(0)
+    values = view_as(space[: 4 * LANES], np.float32)
+    room = view_as(space[4 * LANES : 8 * LANES], out.dtype)
+    codes, one = space[8 * LANES : 9 * LANES], view_as(space[9 * LANES :], np.float32)
+    eights, words = view_as(codes, np.uint64), view_as(values, np.uint32)
+    bits = view_as(one, np.uint32)
+    for i in range(LANES):
+        values[i] = F4(0)
     limit = F4(65504) if kind == 1 else F4(np.inf)
     per = LANES // tile
     for group in range(first, last, per):
-        end = min(group + per, last)
+        end = group + per if group + per < last else last
         for t in range(group, end):
             token, here = t // token_tiles, (t - group) * tile
             v = values[here : here + tile]
             if scales[t] == _LOST:
-                words[here : here + tile] = _NAN
+                for i in range(tile):
+                    words[here + i] = _NAN
                 continue
             m = _of_half(U4(scales[t] & U4(0xFFFF)), one, bits)
             s = _of_half(U4(scales[t] >> U4(16)), one, bits)
@@ -292,10 +324,18 @@ def _decode_tiles(
         for t in range(group, end):
             within = t % token_tiles * tile
             at = t // token_tiles * hidden + within
-            lo = max(at, start)
-            hi = min(at + min(tile, hidden - within), nelem, start + out.size)
+            lo = at if at > start else start
+            hi = at + (tile if tile < hidden - within else hidden - within)
+            hi = hi if hi < nelem else nelem
+            hi = hi if hi < start + out.size else start + out.size
             here = (t - group) * tile - at
-            out[lo - start : hi - start] = room[here + lo : here + hi]
+            for i in range(lo, hi):
+                out[i - start] = room[here + i]
+
+
+_entropies_with = with_scratch(_entropies, 16 * LANES + 4)
+_encode_with = with_scratch(_encode_tiles, 21 * LANES + 8)
+_decode_with = with_scratch(_decode_tiles, 9 * LANES + 4)
 
 
 def encode_chunk(
@@ -315,14 +355,14 @@ def encode_chunk(
     if count:
         entropies = np.empty(whole, np.int64)
         cuts = spans(whole, bits.nbytes, threads)
-        run(_entropies, [(x, kind, spec.hidden, entropies, *cut) for cut in cuts])
+        run(_entropies_with, [(x, kind, spec.hidden, entropies, *cut) for cut in cuts])
         narrow_token[np.argsort(entropies, kind="stable")[:count]] = True
     if spec.forward:
         v.narrow[:] = np.packbits(narrow_token, bitorder="little")
     fixed = (x, kind, _sizes(spec), narrow_token, slots_of(spec, narrow_token))
     views = (v.planes, v.wide, v.words, v.pivots)
     cuts = spans(v.words.size, bits.nbytes, threads)
-    run(_encode_tiles, [(*fixed, *views, *cut) for cut in cuts])
+    run(_encode_with, [(*fixed, *views, *cut) for cut in cuts])
     return ChunkResult(0)
 
 
@@ -335,7 +375,7 @@ def decode_chunk(
     if problem is None:
         cuts = spans(last - first, out.nbytes, threads)
         calls = [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts]
-        run(_decode_tiles, calls)
+        run(_decode_with, calls)
     return ChunkDecoded(problem)
 
 
@@ -386,7 +426,7 @@ def _add_pieces(spec: Tahquant, chunk: Chunk, fixed: Any, acc: Bits, first: int,
     room = np.empty(_PIECE, chunk.dtype.bits)
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = room[: max(chunk.nelem - at, 0)]
-        _decode_tiles(*fixed, part, at, *tile_range(spec, at, at + part.size))
+        _decode_with(*fixed, part, at, *tile_range(spec, at, at + part.size))
         add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
 
 
@@ -395,7 +435,7 @@ def _sum_pieces(
 ) -> None:
     for at in range(first * _PIECE, last * _PIECE, _PIECE):
         part = total[at : at + _PIECE]
-        _decode_tiles(*fixed, part, at, *tile_range(spec, at, at + part.size))
+        _decode_with(*fixed, part, at, *tile_range(spec, at, at + part.size))
         add(part, bits[at : at + part.size], kind_of(chunk.dtype))
 
 

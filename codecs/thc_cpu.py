@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numba_cache import cached
+from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .hadamard_cpu import LANES as SIDE
 from .hadamard_cpu import rotate_by
@@ -56,26 +57,36 @@ _BELOW, _GAPS = BELOW, GAPS.astype(np.uint32)
 _rotate = rotate_by(BLOCK)
 
 
-@cached(nogil=True, error_model="numpy")
-def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
+@cached(nogil=True, error_model="numpy", _nrt=False)
+def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, last):
     """Encode tiles `first` to `last` of a chunk; whether all elements to be coded are finite.
 
     The random words of the chunk's levels start at index `start`.
     """
-    t, floats = np.empty(_TILE, np.float32), np.empty(LANES, np.float32)
-    u, side = t.view(np.uint32), np.zeros(_TILE, np.float32)
-    padded = np.zeros(_TILE, x.dtype)
-    words, signs = np.empty(BLOCK, np.uint32), np.empty(BLOCK // 32, np.uint32)
-    norm = np.empty(1, np.float32)
-    norm_word = norm.view(np.uint32)
+    t = view_as(space[: 4 * _TILE], np.float32)
+    side = view_as(space[4 * _TILE : 8 * _TILE], np.float32)
+    padded = view_as(space[8 * _TILE : 12 * _TILE], x.dtype)
+    rest = space[12 * _TILE :]
+    words = view_as(rest[: 4 * BLOCK], np.uint32)
+    floats = view_as(rest[4 * BLOCK : 5 * BLOCK], np.float32)
+    signs = view_as(rest[5 * BLOCK : 5 * BLOCK + BLOCK // 8], np.uint32)
+    norm = view_as(rest[6 * BLOCK :], np.float32)
+    u, norm_word = view_as(t, np.uint32), view_as(norm, np.uint32)
+    for i in range(_TILE):
+        side[i] = F4(0)
     finite = True
     for tile in range(first, last):
         at = tile * _TILE
-        n = min(_TILE, x.size - at)
-        source = x[at : at + n]
+        n = x.size - at
         if n < _TILE:
-            padded[:n] = source
-            source = padded
+            for i in range(n):
+                padded[i] = x[at + i]
+            for i in range(n, _TILE):
+                padded[i] = 0
+            source = read_only(padded)
+        else:
+            n = _TILE
+            source = x[at : at + _TILE]
         blocks = (n + BLOCK - 1) // BLOCK
         for i in range(0, blocks * BLOCK, LANES):
             widen(source[i : i + LANES], kind, u[i : i + LANES], floats)
@@ -86,9 +97,11 @@ def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
             part = u[lane * BLOCK : (lane + 1) * BLOCK]
             top = U4(0)
             for i in range(BLOCK):
-                top = max(top, U4(part[i] & _ABS))
+                magnitude = U4(part[i] & _ABS)
+                top = magnitude if magnitude > top else top
             if not coded:
-                part[:] = U4(0)
+                for i in range(BLOCK):
+                    part[i] = U4(0)
             elif top >= _INFINITY:
                 finite = False
             each = U8(BLOCK // 32)
@@ -105,7 +118,8 @@ def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
             norm_word[0] = norms[b] if norms.size > 1 else norms[0]
             target = cells[b]
             if norm_word[0] == U4(0) or norm_word[0] == _LOST:
-                target[:] = 0
+                for i in range(BLOCK):
+                    target[i] = 0
                 continue
             r = F4(_STEPS / norm[0])
             fill_words(words, seed, step, rank, U8(LEVEL_STREAM), U8(start + b * BLOCK))
@@ -121,22 +135,26 @@ def _encode_tiles(x, kind, cells, norms, seed, step, rank, start, first, last):
     return finite
 
 
-@cached(nogil=True, error_model="numpy")
-def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first, last):
+@cached(nogil=True, error_model="numpy", _nrt=False)
+def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start, first, last):
     """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
 
     Gives whether a cell of a block that holds some of them is wrong.
     """
-    t, room = np.empty(_TILE, np.float32), np.empty(_TILE, out.dtype)
-    u, side = t.view(np.uint32), np.zeros(_TILE, np.float32)
-    signs = np.empty(BLOCK // 32, np.uint32)
-    scale = np.empty(1, np.float32)
-    word = scale.view(np.uint32)
+    t = view_as(space[: 4 * _TILE], np.float32)
+    side = view_as(space[4 * _TILE : 8 * _TILE], np.float32)
+    room = view_as(space[8 * _TILE : 12 * _TILE], out.dtype)
+    rest = space[12 * _TILE :]
+    signs, scale = view_as(rest[: BLOCK // 8], np.uint32), view_as(rest[BLOCK:], np.float32)
+    u, word = view_as(t, np.uint32), view_as(scale, np.uint32)
+    for i in range(_TILE):
+        side[i] = F4(0)
     zero, most, wrong = MIDDLE * ranks, TOP * ranks, False
     for tile in range(first, last):
         at = tile * _TILE
-        lo = max(start - at, 0)
-        hi = min(start + out.size - at, _TILE)
+        lo, hi = start - at, start + out.size - at
+        lo = lo if lo > 0 else 0
+        hi = hi if hi < _TILE else _TILE
         lanes = range(lo // BLOCK, (hi + BLOCK - 1) // BLOCK)
         for lane in lanes:
             b = tile * SIDE + lane
@@ -145,8 +163,9 @@ def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first,
             largest = 0
             source = cells[b]
             for i in range(BLOCK):
-                largest = max(largest, int(source[i]))
-                side[i * SIDE + lane] = F4(int(source[i]) - zero)
+                cell = int(source[i])
+                largest = cell if cell > largest else largest
+                side[i * SIDE + lane] = F4(cell - zero)
             wrong |= largest > (most if good else 0)
         _rotate(side)
         for lane in lanes:
@@ -155,7 +174,9 @@ def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first,
             part = t[lane * BLOCK : (lane + 1) * BLOCK]
             bits = u[lane * BLOCK : (lane + 1) * BLOCK]
             if not _LOW <= word[0] <= _HIGH:
-                bits[:] = _NAN if word[0] == _LOST else U4(0)
+                filler = _NAN if word[0] == _LOST else U4(0)
+                for i in range(BLOCK):
+                    bits[i] = filler
                 continue
             s = F4(scale[0] / _STEPS)
             each = U8(BLOCK // 32)
@@ -176,6 +197,12 @@ def _decode_tiles(cells, norms, ranks, seed, step, top, kind, out, start, first,
     return wrong
 
 
+#: Of both: three arrays of a tile, and what is smaller.
+_SCRATCH_NBYTES = 12 * _TILE + 6 * BLOCK + 4
+_encode_with = with_scratch(_encode_tiles, _SCRATCH_NBYTES)
+_decode_with = with_scratch(_decode_tiles, _SCRATCH_NBYTES)
+
+
 def encode_chunk(
     spec: Thc,
     chunk: Chunk,
@@ -187,12 +214,10 @@ def encode_chunk(
 ) -> ChunkResult:
     """See `thc.encode_chunk`."""
     numbers, views = key_numbers(key), prepare(spec, chunk, stats, key)
-    x = bits.view()
-    x.flags.writeable = False
-    fixed = (x, kind_of(chunk.dtype), views.cells, views.norms, *map(U8, numbers))
+    fixed = (as_read_only(bits), kind_of(chunk.dtype), views.cells, views.norms, *map(U8, numbers))
     at = word_index(spec, chunk)
     cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
-    check_finite(all(run(_encode_tiles, [(*fixed, at, *cut) for cut in cuts])))
+    check_finite(all(run(_encode_with, [(*fixed, at, *cut) for cut in cuts])))
     return ChunkResult(0)
 
 
@@ -206,13 +231,12 @@ def decode_chunk(
         return ChunkDecoded(RANKS_PROBLEM)
     wrong = not norms_are_right(views)
     if out.size:
-        cells, norms = views.cells.view(), views.norms.view()
-        cells.flags.writeable = norms.flags.writeable = False
+        cells, norms = as_read_only(views.cells), as_read_only(views.norms)
         numbers, top = seed_of(views), F4(largest_number(chunk.dtype))
         fixed = (cells, norms, ranks, U8(numbers.seed), U8(numbers.step), top)
         first, last = start // _TILE, -(-stop // _TILE)
         cuts = spans(last - first, out.nbytes, threads)
         rest = (kind_of(chunk.dtype), out, start)
         calls = [(*fixed, *rest, first + lo, first + hi) for lo, hi in cuts]
-        wrong |= any(run(_decode_tiles, calls))
+        wrong |= any(run(_decode_with, calls))
     return ChunkDecoded(PAYLOAD_PROBLEM if wrong else None)
