@@ -43,21 +43,6 @@ def as_read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @intrinsic
-def scratch(typingctx, nbytes):
-    """So many bytes, as `np.empty(nbytes, np.uint8)` has them."""
-    after = types.Array(types.uint8, 1, "C")
-
-    def codegen(context, builder, signature, args):
-        from numba.core.imputils import impl_ret_new_ref
-        from numba.np.arrayobj import _empty_nd_impl
-
-        array = _empty_nd_impl(context, builder, after, args)
-        return impl_ret_new_ref(context, builder, after, array._getvalue())
-
-    return after(types.intp), codegen
-
-
-@intrinsic
 def view_as(typingctx, array, dtype):
     """The elements of `array` (1-D, contiguous) as `dtype`, as `array.view(dtype)` has them.
 

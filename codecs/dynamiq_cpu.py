@@ -191,7 +191,7 @@ def _set_codes(v, values, steps, width, strata, own, at, place, code, below):
             code[i] = U1(below[i] + (1 if up else 0))
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _encode_span(
     space,
     x,
@@ -296,7 +296,7 @@ def _encode_span(
                     plane[c] |= U1(U1(U1(bits[c] >> U1(p)) & U1(1)) << U1(k))
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _decode_span(
     space, views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
 ):

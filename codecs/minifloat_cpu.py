@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ..formats.dtypes import DType
 from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, scratch, view_as
+from .arrays_cpu import as_read_only, view_as, with_scratch
 from .minifloat import INFINITY, NAN, Element, values_of
 
 U1, U2, U4 = np.uint8, np.uint16, np.uint32
@@ -344,77 +344,87 @@ def decode_codes_by(bits, infinity, nan, kind):
 
 
 @part(nogil=True)
-def _load(x, at, count, padded):
-    """Elements `at` to `at + count` of `x` to `padded`, whose others become zero."""
+def _load(x, at, padded):
+    """Elements of `x` from `at` on to `padded`; those behind the last become zero."""
+    count = x.size - at
     for i in range(LANES):
         padded[i] = x[at + i] if i < count else 0
 
 
-def add(a, b, kind):
-    """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
-    _add(a, as_read_only(b), kind)
+@part(nogil=True)
+def _store(padded, x, at):
+    """Inverse of `_load`."""
+    count = x.size - at
+    for i in range(count if count < LANES else LANES):
+        x[at + i] = padded[i]
 
 
 @cached(nogil=True)
-def _add(a, b, kind):
-    space = scratch(16 * LANES)
+def _add(space, a, b, kind):
     u, v = view_as(space[: 4 * LANES], np.uint32), view_as(space[4 * LANES : 8 * LANES], np.uint32)
     floats = view_as(space[8 * LANES : 12 * LANES], np.float32)
     padded = view_as(space[12 * LANES :], a.dtype)
+    x, y, bits = view_as(u, np.float32), view_as(v, np.float32), view_as(floats, np.uint32)
     for at in range(0, a.size, LANES):
-        count = min(LANES, a.size - at)
         for k in range(2):
-            # One by one, as only one of them may be read-only.
+            # One by one, as only one of them is read-only.
             if k == 0:
-                _load(a, at, count, padded)
+                _load(a, at, padded)
             else:
-                _load(b, at, count, padded)
+                _load(b, at, padded)
             widen(padded, kind, u if k == 0 else v, floats)
-        x, y = view_as(u, np.float32), view_as(v, np.float32)
         for i in range(LANES):
             floats[i] = np.float32(x[i] + y[i])
-        narrow(view_as(floats, np.uint32), kind, padded)
-        for i in range(count):
-            a[at + i] = padded[i]
+        narrow(bits, kind, padded)
+        _store(padded, a, at)
+
+
+@cached(nogil=True)
+def _add_floats(space, a, b, kind):
+    words = view_as(space[: 4 * LANES], np.uint32)
+    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+    padded = view_as(space[8 * LANES :], a.dtype)
+    x, bits = view_as(words, np.float32), view_as(floats, np.uint32)
+    for at in range(0, a.size, LANES):
+        _load(a, at, padded)
+        widen(padded, kind, words, floats)
+        for i in range(a.size - at if a.size - at < LANES else LANES):
+            floats[i] = np.float32(x[i] + b[at + i])
+        narrow(bits, kind, padded)
+        _store(padded, a, at)
+
+
+@cached(nogil=True)
+def _add_to(space, acc, a, kind):
+    words = view_as(space[: 4 * LANES], np.uint32)
+    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
+    padded = view_as(space[8 * LANES :], a.dtype)
+    x = view_as(words, np.float32)
+    for at in range(0, a.size, LANES):
+        _load(a, at, padded)
+        widen(padded, kind, words, floats)
+        for i in range(a.size - at if a.size - at < LANES else LANES):
+            acc[at + i] += x[i]
+
+
+_add_with = with_scratch(_add, 16 * LANES)
+_add_floats_with = with_scratch(_add_floats, 12 * LANES)
+_add_to_with = with_scratch(_add_to, 12 * LANES)
+
+
+def add(a, b, kind):
+    """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
+    _add_with(a, as_read_only(b), kind)
 
 
 def add_floats(a, b, kind):
     """Replace the elements `a` by a + b, of float32 values `b`, rounded to their dtype."""
-    _add_floats(a, as_read_only(b), kind)
+    _add_floats_with(a, as_read_only(b), kind)
 
 
-@cached(nogil=True)
-def _add_floats(a, b, kind):
-    space = scratch(12 * LANES)
-    words = view_as(space[: 4 * LANES], np.uint32)
-    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
-    padded = view_as(space[8 * LANES :], a.dtype)
-    for at in range(0, a.size, LANES):
-        count = min(LANES, a.size - at)
-        _load(a, at, count, padded)
-        widen(padded, kind, words, floats)
-        x = view_as(words, np.float32)
-        for i in range(count):
-            floats[i] = np.float32(x[i] + b[at + i])
-        narrow(view_as(floats, np.uint32), kind, padded)
-        for i in range(count):
-            a[at + i] = padded[i]
-
-
-@cached(nogil=True)
 def add_to(acc, a, kind):
     """Add the elements `a` to the float32 values `acc`."""
-    space = scratch(12 * LANES)
-    words = view_as(space[: 4 * LANES], np.uint32)
-    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
-    padded = view_as(space[8 * LANES :], a.dtype)
-    for at in range(0, a.size, LANES):
-        count = min(LANES, a.size - at)
-        _load(a, at, count, padded)
-        widen(padded, kind, words, floats)
-        x = view_as(words, np.float32)
-        for i in range(count):
-            acc[at + i] += x[i]
+    _add_to_with(acc, as_read_only(a), kind)
 
 
 #: Scales at which no value is subnormal or infinite in bfloat16 or float32.

@@ -85,7 +85,7 @@ def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
     round_small = round_small_by(mantissa, bias, largest, bits, integer)
     nbytes = LANES * bits // 8
 
-    @cached(nogil=True, _nrt=False)
+    @cached(nogil=True)
     def encode_tiles(space, x, payload, scales, ceil, given, first, last):
         """`given`: scales that were agreed on, or none."""
         words = view_as(space[: 4 * LANES], np.uint32)
@@ -146,7 +146,7 @@ def _decoder(kind, bits, infinity, nan):
     decode_extreme = decode_extreme_by(bits, infinity, nan, kind)
     nbytes = LANES * bits // 8
 
-    @cached(nogil=True, _nrt=False)
+    @cached(nogil=True)
     def decode_tiles(space, payload, scales, nelem, table, quiet, out, start, first, last):
         offsets = view_as(space[: 4 * LANES], np.int32)
         parts = view_as(space[4 * LANES : 8 * LANES], np.int32)

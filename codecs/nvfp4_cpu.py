@@ -59,7 +59,7 @@ _pack, _unpack = pack_by(ELEMENT.bits), unpack_by(ELEMENT.bits)
 def _encoder(kind):
     widen = widen_by(kind)
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def encode_tiles(space, x, payload, g, scales, values, first, last):
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
@@ -127,7 +127,7 @@ def _encoder(kind):
 def _decoder(kind):
     narrow = narrow_by(kind)
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def decode_tiles(space, payload, g, scales, nelem, elements, values, out, start, first, last):
         floats = view_as(space[: 4 * LANES], np.float32)
         steps = view_as(space[4 * LANES : 8 * LANES], np.float32)

@@ -15,7 +15,7 @@ from .base import Bits
 from .minifloat_cpu import LANES, kind_of, narrow, widen
 
 
-@cached(nogil=True, _nrt=False)
+@cached(nogil=True)
 def _convert(space, x, kind, out, out_kind):
     """Elements of one dtype as those of another."""
     words = view_as(space[: 4 * LANES], np.uint32)

@@ -115,7 +115,7 @@ def _encode_group(t, words, codes, two, lost, largest, random):
     return bits[1]
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(
     space,
     x,
@@ -214,7 +214,7 @@ def _values(payload, bits, at, n, t):
     return least
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _decode_tiles(
     space, payload, scales, nelem, bits, group, back, top, kind, out, start, first, last
 ):

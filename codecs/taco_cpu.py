@@ -211,7 +211,7 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
     round_stochastic = _round_stochastic_by(mantissa, bias)
     n = size * LANES
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def encode_span(space, x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
         """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
 
@@ -335,7 +335,7 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
     n = size * LANES
     nan = U4(((1 << (exponent + 1)) - 1) << (dtype_mantissa - 1))
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def decode_span(space, codes, scales, table, x, nelem, first, last, top, k):
         """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, a sum.
 

@@ -58,7 +58,7 @@ def _log2(u):
     return U4(U4(U4(e + f) + U4(U4(p * h) >> U4(16))) >> U4(4))
 
 
-@cached(nogil=True, _nrt=False)
+@cached(nogil=True)
 def _entropies(space, x, kind, hidden, out, first, last):
     """Entropies of tokens `first` to `last`; see `tahquant._entropy`."""
     words = view_as(space[: 4 * LANES], np.uint32)
@@ -163,7 +163,7 @@ def _pivot(v, magnitudes, both, pair):
     return U1(PIVOT + at)
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(
     space, x, kind, sizes, narrow_token, slots, planes, wide, scales, pivots, first, last
 ):
@@ -264,7 +264,7 @@ def _spread(byte):
     return U8(U8(U8(bits + _CARRY) >> U8(7)) & _ONES)
 
 
-@cached(nogil=True, _nrt=False)
+@cached(nogil=True)
 def _decode_tiles(
     space,
     planes,

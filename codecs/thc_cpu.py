@@ -57,7 +57,7 @@ _BELOW, _GAPS = BELOW, GAPS.astype(np.uint32)
 _rotate = rotate_by(BLOCK)
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, last):
     """Encode tiles `first` to `last` of a chunk; whether all elements to be coded are finite.
 
@@ -135,7 +135,7 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
     return finite
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(nogil=True, error_model="numpy")
 def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start, first, last):
     """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
 

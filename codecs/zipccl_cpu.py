@@ -538,7 +538,7 @@ def _encoder(mantissa, extra, width):
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def encode_span(space, x, static, index_at, first, last, escapes, count, fixed, used):
         """Encode tiles `first` to `last` of the chunk `x`, behind the first `count` escapes.
 
@@ -652,7 +652,7 @@ def _decoder(exponent, mantissa, extra, width):
     xs_at = escaped_at + COLUMNS
     wide_at = xs_at + TILE * 8
 
-    @cached(nogil=True, error_model="numpy", _nrt=False)
+    @cached(nogil=True, error_model="numpy")
     def decode_span(
         space, static_in, dynamic_in, x, places, gaps, dynamic_nbytes, nelem, first, last, sums
     ):

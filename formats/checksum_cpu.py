@@ -35,7 +35,7 @@ def sum_part(total, data, first_word):
     return total + last * key
 
 
-@cached(nogil=True, _nrt=False)
+@cached(nogil=True)
 def _sum_bytes(data, first_word):
     return sum_part(np.uint64(0), data, first_word)
 

@@ -261,27 +261,31 @@ class _RareCompiler(_PartCompiler):
     code = _RareCode
 
 
-def part(rare: bool = False, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
+def part(rare: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for functions that kernels call, and nobody else: a third of the time.
 
-    Only those that say that they allocate may: others count no references. Those that are `rare`
-    are made small instead of fast, which takes less time.
+    They allocate nothing, so nothing counts references. Those that are `rare` are made small
+    instead of fast, which takes less time.
     """
     decorate: Callable[[Any], Any] = njit(
         pipeline_class=_RareCompiler if rare else _PartCompiler,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
-        _nrt=allocates,
+        _nrt=False,
         **options,
     )
     return decorate
 
 
 def cached(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` with a cache on disk, or without one where there is no place for it."""
+    """`numba.njit` with a cache on disk, or without one where there is no place for it.
+
+    As a `part`, the function allocates nothing: see `arrays_cpu.with_scratch`.
+    """
+    compiler = njit(pipeline_class=_KernelCompiler, no_cfunc_wrapper=True, _nrt=False, **options)
 
     def decorate(function: Any) -> Any:
-        compiled = njit(pipeline_class=_KernelCompiler, no_cfunc_wrapper=True, **options)(function)
+        compiled = compiler(function)
         try:
             compiled._cache = _Cache(compiled.py_func)
         except (OSError, RuntimeError) as error:
