@@ -49,6 +49,7 @@ from .hooks import (
     Channel,
     Closing,
     average,
+    check_gradients,
     check_options,
     communicator,
     distributed,
@@ -511,6 +512,8 @@ def register(
         comm = communicator(model.process_group, device, "tagc.register", **options)
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
+    else:
+        check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     hook = DdpHook(comm, tagc, state, names)
     install(model, hook, ddp_hook)
