@@ -194,7 +194,7 @@ class Group:
 
     @classmethod
     def _check_options(cls, options: Iterable[str], own: Sequence[str] = ()) -> None:
-        """Raise TypeError for names that are no options: arguments, or names of `own`."""
+        """Raise TypeError for names of neither arguments nor `own`."""
         allowed = [*own, *list(inspect.signature(cls).parameters)[1:]]
         if unknown := sorted(set(options) - set(allowed)):
             raise TypeError(f"options are {unknown}; allowed: {list(dict.fromkeys(allowed))}")
