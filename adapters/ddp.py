@@ -38,6 +38,8 @@ from .hooks import (
     Closing,
     average,
     check_feedback,
+    check_gradients,
+    check_options,
     collectives_of_average,
     communicator,
     distributed,
@@ -163,16 +165,21 @@ def register(
         The state of the hook.
 
     Raises:
-        TypeError: If ``model`` is another model, or an argument has a wrong type.
-        ValueError: If ``comm`` and options are given, or a value is not allowed.
+        TypeError: If ``model`` is another model, an option has no such name, or an argument a wrong
+            type.
+        ValueError: If ``comm`` and options are given, or a value is not allowed; for the codecs lhc
+            and omnireduce, which ruin dense gradients.
         CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     model = distributed(model)
     if comm is None:
+        check_options(register, options)
         device = trained_device(model)
         comm = communicator(model.process_group, device, "ddp.register", **options)
     elif options:
         raise ValueError(f"comm and {sorted(options)} are given; allowed: one or the other")
+    else:
+        check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     state = DdpHook(comm, error_feedback, names)
     install(model, state, ddp_hook)

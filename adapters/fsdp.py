@@ -58,6 +58,8 @@ from .hooks import (
     Closing,
     average,
     check_feedback,
+    check_gradients,
+    check_options,
     collectives_of_average,
     communicator,
     gather,
@@ -537,8 +539,9 @@ def compress(
         The hooks.
 
     Raises:
-        TypeError: If ``module`` is not a module, or has complex parameters.
-        ValueError: If there is no FSDP module, or one with several meshes; if error feedback is
+        TypeError: If ``module`` is not a module, or has complex parameters; for unknown options.
+        ValueError: If there is no FSDP module, or one with several meshes; for the codecs lhc and
+            omnireduce, which ruin dense gradients; if error feedback is
             given with a lossless codec or another topology than two-shot; for arguments that
             exclude each other.
     """
@@ -558,8 +561,10 @@ def compress(
             "weight_differences is given with parameter_feedback; allowed: either, as replicas "
             "keep what is lost"
         )
+    check_options(compress, options)
     gathers = DifferenceGather(**options) if weight_differences else AllGather(**options)
     scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
+    check_gradients(scatters._alone.codec)
     check_feedback(error_feedback, scatters._alone)
     check_feedback(parameter_feedback, gathers._alone)
     modules = fsdp_modules(module)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import itertools
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -86,9 +88,24 @@ class _Unchecked(NamedTuple):
         return (self.words is None or self.words.done()) and all(cards)
 
 
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _naming(init: _Init) -> _Init:
+    """`init` of a `Group`, with a message that says which options there are."""
+
+    @functools.wraps(init)
+    def checked(self: Group, *args: Any, **options: Any) -> None:
+        self._check_options(options, ["transport"])
+        init(self, *args, **options)
+
+    return cast(_Init, checked)
+
+
 class Group:
     """A fixed set of ranks with a codec; see ``collectives.Communicator``, which adds the calls."""
 
+    @_naming
     def __init__(
         self,
         transport: Transport,
@@ -174,6 +191,13 @@ class Group:
         path = f"pipelined in {cut}" if algorithm == "pipelined" else algorithm
         self._scaling = self._scaling_of(scaling)
         self._agree(sizes, path, seed, scaling)
+
+    @classmethod
+    def _check_options(cls, options: Iterable[str], own: Sequence[str] = ()) -> None:
+        """Raise TypeError for names of neither arguments nor `own`."""
+        allowed = [*own, *list(inspect.signature(cls).parameters)[1:]]
+        if unknown := sorted(set(options) - set(allowed)):
+            raise TypeError(f"options are {unknown}; allowed: {list(dict.fromkeys(allowed))}")
 
     @property
     def rank(self) -> int:

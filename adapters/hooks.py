@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..codec import Codec
 from . import tensors
 from .calls import CollectiveError
 from .collectives import Communicator
 from .error_feedback import ErrorFeedback, Parts
 from .group import Topology
+from .memory import connect
 from .torch_dist import TorchDist
 
 
@@ -79,6 +82,32 @@ def communicator(
     except BaseException:
         transport.close()
         raise
+
+
+#: Codecs that ruin gradients of which most are not zero, and what to do instead.
+_SPARSE = {
+    "lhc": "it is for sums by sketch: tightwire.tagc makes gradients sparse and uses it",
+    "omnireduce": "it makes most blocks of a dense gradient zero",
+}
+
+
+def check_options(call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for options of `call` that no `Communicator` takes.
+
+    Those that `call` itself names are allowed too. Nothing is sent.
+    """
+    own = [p.name for p in inspect.signature(call).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    Communicator._check_options(options, own)
+    check_gradients(Communicator(connect(1)[0], **options).codec)
+
+
+def check_gradients(codec: Codec) -> None:
+    """Raise ValueError for a codec that is not fit for dense gradients."""
+    if codec.name in _SPARSE:
+        raise ValueError(
+            f"codec is {codec.name!r}; {_SPARSE[codec.name]}. Allowed: codecs for dense gradients, "
+            "such as 'mx', 'nvfp4' and 'dynamiq'"
+        )
 
 
 class Closing:

@@ -35,7 +35,6 @@ has no kernels, index, sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 
@@ -50,6 +49,8 @@ from .hooks import (
     Channel,
     Closing,
     average,
+    check_gradients,
+    check_options,
     communicator,
     distributed,
     in_backward,
@@ -58,7 +59,6 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .memory import connect
 from .sketches import Report, Sketches, State, Tagc
 
 __all__ = [
@@ -339,7 +339,7 @@ def compress(
         ValueError: For a value that is not allowed; if there is no FSDP module, or one with several
             meshes; by the first call, if the index mode does not allow so many ranks.
     """
-    state, tagc, options = _checked(state, tagc, options)
+    state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
     hooks = Hooks(AllGather(**options), ReduceScatter(tagc, state, **options), state)
     names = {id(p): name for name, p in module.named_parameters()}
@@ -506,12 +506,14 @@ def register(
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm is {comm!r}; allowed: a Communicator, or None")
     given = sorted(options)
-    state, tagc, options = _checked(state, tagc, options)
+    state, tagc, options = _checked(register, state, tagc, options)
     if comm is None:
         device = trained_device(model)
         comm = communicator(model.process_group, device, "tagc.register", **options)
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
+    else:
+        check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}
     hook = DdpHook(comm, tagc, state, names)
     install(model, hook, ddp_hook)
@@ -519,7 +521,7 @@ def register(
 
 
 def _checked(
-    state: State | None, tagc: Tagc | None, options: dict[str, Any]
+    call: Callable[..., Any], state: State | None, tagc: Tagc | None, options: dict[str, Any]
 ) -> tuple[State, Tagc, dict[str, Any]]:
     """What was given or is the default; TypeError or ValueError, before there is a process group.
 
@@ -531,10 +533,7 @@ def _checked(
     state = State() if state is None else state
     if not isinstance(state, State):
         raise TypeError(f"state is {state!r}; allowed: a State(), or None")
-    allowed = [*inspect.signature(Communicator).parameters][1:]
-    if unknown := sorted(set(options) - set(allowed)):
-        raise TypeError(f"options are {unknown}; allowed: {allowed}")
-    Communicator(connect(1)[0], **options)
+    check_options(call, options)
     return state, tagc, options | ({"trace": 1} if options.get("trace") == 0 else {})
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from .errors import FormatError
-from .header import ALIGN, MAX_RANK
+from .header import ALIGN, MAGIC, MAX_RANK
 
 #: tightwire's own metadata keys: this one, and all that begin with it and a dot.
 VERSION_KEY = "tightwire"
@@ -118,7 +118,10 @@ def directory_of(read: Callable[[int, int], Any], nbytes: int) -> Directory:
     """
     if nbytes < 8:
         raise _bad(f"not a safetensors file: {nbytes} bytes")
-    length = int.from_bytes(bytes(read(0, 8)), "little")
+    start = bytes(read(0, 8))
+    if start.startswith(MAGIC):
+        raise _bad("this is one buffer, not a file or a message of dumps: decode reads it")
+    length = int.from_bytes(start, "little")
     if length > MAX_JSON or length > nbytes - 8:
         raise _bad(f"not a safetensors file, or cut off: header of {length} bytes in {nbytes}")
     directory = parse_directory(bytes(read(8, length)))

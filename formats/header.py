@@ -219,12 +219,19 @@ def _peek(src: memoryview) -> Peek:
     return Peek(dynamic_at + sum(map(align, sizes)), records_end)
 
 
+def _hint(src: memoryview) -> str:
+    """What to do with bytes that start as a safetensors file does: length of the JSON, then it."""
+    if bytes(src[8:9]) == b"{" and int.from_bytes(bytes(src[:8]), "little") < 1 << 32:
+        return ". This looks like a file or a message of dumps: load_file or loads reads it"
+    return ""
+
+
 def _fixed_fields(src: memoryview) -> tuple[Any, ...]:
     """The fields of fixed size, checked as far as they say where the header ends."""
     if len(src) < 4:
         raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
     if bytes(src[:4]) != MAGIC:
-        raise FormatError("bad_magic", f"starts with {bytes(src[:4])!r}, not {MAGIC!r}")
+        raise FormatError("bad_magic", f"starts with {bytes(src[:4])!r}, not {MAGIC!r}{_hint(src)}")
     if len(src) < _FIXED.size:
         raise FormatError("truncated", f"{len(src)} bytes, a header has at least {_FIXED.size}")
     fields = _FIXED.unpack(src[: _FIXED.size])

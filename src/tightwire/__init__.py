@@ -108,7 +108,13 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
-        return importlib.import_module(f".adapters.{name}", __name__)
+        try:
+            return importlib.import_module(f".adapters.{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            text = f"tightwire.{name} needs torch: pip install 'tightwire[torch]'"
+            raise ModuleNotFoundError(text, name="torch") from None
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, _, there = _HOMES[name].partition(":")

@@ -84,6 +84,25 @@ def _is_a(library: str, x: Any) -> bool:
 
 def library_of(x: Any) -> str:
     """Name of the array library that `x` belongs to; TypeError if it is not an array."""
+    library = _library(x)
+    if library is None:
+        raise TypeError(
+            f"Expected an array, got {type(x).__name__}. Allowed: arrays of NumPy, PyTorch, CuPy "
+            f"and JAX, and objects on the host with __dlpack__{_advice(x)}"
+        )
+    return library
+
+
+def _advice(x: Any) -> str:
+    """What to do with something that is not an array."""
+    if isinstance(x, dict):
+        return ". For a dict of arrays there is tightwire.dumps"
+    if isinstance(x, (list, tuple)):
+        return ". For a list of numbers there is np.asarray, for one of arrays tightwire.dumps"
+    return ". np.asarray makes an array of a number" if isinstance(x, (int, float)) else ""
+
+
+def _library(x: Any) -> str | None:
     if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
@@ -93,10 +112,7 @@ def library_of(x: Any) -> str:
             return name
     if isinstance(x, np.generic) or (hasattr(x, "__dlpack__") and not isinstance(x, type)):
         return "numpy"
-    raise TypeError(
-        f"Expected an array, got {type(x).__name__}. Allowed: arrays of NumPy, PyTorch, CuPy and "
-        "JAX, and objects on the host with __dlpack__"
-    )
+    return None
 
 
 def on_gpu(x: Any) -> bool:
@@ -357,18 +373,24 @@ def is_bytes(src: Any) -> bool:
     return True
 
 
-def bytes_view(src: Any) -> Bytes:
-    """`src` (bytes-like, or a contiguous uint8 array of any library) as uint8, shape (n,)."""
+def bytes_view(src: Any, allowed: str = "bytes or a uint8 array") -> Bytes:
+    """`src` (bytes-like, or a contiguous uint8 array of any library) as uint8, shape (n,).
+
+    `allowed` is what the message of a TypeError asks for.
+    """
     if is_bytes(src):
         view = memoryview(src)
         if not view.c_contiguous:
             raise ValueError("a memoryview must be contiguous")
         return np.frombuffer(view, np.uint8)
-    if library_of(src) == "numpy" and isinstance(src, np.ndarray) and src.dtype == np.uint8:
+    library = _library(src)
+    if library is None:
+        raise TypeError(f"Expected {allowed}, got {type(src).__name__}")
+    if library == "numpy" and isinstance(src, np.ndarray) and src.dtype == np.uint8:
         return np.ascontiguousarray(src).reshape(-1)
     info = describe(src)
     if info.dtype != BY_NAME["uint8"]:
-        raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
+        raise TypeError(f"Expected {allowed}, got {info.dtype.name}")
     return host_bits(src, info.dtype)
 
 

@@ -316,7 +316,8 @@ def parsed_source(src: Any, max_nbytes: int | None) -> Parsed:
         if max_nbytes is not None:
             check_limit(src.plan, max_nbytes)
         return src.parsed()
-    return parse(bytes_view(src), DEFAULT_MAX_NBYTES if max_nbytes is None else max_nbytes)
+    data = bytes_view(src, "bytes, a Buffer or a uint8 array")
+    return parse(data, DEFAULT_MAX_NBYTES if max_nbytes is None else max_nbytes)
 
 
 def _restored(data: bytes, dynamic_stride: int, library: str) -> Buffer:

@@ -561,7 +561,8 @@ def encode(
 
     Args:
         x: The array, of any shape, on the host or a GPU.
-        codec: A codec or its name, which stands for its default parameters.
+        codec: A codec or its name, which stands for its default parameters. What it does not take,
+            such as integers and "mx", is stored by "raw": ``header.codec`` says which it was.
         stats: Statistics that ranks have agreed on, as ``Codec.measure`` returns them. None: the
             codec measures ``x``.
         key: Seed of codecs that round at random.

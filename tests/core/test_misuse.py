@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,8 @@ from support import make_bits
 from tightwire.formats.dtypes import BY_NAME
 
 torch = pytest.importorskip("torch")
+
+from tightwire.adapters.hooks import check_options  # noqa: E402
 
 
 def weights(n: int = 9000) -> Any:
@@ -466,10 +469,70 @@ def test_messages_name_what_was_given() -> None:
         (lambda: tw.encode([1, 2]), r"Expected an array, got list\. Allowed: arrays of NumPy"),
         (lambda: tw.dumps({"a": object()}), r"tensors\['a'\]: Expected an array, got object"),
         (lambda: tw.dumps([object()]), r"tensors\['0'\]: Expected an array, got object"),
-        (lambda: tw.loads(None), "Expected the bytes of a message: Expected an array, got None"),
+        (lambda: tw.encode([1, 2]), r"np\.asarray, for one of arrays tightwire\.dumps"),
+        (lambda: tw.encode({"a": 1}), r"For a dict of arrays there is tightwire\.dumps"),
+        (lambda: tw.encode(3), r"np\.asarray makes an array of a number"),
+        (lambda: tw.decode(None), "Expected bytes, a Buffer or a uint8 array, got NoneType"),
+        (lambda: tw.decode("abc"), "Expected bytes, a Buffer or a uint8 array, got str"),
+        (lambda: tw.loads(None), "Expected the bytes of a message: Expected bytes or a uint8 arr"),
         (lambda: tw.codec("zipccl", x=1), r"Unknown parameter 'x' of zipccl\. Allowed: window"),
         (lambda: tw.codec("raw", a=1, b=2), r"parameters 'a', 'b' of raw\. Allowed: no parameters"),
-        (lambda: tw.decode(np.ones(3)), "Expected bytes or a uint8 array, got float64"),
+        (lambda: tw.decode(np.ones(3)), "Expected bytes, a Buffer or a uint8 array, got float64"),
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_a_message_is_not_a_buffer_and_a_buffer_not_a_message() -> None:
+    message = tw.dumps({"w": weights()})
+    for read in (tw.decode, tw.inspect, tw.verify):
+        with pytest.raises(tw.FormatError, match="This looks like a file or a message") as error:
+            read(message)
+        assert error.value.reason == "bad_magic"
+    with pytest.raises(tw.FormatError) as other:
+        tw.decode(b"PK\3\4" + message)
+    assert "loads" not in other.value.detail
+    for load in (tw.loads, tw.load_file):
+        with pytest.raises(tw.FormatError, match="this is one buffer") as error:
+            load(bytes(tw.encode(weights())))
+        assert error.value.reason == "bad_container"
+
+
+def test_unknown_options_are_named() -> None:
+    connect = pytest.importorskip("tightwire.adapters.memory").connect
+    unknown: dict[str, Any] = {"lossy": True}
+    linear = torch.nn.Linear(2, 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: tw.Communicator(connect(1)[0], **unknown),
+        lambda: tw.fsdp.compress(linear, **unknown),
+        lambda: tw.tagc.compress(linear, **unknown),
+        lambda: check_options(tw.ddp.register, unknown),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"options are \['lossy'\]; allowed: .*'codec'"):
+            call()
+
+
+@pytest.mark.parametrize("codec", ["lhc", "omnireduce"])
+def test_codecs_for_sparse_gradients_are_refused(codec: str) -> None:
+    linear = torch.nn.Linear(2, 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: tw.fsdp.compress(linear, gradients=codec),
+        lambda: tw.fsdp.compress(linear, codec=codec),
+        lambda: tw.tagc.compress(linear, codec=codec),
+        lambda: check_options(tw.ddp.register, {"codec": codec}),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"codec is '{codec}'; it .* Allowed: .*'mx'"):
+            call()
+
+
+def test_modules_that_need_torch_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, package: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    for name in ("ddp", "fsdp", "tagc", "tensor_parallel"):
+        with pytest.raises(ModuleNotFoundError, match=rf"{name} needs .*tightwire\[torch\]"):
+            # As at the first use; a module that is loaded is an attribute.
+            tw.__getattr__(name)
