@@ -44,6 +44,7 @@ from .storage import (
     is_path,
     new_file,
     reading,
+    refuse_directory,
 )
 
 
@@ -460,7 +461,8 @@ def load_file(
     Raises:
         FormatError: If the file is damaged, not compressed, or has a tensor of more than
             ``max_nbytes`` bytes. The contents of ``out`` are then undefined.
-        OSError: If the file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        OSError: If the file cannot be read, or is a directory.
+        torch.OutOfMemoryError: If a GPU has too little memory.
         TypeError: If a value of ``out`` is not an array that can be written to.
         ValueError: If ``out`` lacks a name, has an unknown one, or an array of another shape.
             Names, shapes and headers are checked before anything is written.
@@ -468,6 +470,7 @@ def load_file(
     # It needs this module.
     from .loading import load_files
 
+    refuse_directory(path)
     with reading(path) as reader:
         contents = Contents(reader)
         tensors = load_files([contents], like, out, max_nbytes, threads)
