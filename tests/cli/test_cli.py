@@ -315,6 +315,11 @@ def test_conformance(tmp_path: Path, vectors: Path) -> None:
     check_failure(5, "unsupported", "conformance", "--decoder", "x", "--vectors", vectors)
     empty = tmp_path / "none"
     check_failure(4, "os_error", "conformance", "--decoder", good, "--vectors", empty)
+    command = ("conformance", "--decoder", good, "--vectors", vectors, "--json", "--codec")
+    done = Outcome(*command, "zipccl", "--codec", "raw")
+    assert (done.code, done.json["passed"], done.json["codecs"]) == (0, 1, ["zipccl", "raw"])
+    check_failure(4, "os_error", *command[:-2], "--codec", "mx")
+    check_failure(5, "unsupported", *command[:-2], "--codec", "nope")
 
 
 def test_demo(plain: Path) -> None:
