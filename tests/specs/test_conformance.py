@@ -83,7 +83,7 @@ def test_only_vectors_of_chosen_codecs(vectors: Path) -> None:
     assert names("raw", "zipccl") == sorted(CHOSEN)
     with pytest.raises(FileNotFoundError, match="no vectors of mx, thc in"):
         names("mx", "thc")
-    with pytest.raises(ValueError, match="Unknown codec 'nope'. Allowed: raw, zipccl"):
+    with pytest.raises(ValueError, match=r"Unknown codec 'nope'\. Allowed: raw, zipccl"):
         names("nope")
 
 

@@ -92,10 +92,12 @@ def bench(
                 _speed(s.encode_gbps),
                 _speed(s.decode_gbps),
                 {True: "yes", False: "NO", None: "lossy"}[s.identical],
+                _error(s),
             ]
             for s in report.speeds
         ]
-        print_table(("<codec", "ratio", "encode GB/s", "decode GB/s", "identical"), rows)
+        columns = ("<codec", "ratio", "encode GB/s", "decode GB/s", "identical", "vNMSE")
+        print_table(columns, rows)
         say(
             f"{count_text(report.n_tensors)}, {size_text(report.raw_nbytes)} of "
             f"{', '.join(report.dtypes)}; threads: {report.threads} (memcpy: 1); "
@@ -108,6 +110,12 @@ def bench(
         if plot is not None:
             say(f"plot: {plot}")
     return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
+
+
+def _error(speed: Any) -> str:
+    if speed.identical is None:
+        return "-" if speed.vnmse is None else f"{speed.vnmse:.1e}"
+    return "0" if speed.identical else "-"
 
 
 def _speed(gbps: float | None) -> str:
