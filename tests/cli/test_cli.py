@@ -413,6 +413,8 @@ def test_advise() -> None:
     # Native: two messages and 32 GiB. Compressed: three rounds of them, 16 GiB, 16 GiB encoded and
     # 48 decoded. In two pieces: 11 s on the wire, twice, and 5 s of codec before and after.
     assert document == {
+        "codec": None,
+        "device": None,
         "collective": "all_gather",
         "message_nbytes": 16 << 30,
         "dtype": "bfloat16",
@@ -436,7 +438,9 @@ def test_advise() -> None:
     }
     text = Outcome(*ADVISE, "--world", 3, "--pieces", 2)
     assert (text.code, text.err) == (0, "")
-    assert text.out.startswith("all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each\n")
+    codec, what, *_ = text.out.splitlines()
+    assert codec == "codec: as given, encode 4.295 GB/s, decode 8.59 GB/s"
+    assert what == "all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each"
     assert [line.split() for line in text.out.splitlines()[3:6]] == [
         ["native", "33", "s", "1.000"],
         ["compressed", "29", "s", "1.138"],
@@ -469,6 +473,15 @@ def test_advise_by_records() -> None:
         "compressed",
         "compressed 480 ms < native 677 ms",
     )
+    assert (document["codec"], document["device"]) == ("zipccl", "h200")
+    recorded = "codec: zipccl, speed recorded on one"
+    assert Outcome(*words).out.startswith(f"{recorded} NVIDIA H200\n")
+    given = ["--encode", "2.5TB/s", "--decode", "3GB/s"]
+    text = Outcome(*words, *given).out
+    assert text.startswith("codec: as given, encode 2500 GB/s, decode 3 GB/s\n")
+    more = ["--simulate", "--device", "cpu"]
+    assert Outcome(*words, *more).out.startswith(f"{recorded} thread of an AMD EPYC CPU\n")
+    assert Outcome(*words, *more, "--json").json["device"] == "cpu"
     slow = Outcome(*words, "--device", "cpu", "--collective", "send", "--json").json
     assert (slow["algorithm"], slow["crossover_nbytes"]) == ("native", None)
     assert (slow["seconds"], slow["speedup"]) == (slow["native_s"], 1.0)
