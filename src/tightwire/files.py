@@ -403,7 +403,7 @@ def loads(
     Args:
         data: Bytes-like or a uint8 array.
         like: An array or a library's name, which says where the arrays go.
-        max_nbytes: Most bytes that all arrays together may have.
+        max_nbytes: Most bytes that all arrays together may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:
@@ -451,7 +451,7 @@ def load_file(
             ``Tensor.copy_``, one tensor at a time. Autograd sees writes as with
             ``tightwire.decode``. Where two tensors of the file have one memory in ``out``, one of
             them wins.
-        max_nbytes: Most bytes that one tensor may have.
+        max_nbytes: Most bytes that one tensor may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:

@@ -395,7 +395,7 @@ def open_file(
     Args:
         path: As in ``load_file``: a path, a URL for fsspec, a binary file object, or bytes.
         like: An array or a library's name, which says where decoded tensors go.
-        max_nbytes: Most bytes that one tensor may have.
+        max_nbytes: Most bytes that one tensor may have. The default is 64 GiB.
         verify: Whether every chunk that a row is read from is checked whole, checksum included.
             Such chunks are then decoded whole.
 

@@ -58,7 +58,7 @@ def load_into(
         model: The module, whose names are those of ``model.state_dict()``.
         path: As in ``tightwire.load``: a file or a directory.
         strict: Whether names must match.
-        max_nbytes: Most bytes that one tensor of the files may have.
+        max_nbytes: Most bytes that one tensor of the files may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:

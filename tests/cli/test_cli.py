@@ -441,7 +441,7 @@ def test_advise() -> None:
     codec, what, *_ = text.out.splitlines()
     assert codec == "codec: as given, encode 4.295 GB/s, decode 8.59 GB/s"
     assert what == "all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each"
-    assert [line.split() for line in text.out.splitlines()[3:6]] == [
+    assert [line.split() for line in text.out.splitlines()[4:7]] == [
         ["native", "33", "s", "1.000"],
         ["compressed", "29", "s", "1.138"],
         ["pipelined,", "2", "pieces", "27", "s", "1.222"],
