@@ -39,7 +39,7 @@ class Speed:
 
     `ratio` is packed size over raw size. `identical` is None for a lossy codec. `vnmse` is its
     error, `sum((x - y)^2) / sum(x^2)` over all elements that it codes; None where it is lossless or
-    that is no finite number.
+    the error is not finite.
     """
 
     name: str
