@@ -45,7 +45,7 @@ def _quantity(
 @command(
     "tightwire advise --link 25GB/s --message 256MiB --world 8",
     "tightwire advise --link 10Gb/s --message 64MiB --world 4 --collective all_reduce",
-    "tightwire advise --link 25GB/s --message 256MiB --collective all_reduce --simulate --json",
+    "tightwire advise --link 25GB/s --message 256MiB --simulate --json",
 )
 @_quantity(
     "--link",
