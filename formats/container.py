@@ -421,7 +421,10 @@ def check_compressed(directory: Directory) -> None:
     metadata = directory.metadata
     version = metadata.get(VERSION_KEY)
     if version is None:
-        raise _bad("a safetensors file, but not a compressed one: no 'tightwire' in its metadata")
+        raise _bad(
+            "a safetensors file, but not a compressed one: no 'tightwire' in its metadata. Run "
+            "'tightwire compress' on it first, or load it with safetensors"
+        )
     if version == VERSION:
         _check_digest(directory)
         _check_plain(directory)

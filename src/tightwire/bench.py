@@ -5,6 +5,7 @@ No lossless codec is timed before its result has been compared with the input bi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ POISON = 0xA5
 #: What codecs that round at random draw by.
 KEY = Key(0)
 
+#: Elements that are compared at a time.
+_BATCH = 1 << 20
+
 Array = np.ndarray[Any, Any]
 
 
@@ -33,7 +37,9 @@ Array = np.ndarray[Any, Any]
 class Speed:
     """One codec on one file. Speeds in GB/s (1e9 bytes) of raw data, None if not `identical`.
 
-    `ratio` is packed size over raw size. `identical` is None for a lossy codec.
+    `ratio` is packed size over raw size. `identical` is None for a lossy codec. `vnmse` is its
+    error, `sum((x - y)^2) / sum(x^2)` over all elements that it codes; None where it is lossless or
+    the error is not finite.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Speed:
     identical: bool | None
     encode_gbps: float | None
     decode_gbps: float | None
+    vnmse: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class _Contestant(NamedTuple):
     packed_nbytes: Callable[[], int]
     outs: list[Array]
     lossless: bool = True
+    #: Names of the dtypes that it codes; others it stores as they are.
+    dtypes: Collection[str] = ()
 
 
 def bench_file(
@@ -181,7 +190,7 @@ def _codec(c: Codec, arrays: list[Array], threads: int) -> _Contestant:
     def packed_nbytes() -> int:
         return sum(buffer.nbytes for buffer in buffers)
 
-    return _Contestant(c.name, encode_one, decode_one, packed_nbytes, outs, c.lossless)
+    return _Contestant(c.name, encode_one, decode_one, packed_nbytes, outs, c.lossless, c.dtypes)
 
 
 def _zstd(arrays: list[Array], threads: int) -> _Contestant:
@@ -221,8 +230,11 @@ def _measure(
     progress(f"{name}: check", share)
     raw_nbytes = sum(a.nbytes for a in arrays)
     ratio = contestant.packed_nbytes() / raw_nbytes
-    identical = None
-    if contestant.lossless:
+    identical = vnmse = None
+    if not contestant.lossless:
+        pairs = zip(arrays, contestant.outs, strict=True)
+        vnmse = _vnmse([(a, b) for a, b in pairs if a.dtype.name in contestant.dtypes])
+    else:
         pairs = zip(arrays, contestant.outs, strict=True)
         identical = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
     if identical is False:
@@ -235,7 +247,23 @@ def _measure(
             progress(f"{name}: {what}", share)
 
         gbps.append(raw_nbytes / 1e9 / _fastest(call, len(arrays), repeat, done))
-    return Speed(name, ratio, identical, *gbps)
+    encode_gbps, decode_gbps = gbps
+    return Speed(name, ratio, identical, encode_gbps, decode_gbps, vnmse)
+
+
+def _vnmse(pairs: list[tuple[Array, Array]]) -> float | None:
+    """The error of the second arrays as one vector; None if it is not finite."""
+    difference = norm = 0.0
+    for a, b in pairs:
+        for at in range(0, a.size, _BATCH):
+            x, y = (v[at : at + _BATCH].astype(np.float64) for v in (a, b))
+            with np.errstate(invalid="ignore"):
+                difference += float(np.sum((x - y) ** 2))
+            norm += float(np.sum(x**2))
+    if difference == 0:
+        return 0.0
+    found = difference / norm if norm else math.inf
+    return found if math.isfinite(found) else None
 
 
 def _fastest(call: Callable[[int], Any], n: int, repeat: int, done: Callable[[], None]) -> float:

@@ -6,8 +6,11 @@ import json
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from .formats.codec_ids import CODEC_IDS, NAMES_BY_ID
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,29 @@ def default_vectors() -> Path:
     return folder
 
 
-def run(command: str, vectors: Path, timeout: float = 60) -> list[Result]:
+def run(
+    command: str, vectors: Path, timeout: float = 60, codecs: Collection[str] = ()
+) -> list[Result]:
     """Run `command` once for every vector in the folder, for at most `timeout` seconds each.
 
-    In each argument {in} stands for the buffer's path and {out} for the path to write to. Raises
-    ValueError for a command that lacks one of them, FileNotFoundError if there are no vectors or
+    In each argument {in} stands for the buffer's path and {out} for the path to write to. With
+    `codecs`, buffers of other codecs are left out, valid or not. Raises ValueError for a command
+    that lacks a placeholder and for an unknown codec, FileNotFoundError if there are no vectors or
     no such program.
     """
+    for name in codecs:
+        if name not in CODEC_IDS:
+            raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
     arguments = shlex.split(command)
     for placeholder in ("{in}", "{out}"):
         if not any(placeholder in argument for argument in arguments):
             raise ValueError(f"command {command!r} has no {placeholder}")
     paths = sorted(vectors.rglob("*.tw"))
+    if codecs:
+        paths = [path for path in paths if _codec_of(path) in codecs]
     if not paths:
-        raise FileNotFoundError(f"no vectors in {vectors}")
+        which = f" of {', '.join(codecs)}" if codecs else ""
+        raise FileNotFoundError(f"no vectors{which} in {vectors}")
     reasons_path = vectors / "invalid" / "reasons.json"
     reasons = json.loads(reasons_path.read_text()) if reasons_path.exists() else {}
     results = []
@@ -57,6 +69,13 @@ def run(command: str, vectors: Path, timeout: float = 60) -> list[Result]:
             detail = _problem(replaced, path, out, reason, timeout)
             results.append(Result(name, not detail, detail))
     return results
+
+
+def _codec_of(path: Path) -> str | None:
+    """The codec that a buffer names in its header, None for an unknown one."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    return NAMES_BY_ID.get(int.from_bytes(start[6:8], "little"))
 
 
 def _problem(

@@ -647,6 +647,8 @@ def _kernels_for(codec: str, dtype: DType, required: bool) -> ModuleType | None:
         problem = f"backend 'triton' does not code {dtype.name} with {codec}; allowed: None"
     else:
         problem = _NEEDS.format(module)
+        if module.startswith("tightwire."):
+            problem = f"codec {codec!r} has no kernels: there is no module {module}; allowed: None"
     if required:
         raise ValueError(problem)
     return None

@@ -44,6 +44,7 @@ from .storage import (
     is_path,
     new_file,
     reading,
+    refuse_directory,
 )
 
 
@@ -402,7 +403,7 @@ def loads(
     Args:
         data: Bytes-like or a uint8 array.
         like: An array or a library's name, which says where the arrays go.
-        max_nbytes: Most bytes that all arrays together may have.
+        max_nbytes: Most bytes that all arrays together may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:
@@ -450,7 +451,7 @@ def load_file(
             ``Tensor.copy_``, one tensor at a time. Autograd sees writes as with
             ``tightwire.decode``. Where two tensors of the file have one memory in ``out``, one of
             them wins.
-        max_nbytes: Most bytes that one tensor may have.
+        max_nbytes: Most bytes that one tensor may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:
@@ -460,7 +461,8 @@ def load_file(
     Raises:
         FormatError: If the file is damaged, not compressed, or has a tensor of more than
             ``max_nbytes`` bytes. The contents of ``out`` are then undefined.
-        OSError: If the file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        OSError: If the file cannot be read, or is a directory.
+        torch.OutOfMemoryError: If a GPU has too little memory.
         TypeError: If a value of ``out`` is not an array that can be written to.
         ValueError: If ``out`` lacks a name, has an unknown one, or an array of another shape.
             Names, shapes and headers are checked before anything is written.
@@ -468,6 +470,7 @@ def load_file(
     # It needs this module.
     from .loading import load_files
 
+    refuse_directory(path)
     with reading(path) as reader:
         contents = Contents(reader)
         tensors = load_files([contents], like, out, max_nbytes, threads)

@@ -26,6 +26,7 @@ from .storage import (
     MappedReader,
     is_path,
     open_reader,
+    refuse_directory,
 )
 from .units import size_text
 
@@ -270,6 +271,7 @@ class File(Mapping[str, LazyTensor]):
         self.max_nbytes = integer("max_nbytes", max_nbytes, least=0)
         #: True if rows are taken from chunks that were checked whole.
         self.verifies = bool(verify)
+        refuse_directory(path)
         reader = MappedReader(path) if is_path(path) else open_reader(path)
         self.name = reader.name
         try:
@@ -393,7 +395,7 @@ def open_file(
     Args:
         path: As in ``load_file``: a path, a URL for fsspec, a binary file object, or bytes.
         like: An array or a library's name, which says where decoded tensors go.
-        max_nbytes: Most bytes that one tensor may have.
+        max_nbytes: Most bytes that one tensor may have. The default is 64 GiB.
         verify: Whether every chunk that a row is read from is checked whole, checksum included.
             Such chunks are then decoded whole.
 
@@ -402,7 +404,7 @@ def open_file(
 
     Raises:
         FormatError: If the bytes are not a compressed safetensors file.
-        OSError: If the file cannot be read.
+        OSError: If the file cannot be read, or is a directory.
         TypeError: If an argument has a wrong type.
 
     Example:

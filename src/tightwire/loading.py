@@ -58,7 +58,7 @@ def load_into(
         model: The module, whose names are those of ``model.state_dict()``.
         path: As in ``tightwire.load``: a file or a directory.
         strict: Whether names must match.
-        max_nbytes: Most bytes that one tensor of the files may have.
+        max_nbytes: Most bytes that one tensor of the files may have. The default is 64 GiB.
         threads: Most threads; None: every processor.
 
     Returns:
@@ -68,7 +68,8 @@ def load_into(
         RuntimeError: If names (with ``strict``) or shapes do not match. Names, shapes and headers
             of all files are checked before anything is written.
         FormatError: If a file is damaged. The tensors are then undefined, as after the next two.
-        OSError: If a file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        OSError: If a file cannot be read.
+        torch.OutOfMemoryError: If a GPU has too little memory.
         TypeError: If ``model`` is not a module, or a name of its state is not a tensor of it.
         ValueError: If a tensor cannot be written to, such as one on the meta device.
     """

@@ -49,7 +49,8 @@ def load(
     Raises:
         FormatError: If a shard is damaged or not compressed, or a tensor is in two shards.
         FileNotFoundError: If a shard is missing.
-        OSError: If a file cannot be read. torch.OutOfMemoryError: If a GPU has too little memory.
+        OSError: If a file cannot be read.
+        torch.OutOfMemoryError: If a GPU has too little memory.
         TypeError: As ``load_file``.
         ValueError: As ``load_file``.
     """

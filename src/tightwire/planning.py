@@ -75,6 +75,11 @@ def _backend_module(name: str, backend: str | None) -> ModuleType:
         if error.name not in ("numba", "filelock", f"{stem}_cpu"):
             raise
         if backend == "cpu":
+            if error.name == f"{stem}_cpu":
+                raise ValueError(
+                    f"codec {name!r} has no compiled form: there is no module {error.name}. "
+                    "Allowed: backend 'ref' or None"
+                ) from None
             raise ValueError(
                 f"backend 'cpu' needs {error.name}: pip install 'tightwire[cpu]'"
             ) from None

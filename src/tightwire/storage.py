@@ -291,6 +291,13 @@ def reading(source: Any) -> Iterator[Reader]:
         reader.close()
 
 
+def refuse_directory(path: Any) -> None:
+    """Raise IsADirectoryError for a path of a directory, where one file is read."""
+    if is_path(path) and os.path.isdir(path):
+        message = f"{os.strerror(errno.EISDIR)}; tightwire.load reads directories"
+        raise IsADirectoryError(errno.EISDIR, message, os.fsdecode(path))
+
+
 def map_file(path: PathLike) -> Bytes:
     """The bytes of a file, mapped into memory."""
     with open(path, "rb", opener=_open) as file:

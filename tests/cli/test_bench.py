@@ -52,6 +52,27 @@ def test_a_file_of_integers(tmp_path: Path) -> None:
     assert document["left_out"] == []
 
 
+def test_the_error_of_a_lossy_codec(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    x, y = np.random.default_rng(0).standard_normal((2, 3000), np.float32)
+    safetensors.save_file({"x": x, "y": y, "ids": np.arange(500)}, path)
+    report = bench.bench_file(path, ["zipccl", "mx"], repeat=1)
+    exact, mx = (s for s in report.speeds if s.name in ("zipccl", "mx"))
+    both = np.concatenate([x, y])
+    decoded = np.concatenate([tw.decode(tw.encode(v, "mx")) for v in (x, y)])
+    assert exact.vnmse is None
+    assert mx.vnmse == pytest.approx(tw.error(both, decoded).vnmse)
+    words = ["bench", str(path), "--repeat", "1", "--codec", "zipccl", "--codec", "mx"]
+    lines = CliRunner().invoke(app, words).stdout.splitlines()
+    last = {line.split()[0]: line.split()[-2:] for line in lines if line}
+    assert last["zipccl"] == ["yes", "0"]
+    assert last["mx"] == ["lossy", f"{mx.vnmse:.1e}"]
+    # What has no error that a number could say.
+    safetensors.save_file({"x": np.array([np.inf] * 900, np.float32)}, path)
+    for speed in bench.bench_file(path, ["mx"], repeat=1).speeds:
+        assert speed.vnmse is None
+
+
 def test_progress(tmp_path: Path) -> None:
     path = tmp_path / "i.safetensors"
     safetensors.save_file({"a": np.arange(500), "b": np.arange(9)}, path)

@@ -315,6 +315,11 @@ def test_conformance(tmp_path: Path, vectors: Path) -> None:
     check_failure(5, "unsupported", "conformance", "--decoder", "x", "--vectors", vectors)
     empty = tmp_path / "none"
     check_failure(4, "os_error", "conformance", "--decoder", good, "--vectors", empty)
+    command = ("conformance", "--decoder", good, "--vectors", vectors, "--json", "--codec")
+    done = Outcome(*command, "zipccl", "--codec", "raw")
+    assert (done.code, done.json["passed"], done.json["codecs"]) == (0, 1, ["zipccl", "raw"])
+    check_failure(4, "os_error", *command[:-2], "--codec", "mx")
+    check_failure(5, "unsupported", *command[:-2], "--codec", "nope")
 
 
 def test_demo(plain: Path) -> None:
@@ -408,6 +413,8 @@ def test_advise() -> None:
     # Native: two messages and 32 GiB. Compressed: three rounds of them, 16 GiB, 16 GiB encoded and
     # 48 decoded. In two pieces: 11 s on the wire, twice, and 5 s of codec before and after.
     assert document == {
+        "codec": None,
+        "device": None,
         "collective": "all_gather",
         "message_nbytes": 16 << 30,
         "dtype": "bfloat16",
@@ -431,8 +438,10 @@ def test_advise() -> None:
     }
     text = Outcome(*ADVISE, "--world", 3, "--pieces", 2)
     assert (text.code, text.err) == (0, "")
-    assert text.out.startswith("all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each\n")
-    assert [line.split() for line in text.out.splitlines()[3:6]] == [
+    codec, what, *_ = text.out.splitlines()
+    assert codec == "codec: as given, encode 4.295 GB/s, decode 8.59 GB/s"
+    assert what == "all_gather of bfloat16, 3 ranks, ratio 0.500, 17.2 GB each"
+    assert [line.split() for line in text.out.splitlines()[4:7]] == [
         ["native", "33", "s", "1.000"],
         ["compressed", "29", "s", "1.138"],
         ["pipelined,", "2", "pieces", "27", "s", "1.222"],
@@ -464,6 +473,15 @@ def test_advise_by_records() -> None:
         "compressed",
         "compressed 480 ms < native 677 ms",
     )
+    assert (document["codec"], document["device"]) == ("zipccl", "h200")
+    recorded = "codec: zipccl, speed recorded on one"
+    assert Outcome(*words).out.startswith(f"{recorded} NVIDIA H200\n")
+    given = ["--encode", "2.5TB/s", "--decode", "3GB/s"]
+    text = Outcome(*words, *given).out
+    assert text.startswith("codec: as given, encode 2500 GB/s, decode 3 GB/s\n")
+    more = ["--simulate", "--device", "cpu"]
+    assert Outcome(*words, *more).out.startswith(f"{recorded} thread of an AMD EPYC CPU\n")
+    assert Outcome(*words, *more, "--json").json["device"] == "cpu"
     slow = Outcome(*words, "--device", "cpu", "--collective", "send", "--json").json
     assert (slow["algorithm"], slow["crossover_nbytes"]) == ("native", None)
     assert (slow["seconds"], slow["speedup"]) == (slow["native_s"], 1.0)

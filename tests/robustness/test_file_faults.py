@@ -350,6 +350,14 @@ def test_pipes_and_folders_are_refused_at_once(name: str, tmp_path: Path) -> Non
         reader(tmp_path)
 
 
+def test_what_another_call_reads_is_named(plain: Path, tmp_path: Path) -> None:
+    for reader in (tw.load_file, tw.open):
+        with pytest.raises(IsADirectoryError, match=r"tightwire\.load reads directories"):
+            reader(tmp_path)
+        with pytest.raises(tw.FormatError, match="'tightwire compress' on it first, or load it"):
+            reader(plain)
+
+
 def test_special_files_are_no_targets(plain: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -70,6 +70,23 @@ def test_silence_fails(vectors: Path, tmp_path: Path) -> None:
     assert found["raw/uint8_3"] == "wrote no output"
 
 
+def test_only_vectors_of_chosen_codecs(vectors: Path) -> None:
+    def names(*codecs: str) -> list[str]:
+        return [r.name for r in conformance.run(DECODER, vectors, codecs=codecs)]
+
+    short = vectors / "invalid" / "short.tw"
+    short.write_bytes((vectors / "invalid" / "magic.tw").read_bytes()[:6])
+    unknown = vectors / "invalid" / "unknown.tw"
+    unknown.write_bytes(b"TWIR" + bytes(2) + b"\xff\xff" + bytes(60))
+    assert names("zipccl") == ["invalid/padding_sign", "zipccl/bfloat16_640"]
+    assert names("raw") == ["invalid/magic", "raw/uint8_3"]
+    assert names("raw", "zipccl") == sorted(CHOSEN)
+    with pytest.raises(FileNotFoundError, match="no vectors of mx, thc in"):
+        names("mx", "thc")
+    with pytest.raises(ValueError, match=r"Unknown codec 'nope'\. Allowed: raw, zipccl"):
+        names("nope")
+
+
 def test_timeout_fails(vectors: Path, tmp_path: Path) -> None:
     found = details(script(tmp_path, "time.sleep(60)"), vectors, 0.2)
     assert found == dict.fromkeys(CHOSEN, "took more than 0.2 s")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: What --collective and --device know; tests compare them with adapters.cost.
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send")
 DEVICES = ("h200", "cpu")
+#: What the speeds of --device were recorded on.
+_RECORDED = {"h200": "one NVIDIA H200", "cpu": "one thread of an AMD EPYC CPU"}
 
 
 def _quantity(
@@ -170,14 +172,22 @@ def advise(
         if device is not None:
             raise click.BadParameter("--device and --encode: give one of them")
         lines = Line(startup or 0.0, 1 / encode), Line(startup or 0.0, 1 / decode)
+        codec, assumed = (
+            None,
+            f"as given, encode {encode / 1e9:.4g} GB/s, decode {decode / 1e9:.4g} GB/s",
+        )
     else:
         if startup is not None:
             raise click.BadParameter("--startup needs --encode and --decode")
-        lines = codec_lines(device or "h200", kind.name)
+        device = device or "h200"
+        lines = codec_lines(device, kind.name)
+        codec, assumed = "zipccl", f"zipccl, speed recorded on {_RECORDED[device]}"
     if ratio is None:
         ratio = expected_ratio("zipccl", kind.name)
     network = Link(latency, 1 / link, gap)
     document: dict[str, Any] = {
+        "codec": codec,
+        "device": device,
         "collective": collective,
         "message_nbytes": message,
         "dtype": kind.name,
@@ -190,7 +200,10 @@ def advise(
         if plot is not None:
             raise click.BadParameter("--plot and --simulate: give one of them")
         inside = None if node_link is None else (node, Link(node_latency, 1 / node_link))
-        _simulate(document, world, network, lines, error, sum_dtype or "float32", inside, as_json)
+        sums = sum_dtype or "float32"
+        _simulate(
+            document, world, network, lines, error, sums, inside, None if as_json else assumed
+        )
         return
     if error or node_link is not None or sum_dtype is not None:
         raise click.BadParameter("--error, --node-link and --sum-dtype need --simulate")
@@ -214,6 +227,7 @@ def advise(
             document | {"world": world[0]} | fields | {"speedup": found.speedup, "plot": plot}
         )
         return
+    say(f"codec: {assumed}")
     _show_advice(title, message, found)
     if plot is not None:
         say(f"plot: {plot}")
@@ -241,8 +255,9 @@ def _simulate(
     error: float,
     sum_dtype: str,
     inside: tuple[int, Any] | None,
-    as_json: bool,
+    assumed: str | None,
 ) -> None:
+    """Print the table, as JSON if `assumed`, the words for the codec, is None."""
     from ..adapters.cost import duration
     from ..adapters.simulate import ALGORITHMS, WORLDS, Coding, Node, rounding_error, table
 
@@ -267,7 +282,7 @@ def _simulate(
         rounding=rounding_error(sums.mantissa + 1),
         node=node,
     )
-    if as_json:
+    if assumed is None:
         # JSON has no infinity.
         shown = [
             row._asdict()
@@ -281,8 +296,9 @@ def _simulate(
         print_json(document | more | {"rows": shown})
         return
     say(
+        f"codec: {assumed}",
         f"{collective} of {size_text(document['message_nbytes'])} of {document['dtype']} per rank, "
-        f"ratio {ratio:.3f}, vNMSE of an encoding {error:g}, sums in {sums.name}"
+        f"ratio {ratio:.3f}, vNMSE of an encoding {error:g}, sums in {sums.name}",
     )
     columns = ("<algorithm", "ranks", "native", "compressed", "speedup", "sent", "compressed")
     print_table(

@@ -92,10 +92,12 @@ def bench(
                 _speed(s.encode_gbps),
                 _speed(s.decode_gbps),
                 {True: "yes", False: "NO", None: "lossy"}[s.identical],
+                _error(s),
             ]
             for s in report.speeds
         ]
-        print_table(("<codec", "ratio", "encode GB/s", "decode GB/s", "identical"), rows)
+        columns = ("<codec", "ratio", "encode GB/s", "decode GB/s", "identical", "vNMSE")
+        print_table(columns, rows)
         say(
             f"{count_text(report.n_tensors)}, {size_text(report.raw_nbytes)} of "
             f"{', '.join(report.dtypes)}; threads: {report.threads} (memcpy: 1); "
@@ -110,6 +112,12 @@ def bench(
     return DIFFERENT if any(s.identical is False for s in report.speeds) else 0
 
 
+def _error(speed: Any) -> str:
+    if speed.identical is None:
+        return "-" if speed.vnmse is None else f"{speed.vnmse:.1e}"
+    return "0" if speed.identical else "-"
+
+
 def _speed(gbps: float | None) -> str:
     if gbps is None:
         return "-"
@@ -118,30 +126,46 @@ def _speed(gbps: float | None) -> str:
 
 @command(
     'tightwire conformance --decoder "python specs/decoder.py {in} {out}"',
+    'tightwire conformance --decoder "./decoder {in} {out}" --codec raw --codec mx',
     'tightwire conformance --decoder "./decoder {in} {out}" --vectors vectors --json',
 )
 @click.option(
     "--decoder", required=True, help="Command line with {in} and {out} for the two paths."
+)
+@click.option(
+    "--codec",
+    "codec_names",
+    multiple=True,
+    help="Take only the vectors of this codec, repeatable.",
 )
 @path_option("--vectors", "Folder of vectors, if not the built-in one.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=60, help="Seconds for each vector."
 )
 @json_option
-def conformance(decoder: str, vectors: Path | None, timeout: float, as_json: bool) -> int:
+def conformance(
+    decoder: str,
+    codec_names: Sequence[str],
+    vectors: Path | None,
+    timeout: float,
+    as_json: bool,
+) -> int:
     """Run another program's decoder over the test vectors.
 
     The program is called once for each vector. It reads the buffer at {in} and writes the elements
     to {out}, or ends with an exit status other than 0 and the error reason if the buffer is bad.
+    Without --codec it gets all vectors, with it those whose header names one of these codecs.
     """
     from ..conformance import default_vectors, run
 
-    results = run(decoder, default_vectors() if vectors is None else vectors, timeout)
+    folder = default_vectors() if vectors is None else vectors
+    results = run(decoder, folder, timeout, codec_names)
     failed = [r for r in results if not r.passed]
     if as_json:
         print_json(
             {
                 "decoder": decoder,
+                "codecs": list(codec_names),
                 "passed": len(results) - len(failed),
                 "failed": len(failed),
                 "results": dicts(results),
