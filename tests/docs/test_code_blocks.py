@@ -241,6 +241,8 @@ def test_blocks_run(page: Path) -> None:
         example.evaluate()
 
 
+# Of PyTorch's own compiler.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", ON_GPU, ids=name_of)
 @pytest.mark.usefixtures("folder")
