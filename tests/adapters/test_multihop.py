@@ -815,6 +815,7 @@ def test_the_trace_is_of_what_travels(topology: Topology, n: int) -> None:
         assert raw.wire_bytes > raw.raw_bytes
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("topology", ["two-shot", *HOPS])
 @pytest.mark.parametrize("codec", ["dynamiq", "mx"])
 def test_means_that_fit_do_not_overflow(codec: str, topology: Topology) -> None:

@@ -406,6 +406,7 @@ def test_bad_scales_are_refused(bad: Array, backend: str) -> None:
         codec.encode(np.ones(500, np.float32), stats=bad, backend=backend)
 
 
+@pytest.mark.slow
 def test_damage_is_found_before_anything_is_added() -> None:
     codec = tw.codec("mx", element="e3m2")
     x = np.ones(601, np.float32)

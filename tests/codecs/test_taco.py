@@ -169,6 +169,7 @@ def test_alpha_cancels() -> None:
     assert abs(ash / hadamard - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_ratio() -> None:
     x = np.ones(1 << 20, ml_dtypes.bfloat16)
     assert tw.encode(x, "taco").nbytes / x.nbytes < 0.516

@@ -46,7 +46,7 @@ POISON = 0xA5
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
     # The interpreter is slow.
-    pytest.mark.fast_cases(2),
+    pytest.mark.fast_cases(1),
 ]
 
 
@@ -560,7 +560,7 @@ LOSSY_CASES = [
 ]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(("codec", "name"), LOSSY_CASES)
 def test_lossy(place: str, codec: tw.Codec, name: str) -> None:
@@ -711,7 +711,7 @@ AGREED = [("e4m3", "bfloat16"), ("e2m1", "float16"), ("e3m2", "float32"), ("int8
 AGREED_GPU = [("e5m2", "bfloat16"), ("e4m3", "float16"), ("e2m1", "bfloat16"), ("e4m3", "float32")]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -839,7 +839,7 @@ def test_taco(place: str, name: str, params: dict[str, Any]) -> None:
             check_decode(memory, buf, decoded_bits(buf, bits), dtype, first=first)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", TACO[:4], ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_taco_selections(place: str, params: dict[str, Any], chunks: int) -> None:
@@ -874,7 +874,7 @@ def test_taco_damage_outside_of_a_selection_is_not_seen(place: str) -> None:
             tw.decode(src, start=start, stop=stop, backend="triton")
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TACO_DTYPES)
 def test_taco_decode_add(place: str, name: str) -> None:
     dtype, kind = BY_NAME[name], BY_NAME["float32"]
@@ -1219,6 +1219,7 @@ def test_dynamiq_chunks_of_hardly_any_elements(place: str) -> None:
     memory.check()
 
 
+@pytest.mark.slow
 def test_dynamiq_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, given from the host or the device, of another tensor, for a sum; and wrong ones."""
     from tightwire import device
@@ -1252,7 +1253,7 @@ def test_dynamiq_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.check()
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", ["any", "pow2"])
 def test_dynamiq_widths_of_many_super_groups(place: str, widths: str) -> None:
     """More than a block of them, chunks that cut some in two, ties, zeros; back from an index."""
@@ -1715,7 +1716,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.fast_cases(14)
+@pytest.mark.fast_cases(11)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(("place", "name"), at_places(NAMES, is_shown), indirect=["place"])
@@ -1774,7 +1775,7 @@ INVALID_CASES = at_places(
 )
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(("place", "name"), INVALID_CASES, indirect=["place"])
 def test_invalid_vectors(place: str, name: str) -> None:
     data = (VECTORS / "invalid" / f"{name}.tw").read_bytes()
@@ -1809,7 +1810,7 @@ def on_host(data: bytes, **options: Any) -> Any:
         return error.reason
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_damage(place: str, part: int) -> None:
     """With verification the host's reason, or its tensor; without, no access out of bounds."""

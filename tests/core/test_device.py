@@ -149,6 +149,7 @@ def test_memory_that_is_not_fit_is_refused(place: str) -> None:
         tw.decode(buf, out=torch.empty(2 * N, dtype=x.dtype, device=place)[::2])
 
 
+@pytest.mark.slow
 def test_awkward_tensors(place: str) -> None:
     x = tensor(place, "float32").reshape(50, 100)
     views = [x.T, x[::2, 1::3], x[0].expand(50, 100), torch.nn.Parameter(x), x.reshape(-1)[1:]]
@@ -160,6 +161,7 @@ def test_awkward_tensors(place: str) -> None:
         buf.check()
 
 
+@pytest.mark.slow
 def test_selections(place: str) -> None:
     x = tensor(place, n=13000)
     buf = encode(x, chunks=2)
@@ -402,6 +404,7 @@ def test_decode_add_encode(place: str) -> None:
         codec.decode_add_encode(encode(x), y.half(), backend="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["tile", "sigma", "histogram", 116])
 def test_stats(place: str, window: Any) -> None:
     codec = tw.codec("zipccl", window=window)
@@ -512,6 +515,7 @@ def through_ops(x: Any, nbytes: int) -> Any:
     return y + 1, status
 
 
+@pytest.mark.slow
 def test_custom_operators(ops_place: str) -> None:
     import tightwire.torch_ops
 

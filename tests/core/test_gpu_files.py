@@ -304,6 +304,7 @@ def test_files_with_few_tensors(names: list[str], device: Any, tmp_path: Path) -
     assert same(second, tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("whole", [False, True])
 def test_readers_of_all_kinds(whole: bool, device: Any, tmp_path: Path) -> None:
@@ -353,6 +354,7 @@ def test_a_gpu_without_enough_memory(
         monkeypatch.setattr(torch, call, usual)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_save_and_load_in_inference_mode(device: Any, tmp_path: Path) -> None:
     tensors = model()
@@ -403,6 +405,7 @@ def cut_short(function: Any, place: int) -> Any:
     return limited
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_short_reads_and_writes(
     device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -428,6 +431,7 @@ def failing(function: Any, allowed: int) -> Any:
     return limited
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("allowed", [3, 6, 12])
 def test_failing_reads(

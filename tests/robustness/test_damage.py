@@ -265,6 +265,7 @@ def check_mutations(seed: int, count: int, every: int) -> None:
     assert accepted > 0
 
 
+@pytest.mark.slow
 def test_a_thousand_mutations() -> None:
     check_mutations(seed=0, count=1000, every=9)
 
