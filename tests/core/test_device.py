@@ -486,7 +486,6 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import tightwire as tw
 
-pytestmark = pytest.mark.fast_cases(1)
 try:
     tw.encode(torch.zeros(5000), backend="triton")
 except ValueError as error:
