@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..codecs.minifloat import values_of
+from ..codecs.common.minifloat import values_of
 from ..codecs.mx import BLOCK, MAX_SCALE, NAN_SCALE, Mx
 from ..formats.dtypes import BY_NAME
 from . import tensors

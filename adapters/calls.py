@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import ArrayInfo
-from ..codecs.base import Key
+from ..codecs.common.base import Key
 from ..formats.errors import FormatError
 from .tensors import OnTheWay
 

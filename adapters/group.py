@@ -19,7 +19,7 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import Codec, as_codec, decode
-from ..codecs.base import Bytes, Key, Plan
+from ..codecs.common.base import Bytes, Key, Plan
 from ..codecs.mx import Mx
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.header import MAJOR, MINOR
@@ -575,7 +575,7 @@ class Group:
         """Encode on a GPU, in memory of the communicator's own; False on the host."""
         if not tensors.is_cuda(x):
             return False
-        from ..device import encode_into
+        from ..gpu import encode_into
 
         work = self._bytes("encode", plan.scratch_nbytes, x)
         return encode_into(plan, tensors.contiguous(x), data, work, key, stats)
@@ -584,7 +584,7 @@ class Group:
         """Encode the sum of `buffer` and `x`, as `_encode_here`."""
         if not tensors.is_cuda(x):
             return False
-        from ..device import sum_into
+        from ..gpu import sum_into
 
         work = self._bytes("encode", buffer.plan.scratch_nbytes, x)
         return sum_into(buffer, tensors.contiguous(x), data, work, key, stats)
@@ -602,7 +602,7 @@ class Group:
         """Decode on a GPU, as `_encode_here`, in the memory called `name`."""
         if not tensors.is_cuda(out):
             return False
-        from ..device import decode_into
+        from ..gpu import decode_into
 
         work = self._bytes(name, buffer.plan.scratch_nbytes, out)
         return decode_into(buffer, out, work, start, stop, add=add)
@@ -624,7 +624,7 @@ class Group:
         """True if `_decode_here` adds buffers of this plan to `total`."""
         if not tensors.is_cuda(total):
             return False
-        from ..device import adds_into
+        from ..gpu import adds_into
 
         return adds_into(plan, total)
 
@@ -698,7 +698,7 @@ class Group:
         self._spare.append(unchecked.words)
         for word, note in call.unchecked.items():
             if found[word]:
-                from ..codecs.device import problem
+                from ..codecs.common.frame_triton import problem
 
                 error = problem(found[word])
                 if error is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import describe, host_array, writable_bits
-from ..codecs.float_mode import default_floats
+from ..codecs.common.float_mode import default_floats
 from .transport import Op, Transport, all_reduce_by_gather, shares
 
 T = TypeVar("T")

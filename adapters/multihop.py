@@ -21,7 +21,7 @@ from .. import arrays
 from ..arrays import ArrayInfo
 from ..buffer import Buffer
 from ..codec import decode
-from ..codecs.base import Key, Plan
+from ..codecs.common.base import Key, Plan
 from ..codecs.dynamiq import SAMPLED
 from ..formats.dtypes import BY_NAME
 from ..inspection import verify

@@ -44,7 +44,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import ArrayInfo
 from ..codec import codec
-from ..codecs.base import Plan
+from ..codecs.common.base import Plan
 from ..codecs.sdp4bit import Sdp4bit
 from ..formats.dtypes import BY_NAME
 from . import tensors

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buffer import Buffer
-from ..codecs.base import Plan
+from ..codecs.common.base import Plan
 from ..formats.dtypes import BY_NAME
 from ..formats.header import ASSEMBLED, RECORD
 from . import tensors

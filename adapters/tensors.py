@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .. import arrays
 from ..arrays import ArrayInfo, Target
-from ..codecs.float_mode import default_floats
+from ..codecs.common.float_mode import default_floats
 from ..formats.dtypes import BY_NAME, DType
 
 Array = npt.NDArray[Any]
@@ -34,7 +34,7 @@ _GRAIN = 1 << 15
 def _described(x: Any) -> ArrayInfo:
     """`arrays.describe`, in less time for plain tensors on a GPU."""
     if is_cuda(x):
-        from ..device import _describe
+        from ..gpu import _describe
 
         return _describe(x)
     return arrays.describe(x)
@@ -50,7 +50,7 @@ def as_input(x: Any) -> tuple[Any, ArrayInfo, Target]:
             x = x.resolve_conj().resolve_neg()
         return x, info, target
     if arrays.on_gpu(x):
-        from ..device import _as_torch
+        from ..gpu import _as_torch
 
         tensor = _as_torch(x, info).view(torch_dtype(info.dtype))
         return tensor, info._replace(library="torch", device=tensor.device), target
@@ -77,7 +77,7 @@ def as_output(
         fit = out.is_contiguous()
         out = out.detach() if out.requires_grad else out
     elif arrays.on_gpu(out):
-        from ..device import _as_torch
+        from ..gpu import _as_torch
 
         fit = out.flags.c_contiguous
         out = _as_torch(out, found).view(torch_dtype(found.dtype))
@@ -97,7 +97,7 @@ def as_result(x: Any, dtype: DType, target: Target) -> Any:
     if is_torch(x):
         import torch
 
-        from ..device import _export
+        from ..gpu import _export
 
         if target.library == "jax":
             # JAX does not follow PyTorch's stream.

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..arrays import describe, library_of, on_gpu, writable_bits
-from ..codecs.float_mode import default_floats
+from ..codecs.common.float_mode import default_floats
 
 #: How `Transport.all_reduce` combines.
 Op = Literal["sum", "max", "or"]

@@ -22,7 +22,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -35,9 +35,9 @@ from .base import (
     check_choice,
     plain_number,
 )
-from .hadamard import Floats
-from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
-from .philox import KeyNumbers, key_numbers, number, random_words
+from .common.hadamard import Floats
+from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.philox import KeyNumbers, key_numbers, number, random_words
 from .sdp4bit import largest_number
 
 Ints = npt.NDArray[np.int64]

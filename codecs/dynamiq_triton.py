@@ -36,9 +36,9 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import Key, Plan
-from .columns_triton import from_columns
-from .device import (
+from .common.base import Key, Plan
+from .common.columns_triton import from_columns
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
@@ -46,18 +46,14 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
-    PTX,
     RECORD,
-    Variant,
     add_header,
     check_header,
     clear,
     float_of,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -67,6 +63,18 @@ from .device import (
     weigh,
     weigh_bytes,
 )
+from .common.hadamard_triton import spread
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat import INFINITY
+from .common.minifloat_triton import (
+    aligned_for,
+    elements_at,
+    nan_bits,
+    narrow,
+    narrow_number,
+    widen,
+)
+from .common.philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .dynamiq import (
     ANY_STEPS,
     BLOCK,
@@ -92,17 +100,6 @@ from .dynamiq import (
     shares_of,
     workspace,
 )
-from .hadamard_triton import spread
-from .minifloat import INFINITY
-from .minifloat_triton import (
-    aligned_for,
-    elements_at,
-    nan_bits,
-    narrow,
-    narrow_number,
-    widen,
-)
-from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .sdp4bit import largest_number
 
 Floats = npt.NDArray[np.float32]
@@ -1829,7 +1826,7 @@ def _read(plan: Plan, src, sums, status, state, counts, places, first, end, summ
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     shares = shares_of(g.spec, key)
     _, energies, state, counts, places, _, _ = g.split(scratch)
@@ -1864,7 +1861,7 @@ def decode_add_encode(
     """Encode what `src`, a buffer of `plan`, decodes to plus `x` into `out`, in one pass.
 
     `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. Widths are
-    those of `src`, or with `stats` those that the stats ask for. See `tightwire.device` for the
+    those of `src`, or with `stats` those that the stats ask for. See `tightwire.gpu` for the
     contract.
     """
     g = _launches(plan)
@@ -1925,7 +1922,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     tiling = DECODE

@@ -20,7 +20,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -32,7 +32,7 @@ from .base import (
     ReduceOp,
     check_choice,
 )
-from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
 
 Ints = npt.NDArray[np.int64]
 #: int32 where that is enough, else int64: there may be as many as elements.

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from ..numba_cache import cached
 from . import lhc
-from .base import Bytes
+from .common.base import Bytes
+from .common.compile_cache import cached
 from .lhc import BLOCK, HASHES, Mapping, Peeling, number_dtype
 
 

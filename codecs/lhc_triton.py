@@ -27,8 +27,8 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import Key, Plan
-from .device import (
+from .common.base import Key, Plan
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
@@ -36,16 +36,12 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
-    PTX,
     RECORD,
-    Variant,
     add_header,
     check_header,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -53,6 +49,9 @@ from .device import (
     touched,
     weigh,
 )
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat import INFINITY, NAN
+from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
 from .lhc import (
     BLOCK,
     FINISHED,
@@ -65,8 +64,6 @@ from .lhc import (
     mapping_of,
     workspace,
 )
-from .minifloat import INFINITY, NAN
-from .minifloat_triton import aligned_for, elements_at, narrow, widen
 
 #: Bits of a bitmap's word, words of a block.
 _WORD = tl.constexpr(32)
@@ -995,7 +992,7 @@ def _peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract.
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract.
 
     Chunks with an element that is not zero and not in `stats` are marked as overflowed.
     """
@@ -1075,7 +1072,7 @@ def decode(
     planned: bool = True,
     peeled: bool = False,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract.
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract.
 
     If `peeled`, `scratch` has what `encode` of this plan has left there, of the same index.
     """

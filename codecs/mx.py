@@ -18,7 +18,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -30,7 +30,7 @@ from .base import (
     ReduceOp,
     check_choice,
 )
-from .minifloat import (
+from .common.minifloat import (
     BY_NAME,
     ELEMENTS,
     INFINITY,

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
-from .minifloat import INFINITY, NAN, narrow, tail_is_zero
-from .minifloat_cpu import (
+from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.compile_cache import cached, part
+from .common.minifloat import INFINITY, NAN, narrow, tail_is_zero
+from .common.minifloat_cpu import (
     I4,
     I8,
     LANES,
@@ -36,6 +36,7 @@ from .minifloat_cpu import (
     value_table,
     widen_by,
 )
+from .common.threads import run, spans
 from .mx import (
     BLOCK,
     MAX_SCALE,
@@ -45,7 +46,6 @@ from .mx import (
     agreed_scales,
     static_views,
 )
-from .threads import run, spans
 
 _INFINITY = np.uint32(INFINITY)
 _SIGN, _MAGNITUDE = U4(1 << 31), U4((1 << 31) - 1)

@@ -8,9 +8,9 @@ import functools
 import torch
 
 from ..formats.dtypes import DType
-from .base import Plan
-from .minifloat import WIDENED
-from .minifloat_triton import (
+from .common.base import Plan
+from .common.minifloat import WIDENED
+from .common.minifloat_triton import (
     Blocks,
     add_and_encode_blocks,
     decode_blocks,
@@ -44,7 +44,7 @@ def _blocks(spec) -> Blocks:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     encode_blocks(_blocks(plan.codec), plan, x, out, _checked(plan, stats))
 
 
@@ -72,7 +72,7 @@ def decode_add_encode(
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`, in one pass.
 
     Where scales are agreed on they stay, or are those of `stats`. `x` has the plan's dtype or
-    float32. Sums are in float32, rounded to the plan's. See `tightwire.device` for the contract.
+    float32. Sums are in float32, rounded to the plan's. See `tightwire.gpu` for the contract.
     """
     blocks, stats = _blocks(plan.codec), _checked(plan, stats)
     add_and_encode_blocks(blocks, plan, src, x, out, scratch, status, stats, planned)
@@ -93,7 +93,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     decode_blocks(
         _blocks(plan.codec),
         plan,

@@ -16,7 +16,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -27,7 +27,7 @@ from .base import (
     Layout,
     ReduceOp,
 )
-from .minifloat import (
+from .common.minifloat import (
     BY_NAME,
     INFINITY,
     WIDENED,

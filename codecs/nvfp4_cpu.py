@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..numba_cache import cached
-from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
-from .minifloat import INFINITY, tail_is_zero, values_of
-from .minifloat_cpu import (
+from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.compile_cache import cached
+from .common.minifloat import INFINITY, tail_is_zero, values_of
+from .common.minifloat_cpu import (
     LANES,
     add_to,
     kind_of,
@@ -25,6 +25,7 @@ from .minifloat_cpu import (
     unpack_by,
     widen_by,
 )
+from .common.threads import run, spans
 from .nvfp4 import (
     BLOCK,
     ELEMENT,
@@ -40,7 +41,6 @@ from .nvfp4 import (
     static_views,
     tensor_scale,
 )
-from .threads import run, spans
 
 _BLOCKS = LANES // BLOCK
 _NBYTES = LANES // 2

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from ..formats.dtypes import DType
-from .base import CodecSpec, Plan
-from .minifloat import WIDENED
-from .minifloat_triton import (
+from .common.base import CodecSpec, Plan
+from .common.minifloat import WIDENED
+from .common.minifloat_triton import (
     Blocks,
     add_and_encode_blocks,
     decode_blocks,
@@ -32,7 +32,7 @@ def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | No
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     if stats is None:
         stats = measure_elements(_BLOCKS, plan.dtype, x)
     encode_blocks(_BLOCKS, plan, x, out, stats.to(torch.int64))
@@ -55,7 +55,7 @@ def decode_add_encode(
 
     `x` has the plan's dtype or float32; sums are in float32, rounded to the plan's. Without `stats`
     a pass before finds their largest magnitude: `src` and `x` are read, and nothing but that is
-    written. See `tightwire.device` for the contract.
+    written. See `tightwire.gpu` for the contract.
     """
     if stats is None:
         stats = measure_sums(_BLOCKS, plan, src, x)
@@ -78,5 +78,5 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     decode_blocks(_BLOCKS, plan, src, out, scratch, status, start, stop, check, store, add, planned)

@@ -20,8 +20,8 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from . import norms
-from .base import (
+from .common import norms
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -34,8 +34,8 @@ from .base import (
     check_choice,
     plain_number,
 )
-from .hadamard import Floats
-from .minifloat import WIDENED, narrow, widen
+from .common.hadamard import Floats
+from .common.minifloat import WIDENED, narrow, widen
 
 Ints = npt.NDArray[np.int64]
 

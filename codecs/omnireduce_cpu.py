@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from ..formats.dtypes import DType
-from ..numba_cache import cached
 from . import omnireduce
-from .arrays_cpu import view_as, with_scratch
-from .base import Bits
-from .minifloat_cpu import LANES, kind_of, narrow, widen
+from .common.arrays_cpu import view_as, with_scratch
+from .common.base import Bits
+from .common.compile_cache import cached
+from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 
 
 @cached(nogil=True)

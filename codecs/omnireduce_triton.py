@@ -24,21 +24,17 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import Key, Plan
-from .device import (
+from .common.base import Key, Plan
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
     HEADER_WORDS,
-    PTX,
-    Variant,
     add_header,
     check_header,
     check_record,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -47,8 +43,9 @@ from .device import (
     weigh,
     weigh_bytes,
 )
-from .minifloat_triton import aligned_for, elements_at, narrow, widen
-from .norms_triton import agreed, roots
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
+from .common.norms_triton import agreed, roots
 from .omnireduce import BINS, LEVELS, SPAN, Omnireduce, workspace
 
 _SPAN, _BINS, _LEVELS = tl.constexpr(SPAN), tl.constexpr(BINS), tl.constexpr(LEVELS)
@@ -608,7 +605,7 @@ def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     *parts, room = g.split(scratch)
     if stats is None:
@@ -658,7 +655,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     *parts, _ = g.split(scratch)

@@ -12,7 +12,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DTYPES, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import words_sum as sum_of
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.checksum_cpu import words_sum as sum_of
+from .common.threads import run, spans
 from .raw import Raw
-from .threads import run, spans
 
 _BLOCK = 1 << 17
 

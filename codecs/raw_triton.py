@@ -11,8 +11,8 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import CodecSpec, Plan
-from .device import (
+from .common.base import CodecSpec, Plan
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_SUM,
@@ -20,15 +20,12 @@ from .device import (
     HEADER_WORDS,
     OVERFLOWED,
     RECORD,
-    Variant,
     add_header,
     check_header,
     clear,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -37,6 +34,7 @@ from .device import (
     weigh,
     weigh_bytes,
 )
+from .common.launch_triton import Variant, kernel, options
 
 _BLOCK = tl.constexpr(1 << 14)
 _OPTIONS = options(num_warps=8)

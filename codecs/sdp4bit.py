@@ -19,7 +19,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -30,9 +30,9 @@ from .base import (
     Layout,
     check_choice,
 )
-from .hadamard import Floats, rotate
-from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
-from .philox import Words, key_numbers, random_words
+from .common.hadamard import Floats, rotate
+from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.philox import Words, key_numbers, random_words
 
 BITS = (8, 4)
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
-from .hadamard_cpu import LANES as RUNS
-from .hadamard_cpu import rotate_by
-from .minifloat import INFINITY, NAN
-from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
-from .philox import key_numbers
-from .philox_cpu import fill_words
+from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.compile_cache import cached, part
+from .common.hadamard_cpu import LANES as RUNS
+from .common.hadamard_cpu import rotate_by
+from .common.minifloat import INFINITY, NAN
+from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
+from .common.philox import key_numbers
+from .common.philox_cpu import fill_words
+from .common.threads import run, spans
 from .sdp4bit import (
     FLOOR,
     LOST,
@@ -36,7 +37,6 @@ from .sdp4bit import (
     tail_is_zero,
     word_index,
 )
-from .threads import run, spans
 
 U1, U4, U8, I1, F4 = np.uint8, np.uint32, np.uint64, np.int8, np.float32
 _TILE = 4096

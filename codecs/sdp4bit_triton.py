@@ -13,29 +13,26 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import CodecSpec, Key, Plan
-from .columns_triton import from_columns, to_columns
-from .device import (
+from .common.base import CodecSpec, Key, Plan
+from .common.columns_triton import from_columns, to_columns
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
     HEADER_WORDS,
-    PTX,
-    Variant,
     add_header,
     clear,
     header_word,
     header_words,
-    kernel,
-    options,
     record_term,
     touched,
     weigh,
 )
-from .hadamard_triton import butterflies, spread
-from .minifloat import INFINITY
-from .minifloat_triton import aligned_for, check_chunks, converts
-from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
-from .runs_triton import (
+from .common.hadamard_triton import butterflies, spread
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat import INFINITY
+from .common.minifloat_triton import aligned_for, check_chunks, converts
+from .common.philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
+from .common.runs_triton import (
     ANCHOR,
     RUN,
     add_elements,
@@ -696,7 +693,7 @@ def _tiles(plan: Plan, tiling: Tiling) -> int:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     _encode(plan, x, out, key, None, (out, out, out))
 
 
@@ -716,7 +713,7 @@ def decode_add_encode(
     """Encode what `src`, a buffer of `source_plan`, decodes to plus `x` into `out`, in one pass.
 
     `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
-    `tightwire.device` for the contract.
+    `tightwire.gpu` for the contract.
     """
     if plan.checksum:
         scratch[: 8 * plan.chunks].zero_()
@@ -769,7 +766,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     stop = plan.nelem if stop is None else stop
     tiles = _tiles(plan, DECODE)
     sums = check and plan.checksum and (start < stop or not plan.nelem)

@@ -20,7 +20,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -31,8 +31,8 @@ from .base import (
     Layout,
     check_choice,
 )
-from .hadamard import Floats, rotate
-from .philox import Words, key_numbers, random_words
+from .common.hadamard import Floats, rotate
+from .common.philox import Words, key_numbers, random_words
 
 FORMATS = ("e4m3", "e5m2", "int8")
 TRANSFORMS = ("ash", "hadamard", "none")

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import sum_part, words_sum
 from ..formats.dtypes import DType
-from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
-from .hadamard_cpu import LANES, rotate_by
-from .philox import key_numbers
-from .philox_cpu import fill_words
+from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.checksum_cpu import sum_part, words_sum
+from .common.compile_cache import cached, part
+from .common.hadamard_cpu import LANES, rotate_by
+from .common.philox import key_numbers
+from .common.philox_cpu import fill_words
+from .common.threads import run, spans
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -41,7 +42,6 @@ from .taco import (
     static_views,
     values_of,
 )
-from .threads import run, spans
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
 F4 = np.float32

@@ -15,20 +15,17 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import CodecSpec, Key, Plan
-from .columns_triton import from_columns, to_columns
-from .device import (
+from .common.base import CodecSpec, Key, Plan
+from .common.columns_triton import from_columns, to_columns
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
     CHUNK_SUM,
-    CUDA,
     FLAGS,
     HEADER_WORDS,
-    INTERPRETED,
     OVERFLOWED,
     RECORD,
-    Variant,
     accumulator,
     add_header,
     add_to,
@@ -37,18 +34,17 @@ from .device import (
     float_of,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
     touched,
     weigh,
 )
-from .hadamard_triton import butterflies, spread, turn
-from .philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
-from .runs_triton import limited, narrow_pair, report_any, rounded_pair
+from .common.hadamard_triton import butterflies, spread, turn
+from .common.launch_triton import CUDA, INTERPRETED, Variant, kernel, options
+from .common.philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
+from .common.runs_triton import limited, narrow_pair, report_any, rounded_pair
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -1207,7 +1203,7 @@ def _launches(plan: Plan) -> _Launches:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     _encode(plan, x, out, key, None, (out, out, out))
 
 
@@ -1227,7 +1223,7 @@ def decode_add_encode(
     """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`, in one pass.
 
     `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
-    `tightwire.device` for the contract.
+    `tightwire.gpu` for the contract.
     """
     if plan.checksum:
         scratch[: 8 * plan.chunks].zero_()
@@ -1289,7 +1285,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     sums = check and plan.checksum and (start < stop or not plan.nelem)

@@ -19,7 +19,7 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from .base import (
+from .common.base import (
     Bits,
     Bytes,
     Chunk,
@@ -30,8 +30,8 @@ from .base import (
     Layout,
     check_choice,
 )
-from .hadamard import rotate
-from .minifloat import widen
+from .common.hadamard import rotate
+from .common.minifloat import widen
 from .taco import to_bits
 
 Words = npt.NDArray[np.uint32]

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, view_as, with_scratch
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
-from .minifloat import NAN
-from .minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
+from .common.arrays_cpu import as_read_only, view_as, with_scratch
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.compile_cache import cached, part
+from .common.minifloat import NAN
+from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
+from .common.threads import run, spans
 from .tahquant import (
     ANCHOR,
     INDEX_PROBLEM,
@@ -32,7 +33,6 @@ from .tahquant import (
     static_views,
     tile_range,
 )
-from .threads import run, spans
 
 U1, U4, U8, I4, I8, F4 = np.uint8, np.uint32, np.uint64, np.int32, np.int64, np.float32
 _MAGNITUDE = U4(0x7FFFFFFF)

@@ -18,8 +18,8 @@ import triton.language as tl
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from ..formats.header import align
-from .base import CodecSpec, Key, Plan
-from .device import (
+from .common.base import CodecSpec, Key, Plan
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
@@ -27,17 +27,13 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
-    PTX,
     RECORD,
-    Variant,
     add_header,
     check_header,
     clear,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -45,9 +41,10 @@ from .device import (
     weigh,
     weigh_bytes,
 )
-from .hadamard_triton import butterflies, spread
-from .minifloat_triton import converts
-from .runs_triton import (
+from .common.hadamard_triton import butterflies, spread
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat_triton import converts
+from .common.runs_triton import (
     ANCHOR,
     RUN,
     add_elements,
@@ -1187,7 +1184,7 @@ def _launches(plan: Plan) -> _Launches:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     sums, counts, _ = _launches(plan).split(plan, scratch)
     _encode(plan, x, out, None, (out, counts, counts, sums, sums))
 
@@ -1208,7 +1205,7 @@ def decode_add_encode(
     """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`.
 
     `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's, and kept
-    nowhere: where tokens have widths they are made twice. See `tightwire.device` for the contract.
+    nowhere: where tokens have widths they are made twice. See `tightwire.gpu` for the contract.
     """
     g = _launches(plan)
     sums, counts, base = g.split(plan, scratch)
@@ -1289,7 +1286,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     sums, counts, _ = g.split(plan, scratch)

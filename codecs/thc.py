@@ -20,8 +20,8 @@ from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
 from ..formats.errors import FormatError
 from ..formats.header import SECTION_KINDS, Section, align
-from . import norms
-from .base import (
+from .common import norms
+from .common.base import (
     Bits,
     Chunk,
     ChunkDecoded,
@@ -32,9 +32,9 @@ from .base import (
     ReduceOp,
     check_choice,
 )
-from .hadamard import Floats, rotate
-from .minifloat import INFINITY, NAN, WIDENED, narrow, widen
-from .philox import KeyNumbers, Words, key_numbers, random_words
+from .common.hadamard import Floats, rotate
+from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.philox import KeyNumbers, Words, key_numbers, random_words
 from .sdp4bit import largest_number
 
 BITS = (8, 16)

@@ -16,23 +16,19 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import Key, Plan
-from .columns_triton import to_columns
-from .device import (
+from .common.base import Key, Plan
+from .common.columns_triton import to_columns
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
     HEADER_WORDS,
-    PTX,
-    Variant,
     add_header,
     check_header,
     check_record,
     clear,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -40,11 +36,12 @@ from .device import (
     touched,
     weigh,
 )
-from .hadamard_triton import rotate
-from .minifloat import INFINITY
-from .minifloat_triton import aligned_for, elements_at, narrow, widen
-from .norms_triton import agreed, energies, of_tensor, roots
-from .philox_triton import KEY_ON_DEVICE, key_arguments, philox4
+from .common.hadamard_triton import rotate
+from .common.launch_triton import PTX, Variant, kernel, options
+from .common.minifloat import INFINITY
+from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
+from .common.norms_triton import agreed, energies, of_tensor, roots
+from .common.philox_triton import KEY_ON_DEVICE, key_arguments, philox4
 from .sdp4bit import largest_number
 from .thc import (
     BELOW,
@@ -538,7 +535,7 @@ def _measured(spec: Thc, dtype: DType, x: torch.Tensor, room: torch.Tensor) -> t
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract.
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract.
 
     Chunks with an element that is not finite where `stats` are get marked as overflowed.
     """
@@ -584,7 +581,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     spec, tiles = _spec(plan), _tiles(plan)
     stop = plan.nelem if stop is None else stop
     sums = check and plan.checksum and start < stop

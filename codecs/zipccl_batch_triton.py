@@ -17,20 +17,17 @@ import torch
 import triton.language as tl
 
 from ..formats.dtypes import BY_NAME, DType
-from .device import (
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
     CHUNK_SUM,
-    PTX,
-    Variant,
-    kernel,
-    options,
     padding_of,
     report,
     weigh,
     weigh_bytes,
 )
+from .common.launch_triton import PTX, Variant, kernel, options
 from .zipccl import COLUMNS, TILE, fields_of
 from .zipccl_triton import _decode_raw, _decode_tile, _dynamic_share, decode_options
 
@@ -234,7 +231,7 @@ class Batch:
         self._owners = _upload(owners.view(np.uint8), device)
         self._sums = torch.zeros(len(rows), dtype=torch.int64, device=device)
         #: What decoding finds wrong, int64, shape (1,); its chunk number is that of a row. See
-        #: `tightwire.codecs.device.problem`.
+        #: `tightwire.codecs.common.frame_triton.problem`.
         self.status = torch.zeros(1, dtype=torch.int64, device=device)
 
     def decode(self, first: int, stop: int, src: torch.Tensor) -> None:

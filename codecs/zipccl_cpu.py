@@ -17,12 +17,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
-from ..formats.checksum_cpu import add_words, sum_part
 from ..formats.dtypes import BY_NAME
-from ..numba_cache import cached, part
-from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
-from .threads import run, spans
+from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
+from .common.checksum_cpu import add_words, sum_part
+from .common.compile_cache import cached, part
+from .common.threads import run, spans
 from .zipccl import (
     CANDIDATES,
     COLUMN_STEP,

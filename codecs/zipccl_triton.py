@@ -21,8 +21,8 @@ import triton.language as tl
 
 from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
-from .base import Plan
-from .device import (
+from .common.base import Plan
+from .common.frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
@@ -30,9 +30,7 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
-    PTX,
     RECORD,
-    Variant,
     accumulator,
     add_header,
     add_to,
@@ -41,11 +39,9 @@ from .device import (
     float_of,
     header_word,
     header_words,
-    kernel,
     key_ahead,
     key_of,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -55,6 +51,7 @@ from .device import (
     weigh_bytes,
     weigh_from,
 )
+from .common.launch_triton import PTX, Variant, kernel, options
 from .zipccl import (
     COLUMNS,
     SIGMA_FACTOR,
@@ -1621,7 +1618,7 @@ def _launches(plan: Plan) -> _Launches:
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.device` for the contract."""
+    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     scratch[: g.cleared].zero_()
     aligned = g.rows_aligned and x.data_ptr() % 16 == 0
@@ -1654,7 +1651,7 @@ def decode(
     add: bool = False,
     planned: bool = True,
 ) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.device` for the contract."""
+    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
     stop = plan.nelem if stop is None else stop
     packed = dynamic_starts is not None

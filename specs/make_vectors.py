@@ -23,10 +23,11 @@ import numpy.typing as npt
 
 import tightwire as tw
 from tightwire import homomorphic
-from tightwire.codecs import minifloat, zipccl
-from tightwire.codecs.base import Chunk
-from tightwire.codecs.philox import key_numbers
-from tightwire.codecs.philox import random_words as philox_words
+from tightwire.codecs import zipccl
+from tightwire.codecs.common import minifloat
+from tightwire.codecs.common.base import Chunk
+from tightwire.codecs.common.philox import key_numbers
+from tightwire.codecs.common.philox import random_words as philox_words
 from tightwire.codecs.thc import NORMS
 from tightwire.engine import encode_into
 from tightwire.formats.checksum import MASK64, identity_term, record_term, words_sum

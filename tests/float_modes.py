@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tightwire.codecs.float_mode import CAN_CHANGE
+from tightwire.codecs.common.float_mode import CAN_CHANGE
 
 #: Of fenv_t as 32-bit words: where the control bits are, those that flush subnormals (inputs as
 #: well as results), those of the rounding mode, and FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .adapters.error_feedback import ErrorFeedback
     from .buffer import Buffer
     from .codec import Codec, codec, codecs, decode, encode
-    from .codecs.base import Key, Plan
+    from .codecs.common.base import Key, Plan
     from .error import error
     from .files import dumps, load_file, loads, save_file
     from .formats.errors import FormatError
@@ -73,8 +73,8 @@ _HOMES = {
     "FormatError": "formats.errors",
     "Header": "formats.header",
     "Info": "inspection",
-    "Key": "codecs.base",
-    "Plan": "codecs.base",
+    "Key": "codecs.common.base",
+    "Plan": "codecs.common.base",
     "codec": "codec",
     "codecs": "codec",
     "decode": "codec",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codecs.base import Bits, Bytes
+from .codecs.common.base import Bits, Bytes
 from .formats.dtypes import BY_NAME, DType, dtype_named
 
 _LIBRARIES = ("numpy", "torch", "cupy", "jax")

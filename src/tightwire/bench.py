@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .codec import Codec, codec, codecs, decode
-from .codecs.base import Bytes, Key
-from .codecs.threads import cpu_count
+from .codecs.common.base import Bytes, Key
+from .codecs.common.threads import cpu_count
 from .convert import plain_tensors
 from .formats.dtypes import DType
 from .storage import PathLike, atomic_file

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Target, bytes_view, describe, from_bits, host_array, is_bytes, on_gpu
-from .codecs.base import Bytes, Plan
+from .codecs.common.base import Bytes, Plan
 from .engine import DEFAULT_MAX_NBYTES, Parsed, check_limit, check_plan, parse
 from .formats.dtypes import BY_NAME
 from .formats.header import OVERFLOW, RECORD, Header, align
 from .planning import device_engine, make_plan
 
 if TYPE_CHECKING:
-    from .device import Memory
+    from .gpu import Memory
 
 _UINT8 = BY_NAME["uint8"]
 

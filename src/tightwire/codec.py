@@ -13,10 +13,10 @@ import numpy as np
 from . import arrays, engine
 from .arrays import Target
 from .buffer import Buffer, parsed_source
-from .codecs.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
-from .codecs.float_mode import default_floats
-from .codecs.philox import check_key, key_numbers
-from .codecs.threads import cpu_count
+from .codecs.common.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.common.float_mode import default_floats
+from .codecs.common.philox import check_key, key_numbers
+from .codecs.common.threads import cpu_count
 from .engine import selection
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import BY_NAME, DType
@@ -727,7 +727,7 @@ def as_codec(value: str | Codec) -> Codec:
 
 
 def device_for(backend: str | None, *values: Any) -> ModuleType | None:
-    """`tightwire.device` if one of `values` is in GPU memory or Triton is asked for, else None.
+    """`tightwire.gpu` if one of `values` is in GPU memory or Triton is asked for, else None.
 
     Raises ValueError if Triton is asked for and PyTorch is missing.
     """

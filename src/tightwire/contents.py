@@ -11,7 +11,7 @@ import numpy as np
 
 from . import arrays, engine, tree
 from .codec import decode, thread_count
-from .codecs.base import Bits, Bytes, Plan
+from .codecs.common.base import Bits, Bytes, Plan
 from .engine import Head, Parsed
 from .formats.container import (
     LIST_KEY,

@@ -18,9 +18,9 @@ import numpy as np
 from . import engine
 from .arrays import aligned_bytes
 from .codec import Codec, as_codec, thread_count
-from .codecs.base import Bits, Bytes, Plan
-from .codecs.float_mode import default_floats
-from .codecs.threads import cpu_count
+from .codecs.common.base import Bits, Bytes, Plan
+from .codecs.common.float_mode import default_floats
+from .codecs.common.threads import cpu_count
 from .contents import Contents, naming, parsed_of, read_header
 from .engine import DEFAULT_MAX_NBYTES, Head
 from .files import (

@@ -182,7 +182,7 @@ def compile_kernels(sample: PathLike, folder: PathLike) -> None:
 def _is_compiled(dtype: DType) -> bool:
     """Whether zipccl's encoder of a dtype is in memory or in the cache, or there is no compiler."""
     try:
-        from .numba_cache import NotCompiledError, only_compiled
+        from .codecs.common.compile_cache import NotCompiledError, only_compiled
     except ImportError:
         return True
     plan = make_plan(Zipccl(), dtype, (TILE,))

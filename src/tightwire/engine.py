@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .codecs.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
-from .codecs.float_mode import default_floats
+from .codecs.common.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
+from .codecs.common.float_mode import default_floats
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, ordinal_terms, record_term
 from .formats.dtypes import DType
@@ -49,7 +49,7 @@ _MANY_CHUNKS = 64
 def _summer(module: ModuleType) -> Callable[..., int]:
     """The checksum function that goes with a codec's backend module."""
     if module.__name__.endswith("_cpu"):
-        from .formats import checksum_cpu
+        from .codecs.common import checksum_cpu
 
         return checksum_cpu.words_sum
     return checksum_ref.words_sum

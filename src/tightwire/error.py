@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays
-from .codecs.float_mode import default_floats
+from .codecs.common.float_mode import default_floats
 
 _BATCH = 1 << 20
 _Array = npt.NDArray[Any]

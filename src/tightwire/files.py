@@ -15,7 +15,7 @@ import numpy as np
 
 from . import arrays, engine, tree
 from .codec import Codec, as_codec, thread_count
-from .codecs.base import Bits, Bytes, Plan
+from .codecs.common.base import Bits, Bytes, Plan
 from .contents import Contents, decode_all, naming_call
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.container import (

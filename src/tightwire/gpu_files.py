@@ -22,12 +22,18 @@ from . import engine
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer
 from .codec import Codec, decode
-from .codecs.base import Plan
-from .codecs.device import STATUS_TOP, problem
+from .codecs.common.base import Plan
+from .codecs.common.frame_triton import STATUS_TOP, problem
 from .codecs.zipccl import Zipccl
 from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
 from .contents import Contents, naming
-from .device import (
+from .files import Draft
+from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
+from .formats.container import Entry
+from .formats.dtypes import DType
+from .formats.errors import FormatError
+from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
+from .gpu import (
     _DTYPES,
     _TORCH,
     DEVICE_ALIGN,
@@ -38,12 +44,6 @@ from .device import (
     _values,
     moved,
 )
-from .files import Draft
-from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
-from .formats.container import Entry
-from .formats.dtypes import DType
-from .formats.errors import FormatError
-from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
 from .pinned import Range, Transfer, Writer
 from .storage import PathReader, Reader
 

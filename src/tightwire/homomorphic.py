@@ -26,8 +26,8 @@ import numpy.typing as npt
 from . import arrays, engine
 from .buffer import Buffer
 from .codec import Codec, as_codec, decode, device_for
-from .codecs.base import Bytes, CodecSpec
-from .codecs.float_mode import default_floats
+from .codecs.common.base import Bytes, CodecSpec
+from .codecs.common.float_mode import default_floats
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .formats.dtypes import DType
 from .planning import backend_module

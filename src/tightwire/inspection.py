@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import engine
 from .buffer import parsed_source
 from .codec import device_for
-from .codecs.threads import cpu_count
+from .codecs.common.threads import cpu_count
 from .formats.container import Directory
 from .formats.dtypes import BY_SAFETENSORS
 from .formats.header import CHECKSUM, MAJOR, RAW, RECORD, Header, align

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from . import arrays
 from .codec import decode, thread_count
-from .codecs.base import Bytes
+from .codecs.common.base import Bytes
 from .contents import Contents, naming
 from .engine import DEFAULT_MAX_NBYTES, Head, Parsed
 from .formats.container import (

@@ -14,7 +14,7 @@ import numpy as np
 from . import arrays, engine
 from .arrays import ArrayInfo
 from .codec import thread_count
-from .codecs.base import Bits
+from .codecs.common.base import Bits
 from .contents import Contents, decode_all, naming
 from .engine import DEFAULT_MAX_NBYTES
 from .formats.container import Entry

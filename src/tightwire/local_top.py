@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays
-from .codecs.base import Plan
-from .codecs.float_mode import default_floats
+from .codecs.common.base import Plan
+from .codecs.common.float_mode import default_floats
 from .codecs.omnireduce import Omnireduce, largest
 
 Floats = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codecs.threads import cpu_count
+from .codecs.common.threads import cpu_count
 from .storage import Reader
 
 SLOT_NBYTES = 16 << 20

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from .codecs.base import Bytes
+from .codecs.common.base import Bytes
 from .storage import MemoryReader, Reader
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
 
-from .codecs.base import CodecSpec, Plan
-from .codecs.float_mode import default_floats
+from .codecs.common.base import CodecSpec, Plan
+from .codecs.common.float_mode import default_floats
 from .formats.codec_ids import CODEC_IDS
 from .formats.dtypes import DType
 from .formats.errors import FormatError
@@ -122,7 +122,7 @@ def call_tiny(plan: Plan, direction: str, call: Callable[[str | None], T]) -> T:
         return call(None)
     if not backend_module(plan.codec.name, None).__name__.endswith("_cpu"):
         return call("ref")
-    from .numba_cache import NotCompiledError, kernels_taken, only_compiled
+    from .codecs.common.compile_cache import NotCompiledError, kernels_taken, only_compiled
 
     if waiting is _NEW:
         waiting = _waiting[key] = _Waiting()
@@ -165,8 +165,8 @@ def device_module(name: str) -> ModuleType | str:
 
 @functools.cache
 def device_engine() -> ModuleType | str:
-    """The module `tightwire.device`, or the name of the package that it lacks."""
-    return _module_or_missing("tightwire.device", "torch")
+    """The module `tightwire.gpu`, or the name of the package that it lacks."""
+    return _module_or_missing("tightwire.gpu", "torch")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .codecs.float_mode import default_floats
+from .codecs.common.float_mode import default_floats
 from .formats.dtypes import BY_NAME, DType
 
 

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .codecs.device import PTX, Variant, kernel, options
-from .codecs.minifloat import INFINITY
-from .codecs.minifloat_triton import elements_at, narrow, widen
+from .codecs.common.launch_triton import PTX, Variant, kernel, options
+from .codecs.common.minifloat import INFINITY
+from .codecs.common.minifloat_triton import elements_at, narrow, widen
 from .formats.dtypes import DType
 
 #: Entries that a program takes at once, and how often, in kernels that count; those that a program

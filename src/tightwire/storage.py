@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from . import arrays
-from .codecs.base import Bytes
+from .codecs.common.base import Bytes
 from .formats.errors import FormatError
 
 PathLike = str | os.PathLike[str]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .codecs.base import Bytes
+from .codecs.common.base import Bytes
 from .formats.errors import FormatError
 from .formats.header import DEFAULT_MAX_NBYTES, Header
 

@@ -65,7 +65,7 @@ def encode_into(
     )
     if out.is_cuda and out.dtype == torch.uint8 and out.is_contiguous():
         # How much of a slot is used is known on the device alone.
-        from .device import check_apart
+        from .gpu import check_apart
 
         check_apart("the array that is encoded", x, "out", out)
         out.view(-1)[plan.dynamic_offset : plan.nbytes].zero_()
@@ -116,7 +116,8 @@ def decode_into(
     Returns:
         A status, int64, shape ``(1,)``. On a GPU nothing is raised for damage and nothing waits. A
         status other than 0 means that ``src`` is damaged and ``out`` undefined;
-        ``tightwire.codecs.device.problem`` makes the FormatError of it. On the host it is 0.
+        ``tightwire.codecs.common.frame_triton.problem`` makes the FormatError of it. On the host it
+        is 0.
 
     Raises:
         FormatError: If ``src`` is damaged and on the host.

@@ -23,7 +23,7 @@ from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
 from tightwire.adapters.switch import Measured
 from tightwire.adapters.transport import Transport
 from tightwire.arrays import Target
-from tightwire.codecs.base import Plan
+from tightwire.codecs.common.base import Plan
 from tightwire.formats.dtypes import BY_NAME
 from transports import check_transport
 

@@ -510,11 +510,11 @@ def test_what_a_device_finds_is_raised_by_finish_alone(monkeypatch: pytest.Monke
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU here")
-    from tightwire import device
+    from tightwire import gpu
     from tightwire.adapters import dynamic
 
     monkeypatch.setattr(dynamic, "decode", functools.partial(tw.decode, backend="triton"))
-    monkeypatch.setattr(dynamic, "Buffer", SimpleNamespace(wrap=device.wrap))
+    monkeypatch.setattr(dynamic, "Buffer", SimpleNamespace(wrap=gpu.wrap))
     comm = tw.Communicator(connect(1)[0])
     exchange = FixedRateAllToAll(comm, (250,), "bfloat16", max_splits=3, capacity=7)
     encode = functools.partial(comm.codec.encode, backend="triton")

@@ -219,13 +219,13 @@ def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     By one rank: the interpreter, whose memory stands for a GPU's, has no threads.
     """
     pytest.importorskip("triton")
-    from tightwire import device, homomorphic, sparsify_triton
+    from tightwire import gpu, homomorphic, sparsify_triton
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
         for module in (codec, homomorphic):
-            monkeypatch.setattr(module, "device_for", lambda *_: device)
+            monkeypatch.setattr(module, "device_for", lambda *_: gpu)
         monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
         monkeypatch.setattr(sketches, "is_cuda", lambda _: True)
     waits = []

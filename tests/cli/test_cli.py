@@ -1166,7 +1166,7 @@ def test_demo_loads_every_kernel_before_it_times(tmp_path: Path) -> None:
     code = """
 import sys
 from tightwire import demo, planning
-from tightwire.numba_cache import kernels_taken
+from tightwire.codecs.common.compile_cache import kernels_taken
 
 seen = []
 demo_round_trip = demo._round_trip

@@ -180,10 +180,10 @@ def decodes(case: Case, array: Any) -> Iterator[Any]:
     import torch
 
     import tightwire as tw
-    from tightwire import device
+    from tightwire import gpu
 
     plan = case.plan
-    buf = device.wrap(plan, array)
+    buf = gpu.wrap(plan, array)
 
     def outcome(options: dict[str, Any]) -> Any:
         try:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import PATTERNS, examples, make_bits
-from tightwire.codecs import threads as threads_module
+from tightwire.codecs.common import threads as threads_module
+from tightwire.codecs.common.philox import KeyNumbers, random_words
 from tightwire.codecs.dynamiq import (
     ANY_STEPS,
     GRIDS,
@@ -31,7 +32,6 @@ from tightwire.codecs.dynamiq import (
     grid_of,
     widths_of,
 )
-from tightwire.codecs.philox import KeyNumbers, random_words
 from tightwire.formats.dtypes import BY_NAME, DType
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from support import examples
 from tightwire.codecs import lhc
-from tightwire.codecs.base import Bytes
+from tightwire.codecs.common.base import Bytes
 from tightwire.codecs.lhc import BLOCK, MAPPINGS, Lhc, mapping_of
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.homomorphic import add, diagnose

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import examples, make_bits
-from tightwire.codecs.minifloat import BY_NAME, Element, unpack
+from tightwire.codecs.common.minifloat import BY_NAME, Element, unpack
 from tightwire.codecs.mx import BLOCK
 from tightwire.formats.dtypes import BY_NAME as DTYPES
 from tightwire.formats.dtypes import DType

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import examples
-from tightwire.codecs.minifloat import unpack
+from tightwire.codecs.common.minifloat import unpack
 from tightwire.codecs.nvfp4 import BLOCK, ELEMENT
 from tightwire.formats.dtypes import BY_NAME
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import PATTERNS, examples, make_bits
-from tightwire.codecs.philox import KeyNumbers, random_words
+from tightwire.codecs.common.philox import KeyNumbers, random_words
 from tightwire.codecs.sdp4bit import BITS, GROUPS, ROTATE, ROUNDINGS, RUN, Sdp4bit, round_to_code
 from tightwire.formats.dtypes import BY_NAME, DType
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import PATTERNS, examples, make_bits
-from tightwire.codecs.philox import KeyNumbers, random_words
+from tightwire.codecs.common.philox import KeyNumbers, random_words
 from tightwire.codecs.taco import (
     BLOCKS,
     FORMAT_OF,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from support import examples, make_bits
 from tightwire.codecs import thc
-from tightwire.codecs.philox import key_numbers
+from tightwire.codecs.common.philox import key_numbers
 from tightwire.codecs.thc import LEVELS, MAX_RANKS, NORMS, STEPS, Thc
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import add, seal, sketch

@@ -25,7 +25,7 @@ import pytest
 import tightwire as tw
 from support import KEY, PATTERNS, make_bits, vector_key
 from tightwire import engine
-from tightwire.codecs.base import Plan
+from tightwire.codecs.common.base import Plan
 from tightwire.codecs.zipccl import COLUMNS, TILE, Zipccl, fields_of, tail_columns, tile_count
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.formats.header import ASSEMBLED, CHECKSUM, OVERFLOW, RECORD
@@ -640,9 +640,9 @@ def test_lossy_decode_add_encode(place: str, codec: tw.Codec, name: str) -> None
 
 def test_nvfp4_sums_with_given_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass then, and no checksum where none is asked for."""
-    from tightwire import device
+    from tightwire import gpu
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     codec, dtype = tw.codec("nvfp4"), BY_NAME["bfloat16"]
     bits, local = make_bits("normal", dtype, 1501), make_bits("normal", dtype, 1501, seed=2)
     memory = Memory(place)
@@ -668,12 +668,12 @@ def test_sums_of_float32_and_a_narrow_buffer(
     place: str, codec: tw.Codec, name: str, checksum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one pass, and the bytes of the host's three steps."""
-    from tightwire import device
+    from tightwire import gpu
 
     if place == "cpu" and (name == "float16") != (codec.name in ("nvfp4", "sdp4bit")):
         pytest.skip("the interpreter is slow, and another codec's case has this dtype")
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, kind, n = BY_NAME[name], BY_NAME["float32"], 2 * 2048 + 700
     memory = Memory(place)
     local = make_bits("normal", kind, n, seed=2)
@@ -898,10 +898,10 @@ def test_taco_decode_add_encode(
     place: str, name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One pass, and the bytes of decoding, adding and encoding."""
-    from tightwire import device
+    from tightwire import gpu
 
     seldom(place, name, params)
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, codec = BY_NAME[name], tw.codec("taco", **params)
     for pattern, n, chunks, first in (
         ("special", TILE + 700, 1, 0),
@@ -983,9 +983,9 @@ def test_sdp4bit_sums(
     place: str, pair: tuple[tw.Codec, tw.Codec], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encoded by one codec, added in one pass to what the other encodes, and that decoded."""
-    from tightwire import device
+    from tightwire import gpu
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, (source, codec) = BY_NAME[name], pair
     for pattern, n, chunks, first in (("special", TILE + 700, 1, 0), ("normal", 1301, 2, 1)):
         bits, other = make_bits(pattern, dtype, n), make_bits("scales", dtype, n, seed=1)
@@ -1031,9 +1031,9 @@ def test_tahquant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both ways, in part, added to float32, and added and encoded again without a temporary sum."""
-    from tightwire import device
+    from tightwire import gpu
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, kind, codec = BY_NAME[name], BY_NAME["float32"], tw.codec("tahquant", **params)
     for pattern in PATTERNS if place == "cuda" else ("special",):
         bits, other = make_bits(pattern, dtype, n), make_bits("scales", dtype, n, seed=1)
@@ -1161,9 +1161,9 @@ def test_dynamiq(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both ways, in part, added to float32, and added and encoded again without a temporary sum."""
-    from tightwire import device
+    from tightwire import gpu
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, kind, codec = BY_NAME[name], BY_NAME["float32"], tw.codec("dynamiq", **DYNAMIQ[params])
     bits, other = make_bits(pattern, dtype, n), make_bits("scales", dtype, n, seed=1)
     key, memory = tw.Key(KEY.seed, 7, 4, 5), Memory(place)
@@ -1222,9 +1222,9 @@ def test_dynamiq_chunks_of_hardly_any_elements(place: str) -> None:
 @pytest.mark.slow
 def test_dynamiq_stats(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, given from the host or the device, of another tensor, for a sum; and wrong ones."""
-    from tightwire import device
+    from tightwire import gpu
 
-    monkeypatch.setattr(device, "added", None)
+    monkeypatch.setattr(gpu, "added", None)
     dtype, codec, n = BY_NAME["bfloat16"], tw.codec("dynamiq", rounding="nearest"), 3001
     bits, other = make_bits("scales", dtype, n), make_bits("normal", dtype, n, seed=3)
     memory = Memory(place)

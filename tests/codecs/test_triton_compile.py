@@ -196,11 +196,11 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     import tightwire as tw
     from tightwire import sparsify_triton
-    from tightwire.codecs import device, minifloat_triton, norms_triton
+    from tightwire.codecs.common import frame_triton, minifloat_triton, norms_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
-    others = {"device": device, "minifloat": minifloat_triton, "norms": norms_triton}
+    others = {"frame": frame_triton, "minifloat": minifloat_triton, "norms": norms_triton}
     others["sparsify"] = sparsify_triton
     modules = others | {name: device_module(name) for name in tw.codecs()}
     kernels = {

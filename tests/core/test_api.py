@@ -15,7 +15,7 @@ import pytest
 
 import tightwire as tw
 from support import make_bits
-from tightwire.codecs import threads
+from tightwire.codecs.common import threads
 from tightwire.formats.dtypes import BY_NAME, DTYPES
 
 

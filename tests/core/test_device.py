@@ -317,12 +317,12 @@ def test_a_fixed_rate_that_is_too_low(place: str) -> None:
 
 
 def test_received_bytes_of_a_known_plan(place: str) -> None:
-    from tightwire import device
+    from tightwire import gpu
 
     x = tensor(place)
     buf = encode(x)
     room = torch.zeros(buf.plan.nbytes + 128, dtype=torch.uint8, device=place)
-    received = device.wrap(buf.plan, room)
+    received = gpu.wrap(buf.plan, room)
     room[: buf.plan.nbytes] = buf.array
     assert received.array.data_ptr() == room.data_ptr()
     assert same(tw.decode(received), x)
@@ -337,9 +337,9 @@ def test_received_bytes_of_a_known_plan(place: str) -> None:
         received.packed()
     for bad in (room[:100], room[8:]):
         with pytest.raises(ValueError, match=r"needs|multiple of 16"):
-            device.wrap(buf.plan, bad)
+            gpu.wrap(buf.plan, bad)
     with pytest.raises(TypeError, match="uint8"):
-        device.wrap(buf.plan, room.view(torch.int8))
+        gpu.wrap(buf.plan, room.view(torch.int8))
 
 
 def test_received_bytes_on_the_host() -> None:
@@ -682,7 +682,7 @@ def on_jax(x: Any) -> Any:
 def test_arrays_of_other_libraries_are_not_copied(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightwire import device
+    from tightwire import gpu
     from tightwire.codecs import zipccl_triton
 
     host = make_bits("normal", BY_NAME["float32"], 300 * 500).view(np.float32).reshape(300, 500)
@@ -698,7 +698,7 @@ def test_arrays_of_other_libraries_are_not_copied(
             return call
 
     kernels = Kernels()
-    monkeypatch.setattr(device, "_kernels", lambda plan, required: kernels)
+    monkeypatch.setattr(gpu, "_kernels", lambda plan, required: kernels)
     buf = tw.encode(x)
     assert address(x) in seen
     array = buf.array
@@ -737,12 +737,12 @@ def test_types_of_jax(name: str) -> None:
 @pytest.mark.gpu
 def test_the_default_stream_of_cupy_is_that_of_pytorch() -> None:
     cupy = pytest.importorskip("cupy")
-    from tightwire import device
+    from tightwire import gpu
 
     place = torch.device("cuda", torch.cuda.current_device())
     for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
         with stream:
-            assert device._stream(place, "cupy").cuda_stream == stream.ptr
+            assert gpu._stream(place, "cupy").cuda_stream == stream.ptr
 
 
 @pytest.mark.gpu

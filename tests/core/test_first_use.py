@@ -16,7 +16,12 @@ pytest.importorskip("numba")
 import tightwire as tw
 from support import write_safetensors
 from tightwire import planning
-from tightwire.numba_cache import NotCompiledError, cached, kernels_taken, only_compiled
+from tightwire.codecs.common.compile_cache import (
+    NotCompiledError,
+    cached,
+    kernels_taken,
+    only_compiled,
+)
 from tightwire.planning import TINY_NBYTES, call_tiny
 
 TINY = np.linspace(-1, 1, 500, dtype=np.float32)
@@ -53,14 +58,15 @@ print(Listener.compiled)
 #: Prints the kernels that were compiled or loaded on the clock of a demo of the file that is named.
 DEMO = """
 import sys
-from tightwire import demo, numba_cache
+from tightwire import demo
+from tightwire.codecs.common import compile_cache
 
 timed, taken = demo._round_trips, []
 
 def watched(*args):
-    before = numba_cache.kernels_taken()
+    before = compile_cache.kernels_taken()
     rows = timed(*args)
-    taken.append(numba_cache.kernels_taken() - before)
+    taken.append(compile_cache.kernels_taken() - before)
     return rows
 
 demo._round_trips = watched
@@ -136,7 +142,7 @@ class Kernel:
     def __call__(self, backend: str | None) -> str | None:
         self.calls.append(backend)
         if backend is None and not self.compiled:
-            from tightwire.numba_cache import _this_thread
+            from tightwire.codecs.common.compile_cache import _this_thread
 
             if not getattr(_this_thread, "may_compile", True):
                 raise NotCompiledError("kernel")
@@ -164,13 +170,13 @@ def test_numpy_codes_tiny_tensors_until_it_has_taken_too_long(
 def test_kernels_that_others_had_compiled_are_taken(
     fresh: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightwire import numba_cache
+    from tightwire.codecs.common import compile_cache
 
     kernel, plan = Kernel(), plan_of(TINY)
     assert call_tiny(plan, "decode", kernel) == "ref"
     kernel.compiled = True
     assert call_tiny(plan, "decode", kernel) == "ref"
-    monkeypatch.setattr(numba_cache, "_taken_last", kernels_taken() + 1)
+    monkeypatch.setattr(compile_cache, "_taken_last", kernels_taken() + 1)
     assert [call_tiny(plan, "decode", kernel) for _ in range(2)] == [None, None]
     assert fresh == {(plan.codec, "float32", "decode"): None}
 

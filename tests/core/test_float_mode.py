@@ -20,8 +20,8 @@ import tightwire as tw
 from float_modes import MODES, mode
 from support import examples
 from tightwire import homomorphic
-from tightwire.codecs import threads as threads_module
-from tightwire.codecs.float_mode import default_floats
+from tightwire.codecs.common import threads as threads_module
+from tightwire.codecs.common.float_mode import default_floats
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import HOST_BACKENDS
 from tightwire.sparsify import sparsify

@@ -66,7 +66,7 @@ def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyP
     """The buffer lies there, so its sketch is a view of it."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from tightwire import device
+    from tightwire import gpu
 
     codec = importlib.import_module("tightwire.codec")
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,9 +76,9 @@ def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyP
     expected = bytes(thc.encode(x.cpu().numpy(), key=key, checksum=False))
     if place.type == "cpu":
         # The interpreter's memory stands for a GPU's.
-        monkeypatch.setattr(codec, "device_for", lambda *_: device)
+        monkeypatch.setattr(codec, "device_for", lambda *_: gpu)
         monkeypatch.setattr(codec, "_on_gpu", lambda a: isinstance(a, torch.Tensor))
-    monkeypatch.setattr(device, "encode", lambda *_, **__: NotImplemented)
+    monkeypatch.setattr(gpu, "encode", lambda *_, **__: NotImplemented)
     buf = thc.encode(x, key=key, checksum=False)
     monkeypatch.undo()
     assert bytes(buf) == expected

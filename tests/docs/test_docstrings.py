@@ -38,7 +38,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "adapters.torch_dist": None,
     "adapters.transport": ("Transport",),
     "adapters.ucx": None,
-    "codecs.base": ("CodecSpec", "Layout", "Chunk", "ChunkResult", "ChunkDecoded"),
+    "codecs.common.base": ("CodecSpec", "Layout", "Chunk", "ChunkResult", "ChunkDecoded"),
     "error": None,
     "formats.header": ("Header", "Peek", "Section"),
     "homomorphic": None,
@@ -89,18 +89,18 @@ RAISES_NOTHING = {
     "buffer:Buffer.zero_slack",
     "close",
     "codec:codecs",
-    "codecs.base:CodecSpec.bind",
-    "codecs.base:CodecSpec.fuses",
-    "codecs.base:CodecSpec.measure",
-    "codecs.base:CodecSpec.pack_params",
-    "codecs.base:CodecSpec.remark",
-    "codecs.base:CodecSpec.scratch_nbytes",
-    "codecs.base:Plan.chunk",
-    "codecs.base:Plan.chunk_range",
-    "codecs.base:Plan.fuses",
-    "codecs.base:Plan.identity_term",
-    "codecs.base:Plan.raw_dynamic",
-    "codecs.base:Plan.static_range",
+    "codecs.common.base:CodecSpec.bind",
+    "codecs.common.base:CodecSpec.fuses",
+    "codecs.common.base:CodecSpec.measure",
+    "codecs.common.base:CodecSpec.pack_params",
+    "codecs.common.base:CodecSpec.remark",
+    "codecs.common.base:CodecSpec.scratch_nbytes",
+    "codecs.common.base:Plan.chunk",
+    "codecs.common.base:Plan.chunk_range",
+    "codecs.common.base:Plan.fuses",
+    "codecs.common.base:Plan.identity_term",
+    "codecs.common.base:Plan.raw_dynamic",
+    "codecs.common.base:Plan.static_range",
     "empty",
     "formats.header:Header.pack",
     "homomorphic:Sketched.counts",
@@ -111,7 +111,7 @@ RAISES_NOTHING = {
     "state_dict",
     "trace",
 }
-FOLDERS = ("", "adapters", "codecs", "commands", "formats")
+FOLDERS = ("", "adapters", "codecs", "codecs/common", "commands", "formats")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))
 #: Kernels, whose docstrings have the words of processors: a lane of a vector is one.
 KERNELS = ("_cpu", "_triton")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightwire.formats import checksum, checksum_cpu
+from tightwire.codecs.common import checksum_cpu
+from tightwire.formats import checksum
 
 
 def by_definition(data: bytes, first_word: int) -> int:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the source distribution is made of; `src` and the folders that packages are mapped to first.
 FOLDERS = ("src", "codecs", "formats", "adapters", "specs", "tests", "docs", "examples")
 MODULES = {"tightwire": "src/tightwire"} | {
-    f"tightwire/{name}": name for name in ("codecs", "formats", "adapters")
+    f"tightwire/{name}": name for name in ("codecs", "codecs/common", "formats", "adapters")
 }
 SKIPPED = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.nb[ic]", "*.egg-info", "_build")
 ROUND_TRIP = """

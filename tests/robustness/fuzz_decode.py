@@ -24,7 +24,8 @@ FOLDERS = ("codecs", "formats", "adapters")
 def compiled() -> list[str]:
     """Modules that Numba compiles from their bytecode, which therefore must stay as it is."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*_cpu.py")]
-    return [f"tightwire.{path.parts[len(ROOT.parts)]}.{path.stem}" for path in paths]
+    names = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in paths]
+    return [f"tightwire.{name}" for name in names]
 
 
 with atheris.instrument_imports(include=["tightwire"], exclude=compiled()):

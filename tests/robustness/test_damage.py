@@ -16,7 +16,7 @@ import float_modes
 import tightwire as tw
 from support import make_bits, repair
 from tightwire import engine
-from tightwire.codecs import threads as threads_module
+from tightwire.codecs.common import threads as threads_module
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.errors import REASONS
 from tightwire.formats.header import RECORD

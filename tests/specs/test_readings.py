@@ -12,7 +12,8 @@ import pytest
 
 import tightwire as tw
 from support import KEY, vector_key
-from tightwire.codecs import dynamiq, norms, philox, sdp4bit, tahquant, thc
+from tightwire.codecs import dynamiq, sdp4bit, tahquant, thc
+from tightwire.codecs.common import norms, philox
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.planning import spec_class
 

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from .. import convert, engine, inspection
-from ..codecs.threads import cpu_count
+from ..codecs.common.threads import cpu_count
 from ..contents import Contents, read_header
 from ..formats.container import VERSION_KEY, Directory, users_metadata
 from ..formats.header import MAGIC

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .columns_triton import from_columns, to_columns
-from .device import STATUS_TOP, accumulator, add_to, float_of, round_bfloat16
+from .frame_triton import STATUS_TOP, accumulator, add_to, float_of, round_bfloat16
 from .minifloat_triton import add_pair, elements_at, halves
 
 RUN = tl.constexpr(32)

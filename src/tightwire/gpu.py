@@ -20,8 +20,8 @@ import torch
 from . import arrays
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer, parsed_source
-from .codecs.base import Bytes, CodecSpec, Key, Plan
-from .codecs.float_mode import default_floats
+from .codecs.common.base import Bytes, CodecSpec, Key, Plan
+from .codecs.common.float_mode import default_floats
 from .engine import (
     DEFAULT_MAX_NBYTES,
     Head,
@@ -626,7 +626,7 @@ def _place(library: str, device: Any, required: str | None) -> Any:
 def _interpreting() -> bool | None:
     """True if kernels run under the Triton interpreter, on host memory; None without Triton."""
     try:
-        from .codecs.device import INTERPRETED
+        from .codecs.common.launch_triton import INTERPRETED
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -1032,7 +1032,7 @@ def _launch(
 
 
 def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
-    from .codecs.device import header_words, match_header
+    from .codecs.common.frame_triton import header_words, match_header
 
     match_header(plan, data, status, header_words(plan), 0)
 
@@ -1045,7 +1045,7 @@ def _settle(status: torch.Tensor) -> None:
     """Raise FormatError for what `status` says, and clear it. Waits for the device."""
     found = int(status.item())
     if found:
-        from .codecs.device import problem
+        from .codecs.common.frame_triton import problem
 
         status.zero_()
         error = problem(found)

@@ -19,11 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
-from ..formats.dtypes import DType
+from ...formats.checksum import identity_term
+from ...formats.dtypes import DType
+from ..nvfp4 import NAN_SCALE, NO_RECIPROCAL, RANGE, SIXTH
 from .base import Plan
 from .columns_triton import from_columns, to_columns
-from .device import (
+from .frame_triton import (
     CHUNK,
     CHUNK_PADDING,
     CHUNK_PAYLOAD,
@@ -31,18 +32,14 @@ from .device import (
     FLAGS,
     HEADER_WORDS,
     OVERFLOWED,
-    PTX,
     RECORD,
-    Variant,
     add_header,
     check_header,
     clear,
     float_of,
     header_word,
     header_words,
-    kernel,
     match_header,
-    options,
     padding_of,
     record_term,
     report,
@@ -51,8 +48,8 @@ from .device import (
     weigh,
     weigh_bytes,
 )
+from .launch_triton import PTX, Variant, kernel, options
 from .minifloat import INFINITY, NAN, Element, values_of
-from .nvfp4 import NAN_SCALE, NO_RECIPROCAL, RANGE, SIXTH
 
 #: Elements that a thread holds side by side.
 _SLOT = tl.constexpr(8)
@@ -1754,7 +1751,7 @@ def decode_blocks(
     add: bool,
     planned: bool,
 ) -> None:
-    """Decode elements `start` to `stop`; see `tightwire.device` for the contract of `decode`."""
+    """Decode elements `start` to `stop`; see `tightwire.gpu` for the contract of `decode`."""
     stop = plan.nelem if stop is None else stop
     tiling = DECODE_ADD if add else DECODE
     tiles = _tiles(plan, tiling)

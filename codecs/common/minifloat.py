@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.dtypes import DType
+from ...formats.dtypes import DType
 from .base import Bits, Bytes
 
 Words = npt.NDArray[np.uint32]

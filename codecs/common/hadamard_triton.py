@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""Triton form of codecs/hadamard.py: the same sums.
+"""Triton form of codecs/common/hadamard.py: the same sums.
 
 A rotation is two sets of butterflies between registers: a thread holds 16 neighbouring values,
 then, after one exchange, all values of a block that are a multiple of 16 apart. Every addition is

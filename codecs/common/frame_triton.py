@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What Triton backends share: the checksum, byte moves, and error codes that kernels leave behind.
+"""The frame of a buffer on a GPU: header, records, checksums, elements and status words.
 
 Kernels never wait for the host. They put what they find wrong into a status word by an atomic
 maximum; the host reads it when it reads the device anyway.
@@ -7,22 +7,14 @@ maximum; the host reads it when it reads the device anyway.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
-from ..formats import checksum
-from ..formats.errors import FormatError
+from ...formats import checksum
+from ...formats.errors import FormatError
 from .base import Plan
-from .compiling import announce
-
-INTERPRETED = knobs.runtime.interpret
-CUDA = torch.version.hip is None
-#: Kernels may use PTX; else its portable twin.
-PTX = CUDA and not INTERPRETED
+from .launch_triton import Variant, kernel, options
 
 #: Header words (8 bytes) that travel as arguments of a kernel: enough for 4 dimensions.
 HEADER_WORDS = 12
@@ -65,58 +57,6 @@ def header_words(plan: Plan) -> tuple[int, ...]:
     """The header as 64-bit words, padded to a multiple of HEADER_WORDS."""
     words = plan.header_bytes.view("<u8").tolist()
     return tuple(words + [0] * (-len(words) % HEADER_WORDS))
-
-
-_WIDE = ("sums_ptr", "status_ptr", "starts_ptr", "stats_ptr", "counts_ptr", "base_ptr", "key_ptr")
-
-
-def kernel(fn):
-    """`triton.jit` with one compiled form for all numbers: none is specialised on."""
-    numbers = [name for name, kind in fn.__annotations__.items() if kind in _NUMBERS]
-    return triton.jit(fn, do_not_specialize=numbers)
-
-
-_NUMBERS = ("tl.int32", "tl.int64", "tl.uint64")
-
-
-class Variant:
-    """A kernel with its constexpr values and launch options.
-
-    Parameters of a kernel are pointers (to int64 where the name is in `_WIDE`, else to bytes), then
-    numbers, then constexprs. From the second launch on the compiled form is called directly: what
-    Triton does anew at every launch, binding and hashing of arguments, would cost more host time
-    than all else in a call.
-    """
-
-    def __init__(self, kernel, options: dict[str, int | bool], **values: float) -> None:
-        names = list(kernel.arg_names)
-        self._kernel = kernel
-        self._keywords = values | options
-        self._types = [tl.int64 if n in _WIDE else tl.uint8 for n in names if n.endswith("_ptr")]
-        self._values = tuple(values[n] for n in names[len(names) - len(values) :])
-        self._forms: dict[tuple[int | bool, ...], Any] = {}
-
-    def launch(self, programs: int, tensors: tuple[torch.Tensor, ...], *numbers: int) -> None:
-        """Run `programs` programs on torch's current stream and device."""
-        pointers = [t.data_ptr() for t in tensors]
-        # What a compiled form depends on: the device, and which pointers are multiples of 16.
-        key = (tensors[0].get_device(), *[p & 15 == 0 for p in pointers])
-        form = None if INTERPRETED else self._forms.get(key)
-        if form is not None:
-            form[(programs, 1, 1)](*pointers, *numbers, *self._values)
-            return
-        if not INTERPRETED:
-            announce(self._kernel.__module__, "Triton's cache")
-        views = [triton.reinterpret(t, k) for t, k in zip(tensors, self._types, strict=True)]
-        self._forms[key] = self._kernel[(programs,)](*views, *numbers, **self._keywords)
-
-
-def options(num_warps: int, maxnreg: int | None = None) -> dict[str, int | bool]:
-    """Launch options. Products are never fused into sums: float bytes are part of the format."""
-    chosen: dict[str, int | bool] = {"num_warps": num_warps, "enable_fp_fusion": False}
-    if maxnreg is not None and CUDA:
-        chosen["maxnreg"] = maxnreg
-    return chosen
 
 
 @triton.jit

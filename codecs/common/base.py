@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.checksum import identity_term as checksum_identity
-from ..formats.dtypes import DType
-from ..formats.header import CHECKSUM, RECORD, Header, Section, align
+from ...formats.checksum import identity_term as checksum_identity
+from ...formats.dtypes import DType
+from ...formats.header import CHECKSUM, RECORD, Header, Section, align
 
 Bits = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..codecs.arrays_cpu import view_as
-from ..numba_cache import cached, part
-from .checksum import KEY_STEP, MASK64
+from ...formats.checksum import KEY_STEP, MASK64
+from .arrays_cpu import view_as
+from .compile_cache import cached, part
 
 _STEP = np.uint32(KEY_STEP)
 _ONE = np.uint32(1)

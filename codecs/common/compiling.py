@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..formats.codec_ids import CODEC_IDS
+from ...formats.codec_ids import CODEC_IDS
 
 _STEMS = {stem for _, stem in CODEC_IDS.values()}
 _announced: set[str] = set()

@@ -39,7 +39,7 @@ from numba.core.runtime import rtsys
 from numba.core.typed_passes import NopythonRewrites
 from numba.core.untyped_passes import InlineClosureLikes
 
-from .codecs.compiling import announce
+from .compiling import announce
 
 _DIGEST_NBYTES = 32
 _first_warning = threading.Lock()

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Numba forms of codecs/minifloat.py, for tiles of `LANES` elements.
+"""Numba forms of codecs/common/minifloat.py, for tiles of `LANES` elements.
 
 Loops have that constant length and every operand is cast: that is the form LLVM vectorises. Where a
 code is rounded, a float addition does it: values and sums are normal there, so the sum is the
@@ -14,9 +14,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ..formats.dtypes import DType
-from ..numba_cache import cached, part
+from ...formats.dtypes import DType
 from .arrays_cpu import as_read_only, view_as, with_scratch
+from .compile_cache import cached, part
 from .minifloat import INFINITY, NAN, Element, values_of
 
 U1, U2, U4 = np.uint8, np.uint16, np.uint32

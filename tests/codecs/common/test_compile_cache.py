@@ -23,9 +23,9 @@ from numba.core import caching, config
 from numba.core.dispatcher import Dispatcher
 
 import tightwire as tw
-from tightwire import numba_cache
 from tightwire.codecs import mx_cpu, zipccl_cpu
-from tightwire.numba_cache import _Cache, _Files, _fingerprint, cached, part
+from tightwire.codecs.common import compile_cache
+from tightwire.codecs.common.compile_cache import _Cache, _Files, _fingerprint, cached, part
 from tightwire.planning import backend_module
 
 
@@ -64,7 +64,7 @@ FACTORY = """
 import sys
 import numpy as np
 from numba import njit
-from tightwire.numba_cache import cached
+from tightwire.codecs.common.compile_cache import cached
 
 def factory(factor):
     @njit
@@ -120,7 +120,7 @@ def test_functions_of_two_processes_keep_their_callees(tmp_path: Path) -> None:
 #: Prints the next number here and in two children, forked one after the other.
 FORKS = """
 import os
-import tightwire.numba_cache
+import tightwire.codecs.common.compile_cache
 from numba.core.bytecode import FunctionIdentity
 
 for _ in range(2):
@@ -244,7 +244,7 @@ def test_what_processes_say_of_a_cache_empty_warm_and_damaged(tmp_path: Path) ->
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where functions are kept, in a process that has not warned yet."""
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(numba_cache, "_first_warning", threading.Lock())
+    monkeypatch.setattr(compile_cache, "_first_warning", threading.Lock())
     return tmp_path / "cache"
 
 
@@ -313,7 +313,7 @@ def test_a_folder_that_is_lost_is_a_warning(folder: Path) -> None:
 START = """
 import sys
 import numpy as np
-from tightwire.numba_cache import cached
+from tightwire.codecs.common.compile_cache import cached
 
 @cached(nogil=True)
 def total(x):

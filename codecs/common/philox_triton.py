@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton form of codecs/philox.py: the same words."""
+"""Triton form of codecs/common/philox.py: the same words."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.dtypes import DType
+from ...formats.dtypes import DType
 from .base import Bits
 from .minifloat import widen
 

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""Triton form of codecs/norms.py: the same bits, every addition by halves spelled out."""
+"""Triton form of codecs/common/norms.py: the same bits, every addition by halves spelled out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.dtypes import DType
-from .device import Variant, kernel, options
+from ...formats.dtypes import DType
+from .launch_triton import Variant, kernel, options
 from .minifloat import INFINITY
 from .minifloat_triton import elements_at, widen
 

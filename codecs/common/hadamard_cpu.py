@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Numba form of codecs/hadamard.py: the same sums.
+"""Numba form of codecs/common/hadamard.py: the same sums.
 
 `LANES` blocks go side by side, value i of all of them next to each other, so that every addition is
 one of whole vectors and none changes its order.
@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from ..numba_cache import part
+from .compile_cache import part
 
 I8 = np.int64
 LANES = 16

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from tightwire.codecs.philox import KeyNumbers, key_numbers, philox4x32, random_words
+from tightwire.codecs.common.philox import KeyNumbers, key_numbers, philox4x32, random_words
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from tightwire.codecs import philox_triton  # noqa: E402
+from tightwire.codecs.common import philox_triton  # noqa: E402
 
 #: Counter, key and words of philox4x32-10 in the test vectors of the authors' library, Random123.
 KNOWN = (
@@ -77,7 +77,7 @@ def test_streams_keys_and_steps_differ() -> None:
 @pytest.mark.parametrize("first", FIRSTS)
 def test_numba(key: KeyNumbers, first: int) -> None:
     numba = pytest.importorskip("numba")
-    from tightwire.codecs.philox_cpu import fill_words
+    from tightwire.codecs.common.philox_cpu import fill_words
 
     @numba.njit  # type: ignore[untyped-decorator]
     def fill(*args: Any) -> None:

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Numba form of codecs/philox.py: the same words."""
+"""Numba form of codecs/common/philox.py: the same words."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..numba_cache import part
+from .compile_cache import part
 from .philox import MULTIPLIERS, ROUNDS, STREAM_SHIFT, WEYL
 
 U4, U8 = np.uint32, np.uint64
