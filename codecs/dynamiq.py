@@ -206,6 +206,14 @@ class Dynamiq(CodecSpec):
         pairs = zip(("payload", "scales", "index"), self.used(nelem), strict=True)
         return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        scales_at = sections[0].nbytes
+        starts = (0, scales_at, scales_at + sections[1].nbytes)
+        return tuple((at, at + n) for at, n in zip(starts, self.used(nelem), strict=True))
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits; the last super-group is whole."""
         return (1 << 39) - 1024
@@ -462,15 +470,6 @@ def static_views(spec: Dynamiq, chunk: Chunk) -> Views:
         chunk.static[bytes_at : at + scales].reshape(n, 0 if each > 1 else spec.groups),
         chunk.static[index_at : index_at + index],
     )
-
-
-def static_used(
-    spec: Dynamiq, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    scales_at = sections[0].nbytes
-    starts = (0, scales_at, scales_at + sections[1].nbytes)
-    return tuple((at, at + n) for at, n in zip(starts, spec.used(nelem), strict=True))
 
 
 def chunk_energies(spec: Dynamiq, chunk: Chunk, stats: npt.NDArray[Any] | None) -> Floats:

@@ -135,6 +135,13 @@ class Lhc(CodecSpec):
             (Section(SECTION_KINDS["payload"], sketch), Section(SECTION_KINDS["index"], index))
         )
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        return (0, at), (at, at + -(-nelem // 8))
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """Sections have then less than 2^39 bytes, and rows numbers of 32 bits."""
         return 1 << 36
@@ -434,11 +441,3 @@ def static_views(spec: Lhc, chunk: Chunk) -> tuple[Bits, Bytes]:
     at = chunk.sections[0].nbytes
     cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
     return cells, chunk.static[at : at + -(-chunk.nelem // 8)]
-
-
-def static_used(
-    spec: Lhc, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    return (0, at), (at, at + -(-nelem // 8))

@@ -28,7 +28,9 @@ from .common.base import (
     Key,
     Layout,
     ReduceOp,
+    Tail,
     check_choice,
+    tail_of,
 )
 from .common.minifloat import (
     BY_NAME,
@@ -135,6 +137,17 @@ class Mx(CodecSpec):
     def layout(self, dtype: DType, nelem: int) -> Layout:
         """Sections payload (packed codes) and scales (a byte per block)."""
         return block_layout(self.format, nelem, -(-nelem // BLOCK))
+
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        return (0, payload_nbytes(self.format, nelem)), (at, at + -(-nelem // BLOCK))
+
+    def tail(self, nelem: int) -> Tail:
+        """See `CodecSpec.tail`."""
+        return tail_of(self.format.bits, nelem)
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
@@ -323,11 +336,3 @@ def static_views(chunk: Chunk) -> tuple[Bytes, Bytes]:
     """The chunk's payload section, and its scale bytes."""
     at = chunk.sections[0].nbytes
     return chunk.static[:at], chunk.static[at:][: -(-chunk.nelem // BLOCK)]
-
-
-def static_used(
-    spec: Mx, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    return (0, payload_nbytes(spec.format, nelem)), (at, at + -(-nelem // BLOCK))

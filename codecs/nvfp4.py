@@ -26,6 +26,8 @@ from .common.base import (
     Key,
     Layout,
     ReduceOp,
+    Tail,
+    tail_of,
 )
 from .common.minifloat import (
     BY_NAME,
@@ -84,6 +86,24 @@ class Nvfp4(CodecSpec):
         payload = Section(SECTION_KINDS["payload"], align(payload_nbytes(ELEMENT, nelem)))
         scales = Section(SECTION_KINDS["scales"], align(SCALES_HEAD + -(-nelem // BLOCK)))
         return Layout((payload, scales))
+
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        codes_at = at + SCALES_HEAD
+        used = payload_nbytes(ELEMENT, nelem)
+        return (0, used), (at, at + 4), (codes_at, codes_at + -(-nelem // BLOCK))
+
+    def tail(self, nelem: int) -> Tail:
+        """See `CodecSpec.tail`."""
+        return tail_of(ELEMENT.bits, nelem)
+
+    @property
+    def weighed_by_frame(self) -> tuple[int, ...]:
+        """The tensor's scale."""
+        return (1,)
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """That of mx; a section entry counts 128-byte blocks in 32 bits."""
@@ -215,13 +235,3 @@ def static_views(chunk: Chunk) -> tuple[Bytes, npt.NDArray[np.float32], Bytes]:
     at = chunk.sections[0].nbytes
     scales = chunk.static[at + SCALES_HEAD :][: -(-chunk.nelem // BLOCK)]
     return chunk.static[:at], chunk.static[at : at + 4].view("<f4"), scales
-
-
-def static_used(
-    spec: Nvfp4, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    codes_at = at + SCALES_HEAD
-    used = payload_nbytes(ELEMENT, nelem)
-    return (0, used), (at, at + 4), (codes_at, codes_at + -(-nelem // BLOCK))

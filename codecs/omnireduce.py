@@ -124,6 +124,13 @@ class Omnireduce(CodecSpec):
             (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["index"], index))
         )
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        return (0, at), (at, at + -(-self.blocks(nelem) // 8))
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
         return 1 << 36
@@ -220,14 +227,6 @@ def static_views(spec: Omnireduce, chunk: Chunk) -> Views:
     cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
     index = chunk.static[at : at + -(-spec.blocks(chunk.nelem) // 8)]
     return Views(cells.reshape(-1, spec.block), index)
-
-
-def static_used(
-    spec: Omnireduce, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    return (0, at), (at, at + -(-spec.blocks(nelem) // 8))
 
 
 def converted(bits: Bits, source: DType, target: DType) -> Bits:

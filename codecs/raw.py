@@ -34,6 +34,17 @@ class Raw(CodecSpec):
         """One static section with the chunk's bytes."""
         return Layout((Section(SECTION_KINDS["payload"], align(nelem * dtype.itemsize)),))
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        return ((0, nelem * dtype.itemsize),)
+
+    @property
+    def weighed_unit(self) -> int:
+        """See `CodecSpec.weighed_unit`."""
+        return 1
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
         return ((1 << 39) - 128) // dtype.itemsize
@@ -75,10 +86,3 @@ def decode_chunk(
     data = out.view(np.uint8)
     data[:] = chunk.static[start * chunk.dtype.itemsize :][: data.size]
     return ChunkDecoded()
-
-
-def static_used(
-    spec: Raw, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    return ((0, nelem * dtype.itemsize),)

@@ -9,31 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import CodecSpec, Plan
-from .common.frame_triton import (
-    CHUNK,
-    CHUNK_PADDING,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
-    add_header,
-    check_header,
-    clear,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
-    report,
-    store_element,
-    touched,
-    weigh,
-    weigh_bytes,
-)
+from .common.frame_triton import frame_of, store_element, touched, weigh, weigh_bytes
 from .common.launch_triton import Variant, kernel, options
 
 _BLOCK = tl.constexpr(1 << 14)
@@ -67,30 +45,16 @@ def _unit_terms(v, i, UNIT: tl.constexpr):
 def _encode_kernel(
     x_ptr,
     out_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nbytes: tl.int64,
     chunk_nbytes: tl.int64,
     blocks: tl.int32,
     head: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
-    itemsize: tl.int32,
     UNIT: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Copy one block of one chunk. Header and records were cleared before."""
+    """Copy one block of one chunk."""
     pid = tl.program_id(0)
     chunk = pid // blocks
     block = pid % blocks
@@ -106,16 +70,6 @@ def _encode_kernel(
     if SUMS:
         total += tl.sum(_unit_terms(v, i, UNIT), 0)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    if block == 0:
-        clear(static_ptr, n, static_stride * 128, block, blocks)
-        tl.store(record + 2, chunk.to(tl.int64) << 32)
-        total += identity + record_term(n // itemsize, n * 0, chunk * 0, chunk)
-        if chunk == 0:
-            k = tl.arange(0, 16)
-            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
-    elif static_stride * 128 > n:
-        clear(static_ptr, n, static_stride * 128, block, blocks)
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -163,88 +117,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nbytes: tl.int64,
-    chunk_nbytes: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    itemsize: tl.int32,
-    planned: tl.int32,
-    summed: tl.int32,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
-    chunk = first_chunk + tl.program_id(0)
-    first = chunk.to(tl.int64) * chunk_nbytes
-    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    both = tl.load(record + 2)
-    where = chunk.to(tl.int64) << 8
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr,
-            status_ptr,
-            head,
-            chunks,
-            static_at,
-            h0,
-            h1,
-            h2,
-            h3,
-            h4,
-            h5,
-            h6,
-            h7,
-            h8,
-            h9,
-            h10,
-            h11,
-        )
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-        total, padding = padding_of(static_ptr, n, static_stride * 128)
-        if padding != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n // itemsize, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True: raw takes every dtype."""
     return True
@@ -272,33 +144,23 @@ def _decode_variant(unit: int, exponent: int, add: int, store: bool, sums: bool)
     )
 
 
-@functools.cache
-def _check_variant(sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), SUMS=sums)
-
-
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """See `zipccl_triton.encode`."""
     size = plan.dtype.itemsize
     chunk_nbytes = plan.chunk_nelem * size
     blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
-    out[: plan.static_offset].zero_()
-    header = header_words(plan)
+    frame_of(plan).begin(out)
     unit = _unit(size * plan.nelem, chunk_nbytes, x.data_ptr())
     _encode_variant(unit, plan.checksum).launch(
         blocks * plan.chunks,
         (x, out),
-        *header[:HEADER_WORDS],
-        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
         plan.nelem * size,
         chunk_nbytes,
         blocks,
         plan.header.nbytes // 8,
         plan.static_offset // 128,
         plan.static_stride // 128,
-        size,
     )
-    add_header(plan, out, header)
 
 
 def decode(
@@ -326,7 +188,7 @@ def decode(
         scratch[: 8 * plan.chunks].zero_()
     if out is None:
         out = src
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     geometry = (plan.static_offset // 128, plan.static_stride // 128)
     if start < stop and (store or sums):
         unit = (
@@ -346,25 +208,6 @@ def decode(
             blocks,
             *geometry,
         )
-    if not check:
-        end_whole = first_whole
-    header = header_words(plan)
-    _check_variant(sums).launch(
-        end - first,
-        (src, scratch, status),
-        *header[:HEADER_WORDS],
-        first,
-        first_whole,
-        end_whole,
-        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
-        plan.nelem * size,
-        chunk_nbytes,
-        plan.chunks,
-        plan.header.nbytes // 8,
-        *geometry,
-        size,
-        int(planned),
-        int(plan.checksum),
+    frame_of(plan).check(
+        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, header)

@@ -28,7 +28,9 @@ from .common.base import (
     CodecSpec,
     Key,
     Layout,
+    Tail,
     check_choice,
+    tail_of,
 )
 from .common.hadamard import Floats, rotate
 from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
@@ -144,6 +146,17 @@ class Sdp4bit(CodecSpec):
         return Layout(
             (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
         )
+
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        return (0, self.payload_nbytes(nelem)), (at, at + SCALE_NBYTES * self.groups(nelem))
+
+    def tail(self, nelem: int) -> Tail:
+        """See `CodecSpec.tail`."""
+        return tail_of(self.bits, nelem)
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
@@ -282,14 +295,6 @@ def static_views(spec: Sdp4bit, chunk: Chunk) -> tuple[Bytes, Words]:
     at = chunk.sections[0].nbytes
     scales = chunk.static[at : at + SCALE_NBYTES * spec.groups(chunk.nelem)]
     return chunk.static[: spec.payload_nbytes(chunk.nelem)], scales.view("<u4")
-
-
-def static_used(
-    spec: Sdp4bit, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    return (0, spec.payload_nbytes(nelem)), (at, at + SCALE_NBYTES * spec.groups(nelem))
 
 
 def tail_is_zero(spec: Sdp4bit, chunk: Chunk) -> bool:

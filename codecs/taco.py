@@ -157,6 +157,19 @@ class Taco(CodecSpec):
             (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
         )
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        scales_at = sections[0].nbytes
+        scales_end = scales_at + self.blocks(nelem) * self.scale_nbytes
+        return (0, self.payload_nbytes(nelem)), (scales_at, scales_end)
+
+    @property
+    def weighed_unit(self) -> int:
+        """A block: its codes have eight bits."""
+        return self.block
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits; the last block is whole."""
         return (1 << 39) - 512
@@ -288,15 +301,6 @@ def static_views(spec: Taco, chunk: Chunk) -> tuple[Bytes, Words]:
     n_blocks = spec.blocks(chunk.nelem)
     scales = chunk.static[chunk.sections[0].nbytes :][: n_blocks * spec.scale_nbytes]
     return chunk.static[: chunk.sections[0].nbytes], scales.view("<u4").reshape(n_blocks, n_words)
-
-
-def static_used(
-    spec: Taco, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    scales_at = sections[0].nbytes
-    scales_end = scales_at + spec.blocks(nelem) * spec.scale_nbytes
-    return (0, spec.payload_nbytes(nelem)), (scales_at, scales_end)
 
 
 def _blocks(bits: Bits, dtype: DType, size: int) -> tuple[Floats, npt.NDArray[np.bool]]:

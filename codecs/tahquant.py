@@ -155,6 +155,20 @@ class Tahquant(CodecSpec):
         pairs = zip(kinds, sizes, strict=True)
         return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        scales_at = sections[0].nbytes
+        index_at = scales_at + sections[1].nbytes
+        starts = (0, scales_at, index_at)
+        return tuple((at, at + n) for at, n in zip(starts, self.used(nelem), strict=True))
+
+    @property
+    def weighed_by_frame(self) -> tuple[int, ...]:
+        """The index."""
+        return (2,)
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """Every section of a chunk that gains anything has then less than 2^39 bytes."""
         return 1 << 36
@@ -278,16 +292,6 @@ def static_views(spec: Tahquant, chunk: Chunk) -> Views:
         chunk.static[scales_at + 4 * n : scales_at + scales],
         chunk.static[index_at : index_at + index],
     )
-
-
-def static_used(
-    spec: Tahquant, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    scales_at = sections[0].nbytes
-    index_at = scales_at + sections[1].nbytes
-    starts = (0, scales_at, index_at)
-    return tuple((at, at + n) for at, n in zip(starts, spec.used(nelem), strict=True))
 
 
 def narrow_tokens(spec: Tahquant, bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:

@@ -154,6 +154,24 @@ class Thc(CodecSpec):
             (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
         )
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        at = sections[0].nbytes
+        count_at = at - COUNT_NBYTES
+        return (
+            (0, self.cells_nbytes(nelem)),
+            (count_at, count_at + self.bits // 8),
+            (at, at + SEED_NBYTES),
+            (at + NORMS_AT, at + self.scales_nbytes(nelem)),
+        )
+
+    @property
+    def weighed_by_frame(self) -> tuple[int, ...]:
+        """The count, the seed, and a norm that all blocks share."""
+        return (1, 2) if self.norm == "block" else (1, 2, 3)
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
         return 1 << 37
@@ -247,20 +265,6 @@ def static_views(spec: Thc, chunk: Chunk) -> Views:
         chunk.static[count_at : count_at + spec.bits // 8].view(kind),
         chunk.static[at : at + SEED_NBYTES].view("<u4"),
         chunk.static[at + NORMS_AT : at + spec.scales_nbytes(chunk.nelem)].view("<u4"),
-    )
-
-
-def static_used(
-    spec: Thc, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    at = sections[0].nbytes
-    count_at = at - COUNT_NBYTES
-    return (
-        (0, spec.cells_nbytes(nelem)),
-        (count_at, count_at + spec.bits // 8),
-        (at, at + SEED_NBYTES),
-        (at + NORMS_AT, at + spec.scales_nbytes(nelem)),
     )
 
 

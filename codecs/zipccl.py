@@ -194,6 +194,14 @@ class Zipccl(CodecSpec):
             dynamic_bound=bound,
         )
 
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """See `CodecSpec.static_used`."""
+        index_at = sections[0].nbytes
+        index_end = index_at + tile_count(nelem) * INDEX_NBYTES
+        return (0, tiles_nbytes(fields_of(dtype), nelem)), (index_at, index_end)
+
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: per group of tiles a sum and a count, per tile a count and a slot."""
         return scratch_layout(dtype, nelem, chunks).nbytes
@@ -519,12 +527,3 @@ def static_views(
     n_tiles = tile_count(chunk.nelem)
     index = chunk.static[chunk.sections[0].nbytes :][: n_tiles * INDEX_NBYTES]
     return chunk.static, index[: 4 * n_tiles].view("<u4"), index[4 * n_tiles :].view("<u2")
-
-
-def static_used(
-    spec: Zipccl, dtype: DType, nelem: int, sections: tuple[Section, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that carry data; the rest is zero padding."""
-    index_at = sections[0].nbytes
-    index_end = index_at + tile_count(nelem) * INDEX_NBYTES
-    return (0, tiles_nbytes(fields_of(dtype), nelem)), (index_at, index_end)

@@ -61,6 +61,31 @@ class Layout(NamedTuple):
     dynamic_bound: int = 0
 
 
+class Gap(NamedTuple):
+    """A range of a chunk's static part that must be zero: bytes `start` to `stop`.
+
+    A device backend's decoder weighs for the checksum what is before `weighed`; the frame weighs
+    the rest. `weighed` is less than `start` where the frame weighs used bytes as well.
+    """
+
+    start: int
+    weighed: int
+    stop: int
+
+
+class Tail(NamedTuple):
+    """Bits behind a chunk's last code that must be zero: those of `mask` in the byte at `at`."""
+
+    at: int = 0
+    mask: int = 0
+
+
+def tail_of(bits: int, nelem: int) -> Tail:
+    """What is behind `nelem` codes of `bits` bits, the first of which starts at byte 0."""
+    at, used = divmod(bits * nelem, 8)
+    return Tail(at, 0xFF & -(1 << used)) if used else Tail()
+
+
 class Chunk(NamedTuple):
     """One chunk in memory: the type and number of its elements, its planned sections and its bytes.
 
@@ -202,6 +227,63 @@ class CodecSpec:
             NotImplementedError: In this base class.
         """
         raise NotImplementedError
+
+    def static_used(
+        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Byte ranges of a chunk's static part that carry data; the rest is zero padding.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of the chunk's own elements.
+            sections: The section table.
+
+        Returns:
+            (start, stop) of each range, in their order; the first starts at 0.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
+        raise NotImplementedError
+
+    @property
+    def weighed_unit(self) -> int:
+        """Bytes of a unit in which a device backend's decoder weighs the first used range."""
+        return 4
+
+    @property
+    def weighed_by_frame(self) -> tuple[int, ...]:
+        """Numbers of the used ranges that a device backend's decoder does not weigh."""
+        return ()
+
+    def gaps(self, dtype: DType, nelem: int, sections: tuple[Section, ...]) -> tuple[Gap, ...]:
+        """What is behind each used range of a chunk's static part, for device backends.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of the chunk's own elements.
+            sections: The section table.
+        """
+        used = self.static_used(dtype, nelem, sections)
+        stops = [
+            *(start for start, _ in used[1:]),
+            sum(s.nbytes for s in sections if not s.dynamic),
+        ]
+        gaps = []
+        for i, ((start, end), stop) in enumerate(zip(used, stops, strict=True)):
+            weighed = start if i in self.weighed_by_frame else end
+            if i == 0:
+                weighed = min(-(-end // self.weighed_unit) * self.weighed_unit, stop)
+            gaps.append(Gap(end, weighed, stop))
+        return tuple(gaps)
+
+    def tail(self, nelem: int) -> Tail:
+        """The bits behind a chunk's last code, where it ends within a byte.
+
+        Args:
+            nelem: Number of the chunk's own elements.
+        """
+        return Tail()
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """The most elements in one chunk.

@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 
 from ...formats import checksum
+from ...formats.checksum import identity_term
 from ...formats.errors import FormatError
-from .base import Plan
+from .base import Gap, Plan
 from .launch_triton import Variant, kernel, options
-
-#: Header words (8 bytes) that travel as arguments of a kernel: enough for 4 dimensions.
-HEADER_WORDS = 12
 
 KEY_STEP = tl.constexpr(checksum.KEY_STEP)
 F_NELEM = tl.constexpr(checksum.F_NELEM)
@@ -51,12 +49,6 @@ def problem(status: int) -> FormatError | None:
         where = "the header or the padding behind the records" if stage in (0, 4) else "the record"
         return FormatError(_STAGES[stage], f"{where} of chunk {chunk}, found on the device")
     return FormatError(_KINDS[kind], f"payload of chunk {chunk}, found on the device")
-
-
-def header_words(plan: Plan) -> tuple[int, ...]:
-    """The header as 64-bit words, padded to a multiple of HEADER_WORDS."""
-    words = plan.header_bytes.view("<u8").tolist()
-    return tuple(words + [0] * (-len(words) % HEADER_WORDS))
 
 
 @triton.jit
@@ -107,24 +99,6 @@ def report(status_ptr, code):
 
 
 @triton.jit
-def header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11):
-    """Words `h0` to `h11` as a vector over `i` = 0 .. 15."""
-    zero = tl.zeros([16], tl.uint64)
-    v = tl.where(i == 0, h0, zero)
-    v = tl.where(i == 1, h1, v)
-    v = tl.where(i == 2, h2, v)
-    v = tl.where(i == 3, h3, v)
-    v = tl.where(i == 4, h4, v)
-    v = tl.where(i == 5, h5, v)
-    v = tl.where(i == 6, h6, v)
-    v = tl.where(i == 7, h7, v)
-    v = tl.where(i == 8, h8, v)
-    v = tl.where(i == 9, h9, v)
-    v = tl.where(i == 10, h10, v)
-    return tl.where(i == 11, h11, v)
-
-
-@triton.jit
 def clear(ptr, start, stop, part, parts):
     """This program's share of clearing bytes `start` to `stop`."""
     at = start + part.to(tl.int64) * 1024
@@ -147,68 +121,6 @@ def padding_of(ptr, start, stop):
         any_set |= v.to(tl.int32)
         at += 128
     return tl.sum(total, 0), tl.max(any_set, 0)
-
-
-@triton.jit
-def check_header(
-    src_ptr, status_ptr, head, chunks, static_at, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11
-):
-    """Compare the header's first words with those given; what follows the records must be zero."""
-    i = tl.arange(0, 16)
-    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-    use = i < tl.minimum(head, 12)
-    w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + i, mask=use, other=0)
-    if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
-        report(status_ptr, HEADER)
-    end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
-    _, padding = padding_of(src_ptr, end, static_at * 128)
-    if padding != 0:
-        report(status_ptr, PADDING)
-
-
-@triton.jit
-def check_record(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    chunk,
-    n,
-    head,
-    identity,
-    planned,
-    summed,
-    whole,
-    terms,
-    padding,
-    SUMS: tl.constexpr,
-):
-    """The record of a chunk of `n` elements without dynamic part, raw form or info.
-
-    If the chunk was decoded `whole`, also its padding, the OR of whose bytes is `padding`, and with
-    SUMS its checksum: of the chunk's word at `sums_ptr` and `terms`.
-    """
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    both = tl.load(record + 2)
-    where = chunk << 8
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    if whole:
-        if padding != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total = terms + tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
 
 
 @triton.jit
@@ -272,80 +184,299 @@ def round_bfloat16(value):
     return tl.where((v & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
 
 
-@kernel
-def _more_header_kernel(
-    out_ptr,
-    at: tl.int32,
-    head: tl.int32,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-):
-    i = tl.arange(0, 16)
-    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-    tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + at + i, v, mask=(i < 12) & (at + i < head))
+#: Gaps of a static part that a table has place for.
+GAPS = 5
+_GAPS = tl.constexpr(GAPS)
+#: Words of a table: before what it says of three kinds of chunks, and of each of them.
+_PLAN_WORDS, _KIND_WORDS = tl.constexpr(8), tl.constexpr(3 * GAPS + 2)
+#: Words that a launch takes along.
+_ROW = 16
+#: Bytes that a program clears in one chunk, and the most programs of a chunk.
+_PART_NBYTES, _MAX_PARTS = 1 << 14, 1 << 10
+
+
+@triton.jit
+def chunk_kind(plan_ptr, chunk):
+    """(elements of a chunk, where the table says what holds for chunks of so many)."""
+    nelem, size = tl.load(plan_ptr + 2), tl.load(plan_ptr + 3)
+    n = tl.maximum(tl.minimum(size, nelem - chunk * size), 0)
+    kind = tl.where(n == size, 0, tl.where(n > 0, 1, 2))
+    return n, plan_ptr + _PLAN_WORDS + kind * _KIND_WORDS
+
+
+@triton.jit
+def check_header(src_ptr, plan_ptr, status_ptr):
+    """Compare a header with the plan's; what is behind the records must be zero."""
+    head = tl.load(plan_ptr)
+    words_ptr = plan_ptr + _PLAN_WORDS + 3 * _KIND_WORDS
+    at = head * 0
+    while at < head:
+        i = at + tl.arange(0, 32)
+        planned = tl.load(words_ptr + i, mask=i < head, other=0)
+        found = tl.load(src_ptr.to(tl.pointer_type(tl.int64)) + i, mask=i < head, other=0)
+        if tl.max((planned != found).to(tl.int32), 0) > 0:
+            report(status_ptr, HEADER)
+        at += 32
+    records_end = head * 8 + tl.load(plan_ptr + 1) * 32
+    _, padding = padding_of(src_ptr, records_end, tl.load(plan_ptr + 4))
+    if padding != 0:
+        report(status_ptr, PADDING)
+
+
+@triton.jit
+def _clear(ptr, start, stop, part, parts):
+    """This program's share of clearing bytes `start` to `stop`."""
+    at = start + part * 1024
+    while at < stop:
+        i = at + tl.arange(0, 1024)
+        tl.store(ptr + i, tl.zeros([1024], tl.uint8), mask=i < stop)
+        at += parts * 1024
 
 
 @kernel
-def _match_header_kernel(
+def _begin_kernel(out_ptr, plan_ptr, parts: tl.int64):
+    """A chunk's record and gaps, by `parts` programs; once, the header."""
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, part = pid // parts, pid % parts
+    n, kind_ptr = chunk_kind(plan_ptr, chunk)
+    static_at = tl.load(plan_ptr + 4)
+    static_ptr = out_ptr + static_at + chunk * tl.load(plan_ptr + 5)
+    for k in tl.static_range(_GAPS):
+        start, stop = tl.load(kind_ptr + 3 * k), tl.load(kind_ptr + 3 * k + 2)
+        _clear(static_ptr, start, stop, part, parts)
+    if part == 0:
+        head = tl.load(plan_ptr)
+        record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+        identity = tl.load(plan_ptr + 6).to(tl.uint64, bitcast=True)
+        total = identity + record_term(n, n * 0, n * 0, chunk)
+        summed = tl.load(plan_ptr + 7) != 0
+        tl.store(record, tl.where(summed, total, 0).to(tl.int64, bitcast=True))
+        tl.store(record + 1, n * 0)
+        tl.store(record + 2, chunk << 32)
+        tl.store(record + 3, n * 0)
+        if chunk == 0:
+            words_ptr = plan_ptr + _PLAN_WORDS + 3 * _KIND_WORDS
+            at = head * 0
+            while at < head:
+                i = at + tl.arange(0, 32)
+                word = tl.load(words_ptr + i, mask=i < head, other=0)
+                tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + i, word, mask=i < head)
+                at += 32
+            _clear(out_ptr, head * 8 + tl.load(plan_ptr + 1) * 32, static_at, part, parts * 0 + 1)
+
+
+@kernel
+def _check_kernel(
     src_ptr,
+    plan_ptr,
+    sums_ptr,
     status_ptr,
-    at: tl.int32,
-    head: tl.int32,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int64,
+    first_whole: tl.int64,
+    end_whole: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
 ):
-    i = tl.arange(0, 16)
-    v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-    use = (i < 12) & (at + i < head)
-    w = tl.load(src_ptr.to(tl.pointer_type(tl.uint64)) + at + i, mask=use, other=0)
-    if tl.max((use & (v != w)).to(tl.int32), 0) > 0:
-        report(status_ptr, HEADER)
-
-
-_MATCH_HEADER = Variant(_match_header_kernel, options(1))
-_MORE_HEADER = Variant(_more_header_kernel, options(1))
-
-
-def add_header(plan: Plan, out: torch.Tensor, words: tuple[int, ...]) -> None:
-    """Write what a header has beyond HEADER_WORDS words: that of five or more dimensions."""
-    for at in range(HEADER_WORDS, len(words), HEADER_WORDS):
-        part = words[at : at + HEADER_WORDS]
-        _MORE_HEADER.launch(1, (out,), at, plan.header.nbytes // 8, *part)
-
-
-def match_header(
-    plan: Plan,
-    src: torch.Tensor,
-    status: torch.Tensor,
-    words: tuple[int, ...],
-    first: int = HEADER_WORDS,
-) -> None:
-    """Compare the words of a header from number `first` on, by default beyond those that kernels
-    get as arguments, with the plan's.
+    """A chunk's record and last code; if it was decoded whole its padding, and with `summed` its
+    checksum; once, the header.
     """
-    for at in range(first, len(words), HEADER_WORDS):
-        part = words[at : at + HEADER_WORDS]
-        _MATCH_HEADER.launch(1, (src, status), at, plan.header.nbytes // 8, *part)
+    chunk = first_chunk + tl.program_id(0)
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(src_ptr, plan_ptr, status_ptr)
+    n, kind_ptr = chunk_kind(plan_ptr, chunk)
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + tl.load(plan_ptr) + chunk * 4
+    both = tl.load(record + 2)
+    where = chunk << 8
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
+    if planned != 0:
+        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
+    if tl.load(plan_ptr + 7) == 0:
+        odd |= tl.load(record)
+    if odd != 0:
+        report(status_ptr, RECORD + where)
+    static_ptr = src_ptr + tl.load(plan_ptr + 4) + chunk * tl.load(plan_ptr + 5)
+    first = chunk * tl.load(plan_ptr + 3)
+    mask = tl.load(kind_ptr + 3 * _GAPS + 1).to(tl.int32)
+    if (mask != 0) & (first + n > start) & (first + n <= stop):
+        last = tl.load(static_ptr + tl.load(kind_ptr + 3 * _GAPS)).to(tl.int32)
+        if (last & mask) != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+    if (chunk >= first_whole) & (chunk < end_whole):
+        total = tl.load(plan_ptr + 6).to(tl.uint64, bitcast=True)
+        padding = tl.zeros([], tl.int32)
+        for k in tl.static_range(_GAPS):
+            gap = tl.load(kind_ptr + 3 * k)
+            terms, behind = _gap(
+                static_ptr, gap, tl.load(kind_ptr + 3 * k + 1), tl.load(kind_ptr + 3 * k + 2)
+            )
+            total += terms
+            padding |= behind
+        if padding != 0:
+            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        if summed != 0:
+            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True)
+            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
+            if total != tl.load(record).to(tl.uint64, bitcast=True):
+                report(status_ptr, CHUNK + where + CHUNK_SUM)
+
+
+@triton.jit
+def _gap(ptr, start, weighed, stop):
+    """(checksum terms of bytes `weighed` to `stop`, OR of the bytes `start` to `stop`)."""
+    total = tl.zeros([128], tl.uint64)
+    any_set = tl.zeros([128], tl.int32)
+    at = tl.minimum(start, weighed)
+    while at < stop:
+        i = at + tl.arange(0, 128)
+        v = tl.load(ptr + i, mask=i < stop, other=0)
+        total += tl.where(i >= weighed, weigh_bytes(v, i), 0)
+        any_set |= tl.where(i >= start, v, 0).to(tl.int32)
+        at += 128
+    return tl.sum(total, 0), tl.max(any_set, 0)
+
+
+@kernel
+def _header_kernel(src_ptr, plan_ptr, status_ptr):
+    check_header(src_ptr, plan_ptr, status_ptr)
+
+
+@kernel
+def _table_kernel(
+    plan_ptr,
+    at: tl.int32,
+    w0: tl.int64,
+    w1: tl.int64,
+    w2: tl.int64,
+    w3: tl.int64,
+    w4: tl.int64,
+    w5: tl.int64,
+    w6: tl.int64,
+    w7: tl.int64,
+    w8: tl.int64,
+    w9: tl.int64,
+    w10: tl.int64,
+    w11: tl.int64,
+    w12: tl.int64,
+    w13: tl.int64,
+    w14: tl.int64,
+    w15: tl.int64,
+):
+    words = (w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15)
+    for k in tl.static_range(16):
+        tl.store(plan_ptr + at + k, words[k])
+
+
+_BEGIN = Variant(_begin_kernel, options(1))
+_CHECK = Variant(_check_kernel, options(1))
+_CHECK_HEADER = Variant(_header_kernel, options(1))
+_WRITE = Variant(_table_kernel, options(1))
+#: Tables that captured graphs read: they stay, as graphs do not say when they go.
+_captured: dict[int, torch.Tensor] = {}
+
+
+class Frame:
+    """Header, records and padding of a plan's buffers, as a GPU writes and checks them.
+
+    What kernels have to know lies in a small table in device memory, int64: the plan (see
+    `chunk_kind`, `check_header` and `_begin_kernel`), the gaps and the tail of whole chunks, of
+    the last one with elements and of empty ones, and the header.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        codec, sections = plan.codec, plan.layout.sections
+        header = plan.header_bytes.view("<i8").tolist()
+        identity = identity_term(codec.id, codec.version, plan.dtype.id, 0)
+        words = [len(header), plan.chunks, plan.nelem, plan.chunk_nelem]
+        words += [plan.static_offset, plan.static_stride, _signed(identity), int(plan.checksum)]
+        last = plan.nelem - plan.chunk_nelem * max(0, plan.filled_chunks - 1)
+        largest = 0
+        for nelem in (plan.chunk_nelem, last, 0):
+            gaps = codec.gaps(plan.dtype, nelem, sections)
+            for gap in [*gaps, *[Gap(0, 0, 0)] * (GAPS - len(gaps))]:
+                words += gap
+                largest = max(largest, gap.stop - gap.start)
+            words += codec.tail(nelem)
+        words += header
+        self._words = words + [0] * (-len(words) % _ROW)
+        self._parts = min(max(1, largest // _PART_NBYTES), _MAX_PARTS)
+        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """The table in the memory of a device, for torch's current stream there."""
+        on_gpu = device.type == "cuda"
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+        captured = on_gpu and torch.cuda.is_current_stream_capturing()
+        table = self._tables.get((device, stream))
+        if table is None:
+            # Numbers travel in launches: nothing waits for the host.
+            with torch.inference_mode(False):
+                table = torch.empty(len(self._words), dtype=torch.int64, device=device)
+            for at in range(0, len(self._words), _ROW):
+                _WRITE.launch(1, (table,), at, *self._words[at : at + _ROW])
+            if not captured:
+                self._tables[device, stream] = table
+        elif captured:
+            _captured[id(table)] = table
+        return table
+
+    def begin(self, out: torch.Tensor) -> None:
+        """Write all of a buffer but what its codec does; encoders add their checksum terms."""
+        programs = self._plan.chunks * self._parts
+        _BEGIN.launch(programs, (out, self.table(out.device)), self._parts)
+
+    def check(
+        self,
+        src: torch.Tensor,
+        sums: torch.Tensor,
+        status: torch.Tensor,
+        start: int,
+        stop: int,
+        *,
+        whole: bool,
+        summed: bool,
+        planned: bool,
+    ) -> None:
+        """Check the chunks that elements `start` to `stop` lie in, after they were decoded.
+
+        Those that were decoded `whole` have their padding checked, and if they were `summed` their
+        checksum: the decoder's terms are at `sums`, int64, a word for each chunk. The header is
+        compared if it is `planned`.
+        """
+        first, end, first_whole, end_whole = touched(self._plan, start, stop)
+        _CHECK.launch(
+            end - first,
+            (src, self.table(src.device), sums, status),
+            start,
+            stop,
+            first,
+            first_whole,
+            end_whole if whole else first_whole,
+            int(planned),
+            int(summed),
+        )
+
+    def check_header(self, src: torch.Tensor, status: torch.Tensor) -> None:
+        """Compare a buffer's header with the plan's."""
+        _CHECK_HEADER.launch(1, (src, self.table(src.device), status))
+
+
+def frame_of(plan: Plan) -> Frame:
+    """The frame of a plan, made once."""
+    frame: Frame | None = plan.__dict__.get("_frame")
+    if frame is None:
+        frame = plan.__dict__["_frame"] = Frame(plan)
+    return frame
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
 
 
 def touched(plan: Plan, start: int, stop: int) -> tuple[int, int, int, int]:

@@ -18,7 +18,16 @@ CUDA = torch.version.hip is None
 PTX = CUDA and not INTERPRETED
 
 
-_WIDE = ("sums_ptr", "status_ptr", "starts_ptr", "stats_ptr", "counts_ptr", "base_ptr", "key_ptr")
+_WIDE = (
+    "sums_ptr",
+    "status_ptr",
+    "starts_ptr",
+    "stats_ptr",
+    "counts_ptr",
+    "base_ptr",
+    "key_ptr",
+    "plan_ptr",
+)
 
 
 def kernel(fn):

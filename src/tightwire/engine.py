@@ -69,7 +69,7 @@ def _static_gaps(
     if raw:
         used = ((0, min(nelem * dtype.itemsize, size)),)
     else:
-        used = backend_module(spec.name, "ref").static_used(spec, dtype, nelem, sections)
+        used = spec.static_used(dtype, nelem, sections)
     starts = [0, *(hi for _, hi in used)]
     stops = [*(lo for lo, _ in used), size]
     return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)

@@ -1032,9 +1032,9 @@ def _launch(
 
 
 def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
-    from .codecs.common.frame_triton import header_words, match_header
+    from .codecs.common.frame_triton import frame_of
 
-    match_header(plan, data, status, header_words(plan), 0)
+    frame_of(plan).check_header(data, status)
 
 
 def _new_status(device: torch.device) -> torch.Tensor:
