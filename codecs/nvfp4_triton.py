@@ -1,24 +1,236 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,attr-defined,misc"
 """nvfp4 on a GPU: a pass for the tensor's largest magnitude unless it is given, then as mx."""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import CodecSpec, Plan
-from .common.minifloat import WIDENED
-from .common.minifloat_triton import (
-    Blocks,
-    add_and_encode_blocks,
-    decode_blocks,
-    encode_blocks,
-    measure_elements,
-    measure_sums,
+from .common.blocks_triton import (
+    SLOT,
+    TILINGS,
+    blocks_of,
+    fours,
+    load_slots,
+    pack_slots,
+    slot_tops,
+    slot_values,
 )
-from .nvfp4 import BLOCK, ELEMENT, SCALES_HEAD
+from .common.driver_triton import Driver, Source
+from .common.frame_triton import weigh
+from .common.minifloat import INFINITY, NAN, WIDENED
+from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
+from .nvfp4 import BLOCK, ELEMENT, NAN_SCALE, NO_RECIPROCAL, RANGE, SCALES_HEAD, SIXTH
 
-_BLOCKS = Blocks(ELEMENT, BLOCK, SCALES_HEAD)
+_INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
+_FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
+_RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
+_NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
+#: Tensor scales with which no quotient of `_quotient` is too small or too large.
+_LEAST_SCALE, _MOST_SCALE = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
+
+
+@triton.jit
+def _step(scales, g):
+    """Values of e4m3 scales over `g`; those of NaN are NaN."""
+    magnitudes = scales & 127
+    values = as_float(magnitudes << 20) * (2.0**120)
+    bits = tl.where(magnitudes == 127, _NAN, as_bits(values) | ((scales & 128) << 24))
+    return tl.div_rn(as_float(bits), values * 0.0 + g)
+
+
+@triton.jit
+def _float_scales(tops, g):
+    """(scale codes, e4m3, int32; what to multiply by) from blocks' largest magnitudes, nvfp4."""
+    special = tops >= _INFINITY
+    wanted = as_float(tl.where(special, 0, tops)) * (g * _SIXTH)
+    scales = round_magnitude(wanted, 3, 7, 448.0) >> 20
+    steps = _step(scales, g)
+    none = steps <= _NO_RECIPROCAL
+    factors = tl.div_rn(steps * 0.0 + 1.0, tl.where(none, 1.0, steps))
+    return tl.where(special, _NAN_SCALE, scales), tl.where(none, _FLT_MAX, factors)
+
+
+@triton.jit
+def _is_usual(g):
+    return (g >= _LEAST_SCALE) & (g <= _MOST_SCALE)
+
+
+@triton.jit
+def _quotient(a, g, inverse):
+    """`a` / `g` to nearest even for numbers that are no more than 2^60 from 1, or zero; `inverse`
+    is 1 / `g` (Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990).
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 q, r; mul.rn.f32 q, $1, $3; neg.f32 r, $1; fma.rn.f32 r, q, $2, r; "
+        "neg.f32 r, r; fma.rn.f32 $0, r, $3, q; }",
+        "=r,r,r,r",
+        [a, g, inverse],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _reciprocal(a):
+    """1 / `a` to nearest even where both are normal numbers; NaN for 0. The steps by which
+    rcp.rn.f32 is compiled, without its branch for other numbers.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; "
+        "fma.rn.f32 e, e, r, 0f3F800000; fma.rn.f32 $0, r, e, r; }",
+        "=r,r",
+        [a],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _nearest_e4m3(value):
+    """(code, int32; its value) nearest to floats, ties to even, saturating."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 code, half, _h; .reg .b32 two; "
+        "cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $2; cvt.u32.u16 $0, code; "
+        "cvt.rn.f16x2.e4m3x2 two, code; mov.b32 {half, _h}, two; cvt.f32.f16 $1, half; }",
+        "=&r,=&r,r",
+        [value],
+        dtype=(tl.int32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _tensor_scale(static_ptr, scales_at):
+    """The float32 before a chunk's scales.
+
+    A damaged one is reported by the check; what is decoded with it has no meaning.
+    """
+    g = tl.load((static_ptr + scales_at * 128).to(tl.pointer_type(tl.float32)))
+    return tl.where(g > 0, g, 1.0)
+
+
+@triton.jit
+def _chosen_scale(stats_ptr):
+    """g, by which the largest magnitude becomes 448 * 6, from its bits."""
+    largest = tl.minimum(tl.maximum(tl.load(stats_ptr), 0), _INFINITY - 1).to(tl.int32)
+    divisor = as_float(tl.where(largest == 0, 0x3F800000, largest))
+    g = tl.minimum(tl.div_rn(divisor * 0 + _RANGE, divisor), _FLT_MAX)
+    return tl.where(largest == 0, 1.0, g)
+
+
+@triton.jit
+def _top_finite(a, top, EXP: tl.constexpr):
+    """The larger of `top` and, element by element, the magnitudes of `a` plus a step of infinity's
+    exponent, which is negative if they are not finite.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, step; and.b32 t, $1, 0x7FFF7FFF; mov.b32 step, "
+        + ("0x00800080" if EXP == 8 else "0x04000400")
+        + "; add.s16x2 t, t, step; max.s16x2 $0, t, $2; }",
+        "=r,r,r",
+        [a, top],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _finite_top_of_pairs(words, EXP: tl.constexpr):
+    """As `_finite_top`, of columns of words of two elements."""
+    STEP: tl.constexpr = 0x0080 if EXP == 8 else 0x0400
+    top = words[0] * 0 + STEP * 0x10001
+    for j in tl.static_range(SLOT // 2):
+        top = _top_finite(words[j], top, EXP)
+    low, high = halves(top - STEP * 0x10001, EXP)
+    return tl.max(tl.maximum(as_bits(low), as_bits(high)), 0)
+
+
+@triton.jit
+def _finite_top(v):
+    """The largest finite magnitude of 8 columns, as float32 bits."""
+    top = as_bits(v[0]) * 0
+    for j in tl.static_range(SLOT):
+        magnitude = as_bits(v[j]) & MAGNITUDE
+        top = tl.maximum(top, tl.where(magnitude < _INFINITY, magnitude, 0))
+    return tl.max(top, 0)
+
+
+@triton.jit
+def _scale(stats_ptr, static_ptr, at, F: tl.constexpr, CHOOSE: tl.constexpr):
+    """The tensor's scale, from its largest magnitude or of a buffer."""
+    if CHOOSE:
+        g = _chosen_scale(stats_ptr)
+    else:
+        g = _tensor_scale(static_ptr, at)
+    return g, _is_usual(g)
+
+
+@triton.jit
+def _source_scale(stats_ptr, static_ptr, at, F: tl.constexpr, CHOOSE: tl.constexpr):
+    """As `_scale`, where none is chosen yet."""
+    if CHOOSE:
+        return 1.0, True
+    else:
+        g = _tensor_scale(static_ptr, at)
+        return g, _is_usual(g)
+
+
+@triton.jit
+def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Encode a tile's slots; the first tile writes the tensor's scale."""
+    tops = slot_tops(v, F, L)
+    if len(v) == SLOT:
+        scales, factor = _float_scales(tops, t.scale)
+    else:
+        scales, steps = _nearest_e4m3(as_float(tops) * (t.scale * _SIXTH))
+        scales = tl.where(tops >= _INFINITY, _NAN_SCALE, scales)
+        # Of a scale of 0 the reciprocal is NaN, which the minimum drops.
+        step = _quotient(steps, t.scale, _reciprocal(t.scale))
+        factor = tl.minimum(_reciprocal(step), _FLT_MAX)
+    total = pack_slots(v, t, scales, factor, tops >= _INFINITY, F, L, MASKED)
+    g = t.scale.to(tl.uint32, bitcast=True)
+    first = t.tile == 0
+    tl.store(t.static_ptr.to(tl.pointer_type(tl.uint32)) + t.at * 32, g, mask=first)
+    return total + tl.where(first, weigh(g, t.at * 32), 0)
+
+
+@triton.jit
+def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a tile's slots. No code is wrong."""
+    low, high, scales, terms = load_slots(t, F, L, MASKED)
+    FAST: tl.constexpr = L.cvt and (L.item == 2) and (MASKED == 0)
+    if FAST:
+        steps = fours(scales.to(tl.uint32, bitcast=True), 3, False)[0]
+        factor = _quotient(steps, t.scale, _reciprocal(t.scale)) * 64.0
+    else:
+        factor = _step(scales, t.scale)
+    return slot_values(low, high, factor, F, L, MASKED), t.tile, terms
+
+
+@triton.jit
+def _find_largest(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """The largest finite magnitude of a tile, as float32 bits, into `stats_ptr`."""
+    if len(v) == SLOT:
+        top = _finite_top(v)
+    else:
+        top = _finite_top_of_pairs(v, L.exponent)
+    tl.atomic_max(stats_ptr, top.to(tl.int64), sem="relaxed")
+    return tl.zeros([], tl.uint64)
+
+
+_FORM = blocks_of(ELEMENT, BLOCK, SCALES_HEAD)
+_DRIVER = Driver(_pack, _unpack, _scale, _FORM, TILINGS)
+_MEASURE = Driver(_find_largest, _unpack, _source_scale, _FORM, TILINGS)
 
 
 def supports(dtype: DType) -> bool:
@@ -28,14 +240,16 @@ def supports(dtype: DType) -> bool:
 
 def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
     """As `Nvfp4.measure`, int64, shape (1,), on the device of `x`."""
-    return measure_elements(_BLOCKS, dtype, x)
+    stats = torch.zeros(1, dtype=torch.int64, device=x.device)
+    _MEASURE.measure(dtype, x, stats)
+    return stats
 
 
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     if stats is None:
-        stats = measure_elements(_BLOCKS, plan.dtype, x)
-    encode_blocks(_BLOCKS, plan, x, out, stats.to(torch.int64))
+        stats = measure(plan.codec, plan.dtype, x)
+    _DRIVER.encode(plan, x, out, stats=stats.to(torch.int64))
 
 
 def decode_add_encode(
@@ -53,30 +267,16 @@ def decode_add_encode(
 ) -> None:
     """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`.
 
-    `x` has the plan's dtype or float32; sums are in float32, rounded to the plan's. Without `stats`
-    a pass before finds their largest magnitude: `src` and `x` are read, and nothing but that is
-    written. See `tightwire.gpu` for the contract.
+    Without `stats` a pass before finds the largest magnitude of the sums: `src` and `x` are read,
+    and nothing but that is written.
     """
     if stats is None:
-        stats = measure_sums(_BLOCKS, plan, src, x)
-    stats = stats.to(torch.int64)
-    add_and_encode_blocks(_BLOCKS, plan, src, x, out, scratch, status, stats, planned)
+        stats = torch.zeros(1, dtype=torch.int64, device=x.device)
+        _MEASURE.measure(plan.dtype, x, stats, plan, src)
+    source = Source(source_plan, _FORM, src, scratch, status, planned)
+    _DRIVER.encode(plan, x, out, stats=stats.to(torch.int64), source=source)
 
 
-def decode(
-    plan: Plan,
-    src,
-    out,
-    scratch,
-    status,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    check: bool = True,
-    dynamic_starts=None,
-    store: bool = True,
-    add: bool = False,
-    planned: bool = True,
-) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
-    decode_blocks(_BLOCKS, plan, src, out, scratch, status, start, stop, check, store, add, planned)
+def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
+    """Decode elements into `out`; see `Driver.decode`."""
+    _DRIVER.decode(plan, src, out, scratch, status, **selection)

@@ -30,15 +30,16 @@ def lanes(RUNS: tl.constexpr):
 
 
 @triton.jit
-def load_words(x, here, RUNS: tl.constexpr, ITEM: tl.constexpr):
-    """Columns of words of the runs at `x`, a pointer to bytes, a multiple of 16.
+def load_words(x, here, RUNS: tl.constexpr, ITEM: tl.constexpr, SIZE: tl.constexpr = 32):
+    """Columns of words of the runs of SIZE elements at `x`, a pointer to bytes, a multiple of 16.
 
     `here`: None, or which runs there are; others are 0.
     """
     columns = ()
     words = x.to(tl.pointer_type(tl.uint32))
-    for k in tl.static_range(0, 8 * ITEM, 4):
-        i = lanes(RUNS)[:, None] * (8 * ITEM) + k + tl.arange(0, 4)[None, :]
+    COUNT: tl.constexpr = SIZE * ITEM // 4
+    for k in tl.static_range(0, COUNT, 4):
+        i = lanes(RUNS)[:, None] * COUNT + k + tl.arange(0, 4)[None, :]
         if here is None:
             four = tl.load(words + i)
         else:
@@ -60,12 +61,20 @@ def word_values(words, EXP: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
-def load_elements(x, at, inside, RUNS: tl.constexpr, EXP: tl.constexpr, ITEM: tl.constexpr):
-    """float32 columns of elements anywhere: numbers `at` from `x` on, shape [RUNS, 32]; 0 where not
-    `inside`.
+def load_elements(
+    x,
+    at,
+    inside,
+    RUNS: tl.constexpr,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    SIZE: tl.constexpr = 32,
+):
+    """float32 columns of elements anywhere: numbers `at` from `x` on, shape [RUNS, SIZE]; 0 where
+    not `inside`.
     """
     bits = tl.load(elements_at(x, ITEM) + at, mask=inside, other=0).to(tl.uint32)
-    return to_columns(float_of(bits, EXP, ITEM), RUNS, RUN, 5)
+    return to_columns(float_of(bits, EXP, ITEM), RUNS, SIZE, 5 if SIZE == 32 else 3)
 
 
 @triton.jit
@@ -87,26 +96,40 @@ def store_runs(out, words, RUNS: tl.constexpr, STAGED: tl.constexpr):
 
 
 @triton.jit
+def in_rows(columns):
+    """8 or 32 columns as one tensor, shape [RUNS, columns]."""
+    return from_columns(columns, len(columns), 5 if len(columns) == 32 else 3)
+
+
+@triton.jit
 def store_elements(out, at, words, use, RUNS: tl.constexpr, ITEM: tl.constexpr):
-    """Store the elements of words of runs where `at` and `use`, shape [RUNS, 32], say."""
+    """Store the elements of words of runs where `at` and `use`, shape [RUNS, elements], say."""
     if ITEM == 4:
-        tl.store(elements_at(out, ITEM) + at, from_columns(words, RUN, 5), mask=use)
+        tl.store(elements_at(out, ITEM) + at, in_rows(words), mask=use)
     else:
         halves = ()
-        for k in tl.static_range(RUN // 2):
+        for k in tl.static_range(len(words)):
             halves = halves + (words[k].to(tl.uint16), (words[k] >> 16).to(tl.uint16))
-        tl.store(elements_at(out, ITEM) + at, from_columns(halves, RUN, 5), mask=use)
+        tl.store(elements_at(out, ITEM) + at, in_rows(halves), mask=use)
 
 
 @triton.jit
 def add_elements(
-    out, at, y, use, EXP: tl.constexpr, ITEM: tl.constexpr, ADD: tl.constexpr, CVT: tl.constexpr
+    out,
+    at,
+    y,
+    use,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    ADD: tl.constexpr,
+    CVT: tl.constexpr,
+    LIMIT: tl.constexpr = True,
 ):
-    """Add float32 columns, limited and rounded to the dtype, to elements of ADD bytes."""
+    """Add float32 columns, rounded to the dtype as by `rounded_pair`, to elements of ADD bytes."""
     values = ()
-    for k in tl.static_range(0, RUN, 2):
-        values = values + rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
-    add_to(accumulator(out, EXP, ADD) + at, from_columns(values, RUN, 5), use, EXP, ADD)
+    for k in tl.static_range(0, len(y), 2):
+        values = values + rounded_pair(y[k], y[k + 1], EXP, ITEM, LIMIT, CVT)
+    add_to(accumulator(out, EXP, ADD) + at, in_rows(values), use, EXP, ADD)
 
 
 @triton.jit
@@ -122,15 +145,16 @@ def limited(y, EXP: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
-def narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr):
-    """Bits of two values in a word, `a` lower; limited and rounded to a dtype of 16 bits.
+def narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr, LIMIT: tl.constexpr = True):
+    """Bits of two values in a word, `a` lower; rounded to a dtype of 16 bits, with LIMIT in its
+    finite range.
 
     NaN, which is any otherwise, is the quiet one where they are `lost`.
     """
     if CVT:
         PAIR: tl.constexpr = "f16x2" if EXP == 5 else "bf16x2"
         word = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite." + PAIR + ".f32 $0, $2, $1;",
+            "cvt.rn." + ("satfinite." if LIMIT else "") + PAIR + ".f32 $0, $2, $1;",
             "=r,r,r",
             [a, b],
             dtype=tl.uint32,
@@ -138,7 +162,8 @@ def narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr):
             pack=1,
         )
     else:
-        a, b = limited(a, EXP, 2), limited(b, EXP, 2)
+        if LIMIT:
+            a, b = limited(a, EXP, 2), limited(b, EXP, 2)
         if EXP == 5:
             low = a.to(tl.float16).to(tl.uint16, bitcast=True)
             high = b.to(tl.float16).to(tl.uint16, bitcast=True)
@@ -148,6 +173,27 @@ def narrow_pair(a, b, lost, EXP: tl.constexpr, CVT: tl.constexpr):
     if lost is not None:
         word = tl.where(lost, 0x7E007E00 if EXP == 5 else 0x7FC07FC0, word)
     return word
+
+
+@triton.jit
+def _quiet_pair(word, a, b, EXP: tl.constexpr, CVT: tl.constexpr):
+    """A word that `narrow_pair` made of `a` and `b` with the quiet NaN for every NaN."""
+    if CVT:
+        # What the device makes of NaN is positive and above all numbers.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 nan; mov.b32 nan, "
+            + ("0x7E007E00" if EXP == 5 else "0x7FC07FC0")
+            + "; min.s16x2 $0, $1, nan; }",
+            "=r,r",
+            [word],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        NAN: tl.constexpr = 0x7E00 if EXP == 5 else 0x7FC0
+        word = tl.where(a != a, (word & 0xFFFF0000) | NAN, word)
+        return tl.where(b != b, (word & 0xFFFF) | (NAN << 16), word)
 
 
 @triton.jit
@@ -184,36 +230,59 @@ def rounded_pair(
 
 
 @triton.jit
-def element_words(y, lost, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr):
-    """Columns of words of what float32 columns round to in a dtype; NaN in runs that are lost."""
+def element_words(
+    y, lost, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr, LIMIT: tl.constexpr = True
+):
+    """Columns of words of what float32 columns round to in a dtype, as by `narrow_pair`.
+
+    The quiet NaN stands in runs that are `lost`, or if that is None for every NaN.
+    """
     words = ()
-    for k in tl.static_range(0, RUN, 4 // ITEM):
+    for k in tl.static_range(0, len(y), 4 // ITEM):
         if ITEM == 4:
-            bits = limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
-            words = words + (tl.where(lost, 0x7FC00000, bits),)
+            value = y[k]
+            if LIMIT:
+                value = limited(value, EXP, ITEM)
+            bits = value.to(tl.uint32, bitcast=True)
+            if lost is None:
+                bits = tl.where(value != value, 0x7FC00000, bits)
+            else:
+                bits = tl.where(lost, 0x7FC00000, bits)
+            words = words + (bits,)
         else:
-            words = words + (narrow_pair(y[k], y[k + 1], lost, EXP, CVT),)
+            word = narrow_pair(y[k], y[k + 1], lost, EXP, CVT, LIMIT)
+            if lost is None:
+                word = _quiet_pair(word, y[k], y[k + 1], EXP, CVT)
+            words = words + (word,)
     return words
 
 
 @triton.jit
-def sum_runs(y, v, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr):
-    """float32 columns `y`, limited and rounded to the dtype, plus `v`, rounded again."""
+def sum_runs(
+    y, v, EXP: tl.constexpr, ITEM: tl.constexpr, CVT: tl.constexpr, LIMIT: tl.constexpr = True
+):
+    """float32 columns `y`, rounded to the dtype as by `rounded_pair`, plus `v`, rounded again."""
     sums = ()
-    for k in tl.static_range(0, RUN, 2):
-        a, b = rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
+    for k in tl.static_range(0, len(y), 2):
+        a, b = rounded_pair(y[k], y[k + 1], EXP, ITEM, LIMIT, CVT)
         sums = sums + rounded_pair(a + v[k], b + v[k + 1], EXP, ITEM, False, CVT)
     return sums
 
 
 @triton.jit
-def sum_words(y, words, EXP: tl.constexpr):
+def sum_pairs(y, words, EXP: tl.constexpr, LIMIT: tl.constexpr = True):
     """As `sum_runs`, of words of two elements of 16 bits, and by the device's own sums of them."""
     sums = ()
-    for k in tl.static_range(RUN // 2):
-        decoded = narrow_pair(y[2 * k], y[2 * k + 1], None, EXP, True)
-        sums = sums + halves(add_pair(decoded, words[k], EXP), EXP)
+    for k in tl.static_range(len(words)):
+        decoded = narrow_pair(y[2 * k], y[2 * k + 1], None, EXP, True, LIMIT)
+        sums = sums + (add_pair(decoded, words[k], EXP),)
     return sums
+
+
+@triton.jit
+def sum_words(y, words, EXP: tl.constexpr):
+    """float32 columns of `sum_pairs`."""
+    return word_values(sum_pairs(y, words, EXP), EXP, 2)
 
 
 @triton.jit
