@@ -97,26 +97,27 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     """Values of a tile's runs, NaN where lost. A wrong code counts in groups that hold some of the
     elements `lo` to `hi`.
     """
+    BITS: tl.constexpr = F.bits
     run = lanes(L.rows)
-    payload = (t.static_ptr + t.tile * (L.rows * 4 * F.bits)).to(tl.pointer_type(tl.uint32))
+    payload = (t.static_ptr + t.tile * (L.rows * 4 * BITS)).to(tl.pointer_type(tl.uint32))
     words = ()
     total = tl.zeros([L.rows], tl.uint64)
-    for k in tl.static_range(0, F.bits, 4):
-        i = run[:, None] * F.bits + k + tl.arange(0, 4)[None, :]
+    for k in tl.static_range(0, BITS, 4):
+        i = run[:, None] * BITS + k + tl.arange(0, 4)[None, :]
         if MASKED:
-            at = t.tile * (L.rows * F.bits) + i
-            four = tl.load(payload + i, mask=at < (t.n * F.bits + 31) // 32, other=0)
+            at = t.tile * (L.rows * BITS) + i
+            four = tl.load(payload + i, mask=at < (t.n * BITS + 31) // 32, other=0)
         else:
             four = tl.load(payload + i)
         words = words + to_columns(four, L.rows, 4, 2)
     if L.sums:
-        for k in tl.static_range(F.bits):
-            total += weigh(words[k], t.tile * (L.rows * F.bits) + run * F.bits + k)
+        for k in tl.static_range(BITS):
+            total += weigh(words[k], t.tile * (L.rows * BITS) + run * BITS + k)
     if MASKED:
         used = ()
-        for k in tl.static_range(F.bits):
-            at = t.tile * (L.rows * F.bits) + run * F.bits + k
-            used = used + (_codes_before(words[k], at, t.n, F.bits),)
+        for k in tl.static_range(BITS):
+            at = t.tile * (L.rows * BITS) + run * BITS + k
+            used = used + (_codes_before(words[k], at, t.n, BITS),)
         words = used
     LANES: tl.constexpr = F.group // RUN
     scales_ptr = t.static_ptr.to(tl.pointer_type(tl.uint32)) + t.at * 32
@@ -134,13 +135,13 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     lost = s == _LOST
     good = (s >= _SCALE_LOW) & (s <= _SCALE_HIGH)
     any_code = words[0]
-    for k in tl.static_range(1, F.bits):
+    for k in tl.static_range(1, BITS):
         any_code |= words[k]
-    bad = (_one_of_codes(words, 1 << (F.bits - 1), F.bits) != 0) | (lost & (any_code != 0))
+    bad = (_one_of_codes(words, 1 << (BITS - 1), BITS) != 0) | (lost & (any_code != 0))
     wrong = wanted & (bad | ((good | lost) == 0))
     v = ()
-    for k in tl.static_range(F.bits):
-        v = v + code_values(words[k], F.bits, 1 << (F.bits - 1), L.ptx)
+    for k in tl.static_range(BITS):
+        v = v + code_values(words[k], BITS, 1 << (BITS - 1), L.ptx)
     if F.back:
         v = _rotated(v, 1.0, _SHORT_BACK, t.tile, t.n, L.rows, MASKED)
     scale = tl.where(good | lost, s, 0).to(tl.float32, bitcast=True)
@@ -174,10 +175,11 @@ def _rotated(v, before, factor, tile, n, RUNS: tl.constexpr, MASKED: tl.constexp
 @triton.jit
 def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     """Encode a tile's runs, zeros behind the end."""
+    BITS: tl.constexpr = F.bits
     LANES: tl.constexpr = F.group // RUN
     run = lanes(L.rows)
     # Fours of random words before those of the tile.
-    group4 = t.chunk * t.at * (256 // F.bits) + t.tile * (L.rows * RUN // 4)
+    group4 = t.chunk * t.at * (256 // BITS) + t.tile * (L.rows * RUN // 4)
     w = v
     if F.rotate:
         w = _rotated(v, _RUN_FACTOR, _SHORT_FACTOR, t.tile, t.n, L.rows, MASKED)
@@ -198,8 +200,8 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
         numbers = ()
         for k in tl.static_range(RUN):
             numbers = numbers + (w[k] * r + ANCHOR,)
-        for k in tl.static_range(F.bits):
-            words = words + (code_word(numbers, k * (32 // F.bits), 1, F.bits, True),)
+        for k in tl.static_range(BITS):
+            words = words + (code_word(numbers, k * (32 // BITS), 1, BITS, True),)
     else:
         steps = ()
         for k in tl.static_range(0, RUN, 4):
@@ -210,23 +212,23 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
                 q = tl.where(q > -F.largest, q, -F.largest)
                 q = ((q + (F.largest + 1.0)) * 65536.0).to(tl.uint32)
                 steps = steps + ((q + (drawn[j] >> 16)) >> 16,)
-        COUNT: tl.constexpr = 32 // F.bits
-        for k in tl.static_range(F.bits):
+        COUNT: tl.constexpr = 32 // BITS
+        for k in tl.static_range(BITS):
             word = steps[k * COUNT]
             for j in tl.static_range(1, COUNT):
-                word |= steps[k * COUNT + j] << (F.bits * j)
-            words = words + (word ^ (0x88888888 if F.bits == 4 else 0x80808080),)
+                word |= steps[k * COUNT + j] << (BITS * j)
+            words = words + (word ^ (0x88888888 if BITS == 4 else 0x80808080),)
     kept = ()
-    for k in tl.static_range(F.bits):
+    for k in tl.static_range(BITS):
         kept = kept + (tl.where(lost, 0, words[k]),)
     words = kept
-    payload = (t.static_ptr + t.tile * (L.rows * 4 * F.bits)).to(tl.pointer_type(tl.uint32))
-    for k in tl.static_range(0, F.bits, 4):
-        i = run[:, None] * F.bits + k + tl.arange(0, 4)[None, :]
+    payload = (t.static_ptr + t.tile * (L.rows * 4 * BITS)).to(tl.pointer_type(tl.uint32))
+    for k in tl.static_range(0, BITS, 4):
+        i = run[:, None] * BITS + k + tl.arange(0, 4)[None, :]
         four = from_columns((words[k], words[k + 1], words[k + 2], words[k + 3]), 4, 2)
         if MASKED:
-            at = t.tile * (L.rows * F.bits) + i
-            tl.store(payload + i, four, mask=at < (t.n * F.bits + 31) // 32)
+            at = t.tile * (L.rows * BITS) + i
+            tl.store(payload + i, four, mask=at < (t.n * BITS + 31) // 32)
         else:
             tl.store(payload + i, four)
     # The first run of a group writes its scale.
@@ -238,8 +240,8 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     total = tl.zeros([], tl.uint64)
     if L.sums:
         terms = tl.where(own, weigh(scales, t.at * 32 + where), 0)
-        for k in tl.static_range(F.bits):
-            terms += weigh(words[k], t.tile * (L.rows * F.bits) + run * F.bits + k)
+        for k in tl.static_range(BITS):
+            terms += weigh(words[k], t.tile * (L.rows * BITS) + run * BITS + k)
         total += tl.sum(terms, 0)
     return total
 

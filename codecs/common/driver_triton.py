@@ -192,7 +192,8 @@ def _encode_tile(
             v = sum_runs(y, v, L.exponent, L.item, L.cvt, G.limited)
         if MASKED:
             used = ()
-            for k in tl.static_range(L.run):
+            RUN: tl.constexpr = L.run
+            for k in tl.static_range(RUN):
                 inside = (t.tile * L.rows + lanes(L.rows)) * L.run + k < t.n
                 used = used + (tl.where(inside, v[k], 0.0),)
             v = used
