@@ -282,7 +282,7 @@ def _check_kernel(
     """A chunk's record and last code; if it was decoded whole its padding, and with `summed` its
     checksum; once, the header.
     """
-    chunk = first_chunk + tl.program_id(0)
+    chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
