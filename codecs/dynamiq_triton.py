@@ -34,28 +34,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
 from .common.columns_triton import from_columns
 from .common.frame_triton import (
     CHUNK,
-    CHUNK_PADDING,
     CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
-    add_header,
-    check_header,
     clear,
     float_of,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
+    frame_of,
     report,
     round_bfloat16,
     store_element,
@@ -935,10 +922,9 @@ def _sections(
     SCALES: tl.constexpr,
     CENTER: tl.constexpr,
 ):
-    """Where in a static part the means, the scales of one byte, and the section's padding start."""
+    """Where in a static part the means, and behind them the scales of one byte, start."""
     means = scales_at * 128 + groups * (2 * (SIZE // GROUP) if SCALES == _WIDE else 2)
-    fractions = means + groups * (2 if CENTER else 0)
-    return means, fractions, fractions + groups * (0 if SCALES == _WIDE else SIZE // GROUP)
+    return means, means + groups * (2 if CENTER else 0)
 
 
 @triton.jit
@@ -1000,7 +986,7 @@ def _encode_tile(
     here = group < groups
     place = tl.load(places_ptr + group, mask=here, other=0)
     width = (place & 15).to(tl.int32)
-    means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+    means_at, bytes_at = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
     whole = (tile + 1) * (SLOTS * 64) <= n
     if ADD == 0:
         every = _load_rows(x, base, n, whole, COLUMNS, EXP, ITEM, 8)
@@ -1162,7 +1148,7 @@ def _decode_tile(
     here = group < groups
     wanted = here & (group * SIZE < hi) & (group * SIZE + SIZE > lo)
     place = tl.load(places_ptr + group, mask=here, other=0)
-    means_at, bytes_at, _ = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
+    means_at, bytes_at = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
     payload = static_ptr.to(tl.pointer_type(tl.uint32))
     row = place >> 4
     width = (place & 15).to(tl.int32)[:, None]
@@ -1233,7 +1219,7 @@ def _decode_tile(
 
 @triton.jit
 def _behind(static_ptr, start, stop, part, parts):
-    """This program's share of `padding_of` bytes `start` to `stop`."""
+    """(checksum terms, OR) of this program's share of bytes `start` to `stop`."""
     total = tl.zeros([128], tl.uint64)
     any_set = tl.zeros([128], tl.int32)
     at = start + part * 128
@@ -1259,19 +1245,6 @@ def _encode_kernel(
     source_state_ptr,
     sums_ptr,
     status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     tiles: tl.int64,
@@ -1305,7 +1278,7 @@ def _encode_kernel(
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Encode one tile of one chunk. Header and records were cleared, places found before.
+    """Encode one tile of one chunk. Places were found before.
 
     With ADD the elements of the buffer at `src_ptr`, of the same plan, are added before: in
     float32, and rounded to the plan's dtype. Those at `x_ptr` have ADD bytes then.
@@ -1358,21 +1331,9 @@ def _encode_kernel(
     )
     # fmt: on
     used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
-    clear(static_ptr, used * (SIZE // 8), scales_at * 128, tile, tiles)
+    _, units = _units(n, budget, SIZE)
+    clear(static_ptr, used * (SIZE // 8), units * (SIZE // 8), tile, tiles)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    if tile == tiles - 1:
-        zero = chunk * 0
-        groups = (n + SIZE - 1) // SIZE
-        _, _, scales_end = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
-        clear(static_ptr, scales_end, index_at * 128, zero, zero + 1)
-        index_end = index_at * 128 + (groups + 1) // 2
-        clear(static_ptr, index_end, static_stride * 128, zero, zero + 1)
-        tl.store(record + 2, chunk << 32)
-        total += identity + record_term(n, zero, zero, chunk)
-        if chunk == 0:
-            i = tl.arange(0, 16)
-            w = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + i, w, mask=i < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -1478,88 +1439,6 @@ def _store_rows(
             store_element(out_ptr, to + i, y[k], None, EXP, ITEM, ADD)
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    budget: tl.int64,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    scales_at: tl.int64,
-    index_at: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    CENTER: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
-    chunk = first_chunk + tl.program_id(0)
-    _, n = _chunk_at(chunk, nelem, chunk_nelem)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    both = tl.load(record + 2)
-    where = chunk.to(tl.int64) << 8
-    # fmt: off
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr, status_ptr, head, chunks, static_at,
-            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
-        )
-    # fmt: on
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-        groups, units = _units(n, budget, SIZE)
-        _, _, scales_end = _sections(groups, scales_at, SIZE, GROUP, SCALES, CENTER)
-        total, padding = padding_of(static_ptr, units * (SIZE // 8), scales_at * 128)
-        part, more = padding_of(static_ptr, scales_end, index_at * 128)
-        total += part
-        padding |= more
-        index_end = index_at * 128 + (groups + 1) // 2
-        part, more = padding_of(static_ptr, index_end, static_stride * 128)
-        total += part
-        if (padding | more) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that dynamiq takes."""
     return dtype.name in Dynamiq.dtypes
@@ -1631,9 +1510,6 @@ class _Launches:
         if not isinstance(plan.codec, Dynamiq):
             raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: dynamiq")
         spec = self.spec = plan.codec
-        self.header = header_words(plan)
-        self.first_words = self.header[:HEADER_WORDS]
-        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, plan.chunk_nelem
         self.groups = spec.super_groups(plan.chunk_nelem)
         self.stats = spec.super_groups(plan.nelem)
@@ -1777,11 +1653,6 @@ def _decode_variant(
     )
 
 
-@functools.cache
-def _check_variant(spec: Dynamiq, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), **_grouping(spec), SUMS=sums)
-
-
 def measure(spec: Dynamiq, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """Energies of the super-groups of `x`, float32, shape (super-groups,), on its device."""
     energies = torch.empty(spec.super_groups(x.numel()), dtype=torch.float32, device=x.device)
@@ -1877,7 +1748,9 @@ def decode_add_encode(
         _choose(plan, _checked(g, stats, energies), state, counts, places)
     sources = src, source_places, source_state, sums, status
     _encode(plan, x, out, key, shares, places, state, sources, x.element_size())
-    _check(plan, src, sums, status, 0, plan.nelem, True, plan.checksum, planned)
+    frame_of(plan).check(
+        src, sums, status, 0, plan.nelem, whole=True, summed=plan.checksum, planned=planned
+    )
 
 
 def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -> None:
@@ -1889,7 +1762,7 @@ def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -
     tiling = DECODE_ADD_ENCODE if add else ENCODE
     tiles = g.tiles(tiling)
     even = plan.chunks == 1 or plan.chunk_nelem % 8 == 0 or rounding == int(_NEAREST.value)
-    out[: plan.static_offset].zero_()
+    frame_of(plan).begin(out)
     # fmt: off
     _encode_variant(
         g.spec, plan.dtype, tiling, rounding, random, even, aligned_for(plan, x), add,
@@ -1900,11 +1773,10 @@ def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -
             x, out, places, state, _tables(g.spec.grid, out.device),
             out if on_device is None else on_device, *sources,
         ),
-        *g.first_words, g.identity, *g.sizes, tiles, g.budget, g.groups, g.head, *g.static,
+        *g.sizes, tiles, g.budget, g.groups, g.head, *g.static,
         g.scales, g.index, strata, turn, *numbers,
     )
     # fmt: on
-    add_header(plan, out, g.header)
 
 
 def decode(
@@ -1951,31 +1823,6 @@ def decode(
             *g.static,
             g.scales,
         )
-    _check(plan, src, sums, status, start, stop, check, summed, planned)
-
-
-def _check(plan: Plan, src, sums, status, start, stop, check, summed, planned) -> None:
-    g = _launches(plan)
-    first, end, first_whole, end_whole = touched(plan, start, stop)
-    if not check:
-        end_whole = first_whole
-    _check_variant(g.spec, summed).launch(
-        end - first,
-        (src, sums, status),
-        *g.first_words,
-        first,
-        first_whole,
-        end_whole,
-        g.identity,
-        *g.sizes,
-        plan.chunks,
-        g.budget,
-        g.head,
-        *g.static,
-        g.scales,
-        g.index,
-        int(planned),
-        int(plan.checksum),
+    frame_of(plan).check(
+        src, sums, status, start, stop, whole=check, summed=summed, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, g.header)

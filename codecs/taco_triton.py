@@ -13,31 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import CodecSpec, Key, Plan
 from .common.columns_triton import from_columns, to_columns
 from .common.frame_triton import (
     CHUNK,
-    CHUNK_PADDING,
     CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
     accumulator,
-    add_header,
     add_to,
-    check_header,
-    clear,
     float_of,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
-    report,
+    frame_of,
     touched,
     weigh,
 )
@@ -464,30 +449,6 @@ def _encode_tile(
     return total
 
 
-@triton.jit
-def _finish_chunk(
-    static_ptr,
-    record,
-    chunk,
-    n,
-    payload,
-    static_stride,
-    BLOCK: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    DUAL: tl.constexpr,
-):
-    """Clear a chunk's padding and write its record; the record's terms of the checksum."""
-    blocks = (n + BLOCK - 1) // BLOCK
-    used = blocks * BLOCK
-    if TRANSFORM == _NONE:
-        used = (n + 3) // 4 * 4
-    clear(static_ptr, used, payload * 128, chunk * 0, chunk * 0 + 1)
-    scales_end = payload * 128 + blocks * (4 + 4 * DUAL)
-    clear(static_ptr, scales_end, static_stride * 128, chunk * 0, chunk * 0 + 1)
-    tl.store(record + 2, chunk.to(tl.int64) << 32)
-    return record_term(n, n * 0, chunk * 0, chunk)
-
-
 @kernel
 def _encode_kernel(
     x_ptr,
@@ -496,19 +457,6 @@ def _encode_kernel(
     src_ptr,
     sums_ptr,
     status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     tiles: tl.int32,
@@ -537,16 +485,15 @@ def _encode_kernel(
     FUSED: tl.constexpr,
     X_ITEM: tl.constexpr,
 ):
-    """Encode a tile. Header and records were cleared before.
+    """Encode a tile.
 
     FUSED: what is encoded is the sum of the elements and of those that `src_ptr`, a buffer of the
     same plan, decodes to: added in float32 and rounded to the plan's dtype. The elements at `x_ptr`
     have X_ITEM bytes: ITEM, or where they are added 4, float32.
 
     MODE 0: whole tiles whose elements are aligned; 1: the tile at the end of a chunk, which may be
-    empty, with what else a chunk has; 2: both, and elements may lie anywhere.
+    empty; 2: both, and elements may lie anywhere.
     """
-    BLOCK: tl.constexpr = 1 << (LOG_LOW + LOG_HIGH)
     pid = tl.program_id(0)
     if MODE == 1:
         chunk = pid
@@ -558,7 +505,6 @@ def _encode_kernel(
         tile = (n // TILE).to(tl.int32)
     else:
         tile = pid - chunk * tiles
-    ends = tile == n // TILE
     at = tile.to(tl.int64) * TILE
     left = n - at
     static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
@@ -627,16 +573,6 @@ def _encode_kernel(
             CVT,
         )
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    if MODE != 0:
-        if ends:
-            total += identity + _finish_chunk(
-                static_ptr, record, chunk, n, payload, static_stride, BLOCK, TRANSFORM, DUAL
-            )
-            if chunk == 0:
-                k = tl.arange(0, 16)
-                h = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-                words = out_ptr.to(tl.pointer_type(tl.uint64))
-                tl.store(words + k, h, mask=k < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -1007,98 +943,6 @@ def _decode_kernel(
                 _store_four(out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD)
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    planned: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    payload: tl.int64,
-    summed: tl.int32,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record; if it was decoded whole its padding and checksum; once, the header."""
-    chunk = first_chunk + tl.program_id(0)
-    first = chunk.to(tl.int64) * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    both = tl.load(record + 2)
-    where = chunk.to(tl.int64) << 8
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr,
-            status_ptr,
-            head,
-            chunks,
-            static_at,
-            h0,
-            h1,
-            h2,
-            h3,
-            h4,
-            h5,
-            h6,
-            h7,
-            h8,
-            h9,
-            h10,
-            h11,
-        )
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-        blocks = (n + BLOCK - 1) // BLOCK
-        used = blocks * BLOCK if ROTATED else n
-        # What the decoder has weighed: the codes of whole blocks.
-        weighed, behind_codes = padding_of(static_ptr, used, payload * 128)
-        scales_end = payload * 128 + blocks * WORDS * 4
-        total, behind_scales = padding_of(static_ptr, scales_end, static_stride * 128)
-        if (behind_codes | behind_scales) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            decoded, _ = padding_of(static_ptr, used, blocks * BLOCK)
-            total += weighed - decoded
-            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that taco takes."""
     return dtype.name in Taco.dtypes
@@ -1163,18 +1007,6 @@ def _decode_variant(
     return Variant(_decode_kernel, options(warps), **meta)
 
 
-@functools.cache
-def _check_variant(spec: Taco, sums: bool) -> Variant:
-    return Variant(
-        _check_kernel,
-        options(1),
-        BLOCK=spec.block,
-        WORDS=spec.scale_nbytes // 4,
-        ROTATED=spec.transform != "none",
-        SUMS=sums,
-    )
-
-
 class _Launches:
     """Arguments of a plan's kernels, put together once."""
 
@@ -1182,9 +1014,6 @@ class _Launches:
         if not isinstance(plan.codec, Taco):
             raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: taco")
         self.spec = plan.codec
-        self.header = header_words(plan)
-        self.first_words = self.header[:HEADER_WORDS]
-        self.identity = identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, plan.chunk_nelem
         self.head = plan.header.nbytes // 8
         # In units of 128 bytes, so that kernels know the alignment.
@@ -1228,7 +1057,9 @@ def decode_add_encode(
     if plan.checksum:
         scratch[: 8 * plan.chunks].zero_()
     _encode(plan, x, out, key, src, (src, scratch, status))
-    _check(plan, src, scratch, status, (0, plan.chunks, 0, plan.chunks), planned, plan.checksum)
+    frame_of(plan).check(
+        src, scratch, status, 0, plan.nelem, whole=True, summed=plan.checksum, planned=planned
+    )
 
 
 def _encode(plan: Plan, x, out, key, src, sources) -> None:
@@ -1236,7 +1067,7 @@ def _encode(plan: Plan, x, out, key, src, sources) -> None:
     random, on_device, numbers = NO_KEY, None, (0, 0, 0)
     if g.spec.rounding == "stochastic":
         random, on_device, numbers = key_arguments(key, out.device)
-    out[: plan.static_offset].zero_()
+    frame_of(plan).begin(out)
     words = out if on_device is None else on_device
     aligned = g.aligned and x.data_ptr() % 16 == 0
     modes = [(2, g.whole + 1, (g.whole + 1) * plan.chunks)]
@@ -1258,8 +1089,6 @@ def _encode(plan: Plan, x, out, key, src, sources) -> None:
             variant.launch(
                 programs,
                 (x, out, words, *sources),
-                *g.first_words,
-                g.identity,
                 *g.sizes,
                 tiles,
                 g.head,
@@ -1267,7 +1096,6 @@ def _encode(plan: Plan, x, out, key, src, sources) -> None:
                 g.payload,
                 *numbers,
             )
-    add_header(plan, out, g.header)
 
 
 def decode(
@@ -1293,7 +1121,7 @@ def decode(
         scratch[: 8 * plan.chunks].zero_()
     if out is None:
         out = src
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     if start < stop:
         size, tile = plan.chunk_nelem, _TILE
         aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
@@ -1325,30 +1153,6 @@ def decode(
                     *g.static,
                     g.payload,
                 )
-    if not check:
-        end_whole = first_whole
-    _check(plan, src, scratch, status, (first, end, first_whole, end_whole), planned, sums)
-
-
-def _check(plan: Plan, src, scratch, status, chunks, planned: bool, sums: bool) -> None:
-    """Check chunks `first` to `end`, of which some are decoded whole; see `touched`."""
-    g = _launches(plan)
-    first, end, first_whole, end_whole = chunks
-    _check_variant(g.spec, sums).launch(
-        end - first,
-        (src, scratch, status),
-        *g.first_words,
-        first,
-        first_whole,
-        end_whole,
-        int(planned),
-        g.identity,
-        *g.sizes,
-        plan.chunks,
-        g.head,
-        *g.static,
-        g.payload,
-        int(plan.checksum),
+    frame_of(plan).check(
+        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, g.header)

@@ -15,27 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from ..formats.header import align
 from .common.base import CodecSpec, Key, Plan
 from .common.frame_triton import (
     CHUNK,
-    CHUNK_PADDING,
     CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
-    add_header,
-    check_header,
-    clear,
-    header_word,
-    header_words,
-    match_header,
+    frame_of,
     padding_of,
-    record_term,
     report,
     touched,
     weigh,
@@ -558,6 +545,28 @@ def _rank_kernel(
             at += _TOKENS
 
 
+@kernel
+def _empty_kernel(
+    src_ptr,
+    status_ptr,
+    first_chunk: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    hidden: tl.int64,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    index: tl.int64,
+):
+    """Of chunks that have no narrow tokens: no bit of the index may be set."""
+    chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
+    _, n = _nelem(chunk, nelem, chunk_nelem)
+    index_ptr = src_ptr + (static_at + chunk * static_stride + index) * 128
+    tokens = (n + hidden - 1) // hidden
+    _, narrow = padding_of(index_ptr, tokens * 0, (tokens + 7) // 8)
+    if narrow != 0:
+        report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
+
+
 @triton.jit
 def _places(
     counts_ptr,
@@ -740,19 +749,6 @@ def _encode_kernel(
     base_ptr,
     sums_ptr,
     status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     hidden: tl.int64,
@@ -766,7 +762,6 @@ def _encode_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
     payload: tl.int64,
-    index: tl.int64,
     RUNS: tl.constexpr,
     MODE: tl.constexpr,
     EXP: tl.constexpr,
@@ -778,10 +773,10 @@ def _encode_kernel(
     PTX: tl.constexpr,
     CVT: tl.constexpr,
 ):
-    """Encode a group of tiles. Header and records were cleared, the index written before.
+    """Encode a group of tiles. The index was written before.
 
     MODE 0: whole groups whose tiles follow one another without gaps; 1: the group at the end of a
-    chunk of those, which may be empty, with what else a chunk has; 2: both, tiles anywhere.
+    chunk of those, which may be empty; 2: both, tiles anywhere.
     `tiles` and `wide` are those of a whole chunk. `ranked`: there are narrow tokens. FUSED: as
     `_entropy_kernel`.
     """
@@ -850,35 +845,8 @@ def _encode_kernel(
             v, static_ptr, run, t, here, tiles, rank, token_tiles, payload, RUNS, TILE, SUMS
         )
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    if MODE != 0:
-        if group == last:
-            zero = (chunk * 0).to(tl.int32)
-            ends = _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE)
-            payload_end, scales_end, index_end = ends
-            index_end = tl.where(ranked != 0, index_end, index * 128)
-            clear(static_ptr, payload_end, payload * 128, zero, zero + 1)
-            clear(static_ptr, scales_end, index * 128, zero, zero + 1)
-            clear(static_ptr, index_end, static_stride * 128, zero, zero + 1)
-            tl.store(record + 2, chunk << 32)
-            total += identity + record_term(n, n * 0, zero, chunk.to(tl.int32))
-            if chunk == 0:
-                k = tl.arange(0, 16)
-                h = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-                header_ptr = out_ptr.to(tl.pointer_type(tl.uint64))
-                tl.store(header_ptr + k, h, mask=k < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE: tl.constexpr):
-    """Where the bytes in use of a chunk's sections end."""
-    if TILE == 64:
-        wide = tiles - ranked * (n // hidden // _SHARE) * token_tiles
-        tokens = (n + hidden - 1) // hidden
-        return 8 * (3 * tiles + wide), payload * 128 + tiles * 5, index * 128 + (tokens + 7) // 8
-    else:
-        return 24 * tiles, payload * 128 + tiles * 4, index * 128
 
 
 @kernel
@@ -1004,104 +972,6 @@ def _decode_kernel(
                     store_elements(out_ptr, to + i, words, use, RUNS, ITEM)
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    planned: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    hidden: tl.int64,
-    token_tiles: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    payload: tl.int64,
-    index: tl.int64,
-    ranked: tl.int32,
-    summed: tl.int32,
-    TILE: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record and empty index; of whole ones padding and checksum; once, the header."""
-    chunk = first_chunk + tl.program_id(0)
-    _, n = _nelem(chunk, nelem, chunk_nelem)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    both = tl.load(record + 2)
-    where = chunk.to(tl.int64) << 8
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr,
-            status_ptr,
-            head,
-            chunks,
-            static_at,
-            h0,
-            h1,
-            h2,
-            h3,
-            h4,
-            h5,
-            h6,
-            h7,
-            h8,
-            h9,
-            h10,
-            h11,
-        )
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    tiles = _tiles(n, hidden, token_tiles, TILE)
-    ends = _ends(n, tiles, hidden, token_tiles, ranked, payload, index, TILE)
-    payload_end, scales_end, index_end = ends
-    total, narrow = padding_of(static_ptr, index * 128, index_end)
-    if (ranked == 0) & (narrow != 0):
-        report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        part, padding = padding_of(static_ptr, payload_end, payload * 128)
-        total += part
-        part, more = padding_of(static_ptr, scales_end, index * 128)
-        total += part
-        padding |= more
-        part, more = padding_of(static_ptr, index_end, static_stride * 128)
-        total += part
-        if (padding | more) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that tahquant takes."""
     return dtype.name in Tahquant.dtypes
@@ -1126,14 +996,10 @@ def _variant(name: str, dtype: DType, runs: int, **values: int) -> Variant:
 
 
 _RANKS = Variant(_rank_kernel, options(_RANK_WARPS))
+_EMPTY = Variant(_empty_kernel, options(1))
 _SELECTS = {
     sums: Variant(_select_kernel, options(_SELECT_WARPS), SUMS=sums) for sums in (False, True)
 }
-
-
-@functools.cache
-def _check_variant(tile: int, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), TILE=tile, SUMS=sums)
 
 
 class _Launches:
@@ -1144,9 +1010,6 @@ class _Launches:
             raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: tahquant")
         spec = self.spec = plan.codec
         n = plan.chunk_nelem
-        self.header = header_words(plan)
-        self.first_words = self.header[:HEADER_WORDS]
-        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, n
         # A token longer than the chunk counts as one of its size: sums of sizes stay in 64 bits.
         hidden = min(spec.hidden, max(n, 1))
@@ -1213,13 +1076,15 @@ def decode_add_encode(
         sums[: 8 * plan.chunks].zero_()
     _rank(plan, src, base, status, 0, plan.chunks)
     _encode(plan, x, out, src, (src, counts, base, sums, status))
-    _check(plan, src, sums, status, (0, plan.chunks, 0, plan.chunks), planned, plan.checksum)
+    frame_of(plan).check(
+        src, sums, status, 0, plan.nelem, whole=True, summed=plan.checksum, planned=planned
+    )
 
 
 def _encode(plan: Plan, x, out, src, tensors) -> None:
     g = _launches(plan)
     summed = {"FUSED": src is not None, "X_ITEM": x.element_size()}
-    out[: plan.static_offset].zero_()
+    frame_of(plan).begin(out)
     cvt = converts(out.device)
     source, counts, base, *_ = tensors
     if g.ranked:
@@ -1246,6 +1111,9 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
             *g.static,
             g.index,
         )
+    elif g.spec.forward:
+        statics = out[plan.static_offset : plan.dynamic_offset].view(plan.chunks, -1)
+        statics[:, 128 * g.index :].zero_()
     modes = [(2, g.groups, g.groups * plan.chunks)]
     if g.aligned and x.data_ptr() % 16 == 0:
         modes = [(0, g.whole, g.whole * plan.chunks), (1, 1, plan.chunks)]
@@ -1255,8 +1123,6 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
             _variant("encode", plan.dtype, g.runs, **values, **summed).launch(
                 programs,
                 (x, out, *tensors),
-                *g.first_words,
-                g.identity,
                 *g.sizes,
                 *g.hidden,
                 g.tokens,
@@ -1266,9 +1132,7 @@ def _encode(plan: Plan, x, out, src, tensors) -> None:
                 g.head,
                 *g.static,
                 g.payload,
-                g.index,
             )
-    add_header(plan, out, g.header)
 
 
 def decode(
@@ -1295,7 +1159,7 @@ def decode(
         sums[: 8 * plan.chunks].zero_()
     if out is None:
         out = src
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     _rank(plan, src, counts, status, first, end)
     adding = out.element_size() if add else 0
     values = {"TILE": g.spec.tile, "STORE": store, "ADD": adding, "STAGED": STAGED}
@@ -1320,9 +1184,9 @@ def decode(
                 *g.static,
                 g.payload,
             )
-    if not check:
-        end_whole = first_whole
-    _check(plan, src, sums, status, (first, end, first_whole, end_whole), planned, summed)
+    frame_of(plan).check(
+        src, sums, status, start, stop, whole=check, summed=summed, planned=planned
+    )
 
 
 def _programs(
@@ -1344,42 +1208,10 @@ def _programs(
 
 
 def _rank(plan: Plan, src, counts, status, first: int, end: int) -> None:
+    """Read the indexes of chunks `first` to `end`."""
     g = _launches(plan)
+    sizes = first, *g.sizes, g.hidden[0]
     if g.ranked:
-        _RANKS.launch(
-            end - first,
-            (src, counts, status),
-            first,
-            *g.sizes,
-            g.hidden[0],
-            g.tokens,
-            *g.static,
-            g.index,
-        )
-
-
-def _check(plan: Plan, src, scratch, status, chunks, planned: bool, sums: bool) -> None:
-    """Check chunks `first` to `end`, of which some are decoded whole; see `touched`."""
-    g = _launches(plan)
-    first, end, first_whole, end_whole = chunks
-    _check_variant(g.spec.tile, sums).launch(
-        end - first,
-        (src, scratch, status),
-        *g.first_words,
-        first,
-        first_whole,
-        end_whole,
-        int(planned),
-        g.identity,
-        *g.sizes,
-        *g.hidden,
-        plan.chunks,
-        g.head,
-        *g.static,
-        g.payload,
-        g.index,
-        int(g.ranked),
-        int(plan.checksum),
-    )
-    if planned:
-        match_header(plan, src, status, g.header)
+        _RANKS.launch(end - first, (src, counts, status), *sizes, g.tokens, *g.static, g.index)
+    elif g.spec.forward:
+        _EMPTY.launch(end - first, (src, status), *sizes, *g.static, g.index)

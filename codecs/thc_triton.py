@@ -14,23 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
 from .common.columns_triton import to_columns
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
-    HEADER_WORDS,
-    add_header,
-    check_header,
-    check_record,
-    clear,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
+    frame_of,
     report,
     store_element,
     touched,
@@ -54,7 +44,6 @@ from .thc import (
     NORM_BITS,
     NORMS_AT,
     ROTATE_FACTOR,
-    SEED_NBYTES,
     SIGN_STREAM,
     STEPS,
     TOP,
@@ -69,7 +58,6 @@ _TILE = tl.constexpr(4 * BLOCK)
 _INFINITY, _LOST = tl.constexpr(INFINITY), tl.constexpr(LOST)
 _NORM_LOW, _NORM_HIGH = (tl.constexpr(bits) for bits in NORM_BITS)
 _COUNT_NBYTES, _NORMS_AT = tl.constexpr(COUNT_NBYTES), tl.constexpr(NORMS_AT)
-_SEED_NBYTES = tl.constexpr(SEED_NBYTES)
 _LEVEL_STREAM, _SIGN_STREAM = tl.constexpr(LEVEL_STREAM), tl.constexpr(SIGN_STREAM)
 _FACTOR, _STEPS = tl.constexpr(ROTATE_FACTOR), tl.constexpr(STEPS)
 _MIDDLE, _TOP = tl.constexpr(MIDDLE), tl.constexpr(TOP)
@@ -125,19 +113,6 @@ def _encode_kernel(
     out_ptr,
     key_ptr,
     norms_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     tiles: tl.int32,
@@ -157,7 +132,7 @@ def _encode_kernel(
     ALIGNED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Encode one tile of one chunk. Header and records were cleared before."""
+    """Encode one tile of one chunk; the last one also writes count, seed and shared norm."""
     CELLS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = _BLOCK // CELLS
     pid = tl.program_id(0)
@@ -224,31 +199,19 @@ def _encode_kernel(
     if top >= _INFINITY:
         tl.atomic_or(record + 2, chunk * 0 + 2, sem="relaxed")
     if tile == tiles - 1:
-        scales_end = norms_at * 4
-        if PER_BLOCK:
-            scales_end += blocks * 4
-        else:
+        if PER_BLOCK == 0:
             only = _norm_words(of_tensor(norms_ptr))
             tl.store(payload + norms_at, only)
             total += weigh(only.to(tl.uint32, bitcast=True), norms_at)
-            scales_end += 4
-        count_at = scales_at * 128 - _COUNT_NBYTES
-        c = tl.arange(0, _COUNT_NBYTES // 4)
-        tl.store(payload + count_at // 4 + c, (c == 0).to(tl.uint32))
-        total += weigh(tl.full([], 1, tl.uint32), count_at // 4)
+        count_at = scales_at * 32 - _COUNT_NBYTES // 4
+        one = tl.full([], 1, tl.uint32)
+        tl.store(payload + count_at, one)
+        total += weigh(one, count_at)
         s = tl.arange(0, 4)
         part = tl.where(s == 0, seed, tl.where(s == 1, seed >> 32, tl.where(s == 2, step, 0)))
         part = part.to(tl.uint32)
         tl.store(payload + scales_at * 32 + s, part)
         total += tl.sum(weigh(part, scales_at * 32 + s), 0)
-        clear(static_ptr, blocks * _BLOCK * BITS // 8, count_at, pid * 0, pid * 0 + 1)
-        clear(static_ptr, scales_end, static_stride * 128, pid * 0, pid * 0 + 1)
-        tl.atomic_or(record + 2, chunk << 32, sem="relaxed")
-        total += identity + record_term(n, n * 0, n * 0, chunk)
-        if chunk == 0:
-            k = tl.arange(0, 16)
-            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
     if SUMS:
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -358,89 +321,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int64,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    scales_at: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
-    BITS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record; if it was decoded whole its padding and checksum."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
-    blocks = (n + _BLOCK - 1) // _BLOCK
-    # fmt: off
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr, status_ptr, head, chunks, static_at,
-            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
-        )
-    # fmt: on
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-    whole = (chunk >= first_whole) & (chunk < end_whole)
-    terms = tl.full([], 0, tl.uint64)
-    padding = tl.full([], 0, tl.int32)
-    if whole:
-        scales = scales_at * 128
-        count_at = scales - _COUNT_NBYTES
-        count_end = count_at + BITS // 8
-        norms_end = scales + _NORMS_AT
-        if PER_BLOCK:
-            # The words of norms are summed already.
-            norms_end += blocks * 4
-        else:
-            only, _ = padding_of(static_ptr, norms_end, norms_end + 4)
-            terms += only
-            norms_end += 4
-        count, _ = padding_of(static_ptr, count_at, count_end)
-        seed, _ = padding_of(static_ptr, scales, scales + _SEED_NBYTES)
-        terms += count + seed
-        behind, padding = padding_of(static_ptr, blocks * _BLOCK * BITS // 8, count_at)
-        terms += behind
-        behind, more = padding_of(static_ptr, count_end, scales)
-        terms += behind
-        padding |= more
-        behind, more = padding_of(static_ptr, scales + _SEED_NBYTES, scales + _NORMS_AT)
-        terms += behind
-        padding |= more
-        behind, more = padding_of(static_ptr, norms_end, static_stride * 128)
-        terms += behind
-        padding |= more
-    # fmt: off
-    check_record(
-        src_ptr, sums_ptr, status_ptr, chunk, n, head, identity, planned, summed, whole, terms,
-        padding, SUMS,
-    )
-    # fmt: on
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that thc takes."""
     return dtype.name in Thc.dtypes
@@ -483,13 +363,6 @@ def _decode_variant(
         STORE=store,
         PTX=PTX,
         SUMS=sums,
-    )
-
-
-@functools.cache
-def _check_variant(spec: Thc, sums: bool) -> Variant:
-    return Variant(
-        _check_kernel, options(1), BITS=spec.bits, PER_BLOCK=spec.norm == "block", SUMS=sums
     )
 
 
@@ -547,14 +420,11 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         stats = _measured(spec, plan.dtype, x, scratch[used : used + room])
     elif stats.numel() != norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
-    out[: plan.static_offset].zero_()
-    header = header_words(plan)
+    frame_of(plan).begin(out)
     held = random == KEY_ON_DEVICE
     _encode_variant(spec, plan.dtype, aligned_for(plan, x), held, plan.checksum).launch(
         tiles * plan.chunks,
         (x, out, out if on_device is None else on_device, stats.view(torch.uint8)),
-        *header[:HEADER_WORDS],
-        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
         plan.nelem,
         plan.chunk_nelem,
         tiles,
@@ -563,7 +433,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         norms,
         *numbers,
     )
-    add_header(plan, out, header)
 
 
 def decode(
@@ -587,7 +456,7 @@ def decode(
     sums = check and plan.checksum and start < stop
     if sums:
         scratch[: 8 * plan.chunks].zero_()
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     if start < stop:
         adding = out.element_size() if add else 0
         even = out is not None and aligned_for(plan, out, start)
@@ -602,22 +471,6 @@ def decode(
             tiles,
             *_geometry(plan),
         )
-    header = header_words(plan)
-    _check_variant(spec, sums).launch(
-        end - first,
-        (src, scratch, status),
-        *header[:HEADER_WORDS],
-        first,
-        first_whole,
-        end_whole if check else first_whole,
-        identity_term(plan.codec.id, plan.codec.version, plan.dtype.id, 0),
-        plan.nelem,
-        plan.chunk_nelem,
-        plan.chunks,
-        plan.header.nbytes // 8,
-        *_geometry(plan),
-        int(planned),
-        int(plan.checksum),
+    frame_of(plan).check(
+        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, header)
