@@ -9,6 +9,7 @@ hsaco.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -56,7 +57,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
 #: Of codecs with many forms, what those have that are compiled for other targets than sm_90.
 MAIN: dict[str, dict[str, Any]] = {
     "taco": {"TRANSFORM": 0, "RANDOM": 0, "LOG_HIGH": 4, "BLOCK": 256, "FUSED": False},
-    "sdp4bit": {"BITS": 4, "RANDOM": 0, "ADD": 0, "STORE": True, "SUMS": False},
+    "sdp4bit": {"bits": 4, "random": 0, "add": False, "store": True, "sums": False},
     "tahquant": {"MODE": 0, "TILE": 64, "SUMS": False, "FUSED": False, "ADD": 0, "STORE": True},
     "dynamiq": {"ROUNDING": 2, "SUMS": False, "ADD": 0, "STORE": True},
     "thc": {"SUMS": True, "ADD": 0, "STORE": True},
@@ -123,7 +124,7 @@ class Form(NamedTuple):
     kernel: str
     dtype: str
     constexprs: dict[str, Any]
-    launch: tuple[Any, dict[str, Any], dict[Any, Any], dict[str, Any]]
+    launch: tuple[Any, dict[str, Any], dict[str, Any], dict[Any, Any], dict[str, Any]]
 
     def is_usual(self) -> bool:
         """What a codec's kernels are in most calls."""
@@ -190,17 +191,29 @@ def wanted(forms: list[Form], target: str) -> list[Form]:
     return chosen + [form for form in main if form not in chosen]
 
 
+def flat(constexprs: dict[str, Any]) -> dict[str, Any]:
+    """Constexprs, and what dataclasses among them hold, without functions."""
+    found = {}
+    for name, value in constexprs.items():
+        if dataclasses.is_dataclass(value):
+            prefix = "source_" if name == "G" else ""
+            found |= {prefix + f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        elif isinstance(value, (bool, int, float, str)):
+            found[name] = value
+    return found
+
+
 def notes() -> tuple[list[str], list[str], list[Form]]:
     """All kernels, numbers that they are specialised on, and the forms in which they start."""
     from triton.runtime.jit import JITFunction, mangle_type
 
     import tightwire as tw
     from tightwire import sparsify_triton
-    from tightwire.codecs.common import frame_triton, minifloat_triton, norms_triton
+    from tightwire.codecs.common import driver_triton, frame_triton, norms_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
-    others = {"frame": frame_triton, "minifloat": minifloat_triton, "norms": norms_triton}
+    others = {"frame": frame_triton, "norms": norms_triton}
     others["sparsify"] = sparsify_triton
     modules = others | {name: device_module(name) for name in tw.codecs()}
     kernels = {
@@ -211,13 +224,20 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
     specialised: set[str] = set()
+    formats: set[str] = set()
     forms: dict[str, Form] = {}
     dtype = ""
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = kernels[id(self)]
         values = dict(zip([p.name for p in self.params], args, strict=False))
         values |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
+        if self in (driver_triton.encode_kernel, driver_triton.decode_kernel):
+            # The driver's kernels are those of the format whose function they run.
+            own = values.get("PACK", values["UNPACK"])
+            kernel = f"{own.__module__.rpartition('.')[2].removesuffix('_triton')}.{own.__name__}"
+            formats.add(kernel)
+        else:
+            kernel = kernels[id(self)]
         signature: dict[str, Any] = {}
         aligned: dict[Any, Any] = {}
         for i, p in enumerate(self.params):
@@ -234,7 +254,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
                     specialised.add(f"{kernel}: {p.name}")
         constexprs = {p.name: values[p.name] for p in self.params if p.is_constexpr}
         key = repr((kernel, signature, constexprs, aligned, options))
-        forms.setdefault(key, Form(kernel, dtype, constexprs, (self, signature, aligned, options)))
+        launch = (self, signature, constexprs, aligned, options)
+        forms.setdefault(key, Form(kernel, dtype, flat(constexprs), launch))
 
     def taken(name: str, module: Any, dtype: Any) -> bool:
         # `supports` of lossy codecs may say where kernels are used, not what they take.
@@ -249,7 +270,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
                 launches(name, dtype, dtype == "bfloat16")
     dtype = "bfloat16"
     selections(sparsify_triton)
-    return sorted(kernels.values()), sorted(specialised), list(forms.values())
+    return sorted({*kernels.values(), *formats}), sorted(specialised), list(forms.values())
 
 
 def selections(kernels: Any) -> None:
@@ -345,12 +366,15 @@ def build(form: Form, target: str) -> dict[str, Any]:
 
     amd = target.startswith("gfx")
     chip = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
-    kernel, signature, aligned, options = form.launch
-    constexprs, options = dict(form.constexprs), dict(options)
+    kernel, signature, constexprs, aligned, options = form.launch
+    constexprs, options = dict(constexprs), dict(options)
     if "PTX" in constexprs:
         constexprs["PTX"] = not amd
     if "CVT" in constexprs:
         constexprs["CVT"] = target in ("sm_90", "sm_100")
+    if "L" in constexprs:
+        converts = target in ("sm_90", "sm_100")
+        constexprs["L"] = dataclasses.replace(constexprs["L"], ptx=not amd, cvt=converts)
     if amd:
         options.pop("maxnreg", None)
     numbers = {p.name: (i,) for i, p in enumerate(kernel.params)}
@@ -463,7 +487,7 @@ class Row(NamedTuple):
         return 0, 0
 
 
-SHOWN = ("MODE", "STATS", "SUMS", "PACKED", "STORE", "ADD", "UNIT", "SIGMA")
+SHOWN = ("MODE", "STATS", "SUMS", "PACKED", "STORE", "ADD", "UNIT", "SIGMA", "sums", "store", "add")
 
 
 class Report(NamedTuple):
@@ -506,7 +530,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             )
             assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     kernels, specialised, found = json.loads(path.read_text())
-    nothing: Any = (None, {}, {}, {})
+    nothing: Any = (None, {}, {}, {}, {})
     rows = [Row(Form(k, t, c, nothing), target, **figures) for (k, t, c), figures in found]
     return Report(target, kernels, specialised, rows)
 
@@ -539,7 +563,7 @@ def test_nothing_spills_that_may_not(report: Report) -> None:
     assert not wrong, "\n".join(["", *wrong, "of all:", report.table()])
 
 
-ROUNDED = ("taco", "sdp4bit", "dynamiq", "lhc", "norms", "thc", "minifloat")
+ROUNDED = ("taco", "sdp4bit", "dynamiq", "lhc", "norms", "thc", "mx", "nvfp4")
 
 
 @pytest.mark.slow
