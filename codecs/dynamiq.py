@@ -36,9 +36,8 @@ from .common.base import (
     plain_number,
 )
 from .common.hadamard import Floats
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import KeyNumbers, key_numbers, number, random_words
-from .sdp4bit import largest_number
 
 Ints = npt.NDArray[np.int64]
 Halves = npt.NDArray[np.uint16]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
 from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.compile_cache import cached, part
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, add, add_floats, add_to, kind_of, narrow, widen
 from .common.philox_cpu import fill_words
 from .common.threads import run, spans
@@ -46,7 +46,6 @@ from .dynamiq import (
     store_widths,
     widths_of,
 )
-from .sdp4bit import largest_number
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
 F4, I4, I8 = np.float32, np.int32, np.int64

@@ -65,7 +65,7 @@ from .common.frame_triton import (
 )
 from .common.hadamard_triton import spread
 from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat import INFINITY
+from .common.minifloat import INFINITY, largest_number
 from .common.minifloat_triton import (
     aligned_for,
     elements_at,
@@ -100,7 +100,6 @@ from .dynamiq import (
     shares_of,
     workspace,
 )
-from .sdp4bit import largest_number
 
 Floats = npt.NDArray[np.float32]
 

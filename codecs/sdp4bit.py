@@ -31,7 +31,7 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import Floats, rotate
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import Words, key_numbers, random_words
 
 BITS = (8, 4)
@@ -301,11 +301,6 @@ def tail_is_zero(spec: Sdp4bit, chunk: Chunk) -> bool:
 def word_index(spec: Sdp4bit, chunk: Chunk) -> int:
     """Index of the chunk's first random word."""
     return chunk.number * chunk.sections[0].nbytes * 8 // spec.bits
-
-
-def largest_number(dtype: DType) -> float:
-    """The largest finite number of a dtype."""
-    return float(2.0 ** ((1 << dtype.exponent - 1) - 1) * (2 - 2.0**-dtype.mantissa))
 
 
 def round_to_code(v: Floats, largest: int, words: Words | None) -> npt.NDArray[np.int8]:

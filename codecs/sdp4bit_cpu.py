@@ -17,7 +17,7 @@ from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.compile_cache import cached, part
 from .common.hadamard_cpu import LANES as RUNS
 from .common.hadamard_cpu import rotate_by
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
@@ -32,7 +32,6 @@ from .sdp4bit import (
     SHORT_BACK,
     SHORT_FACTOR,
     Sdp4bit,
-    largest_number,
     static_views,
     tail_is_zero,
     word_index,

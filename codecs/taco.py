@@ -32,6 +32,7 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import Floats, rotate
+from .common.minifloat import narrow_clipped
 from .common.philox import Words, key_numbers, random_words
 
 FORMATS = ("e4m3", "e5m2", "int8")
@@ -274,7 +275,7 @@ def decode_chunk(
             rotate(w)
         with np.errstate(over="ignore"):
             w *= (merged * np.float32(norm(spec)))[:, None]
-        found = to_bits(w, chunk.dtype)
+        found = narrow_clipped(w, chunk.dtype)
         found[lost] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
         lo, hi = max(start - first * size, 0), min(stop - first * size, found.size)
         at = first * size + lo - start
@@ -405,16 +406,3 @@ def _scales(spec: Taco, words: Words) -> tuple[Floats, npt.NDArray[np.bool], boo
 def _within(words: Words, limits: tuple[int, int]) -> npt.NDArray[np.bool]:
     inside: npt.NDArray[np.bool] = (words >= limits[0]) & (words <= limits[1])
     return inside
-
-
-def to_bits(y: Floats, dtype: DType) -> Bits:
-    """`y` limited to the finite range of `dtype` and rounded to it, as bits."""
-    top = dtype.bits.type((((1 << dtype.exponent) - 1) << dtype.mantissa) - 1)
-    if dtype.name == "float32":
-        return np.clip(y, -top.view(np.float32), top.view(np.float32)).view(np.uint32)
-    if dtype.name == "float16":
-        return np.clip(y, np.float32(-65504), np.float32(65504)).astype(np.float16).view(np.uint16)
-    largest = np.uint32(int(top) << 16).view(np.float32)
-    b = np.clip(y, -largest, largest).view(np.uint32)
-    rounded = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype(np.uint16)

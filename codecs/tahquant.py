@@ -31,8 +31,7 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import rotate
-from .common.minifloat import widen
-from .taco import to_bits
+from .common.minifloat import narrow_clipped, widen
 
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
@@ -244,7 +243,7 @@ def decode_chunk(
         if spec.forward:
             wide = ~narrow[tiles // spec.token_tiles]
             codes[wide] |= _unpack(v.wide[_slot(spec, slots, tiles[wide])]) << 3
-        found = to_bits(_decode_tiles(words, pivots, codes), chunk.dtype)
+        found = narrow_clipped(_decode_tiles(words, pivots, codes), chunk.dtype)
         found[words == LOST] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
         at, inside = _elements(spec, chunk.nelem, tiles)
         inside &= (at >= start) & (at < stop)

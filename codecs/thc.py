@@ -33,9 +33,8 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import Floats, rotate
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import KeyNumbers, Words, key_numbers, random_words
-from .sdp4bit import largest_number
 
 BITS = (8, 16)
 #: In the order of their numbers on the page.

@@ -17,12 +17,11 @@ from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .common.compile_cache import cached
 from .common.hadamard_cpu import LANES as SIDE
 from .common.hadamard_cpu import rotate_by
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
 from .common.threads import run, spans
-from .sdp4bit import largest_number
 from .thc import (
     BELOW,
     BLOCK,

@@ -38,11 +38,10 @@ from .common.frame_triton import (
 )
 from .common.hadamard_triton import rotate
 from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat import INFINITY
+from .common.minifloat import INFINITY, largest_number
 from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
 from .common.norms_triton import agreed, energies, of_tensor, roots
 from .common.philox_triton import KEY_ON_DEVICE, key_arguments, philox4
-from .sdp4bit import largest_number
 from .thc import (
     BELOW,
     BLOCK,

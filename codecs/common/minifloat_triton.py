@@ -21,7 +21,6 @@ import triton.language as tl
 
 from ...formats.checksum import identity_term
 from ...formats.dtypes import DType
-from ..nvfp4 import NAN_SCALE, NO_RECIPROCAL, RANGE, SIXTH
 from .base import Plan
 from .columns_triton import from_columns, to_columns
 from .frame_triton import (
@@ -49,7 +48,16 @@ from .frame_triton import (
     weigh_bytes,
 )
 from .launch_triton import PTX, Variant, kernel, options
-from .minifloat import INFINITY, NAN, Element, values_of
+from .minifloat import (
+    BY_NAME,
+    E4M3_E2M1_RANGE,
+    INFINITY,
+    NAN,
+    NO_RECIPROCAL,
+    SIXTH,
+    Element,
+    values_of,
+)
 
 #: Elements that a thread holds side by side.
 _SLOT = tl.constexpr(8)
@@ -60,9 +68,9 @@ _INFINITY = tl.constexpr(INFINITY)
 _NAN = tl.constexpr(NAN)
 _HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
 _FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
-_RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
+_RANGE, _SIXTH = tl.constexpr(float(E4M3_E2M1_RANGE)), tl.constexpr(float(SIXTH))
 _NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
-_NAN_SCALE = tl.constexpr(NAN_SCALE)
+_NAN_SCALE = tl.constexpr(BY_NAME["e4m3"].nan)
 #: Where scales come from that are not chosen.
 _OF_STATS, _OF_SOURCE = tl.constexpr(1), tl.constexpr(2)
 #: Tensor scales with which no quotient of `_quotient` is too small or too large.
