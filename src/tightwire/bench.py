@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codec import Codec, codec, codecs, decode
+from .codec import Codec, codec, decode, list_codecs
 from .codecs.common.base import Bytes, Key
 from .codecs.common.threads import cpu_count
 from .convert import plain_tensors
@@ -141,7 +141,7 @@ def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
     Lossless ones come first, and of these raw, which only copies, last.
     """
     chosen, left_out = [], []
-    for c in map(codec, codecs()):
+    for c in map(codec, list_codecs()):
         if set(c.dtypes).intersection(dtypes):
             chosen.append(c)
         else:

@@ -494,7 +494,7 @@ def codec(name: str, **params: Any) -> Codec:
     """Make a codec from its name and parameters.
 
     Args:
-        name: One of ``codecs()``.
+        name: One of ``list_codecs()``.
         **params: Parameters of the codec; the page "Choosing a codec" and the classes of
             ``tightwire.codecs`` list them.
 
@@ -529,12 +529,12 @@ def _plain_codec(name: str) -> Codec:
     return Codec(spec_class(name)())
 
 
-def codecs() -> tuple[str, ...]:
+def list_codecs() -> tuple[str, ...]:
     """Names of all codecs.
 
     Example:
         >>> import tightwire as tw
-        >>> "zipccl" in tw.codecs()
+        >>> "zipccl" in tw.list_codecs()
         True
     """
     return tuple(CODEC_IDS)

@@ -202,7 +202,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     others = {"frame": frame_triton, "minifloat": minifloat_triton, "norms": norms_triton}
     others["sparsify"] = sparsify_triton
-    modules = others | {name: device_module(name) for name in tw.codecs()}
+    modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
         for stem, module in modules.items()
@@ -243,7 +243,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     JITFunction.run = note
     for dtype in ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"):
-        for name in tw.codecs():
+        for name in tw.list_codecs():
             module = device_module(name)
             if isinstance(module, types.ModuleType) and taken(name, module, BY_NAME[dtype]):
                 launches(name, dtype, dtype == "bfloat16")
