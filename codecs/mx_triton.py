@@ -25,10 +25,6 @@ def supports(dtype: DType) -> bool:
     return dtype.name in WIDENED
 
 
-#: `encode` needs no stats.
-MEASURES = True
-
-
 def measure(spec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
     """Scale bytes of the blocks of `x`, uint8, shape (blocks,); None where none are agreed on."""
     if not spec.agrees:

@@ -51,7 +51,7 @@ from .common.runs_triton import (
 )
 from .sdp4bit import (
     FLOOR,
-    LOST,
+    NAN_SCALE,
     RUN_FACTOR,
     SCALE_BITS,
     SCALE_NBYTES,
@@ -63,7 +63,7 @@ from .sdp4bit import (
 _NO_KEY = tl.constexpr(NO_KEY)
 _KEY_ON_DEVICE = tl.constexpr(KEY_ON_DEVICE)
 _INFINITY = tl.constexpr(INFINITY)
-_LOST = tl.constexpr(LOST)
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
 _FLOOR = tl.constexpr(FLOOR)
 _RUN_FACTOR, _SHORT_FACTOR = tl.constexpr(RUN_FACTOR), tl.constexpr(SHORT_FACTOR)
 _SHORT_BACK = tl.constexpr(SHORT_BACK)
@@ -176,7 +176,7 @@ def _decode_runs(
     if SUMS:
         where = scales_at * 32 + tile * (RUNS // LANES) + run // LANES
         total += tl.where(run % LANES == 0, weigh(s, where), 0)
-    lost = s == _LOST
+    lost = s == _NAN_SCALE
     good = (s >= _SCALE_LOW) & (s <= _SCALE_HIGH)
     any_code = words[0]
     for k in tl.static_range(1, BITS):
@@ -254,7 +254,7 @@ def _encode_runs(
     a = top.to(tl.float32, bitcast=True)
     a = tl.where(a < _FLOOR, LARGEST, a)
     largest = tl.full([RUNS], LARGEST, tl.float32)
-    s = tl.where(lost, _LOST, tl.div_rn(a, largest).to(tl.uint32, bitcast=True))
+    s = tl.where(lost, _NAN_SCALE, tl.div_rn(a, largest).to(tl.uint32, bitcast=True))
     r = tl.div_rn(largest, a)
     words = ()
     if RANDOM == _NO_KEY:

@@ -52,7 +52,7 @@ HADAMARD_ALPHA = 2.0**-9
 FLOOR = 2.0**-60
 
 #: Bits of the NaN that both scales of a lost block have, and of float32 limits of scales.
-LOST = 0x7FC00000
+NAN_SCALE = 0x7FC00000
 
 
 def _bits(value: float) -> int:
@@ -246,7 +246,7 @@ def encode_chunk(
             here[:, 0], here[:, 1] = alpha.view(np.uint32), s.view(np.uint32)
         else:
             here[:, 0] = (s / alpha).view(np.uint32)
-        here[lost] = LOST
+        here[lost] = NAN_SCALE
     return ChunkResult(0)
 
 
@@ -386,12 +386,12 @@ def bad_codes(codes: Bytes, f: Format) -> bool:
 
 def _scales(spec: Taco, words: Words) -> tuple[Floats, npt.NDArray[np.bool], bool]:
     """Merged scales, which blocks are lost, and whether a scale is none that an encoder writes."""
-    lost = words[:, -1] == LOST
+    lost = words[:, -1] == NAN_SCALE
     kept = np.where(lost[:, None], np.uint32(_bits(1.0)), words)
     merged = np.ascontiguousarray(kept[:, -1])
     wrong = False
     if spec.scales == "dual":
-        wrong = bool((words[lost] != LOST).any())
+        wrong = bool((words[lost] != NAN_SCALE).any())
         alpha = np.ascontiguousarray(kept[:, 0])
         good = _within(alpha, ALPHA_BITS) & _within(merged, SCALE_BITS)
         wrong |= not good.all()

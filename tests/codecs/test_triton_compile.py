@@ -259,7 +259,7 @@ def selections(kernels: Any) -> None:
     from tightwire.formats.dtypes import BY_NAME
 
     x, cell = torch.zeros(2, kernels.SAMPLED), BY_NAME["bfloat16"]
-    kernels.cut(x, 100, BY_NAME["float32"], cell=cell, rest=x, what=kernels.LOST)
+    kernels.cut(x, 100, BY_NAME["float32"], cell=cell, rest=x, what=kernels.ROUNDING)
     kernels.cut(x.bfloat16(), 100, cell, rest=x, what=kernels.OTHERS)
 
 
