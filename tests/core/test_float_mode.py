@@ -229,7 +229,7 @@ import threading
 import numpy as np
 import torch
 import tightwire as tw
-from tightwire.codecs import threads
+from tightwire.codecs.common import threads
 
 assert torch.set_flush_denormal(True)
 # All threads of the pool are made here, and have the mode of this one.
