@@ -127,7 +127,7 @@ def _cells(buffer: Buffer) -> Any:
 def _padded(cells: Any, ranks: int) -> Any:
     """`cells` with zeros behind them, in memory of their own, a multiple of `ranks` long."""
     n = cells.shape[0]
-    room = tensors.empty((-(-n // ranks) * ranks,), tensors.dtype_of(cells), cells)
-    tensors.put(room[:n], cells)
-    tensors.fill(room[n:], 0)
-    return room
+    padded = tensors.empty((-(-n // ranks) * ranks,), tensors.dtype_of(cells), cells)
+    tensors.put(padded[:n], cells)
+    tensors.fill(padded[n:], 0)
+    return padded

@@ -467,9 +467,9 @@ class Communicator(CellSums):
             if choice.algorithm == "native":
                 self._gather_native(call, rounded, gathered, part)
             else:
-                # In a room of its own: headers stay as they are from call to call.
+                # In memory of its own: headers stay as they are from call to call.
                 self._gather(
-                    call, rounded, gathered, part, choice, room="gathered", encoded=encoded
+                    call, rounded, gathered, part, choice, memory="gathered", encoded=encoded
                 )
             if sent != info.dtype:
                 tensors.put(result[:main], gathered)
@@ -578,7 +578,7 @@ class Communicator(CellSums):
             if self._fixed:
                 self._compare_late(call, shares, digests, source)
             self._message(call, shares, sizes[0], source, self._transport.recv)
-            buffers = shares.buffers(self._words_of(shares.room))
+            buffers = shares.buffers(self._words_of(shares.memory))
             call.exchanged = True
             self._decode(call, buffers[0], into.reshape(-1), source)
         return out
@@ -733,7 +733,7 @@ class Communicator(CellSums):
         info: ArrayInfo,
         choice: Choice,
         last: bool = True,
-        room: str = "receive",
+        memory: str = "receive",
         encoded: Shares | None = None,
     ) -> None:
         """An all-gather of `x`, shape (n,), to `out`, shape (ranks * n,); `encoded` is `x` then."""
@@ -741,7 +741,7 @@ class Communicator(CellSums):
         spans = self._spans(n, choice.pieces)
         if len(spans) == 1:
             send = encoded or self._encode(call, [x], [self._plan(info.dtype, n)])
-            began = self._begin_gather(call, send, call.digest(info, info.shape), room)
+            began = self._begin_gather(call, send, call.digest(info, info.shape), memory)
             buffer = self._end_gather(call, began)
             call.exchanged = last
             self._decode(call, buffer, out, None)
@@ -752,7 +752,7 @@ class Communicator(CellSums):
             return self._encode(call, [x[a:b]], [self._plan(info.dtype, b - a)], f"send {k}")
 
         def begin(k: int, send: Shares) -> Exchange:
-            return self._begin_gather(call, send, call.digest(info, info.shape, k), f"{room} {k}")
+            return self._begin_gather(call, send, call.digest(info, info.shape, k), f"{memory} {k}")
 
         def end(k: int, began: Exchange) -> Callable[[], None]:
             buffer = self._end_gather(call, began)
@@ -917,12 +917,12 @@ class Communicator(CellSums):
             self._add(call, before, total)
         note = f" (from rank {self._size - 1})"
         with call.stage("decode", note), np.errstate(all="ignore"):
-            shares = self._room("send", [self._plan(last.plan.dtype, last.plan.nelem)], total)
+            shares = self._shares("send", [self._plan(last.plan.dtype, last.plan.nelem)], total)
             self._take("send", shares)
-            room, key = shares.data[0], self._key(call)
-            if not self._sum_here(last, local, room, key, None):
+            memory, key = shares.data[0], self._key(call)
+            if not self._sum_here(last, local, memory, key, None):
                 self._codec.decode_add_encode(
-                    last, local, out=room, key=key, checksum=self._checksum
+                    last, local, out=memory, key=key, checksum=self._checksum
                 )
         self._decoded(call, last, note, self._size - 1)
         return shares
@@ -962,7 +962,7 @@ class Communicator(CellSums):
         n, size = x.shape[0], self._size
         plan, whole = (self._plan(info.dtype, k * n, k, raw=True) for k in (1, size))
         with call.stage("rest"):
-            send = self._room("rest", [plan], x)
+            send = self._shares("rest", [plan], x)
             if not self._encode_here(x, plan, send.data[0], None):
                 self._raw.encode(x, out=send.data[0], checksum=self._checksum)
             digest = call.digest(info, info.shape, -1)
@@ -970,7 +970,7 @@ class Communicator(CellSums):
             receive = self._receive("rests", [whole], x)
             self._transport.all_to_all_v(receive.parcels, send.parcels * size)
         self._compare_late(call, receive, [digest] * size)
-        (buffer,) = receive.buffers(self._words_of(receive.room))
+        (buffer,) = receive.buffers(self._words_of(receive.memory))
         call.raw_bytes += (size - 1) * send.raw_nbytes
         call.wire_bytes += (size - 1) * (CARD_NBYTES + send.static_nbytes)
         came = tensors.empty((size * n,), info.dtype, x)
@@ -1007,9 +1007,9 @@ class Communicator(CellSums):
         else:
             # Not in its place in `whole`: an all-gather must not overlap itself.
             nbytes = plan.static_stride + sizes[self._rank]
-            room = self._bytes("share", nbytes, values)[:nbytes]
+            memory = self._bytes("share", nbytes, values)[:nbytes]
             own = whole.shares[self._rank]._replace(
-                static=room[: plan.static_stride], slot=room[plan.static_stride :]
+                static=memory[: plan.static_stride], slot=memory[plan.static_stride :]
             )
         with call.stage("scatter"):
             into_pieces = [*cards_too, own.static, own.slot[: sizes[self._rank]]]
@@ -1019,7 +1019,7 @@ class Communicator(CellSums):
         with call.stage("static"):
             self._transport.all_gather(whole.statics, own.static)
         if self._fixed:
-            buffer = whole.buffers(self._words_of(whole.room))[0]
+            buffer = whole.buffers(self._words_of(whole.memory))[0]
         else:
             buffer = self._gather_dynamic(call, own, whole, sizes)
         others = self._size - 1
@@ -1295,7 +1295,7 @@ class Communicator(CellSums):
         finally:
             self._trace, self._scaling = kept, scaling
             # What the largest sizes took is worth more than the time to get it again.
-            for memory in (self._rooms, self._layouts, self._holders):
+            for memory in (self._memories, self._layouts, self._holders):
                 memory.clear()
 
     def _timed(self, call: Call, like: Any, info: ArrayInfo, source: DType) -> Measured:

@@ -310,10 +310,10 @@ class Model:
         }[collective]
         peers = min(world - 1, 1) if collective == "send" else world - 1
 
-        def moved(rounds: int, nbytes: float) -> Line:
+        def line(rounds: int, nbytes: float) -> Line:
             return Line(link.exchange(peers, 0, rounds), link.beta * nbytes if peers else 0.0)
 
-        return cls(moved(*native), moved(*wire), encode.times(*encoded), decode.times(*decoded))
+        return cls(line(*native), line(*wire), encode.times(*encoded), decode.times(*decoded))
 
     @classmethod
     def measured(

@@ -590,9 +590,9 @@ class FixedRateAllToAll(_Exchange):
         import torch
 
         rows, split_count, index_count = x.shape[0], splits.shape[0], indices.shape[0]
-        for room, values in ((self._splits, splits), (self._indices, indices)):
-            room[: values.shape[0]] = values
-            room[values.shape[0] :] = 0
+        for slots, values in ((self._splits, splits), (self._indices, indices)):
+            slots[: values.shape[0]] = values
+            slots[values.shape[0] :] = 0
         sizes = self._splits.clamp(0, rows)
         lens_here = lens.clamp(0, index_count)
         # Positions in `indices` where the block of each rank starts and stops, shape (ranks,).

@@ -162,9 +162,9 @@ class Group:
         self._plans: dict[tuple[DType, int, int, bool], Plan] = {}
         #: Pieces are laid out by the thread that encodes, too.
         self._layout_lock = threading.RLock()
-        self._rooms: dict[tuple[str, Any], Any] = {}
+        self._memories: dict[tuple[str, Any], Any] = {}
         self._layouts: dict[tuple[Any, ...], Shares] = {}
-        #: Whose layout a room has at present.
+        #: The layout that each memory has at present.
         self._holders: dict[tuple[str, Any], Shares] = {}
         self._words: dict[Any, Any] = {}
         self._unchecked: deque[_Unchecked] = deque()
@@ -279,7 +279,7 @@ class Group:
         self._broken = self._broken or "the communicator is closed"
         for memory in (self._unchecked, self._spare, self._summaries, self._words, self._plans):
             memory.clear()
-        for named in (self._rooms, self._layouts, self._holders):
+        for named in (self._memories, self._layouts, self._holders):
             named.clear()
         self._transport.close()
 
@@ -510,17 +510,17 @@ class Group:
         """The communicator's own memory called `name`, which grows."""
         with self._layout_lock:
             key = name, tensors.device_of(like)
-            room = self._rooms.get(key)
-            if room is None or room.shape[0] < nbytes:
-                # The old one goes first, with all views: there may not be room for both.
-                self._rooms.pop(key, None)
+            memory = self._memories.get(key)
+            if memory is None or memory.shape[0] < nbytes:
+                # The old one goes first, with all views: both may not fit.
+                self._memories.pop(key, None)
                 self._holders.pop(key, None)
                 self._layouts = {k: s for k, s in self._layouts.items() if k[:2] != key}
-                room = self._rooms[key] = tensors.empty_bytes(nbytes, like)
-            return room
+                memory = self._memories[key] = tensors.empty_bytes(nbytes, like)
+            return memory
 
     @tensors.kept
-    def _room(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
+    def _shares(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Shares of these plans, which `_plan` has made, in the memory called `name`."""
         with self._layout_lock:
             # Plans are kept as long as their layouts, so that ids tell them apart.
@@ -530,16 +530,16 @@ class Group:
             if found is None:
                 if len(self._layouts) >= _KEPT:
                     self._layouts.clear()
-                room = self._bytes(name, sum(plan.nbytes for plan in plans), like)
-                found = self._layouts[key] = Shares(list(plans), room)
+                memory = self._bytes(name, sum(plan.nbytes for plan in plans), like)
+                found = self._layouts[key] = Shares(list(plans), memory)
             return found
 
     def _take(self, name: str, shares: Shares) -> bool:
         """Lay the memory called `name` out as `shares`; True if it was something else."""
-        key = name, tensors.device_of(shares.room)
-        fresh = self._holders.get(key) is not shares
+        key = name, tensors.device_of(shares.memory)
+        changed = self._holders.get(key) is not shares
         self._holders[key] = shares
-        return fresh
+        return changed
 
     @tensors.kept
     def _words_of(self, like: Any) -> Any:
@@ -559,7 +559,7 @@ class Group:
     ) -> Shares:
         """Encode each part by its plan, straight into the memory that is sent from."""
         with call.stage("encode"):
-            shares = self._room(name, plans, parts[0])
+            shares = self._shares(name, plans, parts[0])
             self._take(name, shares)
             for part, plan, data in zip(parts, plans, shares.data, strict=True):
                 key = self._key(call)
@@ -615,7 +615,7 @@ class Group:
 
     def _receive(self, name: str, plans: Sequence[Plan], like: Any) -> Shares:
         """Memory for the chunks to receive, with their headers written."""
-        shares = self._room(name, plans, like)
+        shares = self._shares(name, plans, like)
         if self._take(name, shares):
             shares.write_headers()
         return shares
@@ -666,8 +666,8 @@ class Group:
         on_the_way: tensors.OnTheWay | None = None
         if call.unchecked:
             words = self._words_of(call.place)
-            room = self._spare.pop() if self._spare else None
-            on_the_way = tensors.OnTheWay(words, room)
+            spare = self._spare.pop() if self._spare else None
+            on_the_way = tensors.OnTheWay(words, spare)
             # The next call's verdict is to be its own.
             tensors.fill(words, 0)
         if call.unchecked or call.late:
@@ -794,7 +794,7 @@ class Group:
         `parcels[j]` goes to rank j; digests are those of `_begin_swap`, `note` explains errors.
         """
         if call.nbytes:
-            self._compare_new(call, send.room, there, here)
+            self._compare_new(call, send.memory, there, here)
         with call.stage("exchange", note):
             self._transport.all_to_all_v(receive.parcels, parcels)
         self._compare_late(call, receive, here, note=note)
@@ -821,7 +821,7 @@ class Group:
         digests = [*here, *there]
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
-            self._compare_new(call, send.room, there, here)
+            self._compare_new(call, send.memory, there, here)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -851,7 +851,7 @@ class Group:
                 outgoing = sizes_on(cards[self._size :])
             with call.stage("dynamic"):
                 self._transport.all_to_all_v(pieces(receive, incoming), pieces(send, outgoing))
-        buffers = receive.buffers(self._words_of(receive.room))
+        buffers = receive.buffers(self._words_of(receive.memory))
         own = send.shares[me]
         raw = send.raw_nbytes - own.raw_nbytes
         wire = CARD_NBYTES * (self._size - 1) + send.static_nbytes - int(own.static.shape[0])
@@ -864,7 +864,7 @@ class Group:
         """Gather the one share of `send`, without its dynamic part; `note` explains errors."""
         (plan,) = send.plans
         whole = self._plan(plan.dtype, self._size * plan.nelem, self._size)
-        receive = self._receive(name, [whole], send.room)
+        receive = self._receive(name, [whole], send.memory)
         send.write_cards([digest], self._ratio(call, send))
         digests = [digest] * self._size
         if self._fixed:
@@ -872,7 +872,7 @@ class Group:
             return self._exchange_fixed(call, send, receive, parcels, digests, digests, note)
         arriving: tensors.OnTheWay | None = None
         if not self._sizes_first and call.nbytes:
-            self._compare_new(call, send.room, digests, digests)
+            self._compare_new(call, send.memory, digests, digests)
         for first in (self._sizes_first, not self._sizes_first):
             if first:
                 with call.stage("sizes"):
@@ -891,7 +891,7 @@ class Group:
         own = began.send.shares[0]
         if began.arriving is None:
             sizes = [0] * self._size
-            buffer = began.receive.buffers(self._words_of(began.receive.room))[0]
+            buffer = began.receive.buffers(self._words_of(began.receive.memory))[0]
         else:
             with call.stage("sizes"):
                 cards = self._cards(call, began.arriving, began.digests)
@@ -910,7 +910,7 @@ class Group:
             # They differ in size, so this is no all-gather.
             mine = own.slot[: sizes[self._rank]]
             self._transport.all_to_all_v(pieces(whole, sizes), [[mine]] * self._size)
-            return whole.buffers(self._words_of(whole.room))[0]
+            return whole.buffers(self._words_of(whole.memory))[0]
 
     def _account(self, call: Call, dtype: DType, raw: int, wire: int) -> None:
         call.raw_bytes += raw

@@ -125,13 +125,13 @@ class MemoryTransport(Transport):
         except queue.Empty:
             seconds = f"{self._timeout:g} s"
             raise TimeoutError(f"rank {source} sent nothing for {seconds}") from None
-        room = host_array(out)
+        target = host_array(out)
         if found is None:
             raise ConnectionError(f"rank {source} has left")
-        if (found, data.size) != (kind, room.size):
+        if (found, data.size) != (kind, target.size):
             got = f"{data.size} bytes of {found}"
-            raise RuntimeError(f"rank {source} sent {got}; expected: {room.size} of {kind}")
-        room[...] = data
+            raise RuntimeError(f"rank {source} sent {got}; expected: {target.size} of {kind}")
+        target[...] = data
 
 
 def connect(world_size: int, timeout: float = 30.0) -> list[MemoryTransport]:

@@ -271,8 +271,8 @@ class MultiHop(Group):
             words = tensors.empty((self._size,), _INT64, stats)
             self._transport.all_gather(tensors.as_bytes(words), tensors.as_bytes(own[:1]))
             all_words = sys.modules["torch"].cat([words, own])
-            room = self._summaries.pop() if self._summaries else None
-            arriving = tensors.OnTheWay(all_words, room)
+            spare = self._summaries.pop() if self._summaries else None
+            arriving = tensors.OnTheWay(all_words, spare)
         call.wire_bytes += 8 * (self._size - 1)
 
         def verdict() -> None:
@@ -383,7 +383,7 @@ class MultiHop(Group):
         with call.stage("exchange", note):
             self._transport.all_to_all_v(outs, xs)
         self._compare_late(call, receive, [digest] * len(hop.into), hop.source, note)
-        buffers = receive.buffers(self._words_of(receive.room))
+        buffers = receive.buffers(self._words_of(receive.memory))
         for word, (c, data) in enumerate(zip(hop.into, receive.data, strict=True)):
             piece.parts[c].came = _Came(buffers[word], data, word, note)
 
@@ -396,7 +396,7 @@ class MultiHop(Group):
         if not shares:
             return None
         name, plan = f"send {piece.number}", piece.plan
-        send = self._room(name, [plan] * len(shares), piece.like)
+        send = self._shares(name, [plan] * len(shares), piece.like)
         self._take(name, send)
         for c, data in zip(shares, send.data, strict=True):
             # All ranks encode a share once: what they draw by differs in the rank alone, so that

@@ -302,9 +302,9 @@ class WeightDifferences:
         same = tensors.is_torch(values) == tensors.is_torch(x)
         if same and tensors.device_of(values) == tensors.device_of(x):
             return replica
-        moved = self._new(x, self._group.world_size)
-        tensors.put(moved, beside(values, x))
-        return _Replica(moved, None, replica.origin)
+        copy = self._new(x, self._group.world_size)
+        tensors.put(copy, beside(values, x))
+        return _Replica(copy, None, replica.origin)
 
     @tensors.kept
     def _new(self, x: Any, times: int) -> Any:
@@ -490,7 +490,7 @@ class TwoLevel:
             outer._call("reduce_scatter", "between nodes", info, _CHOICE, _FLOAT32) as last,
         ):
             total = tensors.empty((nodes * each,), _FLOAT32, flat)
-            send = outer._room("send", [plan], flat)
+            send = outer._shares("send", [plan], flat)
             outer._take("send", send)
             self._rotated_sums(call, last, flat, info, total, plan, send.data[0])
             receive = outer._receive("receive", [plan], flat)
@@ -548,7 +548,7 @@ class TwoLevel:
         call.raw_bytes += (size - 1) * plan.nelem * info.dtype.itemsize
         static = terms.chunks * terms.static_stride
         call.wire_bytes += (size - 1) * (nodes * CARD_NBYTES + static)
-        buffers = receive.buffers(inner._words_of(receive.room))
+        buffers = receive.buffers(inner._words_of(receive.memory))
         tensors.clear(total)
         coded, key = self._between.codec, self._between._key(last)
         for source, buffer in enumerate(buffers):

@@ -36,21 +36,21 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """The chunks of one or more consecutive buffers in `room`.
+    """The chunks of one or more consecutive buffers in `memory`.
 
     Made once for memory and its plans, used by many calls: on a GPU every view costs host time.
     """
 
-    def __init__(self, plans: Sequence[Plan], room: Any) -> None:
+    def __init__(self, plans: Sequence[Plan], memory: Any) -> None:
         self.plans = plans
-        self.room = room
+        self.memory = memory
         self.data: list[Any] = []
         self.shares: list[Share] = []
         #: Of every buffer its first share, and its records, int64, shape (chunks, 4).
         self._records: list[tuple[int, Any]] = []
         at = 0
         for plan in plans:
-            data = room[at : at + plan.nbytes]
+            data = memory[at : at + plan.nbytes]
             at += plan.nbytes
             self.data.append(data)
             start = plan.header.nbytes
@@ -77,7 +77,7 @@ class Shares:
         #: Memory on the host for cards that nobody waits for.
         self.spare: list[tensors.OnTheWay] = []
         self._buffers: list[Buffer] = []
-        self._hold(tensors.empty((len(self.shares), CARD_WORDS), _INT64, room))
+        self._hold(tensors.empty((len(self.shares), CARD_WORDS), _INT64, memory))
 
     def _hold(self, cards: Any) -> None:
         #: Cards of these shares, int64, shape (shares, CARD_WORDS), and the same as bytes.
@@ -106,7 +106,7 @@ class Shares:
         pair = self._partner
         if pair is None or pair[0] is not other or other._partner is not pair:
             n = len(self.shares)
-            both = tensors.empty((n + len(other.shares), CARD_WORDS), _INT64, self.room)
+            both = tensors.empty((n + len(other.shares), CARD_WORDS), _INT64, self.memory)
             self._hold(both[:n])
             other._hold(both[n:])
             self._arriving = None

@@ -171,7 +171,7 @@ def simulate(
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; allowed: at least 0")
     if collective != "all_reduce":
-        return _moved(algorithm, collective, world, nbytes, link, codec)
+        return _forwarded(algorithm, collective, world, nbytes, link, codec)
     if algorithm == "hierarchical":
         assert node is not None
         return _hierarchical(world, nbytes, link, codec, rounding, node, between)
@@ -252,7 +252,7 @@ def _check(
         raise ValueError(f"between is {between!r}; allowed: {get_args(Between)}")
 
 
-def _moved(
+def _forwarded(
     algorithm: Algorithm, collective: Collective, world: int, nbytes: int, link: Link, codec: Coding
 ) -> Result:
     """All-gather and all-to-all: every value is encoded once, and forwarded as it came."""

@@ -324,15 +324,15 @@ class OnTheWay:
     """A small int64 array that is copied to the host, behind what is queued on the device now."""
 
     @kept
-    def __init__(self, x: Any, room: OnTheWay | None = None) -> None:
-        """`room` is one that is over; its memory is used again if it has the same shape."""
+    def __init__(self, x: Any, spare: OnTheWay | None = None) -> None:
+        """`spare` is one that is over; its memory is used again if it has the same shape."""
         self._host: Any = x
         self._event: Any = None
         if is_cuda(x):
             import torch
 
-            if room is not None and room._host.shape == x.shape:
-                self._host, self._event = room._host, room._event
+            if spare is not None and spare._host.shape == x.shape:
+                self._host, self._event = spare._host, spare._event
             else:
                 self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
                 self._event = torch.cuda.Event()

@@ -42,10 +42,11 @@ import torch
 from gpu_report import cold
 
 import tightwire as tw
-from tightwire.bench import POISON, save_figure
+from tightwire.bench import POISON
 from tightwire.convert import plain_tensors
 from tightwire.demo import find_model
 from tightwire.formats.dtypes import BY_NAME
+from tightwire.storage import save_figure
 
 MIB = 1 << 20
 WIDE = ("bfloat16", "float16", "float32")

@@ -201,7 +201,7 @@ def plot(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Bars of GB/s, a panel per case with a warm cache; each record begins a new line."""
     from matplotlib.figure import Figure
 
-    from tightwire.bench import save_figure
+    from tightwire.storage import save_figure
 
     shown = []
     for record in records.values():

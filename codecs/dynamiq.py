@@ -36,9 +36,8 @@ from .common.base import (
     plain_number,
 )
 from .common.hadamard import Floats
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import KeyNumbers, key_numbers, number, random_words
-from .sdp4bit import largest_number
 
 Ints = npt.NDArray[np.int64]
 Halves = npt.NDArray[np.uint16]
@@ -70,7 +69,7 @@ FLOOR = 2.0**-100
 #: Super-groups with a magnitude from here on keep their mean, whose sum might overflow.
 CENTER_LIMIT = 2.0**110
 #: The word of a lost super-group, and the largest finite one.
-LOST = 0x7FC0
+NAN_SCALE = 0x7FC0
 MAX_SCALE_WORD = 0x7F7F
 FLOOR_WORD = (127 - 100) << 7
 MAX_WORLD = 1 << 16
@@ -141,6 +140,8 @@ class Dynamiq(CodecSpec):
     reduce_op: ClassVar[ReduceOp | None] = "sum"
     sums_keep_stats: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    measures_in_encode: ClassVar[bool] = True
+    adds_float32: ClassVar[bool] = True
     max_world: ClassVar[int | None] = MAX_WORLD
 
     def __post_init__(self) -> None:
@@ -309,8 +310,6 @@ class Dynamiq(CodecSpec):
 
 
 SPEC = Dynamiq
-#: `decode_add_encode` takes float32 with narrower buffers: sums keep widths whatever is added.
-ADDS_FLOAT32 = True
 
 
 def workspace(spec: Dynamiq, nelem: int, chunks: int) -> tuple[int, ...]:
@@ -366,7 +365,7 @@ def decode_chunk(
             y[at] = _decode_codes(spec, v, first + at, codes, w)
         limit = np.float32(largest_number(chunk.dtype))
         limited = np.clip(y, -limit, limit).view(np.uint32)
-        lost = (v.words[here] == LOST).any(axis=1)
+        lost = (v.words[here] == NAN_SCALE).any(axis=1)
         limited[lost] = NAN
         found = narrow(limited, chunk.dtype).reshape(-1)
         at_elem = first * size
@@ -407,13 +406,13 @@ def decode_add_encode_chunk(
 class Rounding(NamedTuple):
     """How codes are rounded: to nearest, or at random in one of `strata` equal parts of [0, 1).
 
-    Ranks 2 i and 2 i + 1, by `turn`, are in parts opposite to each other.
+    Ranks 2 i and 2 i + 1, by `ring_rank`, are in parts opposite to each other.
     """
 
     numbers: KeyNumbers | None
     random: bool = False
     strata: int = 1
-    turn: int = 0
+    ring_rank: int = 0
 
 
 def rounding_of(spec: Dynamiq, key: Key | None) -> Rounding:
@@ -421,12 +420,12 @@ def rounding_of(spec: Dynamiq, key: Key | None) -> Rounding:
     if not spec.draws:
         return Rounding(None)
     numbers = key_numbers(key)
-    how, strata, turn = shares_of(spec, key)
-    return Rounding(numbers, how != ROUNDINGS.index("nearest"), strata, turn)
+    how, strata, ring_rank = shares_of(spec, key)
+    return Rounding(numbers, how != ROUNDINGS.index("nearest"), strata, ring_rank)
 
 
 def shares_of(spec: Dynamiq, key: Key | None) -> tuple[int, int, int]:
-    """(number of the rounding, `strata`, `turn`) of a key whose seed and step are not read.
+    """(number of the rounding, `strata`, `ring_rank`) of a key whose seed and step are not read.
 
     Raises TypeError or ValueError for an invalid world. A key that is needed and missing passes.
     """
@@ -559,7 +558,7 @@ def bad_words(spec: Dynamiq, v: Views, here: slice) -> bool:
     """True if super-groups have a scale or a mean that no encoder writes."""
     words = v.words[here].astype(np.int64)
     finite = (words == 0) | ((words >= FLOOR_WORD) & (words <= MAX_SCALE_WORD))
-    lost = (words == LOST).all(axis=1)
+    lost = (words == NAN_SCALE).all(axis=1)
     means = v.means[here] if spec.center else v.means
     return not (finite.all(axis=1) | lost).all() or bool(((means & 0x7F80) == 0x7F80).any())
 
@@ -643,7 +642,7 @@ def _encode(
         at = first * size
         x, lost, means = _load(spec, bits[at : at + batch * size], chunk.dtype)
         inverse = _store_scales(spec, v, here, x, rounding, chunk.first // spec.group)
-        v.words[here][lost] = LOST
+        v.words[here][lost] = NAN_SCALE
         if spec.center:
             v.means[here] = means
         scaled = (x.reshape(-1, spec.group) * inverse.reshape(-1, 1)).reshape(x.shape)
@@ -713,9 +712,9 @@ def _limits(
         shared = _halves(numbers, at, n // 8, SHARED_STREAM)
         # From columns of 8 halves to rows.
         shared = shared.reshape(shape[0], -1, 8).transpose(0, 2, 1).reshape(-1)
-        turn = shared.astype(np.int64) * rounding.strata >> 16
-        place = (rounding.turn // 2 + (turn >> 1)) % (rounding.strata // 2)
-        other = (turn ^ rounding.turn) & 1 == 1
+        shift = shared.astype(np.int64) * rounding.strata >> 16
+        place = (rounding.ring_rank // 2 + (shift >> 1)) % (rounding.strata // 2)
+        other = (shift ^ rounding.ring_rank) & 1 == 1
         place[other] = rounding.strata - 1 - place[other]
     return np.repeat(place.astype(np.float32), 8).reshape(shape), drawn.reshape(shape)
 

@@ -12,22 +12,19 @@ import numpy.typing as npt
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
 from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.compile_cache import cached, part
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, add, add_floats, add_to, kind_of, narrow, widen
 from .common.philox_cpu import fill_words
 from .common.threads import run, spans
-from .dynamiq import (
-    ADDS_FLOAT32 as ADDS_FLOAT32,
-)
 from .dynamiq import (
     CENTER_LIMIT,
     CODE_STREAM,
     FLOOR,
     INDEX_PROBLEM,
-    LOST,
     MAX_SCALE_WORD,
     MAX_WIDTH,
     MIN_WIDTH,
+    NAN_SCALE,
     PAYLOAD_PROBLEM,
     SCALE_STREAM,
     SCALES,
@@ -46,14 +43,13 @@ from .dynamiq import (
     store_widths,
     widths_of,
 )
-from .sdp4bit import largest_number
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
 F4, I4, I8 = np.float32, np.int32, np.int64
 _UP, _STOCHASTIC, _WIDE = range(len(SCALES))
 _FLOOR, _CENTER_LIMIT = F4(FLOOR), F4(CENTER_LIMIT)
 _MAGNITUDE, _INFINITY, _NAN = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN)
-_LOST, _MAX_SCALE_WORD = U2(LOST), U4(MAX_SCALE_WORD)
+_NAN_SCALE, _MAX_SCALE_WORD = U2(NAN_SCALE), U4(MAX_SCALE_WORD)
 _CODES, _SHARED, _SCALES = U8(CODE_STREAM), U8(SHARED_STREAM), U8(SCALE_STREAM)
 #: Elements of a super-group at most.
 _LONGEST = max(SUPER_GROUPS)
@@ -149,14 +145,14 @@ def _set_scales(v, sizes, words, fractions, drawn, one, inverse):
 
 
 @part(nogil=True)
-def _set_places(shared, strata, turn, place):
+def _set_places(shared, strata, ring_rank, place):
     """Numbers of the strata of a super-group's elements; `shared` are halves of their columns."""
     columns = place.size // 64
     for k in range(8):
         for c in range(columns):
             found = U4(U8(U8(shared[8 * c + k]) * U8(strata)) >> U8(16))
-            number = U4(U4(turn // 2) + U4(found >> U4(1))) % U4(strata // 2)
-            number = U4(U4(strata - 1) - number) if (found ^ U4(turn)) & U4(1) else number
+            number = U4(U4(ring_rank // 2) + U4(found >> U4(1))) % U4(strata // 2)
+            number = U4(U4(strata - 1) - number) if (found ^ U4(ring_rank)) & U4(1) else number
             at = 8 * (k * columns + c)
             for i in range(at, at + 8):
                 place[i] = F4(number)
@@ -214,7 +210,7 @@ def _encode_span(
     """
     size, group, how = sizes
     planes, scale_words, means, fractions = views
-    strata, turn, seed, step, rank = rounding
+    strata, ring_rank, seed, step, rank = rounding
     groups, columns = size // group, size // 8
     words = view_as(space[: 4 * _LONGEST], np.uint32)[: size if size > LANES else LANES]
     sums = view_as(space[4 * _LONGEST : 8 * _LONGEST], np.float32)
@@ -264,7 +260,7 @@ def _encode_span(
         _set_scales(v, sizes, scale_words[j], fractions[j], drawn[number - base :], one, inverse)
         if lost:
             for k in range(scale_words.shape[1]):
-                scale_words[j, k] = _LOST
+                scale_words[j, k] = _NAN_SCALE
         for k in range(groups):
             for i in range(k * group, (k + 1) * group):
                 scaled = F4(v[i] * inverse[k])
@@ -277,7 +273,7 @@ def _encode_span(
         if strata > 1:
             shared_base = (starts[2] + j) * (size // 16)
             fill_words(shared_words, seed, step, U8(0), _SHARED, U8(shared_base))
-            _set_places(shared, strata, turn, place)
+            _set_places(shared, strata, ring_rank, place)
         width = widths[j]
         values, steps = tables[0][width], tables[1][width]
         behind = number - 2 * base
@@ -338,7 +334,7 @@ def _decode_span(
                 y = F4(F4(table[code[i]] * scale) + mean)
                 y = y if y < limit else limit
                 v[i] = y if y > -limit else F4(-limit)
-        if scale_words[j, 0] == _LOST:
+        if scale_words[j, 0] == _NAN_SCALE:
             for i in range(words.size):
                 words[i] = _NAN
         for i in range(0, size, LANES):
@@ -378,7 +374,7 @@ def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None
         widths,
         first_rows(widths),
         _tables(spec.grid),
-        (strata, rounding.turn, *numbers),
+        (strata, rounding.ring_rank, *numbers),
         starts,
     )
 

@@ -52,7 +52,7 @@ from .common.frame_triton import (
 )
 from .common.hadamard_triton import spread
 from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat import INFINITY
+from .common.minifloat import INFINITY, largest_number
 from .common.minifloat_triton import (
     aligned_for,
     elements_at,
@@ -71,10 +71,10 @@ from .dynamiq import (
     DIGITS,
     FLOOR,
     FLOOR_WORD,
-    LOST,
     MAX_SCALE_WORD,
     MAX_WIDTH,
     MIN_WIDTH,
+    NAN_SCALE,
     POW2_STEPS,
     ROUNDINGS,
     SCALE_STREAM,
@@ -87,7 +87,6 @@ from .dynamiq import (
     shares_of,
     workspace,
 )
-from .sdp4bit import largest_number
 
 Floats = npt.NDArray[np.float32]
 
@@ -98,7 +97,7 @@ _INFINITY = tl.constexpr(INFINITY)
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 _FLOOR = tl.constexpr(FLOOR)
 _CENTER_LIMIT = tl.constexpr(int(np.float32(CENTER_LIMIT).view(np.int32)))
-_LOST, _FLOOR_WORD = tl.constexpr(LOST), tl.constexpr(FLOOR_WORD)
+_NAN_SCALE, _FLOOR_WORD = tl.constexpr(NAN_SCALE), tl.constexpr(FLOOR_WORD)
 _MAX_SCALE_WORD = tl.constexpr(MAX_SCALE_WORD)
 _MIN_WIDTH, _MAX_WIDTH = tl.constexpr(MIN_WIDTH), tl.constexpr(MAX_WIDTH)
 _BUDGET_STEPS = tl.constexpr(BUDGET_STEPS)
@@ -800,13 +799,13 @@ def _drawn(eighth, e, seed, step, rank, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _stratum(half, strata, turn):
+def _stratum(half, strata, ring_rank):
     """Numbers of the strata that rows of slots draw from, of halves in 0 to 2^16 - 1, uint32."""
     strata = strata.to(tl.uint32)
     # Twice the number, and whether it is counted from the end; their sum is modulo `strata`.
-    twice = (half * strata >> 16) + (turn.to(tl.uint32) & 0xFFFFFFFE)
+    twice = (half * strata >> 16) + (ring_rank.to(tl.uint32) & 0xFFFFFFFE)
     twice = tl.minimum(twice, twice - strata)
-    from_end = ((twice ^ turn.to(tl.uint32)) & 1) != 0
+    from_end = ((twice ^ ring_rank.to(tl.uint32)) & 1) != 0
     at = (twice >> 1).to(tl.int32)
     return tl.where(from_end, strata.to(tl.int32) - 1 - at, at).to(tl.float32)
 
@@ -856,8 +855,8 @@ def _with_rows(planes, words, k, N: tl.constexpr, PTX: tl.constexpr):
     found = ()
     for p in tl.static_range(8):
         # To their place in bytes; what comes from others is masked.
-        turned = _rotated(words[p % N], (k - p // N * N).to(tl.uint32) & 31, PTX)
-        found = found + (planes[p] | (turned & mask),)
+        rotated = _rotated(words[p % N], (k - p // N * N).to(tl.uint32) & 31, PTX)
+        found = found + (planes[p] | (rotated & mask),)
     return found
 
 
@@ -956,7 +955,7 @@ def _encode_tile(
     step,
     rank,
     strata,
-    turn,
+    ring_rank,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     LOG_COLUMNS: tl.constexpr,
@@ -1003,7 +1002,7 @@ def _encode_tile(
         words = _word_up(most)
         unit = tl.div_rn(_of_word(words), unit + 255.0)
         finer = _inverse(unit, PTX)
-        words = tl.where(lost, _LOST, words)
+        words = tl.where(lost, _NAN_SCALE, words)
         terms += _store_word(static_ptr, scales_at * 128 + group * 2, words, ones)
     part = group * (SIZE // GROUP) + lane // SHARE
     firsts = here & (lane % SHARE == 0)
@@ -1054,7 +1053,7 @@ def _encode_tile(
                 fraction = _word_up(top)
                 inverse = _inverse(_of_word(fraction), PTX)
                 at = scales_at * 128 + number * 2
-                fraction = tl.where(lost, _LOST, fraction)
+                fraction = tl.where(lost, _NAN_SCALE, fraction)
                 terms += _store_word(static_ptr, at, fraction, firsts)
             else:
                 quotient = tl.minimum(top * finer, 255.0)
@@ -1082,7 +1081,7 @@ def _encode_tile(
                 stratum = inverse
                 if ROUNDING == _CORRELATED:
                     one = shared[(r * ROWS + s) // 2] >> (16 if (r * ROWS + s) % 2 else 0)
-                    stratum = _stratum(one & 0xFFFF, strata, turn)
+                    stratum = _stratum(one & 0xFFFF, strata, ring_rank)
                 row = less + _codes(
                     v[r * ROWS + s], inverse[:, None], eighth, first, table, offset, slope, factor,
                     seed, step, rank, strata, stratum[:, None], SLOTS, ROUNDING, EVEN, PTX,
@@ -1175,7 +1174,7 @@ def _decode_tile(
             at = scales_at * 128 + (part + r * (LANES // SHARE)) * 2
             word = _load_word(static_ptr, at, here)
             terms += tl.where(firsts, weigh_bytes(word, at), 0)
-            lost_in += (word == _LOST).to(tl.int32)
+            lost_in += (word == _NAN_SCALE).to(tl.int32)
             finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
             bad_in += 1 - finite.to(tl.int32)
             scales = scales + (_of_word(tl.where(finite, word, 0)),)
@@ -1187,7 +1186,7 @@ def _decode_tile(
         at = scales_at * 128 + group * 2
         word = _load_word(static_ptr, at, here)
         terms += tl.where(ones, weigh_bytes(word, at), 0)
-        lost = word == _LOST
+        lost = word == _NAN_SCALE
         finite = (word == 0) | ((word >= _FLOOR_WORD) & (word <= _MAX_SCALE_WORD))
         bad = (finite | lost) == 0
         unit = _of_word(tl.where(finite, word, 0))
@@ -1256,7 +1255,7 @@ def _encode_kernel(
     scales_at: tl.int64,
     index_at: tl.int64,
     strata: tl.int32,
-    turn: tl.int32,
+    ring_rank: tl.int32,
     seed: tl.uint64,
     step: tl.uint64,
     rank: tl.uint64,
@@ -1326,8 +1325,8 @@ def _encode_kernel(
     # fmt: off
     total = _encode_tile(
         x, summed, static_ptr, places, table_ptr, tile, first, n, scales_at, index_at, budget,
-        seed, step, rank, strata, turn, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING, EVEN,
-        EXP, ITEM, ADD, SLOTS, STEP, PTX,
+        seed, step, rank, strata, ring_rank, SIZE, GROUP, LOG_COLUMNS, SCALES, CENTER, ROUNDING,
+        EVEN, EXP, ITEM, ADD, SLOTS, STEP, PTX,
     )
     # fmt: on
     used = tl.load(state_ptr.to(tl.pointer_type(tl.int64)) + chunk * _STATE + _ROWS)
@@ -1442,10 +1441,6 @@ def _store_rows(
 def supports(dtype: DType) -> bool:
     """True for the dtypes that dynamiq takes."""
     return dtype.name in Dynamiq.dtypes
-
-
-#: `encode` measures what it is given no stats of, in its workspace.
-MEASURES = True
 
 
 @functools.cache
@@ -1758,7 +1753,7 @@ def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -
     random, on_device, numbers = NO_KEY, None, (0, 0, 0)
     if g.spec.draws:
         random, on_device, numbers = key_arguments(key, out.device)
-    rounding, strata, turn = shares
+    rounding, strata, ring_rank = shares
     tiling = DECODE_ADD_ENCODE if add else ENCODE
     tiles = g.tiles(tiling)
     even = plan.chunks == 1 or plan.chunk_nelem % 8 == 0 or rounding == int(_NEAREST.value)
@@ -1774,7 +1769,7 @@ def _encode(plan: Plan, x, out, key, shares, places, state, sources, add: int) -
             out if on_device is None else on_device, *sources,
         ),
         *g.sizes, tiles, g.budget, g.groups, g.head, *g.static,
-        g.scales, g.index, strata, turn, *numbers,
+        g.scales, g.index, strata, ring_rank, *numbers,
     )
     # fmt: on
 

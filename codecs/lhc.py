@@ -102,6 +102,7 @@ class Lhc(CodecSpec):
     homomorphic: ClassVar[bool] = True
     reduce_op: ClassVar[ReduceOp | None] = "or"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    measures_in_encode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is not allowed."""
@@ -256,11 +257,11 @@ def mapping_of(spec: Lhc, nelem: int, sketch_rows: int) -> Mapping:
         to = (h % np.uint32(max(sketch_rows, 1))).astype(np.int64) * per_row
         to += np.arange(len(h))[:, None] % per_row
         return Mapping(to, np.zeros(h.shape, np.int64), h & _SIGN)
-    blocks, turn = rows * per_row, max(sketch_rows, 1) * per_row
-    h = hashes(-(-blocks // turn) * turn)
-    keys = (h & ~_SIGN).reshape(-1, turn, HASHES)
+    blocks, period = rows * per_row, max(sketch_rows, 1) * per_row
+    h = hashes(-(-blocks // period) * period)
+    keys = (h & ~_SIGN).reshape(-1, period, HASHES)
     to = np.empty(keys.shape, np.int64)
-    np.put_along_axis(to, keys.argsort(axis=1, kind="stable"), np.arange(turn)[:, None], axis=1)
+    np.put_along_axis(to, keys.argsort(axis=1, kind="stable"), np.arange(period)[:, None], axis=1)
     h, to = h[:blocks], to.reshape(-1, HASHES)[:blocks]
     offsets = h.astype(np.int64) % BLOCK
     a, b, c = offsets.T

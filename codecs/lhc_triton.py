@@ -4,7 +4,7 @@
 
 Which elements meet in a cell follows from the shape alone, so a table lists for each block of the
 sketch the blocks of elements in it, in the order in which the page adds them up: cells gather. A
-word holds the bits of 32 elements, and a block of elements reaches a block of cells by turning its
+word holds the bits of 32 elements, and a block of elements reaches a block of cells by rotating its
 256 bits, the bytes of one sector. A round is two launches over bitmaps:
 
 1. `_alone_kernel`: of each block of cells, which have just one element left: two bits that
@@ -120,7 +120,7 @@ def _state_at(state_ptr, chunk):
 
 
 @triton.jit
-def _turned(low, high, by):
+def _rotated(low, high, by):
     """Bits behind bit `by` % 32 of words and those that follow them; shapes [n, 32] and [n]."""
     shift = (by & 31).to(tl.uint32)[:, None]
     return (low >> shift) | ((high << 1) << (31 - shift))
@@ -135,12 +135,12 @@ def _at(block, by):
 
 
 @triton.jit
-def _turned_blocks(bitmap, block, by, use):
+def _rotated_blocks(bitmap, block, by, use):
     """Words of blocks of a bitmap: bit i is bit (i + `by`) % 256 of the block; 0 if not `use`."""
     at, behind = _at(block, by)
     low = tl.load(bitmap + at, mask=use[:, None], other=0)
     high = tl.load(bitmap + behind, mask=use[:, None], other=0)
-    return _turned(low, high, by)
+    return _rotated(low, high, by)
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS: tl.con
     while k < longest:
         use = at + k < end
         entry = tl.load(lists + at + k, mask=use, other=0)
-        bits = _turned_blocks(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use)
+        bits = _rotated_blocks(left, entry >> 11, -(entry >> 1) & (_BLOCK - 1), use)
         twice |= once & bits
         once |= bits
         k += 1
@@ -182,11 +182,11 @@ def _peel(table, left, a, b, cells, block, blocks):
     first = tl.load(table + _HASHES * block, mask=here, other=0)
     second = tl.load(table + _HASHES * block + 1, mask=here, other=0)
     third = tl.load(table + _HASHES * block + 2, mask=here, other=0)
-    by_0 = stay & _turned_blocks(cells, first >> 9, (first >> 1) & (_BLOCK - 1), here)
+    by_0 = stay & _rotated_blocks(cells, first >> 9, (first >> 1) & (_BLOCK - 1), here)
     stay ^= by_0
-    by_1 = stay & _turned_blocks(cells, second >> 9, (second >> 1) & (_BLOCK - 1), here)
+    by_1 = stay & _rotated_blocks(cells, second >> 9, (second >> 1) & (_BLOCK - 1), here)
     stay ^= by_1
-    by_2 = stay & _turned_blocks(cells, third >> 9, (third >> 1) & (_BLOCK - 1), here)
+    by_2 = stay & _rotated_blocks(cells, third >> 9, (third >> 1) & (_BLOCK - 1), here)
     stay ^= by_2
     in_a = by_0 | by_1
     in_b = by_0 | by_2
@@ -200,10 +200,10 @@ def _peel(table, left, a, b, cells, block, blocks):
 
 
 @triton.jit
-def _going(state, turn):
-    """Whether the round before round `turn` peeled any; True for the first."""
-    before = tl.load(state + tl.maximum(turn - 1, 0))
-    return (turn == 0) | (before != 0)
+def _going(state, round_index):
+    """Whether the round before round `round_index` peeled any; True for the first."""
+    before = tl.load(state + tl.maximum(round_index - 1, 0))
+    return (round_index == 0) | (before != 0)
 
 
 @kernel
@@ -216,13 +216,13 @@ def _alone_kernel(
     blocks: tl.int64,
     sketch_blocks: tl.int64,
     tiles: tl.int64,
-    turn: tl.int32,
+    round_index: tl.int32,
     BLOCKS: tl.constexpr,
 ):
-    """The first half of round `turn`, for some blocks of cells of a chunk."""
+    """The first half of round `round_index`, for some blocks of cells of a chunk."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     block = tl.program_id(0).to(tl.int64) % tiles * BLOCKS + tl.arange(0, BLOCKS)
-    if _going(_state_at(state_ptr, chunk), turn):
+    if _going(_state_at(state_ptr, chunk), round_index):
         left, _, _, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
         _find_alone(table, left, cells, block, blocks, sketch_blocks, BLOCKS)
@@ -238,18 +238,18 @@ def _peel_kernel(
     blocks: tl.int64,
     sketch_blocks: tl.int64,
     tiles: tl.int64,
-    turn: tl.int32,
+    round_index: tl.int32,
     BLOCKS: tl.constexpr,
 ):
-    """The second half of round `turn`, for some blocks of elements of a chunk."""
+    """The second half of round `round_index`, for some blocks of elements of a chunk."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     block = tl.program_id(0).to(tl.int64) % tiles * BLOCKS + tl.arange(0, BLOCKS)
     state = _state_at(state_ptr, chunk)
-    if _going(state, turn):
+    if _going(state, round_index):
         left, a, b, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
         table = table_ptr.to(tl.pointer_type(tl.int64))
         if _peel(table, left, a, b, cells, block, blocks) != 0:
-            tl.store(state + turn, 1)
+            tl.store(state + round_index, 1)
 
 
 @kernel
@@ -261,14 +261,14 @@ def _finish_kernel(
     chunks: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
-    turn: tl.int32,
+    round_index: tl.int32,
     BLOCKS: tl.constexpr,
 ):
-    """All rounds of a chunk from round `turn` on."""
+    """All rounds of a chunk from round `round_index` on."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     left, a, b, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     table = table_ptr.to(tl.pointer_type(tl.int64))
-    going = _going(_state_at(state_ptr, chunk), turn).to(tl.int32)
+    going = _going(_state_at(state_ptr, chunk), round_index).to(tl.int32)
     rounds = going * 0
     while going != 0:
         at = blocks * 0
@@ -319,9 +319,9 @@ def _count_kernel(
     tl.atomic_add(counts_ptr, peeled + tl.sum(_bits_set(stay).to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(counts_ptr + 1, peeled, sem="relaxed")
     if tile == 0:
-        turn = tl.arange(0, _STATE)
-        is_round = (turn < _LEFT) | (turn == _FINISHED)
-        rounds = tl.load(_state_at(state_ptr, chunk) + turn, mask=is_round, other=0)
+        entry = tl.arange(0, _STATE)
+        is_round = (entry < _LEFT) | (entry == _FINISHED)
+        rounds = tl.load(_state_at(state_ptr, chunk) + entry, mask=is_round, other=0)
         tl.atomic_max(counts_ptr + 2, tl.sum(rounds, 0), sem="relaxed")
 
 
@@ -630,7 +630,7 @@ def _used_kernel(
         where, behind = _at(entry >> 11, by)
         number = (entry >> 9) & 3
         low = _used_at(left, a, b, where, number, use)
-        used |= _turned(low, _used_at(left, a, b, behind, number, use), by)
+        used |= _rotated(low, _used_at(left, a, b, behind, number, use), by)
         k += 1
     where = block[:, None] * _BLOCK_WORDS + tl.arange(0, _BLOCK_WORDS)[None, :]
     tl.store(cells + where, used, mask=(block < sketch_blocks)[:, None])
@@ -830,10 +830,6 @@ def supports(dtype: DType) -> bool:
     return dtype.name in Lhc.dtypes
 
 
-#: `encode` measures what it is given no stats of, straight into the buffer.
-MEASURES = True
-
-
 @functools.lru_cache(maxsize=64)
 def _table(mapping: str, blocks: int, sketch_blocks: int, device: torch.device) -> torch.Tensor:
     """What meets in which cell (see above), int64, on `device`; about 48 bytes a block.
@@ -984,10 +980,10 @@ def _peel_chunks(plan: Plan, table, planes, state, first: int, end: int) -> None
     alone, peel, finish = _round_variants(ROUND_BLOCKS, FINISH_BLOCKS)
     where = first, plan.chunks, *g.both
     rounds = 0 if g.blocks <= SMALL_BLOCKS else ROUNDS
-    for turn in range(rounds):
+    for round_index in range(rounds):
         for half, blocks in ((alone, g.sketch_blocks), (peel, g.blocks)):
             tiles = -(-blocks // ROUND_BLOCKS)
-            half.launch((end - first) * tiles, (table, planes, state), *where, tiles, turn)
+            half.launch((end - first) * tiles, (table, planes, state), *where, tiles, round_index)
     finish.launch(end - first, (table, planes, state), *where, rounds)
 
 

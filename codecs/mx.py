@@ -103,6 +103,8 @@ class Mx(CodecSpec):
     lossless: ClassVar[bool] = False
     needs_stats: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    measures_in_encode: ClassVar[bool] = True
+    adds_float32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for invalid parameters."""
@@ -200,8 +202,6 @@ class Mx(CodecSpec):
 
 
 SPEC = Mx
-#: `decode_add_encode` takes float32 with narrower buffers: sums keep scales whatever is added.
-ADDS_FLOAT32 = True
 
 
 def block_scales(magnitudes: Bits, spec: Mx) -> npt.NDArray[np.uint8]:

@@ -197,8 +197,6 @@ def _ceil(spec: Mx) -> bool:
     return spec.scale_rule != "floor"
 
 
-#: See mx.py.
-ADDS_FLOAT32 = True
 _NONE_GIVEN = np.empty(0, np.uint8)
 
 

@@ -34,9 +34,6 @@ _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
 _HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
 _OF_SOURCE = tl.constexpr(OF_SOURCE)
 
-#: `encode` needs no stats.
-MEASURES = True
-
 
 @triton.jit
 def _power(scales):

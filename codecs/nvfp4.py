@@ -31,7 +31,11 @@ from .common.base import (
 )
 from .common.minifloat import (
     BY_NAME,
+    E4M3_E2M1_RANGE,
+    FLT_MAX,
     INFINITY,
+    NO_RECIPROCAL,
+    SIXTH,
     WIDENED,
     narrow,
     pack,
@@ -48,13 +52,6 @@ ELEMENT, SCALE = BY_NAME["e2m1"], BY_NAME["e4m3"]
 #: Bytes in the scales section before the scale codes: the tensor scale (float32), zeros.
 SCALES_HEAD = 16
 NAN_SCALE = SCALE.nan
-
-FLT_MAX = np.float32(np.finfo(np.float32).max)
-#: The largest scale times the largest element.
-RANGE = np.float32(448 * 6)
-SIXTH = np.float32(1 / 6)
-#: 2^-128: what is not above it has no reciprocal in float32.
-NO_RECIPROCAL = np.float32(2.0**-128)
 
 TAIL_PROBLEM = "bits behind the last code"
 SCALE_PROBLEM = "the tensor scale is not a positive finite number"
@@ -157,7 +154,7 @@ def tensor_scale(stats: int) -> np.float32:
     if largest == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):
-        return np.float32(min(RANGE / largest, FLT_MAX))
+        return np.float32(min(E4M3_E2M1_RANGE / largest, FLT_MAX))
 
 
 def encode_chunk(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .common.compile_cache import cached
-from .common.minifloat import INFINITY, tail_is_zero, values_of
+from .common.minifloat import FLT_MAX, INFINITY, NO_RECIPROCAL, SIXTH, tail_is_zero, values_of
 from .common.minifloat_cpu import (
     LANES,
     add_to,
@@ -29,12 +29,9 @@ from .common.threads import run, spans
 from .nvfp4 import (
     BLOCK,
     ELEMENT,
-    FLT_MAX,
     NAN_SCALE,
-    NO_RECIPROCAL,
     SCALE,
     SCALE_PROBLEM,
-    SIXTH,
     TAIL_PROBLEM,
     Nvfp4,
     is_tensor_scale,

@@ -22,13 +22,20 @@ from .common.blocks_triton import (
 )
 from .common.driver_triton import Driver, Source
 from .common.frame_triton import weigh
-from .common.minifloat import INFINITY, NAN, WIDENED
+from .common.minifloat import (
+    E4M3_E2M1_RANGE,
+    INFINITY,
+    NAN,
+    NO_RECIPROCAL,
+    SIXTH,
+    WIDENED,
+)
 from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
-from .nvfp4 import BLOCK, ELEMENT, NAN_SCALE, NO_RECIPROCAL, RANGE, SCALES_HEAD, SIXTH
+from .nvfp4 import BLOCK, ELEMENT, NAN_SCALE, SCALES_HEAD
 
 _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
 _FLT_MAX = tl.constexpr(float.fromhex("0x1.fffffep127"))
-_RANGE, _SIXTH = tl.constexpr(float(RANGE)), tl.constexpr(float(SIXTH))
+_RANGE, _SIXTH = tl.constexpr(float(E4M3_E2M1_RANGE)), tl.constexpr(float(SIXTH))
 _NO_RECIPROCAL = tl.constexpr(float(NO_RECIPROCAL))
 _NAN_SCALE = tl.constexpr(NAN_SCALE)
 #: Tensor scales with which no quotient of `_quotient` is too small or too large.

@@ -85,6 +85,7 @@ class Omnireduce(CodecSpec):
     homomorphic: ClassVar[bool] = True
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    measures_in_encode: ClassVar[bool] = True
     caution: ClassVar[str] = "NaN and infinities in blocks beyond the budget are lost"
 
     def __post_init__(self) -> None:

@@ -211,13 +211,13 @@ def _place_kernel(
     words = index_ptr.to(tl.pointer_type(tl.uint32)) + span * (_SPAN // 32)
     w = tl.arange(0, _SPAN // 32)
     if ENCODE:
-        above, tie, room = _classes(
+        above, tie, ties = _classes(
             norms_ptr, bins_ptr, chunk, block, here, first, blocks, norms, slots, BLOCK
         )
         rank = tl.sum(ties_before, 0)
         one = tie.to(tl.int32)
-        slot += tl.minimum(rank, room)
-        kept = (above | (tie & (rank + tl.cumsum(one, 0) - one < room))).to(tl.int32)
+        slot += tl.minimum(rank, ties)
+        kept = (above | (tie & (rank + tl.cumsum(one, 0) - one < ties))).to(tl.int32)
         to = slot + tl.cumsum(kept, 0) - kept
         tl.store(found_ptr + to, block.to(tl.int32), mask=kept != 0)
         placed = tl.reshape(kept, [_SPAN // 32, 32]) << tl.arange(0, 32)[None, :]
@@ -492,10 +492,6 @@ def supports(dtype: DType) -> bool:
     return dtype.name in Omnireduce.dtypes
 
 
-#: `encode` measures what it is given no stats of, in its workspace.
-MEASURES = True
-
-
 class _Launches:
     """What a plan's kernels take, put together once."""
 
@@ -607,9 +603,9 @@ def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
-    *parts, room = g.split(scratch)
+    *parts, measured = g.split(scratch)
     if stats is None:
-        stats = room.view(torch.float32)[: g.norms]
+        stats = measured.view(torch.float32)[: g.norms]
         roots(plan.dtype, x, g.spec.block, 1.0, stats)
     elif stats.numel() != g.norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {g.norms} for {plan.shape}")

@@ -33,7 +33,7 @@ from .common.base import (
     tail_of,
 )
 from .common.hadamard import Floats, rotate
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import Words, key_numbers, random_words
 
 BITS = (8, 4)
@@ -50,7 +50,7 @@ RUN_FACTOR, SHORT_FACTOR, SHORT_BACK = 2.0**-5, 2.0**-3, 2.0**3
 #: Groups of magnitudes below this become zeros: nothing that counts is subnormal.
 FLOOR = 2.0**-100
 #: The scale word of a lost group.
-LOST = NAN
+NAN_SCALE = NAN
 #: Least and largest scale, as float32 bits.
 SCALE_BITS = (127 - 107) << 23, (127 + 126) << 23
 
@@ -241,7 +241,7 @@ def encode_chunk(
         a[a < np.float32(FLOOR)] = largest
         v: Floats = np.clip(groups * (largest / a)[:, None], -largest, largest)
         lost = wild.reshape(-1, size).any(axis=1)
-        scales[first : first + a.size] = np.where(lost, LOST, (a / largest).view(np.uint32))
+        scales[first : first + a.size] = np.where(lost, NAN_SCALE, (a / largest).view(np.uint32))
         v[lost] = 0
         words = None
         if numbers is not None:
@@ -268,7 +268,7 @@ def decode_chunk(
         at, n = first * size, min(last * size, chunk.nelem) - first * size
         codes = _unpack(payload[spec.payload_nbytes(at) :], spec.bits, n)
         words = np.asarray(scales[first:last], np.uint32)
-        lost = words == LOST
+        lost = words == NAN_SCALE
         good = (words >= SCALE_BITS[0]) & (words <= SCALE_BITS[1])
         groups = np.zeros((last - first, size), np.float32)
         w = groups.reshape(-1)
@@ -306,11 +306,6 @@ def tail_is_zero(spec: Sdp4bit, chunk: Chunk) -> bool:
 def word_index(spec: Sdp4bit, chunk: Chunk) -> int:
     """Index of the chunk's first random word."""
     return chunk.number * chunk.sections[0].nbytes * 8 // spec.bits
-
-
-def largest_number(dtype: DType) -> float:
-    """The largest finite number of a dtype."""
-    return float(2.0 ** ((1 << dtype.exponent - 1) - 1) * (2 - 2.0**-dtype.mantissa))
 
 
 def round_to_code(v: Floats, largest: int, words: Words | None) -> npt.NDArray[np.int8]:

@@ -17,14 +17,14 @@ from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.compile_cache import cached, part
 from .common.hadamard_cpu import LANES as RUNS
 from .common.hadamard_cpu import rotate_by
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
 from .common.threads import run, spans
 from .sdp4bit import (
     FLOOR,
-    LOST,
+    NAN_SCALE,
     PROBLEM,
     RUN,
     RUN_FACTOR,
@@ -32,7 +32,6 @@ from .sdp4bit import (
     SHORT_BACK,
     SHORT_FACTOR,
     Sdp4bit,
-    largest_number,
     static_views,
     tail_is_zero,
     word_index,
@@ -42,7 +41,7 @@ U1, U4, U8, I1, F4 = np.uint8, np.uint32, np.uint64, np.int8, np.float32
 _TILE = 4096
 #: Elements that are decoded, added and encoded while they are in cache.
 _PIECE = 8 * _TILE
-_ABS, _INFINITY, _NAN, _LOST = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(LOST)
+_ABS, _INFINITY, _NAN, _NAN_SCALE = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(NAN_SCALE)
 _SCALE_LOW, _SCALE_HIGH = U4(SCALE_BITS[0]), U4(SCALE_BITS[1])
 _FLOOR, _RUN_FACTOR = F4(FLOOR), F4(RUN_FACTOR)
 _SHORT_FACTOR, _SHORT_BACK = F4(SHORT_FACTOR), F4(SHORT_BACK)
@@ -84,7 +83,7 @@ def _encode_group(t, words, codes, two, lost, largest, random):
     if lost:
         for i in range(n):
             codes[i] = U1(0)
-        return _LOST
+        return _NAN_SCALE
     u, bits = view_as(t, np.uint32), view_as(two, np.uint32)
     top = U4(0)
     for i in range(n):
@@ -245,8 +244,8 @@ def _decode_tiles(
             least = _values(payload, bits, at + g * group, part.size, part)
             found = scales[at // group + g]
             good = _SCALE_LOW <= found <= _SCALE_HIGH
-            wrong |= least < -largest or not (good or found == _LOST)
-            if found == _LOST:
+            wrong |= least < -largest or not (good or found == _NAN_SCALE)
+            if found == _NAN_SCALE:
                 nonzero = U4(0)
                 bits_of = view_as(part, np.uint32)
                 for i in range(part.size):
@@ -258,7 +257,7 @@ def _decode_tiles(
         for g in range(lo // group, (hi + group - 1) // group):
             part = t[g * group : (g + 1) * group if (g + 1) * group < hi else hi]
             word[0] = scales[at // group + g]
-            if word[0] == _LOST:
+            if word[0] == _NAN_SCALE:
                 nan = view_as(part, np.uint32)
                 for i in range(part.size):
                     nan[i] = _NAN

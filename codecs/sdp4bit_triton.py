@@ -22,7 +22,7 @@ from .common.philox_triton import NO_KEY, philox4
 from .common.runs_triton import ANCHOR, RUN, code_values, code_word, lanes
 from .sdp4bit import (
     FLOOR,
-    LOST,
+    NAN_SCALE,
     RUN_FACTOR,
     SCALE_BITS,
     SHORT_BACK,
@@ -32,7 +32,7 @@ from .sdp4bit import (
 
 _NO_KEY = tl.constexpr(NO_KEY)
 _INFINITY = tl.constexpr(INFINITY)
-_LOST = tl.constexpr(LOST)
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
 _FLOOR = tl.constexpr(FLOOR)
 _RUN_FACTOR, _SHORT_FACTOR = tl.constexpr(RUN_FACTOR), tl.constexpr(SHORT_FACTOR)
 _SHORT_BACK = tl.constexpr(SHORT_BACK)
@@ -132,7 +132,7 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     if L.sums:
         where = t.at * 32 + t.tile * (L.rows // LANES) + run // LANES
         total += tl.where(run % LANES == 0, weigh(s, where), 0)
-    lost = s == _LOST
+    lost = s == _NAN_SCALE
     good = (s >= _SCALE_LOW) & (s <= _SCALE_HIGH)
     any_code = words[0]
     for k in tl.static_range(1, BITS):
@@ -192,7 +192,7 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     a = top.to(tl.float32, bitcast=True)
     a = tl.where(a < _FLOOR, F.largest, a)
     largest = tl.full([L.rows], F.largest, tl.float32)
-    scales = tl.where(lost, _LOST, tl.div_rn(a, largest).to(tl.uint32, bitcast=True))
+    scales = tl.where(lost, _NAN_SCALE, tl.div_rn(a, largest).to(tl.uint32, bitcast=True))
     r = tl.div_rn(largest, a)
     words = ()
     if L.random == _NO_KEY:

@@ -32,6 +32,7 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import Floats, rotate
+from .common.minifloat import narrow_clipped
 from .common.philox import Words, key_numbers, random_words
 
 FORMATS = ("e4m3", "e5m2", "int8")
@@ -51,7 +52,7 @@ HADAMARD_ALPHA = 2.0**-9
 FLOOR = 2.0**-60
 
 #: Bits of the NaN that both scales of a lost block have, and of float32 limits of scales.
-LOST = 0x7FC00000
+NAN_SCALE = 0x7FC00000
 
 
 def _bits(value: float) -> int:
@@ -258,7 +259,7 @@ def encode_chunk(
             here[:, 0], here[:, 1] = alpha.view(np.uint32), s.view(np.uint32)
         else:
             here[:, 0] = (s / alpha).view(np.uint32)
-        here[lost] = LOST
+        here[lost] = NAN_SCALE
     return ChunkResult(0)
 
 
@@ -287,7 +288,7 @@ def decode_chunk(
             rotate(w)
         with np.errstate(over="ignore"):
             w *= (merged * np.float32(norm(spec)))[:, None]
-        found = to_bits(w, chunk.dtype)
+        found = narrow_clipped(w, chunk.dtype)
         found[lost] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
         lo, hi = max(start - first * size, 0), min(stop - first * size, found.size)
         at = first * size + lo - start
@@ -389,12 +390,12 @@ def bad_codes(codes: Bytes, f: Format) -> bool:
 
 def _scales(spec: Taco, words: Words) -> tuple[Floats, npt.NDArray[np.bool], bool]:
     """Merged scales, which blocks are lost, and whether a scale is none that an encoder writes."""
-    lost = words[:, -1] == LOST
+    lost = words[:, -1] == NAN_SCALE
     kept = np.where(lost[:, None], np.uint32(_bits(1.0)), words)
     merged = np.ascontiguousarray(kept[:, -1])
     wrong = False
     if spec.scales == "dual":
-        wrong = bool((words[lost] != LOST).any())
+        wrong = bool((words[lost] != NAN_SCALE).any())
         alpha = np.ascontiguousarray(kept[:, 0])
         good = _within(alpha, ALPHA_BITS) & _within(merged, SCALE_BITS)
         wrong |= not good.all()
@@ -409,16 +410,3 @@ def _scales(spec: Taco, words: Words) -> tuple[Floats, npt.NDArray[np.bool], boo
 def _within(words: Words, limits: tuple[int, int]) -> npt.NDArray[np.bool]:
     inside: npt.NDArray[np.bool] = (words >= limits[0]) & (words <= limits[1])
     return inside
-
-
-def to_bits(y: Floats, dtype: DType) -> Bits:
-    """`y` limited to the finite range of `dtype` and rounded to it, as bits."""
-    top = dtype.bits.type((((1 << dtype.exponent) - 1) << dtype.mantissa) - 1)
-    if dtype.name == "float32":
-        return np.clip(y, -top.view(np.float32), top.view(np.float32)).view(np.uint32)
-    if dtype.name == "float16":
-        return np.clip(y, np.float32(-65504), np.float32(65504)).astype(np.float16).view(np.uint16)
-    largest = np.uint32(int(top) << 16).view(np.float32)
-    b = np.clip(y, -largest, largest).view(np.uint32)
-    rounded = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype(np.uint16)

@@ -32,8 +32,8 @@ from .taco import (
     FLOOR,
     FORMAT_OF,
     HADAMARD_ALPHA,
-    LOST,
     MERGED_BITS,
+    NAN_SCALE,
     SCALE_BITS,
     TAU,
     TRANSFORMS,
@@ -48,7 +48,7 @@ F4 = np.float32
 _ASH, _HADAMARD, _NONE = range(3)
 _TAU, _EPSILON, _FLOOR = F4(TAU), F4(EPSILON), F4(FLOOR)
 _ALPHA_MIN, _ALPHA_MAX, _HADAMARD_ALPHA = F4(ALPHA_MIN), F4(ALPHA_MAX), F4(HADAMARD_ALPHA)
-_LOST = U4(LOST)
+_NAN_SCALE = U4(NAN_SCALE)
 _ABS = U4(0x7FFFFFFF)
 _TO_F16 = F4(2.0**112)
 _INT8_ANCHOR = F4(1.5 * 2**23)
@@ -271,7 +271,7 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
                 here = scales[b + lane]
                 if lost[lane]:
                     for i in range(here.size):
-                        here[i] = _LOST
+                        here[i] = _NAN_SCALE
                 elif here.size == 2:
                     here[0] = view_as(alpha, np.uint32)[lane]
                     here[1] = view_as(s, np.uint32)[lane]
@@ -292,8 +292,8 @@ def _merged_scale(words, alpha, found):
     """
     bits = view_as(found, np.uint32)
     bits[0] = words[words.size - 1]
-    if bits[0] == _LOST:
-        return 1 if words[0] == _LOST else 2
+    if bits[0] == _NAN_SCALE:
+        return 1 if words[0] == _NAN_SCALE else 2
     if words.size == 2:
         view_as(alpha, np.uint32)[0] = words[0]
         if words[0] < ALPHA_BITS[0] or words[0] > ALPHA_BITS[1]:

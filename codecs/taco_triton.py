@@ -26,7 +26,7 @@ from .common.frame_triton import (
     touched,
     weigh,
 )
-from .common.hadamard_triton import butterflies, spread, turn
+from .common.hadamard_triton import butterflies, spread, transpose
 from .common.launch_triton import CUDA, INTERPRETED, Variant, kernel, options
 from .common.philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
 from .common.runs_triton import limited, narrow_pair, report_any, rounded_pair
@@ -38,8 +38,8 @@ from .taco import (
     FLOOR,
     FORMAT_OF,
     HADAMARD_ALPHA,
-    LOST,
     MERGED_BITS,
+    NAN_SCALE,
     SCALE_BITS,
     TAU,
     TRANSFORMS,
@@ -63,7 +63,7 @@ _EPSILON = tl.constexpr(EPSILON)
 _ALPHA_MIN, _ALPHA_MAX = tl.constexpr(ALPHA_MIN), tl.constexpr(ALPHA_MAX)
 _HADAMARD_ALPHA = tl.constexpr(HADAMARD_ALPHA)
 _FLOOR = tl.constexpr(FLOOR)
-_LOST = tl.constexpr(LOST)
+_NAN_SCALE = tl.constexpr(NAN_SCALE)
 _ALPHA_LOW, _ALPHA_HIGH = (tl.constexpr(b) for b in ALPHA_BITS)
 _SCALE_LOW, _SCALE_HIGH = (tl.constexpr(b) for b in SCALE_BITS)
 _MERGED_LOW, _MERGED_HIGH = (tl.constexpr(b) for b in MERGED_BITS)
@@ -154,7 +154,7 @@ def _code_word(q0, q1, q2, q3, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT
 
 
 @triton.jit
-def _turn_bytes(a, b, c, d, CVT: tl.constexpr):
+def _transpose_bytes(a, b, c, d, CVT: tl.constexpr):
     """Words of the bytes 0, 1, 2, 3 of `a` to `d`."""
     if CVT:
         return tl.inline_asm_elementwise(
@@ -335,7 +335,7 @@ def _encode_tile(
             scaled = scaled + (v[i] * alpha,)
         t = butterflies(scaled, LOW, LOG_LOW)
         if TURNED:
-            t = butterflies(turn(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+            t = butterflies(transpose(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
         # Of a block that holds a NaN or an infinity all are; of others none, specs/taco.md.
         peak = tl.abs(t[0])
         for i in tl.static_range(1, COUNT):
@@ -371,14 +371,14 @@ def _encode_tile(
                 q[k], q[k + FOURS], q[k + 2 * FOURS], q[k + 3 * FOURS], (), MAN, BIAS, CVT
             )
             words = words + (word & kept,)
-        words = turn(words, BLOCKS, LOG_HIGH - 2, LOG_LOW - 2, 2)
-        words = _turn_bytes(words[0], words[1], words[2], words[3], CVT)
+        words = transpose(words, BLOCKS, LOG_HIGH - 2, LOG_LOW - 2, 2)
+        words = _transpose_bytes(words[0], words[1], words[2], words[3], CVT)
         # The hint keeps one word to a thread, as they come out of the exchange.
         p = tl.max_contiguous(tl.arange(0, TILE // 16), 1)
         w = p // STEP * (4 * STEP) + p % STEP
     else:
         if TURNED:
-            q = turn(q, BLOCKS, LOG_HIGH, 0, LOG_LOW)
+            q = transpose(q, BLOCKS, LOG_HIGH, 0, LOG_LOW)
             kept = tl.max(tl.reshape(kept.to(tl.int32, bitcast=True), [BLOCKS, LINES]), 1)
             kept = spread(kept.to(tl.uint32, bitcast=True), BLOCKS, HIGH)
         w = tl.arange(0, ROWS) * (LOW // 4)
@@ -433,8 +433,8 @@ def _encode_tile(
         alpha = spread(tl.max(tl.reshape(alpha, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
     where = payload * 32 + block * WORDS
     if DUAL:
-        a = tl.where(lost, _LOST, alpha.to(tl.uint32, bitcast=True))
-        b = tl.where(lost, _LOST, s.to(tl.uint32, bitcast=True))
+        a = tl.where(lost, _NAN_SCALE, alpha.to(tl.uint32, bitcast=True))
+        b = tl.where(lost, _NAN_SCALE, s.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block * 2, a, mask=here)
         tl.store(scales_ptr + block * 2 + 1, b, mask=here)
         if SUMS:
@@ -442,7 +442,7 @@ def _encode_tile(
             total += tl.sum(tl.where(here, terms, 0), 0)
     else:
         m = tl.div_rn(s, alpha)
-        b = tl.where(lost, _LOST, m.to(tl.uint32, bitcast=True))
+        b = tl.where(lost, _NAN_SCALE, m.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block, b, mask=here)
         if SUMS:
             total += tl.sum(tl.where(here, weigh(b, where), 0), 0)
@@ -661,9 +661,9 @@ def _decode_tile(
         if SUMS:
             terms = weigh(a, where) + weigh(m, where + 1)
             total += tl.sum(tl.where(first, terms, 0), 0)
-        lost = m == _LOST
+        lost = m == _NAN_SCALE
         good = _within(a, _ALPHA_LOW, _ALPHA_HIGH) & _within(m, _SCALE_LOW, _SCALE_HIGH)
-        half_lost = lost & (a != _LOST)
+        half_lost = lost & (a != _NAN_SCALE)
         a = tl.where(good, a, _ONE).to(tl.float32, bitcast=True)
         m = tl.where(good, m, _ONE).to(tl.float32, bitcast=True)
         m = tl.div_rn(m, a).to(tl.uint32, bitcast=True)
@@ -672,7 +672,7 @@ def _decode_tile(
         m = tl.load(scales_ptr + block, mask=here, other=_ONE)
         if SUMS:
             total += tl.sum(tl.where(first, weigh(m, where), 0), 0)
-        lost = m == _LOST
+        lost = m == _NAN_SCALE
         good = _within(m, _MERGED_LOW, _MERGED_HIGH) | lost
     m = tl.where(_within(m, _MERGED_LOW, _MERGED_HIGH), m, _ONE).to(tl.float32, bitcast=True)
     wrong = wanted & ((good == 0) | (tl.where(lost, found, bad) != 0))
@@ -684,8 +684,8 @@ def _decode_tile(
         if TRANSFORM != _NONE:
             t = butterflies(t, LOW, LOG_LOW)
             if TURNED:
-                t = butterflies(turn(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
-        nan = tl.full([], _LOST, tl.uint32).to(tl.float32, bitcast=True)
+                t = butterflies(transpose(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+        nan = tl.full([], _NAN_SCALE, tl.uint32).to(tl.float32, bitcast=True)
         c = tl.where(lost, nan, m * NORM)
         for k in tl.static_range(len(t)):
             y = y + (t[k] * c,)
@@ -693,7 +693,7 @@ def _decode_tile(
 
 
 @triton.jit
-def _turn_halves(a, b, CVT: tl.constexpr):
+def _transpose_halves(a, b, CVT: tl.constexpr):
     """Words of the lower and of the upper halves of `a` and `b`."""
     if CVT:
         return tl.inline_asm_elementwise(
@@ -735,9 +735,9 @@ def _in_order(
     if ITEM == 4:
         for k in tl.static_range(COUNT):
             bits = limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
-            words = words + (tl.where(lost, _LOST, bits),)
+            words = words + (tl.where(lost, _NAN_SCALE, bits),)
         if TURNED:
-            words = turn(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
+            words = transpose(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
             places = (tl.arange(0, TILE // 4) * 4,)
         else:
             for k in tl.static_range(0, COUNT, 4):
@@ -747,10 +747,10 @@ def _in_order(
         pairs = ()
         for k in tl.static_range(HIGH // 2):
             pairs = pairs + (narrow_pair(y[k], y[k + HIGH // 2], lost, EXP, CVT),)
-        pairs = turn(pairs, BLOCKS, LOG_HIGH - 1, LOG_LOW - 3, 3)
+        pairs = transpose(pairs, BLOCKS, LOG_HIGH - 1, LOG_LOW - 3, 3)
         upper = ()
         for k in tl.static_range(0, 8, 2):
-            low, high = _turn_halves(pairs[k], pairs[k + 1], CVT)
+            low, high = _transpose_halves(pairs[k], pairs[k + 1], CVT)
             words = words + (low,)
             upper = upper + (high,)
         words = words + upper
@@ -786,7 +786,7 @@ def _sum_rows(
     for k in tl.static_range(0, len(y), 2):
         terms = terms + rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
     if (TRANSFORM != _NONE) and (LOG_HIGH > 0):
-        terms = turn(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
+        terms = transpose(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
     sums = ()
     for k in tl.static_range(0, LOW, 2):
         sums = sums + rounded_pair(terms[k] + v[k], terms[k + 1] + v[k + 1], EXP, ITEM, False, CVT)

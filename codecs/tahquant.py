@@ -31,8 +31,7 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import rotate
-from .common.minifloat import widen
-from .taco import to_bits
+from .common.minifloat import narrow_clipped, widen
 
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
@@ -48,7 +47,7 @@ MAX_RANKED = 1 << 24
 LOG = 28710, 15512, 5263
 #: Bits of the least magnitude, as float32, that loses a tile; and a lost tile's word.
 TOO_LARGE = 0x49800000
-LOST = 0x7E007E00
+NAN_WORD = 0x7E007E00
 PIVOT = 128
 #: Added to a number below 2^22, leaves it rounded in the low bits of the sum.
 ANCHOR = 1.5 * 2.0**23
@@ -258,8 +257,8 @@ def decode_chunk(
         if spec.forward:
             wide = ~narrow[tiles // spec.token_tiles]
             codes[wide] |= _unpack(v.wide[_slot(spec, slots, tiles[wide])]) << 3
-        found = to_bits(_decode_tiles(words, pivots, codes), chunk.dtype)
-        found[words == LOST] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
+        found = narrow_clipped(_decode_tiles(words, pivots, codes), chunk.dtype)
+        found[words == NAN_WORD] = ((1 << chunk.dtype.exponent + 1) - 1) << chunk.dtype.mantissa - 1
         at, inside = _elements(spec, chunk.nelem, tiles)
         inside &= (at >= start) & (at < stop)
         out[at[inside] - start] = found[inside]
@@ -367,7 +366,7 @@ def tile_range(spec: Tahquant, start: int, stop: int) -> tuple[int, int]:
 def bad_tiles(words: Words, pivots: Bytes | None) -> bool:
     """True if there is a word or a pivot byte that no encoder writes."""
     finite = ((words & 0x7C00) != 0x7C00) & (words >> np.uint32(16) < 0x7C00)
-    wrong = not (finite | (words == LOST)).all()
+    wrong = not (finite | (words == NAN_WORD)).all()
     if pivots is not None:
         wrong |= bool(((pivots != 0) & (pivots >> 6 != PIVOT >> 6)).any())
     return wrong
@@ -410,7 +409,7 @@ def _encode_tiles(spec: Tahquant, words: Words, most: Floats) -> tuple[Words, Wo
     codes = (v + np.float32(ANCHOR)).view(np.uint32) & np.uint32(0xFF)
     codes[lost], pivots[lost] = 0, 0
     both = least.view(np.uint16) | step.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    return codes, np.where(lost, np.uint32(LOST), both), pivots
+    return codes, np.where(lost, np.uint32(NAN_WORD), both), pivots
 
 
 def _decode_tiles(words: Words, pivots: Bytes | None, codes: Words) -> Floats:

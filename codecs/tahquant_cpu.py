@@ -22,7 +22,7 @@ from .tahquant import (
     ANCHOR,
     INDEX_PROBLEM,
     LOG,
-    LOST,
+    NAN_WORD,
     PIVOT,
     TILE_PROBLEM,
     TOO_LARGE,
@@ -37,7 +37,7 @@ from .tahquant import (
 U1, U4, U8, I4, I8, F4 = np.uint8, np.uint32, np.uint64, np.int32, np.int64, np.float32
 _MAGNITUDE = U4(0x7FFFFFFF)
 _LOG_A, _LOG_B, _LOG_C = (U4(c) for c in LOG)
-_TOO_LARGE, _LOST, _NAN = U4(TOO_LARGE), U4(LOST), U4(NAN)
+_TOO_LARGE, _NAN_WORD, _NAN = U4(TOO_LARGE), U4(NAN_WORD), U4(NAN)
 _ANCHOR, _FROM_HALF = F4(ANCHOR), F4(2.0**112)
 _INFINITE = U4(0x7C00)
 #: Every eighth bit, the diagonal of 8 bytes, and what gathers the former in the top byte.
@@ -241,7 +241,7 @@ def _encode_tiles(
                 g[i] = c + _ANCHOR
             for i in range(tile):
                 codes[i] = U1(0) if lost else U1(gu[i])
-            scales[t] = _LOST if lost else U4(least | U4(step << U4(16)))
+            scales[t] = _NAN_WORD if lost else U4(least | U4(step << U4(16)))
             if forward:
                 pivots[t] = U1(0) if lost else pivot
             for w in range(tile // 8):
@@ -297,7 +297,7 @@ def _decode_tiles(
         for t in range(group, end):
             token, here = t // token_tiles, (t - group) * tile
             v = values[here : here + tile]
-            if scales[t] == _LOST:
+            if scales[t] == _NAN_WORD:
                 for i in range(tile):
                     words[here + i] = _NAN
                 continue

@@ -47,12 +47,12 @@ from .common.runs_triton import (
     store_runs,
     sum_runs,
     sum_words,
-    turn_bits,
+    transpose_bits,
     word_values,
 )
 from .tahquant import (
     LOG,
-    LOST,
+    NAN_WORD,
     NARROW_SHARE,
     PIVOT,
     TOO_LARGE,
@@ -66,7 +66,7 @@ RUNS = 128
 ENTROPY_RUNS = 32
 #: Whether decoded runs go through shared memory to where they are stored.
 STAGED = False
-_LOST, _TOO_LARGE = tl.constexpr(LOST), tl.constexpr(TOO_LARGE)
+_NAN_WORD, _TOO_LARGE = tl.constexpr(NAN_WORD), tl.constexpr(TOO_LARGE)
 _PIVOT = tl.constexpr(PIVOT)
 _SHARE = tl.constexpr(NARROW_SHARE)
 _LOG_A, _LOG_B, _LOG_C = (tl.constexpr(c) for c in LOG)
@@ -148,12 +148,12 @@ def _rotated(v, RUNS: tl.constexpr):
     """The transform of tiles of two runs."""
     v = butterflies(v, RUN, 5)
     second = lanes(RUNS) % 2 == 1
-    turned = ()
+    rotated = ()
     for k in tl.static_range(RUN):
         own = v[k].to(tl.int32, bitcast=True)
         other = (_of_tiles(own, RUNS, "sum") - own).to(tl.float32, bitcast=True)
-        turned = turned + (tl.where(second, other - v[k], v[k] + other) * 0.125,)
-    return turned
+        rotated = rotated + (tl.where(second, other - v[k], v[k] + other) * 0.125,)
+    return rotated
 
 
 @triton.jit
@@ -225,11 +225,11 @@ def _decode_runs(
         words = words + (word,)
     else:
         words = words + (words[0] * 0, words[0] * 0)
-    words = turn_bits(words, LOG)
+    words = transpose_bits(words, LOG)
     scale = tl.load(words_ptr + payload * 32 + t, mask=here, other=0)
     if SUMS:
         total += tl.where(run % PARTS == 0, weigh(scale, payload * 32 + t), 0)
-    lost = scale == _LOST
+    lost = scale == _NAN_WORD
     good = ((scale & 0x7C00) != 0x7C00) & (scale < 0x7C000000)
     bad = (good | lost) == 0
     scale = tl.where(good, scale, 0)
@@ -249,11 +249,11 @@ def _decode_runs(
             total += tl.where(run % PARTS == 0, weigh_bytes(pivot, at), 0)
         bad |= (pivot != 0) & ((pivot >> 6) != 2)
         if tl.max(pivot, 0) > 0:
-            turned = _rotated(y, RUNS)
-            turned = _swap(turned, pivot & 63, _value_at(turned, pivot & 63, RUNS), RUNS)
+            rotated = _rotated(y, RUNS)
+            rotated = _swap(rotated, pivot & 63, _value_at(rotated, pivot & 63, RUNS), RUNS)
             chosen = ()
             for k in tl.static_range(RUN):
-                chosen = chosen + (tl.where(pivot != 0, turned[k], y[k]),)
+                chosen = chosen + (tl.where(pivot != 0, rotated[k], y[k]),)
             y = chosen
     if SUMS:
         return y, lost, bad & wanted, tl.sum(total, 0)
@@ -640,9 +640,9 @@ def _encode_runs(
         other = tl.maximum(_of_tiles(other, RUNS, "max"), _of_tiles(largest, RUNS, "min"))
         largest = _of_tiles(largest, RUNS, "max")
         low, high = _of_whole_tiles(low, high, largest, RUNS)
-        turn = _dominates(largest, other)
-        if tl.max(turn.to(tl.int32), 0) > 0:
-            v, pivot = _turned(v, largest, turn, RUNS)
+        dominated = _dominates(largest, other)
+        if tl.max(dominated.to(tl.int32), 0) > 0:
+            v, pivot = _rotated_dominated(v, largest, dominated, RUNS)
             low, high = v[0], v[0]
             for k in tl.static_range(1, RUN):
                 low, high = tl.minimum(low, v[k]), tl.maximum(high, v[k])
@@ -670,7 +670,7 @@ def _encode_runs(
     for j in tl.static_range(1 << LOG):
         word = code_word(numbers, j, 1 << LOG, 1 << LOG, False)
         words = words + (tl.where(lost, 0, word),)
-    words = turn_bits(words, LOG)
+    words = transpose_bits(words, LOG)
     total = tl.zeros([RUNS], tl.uint64)
     words_ptr = static_ptr.to(tl.pointer_type(tl.uint32))
     for p in tl.static_range(3 if TILE == 64 else 6):
@@ -692,7 +692,7 @@ def _encode_runs(
         tl.store(static_ptr + at, pivot.to(tl.uint8), mask=own)
         if SUMS:
             total += tl.where(own, weigh_bytes(pivot, at), 0)
-    both = tl.where(lost, _LOST, least | (step << 16))
+    both = tl.where(lost, _NAN_WORD, least | (step << 16))
     tl.store(words_ptr + payload * 32 + t, both, mask=own)
     if SUMS:
         total += tl.where(own, weigh(both, payload * 32 + t), 0)
@@ -717,10 +717,10 @@ def _dominates(top, second):
 
 
 @triton.jit
-def _turned(v, top, turn, RUNS: tl.constexpr):
+def _rotated_dominated(v, top, dominated, RUNS: tl.constexpr):
     """(columns, of tiles of two runs those rotated that one magnitude dominates; pivot bytes).
 
-    `top` are the largest magnitudes; where `turn` is 0, none dominates.
+    `top` are the largest magnitudes; where `dominated` is 0, none dominates.
     """
     part = lanes(RUNS) % 2
     p, count, second = part * 0, part * 0, part * 0
@@ -732,12 +732,12 @@ def _turned(v, top, turn, RUNS: tl.constexpr):
         second = tl.maximum(second, tl.where(found, 0, size))
     p, count = _of_tiles(p, RUNS, "sum"), _of_tiles(count, RUNS, "sum")
     second = tl.where(count == 1, _of_tiles(second, RUNS, "max"), top)
-    turn = turn & _dominates(top, second) & (top < _TOO_LARGE)
-    turned = _rotated(_swap(v, p, _value_at(v, p, RUNS), RUNS), RUNS)
+    dominated = dominated & _dominates(top, second) & (top < _TOO_LARGE)
+    rotated = _rotated(_swap(v, p, _value_at(v, p, RUNS), RUNS), RUNS)
     chosen = ()
     for k in tl.static_range(RUN):
-        chosen = chosen + (tl.where(turn, turned[k], v[k]),)
-    return chosen, tl.where(turn, p + _PIVOT, 0)
+        chosen = chosen + (tl.where(dominated, rotated[k], v[k]),)
+    return chosen, tl.where(dominated, p + _PIVOT, 0)
 
 
 @kernel

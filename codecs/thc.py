@@ -33,9 +33,8 @@ from .common.base import (
     check_choice,
 )
 from .common.hadamard import Floats, rotate
-from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
 from .common.philox import KeyNumbers, Words, key_numbers, random_words
-from .sdp4bit import largest_number
 
 BITS = (8, 16)
 #: In the order of their numbers on the page.
@@ -53,7 +52,7 @@ ROTATE_FACTOR = 2.0**-10
 #: Blocks of root mean squares below this become zeros: nothing that counts is subnormal.
 FLOOR = 2.0**-90
 #: The norm's word of a lost block.
-LOST = NAN
+NAN_NORM = NAN
 #: Least norm that is not 0 and largest, as float32 bits.
 NORM_BITS = (127 - 90) << 23, INFINITY - 1
 #: Streams of random words: a rank's own for levels, that of all ranks for signs.
@@ -105,6 +104,7 @@ class Thc(CodecSpec):
     homomorphic: ClassVar[bool] = True
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    measures_in_encode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a parameter that is not allowed."""
@@ -288,7 +288,7 @@ def encode_chunk(
         part = bits[here.start * BLOCK : here.stop * BLOCK]
         x = np.zeros((here.stop - first, BLOCK), np.float32)
         x.view(np.uint32).reshape(-1)[: part.size] = widen(part, chunk.dtype)
-        coded = (words[here] != 0) & (words[here] != LOST)
+        coded = (words[here] != 0) & (words[here] != NAN_NORM)
         check_finite(bool((np.isfinite(x).all(axis=1) | ~coded).all()))
         x[~coded] = 0
         x.view(np.uint32)[...] ^= sign_bits(numbers, first, here.stop)
@@ -318,7 +318,7 @@ def prepare(spec: Thc, chunk: Chunk, stats: npt.NDArray[Any] | None, key: Key | 
     if spec.norm == "block":
         agreed = norms.of_chunk(stats, chunk.first, spec.blocks(chunk.nelem), BLOCK)
     words = np.where(agreed < np.float32(FLOOR), np.float32(0), agreed).view(np.uint32)
-    views.norms[:] = np.where(np.isinf(agreed), np.uint32(LOST), words)
+    views.norms[:] = np.where(np.isinf(agreed), np.uint32(NAN_NORM), words)
     return views
 
 
@@ -358,7 +358,7 @@ def decode_chunk(
         with np.errstate(over="ignore"):
             b *= (norm / np.float32(STEPS))[:, None]
         y = np.clip(b, -limit, limit).view(np.uint32)
-        y[~good] = np.where(here_words[~good] == LOST, np.uint32(NAN), np.uint32(0))[:, None]
+        y[~good] = np.where(here_words[~good] == NAN_NORM, np.uint32(NAN), np.uint32(0))[:, None]
         found = narrow(y, chunk.dtype).reshape(-1)
         at = first * BLOCK
         lo, hi = max(start - at, 0), min(stop - at, found.size)
@@ -375,7 +375,7 @@ def norms_are_right(views: Views) -> bool:
     """Whether all norms are 0, in range, or of lost blocks."""
     words = np.asarray(views.norms, np.uint32)
     good = (words >= NORM_BITS[0]) & (words <= NORM_BITS[1])
-    return bool((good | (words == 0) | (words == LOST)).all())
+    return bool((good | (words == 0) | (words == NAN_NORM)).all())
 
 
 def seed_of(views: Views) -> KeyNumbers:

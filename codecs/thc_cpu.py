@@ -17,19 +17,18 @@ from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
 from .common.compile_cache import cached
 from .common.hadamard_cpu import LANES as SIDE
 from .common.hadamard_cpu import rotate_by
-from .common.minifloat import INFINITY, NAN
+from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
 from .common.threads import run, spans
-from .sdp4bit import largest_number
 from .thc import (
     BELOW,
     BLOCK,
     GAPS,
     LEVEL_STREAM,
-    LOST,
     MIDDLE,
+    NAN_NORM,
     NORM_BITS,
     PAYLOAD_PROBLEM,
     RANKS_PROBLEM,
@@ -48,7 +47,7 @@ from .thc import (
 
 U1, U4, U8, F4 = np.uint8, np.uint32, np.uint64, np.float32
 _TILE = SIDE * BLOCK
-_ABS, _INFINITY, _NAN, _LOST = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(LOST)
+_ABS, _INFINITY, _NAN, _NAN_NORM = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(NAN_NORM)
 _LOW, _HIGH = U4(NORM_BITS[0]), U4(NORM_BITS[1])
 _FACTOR, _STEPS, _MIDDLE, _TOP = F4(ROTATE_FACTOR), F4(STEPS), F4(MIDDLE), F4(TOP)
 _BELOW, _GAPS = BELOW, GAPS.astype(np.uint32)
@@ -93,7 +92,7 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
         for lane in range(blocks):
             b = tile * SIDE + lane
             word = norms[b] if norms.size > 1 else norms[0]
-            coded = word != U4(0) and word != _LOST
+            coded = word != U4(0) and word != _NAN_NORM
             part = u[lane * BLOCK : (lane + 1) * BLOCK]
             top = U4(0)
             for i in range(BLOCK):
@@ -117,7 +116,7 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
             b = tile * SIDE + lane
             norm_word[0] = norms[b] if norms.size > 1 else norms[0]
             target = cells[b]
-            if norm_word[0] == U4(0) or norm_word[0] == _LOST:
+            if norm_word[0] == U4(0) or norm_word[0] == _NAN_NORM:
                 for i in range(BLOCK):
                     target[i] = 0
                 continue
@@ -174,7 +173,7 @@ def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start,
             part = t[lane * BLOCK : (lane + 1) * BLOCK]
             bits = u[lane * BLOCK : (lane + 1) * BLOCK]
             if not _LOW <= word[0] <= _HIGH:
-                filler = _NAN if word[0] == _LOST else U4(0)
+                filler = _NAN if word[0] == _NAN_NORM else U4(0)
                 for i in range(BLOCK):
                     bits[i] = filler
                 continue

@@ -28,19 +28,18 @@ from .common.frame_triton import (
 )
 from .common.hadamard_triton import rotate
 from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat import INFINITY
+from .common.minifloat import INFINITY, largest_number
 from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
 from .common.norms_triton import agreed, energies, of_tensor, roots
 from .common.philox_triton import KEY_ON_DEVICE, key_arguments, philox4
-from .sdp4bit import largest_number
 from .thc import (
     BELOW,
     BLOCK,
     COUNT_NBYTES,
     GAPS,
     LEVEL_STREAM,
-    LOST,
     MIDDLE,
+    NAN_NORM,
     NORM_BITS,
     NORMS_AT,
     ROTATE_FACTOR,
@@ -55,7 +54,7 @@ _BLOCK = tl.constexpr(BLOCK)
 #: Blocks of a program, and what a thread holds of one.
 _ROWS, _RUN = tl.constexpr(4), tl.constexpr(32)
 _TILE = tl.constexpr(4 * BLOCK)
-_INFINITY, _LOST = tl.constexpr(INFINITY), tl.constexpr(LOST)
+_INFINITY, _NAN_NORM = tl.constexpr(INFINITY), tl.constexpr(NAN_NORM)
 _NORM_LOW, _NORM_HIGH = (tl.constexpr(bits) for bits in NORM_BITS)
 _COUNT_NBYTES, _NORMS_AT = tl.constexpr(COUNT_NBYTES), tl.constexpr(NORMS_AT)
 _LEVEL_STREAM, _SIGN_STREAM = tl.constexpr(LEVEL_STREAM), tl.constexpr(SIGN_STREAM)
@@ -104,7 +103,7 @@ def _rotated(t):
 def _norm_words(bits):
     """Words of norms, of their bits."""
     words = tl.where(bits < _NORM_LOW, 0, bits)
-    return tl.where(bits >= _INFINITY, _LOST, words)
+    return tl.where(bits >= _INFINITY, _NAN_NORM, words)
 
 
 @kernel
@@ -154,7 +153,7 @@ def _encode_kernel(
         norm = _norm_words(agreed(norms_ptr, norms, first, row, here, _BLOCK))
     else:
         norm = _norm_words(tl.where(here, of_tensor(norms_ptr), 0))
-    coded = (norm != 0) & (norm != _LOST)
+    coded = (norm != 0) & (norm != _NAN_NORM)
 
     i = _elements(tile)
     x = elements_at(x_ptr, ITEM) + first
@@ -278,7 +277,7 @@ def _decode_kernel(
     else:
         norm = tl.load(payload + norms_at + row * 0)
         total = tl.full([], 0, tl.uint64)
-    lost = norm == _LOST
+    lost = norm == _NAN_NORM
     good = (norm >= _NORM_LOW) & (norm <= _NORM_HIGH)
     wrong |= tl.max(((good | lost | (norm == 0)) == 0).to(tl.int32), 0)
 
@@ -306,7 +305,7 @@ def _decode_kernel(
         y *= scale[:, None, None]
         y = tl.where(y < LARGEST, y, LARGEST)
         y = tl.where(y > -LARGEST, y, -LARGEST)
-        other = tl.where(lost, _LOST, 0).to(tl.uint32).to(tl.float32, bitcast=True)
+        other = tl.where(lost, _NAN_NORM, 0).to(tl.uint32).to(tl.float32, bitcast=True)
         y = tl.where(good[:, None, None], y, other[:, None, None])
         if STORE:
             found = narrow(y, EXP, ITEM, PTX)
@@ -324,10 +323,6 @@ def _decode_kernel(
 def supports(dtype: DType) -> bool:
     """True for the dtypes that thc takes."""
     return dtype.name in Thc.dtypes
-
-
-#: `encode` measures what it is given no stats of, in its workspace.
-MEASURES = True
 
 
 @functools.cache
@@ -384,20 +379,20 @@ def _tiles(plan: Plan) -> int:
 
 def measure(spec: Thc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """As `Thc.measure`, float32, on the device of `x`."""
-    room = torch.empty(workspace(spec, x.numel(), 1)[1], dtype=torch.uint8, device=x.device)
-    return _measured(spec, dtype, x, room).clone()
+    memory = torch.empty(workspace(spec, x.numel(), 1)[1], dtype=torch.uint8, device=x.device)
+    return _measured(spec, dtype, x, memory).clone()
 
 
-def _measured(spec: Thc, dtype: DType, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """The norms of `x`, in `room`, the second part of the workspace."""
+def _measured(spec: Thc, dtype: DType, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The norms of `x`, in `memory`, the second part of the workspace."""
     blocks = spec.blocks(x.numel())
     if spec.norm == "block":
-        found = room.view(torch.float32)[:blocks]
+        found = memory.view(torch.float32)[:blocks]
         roots(dtype, x, BLOCK, 1 / BLOCK, found)
         return found
-    count, norm = room[:8].view(torch.float64), room[8:12].view(torch.float32)
+    count, norm = memory[:8].view(torch.float64), memory[8:12].view(torch.float32)
     size = 1 << max(blocks - 1, 0).bit_length()
-    sums = room[16:].view(torch.float64)[:size].zero_()
+    sums = memory[16:].view(torch.float64)[:size].zero_()
     energies(dtype, x, BLOCK, sums)
     while size > 1:
         size //= 2
@@ -416,8 +411,8 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     random, on_device, numbers = key_arguments(key, out.device)
     norms = spec.blocks(plan.nelem) if spec.norm == "block" else 1
     if stats is None:
-        used, room = workspace(spec, plan.chunk_nelem, plan.chunks)
-        stats = _measured(spec, plan.dtype, x, scratch[used : used + room])
+        used, nbytes = workspace(spec, plan.chunk_nelem, plan.chunks)
+        stats = _measured(spec, plan.dtype, x, scratch[used : used + nbytes])
     elif stats.numel() != norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
     frame_of(plan).begin(out)

@@ -411,8 +411,8 @@ def encode_chunk(
         offsets[first : first + batch] = starts[:-1] & 0xFFFFFFFF
         by_column = exponents.transpose(0, 2, 1)[escaped.transpose(0, 2, 1)]
         found = by_column.astype(f.escape_dtype).view(np.uint8)
-        room = dynamic[escapes_at * f.width :][: found.size]
-        room[:] = found[: room.size]
+        slot = dynamic[escapes_at * f.width :][: found.size]
+        slot[:] = found[: slot.size]
         escapes_at = int(starts[-1])
     return ChunkResult(escapes_at * f.width)
 

@@ -647,7 +647,7 @@ def _list_escapes(
     entry,
     dynamic_ptr,
     at,
-    room,
+    capacity,
     word,
     EXP: tl.constexpr,
     MAN: tl.constexpr,
@@ -683,7 +683,7 @@ def _list_escapes(
         f |= (escaped & (column < cols) & (i < valid)).to(tl.uint32) << row
     n = _popc(f, PTX).to(tl.int32)
     pos = tl.cumsum(n, 0) - n
-    left = tl.minimum(tl.maximum(room - at, 0), 1 << 30).to(tl.int32)
+    left = tl.minimum(tl.maximum(capacity - at, 0), 1 << 30).to(tl.int32)
     total = tl.zeros([_COLUMNS], tl.uint64)
     key = key_of(word + (at >> 2))
     low = (at & 3).to(tl.int32)
@@ -748,8 +748,8 @@ def _finish_kernel(
     tiles_here = ((n + _TILE - 1) // _TILE).to(tl.int32)
     stride = static_stride * 128
     static_ptr = out_ptr + static_at * 128 + chunk.to(tl.int64) * stride
-    room = dynamic_stride * 128
-    dynamic_ptr = out_ptr + dynamic_at * 128 + chunk.to(tl.int64) * room
+    capacity = dynamic_stride * 128
+    dynamic_ptr = out_ptr + dynamic_at * 128 + chunk.to(tl.int64) * capacity
     dynamic_word = static_stride * 32
 
     totals = (scratch_ptr + totals_at * 128).to(tl.pointer_type(tl.int32)) + chunk * groups
@@ -766,7 +766,7 @@ def _finish_kernel(
     raw_dynamic = tl.maximum(raw_nbytes - stride, 0)
     shrinks = escapes <= raw_dynamic
     dynamic_nbytes = tl.minimum(escapes, raw_dynamic)
-    fits = dynamic_nbytes <= room
+    fits = dynamic_nbytes <= capacity
     total = tl.zeros([], tl.uint64)
     if SUMS:
         total += tl.load(scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * groups + group).to(
@@ -796,8 +796,8 @@ def _finish_kernel(
             most = tl.max(n_escapes, 0)
             slot_ptr = slots + (before * 0 + t0) * SLOT
             target_ptr = dynamic_ptr + before
-            # At most 32 tiles of escapes lie ahead: what matters of the room fits 32 bits.
-            left = tl.minimum(tl.maximum(room - before, 0), 1 << 30).to(tl.int32)
+            # At most 32 tiles of escapes lie ahead: what matters of the capacity fits 32 bits.
+            left = tl.minimum(tl.maximum(capacity - before, 0), 1 << 30).to(tl.int32)
             row = tl.arange(0, 32)[:, None] * SLOT
             in_slot = tl.where(n_escapes <= SLOT, n_escapes, 0)[:, None]
             key = key_of(dynamic_word + (before >> 2))
@@ -822,7 +822,7 @@ def _finish_kernel(
                             tl.load(entries + tile).to(tl.int32),
                             dynamic_ptr,
                             before + tl.sum(tl.where(here, ahead, 0), 0),
-                            room,
+                            capacity,
                             dynamic_word,
                             EXP,
                             MAN,
@@ -894,7 +894,7 @@ def _decode_tile(
     escapes_ptr,
     begin,
     end,
-    room,
+    capacity,
     out_ptr,
     out_at,
     lo,
@@ -913,7 +913,7 @@ def _decode_tile(
     """Decode one tile: (whether its payload is wrong, checksum terms of its block).
 
     Elements `lo` to `hi` of the tile go to `out_ptr` from element `out_at` on. FULL: all of a whole
-    tile, to an aligned place. Escapes are read at `begin` + i while that is below `room`.
+    tile, to an aligned place. Escapes are read at `begin` + i while that is below `capacity`.
     """
     lane = _lanes()
     zero_mode = entry >= 32768
@@ -967,17 +967,17 @@ def _decode_tile(
         for k in tl.static_range(3 + EXTRA):
             total += _terms(planes[k], key, at + k * row_words, None)
     block_terms = tl.sum(total, 0)
-    turn = ((8 - (base & 7)) & 7) * _ONES
+    offset = ((8 - (base & 7)) & 7) * _ONES
     b7 = b4 & _LOW7
     b8 = b4 & _HIGH
-    e0 = _exponents_of_row(planes, 0, turn, b7, b8)
-    e1 = _exponents_of_row(planes, 1, turn, b7, b8)
-    e2 = _exponents_of_row(planes, 2, turn, b7, b8)
-    e3 = _exponents_of_row(planes, 3, turn, b7, b8)
-    e4 = _exponents_of_row(planes, 4, turn, b7, b8)
-    e5 = _exponents_of_row(planes, 5, turn, b7, b8)
-    e6 = _exponents_of_row(planes, 6, turn, b7, b8)
-    e7 = _exponents_of_row(planes, 7, turn, b7, b8)
+    e0 = _exponents_of_row(planes, 0, offset, b7, b8)
+    e1 = _exponents_of_row(planes, 1, offset, b7, b8)
+    e2 = _exponents_of_row(planes, 2, offset, b7, b8)
+    e3 = _exponents_of_row(planes, 3, offset, b7, b8)
+    e4 = _exponents_of_row(planes, 4, offset, b7, b8)
+    e5 = _exponents_of_row(planes, 5, offset, b7, b8)
+    e6 = _exponents_of_row(planes, 6, offset, b7, b8)
+    e7 = _exponents_of_row(planes, 7, offset, b7, b8)
     lowest = base
     as_zero = tl.where(zero_mode, 0, 0xFFFFFFFF).to(tl.uint32)
     if zero_mode:
@@ -995,7 +995,7 @@ def _decode_tile(
     count = tl.sum(n, 0)
     pos = tl.cumsum(n, 0) - n
     found_ptr = escapes_ptr + begin
-    readable = tl.minimum(tl.maximum(room - begin, 0), 4096).to(tl.int32)
+    readable = tl.minimum(tl.maximum(capacity - begin, 0), 4096).to(tl.int32)
     coded = base + 7 - lowest
     wrong = tl.zeros([_LANES], tl.int32)
     left = tl.max(n, 0)
@@ -1053,12 +1053,12 @@ def _decode_tile(
 
 
 @triton.jit
-def _exponents_of_row(planes, r: tl.constexpr, turn, b7, b8):
+def _exponents_of_row(planes, r: tl.constexpr, offset, b7, b8):
     """Exponents of row `r` by the code alone: base + (code - base) mod 8, a byte each."""
     code = (planes[0] >> r) & _ONES
     code |= ((planes[1] >> r) & _ONES) << 1
     code |= ((planes[2] >> r) & _ONES) << 2
-    return (b7 + ((code + turn) & 0x07070707)) ^ b8
+    return (b7 + ((code + offset) & 0x07070707)) ^ b8
 
 
 @triton.jit

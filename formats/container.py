@@ -323,9 +323,9 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def directory_bytes(
-    entries: Sequence[Entry], metadata: Mapping[str, str], room: int | None = None
+    entries: Sequence[Entry], metadata: Mapping[str, str], nbytes: int | None = None
 ) -> bytes:
-    """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `room`.
+    """A file's first bytes: length, JSON, spaces up to a multiple of 128 or up to `nbytes`.
 
     A digest in `metadata` is replaced by the right one. Raises ValueError for a header that no
     reader takes.
@@ -338,7 +338,7 @@ def directory_bytes(
             "data_offsets": [e.begin, e.end],
         }
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    size = room if room is not None else -(-(8 + len(text)) // ALIGN) * ALIGN
+    size = nbytes if nbytes is not None else -(-(8 + len(text)) // ALIGN) * ALIGN
     if size - 8 > MAX_JSON:
         raise ValueError(f"the header would have {size - 8} bytes; allowed: {MAX_JSON}")
     text = text.ljust(size - 8)

@@ -89,7 +89,7 @@ def text(columns: tuple[str, ...], rows: list[Row]) -> str:
 
 def tables() -> dict[str, str]:
     """What each table should hold, by the name of its file."""
-    found = {f"{codec}.tsv": text(COLUMNS, valid_table(codec)) for codec in tw.codecs()}
+    found = {f"{codec}.tsv": text(COLUMNS, valid_table(codec)) for codec in tw.list_codecs()}
     return found | {"invalid.tsv": text(INVALID_COLUMNS, invalid_table())}
 
 

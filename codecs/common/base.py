@@ -166,9 +166,11 @@ class CodecSpec:
     ranks combine statistics: ``"sum"``, ``"max"``, ``"or"`` or None); ``dtypes``, the names of
     those that it codes; ``max_world``, the most ranks that a key may count; ``uses_info`` (it keeps
     a number in each record); ``sums_keep_stats`` (``decode_add_encode`` keeps the statistics of its
-    source); ``needs_stats`` (``encode`` measures when no statistics are passed); ``raw_fallback``
-    (chunks that do not shrink are stored raw); ``caution``, what sums lose besides the codec's
-    error, for traces.
+    source); ``needs_stats`` (``encode`` measures when no statistics are passed);
+    ``measures_in_encode`` (on a GPU that takes no call of its own); ``adds_float32``
+    (``decode_add_encode`` takes float32 with narrower buffers); ``raw_fallback`` (chunks that do
+    not shrink are stored raw); ``caution``, what sums lose besides the codec's error, for
+    traces.
     """
 
     name: ClassVar[str]
@@ -187,6 +189,10 @@ class CodecSpec:
     sums_keep_stats: ClassVar[bool] = False
     #: Encoding measures the tensor when no statistics are passed.
     needs_stats: ClassVar[bool] = True
+    #: On a GPU `encode` measures what it is given no statistics of, in its own pass.
+    measures_in_encode: ClassVar[bool] = False
+    #: `decode_add_encode` takes float32 with narrower buffers, whatever is added.
+    adds_float32: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
     #: What sums lose besides the codec's error, as traces say it; "" if nothing.

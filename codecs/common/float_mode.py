@@ -29,7 +29,7 @@ _DEFAULTS = ("_FE_DFL_ENV", "__fe_dfl_env")
 Call = Callable[..., Any]
 
 
-def _find() -> tuple[Call, Call, Any] | None:
+def _find_control() -> tuple[Call, Call, Any] | None:
     """`fegetenv`, `fesetenv` and FE_DFL_ENV; None where they cannot be called."""
     if sys.platform not in ("linux", "darwin"):
         return None
@@ -52,10 +52,10 @@ def _nothing(environment: Any) -> None:
     pass
 
 
-_found = _find()
+_control = _find_control()
 #: Whether the mode of a thread can be changed here.
-CAN_CHANGE = _found is not None
-_get, _put, _DEFAULT = _found or (_nothing, _nothing, None)
+CAN_CHANGE = _control is not None
+_get, _put, _DEFAULT = _control or (_nothing, _nothing, None)
 
 
 class default_floats(ContextDecorator):

@@ -46,7 +46,7 @@ def rotate(low, ROWS: tl.constexpr, LOG_HIGH: tl.constexpr, LOG_LOW: tl.constexp
 
 
 @triton.jit
-def turn(
+def transpose(
     parts,
     BLOCKS: tl.constexpr,
     LOG_PARTS: tl.constexpr,

@@ -70,6 +70,13 @@ ELEMENTS = (
 )
 BY_NAME = {e.name: e for e in ELEMENTS}
 
+FLT_MAX = np.float32(np.finfo(np.float32).max)
+#: 2^-128: what is not above it has no reciprocal in float32.
+NO_RECIPROCAL = np.float32(2.0**-128)
+#: The largest E4M3 scale times the largest E2M1 element, and the reciprocal of the latter.
+E4M3_E2M1_RANGE = np.float32(448 * 6)
+SIXTH = np.float32(1 / 6)
+
 
 def payload_nbytes(element: Element, nelem: int) -> int:
     """Bytes of `nelem` packed codes."""
@@ -97,6 +104,24 @@ def narrow(words: Words, dtype: DType) -> Bits:
         with np.errstate(over="ignore"):
             return words.view(np.float32).astype(np.float16).view(np.uint16)
     return words
+
+
+def largest_number(dtype: DType) -> float:
+    """The largest finite number of a dtype."""
+    return float(2.0 ** ((1 << dtype.exponent - 1) - 1) * (2 - 2.0**-dtype.mantissa))
+
+
+def narrow_clipped(y: npt.NDArray[np.float32], dtype: DType) -> Bits:
+    """`y` limited to the finite range of `dtype` and rounded to it, as bits."""
+    top = dtype.bits.type((((1 << dtype.exponent) - 1) << dtype.mantissa) - 1)
+    if dtype.name == "float32":
+        return np.clip(y, -top.view(np.float32), top.view(np.float32)).view(np.uint32)
+    if dtype.name == "float16":
+        return np.clip(y, np.float32(-65504), np.float32(65504)).astype(np.float16).view(np.uint16)
+    largest = np.uint32(int(top) << 16).view(np.float32)
+    b = np.clip(y, -largest, largest).view(np.uint32)
+    rounded = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype(np.uint16)
 
 
 def split(magnitudes: Words) -> tuple[npt.NDArray[np.int32], Words]:

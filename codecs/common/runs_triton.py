@@ -348,24 +348,26 @@ def code_word(
 
 
 @triton.jit
-def turn_bits(words, LOG: tl.constexpr):
+def transpose_bits(words, LOG: tl.constexpr):
     """2^LOG words whose lanes of 2^LOG bits are rows of matrices, transposed: bit i of a lane of
     word j becomes bit j of that lane of word i.
     """
     for k in tl.static_range(LOG):
-        words = _turn_blocks(words, 1 << (LOG - 1 - k))
+        words = _transpose_blocks(words, 1 << (LOG - 1 - k))
     return words
 
 
 @triton.jit
-def _turn_blocks(words, SIZE: tl.constexpr):
+def _transpose_blocks(words, SIZE: tl.constexpr):
     """Words in whose matrices of 2 by 2 blocks of SIZE bits two blocks traded places."""
     # The lower half of the bits of each row.
     LOW: tl.constexpr = 0x55555555 if SIZE == 1 else (0x33333333 if SIZE == 2 else 0x0F0F0F0F)
-    turned = ()
+    transposed = ()
     for i in tl.static_range(len(words)):
         if (i // SIZE) % 2 == 0:
-            turned = turned + ((words[i] & LOW) | ((words[i + SIZE] & LOW) << SIZE),)
+            transposed = transposed + ((words[i] & LOW) | ((words[i + SIZE] & LOW) << SIZE),)
         else:
-            turned = turned + (((words[i - SIZE] >> SIZE) & LOW) | (words[i] & (LOW << SIZE)),)
-    return turned
+            transposed = transposed + (
+                ((words[i - SIZE] >> SIZE) & LOW) | (words[i] & (LOW << SIZE)),
+            )
+    return transposed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .adapters.collectives import Communicator
     from .adapters.error_feedback import ErrorFeedback
     from .buffer import Buffer
-    from .codec import Codec, codec, codecs, decode, encode
+    from .codec import Codec, codec, decode, encode, list_codecs
     from .codecs.common.base import Key, Plan
     from .error import error
     from .files import dumps, load_file, loads, save_file
@@ -45,12 +45,12 @@ __all__ = [
     "Key",
     "Plan",
     "codec",
-    "codecs",
     "decode",
     "dumps",
     "encode",
     "error",
     "inspect",
+    "list_codecs",
     "load",
     "load_file",
     "load_into",
@@ -76,12 +76,12 @@ _HOMES = {
     "Key": "codecs.common.base",
     "Plan": "codecs.common.base",
     "codec": "codec",
-    "codecs": "codec",
     "decode": "codec",
     "dumps": "files",
     "encode": "codec",
     "error": "error",
     "inspect": "inspection",
+    "list_codecs": "codec",
     "load": "models",
     "load_file": "files",
     "load_into": "loading",

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codec import Codec, codec, codecs, decode
+from .codec import Codec, codec, decode, list_codecs
 from .codecs.common.base import Bytes, Key
 from .codecs.common.threads import cpu_count
 from .convert import plain_tensors
 from .formats.dtypes import DType
-from .storage import PathLike, atomic_file
+from .storage import PathLike, save_figure
 
 #: Fills outputs before they are written, so that a byte left out does not go unseen.
 POISON = 0xA5
@@ -141,7 +141,7 @@ def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
     Lossless ones come first, and of these raw, which only copies, last.
     """
     chosen, left_out = [], []
-    for c in map(codec, codecs()):
+    for c in map(codec, list_codecs()):
         if set(c.dtypes).intersection(dtypes):
             chosen.append(c)
         else:
@@ -295,9 +295,3 @@ def plot_speeds(report: BenchReport, path: PathLike) -> None:
     axes.set_xlabel(f"GB/s of raw data, {', '.join(report.dtypes)}, threads: {report.threads}")
     axes.legend()
     save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: PathLike) -> None:
-    """Write a matplotlib figure as PNG; `path` appears atomically."""
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=150)

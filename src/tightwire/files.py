@@ -162,10 +162,10 @@ def encode_jobs(
     """
 
     def job(names: list[str]) -> Job[Encoded]:
-        room = sum(plans[name].nbytes for name in names)
+        packed_nbytes = sum(plans[name].nbytes for name in names)
 
         def work(memory: Memory, threads: int) -> Encoded:
-            data = memory.take(room)
+            data = memory.take(packed_nbytes)
             at = 0
             sizes = []
             for name, bits in zip(names, elements(names, memory), strict=True):
@@ -175,7 +175,7 @@ def encode_jobs(
                 at += sizes[-1]
             return Encoded(sizes, data[:at])
 
-        return Job(room + sum(map(nbytes, names)), work)
+        return Job(packed_nbytes + sum(map(nbytes, names)), work)
 
     return [job(names) for names in grouped(plans, lambda name: plans[name].nbytes)]
 

@@ -203,7 +203,7 @@ def encode(
         return NotImplemented
     with _scope(place, library, library if out is None else _library_of(out)):
         tensor = _as_torch(x, info)
-        memory = _room(out, plan, place)
+        memory = _output_memory(out, plan, place)
         work = _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
         encoded, given = memory.data[: plan.nbytes], None if scratch is None else work
@@ -223,12 +223,12 @@ def encode(
     return Buffer(plan, None, target, memory)
 
 
-def moved(buffer: Buffer, out: Any) -> Buffer:
+def to_device(buffer: Buffer, out: Any) -> Buffer:
     """`buffer`, encoded on the host, in GPU memory: new, or `out`, a uint8 array or a Buffer."""
     plan, target = buffer.plan, buffer.target
     place = _place(target.library, target.device, "the array that is encoded")
     with _scope(place, target.library, None if out is None else _library_of(out)):
-        memory = _room(out, plan, place)
+        memory = _output_memory(out, plan, place)
         buffer.zero_slack()
         memory.data[: plan.nbytes].copy_(_upload(buffer._bytes, place))
     return Buffer(plan, None, target, memory)
@@ -418,10 +418,10 @@ def decode_add_encode(
         if not plan.fuses(source_plan):
             return NotImplemented
         tensor = _as_torch(x, info)
-        room, work = _room(out, plan, place), _workspace(plan, scratch, place)
+        sums, work = _output_memory(out, plan, place), _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
         given = None if scratch is None else work
-        encoded, decoded = room.data[: plan.nbytes], data[: source_plan.nbytes]
+        encoded, decoded = sums.data[: plan.nbytes], data[: source_plan.nbytes]
         _apart("the array that is added", tensor, "out", encoded, given)
         _apart("the buffer that is decoded", decoded, "out", None, given)
         (first, last), (start, stop) = _span(encoded), _span(decoded)
@@ -432,24 +432,24 @@ def decode_add_encode(
         if stats is not None:
             stats = _stats(spec, stats, plan.dtype, place)
             _apart("stats", stats, "out", encoded, given)
-        fresh = _new_status(place) if memory is None else None
-        status = memory.status if memory is not None else fresh
+        own_status = _new_status(place) if memory is None else None
+        status = memory.status if memory is not None else own_status
         planned = memory is not None and not memory.assembled
         kernels.decode_add_encode(
             plan,
             source_plan,
             data,
             elements,
-            room.data,
+            sums.data,
             work,
             status,
             stats=stats,
             key=key,
             planned=planned,
         )
-        if fresh is not None:
-            _settle(fresh)
-    return Buffer(plan, None, Target(info.library, info.device), room)
+        if own_status is not None:
+            _settle(own_status)
+    return Buffer(plan, None, Target(info.library, info.device), sums)
 
 
 def encode_into(
@@ -819,7 +819,7 @@ def _is_host(out: Any, required: bool) -> bool:
     return _place(info.library, info.device, "out" if required else None) is None
 
 
-def _room(out: Any, plan: Plan, place: torch.device) -> Memory:
+def _output_memory(out: Any, plan: Plan, place: torch.device) -> Memory:
     """Memory for a buffer of `plan`: `out`, a Buffer or a uint8 array there, or new."""
     if out is None:
         return Memory(torch.empty(plan.nbytes, dtype=torch.uint8, device=place))
@@ -868,7 +868,7 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def _measured(kernels: ModuleType, plan: Plan, x: torch.Tensor) -> torch.Tensor | None:
     """Statistics of `x` for encode, None where it measures by itself or needs none."""
-    if getattr(kernels, "MEASURES", False):
+    if plan.codec.measures_in_encode:
         return None
     found: torch.Tensor | None = kernels.measure(plan.codec, plan.dtype, x)
     return found
@@ -983,15 +983,15 @@ def _launch(
     )
     # A verdict at once is on this call alone; the Buffer's word waits for `check`.
     if memory is None or verify:
-        status = fresh = _new_status(data.device)
+        status = own_status = _new_status(data.device)
     else:
-        status, fresh = memory.status, None
+        status, own_status = memory.status, None
     if lo == hi and plan.nelem:
         # No chunk is touched. All that the host has not read is the header.
         if planned:
             _match_header(plan, data, status)
-        if fresh is not None:
-            _settle(fresh)
+        if own_status is not None:
+            _settle(own_status)
         return
     check = verify is not False
     if verify:
@@ -1027,8 +1027,8 @@ def _launch(
     )
     if memory is not None and memory.foreign:
         memory.lease(data)
-    if fresh is not None:
-        _settle(fresh)
+    if own_status is not None:
+        _settle(own_status)
 
 
 def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:

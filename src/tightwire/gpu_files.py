@@ -42,7 +42,7 @@ from .gpu import (
     _place,
     _scope,
     _values,
-    moved,
+    to_device,
 )
 from .pinned import Range, Transfer, Writer
 from .storage import PathReader, Reader
@@ -623,6 +623,6 @@ def _write(
 def _memory(buffer: Buffer) -> torch.Tensor:
     """The bytes of a buffer on the device of its tensor; one that the host encoded is moved."""
     if buffer._memory is None:
-        buffer = moved(buffer, None)
+        buffer = to_device(buffer, None)
         assert buffer._memory is not None
     return buffer._memory.data

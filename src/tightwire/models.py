@@ -128,14 +128,14 @@ def save(
 def _sharded(draft: Draft, limit: int) -> list[list[str]]:
     """Names of the stored tensors in shards of at most `limit` bytes, or one tensor."""
     shards: list[list[str]] = [[]]
-    room = limit
+    left = limit
     for name in draft.names:
         nbytes = _nbytes(draft, name)
-        if nbytes > room and shards[-1]:
+        if nbytes > left and shards[-1]:
             shards.append([])
-            room = limit
+            left = limit
         shards[-1].append(name)
-        room -= nbytes
+        left -= nbytes
     return shards
 
 

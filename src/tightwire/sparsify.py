@@ -80,7 +80,7 @@ def sparsify_rows(x: Any, theta: float, cells: DType, rest: Any = None) -> tuple
     keep, dtype = kept(theta, x.shape[1]), BY_NAME["float32"]
     kernels = _kernels(x, dtype)
     if kernels is not None:
-        what = kernels.NOTHING if rest is None else kernels.LOST
+        what = kernels.NOTHING if rest is None else kernels.ROUNDING
         with kernels.on(x.device):
             sent, counts = kernels.cut(x, keep, dtype, cell=cells, rest=rest, what=what)
         return sent, counts.sum()

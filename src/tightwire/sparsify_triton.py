@@ -26,7 +26,7 @@ from .formats.dtypes import DType
 #: Entries that a program takes at once, and how often, in kernels that count; those that a program
 #: of `_cut_kernel` takes; of how many one is looked at first.
 _TILE = tl.constexpr(4096)
-_TURNS = tl.constexpr(8)
+_STEPS = tl.constexpr(8)
 _CUT = tl.constexpr(2048)
 _STRIDE = tl.constexpr(64)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
@@ -44,13 +44,14 @@ STATE = 6 * 256 + 8
 _STATE = tl.constexpr(STATE)
 #: More than there can be.
 _MANY = tl.constexpr(1 << 62)
-#: `_cut_kernel` leaves nothing beside, what does not stay, or what is lost of finite numbers.
-NOTHING, OTHERS, LOST = range(3)
+#: `_cut_kernel` leaves beside nothing, what does not stay, or what rounding loses of finite
+#: numbers.
+NOTHING, OTHERS, ROUNDING = range(3)
 _NOTHING, _OTHERS = tl.constexpr(NOTHING), tl.constexpr(OTHERS)
 
 #: Rows of fewer entries are not sampled.
 SAMPLED = 1 << 18
-#: The list has room for one of so many entries.
+#: The list holds one of so many entries.
 LISTED = 16
 
 _OPTIONS = options(num_warps=8)
@@ -102,11 +103,11 @@ def _row_at(row, m, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _all_of(state, keep, room):
+def _all_of(state, keep, capacity):
     """Whether the list is of no use: it lacks the magnitude that is looked for, or is too long."""
     above = tl.load(state + _ABOVE)
     count = tl.load(state + _COUNT)
-    return (above >= keep) | (above + count < keep) | (count > room)
+    return (above >= keep) | (above + count < keep) | (count > capacity)
 
 
 @kernel
@@ -116,7 +117,7 @@ def _digit_kernel(
     state_ptr,
     m: tl.int64,
     keep: tl.int64,
-    room: tl.int64,
+    capacity: tl.int64,
     tiles: tl.int64,
     AT: tl.constexpr,
     OUT: tl.constexpr,
@@ -131,17 +132,17 @@ def _digit_kernel(
     Of a row's sample, its list, or all of it.
     """
     row = tl.program_id(0).to(tl.int64) // tiles
-    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _TURNS)
+    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _STEPS)
     state = _state_at(state_ptr, row)
     x = elements_at(x_ptr, ITEM) + row * m
-    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
+    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * capacity
     bound = tl.load(state + OUT).to(tl.int32)
-    every = _all_of(state, keep, room)
+    every = _all_of(state, keep, capacity)
     if SAMPLE:
         n = m // _STRIDE
     else:
         n = tl.where(every, m, tl.load(state + _COUNT))
-    stop = tl.minimum(start + _TILE * _TURNS, n)
+    stop = tl.minimum(start + _TILE * _STEPS, n)
     counts = tl.zeros([BINS], tl.int32)
     while start < stop:
         i, inside = _entries(start, n, _TILE, False)
@@ -169,7 +170,7 @@ def _digit_kernel(
 def _pick_kernel(
     state_ptr,
     keep: tl.int64,
-    room: tl.int64,
+    capacity: tl.int64,
     AT: tl.constexpr,
     OUT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -185,7 +186,7 @@ def _pick_kernel(
         left = keep
         bound = keep * 0
         if not SAMPLE:
-            left = keep - tl.where(_all_of(state, keep, room), 0, tl.load(state + _ABOVE))
+            left = keep - tl.where(_all_of(state, keep, capacity), 0, tl.load(state + _ABOVE))
     else:
         bound = tl.load(state + OUT)
         left = tl.load(state + OUT + 1)
@@ -205,21 +206,21 @@ def _list_kernel(
     list_ptr,
     state_ptr,
     m: tl.int64,
-    room: tl.int64,
+    capacity: tl.int64,
     tiles: tl.int64,
     ALIGNED: tl.constexpr,
 ):
     """List magnitudes of float32 near the guess, and count those above them."""
     row = tl.program_id(0).to(tl.int64) // tiles
-    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _TURNS)
+    start = tl.program_id(0).to(tl.int64) % tiles * (_TILE * _STEPS)
     state = _state_at(state_ptr, row)
     x = elements_at(x_ptr, 4) + _row_at(row, m, ALIGNED)
-    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * room
+    found = list_ptr.to(tl.pointer_type(tl.int32)) + row * capacity
     guess = tl.load(state + _GUESS)
     least = (guess - (_AROUND << _GUESSED)).to(tl.int32)
     # Infinity and NaN, if it is near them.
     most = tl.minimum(guess + ((_AROUND + 1) << _GUESSED), _MAGNITUDE).to(tl.int32)
-    stop = tl.minimum(start + _TILE * _TURNS, m)
+    stop = tl.minimum(start + _TILE * _STEPS, m)
     above = tl.zeros([_TILE], tl.int32)
     while start < stop:
         i, inside = _entries(start, m, _TILE, ALIGNED)
@@ -229,7 +230,7 @@ def _list_kernel(
         count = tl.sum(near, 0).to(tl.int64)
         at = tl.atomic_add(state + _COUNT, count, sem="relaxed")
         behind = tl.cumsum(near, 0) - 1
-        free = tl.maximum(tl.minimum(room - at, _TILE), 0).to(tl.int32)
+        free = tl.maximum(tl.minimum(capacity - at, _TILE), 0).to(tl.int32)
         tl.store(found + at + behind, magnitude, mask=(near != 0) & (behind < free))
         start += _TILE
     tl.atomic_add(state + _ABOVE, tl.sum(above, 0).to(tl.int64), sem="relaxed")
@@ -351,7 +352,7 @@ def cut(
 
     Of each row the `keep` entries of largest magnitude stay, among equal ones the first; of float32
     they are rounded to the dtype `cell`. `rest`, of the shape of `x` or `x` itself, gets the OTHERS
-    or what is LOST, by `what` (of float32: x - what stays, 0 for NaN and infinities). The second
+    or the ROUNDING, by `what` (of float32: x - what stays, 0 for NaN and infinities). The second
     result is int64, shape (rows,). Queued on the current stream of the current device, which is
     that of `x`.
     """
@@ -378,19 +379,19 @@ def cut(
 def _find(x: torch.Tensor, keep: int, dtype: DType, state: torch.Tensor) -> None:
     """Put the least magnitude that stays in the state of each row."""
     rows, m = x.shape
-    span = int(_TILE.value) * int(_TURNS.value)
-    tiles, room, found = -(-m // span), -1, state
+    span = int(_TILE.value) * int(_STEPS.value)
+    tiles, capacity, found = -(-m // span), -1, state
     if dtype.itemsize == 4 and m >= SAMPLED:
-        room = m // LISTED
-        found = torch.empty((rows, room), dtype=torch.int32, device=x.device)
+        capacity = m // LISTED
+        found = torch.empty((rows, capacity), dtype=torch.int32, device=x.device)
         sample = m // int(_STRIDE.value)
         parts = -(-sample // span)
         for i, digit in enumerate(_SAMPLE_DIGITS):
             count, pick = _digit_variants(digit, GUESS, i == 0, True, 4)
-            count.launch(rows * parts, (x, found, state), m, keep, room, parts)
-            pick.launch(rows, (state,), max(1, keep * sample // m), room)
-        _list_variant(m % 16 == 0).launch(rows * tiles, (x, found, state), m, room, tiles)
+            count.launch(rows * parts, (x, found, state), m, keep, capacity, parts)
+            pick.launch(rows, (state,), max(1, keep * sample // m), capacity)
+        _list_variant(m % 16 == 0).launch(rows * tiles, (x, found, state), m, capacity, tiles)
     for i, digit in enumerate(_DIGITS[dtype.itemsize]):
         count, pick = _digit_variants(digit, BOUND, i == 0, False, dtype.itemsize)
-        count.launch(rows * tiles, (x, found, state), m, keep, room, tiles)
-        pick.launch(rows, (state,), keep, room)
+        count.launch(rows * tiles, (x, found, state), m, keep, capacity, tiles)
+        pick.launch(rows, (state,), keep, capacity)

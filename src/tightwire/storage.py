@@ -523,3 +523,9 @@ def _mode_by_umask(path: Path) -> int:
     finally:
         os.close(descriptor)
         path.unlink()
+
+
+def save_figure(figure: Any, path: PathLike) -> None:
+    """Write a matplotlib figure as PNG; `path` appears atomically."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=150)

@@ -882,9 +882,9 @@ def test_the_package_offers_them_on_demand() -> None:
 def test_work_memory_is_kept() -> None:
     comm = tw.Communicator(connect(1)[0])
     comm.all_to_all(weights(50_000))
-    before = {name: room.ctypes.data for name, room in comm._rooms.items()}
+    before = {name: room.ctypes.data for name, room in comm._memories.items()}
     comm.all_to_all(weights(40_000))
-    assert {name: room.ctypes.data for name, room in comm._rooms.items()} == before
+    assert {name: room.ctypes.data for name, room in comm._memories.items()} == before
 
 
 @pytest.mark.parametrize(("world_size", "library"), [(1, "numpy"), (2, "torch"), (5, "numpy")])

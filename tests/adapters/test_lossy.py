@@ -24,7 +24,7 @@ from tightwire.adapters.switch import Measured
 #: Homomorphic ones are made for sums of their sketches, by hooks and not by a Communicator.
 #: Every lossy codec that does not add up, as it comes.
 PARAMS: dict[str, dict[str, Any]] = {"tahquant": {"hidden": 640}}
-ALL = [tw.codec(name, **PARAMS.get(name, {})) for name in tw.codecs()]
+ALL = [tw.codec(name, **PARAMS.get(name, {})) for name in tw.list_codecs()]
 LOSSY = [codec for codec in ALL if not codec.lossless and not codec.homomorphic]
 
 

@@ -24,7 +24,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 def test_codecs_that_fit(dtypes: list[str]) -> None:
     chosen, left_out = bench.fitting(dtypes)
     names = [c.name for c in chosen]
-    assert sorted([*names, *left_out]) == sorted(tw.codecs())
+    assert sorted([*names, *left_out]) == sorted(tw.list_codecs())
     lossless = [c.lossless for c in chosen]
     assert lossless == sorted(lossless, reverse=True)
     for name in left_out:

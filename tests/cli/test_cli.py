@@ -262,7 +262,7 @@ def test_diff(plain: Path, packed: Path, tensors: Tensors) -> None:
 def test_bench(plain: Path) -> None:
     done = Outcome("bench", plain, "--repeat", 1)
     assert (done.code, done.err) == (0, "")
-    assert all(name in done.out for name in (*tw.codecs(), "memcpy", "zstd -1"))
+    assert all(name in done.out for name in (*tw.list_codecs(), "memcpy", "zstd -1"))
     plot = plain.with_name("b.png")
     options = "--codec", "zipccl", "--cast", "bfloat16", "--threads", 1, "--plot", plot
     document = Outcome("bench", plain, "--json", "--repeat", 1, *options).json
@@ -1140,7 +1140,7 @@ def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
         while piece := os.read(ours, 1 << 16):
             output += piece
     os.close(ours)
-    names = NAMES if command == "inspect" else [*tw.codecs(), "memcpy", "zstd -1"]
+    names = NAMES if command == "inspect" else [*tw.list_codecs(), "memcpy", "zstd -1"]
     text = output.decode()
     assert all(any(line.startswith(f"{name} ") for line in text.splitlines()) for name in names)
 

@@ -84,7 +84,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {*HEAVY, "rich"} & imports_of("compress", "--help")
 
 
-@pytest.mark.parametrize("codec", [c for c in tw.codecs() if tw.codec(c).lossless])
+@pytest.mark.parametrize("codec", [c for c in tw.list_codecs() if tw.codec(c).lossless])
 def test_small_files_are_those_of_numba(
     plain: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +119,10 @@ def test_every_command_has_its_name() -> None:
 SUBMODULES = """
 import tightwire.codec, tightwire.codecs.zipccl, tightwire.error
 from tightwire.codecs.zipccl import SPEC
-from tightwire import codec, codecs, error
-assert tightwire.codec is codec and tightwire.codecs is codecs and tightwire.error is error
-assert codec("zipccl").spec == SPEC() and "zipccl" in codecs() and callable(error)
+from tightwire import codec, error, list_codecs
+assert tightwire.codec is codec and tightwire.error is error
+assert tightwire.codecs.zipccl.SPEC is SPEC
+assert codec("zipccl").spec == SPEC() and "zipccl" in list_codecs() and callable(error)
 """
 
 

@@ -61,7 +61,7 @@ KEY = tw.Key(0xFEDCBA9876543210, step=5, rank=2)
 
 
 def test_every_codec_has_parameters_here() -> None:
-    assert set(PARAMS) == set(tw.codecs())
+    assert set(PARAMS) == set(tw.list_codecs())
 
 
 def encoded_bytes(bits: npt.NDArray[Any], dtype: DType, codec: tw.Codec, **options: Any) -> bytes:
@@ -91,7 +91,7 @@ def check_all_backends(
     return packed[0]
 
 
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
     for pattern in PATTERNS if any_dtype.is_float else ("random",):
         for n in SIZES:
@@ -101,7 +101,7 @@ def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 3, 8, 40])
 @pytest.mark.parametrize("pattern", ["normal", "random", "mixed_zeros"])
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> None:
     for n in (17, 4097, 40000):
         bits = make_bits(pattern, float_dtype, n)
@@ -129,7 +129,7 @@ def test_chunks_of_one_buffer_may_fall_back_one_by_one(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_any_number_of_threads_gives_the_same_bytes(name: str, float_dtype: DType) -> None:
     n = (6 << 20) // float_dtype.itemsize + 77
     bits = make_bits("mixed_zeros", float_dtype, n)

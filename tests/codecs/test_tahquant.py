@@ -16,8 +16,8 @@ from support import examples, make_bits
 from tightwire import engine
 from tightwire.codecs.tahquant import (
     DIRECTIONS,
-    LOST,
     MAX_RANKED,
+    NAN_WORD,
     PIVOT,
     Tahquant,
     Views,
@@ -115,7 +115,7 @@ def test_error_is_within_the_bound_of_the_page(
         return
     y: npt.NDArray[Any] = tw.decode(buf)
     tile = 64 if direction == "forward" else 32
-    kept = views(buf).words != LOST
+    kept = views(buf).words != NAN_WORD
     error = np.abs(rows_of_tiles(y, tile) - rows_of_tiles(x, tile))
     assert (error <= bounds(x, y, buf))[kept].all()
     assert np.isfinite(rows_of_tiles(y, tile)[kept]).all()

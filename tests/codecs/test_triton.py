@@ -1709,7 +1709,7 @@ def at_places(names: Sequence[str], shown: Callable[[str], bool]) -> list[Any]:
 
 NAMES = [
     name
-    for codec in tw.codecs()
+    for codec in tw.list_codecs()
     if has_kernels(codec)
     for name in vectors(codec)
     if not name.startswith("zipccl/float64_")
@@ -1764,7 +1764,7 @@ ON_HOST = {"checksum_of_ordinal", "half_escape"}
 INVALID = [
     name
     for name in sorted(set(REASONS) - ON_HOST)
-    if not name.startswith(tuple(f"{c}_" for c in tw.codecs() if not has_kernels(c)))
+    if not name.startswith(tuple(f"{c}_" for c in tw.list_codecs() if not has_kernels(c)))
 ]
 
 

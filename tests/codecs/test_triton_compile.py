@@ -215,7 +215,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     others = {"frame": frame_triton, "norms": norms_triton}
     others["sparsify"] = sparsify_triton
-    modules = others | {name: device_module(name) for name in tw.codecs()}
+    modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
         for stem, module in modules.items()
@@ -264,7 +264,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     JITFunction.run = note
     for dtype in ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"):
-        for name in tw.codecs():
+        for name in tw.list_codecs():
             module = device_module(name)
             if isinstance(module, types.ModuleType) and taken(name, module, BY_NAME[dtype]):
                 launches(name, dtype, dtype == "bfloat16")
@@ -280,7 +280,7 @@ def selections(kernels: Any) -> None:
     from tightwire.formats.dtypes import BY_NAME
 
     x, cell = torch.zeros(2, kernels.SAMPLED), BY_NAME["bfloat16"]
-    kernels.cut(x, 100, BY_NAME["float32"], cell=cell, rest=x, what=kernels.LOST)
+    kernels.cut(x, 100, BY_NAME["float32"], cell=cell, rest=x, what=kernels.ROUNDING)
     kernels.cut(x.bfloat16(), 100, cell, rest=x, what=kernels.OTHERS)
 
 

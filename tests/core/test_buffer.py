@@ -58,7 +58,7 @@ def test_copies_are_of_the_packed_bytes(how: str) -> None:
     assert torch.equal(tw.decode(tw.encode(x, out=again, chunks=3)), x)
 
 
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_a_pickle_is_about_as_long_as_the_packed_bytes(name: str) -> None:
     for options in ({}, {"chunks": 4}, {"checksum": False}):
         buf = encoded(name, **options)
@@ -205,7 +205,7 @@ def read_buffer(stream: Any, max_nbytes: int = 1 << 20) -> bytes:
 def messages() -> list[bytes]:
     """Packed buffers of all codecs, in slots too, of several chunks and of none to speak of."""
     found = []
-    for name in tw.codecs():
+    for name in tw.list_codecs():
         for options in ({}, {"chunks": 3}, {"checksum": False}):
             buf = encoded(name, **options)
             found += [bytes(buf)]

@@ -30,7 +30,7 @@ def few_empty() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_every_empty_chunk_is_a_chunk(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

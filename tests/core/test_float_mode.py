@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "thc": ({"norm": "tensor"},),
     "lhc": ({"ratio": 4.1, "sketch": "float16"},),
 }
-CODECS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in tw.codecs()]
+CODECS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in tw.list_codecs()]
 CODECS += [(name, params) for name, found in VARIANTS.items() for params in found]
 
 
@@ -216,7 +216,7 @@ def test_flags_that_were_raised_within_warn_of_nothing() -> None:
     x = np.array([1e-45, 1e38, np.inf, np.nan] * 100, np.float32)
     with warnings.catch_warnings(), np.errstate(all="warn"):
         warnings.simplefilter("error")
-        for name in tw.codecs():
+        for name in tw.list_codecs():
             codec = tw.codec(name)
             data = bytes(codec.encode(x[:1], key=KEY))
             tw.decode(data)
@@ -229,7 +229,7 @@ import threading
 import numpy as np
 import torch
 import tightwire as tw
-from tightwire.codecs import threads
+from tightwire.codecs.common import threads
 
 assert torch.set_flush_denormal(True)
 # All threads of the pool are made here, and have the mode of this one.

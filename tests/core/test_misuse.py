@@ -146,7 +146,7 @@ def codec_of_rows(name: str) -> tw.Codec:
     return tw.codec(name, hidden=64) if name == "tahquant" else tw.codec(name)
 
 
-@pytest.mark.parametrize("name", tw.codecs())
+@pytest.mark.parametrize("name", tw.list_codecs())
 def test_sums_do_not_overwrite_what_they_read(name: str) -> None:
     codec, key = codec_of_rows(name), tw.Key(1)
     x = np.linspace(-1, 1, 4096, dtype=np.float32)

@@ -88,7 +88,7 @@ RAISES_NOTHING = {
     "as_dict",
     "buffer:Buffer.zero_slack",
     "close",
-    "codec:codecs",
+    "codec:list_codecs",
     "codecs.common.base:CodecSpec.bind",
     "codecs.common.base:CodecSpec.fuses",
     "codecs.common.base:CodecSpec.measure",

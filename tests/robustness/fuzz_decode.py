@@ -34,7 +34,7 @@ with atheris.instrument_imports(include=["tightwire"], exclude=compiled()):
     from tightwire.planning import HOST_BACKENDS, backend_module
 
     # Codecs are imported at their first use.
-    for name in tw.codecs():
+    for name in tw.list_codecs():
         for backend in HOST_BACKENDS:
             backend_module(name, backend)
 

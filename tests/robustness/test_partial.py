@@ -108,7 +108,7 @@ def selections(case: Damage) -> list[Range]:
 
 
 def test_every_codec_has_a_case() -> None:
-    assert {case.codec.name for case in CASES.values()} == set(tw.codecs())
+    assert {case.codec.name for case in CASES.values()} == set(tw.list_codecs())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ from tightwire.planning import HOST_BACKENDS
 N = 4096
 KEY = tw.Key(3)
 CODECS = [tw.codec("zipccl", window="sigma"), tw.codec("thc", norm="tensor")]
-CODECS += [tw.codec(name) for name in tw.codecs() if tw.codec(name).reduce_op is not None]
+CODECS += [tw.codec(name) for name in tw.list_codecs() if tw.codec(name).reduce_op is not None]
 
 
 def tensor() -> Any:

@@ -12,7 +12,7 @@ import pytest
 import tightwire as tw
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
-CODECS = sorted(tw.codecs())
+CODECS = sorted(tw.list_codecs())
 
 
 @pytest.fixture(scope="module")

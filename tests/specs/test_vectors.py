@@ -24,7 +24,7 @@ SPECS = Path(__file__).resolve().parents[2] / "specs"
 VECTORS = SPECS / "vectors"
 INVALID = VECTORS / "invalid"
 VALID_NAMES = sorted(
-    f"{codec}/{p.stem}" for codec in tw.codecs() for p in (VECTORS / codec).glob("*.tw")
+    f"{codec}/{p.stem}" for codec in tw.list_codecs() for p in (VECTORS / codec).glob("*.tw")
 )
 REASON_OF: dict[str, str] = json.loads((INVALID / "reasons.json").read_text())
 

@@ -162,7 +162,7 @@ def advise(
     another is sent. --encode, --decode and --ratio describe any codec; without them it is zipccl,
     with the speeds recorded on --device.
     """
-    from .. import advice
+    from ..adapters import advice
     from ..adapters.cost import Line, Link, Model, codec_lines, expected_ratio
 
     kind = dtype_named(dtype)

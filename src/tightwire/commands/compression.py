@@ -11,7 +11,7 @@ import click
 
 from .. import convert
 from .. import directories as model_directories
-from ..codec import Codec, codec, codecs
+from ..codec import Codec, codec, list_codecs
 from ..model_index import SUFFIX, compressed_name, restored_name
 from . import directories
 from .command import (
@@ -72,7 +72,7 @@ def compress(
     """
     chosen = _codec(codec_name, window)
     if not chosen.lossless:
-        lossless = ", ".join(name for name in codecs() if codec(name).lossless)
+        lossless = ", ".join(name for name in list_codecs() if codec(name).lossless)
         raise ValueError(f"--codec is {codec_name}, which is lossy. Allowed: {lossless}")
     if is_piped(files, output):
         into = partial(convert.compress_file, codec=chosen, cast=cast_dtype(cast), threads=threads)

@@ -146,7 +146,7 @@ def test_no_function_has_another_cache() -> None:
     kernels = [zipccl_cpu._encoder(7, 0, 1), mx_cpu._decoder(0, 8, 255, 127)]
     functions = [
         value
-        for name in tw.codecs()
+        for name in tw.list_codecs()
         for value in vars(backend_module(name, "cpu")).values()
         if isinstance(value, Dispatcher)
     ]

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .adapters.cost import MAX_PIECES, Choice, Model
-from .bench import save_figure
-from .storage import PathLike
+from ..storage import PathLike, save_figure
+from .cost import MAX_PIECES, Choice, Model
 
 #: Message sizes that a plot shows, bytes.
 PLOTTED = 1 << 10, 1 << 34
