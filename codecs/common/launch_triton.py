@@ -48,7 +48,7 @@ class Variant:
     than all else in a call.
     """
 
-    def __init__(self, kernel, options: dict[str, int | bool], **values: float) -> None:
+    def __init__(self, kernel, options: dict[str, int | bool], **values: Any) -> None:
         names = list(kernel.arg_names)
         self._kernel = kernel
         self._keywords = values | options

@@ -193,7 +193,7 @@ def wanted(forms: list[Form], target: str) -> list[Form]:
 
 def flat(constexprs: dict[str, Any]) -> dict[str, Any]:
     """Constexprs, and what dataclasses among them hold, without functions."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in constexprs.items():
         if dataclasses.is_dataclass(value):
             prefix = "source_" if name == "G" else ""
@@ -233,7 +233,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         values |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
         if self in (driver_triton.encode_kernel, driver_triton.decode_kernel):
             # The driver's kernels are those of the format whose function they run.
-            own = values.get("PACK", values["UNPACK"])
+            own: Any = values.get("PACK", values["UNPACK"])
             kernel = f"{own.__module__.rpartition('.')[2].removesuffix('_triton')}.{own.__name__}"
             formats.add(kernel)
         else:
