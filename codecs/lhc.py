@@ -143,6 +143,11 @@ class Lhc(CodecSpec):
         at = sections[0].nbytes
         return (0, at), (at, at + -(-nelem // 8))
 
+    @property
+    def weighs_gaps(self) -> bool:
+        """See `CodecSpec.weighs_gaps`."""
+        return True
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """Sections have then less than 2^39 bytes, and rows numbers of 32 bits."""
         return 1 << 36

@@ -25,25 +25,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
 from .common.frame_triton import (
     CHUNK,
-    CHUNK_PADDING,
     CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
-    add_header,
-    check_header,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
+    clear,
+    frame_of,
     report,
     store_element,
     touched,
@@ -373,14 +361,15 @@ def _index_kernel(
 ):
     """The index of some words of a chunk, from elements or a tensor's index, or as it is there.
 
-    With WORK all that is in the index is left, and nothing is peeled.
+    With WORK all that is in the index is left, and nothing is peeled; an encoder's cells are zero.
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
+    tile = tl.program_id(0).to(tl.int64) % tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
-    word, mask = _words_of(tl.program_id(0).to(tl.int64) % tiles, n)
+    word, mask = _words_of(tile, n)
     inside = word < blocks * _BLOCK_WORDS
-    static_ptr = index_ptr + (static_at + chunk * static_stride + index_at) * 128
-    index = static_ptr.to(tl.pointer_type(tl.uint32)) + word
+    static_ptr = index_ptr + (static_at + chunk * static_stride) * 128
+    index = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + word
     if FROM == _BUFFER:
         bits = tl.load(index, mask=inside, other=0) & mask
     else:
@@ -404,6 +393,8 @@ def _index_kernel(
         tl.store(left + word, bits, mask=inside)
         tl.store(a + word, bits * 0, mask=inside)
         tl.store(b + word, bits * 0, mask=inside)
+        if FROM != _BUFFER:
+            clear(static_ptr, index_at * 0, index_at * 128, tile, tiles)
 
 
 @triton.jit
@@ -431,18 +422,6 @@ def _scatter_kernel(
     table_ptr,
     work_ptr,
     state_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
     chunks: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
@@ -459,7 +438,7 @@ def _scatter_kernel(
     ALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Store elements in their own cells, a tile of them. All of the buffer but the index is zero.
+    """Store elements in their own cells, a tile of them. All cells are zero.
 
     Says in the state if a chunk has elements to estimate, and in its record if one is not zero and
     not in the index.
@@ -498,12 +477,6 @@ def _scatter_kernel(
     missing = (_not_zero(v, ITEM) & (_spread(in_a | in_b | stay) == 0)).to(tl.int32)
     if tl.max(tl.max(missing, 1), 0) != 0:
         tl.atomic_or(record + 2, chunk * 0 + 2, sem="relaxed")
-    if tile == 0:
-        tl.atomic_or(record + 2, chunk << 32, sem="relaxed")
-        if chunk == 0:
-            k = tl.arange(0, 16)
-            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
 
 
 @kernel
@@ -558,9 +531,6 @@ def _sum_kernel(
     data_ptr,
     sums_ptr,
     first_chunk: tl.int64,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
     tiles: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
@@ -569,8 +539,8 @@ def _sum_kernel(
 ):
     """Checksum terms of some words of a chunk's static part, added in `sums_ptr`.
 
-    With WRITE `data_ptr` is being encoded, and its record gets them with those of the chunk, unless
-    the index lacks an element.
+    With WRITE `data_ptr` is being encoded, and its record gets them, or no checksum if the index
+    lacks an element.
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0).to(tl.int64) % tiles
@@ -580,12 +550,10 @@ def _sum_kernel(
     total = tl.sum(weigh(tl.load(words + at, mask=at < static_stride * 32, other=0), at), 0)
     if WRITE:
         record = data_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-        both = tl.load(record + 2)
-        if tile == 0:
-            _first, n = _chunk_at(chunk, nelem, chunk_nelem)
-            total += identity + record_term(n, n * 0, n * 0, chunk)
-        if (both & 2) == 0:
+        if (tl.load(record + 2) & 2) == 0:
             tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+        elif tile == 0:
+            tl.store(record, chunk * 0)
     else:
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -645,21 +613,33 @@ def _cells_kernel(
     chunks: tl.int64,
     blocks: tl.int64,
     sketch_blocks: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
     tiles: tl.int64,
     static_at: tl.int64,
     static_stride: tl.int64,
+    index_at: tl.int64,
     ITEM: tl.constexpr,
 ):
-    """Report a cell that is not zero and not used, of some words of the bitmap of cells."""
+    """Report a cell that is not zero and not used, of some words of the bitmap of cells.
+
+    Once, also the bits behind those of the last element in the index.
+    """
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
-    word = tl.program_id(0).to(tl.int64) % tiles * _WORDS + tl.arange(0, _WORDS)
+    tile = tl.program_id(0).to(tl.int64) % tiles
+    word = tile * _WORDS + tl.arange(0, _WORDS)
     inside = word < sketch_blocks * _BLOCK_WORDS
     _, _, _, cells = _planes(work_ptr, chunk, chunks, blocks, sketch_blocks)
     used = tl.load(cells + word, mask=inside, other=0)
-    payload = elements_at(src_ptr + (static_at + chunk * static_stride) * 128, ITEM)
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    payload = elements_at(static_ptr, ITEM)
     v = tl.load(payload + _elements(word), mask=inside[:, None], other=0)
-    wrong = ((v != 0) & (_spread(used) == 0)).to(tl.int32)
-    if tl.max(tl.max(wrong, 1), 0) != 0:
+    wrong = tl.max(tl.max(((v != 0) & (_spread(used) == 0)).to(tl.int32), 1), 0)
+    _, n = _chunk_at(chunk, nelem, chunk_nelem)
+    if (tile == 0) & (n % 8 != 0):
+        last = tl.load(static_ptr + index_at * 128 + n // 8).to(tl.int32)
+        wrong |= last >> (n % 8).to(tl.int32)
+    if wrong != 0:
         report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
 
 
@@ -752,79 +732,6 @@ def _decode_kernel(
             store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int64,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    index_at: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
-    decoded: tl.int32,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record and last bits; if it was decoded whole its padding and checksum."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
-    _, n = _chunk_at(chunk, nelem, chunk_nelem)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    both = tl.load(record + 2)
-    where = chunk << 8
-    # fmt: off
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr, status_ptr, head, chunks, static_at,
-            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
-        )
-    # fmt: on
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if summed == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-    index_end = index_at * 128 + (n + 7) // 8
-    if (decoded != 0) & (n % 8 != 0):
-        if tl.load(static_ptr + index_end - 1).to(tl.int64) >> (n % 8) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
-    if (chunk >= first_whole) & (chunk < end_whole):
-        _terms, padding = padding_of(static_ptr, index_end, static_stride * 128)
-        if padding != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
-        if SUMS:
-            total = tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True) + identity
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that lhc takes."""
     return dtype.name in Lhc.dtypes
@@ -853,9 +760,6 @@ class _Launches:
         if not isinstance(plan.codec, Lhc):
             raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: lhc")
         spec = self.spec = plan.codec
-        self.header = header_words(plan)
-        self.first_words = self.header[:HEADER_WORDS]
-        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, plan.chunk_nelem
         # Those of whole rows.
         self.blocks = -(-plan.chunk_nelem // LANES) * (LANES // BLOCK)
@@ -955,11 +859,6 @@ def _cells_variant(item: int) -> Variant:
     return Variant(_cells_kernel, _OPTIONS, ITEM=item)
 
 
-@functools.cache
-def _check_variant(sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), SUMS=sums)
-
-
 def measure(spec: Lhc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """The index of `x`, uint8, shape (ceil(elements / 8),), on its device."""
     n = x.numel()
@@ -998,7 +897,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         raise ValueError(f"stats have {stats.numel()} bytes; allowed: {nbytes}")
     _, state, planes = g.split(scratch)
     table = g.table(out.device)
-    out[: plan.dynamic_offset].zero_()
+    frame_of(plan).begin(out)
     source = int((_ELEMENTS if stats is None else _STATS).value)
     _index_variant(source, True, plan.dtype.itemsize).launch(
         g.tiles * plan.chunks,
@@ -1016,7 +915,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     _scatter_variant(plan.dtype, g.cell, aligned_for(plan, x)).launch(
         g.tiles * plan.chunks,
         (x, out, table, planes, state),
-        *g.first_words,
         *where,
         g.tiles,
         g.head,
@@ -1027,7 +925,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     )
     if plan.checksum:
         _sum(plan, out, out, 0, plan.chunks, True)
-    add_header(plan, out, g.header)
 
 
 def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
@@ -1048,7 +945,7 @@ def peeling(plan: Plan, scratch: torch.Tensor) -> torch.Tensor:
 def _sum(plan: Plan, data, sums, first: int, end: int, write: bool) -> None:
     g = _launches(plan)
     tiles = -(-plan.static_stride // (4 * int(_SUMMED.value)))
-    numbers = first, g.identity, *g.sizes, tiles, g.head, *g.static
+    numbers = first, tiles, g.head, *g.static
     _sum_variant(write).launch(tiles * (end - first), (data, sums), *numbers)
 
 
@@ -1101,7 +998,14 @@ def decode(
         )
         tiles = _tiles(g.sketch_blocks)
         _cells_variant(g.cell.itemsize).launch(
-            tiles * (end - first), (src, planes, status), *where, *g.both, tiles, *g.static
+            tiles * (end - first),
+            (src, planes, status),
+            *where,
+            *g.both,
+            *g.sizes,
+            tiles,
+            *g.static,
+            g.index,
         )
         if store:
             adding = out.element_size() if add else 0
@@ -1117,30 +1021,6 @@ def decode(
                 g.tiles,
                 *g.static,
             )
-    _check(plan, src, sums, status, start, stop, check, summed, planned)
-
-
-def _check(plan: Plan, src, sums, status, start, stop, check, summed, planned) -> None:
-    g = _launches(plan)
-    first, end, first_whole, end_whole = touched(plan, start, stop)
-    if not check:
-        end_whole = first_whole
-    _check_variant(summed).launch(
-        end - first,
-        (src, sums, status),
-        *g.first_words,
-        first,
-        first_whole,
-        end_whole,
-        g.identity,
-        *g.sizes,
-        plan.chunks,
-        g.head,
-        *g.static,
-        g.index,
-        int(planned),
-        int(plan.checksum),
-        int(start < stop),
+    frame_of(plan).check(
+        src, sums, status, start, stop, whole=check, summed=summed, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, g.header)

@@ -132,6 +132,11 @@ class Omnireduce(CodecSpec):
         at = sections[0].nbytes
         return (0, at), (at, at + -(-self.blocks(nelem) // 8))
 
+    @property
+    def weighs_gaps(self) -> bool:
+        """See `CodecSpec.weighs_gaps`."""
+        return True
+
     def max_chunk_nelem(self, dtype: DType) -> int:
         """A section entry counts 128-byte blocks in 32 bits."""
         return 1 << 36

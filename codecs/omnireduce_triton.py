@@ -22,21 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
-    HEADER_WORDS,
-    add_header,
-    check_header,
-    check_record,
-    header_word,
-    header_words,
-    match_header,
-    padding_of,
-    record_term,
+    frame_of,
     report,
     store_element,
     touched,
@@ -286,19 +277,6 @@ def _encode_kernel(
     out_ptr,
     slots_ptr,
     used_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     chunk_blocks: tl.int64,
@@ -316,7 +294,7 @@ def _encode_kernel(
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Fill some slots of a chunk. Header and records were cleared before."""
+    """Fill some slots of a chunk."""
     ROWS: tl.constexpr = _TILE // BLOCK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
@@ -339,16 +317,9 @@ def _encode_kernel(
     at = slot[:, None] * BLOCK + j
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
     store_element(static_ptr, at, cell, (slot < slots)[:, None], CELL_EXP, CELL_ITEM, 0)
-    total = _terms(cell, at, CELL_ITEM)
-    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    if tile == 0:
-        tl.store(record + 2, chunk << 32)
-        total += identity + record_term(n, n * 0, n * 0, chunk)
-        if chunk == 0:
-            k = tl.arange(0, 16)
-            w = header_word(k, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + k, w, mask=k < tl.minimum(head, 12))
     if SUMS:
+        total = _terms(cell, at, CELL_ITEM)
+        record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
         tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
@@ -365,9 +336,7 @@ def _decode_kernel(
     first_chunk: tl.int32,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    chunk_blocks: tl.int64,
     slots: tl.int64,
-    tiles: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
     BLOCK: tl.constexpr,
@@ -386,6 +355,7 @@ def _decode_kernel(
     The program also looks whether cells are zero of those of a tile that no element has.
     """
     ROWS: tl.constexpr = _TILE // BLOCK
+    tiles = tl.maximum((chunk_nelem + _TILE - 1) // _TILE, 1).to(tl.int32)
     chunk = (first_chunk + tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     first = chunk * chunk_nelem
@@ -403,7 +373,9 @@ def _decode_kernel(
     block = tile * ROWS + tl.arange(0, ROWS)
     total = tl.full([], 0, tl.uint64)
     if SUMS | ((begin < hi) & (end > lo)):
-        found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * chunk_blocks
+        found_ptr = slots_ptr.to(tl.pointer_type(tl.int32)) + chunk * (
+            (chunk_nelem + BLOCK - 1) // BLOCK
+        )
         slot = tl.load(found_ptr + block, mask=block * BLOCK < n, other=-1).to(tl.int64)
         at = slot[:, None] * BLOCK + j
         v = tl.load(payload + at, mask=(slot >= 0)[:, None], other=0)
@@ -428,65 +400,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-@kernel
-def _check_kernel(
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int64,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    index_at: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
-    BLOCK: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """A chunk's record; if it was decoded whole its padding and checksum."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
-    # fmt: off
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr, status_ptr, head, chunks, static_at,
-            h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11,
-        )
-    # fmt: on
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-    whole = (chunk >= first_whole) & (chunk < end_whole)
-    padding = tl.full([], 0, tl.int32)
-    if whole:
-        index_end = index_at * 128 + ((n + BLOCK - 1) // BLOCK + 7) // 8
-        # Summed with the index.
-        _, padding = padding_of(static_ptr, index_end, static_stride * 128)
-    terms = tl.full([], 0, tl.uint64)
-    # fmt: off
-    check_record(
-        src_ptr, sums_ptr, status_ptr, chunk, n, head, identity, planned, summed, whole, terms,
-        padding, SUMS,
-    )
-    # fmt: on
-
-
 def supports(dtype: DType) -> bool:
     """True for the dtypes that omnireduce takes."""
     return dtype.name in Omnireduce.dtypes
@@ -499,9 +412,6 @@ class _Launches:
         if not isinstance(plan.codec, Omnireduce):
             raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: omnireduce")
         spec = self.spec = plan.codec
-        self.header = header_words(plan)
-        self.first_words = self.header[:HEADER_WORDS]
-        self.identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         self.sizes = plan.nelem, plan.chunk_nelem
         self.norms = spec.blocks(plan.nelem)
         self.blocks, self.slots = spec.blocks(plan.chunk_nelem), spec.slots(plan.chunk_nelem)
@@ -588,11 +498,6 @@ def _decode_variant(
     return Variant(_decode_kernel, _MOVE_OPTIONS, **chosen, PTX=PTX, SUMS=sums)
 
 
-@functools.cache
-def _check_variant(block: int, sums: bool) -> Variant:
-    return Variant(_check_kernel, options(1), BLOCK=block, SUMS=sums)
-
-
 def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """As `Omnireduce.measure`, float32, on the device of `x`."""
     found = torch.empty(spec.blocks(x.numel()), dtype=torch.float32, device=x.device)
@@ -610,9 +515,8 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     elif stats.numel() != g.norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {g.norms} for {plan.shape}")
     norms = stats.view(torch.uint8)
-    out[: plan.static_offset].zero_()
     _, used, bins, _, found = parts
-    bins.zero_()
+    frame_of(plan).begin(out, bins)
     for histogram in _histogram_variants(g.spec.block):
         histogram.launch(g.spans * plan.chunks, (norms, bins), *g.sizes, g.spans, g.norms, g.slots)
     g.place(plan, out, norms, parts, None, 0, plan.chunks, plan.checksum)
@@ -620,8 +524,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     _encode_variant(g.spec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(
         tiles * plan.chunks,
         (x, out, found, used),
-        *g.first_words,
-        g.identity,
         *g.sizes,
         g.blocks,
         g.slots,
@@ -629,7 +531,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         g.head,
         *g.static,
     )
-    add_header(plan, out, g.header)
 
 
 def _tiles(nelem: int) -> int:
@@ -657,41 +558,23 @@ def decode(
     *parts, _ = g.split(scratch)
     totals, used, _, _, found = parts
     sums = check and plan.checksum and start < stop
-    first, end, first_whole, end_whole = touched(plan, start, stop)
+    first, end, _, _ = touched(plan, start, stop)
     if sums:
         totals.zero_()
     if start < stop:
         g.place(plan, src, src, parts, status, first, end, sums)
-        tiles = _tiles(plan.chunk_nelem)
         adding = out.element_size() if add else 0
         even = out is not None and aligned_for(plan, out, start)
         _decode_variant(g.spec, plan.dtype, even, adding, store, sums).launch(
-            tiles * (end - first),
+            _tiles(plan.chunk_nelem) * (end - first),
             (src, src if out is None else out, found, used, totals, status),
             start,
             stop,
             first,
             *g.sizes,
-            g.blocks,
             g.slots,
-            tiles,
             *g.static,
         )
-    _check_variant(g.spec.block, sums).launch(
-        end - first,
-        (src, totals, status),
-        *g.first_words,
-        first,
-        first_whole,
-        end_whole if check else first_whole,
-        g.identity,
-        *g.sizes,
-        plan.chunks,
-        g.head,
-        *g.static,
-        g.index,
-        int(planned),
-        int(plan.checksum),
+    frame_of(plan).check(
+        src, totals, status, start, stop, whole=check, summed=sums, planned=planned
     )
-    if planned:
-        match_header(plan, src, status, g.header)

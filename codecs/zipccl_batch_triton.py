@@ -24,12 +24,10 @@ from .common.frame_triton import (
     CHUNK_SUM,
     padding_of,
     report,
-    weigh,
-    weigh_bytes,
 )
 from .common.launch_triton import PTX, Variant, kernel, options
 from .zipccl import COLUMNS, TILE, fields_of
-from .zipccl_triton import _decode_raw, _decode_tile, _dynamic_share, decode_options
+from .zipccl_triton import decode_options, decode_raw, decode_tile, dynamic_share, index_of
 
 _TILE = tl.constexpr(TILE)
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -100,7 +98,7 @@ def _decode_kernel(
         stride = tl.load(r + 5)
         total = tl.zeros([], tl.uint64)
         if is_raw:
-            total = _decode_raw(
+            total = decode_raw(
                 static_ptr,
                 dynamic_ptr,
                 stride,
@@ -121,22 +119,10 @@ def _decode_kernel(
             index_at = tl.load(r + 6)
             fixed = tl.load(r + 10).to(tl.int32)
             tiles = ((n + _TILE - 1) // _TILE).to(tl.int32)
-            offsets = (static_ptr + index_at).to(tl.pointer_type(tl.uint32)) + tile
-            entry_at = (index_at + 4 * tiles) // 2 + tile
-            entry_ptr = static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at
-            entry = tl.load(entry_ptr).to(tl.int32)
-            offset = tl.load(offsets)
-            begin = offset.to(tl.int64)
-            end = tl.load(offsets + 1, mask=(tile + 1) < tiles, other=0).to(tl.int64)
-            end = tl.where(tile + 1 == tiles, dynamic_nbytes, end)
-            base = entry & 32767
-            bad = (begin > end) | (end > dynamic_nbytes) | ((tile == 0) & (begin != 0))
-            bad = bad | (base > (1 << EXP) - 7) | (entry == 32768)
-            if fixed != -1:
-                alike = tl.load(entry_ptr - tile).to(tl.int32)
-                alike = tl.where(fixed >= 0, fixed, alike & 32767)
-                bad = bad | (entry != alike)
-            wrong, total = _decode_tile(
+            entry, begin, end, bad, of_index = index_of(
+                static_ptr, index_at, tile, tiles, dynamic_nbytes, fixed, EXP
+            )
+            wrong, total = decode_tile(
                 static_ptr + tile.to(tl.int64) * BLOCK,
                 (valid + 127) // 128 * 16,
                 entry,
@@ -161,8 +147,8 @@ def _decode_kernel(
             )
             if bad | wrong:
                 report(status_ptr, CHUNK + (row.to(tl.int64) << 8) + CHUNK_PAYLOAD)
-            total += weigh(offset, index_at // 4 + tile) + weigh_bytes(entry, entry_at * 2)
-            total += _dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles)
+            total += of_index
+            total += dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles)
         tl.atomic_add(sums_ptr + row, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 

@@ -19,32 +19,27 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.checksum import identity_term
 from ..formats.dtypes import DType
 from .common.base import Plan
 from .common.frame_triton import (
     CHUNK,
-    CHUNK_PADDING,
     CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    FLAGS,
-    HEADER_WORDS,
-    OVERFLOWED,
-    RECORD,
     accumulator,
-    add_header,
     add_to,
     check_header,
+    check_record,
+    check_whole,
+    chunk_kind,
     clear,
     float_of,
-    header_word,
-    header_words,
+    frame_of,
+    gaps_of,
     key_ahead,
     key_of,
-    match_header,
     padding_of,
     record_term,
     report,
+    static_of,
     store_element,
     touched,
     weigh,
@@ -545,7 +540,6 @@ def _encode_kernel(
     tiles: tl.int32,
     groups: tl.int32,
     shift: tl.int32,
-    head: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
     index_at: tl.int64,
@@ -554,10 +548,8 @@ def _encode_kernel(
     slots_at: tl.int64,
     fixed: tl.int32,
     EXP: tl.constexpr,
-    MAN: tl.constexpr,
     ITEM: tl.constexpr,
     SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
     STATS: tl.constexpr,
     SUMS: tl.constexpr,
     MODE: tl.constexpr,
@@ -567,6 +559,8 @@ def _encode_kernel(
 
     MODE 0: whole tiles at aligned addresses; 1: each chunk's partial tile; 2: any tile.
     """
+    MAN: tl.constexpr = 8 * ITEM - 1 - EXP
+    BLOCK: tl.constexpr = _COLUMNS * (MAN + 4)
     pid = tl.program_id(0)
     if MODE == 1:
         chunk = pid
@@ -583,10 +577,6 @@ def _encode_kernel(
             limit = n // _TILE
         else:
             limit = (n + _TILE - 1) // _TILE
-        if tile == 0:
-            # The programs of the second kernel add up the checksum here.
-            record = out_ptr.to(tl.pointer_type(tl.uint64)) + head + chunk.to(tl.int64) * 4
-            tl.store(record, tl.zeros([], tl.uint64))
     if tile < limit:
         tiles_here = (n + _TILE - 1) // _TILE
         lin = chunk.to(tl.int64) * tiles + tile
@@ -703,22 +693,8 @@ def _finish_kernel(
     x_ptr,
     out_ptr,
     scratch_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    identity: tl.uint64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    chunks: tl.int32,
     tiles: tl.int32,
     groups: tl.int32,
     shift: tl.int32,
@@ -732,14 +708,16 @@ def _finish_kernel(
     counts_at: tl.int64,
     slots_at: tl.int64,
     EXP: tl.constexpr,
-    MAN: tl.constexpr,
     ITEM: tl.constexpr,
     SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One group of tiles: escapes to their place, offsets, record; or the chunk's raw bytes."""
+    """One group of tiles: escapes to their place, offsets, record; or the chunk's raw bytes.
+
+    The frame has written the record of an empty chunk, and cleared what tiles and index leave free.
+    """
+    MAN: tl.constexpr = 8 * ITEM - 1 - EXP
     pid = tl.program_id(0)
     chunk = pid // groups
     group = pid % groups
@@ -831,10 +809,6 @@ def _finish_kernel(
                             PTX,
                         )
             before += tl.sum(n_escapes, 0)
-        whole = n // _TILE
-        cols = (n % _TILE + 127) // 128 * 16
-        clear(static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128, group, groups)
-        clear(static_ptr, index_at * 128 + 6 * tiles_here, stride, group, groups)
     else:
         total = total * 0
         if fits:
@@ -870,24 +844,18 @@ def _finish_kernel(
     flags = tl.where(fits, tl.where(shrinks, 0, 1), 2)
     record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
     if group == 0:
-        both = flags.to(tl.int64) | (chunk.to(tl.int64) << 32)
         tl.store(record + 1, dynamic_nbytes)
-        tl.store(record + 2, both)
-        tl.store(record + 3, n * 0)
-        total += identity + record_term(n, dynamic_nbytes, flags, chunk)
-        if chunk == 0:
-            i = tl.arange(0, 16)
-            v = header_word(i, h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11)
-            tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + i, v, mask=i < tl.minimum(head, 12))
-            end = head.to(tl.int64) * 8 + chunks.to(tl.int64) * 32
-            clear(out_ptr, end, static_at * 128, group, groups)
+        tl.store(record + 2, flags.to(tl.int64) | (chunk.to(tl.int64) << 32))
+        total += record_term(n * 0, dynamic_nbytes, flags, chunk * 0)
+        if not fits:
+            tl.store(record, n * 0)
     if SUMS:
         if fits:
             tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit
-def _decode_tile(
+def decode_tile(
     block_ptr,
     cols,
     entry,
@@ -1103,6 +1071,32 @@ def _store_row(
         add_to(acc, tl.reshape(value, [_COLUMNS]), None, EXP, ADD)
 
 
+@triton.jit
+def index_of(static_ptr, index_at, tile, tiles, dynamic_nbytes, fixed, EXP: tl.constexpr):
+    """What the index at byte `index_at` says of a tile of a chunk that has `tiles`.
+
+    (window, first and past-the-last escape, whether that cannot be, checksum terms.) `fixed`: the
+    base, -1 if any, -2 if all are alike.
+    """
+    offsets = (static_ptr + index_at).to(tl.pointer_type(tl.uint32)) + tile
+    entry_at = (index_at + 4 * tiles) // 2 + tile
+    entry_ptr = static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at
+    entry = tl.load(entry_ptr).to(tl.int32)
+    offset = tl.load(offsets)
+    begin = offset.to(tl.int64)
+    end = tl.load(offsets + 1, mask=(tile + 1) < tiles, other=0).to(tl.int64)
+    end = tl.where(tile + 1 == tiles, dynamic_nbytes, end)
+    base = entry & 32767
+    bad = (begin > end) | (end > dynamic_nbytes) | ((tile == 0) & (begin != 0))
+    bad = bad | (base > (1 << EXP) - 7) | (entry == 32768)
+    if fixed != -1:
+        alike = tl.load(entry_ptr - tile).to(tl.int32)
+        alike = tl.where(fixed >= 0, fixed, alike & 32767)
+        bad = bad | (entry != alike)
+    terms = weigh(offset, index_at // 4 + tile) + weigh_bytes(entry, entry_at * 2)
+    return entry, begin, end, bad, terms
+
+
 @kernel
 def _decode_kernel(
     src_ptr,
@@ -1126,9 +1120,7 @@ def _decode_kernel(
     dynamic_stride: tl.int64,
     fixed: tl.int32,
     EXP: tl.constexpr,
-    MAN: tl.constexpr,
     ITEM: tl.constexpr,
-    BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     STORE: tl.constexpr,
     ADD: tl.constexpr,
@@ -1136,11 +1128,13 @@ def _decode_kernel(
     MODE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One tile of elements `start` to `stop`. `fixed`: the base, -1 if any, -2 if all are alike.
+    """One tile of elements `start` to `stop`. `fixed`: see `index_of`.
 
     MODE 0: tiles that are whole and wanted whole, to aligned addresses; 1: the others, that is
     each chunk's partial tile, the first and the last; 2: any tile.
     """
+    MAN: tl.constexpr = 8 * ITEM - 1 - EXP
+    BLOCK: tl.constexpr = _COLUMNS * (MAN + 4)
     pid = tl.program_id(0)
     if MODE == 1:
         first_chunk = (first_tile // tiles).to(tl.int32)
@@ -1194,7 +1188,7 @@ def _decode_kernel(
         out_at = first + begin_tile + lo - start
         total = tl.zeros([], tl.uint64)
         if is_raw:
-            total = _decode_raw(
+            total = decode_raw(
                 static_ptr,
                 dynamic_ptr,
                 stride,
@@ -1212,23 +1206,10 @@ def _decode_kernel(
                 SUMS,
             )
         else:
-            offsets = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + tile
-            entry_at = (index_at * 128 + 4 * tiles_here) // 2 + tile
-            entry_ptr = static_ptr.to(tl.pointer_type(tl.uint16)) + entry_at
-            entry = tl.load(entry_ptr).to(tl.int32)
-            offset = tl.load(offsets)
-            begin = offset.to(tl.int64)
-            last = tile + 1 == tiles_here
-            end = tl.load(offsets + 1, mask=(tile + 1) < tiles_here, other=0).to(tl.int64)
-            end = tl.where(last, dynamic_nbytes, end)
-            base = entry & 32767
-            bad = (begin > end) | (end > dynamic_nbytes) | ((tile == 0) & (begin != 0))
-            bad = bad | (base > (1 << EXP) - 7) | (entry == 32768)
-            if fixed != -1:
-                alike = tl.load(entry_ptr - tile).to(tl.int32)
-                alike = tl.where(fixed >= 0, fixed, alike & 32767)
-                bad = bad | (entry != alike)
-            wrong, total = _decode_tile(
+            entry, begin, end, bad, of_index = index_of(
+                static_ptr, index_at * 128, tile, tiles_here, dynamic_nbytes, fixed, EXP
+            )
+            wrong, total = decode_tile(
                 static_ptr + tile.to(tl.int64) * BLOCK,
                 (valid + 127) // 128 * 16,
                 entry,
@@ -1254,8 +1235,8 @@ def _decode_kernel(
             if bad | wrong:
                 report(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD)
             if SUMS:
-                total += weigh(offset, index_at * 32 + tile) + weigh_bytes(entry, entry_at * 2)
-                total += _dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles_here)
+                total += of_index
+                total += dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles_here)
         if SUMS:
             tl.atomic_add(
                 sums_ptr + chunk * groups + (tile >> shift),
@@ -1265,7 +1246,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _dynamic_share(dynamic_ptr, nbytes, static_stride, part, parts):
+def dynamic_share(dynamic_ptr, nbytes, static_stride, part, parts):
     """Checksum terms of this tile's equal share of the dynamic words."""
     words = (nbytes + 3) // 4
     share = (words + parts - 1) // parts
@@ -1288,7 +1269,7 @@ def _dynamic_share(dynamic_ptr, nbytes, static_stride, part, parts):
 
 
 @triton.jit
-def _decode_raw(
+def decode_raw(
     static_ptr,
     dynamic_ptr,
     stride,
@@ -1339,121 +1320,55 @@ def _decode_raw(
 @kernel
 def _check_kernel(
     src_ptr,
+    plan_ptr,
     sums_ptr,
     status_ptr,
     starts_ptr,
-    h0: tl.uint64,
-    h1: tl.uint64,
-    h2: tl.uint64,
-    h3: tl.uint64,
-    h4: tl.uint64,
-    h5: tl.uint64,
-    h6: tl.uint64,
-    h7: tl.uint64,
-    h8: tl.uint64,
-    h9: tl.uint64,
-    h10: tl.uint64,
-    h11: tl.uint64,
-    first_chunk: tl.int32,
-    first_whole: tl.int32,
-    end_whole: tl.int32,
+    first_chunk: tl.int64,
+    first_whole: tl.int64,
+    end_whole: tl.int64,
     planned: tl.int32,
-    identity: tl.uint64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    chunks: tl.int32,
     groups: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    index_at: tl.int64,
-    dynamic_stride: tl.int64,
-    summed: tl.int32,
+    room: tl.int64,
     ITEM: tl.constexpr,
-    BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """A chunk's record; of chunks `first_whole` to `end_whole` padding and checksum; the header.
 
     The header and the ordinals are compared if they are `planned`, not read by the host before.
+    `room`: bytes of a dynamic slot.
     """
-    chunk = first_chunk + tl.program_id(0)
-    first = chunk.to(tl.int64) * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    tiles_here = (n + _TILE - 1) // _TILE
-    stride = static_stride * 128
-    static_ptr = src_ptr + static_at * 128 + chunk.to(tl.int64) * stride
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    checksum = tl.load(record)
-    claimed = tl.load(record + 1)
-    both = tl.load(record + 2)
-    flags = both & 0xFFFFFFFF
-    ordinal = (both >> 32) & 0xFFFFFFFF
-    where = chunk.to(tl.int64) << 8
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
-        check_header(
-            src_ptr,
-            status_ptr,
-            head,
-            chunks,
-            static_at,
-            h0,
-            h1,
-            h2,
-            h3,
-            h4,
-            h5,
-            h6,
-            h7,
-            h8,
-            h9,
-            h10,
-            h11,
-        )
-    if (flags & ~3) != 0:
-        report(status_ptr, FLAGS + where)
-    if (flags & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
+        check_header(src_ptr, plan_ptr, status_ptr)
+    n, kind_ptr = chunk_kind(plan_ptr, chunk)
+    stride = tl.load(plan_ptr + 5)
     raw_dynamic = tl.maximum(n * ITEM - stride, 0)
     most = raw_dynamic
     if not PACKED:
-        most = tl.minimum(most, dynamic_stride * 128)
-    odd = (claimed > most) | (claimed < 0) | (tl.load(record + 3) != 0)
-    odd = odd | (((flags & 1) != 0) & (claimed != raw_dynamic))
-    odd = odd | ((planned != 0) & (ordinal != chunk)) | ((summed == 0) & (checksum != 0))
-    if odd:
-        report(status_ptr, RECORD + where)
-    if (n == 0) & (claimed != 0):
-        report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+        most = tl.minimum(most, room)
+    record = check_record(src_ptr, plan_ptr, status_ptr, chunk, planned, most, raw_dynamic)
     if (chunk >= first_whole) & (chunk < end_whole):
-        if (flags & 1) != 0:
+        static_ptr = static_of(src_ptr, plan_ptr, chunk)
+        if (tl.load(record + 2) & 1) != 0:
             total, padding = padding_of(static_ptr, tl.minimum(n * ITEM, stride), stride)
         else:
-            whole = n // _TILE
-            cols = (n % _TILE + 127) // 128 * 16
-            total, padding = padding_of(
-                static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at * 128
-            )
-            more, padding2 = padding_of(static_ptr, index_at * 128 + 6 * tiles_here, stride)
-            total += more
-            padding |= padding2
+            total, padding = gaps_of(static_ptr, kind_ptr)
         if PACKED:
+            claimed = tl.load(record + 1)
+            used = tl.where((claimed < 0) | (claimed > most), 0, claimed)
             dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-            used = tl.where(odd, 0, claimed)
-            _, padding2 = padding_of(dynamic_ptr, used, (used + 127) // 128 * 128)
-            padding |= padding2
-        if padding != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+            _, behind = padding_of(dynamic_ptr, used, (used + 127) // 128 * 128)
+            padding |= behind
         if SUMS:
             sums = tl.zeros([256], tl.uint64)
             for g in range(0, groups, 256):
                 i = g + tl.arange(0, 256)
                 t = tl.load(sums_ptr + chunk * groups + i, mask=i < groups, other=0)
                 sums += t.to(tl.uint64, bitcast=True)
-            total += tl.sum(sums, 0) + identity + record_term(n, claimed, flags, ordinal)
-            if total != checksum.to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
+            total += tl.sum(sums, 0)
+        check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, SUMS)
 
 
 def supports(dtype: DType) -> bool:
@@ -1519,21 +1434,11 @@ def _decode_variant(
 
 @functools.cache
 def _check_variant(dtype: DType, packed: bool, sums: bool) -> Variant:
-    block = fields_of(dtype).block_nbytes(COLUMNS)
-    return Variant(
-        _check_kernel, options(1), ITEM=dtype.itemsize, BLOCK=block, PACKED=packed, SUMS=sums
-    )
+    return Variant(_check_kernel, options(1), ITEM=dtype.itemsize, PACKED=packed, SUMS=sums)
 
 
 def _meta(dtype: DType) -> dict[str, int | bool]:
-    f = fields_of(dtype)
-    return {
-        "EXP": f.exponent,
-        "MAN": f.mantissa,
-        "ITEM": dtype.itemsize,
-        "BLOCK": f.block_nbytes(COLUMNS),
-        "PTX": PTX,
-    }
+    return {"EXP": dtype.exponent, "ITEM": dtype.itemsize, "PTX": PTX}
 
 
 class _Launches:
@@ -1550,39 +1455,18 @@ class _Launches:
         self.fixed = -1
         if spec.window != "tile":
             self.fixed = spec.window if isinstance(spec.window, int) else -2
-        self.header = header_words(plan)
-        head = plan.header.nbytes // 8
-        identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
         sizes = (plan.nelem, plan.chunk_nelem)
         groups = (self.tiles, scratch.groups, scratch.shift)
         # In units of 128 bytes, so that kernels know the alignment.
         index_at = plan.layout.sections[0].nbytes // 128
-        static = (head, plan.static_offset // 128, plan.static_stride // 128, index_at)
+        static = (plan.static_offset // 128, plan.static_stride // 128, index_at)
         dynamic = (plan.dynamic_offset // 128, plan.dynamic_stride // 128)
         places = (scratch.totals // 128, scratch.counts // 128, scratch.slots // 128)
+        head = plan.header.nbytes // 8
         self.encode = (*sizes, *groups, *static, *places, self.fixed)
-        first_words = self.header[:HEADER_WORDS]
-        self.finish = (
-            *first_words,
-            identity,
-            *sizes,
-            plan.chunks,
-            *groups,
-            *static,
-            *dynamic,
-            *places,
-        )
-        self.decode = (*sizes, *groups, *static, *dynamic, self.fixed)
-        self.check_words = first_words
-        self.check = (
-            identity,
-            *sizes,
-            plan.chunks,
-            scratch.groups,
-            *static,
-            dynamic[1],
-            int(plan.checksum),
-        )
+        self.finish = (*sizes, *groups, head, *static, *dynamic, *places)
+        self.decode = (*sizes, *groups, head, *static, *dynamic, self.fixed)
+        self.check = (scratch.groups, plan.dynamic_stride)
         last = (plan.nelem - 1) // plan.chunk_nelem
         partial = any(hi % TILE for hi in (plan.chunk_nelem, plan.nelem - last * plan.chunk_nelem))
         self.rows_aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
@@ -1620,7 +1504,7 @@ def _launches(plan: Plan) -> _Launches:
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = _launches(plan)
-    scratch[: g.cleared].zero_()
+    frame_of(plan).begin(out, scratch[: g.cleared])
     aligned = g.rows_aligned and x.data_ptr() % 16 == 0
     chosen = 2 if g.fixed >= 0 else 0 if stats is None else 1
     if stats is None:
@@ -1632,8 +1516,6 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
         variant.launch(programs, (x, out, scratch, stats), *g.encode)
     finish = _finish_variant(plan.dtype, plan.checksum)
     finish.launch(g.groups * plan.chunks, (x, out, scratch), *g.finish)
-    if len(g.header) > HEADER_WORDS:
-        add_header(plan, out, g.header)
 
 
 def decode(
@@ -1672,20 +1554,15 @@ def decode(
             tensors = (src, out, scratch, status, dynamic_starts)
             variant.launch(programs, tensors, start, stop, lo, *g.decode)
     first, end, first_whole, end_whole = touched(plan, start, stop)
-    if not check:
-        end_whole = first_whole
     _check_variant(plan.dtype, packed, sums).launch(
         end - first,
-        (src, scratch, status, dynamic_starts),
-        *g.check_words,
+        (src, frame_of(plan).table(src.device), scratch, status, dynamic_starts),
         first,
         first_whole,
-        end_whole,
+        end_whole if check else first_whole,
         int(planned),
         *g.check,
     )
-    if planned and len(g.header) > HEADER_WORDS:
-        match_header(plan, src, status, g.header)
 
 
 def measure(spec: Zipccl, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:

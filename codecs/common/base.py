@@ -258,6 +258,11 @@ class CodecSpec:
         return 4
 
     @property
+    def weighs_gaps(self) -> bool:
+        """Whether a device backend's decoder weighs all of a static part, and the frame nothing."""
+        return False
+
+    @property
     def weighed_by_frame(self) -> tuple[int, ...]:
         """Numbers of the used ranges that a device backend's decoder does not weigh."""
         return ()
@@ -280,6 +285,8 @@ class CodecSpec:
             weighed = start if i in self.weighed_by_frame else end
             if i == 0:
                 weighed = min(-(-end // self.weighed_unit) * self.weighed_unit, stop)
+            if self.weighs_gaps:
+                weighed = stop
             gaps.append(Gap(end, weighed, stop))
         return tuple(gaps)
 

@@ -111,14 +111,20 @@ def clear(ptr, start, stop, part, parts):
 @triton.jit
 def padding_of(ptr, start, stop):
     """(checksum terms, OR of the bytes) of padding bytes `start` to `stop` of a static part."""
+    return _gap(ptr, start, start, stop)
+
+
+@triton.jit
+def _gap(ptr, start, weighed, stop):
+    """(checksum terms of bytes `weighed` to `stop`, OR of the bytes `start` to `stop`)."""
     total = tl.zeros([128], tl.uint64)
     any_set = tl.zeros([128], tl.int32)
-    at = start
+    at = tl.minimum(start, weighed)
     while at < stop:
         i = at + tl.arange(0, 128)
         v = tl.load(ptr + i, mask=i < stop, other=0)
-        total += weigh_bytes(v, i)
-        any_set |= v.to(tl.int32)
+        total += tl.where(i >= weighed, weigh_bytes(v, i), 0)
+        any_set |= tl.where(i >= start, v, 0).to(tl.int32)
         at += 128
     return tl.sum(total, 0), tl.max(any_set, 0)
 
@@ -224,26 +230,74 @@ def check_header(src_ptr, plan_ptr, status_ptr):
 
 
 @triton.jit
-def _clear(ptr, start, stop, part, parts):
-    """This program's share of clearing bytes `start` to `stop`."""
-    at = start + part * 1024
-    while at < stop:
-        i = at + tl.arange(0, 1024)
-        tl.store(ptr + i, tl.zeros([1024], tl.uint8), mask=i < stop)
-        at += parts * 1024
+def static_of(ptr, plan_ptr, chunk):
+    """Where a chunk's static part is."""
+    return ptr + tl.load(plan_ptr + 4) + chunk * tl.load(plan_ptr + 5)
+
+
+@triton.jit
+def check_record(src_ptr, plan_ptr, status_ptr, chunk, planned, most, raw_dynamic):
+    """Check the fields of a chunk's record; gives where it is.
+
+    It may claim `most` dynamic bytes, and `raw_dynamic` if the chunk is stored raw, which none is
+    with -1. Ordinals are compared if they are `planned`.
+    """
+    record = src_ptr.to(tl.pointer_type(tl.int64)) + tl.load(plan_ptr) + chunk * 4
+    claimed, both = tl.load(record + 1), tl.load(record + 2)
+    where = chunk << 8
+    if (both & 0xFFFFFFFC) != 0:
+        report(status_ptr, FLAGS + where)
+    if (both & 2) != 0:
+        report(status_ptr, OVERFLOWED + where)
+    # A number beyond 2^63 is negative here, and out of bounds as well.
+    odd = (claimed < 0) | (claimed > most) | (tl.load(record + 3) != 0)
+    odd = odd | (((both & 1) != 0) & (claimed != raw_dynamic))
+    odd = odd | ((planned != 0) & (((both >> 32) & 0xFFFFFFFF) != chunk))
+    odd = odd | ((tl.load(plan_ptr + 7) == 0) & (tl.load(record) != 0))
+    if odd:
+        report(status_ptr, RECORD + where)
+    return record
+
+
+@triton.jit
+def gaps_of(static_ptr, kind_ptr):
+    """(checksum terms that the frame adds, OR of the bytes) of the gaps of a static part."""
+    total = tl.zeros([], tl.uint64)
+    padding = tl.zeros([], tl.int32)
+    for k in tl.static_range(_GAPS):
+        start, weighed = tl.load(kind_ptr + 3 * k), tl.load(kind_ptr + 3 * k + 1)
+        terms, behind = _gap(static_ptr, start, weighed, tl.load(kind_ptr + 3 * k + 2))
+        total += terms
+        padding |= behind
+    return total, padding
+
+
+@triton.jit
+def check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, summed):
+    """Check a chunk's padding by the OR of its bytes and, if `summed`, the terms of all words."""
+    where = chunk << 8
+    if padding != 0:
+        report(status_ptr, CHUNK + where + CHUNK_PADDING)
+    if summed != 0:
+        both = tl.load(record + 2)
+        total += tl.load(plan_ptr + 6).to(tl.uint64, bitcast=True)
+        total += record_term(n, tl.load(record + 1), both & 0xFFFFFFFF, both >> 32)
+        if total != tl.load(record).to(tl.uint64, bitcast=True):
+            report(status_ptr, CHUNK + where + CHUNK_SUM)
 
 
 @kernel
-def _begin_kernel(out_ptr, plan_ptr, parts: tl.int64):
-    """A chunk's record and gaps, by `parts` programs; once, the header."""
+def _begin_kernel(out_ptr, work_ptr, plan_ptr, parts: tl.int64, work_nbytes: tl.int64):
+    """A chunk's record and gaps, by `parts` programs; once, the header. All clear the workspace."""
     pid = tl.program_id(0).to(tl.int64)
+    clear(work_ptr, pid * 0, work_nbytes, pid, tl.num_programs(0).to(tl.int64))
     chunk, part = pid // parts, pid % parts
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
     static_at = tl.load(plan_ptr + 4)
     static_ptr = out_ptr + static_at + chunk * tl.load(plan_ptr + 5)
     for k in tl.static_range(_GAPS):
         start, stop = tl.load(kind_ptr + 3 * k), tl.load(kind_ptr + 3 * k + 2)
-        _clear(static_ptr, start, stop, part, parts)
+        clear(static_ptr, start, stop, part, parts)
     if part == 0:
         head = tl.load(plan_ptr)
         record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
@@ -262,7 +316,7 @@ def _begin_kernel(out_ptr, plan_ptr, parts: tl.int64):
                 word = tl.load(words_ptr + i, mask=i < head, other=0)
                 tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + i, word, mask=i < head)
                 at += 32
-            _clear(out_ptr, head * 8 + tl.load(plan_ptr + 1) * 32, static_at, part, parts * 0 + 1)
+            clear(out_ptr, head * 8 + tl.load(plan_ptr + 1) * 32, static_at, part, parts * 0 + 1)
 
 
 @kernel
@@ -282,63 +336,23 @@ def _check_kernel(
     """A chunk's record and last code; if it was decoded whole its padding, and with `summed` its
     checksum; once, the header.
     """
-    chunk = (first_chunk + tl.program_id(0)).to(tl.int64)
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
-    record = src_ptr.to(tl.pointer_type(tl.int64)) + tl.load(plan_ptr) + chunk * 4
-    both = tl.load(record + 2)
-    where = chunk << 8
-    if (both & 0xFFFFFFFC) != 0:
-        report(status_ptr, FLAGS + where)
-    if (both & 2) != 0:
-        report(status_ptr, OVERFLOWED + where)
-    odd = (both & 1) | tl.load(record + 1) | tl.load(record + 3)
-    if planned != 0:
-        odd |= ((both >> 32) & 0xFFFFFFFF) ^ chunk
-    if tl.load(plan_ptr + 7) == 0:
-        odd |= tl.load(record)
-    if odd != 0:
-        report(status_ptr, RECORD + where)
-    static_ptr = src_ptr + tl.load(plan_ptr + 4) + chunk * tl.load(plan_ptr + 5)
+    record = check_record(src_ptr, plan_ptr, status_ptr, chunk, planned, n * 0, n * 0 - 1)
+    static_ptr = static_of(src_ptr, plan_ptr, chunk)
     first = chunk * tl.load(plan_ptr + 3)
     mask = tl.load(kind_ptr + 3 * _GAPS + 1).to(tl.int32)
     if (mask != 0) & (first + n > start) & (first + n <= stop):
         last = tl.load(static_ptr + tl.load(kind_ptr + 3 * _GAPS)).to(tl.int32)
         if (last & mask) != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PAYLOAD)
+            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
     if (chunk >= first_whole) & (chunk < end_whole):
-        total = tl.load(plan_ptr + 6).to(tl.uint64, bitcast=True)
-        padding = tl.zeros([], tl.int32)
-        for k in tl.static_range(_GAPS):
-            gap = tl.load(kind_ptr + 3 * k)
-            terms, behind = _gap(
-                static_ptr, gap, tl.load(kind_ptr + 3 * k + 1), tl.load(kind_ptr + 3 * k + 2)
-            )
-            total += terms
-            padding |= behind
-        if padding != 0:
-            report(status_ptr, CHUNK + where + CHUNK_PADDING)
+        total, padding = gaps_of(static_ptr, kind_ptr)
         if summed != 0:
             total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True)
-            total += record_term(n, n * 0, both & 0xFFFFFFFF, both >> 32)
-            if total != tl.load(record).to(tl.uint64, bitcast=True):
-                report(status_ptr, CHUNK + where + CHUNK_SUM)
-
-
-@triton.jit
-def _gap(ptr, start, weighed, stop):
-    """(checksum terms of bytes `weighed` to `stop`, OR of the bytes `start` to `stop`)."""
-    total = tl.zeros([128], tl.uint64)
-    any_set = tl.zeros([128], tl.int32)
-    at = tl.minimum(start, weighed)
-    while at < stop:
-        i = at + tl.arange(0, 128)
-        v = tl.load(ptr + i, mask=i < stop, other=0)
-        total += tl.where(i >= weighed, weigh_bytes(v, i), 0)
-        any_set |= tl.where(i >= start, v, 0).to(tl.int32)
-        at += 128
-    return tl.sum(total, 0), tl.max(any_set, 0)
+        check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, summed)
 
 
 @kernel
@@ -405,7 +419,7 @@ class Frame:
             words += codec.tail(nelem)
         words += header
         self._words = words + [0] * (-len(words) % _ROW)
-        self._parts = min(max(1, largest // _PART_NBYTES), _MAX_PARTS)
+        self._parts = max(1, largest // _PART_NBYTES)
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def table(self, device: torch.device) -> torch.Tensor:
@@ -426,10 +440,15 @@ class Frame:
             _captured[id(table)] = table
         return table
 
-    def begin(self, out: torch.Tensor) -> None:
-        """Write all of a buffer but what its codec does; encoders add their checksum terms."""
-        programs = self._plan.chunks * self._parts
-        _BEGIN.launch(programs, (out, self.table(out.device)), self._parts)
+    def begin(self, out: torch.Tensor, work: torch.Tensor | None = None) -> None:
+        """Write all of a buffer but what its codec does; encoders add their checksum terms.
+
+        Clears `work` as well, uint8, the part of a workspace that a codec wants to be zeros.
+        """
+        chunks, nbytes = self._plan.chunks, 0 if work is None else work.numel()
+        parts = min(max(self._parts, nbytes // (chunks * _PART_NBYTES)), _MAX_PARTS)
+        tensors = out, out if work is None else work, self.table(out.device)
+        _BEGIN.launch(chunks * parts, tensors, parts, nbytes)
 
     def check(
         self,
