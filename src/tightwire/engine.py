@@ -67,7 +67,7 @@ def _static_gaps(
     """Byte ranges of a chunk's static part that must be zero."""
     size = sum(s.nbytes for s in sections if not s.dynamic)
     if raw:
-        used = ((0, min(nelem * dtype.itemsize, size)),)
+        used: tuple[tuple[int, int], ...] = ((0, min(nelem * dtype.itemsize, size)),)
     else:
         used = spec.static_used(dtype, nelem, sections)
     starts = [0, *(hi for _, hi in used)]
