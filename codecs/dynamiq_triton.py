@@ -1438,11 +1438,6 @@ def _store_rows(
             store_element(out_ptr, to + i, y[k], None, EXP, ITEM, ADD)
 
 
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that dynamiq takes."""
-    return dtype.name in Dynamiq.dtypes
-
-
 @functools.cache
 def _tables(grid: str, device: torch.device) -> torch.Tensor:
     """What kernels know of a grid, float32, on `device`.

@@ -732,11 +732,6 @@ def _decode_kernel(
             store_element(out_ptr, to + i, bits, (i >= lo) & (i < hi), EXP, ITEM, ADD)
 
 
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that lhc takes."""
-    return dtype.name in Lhc.dtypes
-
-
 @functools.lru_cache(maxsize=64)
 def _table(mapping: str, blocks: int, sketch_blocks: int, device: torch.device) -> torch.Tensor:
     """What meets in which cell (see above), int64, on `device`; about 48 bytes a block.

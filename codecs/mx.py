@@ -162,10 +162,6 @@ class Mx(CodecSpec):
         coded = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
         return coded < align(nelem * dtype.itemsize)
 
-    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
-
     def pack_params(self) -> bytes:
         """Numbers of element type and scale rule, log2 of the block size."""
         element = ELEMENTS.index(self.format)

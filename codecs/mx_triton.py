@@ -25,7 +25,7 @@ from .common.blocks_triton import (
     slot_values,
 )
 from .common.driver_triton import Driver, Source, no_scale
-from .common.minifloat import INFINITY, NAN, WIDENED
+from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import as_bits, as_float
 from .common.runs_triton import lanes
 from .mx import BLOCK, Mx
@@ -116,11 +116,6 @@ def _write_scales(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MA
     scales_ptr = stats_ptr.to(tl.pointer_type(tl.uint8))
     tl.store(scales_ptr + at, scales.to(tl.uint8), mask=at * F.block < t.n)
     return tl.zeros([], tl.uint64)
-
-
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that mx takes."""
-    return dtype.name in WIDENED
 
 
 @functools.cache

@@ -113,10 +113,6 @@ class Nvfp4(CodecSpec):
         coded = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
         return coded < align(nelem * dtype.itemsize)
 
-    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
-
     @classmethod
     def unpack_params(cls, data: bytes) -> Nvfp4:
         """nvfp4 has no parameters."""

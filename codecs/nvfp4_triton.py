@@ -28,7 +28,6 @@ from .common.minifloat import (
     NAN,
     NO_RECIPROCAL,
     SIXTH,
-    WIDENED,
 )
 from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
 from .nvfp4 import BLOCK, ELEMENT, NAN_SCALE, SCALES_HEAD
@@ -238,11 +237,6 @@ def _find_largest(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MA
 _FORM = blocks_of(ELEMENT, BLOCK, SCALES_HEAD)
 _DRIVER = Driver(_pack, _unpack, _scale, _FORM, TILINGS)
 _MEASURE = Driver(_find_largest, _unpack, _source_scale, _FORM, TILINGS)
-
-
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that nvfp4 takes."""
-    return dtype.name in WIDENED
 
 
 def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:

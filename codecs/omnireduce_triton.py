@@ -400,11 +400,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that omnireduce takes."""
-    return dtype.name in Omnireduce.dtypes
-
-
 class _Launches:
     """What a plan's kernels take, put together once."""
 

@@ -49,10 +49,6 @@ class Raw(CodecSpec):
         """A section entry counts 128-byte blocks in 32 bits."""
         return ((1 << 39) - 128) // dtype.itemsize
 
-    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
-
     @classmethod
     def unpack_params(cls, data: bytes) -> Raw:
         """Raw has no parameters."""

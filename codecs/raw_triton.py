@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 
-from ..formats.dtypes import DType
-from .common.base import CodecSpec, Plan
+from .common.base import Plan
 from .common.frame_triton import frame_of, store_element, touched, weigh, weigh_bytes
 from .common.launch_triton import Variant, kernel, options
 
@@ -115,16 +113,6 @@ def _decode_kernel(
     if SUMS:
         total = tl.sum(_unit_terms(v, i, UNIT), 0)
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
-
-
-def supports(dtype: DType) -> bool:
-    """True: raw takes every dtype."""
-    return True
-
-
-def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
-    """None: raw needs no statistics."""
-    return None
 
 
 def _unit(*numbers: int) -> int:

@@ -182,10 +182,6 @@ class Sdp4bit(CodecSpec):
         static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
         return static < align(nelem * dtype.itemsize)
 
-    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
-
     def pack_params(self) -> bytes:
         """Bits, log2 of the group, rotate, rounding."""
         log_group = self.group.bit_length() - 1

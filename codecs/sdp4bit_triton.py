@@ -7,14 +7,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from ..formats.dtypes import DType
-from .common.base import CodecSpec, Key, Plan
 from .common.columns_triton import from_columns, to_columns
-from .common.driver_triton import Driver, Format, Source, Tiling, no_scale
+from .common.driver_triton import Driver, Format, Tiling, functions, no_scale
 from .common.frame_triton import weigh
 from .common.hadamard_triton import butterflies, spread
 from .common.minifloat import INFINITY
@@ -246,16 +243,6 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     return total
 
 
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that sdp4bit takes."""
-    return dtype.name in Sdp4bit.dtypes
-
-
-def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
-    """None: sdp4bit needs no statistics."""
-    return None
-
-
 @functools.cache
 def _driver(spec: Sdp4bit) -> Driver:
     form = Runs(
@@ -272,37 +259,4 @@ def _driver(spec: Sdp4bit) -> Driver:
     return Driver(_pack, _unpack, no_scale, form, (ENCODE, DECODE, DECODE_ADD_ENCODE))
 
 
-def _spec(plan: Plan) -> Sdp4bit:
-    if not isinstance(plan.codec, Sdp4bit):
-        raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: sdp4bit")
-    return plan.codec
-
-
-def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
-    spec = _spec(plan)
-    _driver(spec).encode(plan, x, out, key=key, draws=spec.draws)
-
-
-def decode_add_encode(
-    plan: Plan,
-    source_plan: Plan,
-    src,
-    x,
-    out,
-    scratch,
-    status,
-    *,
-    stats=None,
-    key: Key | None = None,
-    planned: bool = True,
-) -> None:
-    """Encode what `src`, a buffer of `source_plan`, decodes to plus `x` into `out`, in one pass."""
-    spec, form = _spec(plan), _driver(_spec(source_plan)).form
-    source = Source(source_plan, form, src, scratch, status, planned)
-    _driver(spec).encode(plan, x, out, key=key, draws=spec.draws, source=source)
-
-
-def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
-    """Decode elements into `out`; see `Driver.decode`."""
-    _driver(_spec(plan)).decode(plan, src, out, scratch, status, **selection)
+encode, decode_add_encode, decode = functions(_driver)

@@ -182,10 +182,6 @@ class Taco(CodecSpec):
         static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
         return static < align(nelem * dtype.itemsize)
 
-    def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: one sum per chunk."""
-        return align(8 * chunks)
-
     def pack_params(self) -> bytes:
         """Format, log2 of the block, transform, scales, rounding."""
         return _PARAMS.pack(

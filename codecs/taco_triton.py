@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
-from .common.base import CodecSpec, Key, Plan
+from .common.base import Key, Plan
 from .common.columns_triton import from_columns, to_columns
 from .common.frame_triton import (
     CHUNK,
@@ -941,16 +941,6 @@ def _decode_kernel(
             for k in tl.static_range(len(places)):
                 four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
                 _store_four(out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD)
-
-
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that taco takes."""
-    return dtype.name in Taco.dtypes
-
-
-def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
-    """None: taco needs no statistics."""
-    return None
 
 
 @functools.cache

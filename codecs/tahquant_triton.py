@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from ..formats.header import align
-from .common.base import CodecSpec, Key, Plan
+from .common.base import Key, Plan
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
@@ -970,16 +970,6 @@ def _decode_kernel(
                     store_runs(out_ptr + to * ITEM, words, RUNS, STAGED)
                 else:
                     store_elements(out_ptr, to + i, words, use, RUNS, ITEM)
-
-
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that tahquant takes."""
-    return dtype.name in Tahquant.dtypes
-
-
-def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:
-    """None: tahquant takes no statistics."""
-    return None
 
 
 @functools.cache

@@ -320,11 +320,6 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def supports(dtype: DType) -> bool:
-    """True for the dtypes that thc takes."""
-    return dtype.name in Thc.dtypes
-
-
 @functools.cache
 def _encode_variant(spec: Thc, dtype: DType, aligned: bool, on_device: bool, sums: bool) -> Variant:
     return Variant(

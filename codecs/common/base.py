@@ -356,14 +356,14 @@ class CodecSpec:
         return None
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Bytes of work memory of a device backend.
+        """Bytes of work memory of a device backend: by default one sum for each chunk.
 
         Args:
             dtype: Element type.
             nelem: Number of elements of a whole chunk.
             chunks: Number of chunks.
         """
-        return 0
+        return align(8 * chunks)
 
     def fuses(self, source: CodecSpec) -> bool:
         """Whether ``decode_add_encode`` may take a buffer of another codec in one pass.

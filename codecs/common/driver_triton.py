@@ -566,6 +566,47 @@ class Driver(NamedTuple):
         return max(1, -(-nelem // (tiling.rows * self.form.run)))
 
 
+class Functions(NamedTuple):
+    """What `tightwire.gpu` calls in the GPU module of a codec."""
+
+    encode: Callable[..., None]
+    decode_add_encode: Callable[..., None]
+    decode: Callable[..., None]
+
+
+def functions(driver_of: Callable[[Any], Driver]) -> Functions:
+    """The functions of a codec without statistics, whose parameters' driver `driver_of` gives.
+
+    Encoding draws by its key if the codec does. Their contract is that of `tightwire.gpu`.
+    """
+
+    def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
+        driver_of(plan.codec).encode(plan, x, out, key=key, draws=plan.codec.draws)
+
+    def decode_add_encode(
+        plan: Plan,
+        source_plan: Plan,
+        src,
+        x,
+        out,
+        scratch,
+        status,
+        *,
+        stats=None,
+        key=None,
+        planned=True,
+    ) -> None:
+        form = driver_of(source_plan.codec).form
+        source = Source(source_plan, form, src, scratch, status, planned)
+        driver = driver_of(plan.codec)
+        driver.encode(plan, x, out, key=key, draws=plan.codec.draws, source=source)
+
+    def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
+        driver_of(plan.codec).decode(plan, src, out, scratch, status, **selection)
+
+    return Functions(encode, decode_add_encode, decode)
+
+
 @functools.cache
 def _encode_variant(
     driver: Driver, source: Format | None, tiling: Tiling, launch: Launch

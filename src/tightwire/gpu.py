@@ -34,7 +34,7 @@ from .engine import (
 )
 from .formats.dtypes import BY_NAME, DTYPES, DType
 from .formats.header import ALIGN, ASSEMBLED, RECORD
-from .planning import device_module, make_plan
+from .planning import device_module, make_plan, spec_class
 
 #: Alignment of buffers and workspaces in device memory, in bytes.
 DEVICE_ALIGN = 16
@@ -642,7 +642,9 @@ def _kernels_for(codec: str, dtype: DType, required: bool) -> ModuleType | None:
     """The kernels for a codec and dtype, None if there are none; ValueError if `required`."""
     module = device_module(codec)
     if isinstance(module, ModuleType):
-        if dtype in _TORCH and module.supports(dtype):
+        supports = getattr(module, "supports", None)
+        taken = supports(dtype) if supports else dtype.name in spec_class(codec).dtypes
+        if dtype in _TORCH and taken:
             return module
         problem = f"backend 'triton' does not code {dtype.name} with {codec}; allowed: None"
     else:
@@ -868,7 +870,7 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def _measured(kernels: ModuleType, plan: Plan, x: torch.Tensor) -> torch.Tensor | None:
     """Statistics of `x` for encode, None where it measures by itself or needs none."""
-    if plan.codec.measures_in_encode:
+    if plan.codec.measures_in_encode or not hasattr(kernels, "measure"):
         return None
     found: torch.Tensor | None = kernels.measure(plan.codec, plan.dtype, x)
     return found

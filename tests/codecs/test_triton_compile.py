@@ -258,9 +258,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
         forms.setdefault(key, Form(kernel, dtype, flat(constexprs), launch))
 
     def taken(name: str, module: Any, dtype: Any) -> bool:
-        # `supports` of lossy codecs may say where kernels are used, not what they take.
-        codec = tw.codec(name)
-        return bool(module.supports(dtype) if codec.lossless else dtype.name in codec.spec.dtypes)
+        supports = getattr(module, "supports", None)
+        return bool(supports(dtype) if supports else dtype.name in tw.codec(name).spec.dtypes)
 
     JITFunction.run = note
     for dtype in ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"):

@@ -1,0 +1,133 @@
+"""The GPU's frame and driver, with a small codec of the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import tightwire as tw  # noqa: E402
+from tightwire.formats import codec_ids  # noqa: E402
+
+SIZES = (1, 63, 64, 4095, 4096, 9001)
+
+
+def load(name: str) -> Any:
+    """A module beside this one."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"tightwire.codecs.{name}"] = sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def codec() -> Iterator[tw.Codec]:
+    """The codec, known to the library while the tests of this module run."""
+    reference = load("blocks8")
+    load("blocks8_triton")
+    codec_ids.CODEC_IDS["blocks8"] = (reference.ID, "blocks8")
+    codec_ids.NAMES_BY_ID[reference.ID] = "blocks8"
+    yield tw.codec("blocks8")
+    del codec_ids.CODEC_IDS["blocks8"], codec_ids.NAMES_BY_ID[reference.ID]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def values(n: int, dtype: str, place: str, seed: int = 0) -> Any:
+    x = np.random.default_rng(seed).standard_normal(n).astype(np.float32) * 3
+    return torch.from_numpy(x).to(getattr(torch, dtype)).to(place)
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)))
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.fast_cases(6)
+def test_bytes_are_those_of_the_reference(
+    codec: tw.Codec, n: int, dtype: str, chunks: int, checksum: bool, place: str
+) -> None:
+    x = values(n, dtype, place)
+    out = torch.full((codec.plan((n,), dtype, chunks=chunks).nbytes,), 0xA5, dtype=torch.uint8)
+    options: dict[str, Any] = {"chunks": chunks, "checksum": checksum}
+    buf = codec.encode(x, out=out.to(place), backend="triton", **options)
+    reference = codec.encode(x.cpu(), backend="ref", **options)
+    assert bytes(buf) == bytes(reference)
+    decoded = tw.decode(buf, backend="triton")
+    assert same(decoded, tw.decode(reference, backend="ref"))
+    if buf.header.codec == "blocks8" and n > 64:
+        part = tw.decode(buf, start=n // 3, stop=n // 3 + 50, backend="triton")
+        assert same(part, decoded[n // 3 : n // 3 + 50])
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("accumulator", ["bfloat16", "float32"])
+def test_sums(codec: tw.Codec, accumulator: str, aligned: bool, place: str) -> None:
+    n = 9001
+    x, y = values(n + 1, accumulator, place, 1), values(n, "bfloat16", place, 2)
+    x = x[:-1] if aligned else x[1:]
+    buf = codec.encode(y, backend="triton")
+    decoded = tw.decode(buf, backend="triton")
+    expected = (x.float() + decoded.float()).to(x.dtype)
+    total = codec.encode(expected.bfloat16(), backend="triton")
+    acc = x.clone()
+    codec.decode_add(buf, acc)
+    assert same(acc, expected)
+    fused = codec.decode_add_encode(buf, x)
+    assert bytes(fused) == bytes(total)
+
+
+@pytest.mark.parametrize(
+    ("at", "byte", "reason"),
+    [
+        (130, 0x80, "checksum_mismatch"),
+        (4090, 0x80, "bad_payload"),  # a code that no encoder writes
+        (4100, 1, "reserved_not_zero"),  # behind the codes
+        (-1, 1, "reserved_not_zero"),  # behind the scales
+    ],
+)
+def test_damage(codec: tw.Codec, at: int, byte: int, reason: str, place: str) -> None:
+    """At an offset from the start of the chunk's static part, or from its end."""
+    n = 4099
+    checksum = reason == "checksum_mismatch"
+    buf = codec.encode(values(n, "float32", place), checksum=checksum, backend="triton")
+    data = torch.from_numpy(np.frombuffer(bytes(buf), np.uint8).copy()).to(place)
+    data[buf.plan.static_offset + at if at >= 0 else at] = byte
+    for backend in ("ref", "triton"):
+        source = bytes(data.cpu().numpy()) if backend == "ref" else data
+        with pytest.raises(tw.FormatError) as caught:
+            tw.decode(source, like=torch.empty(0, device=place), backend=backend)
+        assert caught.value.reason == reason
+
+
+def test_a_wrong_code_elsewhere_does_not_matter(codec: tw.Codec, place: str) -> None:
+    buf = codec.encode(values(9001, "float32", place), checksum=False, backend="triton")
+    data = np.frombuffer(bytes(buf), np.uint8).copy()
+    data[buf.plan.static_offset + 5000] = 0x80
+    source = torch.from_numpy(data).to(place)
+    tw.decode(source, start=0, stop=4000, like=source, backend="triton")
+    with pytest.raises(tw.FormatError, match="bad_payload"):
+        tw.decode(source, start=4990, stop=5010, like=source, backend="triton")
+
+
+def test_lines_of_a_new_codec() -> None:
+    """A block codec is little work on a GPU."""
+    code = Path(__file__).with_name("blocks8_triton.py").read_text().splitlines()
+    assert len([line for line in code if line.strip()]) <= 60
