@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -476,9 +477,12 @@ def test_messages_name_what_was_given() -> None:
         (lambda: tw.decode(None), "Expected bytes, a Buffer or a uint8 array, got NoneType"),
         (
             lambda: tw.decode("abc"),
-            r"Expected bytes, a Buffer or a uint8 array, got str\. Files are read by tightwire\.open",
+            r"Expected bytes, a Buffer or a uint8 array, got str\. Files are read by tightwire\.o",
         ),
-        (lambda: tw.decode(bytes(buf), verify="yes"), "verify is 'yes'; allowed: True, False"),
+        (
+            lambda: tw.decode(bytes(buf), verify=cast("Any", "yes")),
+            "verify is 'yes'; allowed: True, False",
+        ),
         (lambda: tw.decode(bytes(buf), scratch=3), "scratch is 3; allowed: a uint8 array"),
         (lambda: tw.encode(np.ones(3), scratch=3), "scratch is 3; allowed: a uint8 array"),
         (lambda: tw.dumps({"a": {1, 2}}), r"tensors\['a'\]: set cannot be stored\. Allowed: arr"),
