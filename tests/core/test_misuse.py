@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -467,6 +467,7 @@ def test_a_process_group_is_not_a_transport() -> None:
 
 def test_messages_name_what_was_given() -> None:
     buf = tw.encode(np.ones(3))
+    yes: Any = "yes"
     for call, message in (
         (lambda: tw.encode([1, 2]), r"Expected an array, got list\. Allowed: arrays of NumPy"),
         (lambda: tw.dumps({"a": object()}), r"tensors\['a'\]: object cannot be stored"),
@@ -479,10 +480,7 @@ def test_messages_name_what_was_given() -> None:
             lambda: tw.decode("abc"),
             r"Expected bytes, a Buffer or a uint8 array, got str\. Files are read by tightwire\.o",
         ),
-        (
-            lambda: tw.decode(bytes(buf), verify=cast("Any", "yes")),
-            "verify is 'yes'; allowed: True, False",
-        ),
+        (lambda: tw.decode(bytes(buf), verify=yes), "verify is 'yes'; allowed: True, False"),
         (lambda: tw.decode(bytes(buf), scratch=3), "scratch is 3; allowed: a uint8 array"),
         (lambda: tw.encode(np.ones(3), scratch=3), "scratch is 3; allowed: a uint8 array"),
         (lambda: tw.dumps({"a": {1, 2}}), r"tensors\['a'\]: set cannot be stored\. Allowed: arr"),
