@@ -67,8 +67,9 @@ def _lossy_rows(folder: Path) -> list[str]:
     case = next(c for c in lossy["cases"] if c["name"] == "mx e4m3" and c["mib"] == 256)
     speed = {t["op"]: t["GB/s"] for t in case["timings"]}
     cast = next(t for t in lossy["torchao"]["rows"] if t["mib"] == 256)
+    ours = f"{speed['encode']:,.0f} GB/s | {speed['decode']:,.0f} GB/s"
     return [
-        f"| tightwire `mx`, lossy | 52 % | {speed['encode']:,.0f} | {speed['decode']:,.0f} GB/s |",
+        f"| tightwire `mx`, lossy | 52 % | {ours} |",
         f"| torchao MXFP8, the same codes | 52 % | {cast['GB/s']:,.0f} GB/s | |",
     ]
 
@@ -84,8 +85,8 @@ def _seconds_rows(record: Mapping[str, Any], cases: Sequence[str], names: Mappin
 def table(folder: Path) -> list[str]:
     """Lines of README's table, Markdown; `folder` holds the records."""
     titles = {
-        "cpu": "**bfloat16 in memory, one core of an EPYC**",
-        "gpu": "**bfloat16 in the memory of an H200**",
+        "cpu": "**bfloat16 in memory, one core of an EPYC; tightwire with checksums**",
+        "gpu": "**bfloat16 in the memory of an H200; tightwire without checksums**",
     }
     lines = list(HEAD)
     rows = _codec_rows(folder)
@@ -94,8 +95,8 @@ def table(folder: Path) -> list[str]:
         for there, name, ratio, encode, decode in rows:
             if there == place:
                 digits = 1 if place == "cpu" else 0
-                shown = (f"{speed:,.{digits}f}" for speed in (encode, decode))
-                lines.append(f"| {name} | {_share(ratio)} | {' | '.join(shown)} GB/s |")
+                shown = (f"{speed:,.{digits}f} GB/s" for speed in (encode, decode))
+                lines.append(f"| {name} | {_share(ratio)} | {' | '.join(shown)} |")
     lines += _lossy_rows(folder)
     cpu, gpu = _read(folder, "files_cpu.json"), _read(folder, "files_gpu.json")
     whole = (
@@ -122,7 +123,7 @@ def table(folder: Path) -> list[str]:
         lines.append(f"| {title} | | | |")
         for shown, size, save, load in _seconds_rows(record, cases, names):
             name = shown.partition(",")[0]
-            lines.append(f"| {name} | {_share(size)} | {save:.2f} | {load:.2f} s |")
+            lines.append(f"| {name} | {_share(size)} | {save:.2f} s | {load:.2f} s |")
     return lines
 
 

@@ -9,6 +9,9 @@ that tells functions of one factory apart by their symbols. A process that loads
 have compiled would take the first of two equal symbols for both, so here each process counts from
 a random number (https://github.com/numba/numba/issues/10486).
 
+Code of other files becomes a part of a kernel. Whatever is kept is used only while no file that
+kernels are made of has changed.
+
 A folder that cannot be written to, a full disk and damaged files stop nobody: functions are then
 compiled in memory, and a warning says so.
 """
@@ -25,6 +28,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,10 @@ from numba.core.untyped_passes import InlineClosureLikes
 from .compiling import announce
 
 _DIGEST_NBYTES = 32
+#: The folders of the files that kernels are made of.
+_SOURCES = tuple(
+    str(Path(__file__).parents[2] / folder) for folder in ("codecs", "codecs/common", "formats")
+)
 _first_warning = threading.Lock()
 _this_thread = threading.local()
 _taken = itertools.count(1)
@@ -150,6 +158,23 @@ def _fingerprint(function: Any) -> str:
     return digest.hexdigest()
 
 
+@cache
+def _sources_digest(folders: tuple[str, ...]) -> bytes:
+    """Digest of the names and the text of the files that kernels are made of.
+
+    A program without source files has no folders; Numba then looks at the program itself.
+    """
+    digest = hashlib.sha256()
+    for folder in filter(os.path.isdir, folders):
+        for name in sorted(os.listdir(folder)):
+            if name.endswith(".py") and not name.endswith("_triton.py"):
+                # `pathlib` and a buffer would take longer than the rest.
+                with open(f"{folder}/{name}", "rb", buffering=0) as file:
+                    text = file.read()
+                digest.update(f"{name} {len(text)} ".encode() + text)
+    return digest.digest()
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), _fingerprint(self._py_func)
@@ -157,7 +182,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         locator, base = self._impl.locator, self._impl.filename_base
-        files = _Files(self._cache_path, base, locator.get_source_stamp())
+        # The function may be of none of our files.
+        stamp = locator.get_source_stamp(), _sources_digest(_SOURCES)
+        files = _Files(self._cache_path, base, stamp)
         self._cache_file = files  # type: ignore[has-type,unused-ignore]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

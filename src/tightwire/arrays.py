@@ -4,6 +4,8 @@ only when an array of it is passed or requested.
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -100,6 +102,11 @@ def _advice(x: Any) -> str:
     if isinstance(x, (list, tuple)):
         return ". For a list of numbers there is np.asarray, for one of arrays tightwire.dumps"
     return ". np.asarray makes an array of a number" if isinstance(x, (int, float)) else ""
+
+
+def is_array(x: Any) -> bool:
+    """True for an array of any library; TypeError for a masked one."""
+    return _library(x) is not None
 
 
 def _library(x: Any) -> str | None:
@@ -385,7 +392,9 @@ def bytes_view(src: Any, allowed: str = "bytes or a uint8 array") -> Bytes:
         return np.frombuffer(view, np.uint8)
     library = _library(src)
     if library is None:
-        raise TypeError(f"Expected {allowed}, got {type(src).__name__}")
+        path = isinstance(src, (str, os.PathLike))
+        advice = ". Files are read by tightwire.open and the command tightwire" if path else ""
+        raise TypeError(f"Expected {allowed}, got {type(src).__name__}{advice}")
     if library == "numpy" and isinstance(src, np.ndarray) and src.dtype == np.uint8:
         return np.ascontiguousarray(src).reshape(-1)
     info = describe(src)
@@ -399,6 +408,13 @@ def target_of(like: Any) -> Target:
     if isinstance(like, str):
         if like not in _LIBRARIES:
             raise ValueError(f"like is {like!r}; allowed: an array or one of {_LIBRARIES}")
+        try:
+            importlib.import_module(like)
+        except ModuleNotFoundError as error:
+            if error.name != like:
+                raise
+            text = f"like={like!r} needs {like}: pip install 'tightwire[{like}]'"
+            raise ModuleNotFoundError(text, name=like) from None
         return Target(like)
     library = library_of(like)
     if library == "numpy":

@@ -235,6 +235,7 @@ class Codec:
             )
             if encoded is not NotImplemented:
                 return encoded  # type: ignore[no-any-return]
+        _check_scratch(scratch)
         info = arrays.describe(x)
         bits = arrays.host_bits(x, info.dtype)
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
@@ -665,6 +666,8 @@ def decode(
     """
     if max_nbytes is not None:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+    if not (verify is None or isinstance(verify, bool)):
+        raise TypeError(f"verify is {verify!r}; allowed: True, False, None")
     chosen = None if like is None else arrays.target_of(like)
     gpu = device_for(backend, src, out, like)
     if gpu is not None:
@@ -681,6 +684,7 @@ def decode(
         )
         if decoded is not NotImplemented:
             return decoded
+    _check_scratch(scratch)
     parsed = parsed_source(src, max_nbytes)
     if isinstance(src, Buffer):
         target = src.target
@@ -709,6 +713,12 @@ def decode(
     if out is not None:
         return out
     return arrays.from_bits(bits, plan.dtype, shape, chosen or target)
+
+
+def _check_scratch(scratch: Any) -> None:
+    """Refuse what is not an array; the host has no use for one."""
+    if not (scratch is None or arrays.is_array(scratch)):
+        raise TypeError(f"scratch is {scratch!r}; allowed: a uint8 array, None")
 
 
 def _is_host_bytes(src: Any) -> bool:

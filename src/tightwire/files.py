@@ -281,6 +281,12 @@ def drafted(
     tied: dict[str, str] = {}
     for name, x in found.items():
         with naming_call(f"tensors[{name!r}]"):
+            if not arrays.is_array(x):
+                raise TypeError(
+                    f"{type(x).__name__} cannot be stored. Allowed: arrays of NumPy, PyTorch, CuPy "
+                    "and JAX, dicts, lists, tuples, text, bytes, numbers but complex ones, "
+                    "booleans and None"
+                )
             what = _planned(chosen, x)
             memory = arrays.memory_of(x)
         if memory is not None and memory in first:

@@ -88,8 +88,8 @@ def save(
         overwrite: Whether a compressed model that is there is replaced.
 
     Raises:
-        FileExistsError: If there is a model and ``overwrite`` is False, or a model that is not
-            compressed.
+        FileExistsError: If there is a model and ``overwrite`` is False, a model that is not
+            compressed, or a file in place of the directory.
         OSError: If a file cannot be written.
         TypeError: If an argument has a wrong type.
         ValueError: If a value is not an array, or a name is not allowed.
@@ -106,6 +106,9 @@ def save(
     if not is_path(directory):
         raise TypeError(f"directory is {directory!r}; allowed: a path. save_file takes URLs")
     folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        text = "is not a directory: save writes a directory, save_file a file"
+        raise FileExistsError(errno.EEXIST, text, str(folder))
     old = _old_model(folder, overwrite)
     shards = _named_shards(_sharded(draft, limit))
     folder.mkdir(parents=True, exist_ok=True)

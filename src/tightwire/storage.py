@@ -452,7 +452,7 @@ def atomic_file(
         if isinstance(error, OSError):
             if error.filename == str(temporary):
                 # The caller knows nothing of that file.
-                error.filename, error.filename2 = str(path), None
+                raise OSError(error.errno, error.strerror, str(path)) from None
             _name_file(error, str(path))
         raise
     try:

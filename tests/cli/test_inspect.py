@@ -129,7 +129,7 @@ def test_plain_file(plain: Path) -> None:
     assert found["nbytes"] == plain.stat().st_size == sum(p["nbytes"] for p in found["parts"])
     one = document(plain, "--tensor", "a.b")
     assert (one["tensor"], one["shape"], one["codec"]) == ("a.b", [9_000], "plain")
-    assert "'nothing'" in call(5, plain, "--tensor", "nothing")
+    assert "'nothing'" in call(2, plain, "--tensor", "nothing")
 
 
 def test_compressed_file_has_parts(plain: Path) -> None:
@@ -174,7 +174,7 @@ def test_directories(plain: Path) -> None:
     assert [f["compressed"] for f in found["files"]] == [True, False]
     assert len(document(folder, "--tensor", "ids")["files"]) == 2
     assert "estimate" in call(0, folder, "--estimate")
-    assert "'nothing'" in call(5, folder, "--tensor", "nothing")
+    assert "'nothing'" in call(2, folder, "--tensor", "nothing")
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,17 @@ def test_what_is_no_compressed_file(source: Path, tmp_path: Path) -> None:
         tw.open(tmp_path / "none")
 
 
+def test_a_file_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
+    """Nobody knows the temporary file, neither where it is made nor where it gets its name."""
+    with pytest.raises(FileNotFoundError) as caught:
+        tw.save_file({"x": np.arange(3)}, tmp_path / "none" / "x")
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{tmp_path}/none/x'"
+    target = tmp_path / "x"
+    with pytest.raises(IsADirectoryError) as caught_too, atomic_file(target):
+        target.mkdir()
+    assert str(caught_too.value) == f"[Errno 21] Is a directory: '{target}'"
+
+
 def test_a_source_header_that_does_not_fit_is_refused(source: Path, tmp_path: Path) -> None:
     packed = tmp_path / "p.safetensors"
     convert.compress_file(source, packed)

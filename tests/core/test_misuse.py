@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -465,15 +466,28 @@ def test_a_process_group_is_not_a_transport() -> None:
 
 
 def test_messages_name_what_was_given() -> None:
+    buf = tw.encode(np.ones(3))
+    yes: Any = "yes"
     for call, message in (
         (lambda: tw.encode([1, 2]), r"Expected an array, got list\. Allowed: arrays of NumPy"),
-        (lambda: tw.dumps({"a": object()}), r"tensors\['a'\]: Expected an array, got object"),
-        (lambda: tw.dumps([object()]), r"tensors\['0'\]: Expected an array, got object"),
+        (lambda: tw.dumps({"a": object()}), r"tensors\['a'\]: object cannot be stored"),
+        (lambda: tw.dumps([object()]), r"tensors\['0'\]: object cannot be stored"),
         (lambda: tw.encode([1, 2]), r"np\.asarray, for one of arrays tightwire\.dumps"),
         (lambda: tw.encode({"a": 1}), r"For a dict of arrays there is tightwire\.dumps"),
         (lambda: tw.encode(3), r"np\.asarray makes an array of a number"),
         (lambda: tw.decode(None), "Expected bytes, a Buffer or a uint8 array, got NoneType"),
-        (lambda: tw.decode("abc"), "Expected bytes, a Buffer or a uint8 array, got str"),
+        (
+            lambda: tw.decode("abc"),
+            r"Expected bytes, a Buffer or a uint8 array, got str\. Files are read by tightwire\.o",
+        ),
+        (lambda: tw.decode(bytes(buf), verify=yes), "verify is 'yes'; allowed: True, False"),
+        (lambda: tw.decode(bytes(buf), scratch=3), "scratch is 3; allowed: a uint8 array"),
+        (lambda: tw.encode(np.ones(3), scratch=3), "scratch is 3; allowed: a uint8 array"),
+        (lambda: tw.dumps({"a": {1, 2}}), r"tensors\['a'\]: set cannot be stored\. Allowed: arr"),
+        (
+            lambda: tw.dumps({"a": [1j]}),
+            r"tensors\['a\.0'\]: complex cannot .* lists, tuples, text",
+        ),
         (lambda: tw.loads(None), "Expected the bytes of a message: Expected bytes or a uint8 arr"),
         (lambda: tw.codec("zipccl", x=1), r"Unknown parameter 'x' of zipccl\. Allowed: window"),
         (lambda: tw.codec("raw", a=1, b=2), r"parameters 'a', 'b' of raw\. Allowed: no parameters"),
@@ -481,6 +495,16 @@ def test_messages_name_what_was_given() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "cupy"])
+def test_a_library_that_is_not_installed(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buf = bytes(tw.encode(np.ones(3)))
+    monkeypatch.setitem(sys.modules, library, None)
+    needed = rf"like='{library}' needs {library}: pip install 'tightwire\[{library}\]'"
+    with pytest.raises(ModuleNotFoundError, match=needed) as raised:
+        tw.decode(buf, like=library)
+    assert raised.value.name == library
 
 
 def test_a_message_is_not_a_buffer_and_a_buffer_not_a_message() -> None:

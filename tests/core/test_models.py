@@ -703,6 +703,11 @@ def test_save_replaces_only_what_it_may(tmp_path: Path) -> None:
     tw.save(TENSORS, folder, max_shard_nbytes=60_000)
     (folder / "config.json").write_text("{}")
     before = contents(folder)
+    taken = tmp_path / "taken"
+    taken.write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match="save writes a directory, save_file a file"):
+        tw.save({"x": np.arange(3)}, taken)
+    assert taken.read_bytes() == b"mine"
     with pytest.raises(FileExistsError, match="overwrite=True"):
         tw.save({"x": np.arange(5)}, folder)
     assert contents(folder) == before

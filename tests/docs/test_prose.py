@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from doc_pages import DOCS, PAGES, name_of
+from doc_pages import DOCS, PAGES, ROOT, name_of
 from docs.forbidden_words import forbidden_words
 
 markdown_it = pytest.importorskip("markdown_it", reason="pip install -e '.[docs]'")
@@ -66,7 +66,13 @@ def _reading_ease(paragraphs: list[str]) -> float:
     return 206.835 - 1.015 * len(words) / len(sentences) - 84.6 * syllables / len(words)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((DOCS / "api").glob("*.md"))], ids=name_of)
+#: Pages for those who work on the project.
+_WORK = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", ".github/SECURITY.md")]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *_WORK, *sorted((DOCS / "api").glob("*.md"))], ids=name_of
+)
 def test_lines_are_short(page: Path) -> None:
     lines = enumerate(page.read_text().splitlines(), 1)
     long = [number for number, line in lines if len(line) > LINE_LENGTH]

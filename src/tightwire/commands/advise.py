@@ -56,7 +56,7 @@ def _quantity(
 @_quantity("--message", units.parse_size, "Bytes of one rank's input: 256MiB.", required=True)
 @click.option(
     "--world",
-    type=click.IntRange(min=1),
+    type=click.IntRange(2, 100_000),
     multiple=True,
     help="Number of ranks; repeatable with --simulate.",
 )
@@ -166,6 +166,8 @@ def advise(
     from ..adapters.cost import Line, Link, Model, codec_lines, expected_ratio
 
     kind = dtype_named(dtype)
+    if not message:
+        raise click.BadParameter("--message is 0 bytes. Allowed: 1 byte or more")
     if (encode is None) != (decode is None):
         raise click.BadParameter("--encode and --decode: give both or none of them")
     if encode is not None and decode is not None:

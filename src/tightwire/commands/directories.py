@@ -14,7 +14,7 @@ from ..directories import DirectoryReport, DirectoryWork, ShardReport
 from ..model_index import PLAIN_SUFFIX
 from ..shards import tensor_names
 from .command import Done, attempts
-from .failures import ANY, COMPRESSED, EITHER, Failure, about
+from .failures import ANY, COMPRESSED, EITHER, Failure, about, misuse
 from .output import byte_bar, count_text, print_table, say, size_text
 
 #: Of a file, the name of a tensor or None, and whether to estimate what is not compressed.
@@ -113,7 +113,7 @@ def inspect(source: Path, tensor: str | None, inspect_one: InspectOne, estimate:
                 with about(path, ANY):
                     done[path] = inspect_one(path, tensor, estimate)
         if not done:
-            raise ValueError(f"no shard of {source} has a tensor {tensor!r}")
+            raise misuse(f"{source}: no shard has a tensor {tensor!r}")
     documents = [{"path": path} | document for path, (document, _) in done.items()]
 
     def show() -> None:

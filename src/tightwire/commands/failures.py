@@ -11,15 +11,15 @@ from typing import Any
 
 from ..formats.errors import FormatError
 
-DIFFERENT, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 3, 4, 5
+DIFFERENT, USAGE, BAD_BYTES, SYSTEM, UNSUPPORTED = 1, 2, 3, 4, 5
 INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 EXIT_CODES = {
     0: "done, and all is well",
     DIFFERENT: "results differ (diff, bench, demo, conformance); doctor found a fault",
-    2: "wrong usage of the command line (reported as text, also with --json)",
+    USAGE: "wrong usage of the command line (with --json, may be told as text)",
     BAD_BYTES: "the bytes are not a valid file or buffer",
     SYSTEM: "an error of the system: no such file, disk full, the output exists",
-    UNSUPPORTED: "not supported: an element type, a codec, a missing package",
+    UNSUPPORTED: "not supported: an element type, a missing package",
     INTERRUPTED: "interrupted by Ctrl-C; 143 if terminated (128 + number of the signal)",
     BROKEN_PIPE: "the reader of the output is gone, as in | head",
 }
@@ -47,6 +47,11 @@ class Failure(Exception):
         self.document = {"reason": reason, "message": printable(message)}
 
 
+def misuse(message: str) -> Failure:
+    """Arguments that do not fit each other, or what they name."""
+    return Failure(USAGE, "usage", message)
+
+
 def printable(text: str) -> str:
     """`text` on one line, without anything that a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -59,7 +64,8 @@ def failure_of(error: Exception, path: object = None, needed: str = "") -> Failu
         return error
     if isinstance(error, FormatError):
         advice = f" ({needed})" if needed else ""
-        return Failure(BAD_BYTES, error.reason, f"{prefix}{error}{advice}")
+        message = f"{error.reason}: {prefix}{error.detail}{advice}"
+        return Failure(BAD_BYTES, error.reason, message)
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or str(error)).partition(".")[0]
         install = (
@@ -85,6 +91,18 @@ def about(path: object, needed: str = "") -> Iterator[None]:
         yield
     except EXPECTED as error:
         raise failure_of(error, path, needed) from error
+
+
+@contextmanager
+def asking(path: object = None) -> Iterator[None]:
+    """A ValueError inside, other than for bad bytes, is about what the user asked for."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except ValueError as error:
+        prefix = "" if path is None else f"{path}: "
+        raise misuse(f"{prefix}{error}") from error
 
 
 @contextmanager

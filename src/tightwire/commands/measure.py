@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from ..contents import read_header
+from ..formats.codec_ids import CODEC_IDS
 from .command import (
     cast_dtype,
     cast_option,
@@ -19,7 +21,7 @@ from .command import (
     path_option,
     threads_option,
 )
-from .failures import DIFFERENT, PLAIN, about, printable, writing
+from .failures import DIFFERENT, PLAIN, about, asking, misuse, printable, writing
 from .output import (
     count_text,
     dicts,
@@ -39,7 +41,14 @@ from .targets import check_plot
     "tightwire bench model.safetensors --limit-mib 64 --json",
 )
 @input_file()
-@click.option("--codec", "codec_names", multiple=True, help="A codec to measure, repeatable.")
+@click.option(
+    "--codec",
+    "codec_names",
+    type=click.Choice(list(CODEC_IDS)),
+    metavar="NAME",
+    multiple=True,
+    help="A codec to measure, repeatable.",
+)
 @cast_option
 @click.option("--repeat", type=click.IntRange(min=1), default=3, help="Passes; the fastest counts.")
 @click.option(
@@ -63,12 +72,15 @@ def bench(
     FILE is a safetensors file that is not compressed; memory for four times its size is needed.
     Without --codec, these codecs are measured in turn: lossless ones, then lossy ones, and none
     that codes no element type of FILE. Lossless results are compared bit for bit before they are
-    timed.
+    timed. A copy (memcpy) and zstd -1, if it is installed, are always measured, to compare with.
     """
     from .. import bench as benchmark
 
     if plot is not None:
         check_plot(path, plot)
+    with about(path, PLAIN):
+        if not any(entry.nbytes for entry in read_header(path).entries):
+            raise misuse(f"{path}: holds no tensor data to measure")
     with about(path, PLAIN), step_bar(1, animated=False) as progress:
         report = benchmark.bench_file(
             path,
@@ -159,7 +171,8 @@ def conformance(
     from ..conformance import default_vectors, run
 
     folder = default_vectors() if vectors is None else vectors
-    results = run(decoder, folder, timeout, codec_names)
+    with asking():
+        results = run(decoder, folder, timeout, codec_names)
     failed = [r for r in results if not r.passed]
     if as_json:
         print_json(

@@ -20,7 +20,7 @@ from ..planning import backend_for_once
 from ..storage import reading
 from . import directories
 from .command import Done, command, each, input_file, input_files, json_option
-from .failures import ANY, COMPRESSED, DIFFERENT, EITHER, about
+from .failures import ANY, COMPRESSED, DIFFERENT, EITHER, about, asking, misuse
 from .output import (
     STANDARD,
     count_text,
@@ -109,7 +109,7 @@ def inspect(files: Sequence[Path], tensor: str | None, estimate: bool, as_json: 
         if path.is_dir():
             done = directories.inspect(path, tensor, _opened, estimate)
         else:
-            with about(path, ANY):
+            with about(path, ANY), asking(path):
                 done = _inspect(path, tensor, estimate)
         return done[0], lambda: _shown_under(path if len(files) > 1 else None, done[1])
 
@@ -302,7 +302,7 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
     by name, also where they are in different shards. One of A and B can be - for standard input.
     """
     if a == b == STANDARD:
-        raise ValueError("A and B are both -. Allowed: one of them, as there is one standard input")
+        raise misuse("A and B are both -. Allowed: one of them, as there is one standard input")
     if STANDARD not in (a, b) and (a.is_dir() or b.is_dir()):
         differences = directories.diff(a, b)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .command import Done, each
-from .failures import SYSTEM, UNSUPPORTED, Failure, about, writing
+from .failures import SYSTEM, Failure, about, misuse, writing
 from .output import STANDARD, OutputError, say, size_text
 from .targets import check_targets
 
@@ -26,7 +26,7 @@ def standard_input() -> Any:
         raise Failure(SYSTEM, "os_error", "standard input is closed")
     if sys.stdin.isatty():
         advice = "redirect it with < or |, or name a FILE"
-        raise Failure(UNSUPPORTED, "unsupported", f"standard input is a terminal: {advice}")
+        raise misuse(f"standard input is a terminal: {advice}")
     return sys.stdin.buffer
 
 
@@ -50,7 +50,7 @@ def convert_piped(
     but the whole result.
     """
     if len(files) != 1:
-        raise Failure(UNSUPPORTED, "unsupported", "with - there can be one FILE only")
+        raise misuse("with - there can be one FILE only")
     target = STANDARD if output is None else output
     if target == STANDARD:
         _check_standard_output(as_json)
@@ -84,7 +84,7 @@ def _check_standard_output(as_json: bool) -> None:
         problem = "standard output is a terminal"
     else:
         return
-    raise Failure(UNSUPPORTED, "unsupported", f"{problem}: name a file with -o")
+    raise misuse(f"{problem}: name a file with -o")
 
 
 def _send(path: Path, source: Any, convert: Callable[[Any, Any], object]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import convert
-from .failures import SYSTEM, UNSUPPORTED, Failure, about
+from .failures import SYSTEM, Failure, about, misuse
 from .output import STANDARD
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -34,8 +34,7 @@ def targets_of(
             target = output / name_of(_named(source)) if into_folder else output
         other = taken.setdefault(os.path.realpath(target), source)
         if other is not source:
-            message = f"{target}: {other} and {source} would both be written there"
-            raise Failure(UNSUPPORTED, "unsupported", message)
+            raise misuse(f"{target}: {other} and {source} would both be written there")
         targets[source] = target
     return targets
 
@@ -44,7 +43,7 @@ def _named(source: Path) -> Path:
     """`source` by a path that ends in its name, which "." and ".." do not."""
     named = source if source.name not in ("", "..") else Path(os.path.abspath(source))
     if not named.name:
-        raise Failure(UNSUPPORTED, "unsupported", f"{source}: name a file or a directory")
+        raise misuse(f"{source}: name a file or a directory")
     return named
 
 
@@ -73,8 +72,7 @@ def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
         if not os.path.lexists(target):
             continue
         if target.exists() and (target.stat().st_dev, target.stat().st_ino) in taken:
-            message = f"{target}: is an input itself; name another output with -o"
-            raise Failure(UNSUPPORTED, "unsupported", message)
+            raise misuse(f"{target}: is an input itself; name another output with -o")
         with about(target):
             obstacle = convert.obstacle(target)
         if obstacle is not None:
@@ -91,7 +89,7 @@ def check_plot(source: Path | None, plot: Path) -> None:
     if plot.is_dir():
         raise Failure(SYSTEM, "os_error", f"{plot}: is a folder; name a file")
     if source is not None and _same(source, plot):
-        raise Failure(UNSUPPORTED, "unsupported", f"{plot}: is FILE itself; name another plot")
+        raise misuse(f"{plot}: is FILE itself; name another plot")
     if os.path.lexists(plot) and not _is_png(plot):
         raise Failure(
             SYSTEM, "os_error", f"{plot}: exists and is not a PNG file; name another plot"

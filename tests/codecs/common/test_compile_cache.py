@@ -25,7 +25,15 @@ from numba.core.dispatcher import Dispatcher
 import tightwire as tw
 from tightwire.codecs import mx_cpu, zipccl_cpu
 from tightwire.codecs.common import compile_cache
-from tightwire.codecs.common.compile_cache import _Cache, _Files, _fingerprint, cached, part
+from tightwire.codecs.common.compile_cache import (
+    _SOURCES,
+    _Cache,
+    _Files,
+    _fingerprint,
+    _sources_digest,
+    cached,
+    part,
+)
 from tightwire.planning import backend_module
 
 
@@ -171,6 +179,69 @@ def test_a_key_says_what_the_functions_of_a_function_were_made_with() -> None:
 
     assert _fingerprint(made(3)) == _fingerprint(made(3))
     assert _fingerprint(made(3)) != _fingerprint(made(5))
+
+
+def test_the_sources_of_kernels_have_a_digest(tmp_path: Path) -> None:
+    """All files but those of another compiler: names, text, and which file has which text."""
+    found = []
+
+    def note(name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        _sources_digest.cache_clear()
+        found.append(_sources_digest((str(tmp_path), str(tmp_path / "absent"))))
+
+    for name, text in (("a.py", "x = 1\n"), ("a.py", "x = 2\n"), ("b.py", ""), ("b.py", "x = 2\n")):
+        note(name, text)
+    note("a.py", "")
+    assert len(set(found)) == 5
+    note("a_triton.py", "x = 1\n")
+    assert found[-1] == found[-2]
+    of_kernels = [Path(folder, "minifloat_cpu.py") for folder in _SOURCES]
+    assert any(path.is_file() for path in of_kernels)
+
+
+def test_no_kernel_is_kept_that_was_made_of_other_sources(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert called() == 0
+    assert called() == 2
+    monkeypatch.setattr(compile_cache, "_sources_digest", lambda folders: b"changed")
+    assert called() == 0
+
+
+#: A kernel of one file, with a helper of another one.
+CONVERT = """
+import numpy as np
+from tightwire.codecs.omnireduce_cpu import converted
+from tightwire.formats.dtypes import BY_NAME
+
+x = np.arange(1, 9, dtype=np.float32).view(np.uint32)
+print(*converted(x, BY_NAME["float32"], BY_NAME["bfloat16"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_helper_of_another_file_may_change(tmp_path: Path) -> None:
+    """A kernel that was kept with the old helper is compiled again."""
+    package = tmp_path / "tightwire"
+    home = Path(tw.__file__).parent
+    shutil.copytree(home, package, ignore=shutil.ignore_patterns("vectors", "__pycache__"))
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = str(tmp_path)
+
+    def run() -> list[str]:
+        command = [sys.executable, "-c", CONVERT]
+        found = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        return found.stdout.split()
+
+    before = run()
+    helpers = package / "codecs" / "common" / "minifloat_cpu.py"
+    text = helpers.read_text()
+    call = "_narrow0(words, out)\n"
+    assert text.count(call) == 1
+    (indent,) = re.findall(rf"^( *){re.escape(call)}", text, re.MULTILINE)
+    helpers.write_text(text.replace(call, f"{call}{indent}out[0] = 0\n"))
+    assert run() == ["0", *before[1:]]
 
 
 #: Encodes and decodes, and says what was warned of, and what was logged.
