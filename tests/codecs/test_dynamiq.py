@@ -575,14 +575,3 @@ def test_codes_follow_the_key_alone(backend: str, monkeypatch: pytest.MonkeyPatc
     assert bytes(codec.encode(x, key=tw.Key(*numbers), backend=backend)) == first
     plain = tw.codec("dynamiq", rounding="nearest")
     assert bytes(plain.encode(x, backend=backend)) == bytes(plain.encode(x, key=KEY))
-
-
-def test_selections(backend: str) -> None:
-    codec = tw.codec("dynamiq")
-    for pattern in PATTERNS[-1:]:
-        x = make_bits(pattern, BY_NAME["bfloat16"], 9001).view(ml_dtypes.bfloat16)
-        buf = codec.encode(x, chunks=2, key=KEY)
-        whole = tw.decode(buf, backend="ref")
-        for start, stop in [(0, 9001), (1, 2), (255, 257), (95, 770), (4499, 4503), (9000, 9001)]:
-            part = tw.decode(buf, start=start, stop=stop, backend=backend)
-            assert part.tobytes() == whole[start:stop].tobytes()

@@ -447,17 +447,6 @@ def test_what_is_left_to_raw() -> None:
         codec.encode(np.zeros(5000, np.float32), stats=np.array([1]))
 
 
-def test_selections(backend: str) -> None:
-    rng = np.random.default_rng(2)
-    x = rng.standard_normal(3001).astype(np.float32)
-    for element in BY_NAME:
-        buf = tw.codec("mx", element=element).encode(x, chunks=3)
-        whole = tw.decode(buf, backend=backend)
-        for start, stop in [(0, 3001), (1, 2), (31, 33), (255, 770), (999, 1003), (3000, 3001)]:
-            part = tw.decode(buf, start=start, stop=stop, backend=backend)
-            assert part.tobytes() == whole[start:stop].tobytes()
-
-
 def test_worked_example() -> None:
     x = np.zeros(257, BFLOAT16.numpy)
     x[:2] = 1.0, -3.0

@@ -411,14 +411,3 @@ def test_damage_is_found_before_a_tile_is_added() -> None:
     data[130] ^= 1
     with pytest.raises(tw.FormatError, match="checksum_mismatch"):
         BETWEEN.decode_add_encode(bytes(data), x)
-
-
-def test_selections(backend: str) -> None:
-    for codec in (BETWEEN, tw.codec("sdp4bit", bits=8, group=2048), WEIGHTS):
-        for pattern in PATTERNS[:2]:
-            x = make_bits(pattern, BY_NAME["bfloat16"], 9001).view(ml_dtypes.bfloat16)
-            buf = codec.encode(x, chunks=2)
-            whole = tw.decode(buf, backend="ref")
-            for start, stop in [(0, 9001), (1, 2), (31, 33), (95, 770), (4499, 4503), (9000, 9001)]:
-                part = tw.decode(buf, start=start, stop=stop, backend=backend)
-                assert part.tobytes() == whole[start:stop].tobytes()
