@@ -363,32 +363,6 @@ def test_zeros_and_largest_numbers() -> None:
     assert not tw.decode(tw.encode(x, "dynamiq", key=KEY)).reshape(-1, 16)[1::2].any()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-def test_fused_sums_are_those_of_the_steps(dtype: DType, backend: str) -> None:
-    """Also that the sum keeps the widths of the source: it is encoded as with its stats."""
-    for params, pattern, n, chunks in (
-        ({}, "scales", 40_001, 3),
-        ({"widths": "pow2", "scales": "stochastic", "center": True}, "special", 3001, 1),
-        ({"super_group": 128, "scales": "wide", "group": 64}, "mixed_zeros", 2000, 2),
-    ):
-        codec = tw.codec("dynamiq", **params)
-        x = make_bits("normal", dtype, n, seed=1).view(dtype.numpy)
-        other = make_bits(pattern, dtype, n).view(dtype.numpy)
-        stats = codec.measure(other)
-        buf = codec.encode(other, chunks=chunks, key=KEY, stats=stats)
-        y = tw.decode(buf, backend="ref")
-        total = (y.astype(np.float32) + x.astype(np.float32)).astype(dtype.numpy)
-        key = KEY._replace(rank=5)
-        found = codec.decode_add_encode(buf, x, chunks=chunks, key=key, backend=backend)
-        expected = codec.encode(total, chunks=chunks, key=key, stats=stats, backend="ref")
-        assert bytes(found) == bytes(expected), (params, pattern)
-        acc = x.astype(np.float32)
-        wanted = acc + y.astype(np.float32)
-        assert codec.decode_add(buf, acc) is acc
-        assert np.array_equal(acc, wanted, equal_nan=True)
-
-
 def test_damage_is_found_before_anything_is_added() -> None:
     x = np.ones(2001, np.float32)
     codec = tw.codec("dynamiq")

@@ -251,32 +251,6 @@ def test_special_values(dtype: str, element: str, backend: str) -> None:
         assert (wide[72:96] == 0).all()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("element", BY_NAME)
-def test_fused_sums_are_those_of_the_steps(dtype: str, element: str) -> None:
-    kind = DTYPES[dtype]
-    codec = tw.codec("mx", element=element)
-    for pattern, n, chunks in (("special", 1001, 3), ("normal", 70_001, 1), ("random", 9000, 2)):
-        x = make_bits(pattern, kind, n, seed=1).view(kind.numpy)
-        buf = codec.encode(make_bits("special", kind, n).view(kind.numpy), chunks=chunks)
-        y = tw.decode(buf, backend="ref")
-        total = (y.astype(np.float32) + x.astype(np.float32)).astype(kind.numpy)
-        found = codec.decode_add_encode(buf, x, chunks=chunks)
-        assert bytes(found) == bytes(codec.encode(total, chunks=chunks, backend="ref"))
-        # Into the memory that the first buffer has.
-        again = codec.encode(y, chunks=chunks)
-        same = codec.decode_add_encode(again, x, chunks=chunks, out=again)
-        steps = codec.decode_add_encode(bytes(codec.encode(y, chunks=chunks)), x, chunks=chunks)
-        assert bytes(same) == bytes(steps)
-        acc = x.astype(np.float32)
-        expected = acc + y.astype(np.float32)
-        assert codec.decode_add(buf, acc) is acc
-        assert np.array_equal(acc, expected, equal_nan=True)
-
-
 def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
     """Scale bytes of chunk `i`."""
     lo, hi = buf.plan.chunk_range(i)

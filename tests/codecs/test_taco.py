@@ -356,16 +356,3 @@ def test_mean_of_many_encodings_is_the_tensor() -> None:
         total += decoded(x, codec, key=tw.Key(1, step))
     one = vnmse(x, decoded(x, codec, key=tw.Key(1)))
     assert vnmse(x, total / 200) < one / 100
-
-
-def test_decode_add_and_decode_add_encode(backend: str) -> None:
-    codec = tw.codec("taco")
-    x = make_bits("normal", BY_NAME["bfloat16"], 5000).view(ml_dtypes.bfloat16)
-    buf = codec.encode(x)
-    y = tw.decode(buf).astype(np.float32)
-    acc = np.full(5000, 0.5, np.float32)
-    codec.decode_add(buf, acc)
-    assert acc.tobytes() == (np.float32(0.5) + y).tobytes()
-    total = codec.decode_add_encode(buf, x, backend=backend)
-    expected = codec.encode((y + x.astype(np.float32)).astype(ml_dtypes.bfloat16))
-    assert bytes(total) == bytes(expected)

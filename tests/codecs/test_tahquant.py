@@ -269,22 +269,6 @@ def test_stats_are_refused() -> None:
         tw.encode(np.ones(3000, np.float32), "tahquant", stats=np.array([1]))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_decode_add_and_decode_add_encode(direction: str, backend: str) -> None:
-    codec = tw.codec("tahquant", direction=direction)
-    for dtype, chunks in zip(DTYPES, (1, 3, 2), strict=True):
-        x = tokens(dtype, (30, 200), -2, 1, 0.01, 9)
-        x[3, 17] = np.nan
-        buf = codec.encode(x, chunks=chunks)
-        y = tw.decode(buf).astype(np.float32)
-        acc = np.full(x.shape, 0.5, np.float32)
-        codec.decode_add(buf, acc)
-        assert acc.tobytes() == (np.float32(0.5) + y).tobytes()
-        total = codec.decode_add_encode(buf, x, chunks=chunks, backend=backend)
-        expected = codec.encode((y + x.astype(np.float32)).astype(dtype.numpy), chunks=chunks)
-        assert bytes(total) == bytes(expected)
-
-
 def test_nothing_is_added_from_a_damaged_buffer() -> None:
     codec = tw.codec("tahquant")
     x = tokens(BY_NAME["bfloat16"], (30, 200), -2, 1, 0, 9)
