@@ -346,20 +346,6 @@ def test_stochastic_rounding_is_unbiased(largest: int) -> None:
         assert (round_to_code(whole, largest, words) == whole).all()
 
 
-def test_stochastic_codes_follow_the_key_alone(backend: str) -> None:
-    codec = tw.codec("sdp4bit", rounding="stochastic")
-    x = make_bits("normal", BY_NAME["bfloat16"], 9000).view(ml_dtypes.bfloat16)
-    first = bytes(codec.encode(x, key=KEY, backend=backend))
-    assert bytes(codec.encode(x, key=KEY, backend=backend, threads=3)) == first
-    others = [tw.Key(12, 22, 33), tw.Key(11, 23, 33), tw.Key(11, 22, 34)]
-    assert len({first, *(bytes(codec.encode(x, key=k, backend=backend)) for k in others)}) == 4
-    with pytest.raises(ValueError, match="needs key"):
-        codec.encode(x, backend=backend)
-    half = make_bits("normal", BY_NAME["float32"], 2000).view(np.float32)
-    buf = codec.encode(np.concatenate([half, half]), key=KEY, chunks=2, backend=backend)
-    assert bytes(buf.static(0)) != bytes(buf.static(1))
-
-
 FUSED = (
     (tw.codec("sdp4bit"), tw.codec("sdp4bit")),
     (INSIDE, BETWEEN),

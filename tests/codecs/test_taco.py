@@ -327,27 +327,6 @@ def test_values_of_the_format_are_never_rounded(name: str) -> None:
         assert (values_of(name)[codes] == grid).all()
 
 
-@pytest.mark.fast_cases(1)
-def test_stochastic_codes_follow_the_key_alone(backend: str) -> None:
-    codec = tw.codec("taco", rounding="stochastic")
-    x = make_bits("normal", BY_NAME["bfloat16"], 9000).view(ml_dtypes.bfloat16)
-    first = bytes(codec.encode(x, key=KEY, backend=backend))
-    assert bytes(codec.encode(x, key=KEY, backend=backend, threads=3)) == first
-    others = [tw.Key(12, 22, 33), tw.Key(11, 23, 33), tw.Key(11, 22, 34)]
-    assert len({first, *(bytes(codec.encode(x, key=k, backend=backend)) for k in others)}) == 4
-    arrays = tw.Key(np.array([11]), np.int64(22), 33)
-    assert bytes(codec.encode(x, key=arrays, backend=backend)) == first
-    with pytest.raises(ValueError, match="needs key"):
-        codec.encode(x, backend=backend)
-
-
-def test_chunks_draw_different_words() -> None:
-    codec = tw.codec("taco", rounding="stochastic")
-    half = make_bits("normal", BY_NAME["float32"], 2000).view(np.float32)
-    buf = codec.encode(np.concatenate([half, half]), key=KEY, chunks=2)
-    assert bytes(buf.static(0)) != bytes(buf.static(1))
-
-
 def test_mean_of_many_encodings_is_the_tensor() -> None:
     codec = tw.codec("taco", rounding="stochastic", format="int8")
     x = make_bits("normal", BY_NAME["float32"], 4096).view(np.float32)
