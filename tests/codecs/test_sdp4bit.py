@@ -319,12 +319,6 @@ def test_parameters_come_back() -> None:
         assert Sdp4bit.unpack_params(spec.pack_params()) == spec
 
 
-def test_stats_are_refused() -> None:
-    assert tw.codec("sdp4bit").measure(np.ones(3000, np.float32)) is None
-    with pytest.raises(ValueError, match="no stats"):
-        tw.encode(np.ones(3000, np.float32), "sdp4bit", stats=np.array([1]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("largest", [7, 127])
 def test_stochastic_rounding_is_unbiased(largest: int) -> None:

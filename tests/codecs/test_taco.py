@@ -261,12 +261,6 @@ def test_parameters_come_back() -> None:
         assert Taco.unpack_params(spec.pack_params()) == spec
 
 
-def test_stats_are_refused() -> None:
-    assert tw.codec("taco").measure(np.ones(3000, np.float32)) is None
-    with pytest.raises(ValueError, match="no stats"):
-        tw.encode(np.ones(3000, np.float32), "taco", stats=np.array([1]))
-
-
 @pytest.mark.parametrize("name", FLOAT8)
 def test_codes_are_those_of_ml_dtypes(name: str) -> None:
     f = FORMAT_OF[name]

@@ -261,9 +261,3 @@ def test_parameters_come_back() -> None:
         for hidden in (1, 64, 4097, (1 << 63) - 1):
             spec = Tahquant(direction, hidden)
             assert Tahquant.unpack_params(spec.pack_params()) == spec
-
-
-def test_stats_are_refused() -> None:
-    assert tw.codec("tahquant").measure(np.ones(3000, np.float32)) is None
-    with pytest.raises(ValueError, match="no stats"):
-        tw.encode(np.ones(3000, np.float32), "tahquant", stats=np.array([1]))
