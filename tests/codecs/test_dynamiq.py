@@ -420,17 +420,6 @@ def test_chunks_take_the_widths_of_their_place() -> None:
         assert min(loud) >= 6
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    for shape in ((), (0,), (1,), (60,), (0, 7)):
-        x = np.full(shape, 1.25, np.float32)
-        buf = tw.encode(x, "dynamiq", key=KEY)
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", x.tobytes())
-    for name in set(BY_NAME) - set(Dynamiq.dtypes):
-        bits = make_bits("random", BY_NAME[name], 4000)
-        buf = tw.encode(bits.view(BY_NAME[name].numpy), "dynamiq")
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -393,17 +393,6 @@ def test_bad_parameters_are_refused(params: dict[str, Any], error: type[Exceptio
         tw.codec("mx", **params)
 
 
-def test_what_is_left_to_raw() -> None:
-    codec = tw.codec("mx")
-    for x in (np.zeros(5000), np.arange(5000), np.float32(1.0), np.ones(20, np.float32)):
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert np.array_equal(tw.decode(buf), x)
-    assert not codec.lossless
-    with pytest.raises(ValueError, match="takes no stats"):
-        codec.encode(np.zeros(5000, np.float32), stats=np.array([1]))
-
-
 def test_worked_example() -> None:
     x = np.zeros(257, BFLOAT16.numpy)
     x[:2] = 1.0, -3.0

@@ -260,20 +260,6 @@ def test_zeros_and_subnormals() -> None:
         assert rotate != "both" or vnmse(x16, decoded(x16, codec)) < 0.01
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    for rotate in ("both", "none"):
-        codec = tw.codec("sdp4bit", rotate=rotate)
-        for shape in ((), (0,), (1,), (64,), (0, 7)):
-            x = np.full(shape, 1.25, np.float32)
-            buf = codec.encode(x)
-            assert buf.header.codec == "raw"
-            assert tw.decode(buf).tobytes() == x.tobytes()
-        for name in set(BY_NAME) - set(Sdp4bit.dtypes):
-            bits = make_bits("random", BY_NAME[name], 4000)
-            buf = codec.encode(bits.view(BY_NAME[name].numpy))
-            assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-
-
 def test_every_size_is_rotated_where_both_sides_count_on_it(backend: str) -> None:
     """Raw would not rotate, and the two codecs of a sum need not gain at the same sizes."""
     for shape in ((), (0,), (1,), (31,), (32,), (150,), (0, 7), (3, 11)):

@@ -220,20 +220,6 @@ def test_zeros_and_subnormals() -> None:
         assert vnmse(x[:2816], decoded(x, codec)[:2816]) < 0.01
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    codec = tw.codec("taco")
-    for shape in ((), (0,), (1,), (64,), (0, 7)):
-        x = np.full(shape, 1.25, np.float32)
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert tw.decode(buf).tobytes() == x.tobytes()
-    for name in set(BY_NAME) - set(Taco.dtypes):
-        bits = make_bits("random", BY_NAME[name], 4000)
-        buf = codec.encode(bits.view(BY_NAME[name].numpy))
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-    assert codec.encode(np.ones((3, 5, 100), np.float32)).header.codec == "taco"
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -227,19 +227,6 @@ def test_huge_tokens_have_one_width(backend: str) -> None:
         assert tw.decode(bytes(buf), backend=backend, start=999, stop=1001).size == 2
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    codec = tw.codec("tahquant")
-    for shape in ((), (0,), (1,), (64,), (0, 7), (7, 0), (3000, 1), (500, 7)):
-        x = np.full(shape, 1.25, np.float32)
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert tw.decode(buf).tobytes() == x.tobytes()
-    for name in ("float64", "int32", "float8_e4m3fn"):
-        bits = make_bits("random", BY_NAME[name], 4000)
-        buf = codec.encode(bits.view(BY_NAME[name].numpy))
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
