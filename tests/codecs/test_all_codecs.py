@@ -85,8 +85,8 @@ def same(found: tw.Buffer, expected: tw.Buffer) -> bool:
         return True
     if expected.header.codec not in ("raw", "zipccl", "omnireduce"):
         return False
-    pair = (tw.decode(b).astype(np.float32) for b in (found, expected))
-    return np.array_equal(*pair, equal_nan=True)
+    left, right = (tw.decode(b).astype(np.float32) for b in (found, expected))
+    return np.array_equal(left, right, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "params"), DRAWING)
