@@ -25,6 +25,49 @@ FLOATS = [d.name for d in BY_NAME.values() if d.is_float]
 KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
 PATTERNS = ("normal", "zero", "one_hot", "special", "random", "mixed_zeros", "scales")
 
+ELEMENTS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
+#: Parameters of every codec, the default ones first.
+CODEC_PARAMS: dict[str, list[dict[str, Any]]] = {
+    "raw": [{}],
+    "mx": [
+        *({"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")),
+        {"element": "e2m3", "scale_rule": "agreed"},
+    ],
+    "nvfp4": [{}],
+    "zipccl": [{}, {"window": "sigma"}, {"window": "histogram"}, {"window": 5}],
+    "sdp4bit": [
+        {},
+        {"bits": 8, "group": 32},
+        {"group": 2048, "rotate": "none"},
+        {"bits": 8, "group": 4096, "rounding": "stochastic"},
+        {"group": 64, "rotate": "none", "rounding": "stochastic"},
+    ],
+    "taco": [
+        {},
+        {"format": "e5m2", "transform": "hadamard", "scales": "merged", "block": 128},
+        {"format": "int8", "block": 32},
+        {"transform": "none", "scales": "merged", "block": 512},
+        {"rounding": "stochastic"},
+        {"rounding": "stochastic", "format": "int8", "transform": "none", "block": 64},
+    ],
+    "dynamiq": [
+        {},
+        {"widths": "pow2", "grid": "signed", "scales": "stochastic", "group": 8},
+        {"widths": "fixed", "grid": "uniform", "scales": "wide", "rounding": "nearest", "bits": 8},
+        {"center": True, "super_group": 1024, "group": 64, "rounding": "stochastic"},
+        {"bits": 3.5, "super_group": 128, "rounding": "nearest"},
+    ],
+    "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
+    "thc": [{}, {"norm": "tensor"}, {"bits": 16}],
+    "omnireduce": [{}, {"block": 64, "bits": 3}, {"values": "float16"}, {"values": "float32"}],
+    "lhc": [
+        {},
+        {"ratio": 2.5, "mapping": "published"},
+        {"sketch": "float16"},
+        {"sketch": "float32"},
+    ],
+}
+
 
 def needs(package: str) -> pytest.MarkDecorator:
     """Skip where `package` is not installed; CI does not allow these skips in the slow tier."""

@@ -119,6 +119,7 @@ def test_examples_in_a_shell(folder: Path, example: str) -> None:
     # A tenth of the vectors, and a decoder of one's own.
     (folder / "specs").mkdir()
     shutil.copy(ROOT / "specs" / "decoder.py", folder / "specs")
+    shutil.copytree(ROOT / "specs" / "decoders", folder / "specs" / "decoders")
     shutil.copytree(ROOT / "specs" / "vectors" / "raw", folder / "vectors")
     program(folder / "decoder", 'exec python specs/decoder.py "$@"')
     if "--vectors" not in example and " conformance " in example:

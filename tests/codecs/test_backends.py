@@ -11,57 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import PATTERNS, examples, make_bits
+from support import CODEC_PARAMS, PATTERNS, examples, make_bits
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
 
-ELEMENTS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 SIZES = (0, 1, 127, 129, 2048, 4095, 4096, 4097, 12289, 70001)
-PARAMS: dict[str, list[dict[str, Any]]] = {
-    "raw": [{}],
-    "mx": [
-        *({"element": e, "scale_rule": r} for e in ELEMENTS for r in ("floor", "ceil")),
-        {"element": "e2m3", "scale_rule": "agreed"},
-    ],
-    "nvfp4": [{}],
-    "zipccl": [{}, {"window": "sigma"}, {"window": "histogram"}, {"window": 5}],
-    "sdp4bit": [
-        {},
-        {"bits": 8, "group": 32},
-        {"group": 2048, "rotate": "none"},
-        {"bits": 8, "group": 4096, "rounding": "stochastic"},
-        {"group": 64, "rotate": "none", "rounding": "stochastic"},
-    ],
-    "taco": [
-        {},
-        {"format": "e5m2", "transform": "hadamard", "scales": "merged", "block": 128},
-        {"format": "int8", "block": 32},
-        {"transform": "none", "scales": "merged", "block": 512},
-        {"rounding": "stochastic"},
-        {"rounding": "stochastic", "format": "int8", "transform": "none", "block": 64},
-    ],
-    "dynamiq": [
-        {},
-        {"widths": "pow2", "grid": "signed", "scales": "stochastic", "group": 8},
-        {"widths": "fixed", "grid": "uniform", "scales": "wide", "rounding": "nearest", "bits": 8},
-        {"center": True, "super_group": 1024, "group": 64, "rounding": "stochastic"},
-        {"bits": 3.5, "super_group": 128, "rounding": "nearest"},
-    ],
-    "tahquant": [{}, {"hidden": 256}, {"hidden": 199}, {"direction": "backward", "hidden": 199}],
-    "thc": [{}, {"norm": "tensor"}, {"bits": 16}],
-    "omnireduce": [{}, {"block": 64, "bits": 3}, {"values": "float16"}, {"values": "float32"}],
-    "lhc": [
-        {},
-        {"ratio": 2.5, "mapping": "published"},
-        {"sketch": "float16"},
-        {"sketch": "float32"},
-    ],
-}
 KEY = tw.Key(0xFEDCBA9876543210, step=5, rank=2)
-
-
-def test_every_codec_has_parameters_here() -> None:
-    assert set(PARAMS) == set(tw.list_codecs())
 
 
 def encoded_bytes(bits: npt.NDArray[Any], dtype: DType, codec: tw.Codec, **options: Any) -> bytes:
@@ -111,7 +66,7 @@ def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "params"), [(name, params) for name, all_ in PARAMS.items() for params in all_]
+    ("name", "params"), [(name, params) for name, all_ in CODEC_PARAMS.items() for params in all_]
 )
 def test_parameters(name: str, params: dict[str, Any], float_dtype: DType) -> None:
     codec = tw.codec(name, **params)
@@ -154,7 +109,7 @@ def test_all_bfloat16_patterns_in_every_row_and_column() -> None:
 @examples(150)
 @given(
     dtype=st.sampled_from([d for d in BY_NAME.values() if d.is_float]),
-    codec=st.sampled_from([tw.codec(n, **p) for n, all_ in PARAMS.items() for p in all_]),
+    codec=st.sampled_from([tw.codec(n, **p) for n, all_ in CODEC_PARAMS.items() for p in all_]),
     n=st.integers(0, 9000),
     chunks=st.integers(1, 5),
     spread=st.floats(0, 40),
@@ -181,7 +136,7 @@ def test_property_round_trip(
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     pattern=st.sampled_from(PATTERNS),
     dtype=st.sampled_from(list(BY_NAME.values())),
-    codec=st.sampled_from([tw.codec(n, **p) for n, all_ in PARAMS.items() for p in all_]),
+    codec=st.sampled_from([tw.codec(n, **p) for n, all_ in CODEC_PARAMS.items() for p in all_]),
 )
 def test_property_selections(
     n: int, chunks: int, cut: tuple[float, float], pattern: str, dtype: DType, codec: tw.Codec

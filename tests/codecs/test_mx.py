@@ -251,32 +251,6 @@ def test_special_values(dtype: str, element: str, backend: str) -> None:
         assert (wide[72:96] == 0).all()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("element", BY_NAME)
-def test_fused_sums_are_those_of_the_steps(dtype: str, element: str) -> None:
-    kind = DTYPES[dtype]
-    codec = tw.codec("mx", element=element)
-    for pattern, n, chunks in (("special", 1001, 3), ("normal", 70_001, 1), ("random", 9000, 2)):
-        x = make_bits(pattern, kind, n, seed=1).view(kind.numpy)
-        buf = codec.encode(make_bits("special", kind, n).view(kind.numpy), chunks=chunks)
-        y = tw.decode(buf, backend="ref")
-        total = (y.astype(np.float32) + x.astype(np.float32)).astype(kind.numpy)
-        found = codec.decode_add_encode(buf, x, chunks=chunks)
-        assert bytes(found) == bytes(codec.encode(total, chunks=chunks, backend="ref"))
-        # Into the memory that the first buffer has.
-        again = codec.encode(y, chunks=chunks)
-        same = codec.decode_add_encode(again, x, chunks=chunks, out=again)
-        steps = codec.decode_add_encode(bytes(codec.encode(y, chunks=chunks)), x, chunks=chunks)
-        assert bytes(same) == bytes(steps)
-        acc = x.astype(np.float32)
-        expected = acc + y.astype(np.float32)
-        assert codec.decode_add(buf, acc) is acc
-        assert np.array_equal(acc, expected, equal_nan=True)
-
-
 def scales_of(buf: tw.Buffer, i: int = 0) -> Array:
     """Scale bytes of chunk `i`."""
     lo, hi = buf.plan.chunk_range(i)
@@ -406,23 +380,6 @@ def test_bad_scales_are_refused(bad: Array, backend: str) -> None:
         codec.encode(np.ones(500, np.float32), stats=bad, backend=backend)
 
 
-@pytest.mark.slow
-def test_damage_is_found_before_anything_is_added() -> None:
-    codec = tw.codec("mx", element="e3m2")
-    x = np.ones(601, np.float32)
-    data = bytearray(bytes(codec.encode(x, chunks=2)))
-    acc = np.zeros(601, np.float32)
-    data[-1] = 1
-    for chunks in (1, 2):
-        with pytest.raises(tw.FormatError, match="checksum_mismatch"):
-            codec.decode_add_encode(bytes(data), x, chunks=chunks)
-    with pytest.raises(tw.FormatError, match="checksum_mismatch"):
-        codec.decode_add(bytes(data), acc)
-    assert not acc.any()
-    with pytest.raises(ValueError, match="acc has shape"):
-        codec.decode_add(codec.encode(x), np.zeros(600, np.float32))
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
@@ -434,28 +391,6 @@ def test_damage_is_found_before_anything_is_added() -> None:
 def test_bad_parameters_are_refused(params: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="allowed"):
         tw.codec("mx", **params)
-
-
-def test_what_is_left_to_raw() -> None:
-    codec = tw.codec("mx")
-    for x in (np.zeros(5000), np.arange(5000), np.float32(1.0), np.ones(20, np.float32)):
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert np.array_equal(tw.decode(buf), x)
-    assert not codec.lossless
-    with pytest.raises(ValueError, match="takes no stats"):
-        codec.encode(np.zeros(5000, np.float32), stats=np.array([1]))
-
-
-def test_selections(backend: str) -> None:
-    rng = np.random.default_rng(2)
-    x = rng.standard_normal(3001).astype(np.float32)
-    for element in BY_NAME:
-        buf = tw.codec("mx", element=element).encode(x, chunks=3)
-        whole = tw.decode(buf, backend=backend)
-        for start, stop in [(0, 3001), (1, 2), (31, 33), (255, 770), (999, 1003), (3000, 3001)]:
-            part = tw.decode(buf, start=start, stop=stop, backend=backend)
-            assert part.tobytes() == whole[start:stop].tobytes()
 
 
 def test_worked_example() -> None:

@@ -200,29 +200,3 @@ def test_worked_example() -> None:
     assert static[256:260].tobytes() == b"\0\0\x60\x44"
     assert static[272] == 0x7E
     assert np.count_nonzero(static) == 4
-
-
-def test_selections(backend: str) -> None:
-    x = np.random.default_rng(4).standard_normal(3001).astype(np.float16)
-    buf = tw.codec("nvfp4").encode(x, chunks=3)
-    whole = tw.decode(buf, backend=backend)
-    for start, stop in [(0, 3001), (1, 2), (15, 17), (255, 770), (999, 1003), (3000, 3001)]:
-        part = tw.decode(buf, start=start, stop=stop, backend=backend)
-        assert part.tobytes() == whole[start:stop].tobytes()
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_sums_are_those_of_the_steps(name: str) -> None:
-    kind, codec = BY_NAME[name].numpy, tw.codec("nvfp4")
-    rng = np.random.default_rng(5)
-    for n, chunks in ((70_001, 1), (3001, 3)):
-        x, y = (rng.standard_normal(n).astype(kind) for _ in range(2))
-        buf = codec.encode(x, chunks=chunks)
-        decoded = tw.decode(buf, backend="ref").astype(np.float32)
-        acc = y.astype(np.float32)
-        expected = acc + decoded
-        assert codec.decode_add(buf, acc) is acc
-        assert np.array_equal(acc, expected)
-        total = (decoded + y.astype(np.float32)).astype(kind)
-        found = codec.decode_add_encode(buf, y, chunks=chunks)
-        assert bytes(found) == bytes(codec.encode(total, chunks=chunks))

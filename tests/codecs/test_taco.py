@@ -220,20 +220,6 @@ def test_zeros_and_subnormals() -> None:
         assert vnmse(x[:2816], decoded(x, codec)[:2816]) < 0.01
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    codec = tw.codec("taco")
-    for shape in ((), (0,), (1,), (64,), (0, 7)):
-        x = np.full(shape, 1.25, np.float32)
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert tw.decode(buf).tobytes() == x.tobytes()
-    for name in set(BY_NAME) - set(Taco.dtypes):
-        bits = make_bits("random", BY_NAME[name], 4000)
-        buf = codec.encode(bits.view(BY_NAME[name].numpy))
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-    assert codec.encode(np.ones((3, 5, 100), np.float32)).header.codec == "taco"
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
@@ -259,12 +245,6 @@ def test_parameters_come_back() -> None:
     for chosen in itertools.product(FORMATS, BLOCKS, TRANSFORMS, SCALES, ROUNDINGS):
         spec = Taco(*chosen)
         assert Taco.unpack_params(spec.pack_params()) == spec
-
-
-def test_stats_are_refused() -> None:
-    assert tw.codec("taco").measure(np.ones(3000, np.float32)) is None
-    with pytest.raises(ValueError, match="no stats"):
-        tw.encode(np.ones(3000, np.float32), "taco", stats=np.array([1]))
 
 
 @pytest.mark.parametrize("name", FLOAT8)
@@ -327,27 +307,6 @@ def test_values_of_the_format_are_never_rounded(name: str) -> None:
         assert (values_of(name)[codes] == grid).all()
 
 
-@pytest.mark.fast_cases(1)
-def test_stochastic_codes_follow_the_key_alone(backend: str) -> None:
-    codec = tw.codec("taco", rounding="stochastic")
-    x = make_bits("normal", BY_NAME["bfloat16"], 9000).view(ml_dtypes.bfloat16)
-    first = bytes(codec.encode(x, key=KEY, backend=backend))
-    assert bytes(codec.encode(x, key=KEY, backend=backend, threads=3)) == first
-    others = [tw.Key(12, 22, 33), tw.Key(11, 23, 33), tw.Key(11, 22, 34)]
-    assert len({first, *(bytes(codec.encode(x, key=k, backend=backend)) for k in others)}) == 4
-    arrays = tw.Key(np.array([11]), np.int64(22), 33)
-    assert bytes(codec.encode(x, key=arrays, backend=backend)) == first
-    with pytest.raises(ValueError, match="needs key"):
-        codec.encode(x, backend=backend)
-
-
-def test_chunks_draw_different_words() -> None:
-    codec = tw.codec("taco", rounding="stochastic")
-    half = make_bits("normal", BY_NAME["float32"], 2000).view(np.float32)
-    buf = codec.encode(np.concatenate([half, half]), key=KEY, chunks=2)
-    assert bytes(buf.static(0)) != bytes(buf.static(1))
-
-
 def test_mean_of_many_encodings_is_the_tensor() -> None:
     codec = tw.codec("taco", rounding="stochastic", format="int8")
     x = make_bits("normal", BY_NAME["float32"], 4096).view(np.float32)
@@ -356,16 +315,3 @@ def test_mean_of_many_encodings_is_the_tensor() -> None:
         total += decoded(x, codec, key=tw.Key(1, step))
     one = vnmse(x, decoded(x, codec, key=tw.Key(1)))
     assert vnmse(x, total / 200) < one / 100
-
-
-def test_decode_add_and_decode_add_encode(backend: str) -> None:
-    codec = tw.codec("taco")
-    x = make_bits("normal", BY_NAME["bfloat16"], 5000).view(ml_dtypes.bfloat16)
-    buf = codec.encode(x)
-    y = tw.decode(buf).astype(np.float32)
-    acc = np.full(5000, 0.5, np.float32)
-    codec.decode_add(buf, acc)
-    assert acc.tobytes() == (np.float32(0.5) + y).tobytes()
-    total = codec.decode_add_encode(buf, x, backend=backend)
-    expected = codec.encode((y + x.astype(np.float32)).astype(ml_dtypes.bfloat16))
-    assert bytes(total) == bytes(expected)

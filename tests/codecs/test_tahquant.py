@@ -227,19 +227,6 @@ def test_huge_tokens_have_one_width(backend: str) -> None:
         assert tw.decode(bytes(buf), backend=backend, start=999, stop=1001).size == 2
 
 
-def test_sizes_that_gain_nothing_and_other_dtypes_are_raw() -> None:
-    codec = tw.codec("tahquant")
-    for shape in ((), (0,), (1,), (64,), (0, 7), (7, 0), (3000, 1), (500, 7)):
-        x = np.full(shape, 1.25, np.float32)
-        buf = codec.encode(x)
-        assert buf.header.codec == "raw"
-        assert tw.decode(buf).tobytes() == x.tobytes()
-    for name in ("float64", "int32", "float8_e4m3fn"):
-        bits = make_bits("random", BY_NAME[name], 4000)
-        buf = codec.encode(bits.view(BY_NAME[name].numpy))
-        assert (buf.header.codec, tw.decode(buf).tobytes()) == ("raw", bits.tobytes())
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
@@ -261,39 +248,3 @@ def test_parameters_come_back() -> None:
         for hidden in (1, 64, 4097, (1 << 63) - 1):
             spec = Tahquant(direction, hidden)
             assert Tahquant.unpack_params(spec.pack_params()) == spec
-
-
-def test_stats_are_refused() -> None:
-    assert tw.codec("tahquant").measure(np.ones(3000, np.float32)) is None
-    with pytest.raises(ValueError, match="no stats"):
-        tw.encode(np.ones(3000, np.float32), "tahquant", stats=np.array([1]))
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_decode_add_and_decode_add_encode(direction: str, backend: str) -> None:
-    codec = tw.codec("tahquant", direction=direction)
-    for dtype, chunks in zip(DTYPES, (1, 3, 2), strict=True):
-        x = tokens(dtype, (30, 200), -2, 1, 0.01, 9)
-        x[3, 17] = np.nan
-        buf = codec.encode(x, chunks=chunks)
-        y = tw.decode(buf).astype(np.float32)
-        acc = np.full(x.shape, 0.5, np.float32)
-        codec.decode_add(buf, acc)
-        assert acc.tobytes() == (np.float32(0.5) + y).tobytes()
-        total = codec.decode_add_encode(buf, x, chunks=chunks, backend=backend)
-        expected = codec.encode((y + x.astype(np.float32)).astype(dtype.numpy), chunks=chunks)
-        assert bytes(total) == bytes(expected)
-
-
-def test_nothing_is_added_from_a_damaged_buffer() -> None:
-    codec = tw.codec("tahquant")
-    x = tokens(BY_NAME["bfloat16"], (30, 200), -2, 1, 0, 9)
-    data = np.frombuffer(bytes(codec.encode(x, checksum=False)), np.uint8).copy()
-    plan = codec.plan(x.shape, "bfloat16", checksum=False)
-    data[plan.static_offset + plan.layout.sections[0].nbytes + 3] = 0x7C
-    acc = np.full(x.shape, 0.5, np.float32)
-    with pytest.raises(tw.FormatError, match="bad_payload"):
-        codec.decode_add(data, acc)
-    with pytest.raises(tw.FormatError, match="bad_payload"):
-        codec.decode_add_encode(data, x)
-    assert (acc == 0.5).all()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,8 @@ import pytest
 
 import float_modes
 import tightwire as tw
+from decoders.buffer import decode as decode_of_the_pages
+from decoders.common import FormatError as DecoderError
 from support import make_bits, repair
 from tightwire import engine
 from tightwire.codecs.common import threads as threads_module
@@ -222,20 +222,8 @@ def mutate(rng: np.random.Generator, original: bytes) -> bytearray:
     return data
 
 
-def load_decoder() -> Any:
-    """specs/decoder.py, which knows nothing of this library."""
-    path = Path(__file__).parents[2] / "specs" / "decoder.py"
-    spec = importlib.util.spec_from_file_location("independent_decoder", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def check_mutations(seed: int, count: int, every: int) -> None:
     """Mutate; compare with the reference and the independent decoder each `every` mutations."""
-    decoder = load_decoder()
     rng = np.random.default_rng(seed)
     names = list(SAMPLES)
     accepted = 0
@@ -257,8 +245,8 @@ def check_mutations(seed: int, count: int, every: int) -> None:
             assert outcome(data, "ref") == found, (seed, k)
         if k % every == 0 or (repaired and not isinstance(found, str) and accepted % 10 == 0):
             try:
-                independent = decoder.decode(bytes(data), 1 << 28)
-            except decoder.FormatError as error:
+                independent: Any = decode_of_the_pages(bytes(data), 1 << 28)
+            except DecoderError as error:
                 independent = str(error).partition(":")[0]
             assert independent == found, (seed, k)
     assert len(reasons) >= 10

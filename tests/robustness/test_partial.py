@@ -1,7 +1,11 @@
-"""Selections of damaged buffers: what specs/buffer.md, "Partial decoding", and the pages list."""
+"""Selections of damaged buffers: what specs/buffer.md, "Partial decoding", and the pages list.
+
+And sums of damaged buffers, which are damaged as a whole.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +15,7 @@ import tightwire as tw
 from support import make_bits, repair
 from tightwire.engine import parse
 from tightwire.formats.dtypes import BY_NAME
+from tightwire.planning import HOST_BACKENDS
 
 Range = tuple[int, int]
 
@@ -64,14 +69,14 @@ def tensor(case: Damage) -> Any:
     return make_bits(case.pattern, kind, nelem).view(kind.numpy)
 
 
-def encoded(case: Damage) -> tw.Buffer:
+def encoded(case: Damage, checksum: bool = True) -> tw.Buffer:
     """Two chunks, without damage."""
-    return case.codec.encode(tensor(case), chunks=2, key=tw.Key(1))
+    return case.codec.encode(tensor(case), chunks=2, key=tw.Key(1), checksum=checksum)
 
 
-def damaged(case: Damage) -> bytes:
-    """Two chunks, the first with its damage; checksums are right."""
-    data = bytearray(bytes(encoded(case)))
+def damaged(case: Damage, checksum: bool = True) -> bytes:
+    """Two chunks, the first with its damage; checksums are right, or there are none."""
+    data = bytearray(bytes(encoded(case, checksum)))
     plan = parse(np.frombuffer(bytes(data), np.uint8)).plan
     assert plan.codec.name == case.codec.name
     at = plan.static_offset + case.at
@@ -143,6 +148,32 @@ def check_case(case: Damage, backend: str, ranges: list[Range]) -> None:
     whole = outcome(data, n, 2 * n, backend)
     assert whole == tw.decode(encoded(case))[n:].tobytes()
     assert outcome(data, 0, 0, backend, verify=True) == b""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_added_from_a_damaged_buffer(name: str) -> None:
+    case = CASES[name]
+    x = tensor(case)
+    # A bit of the last chunk, and what only the codec finds.
+    flipped = bytearray(bytes(encoded(case)))
+    plan = parse(np.frombuffer(bytes(flipped), np.uint8)).plan
+    flipped[plan.static_offset + plan.static_stride + 3] ^= 1
+    buffers = [(bytes(flipped), "checksum_mismatch", True)]
+    if case.spoilt[0] < case.spoilt[1]:
+        buffers += [
+            (damaged(case, checksum), "bad_payload", checksum) for checksum in (True, False)
+        ]
+    for data, reason, checksum in buffers:
+        acc = np.ones(x.size, np.float32)
+        with pytest.raises(tw.FormatError, match=reason):
+            case.codec.decode_add(data, acc)
+        # A bad payload may be found when other chunks have been added.
+        assert (acc[: case.chunk_nelem] == 1).all()
+        assert reason == "bad_payload" or (acc == 1).all()
+        options: dict[str, Any] = {"key": tw.Key(1), "checksum": checksum}
+        for chunks, backend in itertools.product((1, 2), HOST_BACKENDS):
+            with pytest.raises(tw.FormatError, match=reason):
+                case.codec.decode_add_encode(data, x, chunks=chunks, backend=backend, **options)
 
 
 @pytest.mark.slow

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import tightwire as tw
+import vector_table
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
 CODECS = sorted(tw.list_codecs())
 
 
-@pytest.fixture(scope="module")
-def vector_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("specs_vector_table", SPECS / "vector_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_are_those_of_the_files(vector_table: ModuleType) -> None:
+def test_tables_are_those_of_the_files() -> None:
     made = vector_table.tables()
     assert {p.name for p in (SPECS / "tables").iterdir()} == set(made)
     for name, content in made.items():
@@ -36,15 +23,13 @@ def test_tables_are_those_of_the_files(vector_table: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_vector_has_a_row_and_a_purpose(codec: str, vector_table: ModuleType) -> None:
+def test_every_vector_has_a_row_and_a_purpose(codec: str) -> None:
     rows = vector_table.read(SPECS / "tables" / f"{codec}.tsv")
     assert set(rows) == {p.stem for p in (SPECS / "vectors" / codec).glob("*.tw")}
     assert all(row["purpose"] for row in rows.values())
 
 
-def test_a_changed_file_changes_its_row(
-    vector_table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_changes_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = SPECS / "vectors" / "raw" / "uint8_3"
     for end in (".tw", ".bin"):
         (tmp_path / "raw").mkdir(exist_ok=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ast
-import functools
-import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import decoders.buffer as decoder
+import make_vectors
 import tightwire as tw
+from decoders.common import FormatError
 from support import vector_key
 from tightwire.formats.errors import REASONS
 from tightwire.formats.header import CHECKSUM
@@ -37,22 +38,12 @@ NOT_PACKED_ENCODINGS = {
     "zipccl/bfloat16_slotted",
     *(name for name in VALID_NAMES if name.endswith(("_all_codes", "_sum"))),
 }
+#: The decoder written from the pages.
+DECODER = [SPECS / "decoder.py", *sorted((SPECS / "decoders").glob("*.py"))]
 RAW_CHUNKS = {
     "zipccl/bfloat16_one_raw_chunk": (1,),
     "zipccl/bfloat16_short_raw_chunk": (0, 1, 2),
 }
-
-
-@functools.cache
-def spec_module(name: str) -> ModuleType:
-    """A module of the specs folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"specs_{name}", SPECS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def codec_of(header: tw.Header) -> tw.Codec:
@@ -98,7 +89,7 @@ def test_valid_encodes_to_the_same_bytes(name: str, backend: str) -> None:
 def test_valid_decodes_from_the_pages(name: str) -> None:
     data, tensor = vector(name)
     header = tw.inspect(data).header
-    assert spec_module("decoder").decode(data) == (header.dtype.name, header.shape, tensor)
+    assert decoder.decode(data) == (header.dtype.name, header.shape, tensor)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_PACKED_ENCODINGS & set(VALID_NAMES)))
@@ -152,8 +143,7 @@ def test_invalid_fails_verify(name: str) -> None:
 
 @pytest.mark.parametrize("name", REASON_OF)
 def test_invalid_is_refused_from_the_pages(name: str) -> None:
-    decoder = spec_module("decoder")
-    with pytest.raises(decoder.FormatError) as caught:
+    with pytest.raises(FormatError) as caught:
         decoder.decode((INVALID / f"{name}.tw").read_bytes())
     assert caught.value.reason == REASON_OF[name]
 
@@ -161,9 +151,8 @@ def test_invalid_is_refused_from_the_pages(name: str) -> None:
 @pytest.mark.parametrize("name", ["raw/uint16_3_chunks", "zipccl/bfloat16_2048_ones"])
 def test_reader_limit(name: str) -> None:
     data, tensor = vector(name)
-    decoder = spec_module("decoder")
     assert decoder.decode(data, len(tensor))[2] == tensor
-    with pytest.raises(decoder.FormatError) as caught:
+    with pytest.raises(FormatError) as caught:
         decoder.decode(data[:200], len(tensor) - 1)
     assert caught.value.reason == "limit_exceeded"
     with pytest.raises(tw.FormatError) as from_code:
@@ -172,34 +161,43 @@ def test_reader_limit(name: str) -> None:
 
 
 def test_every_truncation_of_a_vector_is_refused_alike() -> None:
-    decoder = spec_module("decoder")
     for name in ("raw/uint8_3", "zipccl/float8_e5m2_2048", "zipccl/bfloat16_slotted"):
         data, _ = vector(name)
         for length in range(0, len(data), 41):
-            with pytest.raises(decoder.FormatError) as caught:
+            with pytest.raises(FormatError) as caught:
                 decoder.decode(data[:length])
             with pytest.raises(tw.FormatError) as from_code:
                 tw.decode(data[:length])
             assert caught.value.reason == from_code.value.reason == "truncated"
 
 
-def test_decoder_needs_the_standard_library_only() -> None:
-    tree = ast.parse(page("decoder.py"))
+@pytest.mark.parametrize("path", DECODER, ids=lambda path: path.stem)
+def test_decoder_imports_the_standard_library_only(path: Path) -> None:
     imported = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(str(node.module).split(".")[0])
+            assert node.level <= 1
+            if node.level == 0:
+                imported.add(str(node.module).split(".")[0])
         else:
             assert not (isinstance(node, ast.Name) and node.id == "__import__")
-    assert imported <= sys.stdlib_module_names - {"importlib"}
+    # buffer.py finds the modules of its folder.
+    own = {"decoder": {"decoders"}, "buffer": {"importlib"}}.get(path.stem, set())
+    assert imported - own <= sys.stdlib_module_names - {"importlib"}
+
+
+@pytest.mark.parametrize("codec", tw.list_codecs())
+def test_decoder_runs_without_installed_packages(codec: str, tmp_path: Path) -> None:
+    source = min((VECTORS / codec).glob("*.tw"), key=lambda path: path.stat().st_size)
+    command = (sys.executable, "-E", "-S", SPECS / "decoder.py", source, tmp_path / "out")
+    subprocess.run(command, check=True, timeout=60)
+    assert (tmp_path / "out").read_bytes() == source.with_suffix(".bin").read_bytes()
 
 
 @pytest.mark.slow
 def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_vectors = spec_module("make_vectors")
     assert make_vectors.write(tmp_path) == 0
     made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*.*")}
     there = {p.relative_to(VECTORS): p.read_bytes() for p in VECTORS.rglob("*.*")}
@@ -217,6 +215,19 @@ def test_make_vectors_reproduces_them(tmp_path: Path, capsys: pytest.CaptureFixt
     assert reasons.read_text() == '{"magic": "truncated"}'
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("kept")]
     assert lines == ["DIFFERENT, kept raw/uint8_3.bin", "DIFFERENT, kept invalid/reasons.json"]
+
+
+def test_vectors_of_one_codec_leave_the_others_alone(tmp_path: Path) -> None:
+    reasons = tmp_path / "invalid" / "reasons.json"
+    reasons.parent.mkdir()
+    reasons.write_text('{"magic": "bad_magic"}')
+    assert make_vectors.write(tmp_path, ["raw"]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"invalid", "raw"}
+    made = {p.stem for p in tmp_path.glob("invalid/*.tw")}
+    assert "raw_parameters" in made
+    assert json.loads(reasons.read_text()) == {
+        name: REASON_OF[name] for name in sorted(made | {"magic"})
+    }
 
 
 def test_worked_example_of_buffer_page() -> None:
