@@ -139,7 +139,7 @@ class Header:
         """Find how long the buffer is that starts with these bytes.
 
         As long as ``nbytes`` of the result is None, read up to ``needed`` bytes and ask again;
-        after three times at most the size is known. Only the header is checked: ``nbytes`` is what
+        after four times at most the size is known. Only the header is checked: ``nbytes`` is what
         header and records claim, and ``decode`` checks the rest. ``tightwire.read_buffers`` reads a
         stream this way.
 

@@ -274,6 +274,9 @@ class CodecSpec:
             dtype: Element type.
             nelem: Number of the chunk's own elements.
             sections: The section table.
+
+        Returns:
+            A gap, which may be empty, for each used range.
         """
         used = self.static_used(dtype, nelem, sections)
         stops = [
@@ -295,6 +298,9 @@ class CodecSpec:
 
         Args:
             nelem: Number of the chunk's own elements.
+
+        Returns:
+            The byte and the bits; by default none.
         """
         return Tail()
 
