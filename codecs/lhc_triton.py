@@ -365,10 +365,12 @@ def _index_kernel(
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0).to(tl.int64) % tiles
+    static_ptr = index_ptr + (static_at + chunk * static_stride) * 128
+    if WORK and FROM != _BUFFER:
+        clear(static_ptr, index_at * 0, index_at * 128, tile, tiles)
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
     word, mask = _words_of(tile, n)
     inside = word < blocks * _BLOCK_WORDS
-    static_ptr = index_ptr + (static_at + chunk * static_stride) * 128
     index = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + word
     if FROM == _BUFFER:
         bits = tl.load(index, mask=inside, other=0) & mask
@@ -393,8 +395,6 @@ def _index_kernel(
         tl.store(left + word, bits, mask=inside)
         tl.store(a + word, bits * 0, mask=inside)
         tl.store(b + word, bits * 0, mask=inside)
-        if FROM != _BUFFER:
-            clear(static_ptr, index_at * 0, index_at * 128, tile, tiles)
 
 
 @triton.jit

@@ -293,8 +293,7 @@ def _begin_kernel(out_ptr, work_ptr, plan_ptr, parts: tl.int64, work_nbytes: tl.
     clear(work_ptr, pid * 0, work_nbytes, pid, tl.num_programs(0).to(tl.int64))
     chunk, part = pid // parts, pid % parts
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
-    static_at = tl.load(plan_ptr + 4)
-    static_ptr = out_ptr + static_at + chunk * tl.load(plan_ptr + 5)
+    static_ptr = static_of(out_ptr, plan_ptr, chunk)
     for k in tl.static_range(_GAPS):
         start, stop = tl.load(kind_ptr + 3 * k), tl.load(kind_ptr + 3 * k + 2)
         clear(static_ptr, start, stop, part, parts)
@@ -316,7 +315,8 @@ def _begin_kernel(out_ptr, work_ptr, plan_ptr, parts: tl.int64, work_nbytes: tl.
                 word = tl.load(words_ptr + i, mask=i < head, other=0)
                 tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + i, word, mask=i < head)
                 at += 32
-            clear(out_ptr, head * 8 + tl.load(plan_ptr + 1) * 32, static_at, part, parts * 0 + 1)
+            records_end = head * 8 + tl.load(plan_ptr + 1) * 32
+            clear(out_ptr, records_end, tl.load(plan_ptr + 4), part, part + 1)
 
 
 @kernel
