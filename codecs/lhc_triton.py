@@ -30,7 +30,6 @@ from .common.base import Key, Plan
 from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
-    clear,
     frame_of,
     report,
     store_element,
@@ -361,15 +360,14 @@ def _index_kernel(
 ):
     """The index of some words of a chunk, from elements or a tensor's index, or as it is there.
 
-    With WORK all that is in the index is left, and nothing is peeled; an encoder's cells are zero.
+    With WORK all that is in the index is left, and nothing is peeled.
     """
     chunk = first_chunk + tl.program_id(0).to(tl.int64) // tiles
-    tile = tl.program_id(0).to(tl.int64) % tiles
     first, n = _chunk_at(chunk, nelem, chunk_nelem)
-    word, mask = _words_of(tile, n)
+    word, mask = _words_of(tl.program_id(0).to(tl.int64) % tiles, n)
     inside = word < blocks * _BLOCK_WORDS
-    static_ptr = index_ptr + (static_at + chunk * static_stride) * 128
-    index = (static_ptr + index_at * 128).to(tl.pointer_type(tl.uint32)) + word
+    static_ptr = index_ptr + (static_at + chunk * static_stride + index_at) * 128
+    index = static_ptr.to(tl.pointer_type(tl.uint32)) + word
     if FROM == _BUFFER:
         bits = tl.load(index, mask=inside, other=0) & mask
     else:
@@ -393,8 +391,6 @@ def _index_kernel(
         tl.store(left + word, bits, mask=inside)
         tl.store(a + word, bits * 0, mask=inside)
         tl.store(b + word, bits * 0, mask=inside)
-        if FROM != _BUFFER:
-            clear(static_ptr, index_at * 0, index_at * 128, tile, tiles)
 
 
 @triton.jit
@@ -892,7 +888,8 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
         raise ValueError(f"stats have {stats.numel()} bytes; allowed: {nbytes}")
     _, state, planes = g.split(scratch)
     table = g.table(out.device)
-    frame_of(plan).begin(out)
+    # Cells that no element has are zero.
+    frame_of(plan).begin(out, out[plan.static_offset : plan.dynamic_offset])
     source = int((_ELEMENTS if stats is None else _STATS).value)
     _index_variant(source, True, plan.dtype.itemsize).launch(
         g.tiles * plan.chunks,

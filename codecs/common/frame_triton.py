@@ -287,14 +287,13 @@ def check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, summed):
 
 
 @kernel
-def _begin_kernel(out_ptr, work_ptr, plan_ptr, parts: tl.int64, work_nbytes: tl.int64):
-    """A chunk's record and gaps, by `parts` programs; once, the header. All clear the workspace."""
+def _begin_kernel(out_ptr, zero_ptr, plan_ptr, parts: tl.int64, zero_blocks: tl.int64):
+    """A chunk's record and gaps, by `parts` programs; once, the header. All clear `zero_ptr`."""
     pid = tl.program_id(0).to(tl.int64)
-    clear(work_ptr, pid * 0, work_nbytes, pid, tl.num_programs(0).to(tl.int64))
+    clear(zero_ptr, pid * 0, zero_blocks * 128, pid, tl.num_programs(0))
     chunk, part = pid // parts, pid % parts
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
-    static_at = tl.load(plan_ptr + 4)
-    static_ptr = out_ptr + static_at + chunk * tl.load(plan_ptr + 5)
+    static_ptr = static_of(out_ptr, plan_ptr, chunk)
     for k in tl.static_range(_GAPS):
         start, stop = tl.load(kind_ptr + 3 * k), tl.load(kind_ptr + 3 * k + 2)
         clear(static_ptr, start, stop, part, parts)
@@ -316,7 +315,8 @@ def _begin_kernel(out_ptr, work_ptr, plan_ptr, parts: tl.int64, work_nbytes: tl.
                 word = tl.load(words_ptr + i, mask=i < head, other=0)
                 tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + i, word, mask=i < head)
                 at += 32
-            clear(out_ptr, head * 8 + tl.load(plan_ptr + 1) * 32, static_at, part, parts * 0 + 1)
+            records_end = head * 8 + tl.load(plan_ptr + 1) * 32
+            clear(out_ptr, records_end, tl.load(plan_ptr + 4), part, part + 1)
 
 
 @kernel
@@ -440,15 +440,17 @@ class Frame:
             _captured[id(table)] = table
         return table
 
-    def begin(self, out: torch.Tensor, work: torch.Tensor | None = None) -> None:
+    def begin(self, out: torch.Tensor, zero: torch.Tensor | None = None) -> None:
         """Write all of a buffer but what its codec does; encoders add their checksum terms.
 
-        Clears `work` as well, uint8, the part of a workspace that a codec wants to be zeros.
+        Clears `zero` as well, uint8, what else a codec wants to start as zeros: a multiple of 128
+        bytes.
         """
-        chunks, nbytes = self._plan.chunks, 0 if work is None else work.numel()
+        chunks, nbytes = self._plan.chunks, 0 if zero is None else zero.numel()
         parts = min(max(self._parts, nbytes // (chunks * _PART_NBYTES)), _MAX_PARTS)
-        tensors = out, out if work is None else work, self.table(out.device)
-        _BEGIN.launch(chunks * parts, tensors, parts, nbytes)
+        tensors = out, out if zero is None else zero, self.table(out.device)
+        # In units of 128 bytes, so that the kernel knows the alignment.
+        _BEGIN.launch(chunks * parts, tensors, parts, nbytes // 128)
 
     def check(
         self,
