@@ -73,9 +73,9 @@ def sum_of(terms: Sequence[Bits], dtype: DType, scale: float | None, target: DTy
         target: `dtype` or float32.
     """
     wide = wide_dtype(dtype)
-    values = [widened(bits, dtype_of(bits, dtype)).astype(wide) for bits in terms]
-    total = values[0]
     with np.errstate(all="ignore"):
+        values = [widened(bits, dtype_of(bits, dtype)).astype(wide) for bits in terms]
+        total = values[0]
         for other in values[1:]:
             total = total + other
         if scale is not None:
