@@ -44,7 +44,7 @@ def _bits_of(typingctx, x):
 
 
 @intrinsic
-def _float_of(typingctx, x):
+def float_of(typingctx, x):
     """The float32 with these bits, an int32."""
 
     def codegen(context, builder, signature, args):
@@ -159,7 +159,7 @@ def round_code(part, mantissa, lowest):
     binade = I4(part & _EXPONENT)
     binade = binade if binade > lowest else lowest
     step = I4(binade + I4(I4(I4(23) - mantissa) << I4(23)))
-    steps = I4(_bits_of(np.float32(_float_of(part) + _float_of(step))) - step)
+    steps = I4(_bits_of(np.float32(float_of(part) + float_of(step))) - step)
     return I4(steps + I4(I4(binade - lowest) >> I4(I4(23) - mantissa)))
 
 
@@ -343,7 +343,7 @@ def decode_codes_by(bits, infinity, nan, kind):
     return decode_codes
 
 
-@part(nogil=True)
+@part(nogil=True, rare=True)
 def load_last(x, at, padded):
     """The last elements of `x`, from `at` on, and zeros behind them, to `padded`."""
     count = x.size - at
@@ -351,7 +351,7 @@ def load_last(x, at, padded):
         padded[i] = x[at + i] if i < count else 0
 
 
-@part(nogil=True)
+@part(nogil=True, rare=True)
 def store_last(padded, x, at):
     """Inverse of `load_last`."""
     for i in range(x.size - at):

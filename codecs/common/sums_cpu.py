@@ -15,16 +15,41 @@ from .arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .base import Bits
 from .compile_cache import cached
 from .minifloat import WIDENED
-from .minifloat_cpu import LANES, kind_of, load_last, narrow_by, store_last, widen_by
+from .minifloat_cpu import (
+    I4,
+    LANES,
+    U4,
+    float_of,
+    kind_of,
+    load_last,
+    narrow_by,
+    store_last,
+    widen_by,
+)
 from .sums import Values, dtype_of, rounded, wide_dtype, widened
 
 
 @cache
 def _accumulator(kind):
-    widen = widen_by(kind)
+    """What adds elements to float32 values, or puts them there if they are the first."""
+    if kind != 1:
+        shift = 16 if kind == 0 else 0
+
+        @cached(nogil=True)
+        def accumulate(acc, a, is_first):
+            if is_first:
+                for i in range(a.size):
+                    acc[i] = float_of(I4(U4(U4(a[i]) << U4(shift))))
+            else:
+                for i in range(a.size):
+                    acc[i] += float_of(I4(U4(U4(a[i]) << U4(shift))))
+
+        return accumulate
+
+    widen = widen_by(1)
 
     @cached(nogil=True)
-    def accumulate(space, acc, a, is_first):
+    def accumulate_halves(space, acc, a, is_first):
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
         padded = view_as(space[8 * LANES :], a.dtype)
@@ -45,7 +70,7 @@ def _accumulator(kind):
                 for i in range(n):
                     here[i] += x[i]
 
-    return with_scratch(accumulate, 12 * LANES)
+    return with_scratch(accumulate_halves, 12 * LANES)
 
 
 @cache
