@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.base import Chunk
 from .common.compile_cache import cached, part
+from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
 from .common.minifloat import INFINITY, NAN, largest_number
-from .common.minifloat_cpu import LANES, add, add_floats, add_to, kind_of, narrow, widen
+from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox_cpu import fill_words
-from .common.threads import run, spans
 from .dynamiq import (
     CENTER_LIMIT,
     CODE_STREAM,
@@ -31,7 +31,6 @@ from .dynamiq import (
     SHARED_STREAM,
     SUPER_GROUPS,
     Dynamiq,
-    Ints,
     Views,
     bad_words,
     choose_widths,
@@ -53,8 +52,6 @@ _NAN_SCALE, _MAX_SCALE_WORD = U2(NAN_SCALE), U4(MAX_SCALE_WORD)
 _CODES, _SHARED, _SCALES = U8(CODE_STREAM), U8(SHARED_STREAM), U8(SCALE_STREAM)
 #: Elements of a super-group at most.
 _LONGEST = max(SUPER_GROUPS)
-#: Elements that are decoded, added and encoded while they are in cache; whole super-groups.
-_PIECE = 1 << 15
 
 
 @cache
@@ -190,8 +187,6 @@ def _set_codes(v, values, steps, width, strata, own, at, place, code, below):
 @cached(nogil=True, error_model="numpy")
 def _encode_span(
     space,
-    x,
-    x_first,
     kind,
     sizes,
     centered,
@@ -201,10 +196,10 @@ def _encode_span(
     tables,
     rounding,
     starts,
-    first,
-    last,
+    x,
+    start,
 ):
-    """Encode super-groups `first` to `last`; the first element of `x` is that of `x_first`.
+    """Encode `x`, elements `start` and on of a chunk.
 
     `starts` are the numbers, for random words, of the chunk's first element, group, super-group.
     """
@@ -234,8 +229,8 @@ def _encode_span(
         own_words[i] = U4(0)
     for i in range(shared_words.size):
         shared_words[i] = U4(0)
-    for j in range(first, last):
-        at = (j - x_first) * size
+    for at in range(0, x.size, size):
+        j = (start + at) // size
         count = size if size < x.size - at else x.size - at
         for i in range(0, size, LANES):
             for c in range(LANES):
@@ -294,9 +289,9 @@ def _encode_span(
 
 @cached(nogil=True, error_model="numpy")
 def _decode_span(
-    space, views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start, first, last
+    space, views, widths, rows, values, sizes, centered, kind, limit, nelem, out, start
 ):
-    """Decode super-groups `first` to `last` to `out`, which starts with element `start`."""
+    """Decode elements `start` and on to `out`."""
     size, group, how = sizes
     planes, scale_words, means, fractions = views
     groups, columns = size // group, size // 8
@@ -307,7 +302,7 @@ def _decode_span(
     words, bits = view_as(v, np.uint32), view_as(one, np.uint32)
     for i in range(v.size):
         v[i] = F4(0)
-    for j in range(first, last):
+    for j in range(start // size, (start + out.size + size - 1) // size):
         width = widths[j]
         table = values[width]
         for i in range(size):
@@ -359,14 +354,21 @@ def _sizes(spec: Dynamiq) -> tuple[int, int, int]:
     return spec.super_group, spec.group, SCALES.index(spec.scales)
 
 
-def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None) -> Any:
-    """What `_encode_span` takes between the elements and the super-groups; stores the widths."""
-    rounding, v = rounding_of(spec, key), static_views(spec, chunk)
+def encoder(spec: Dynamiq, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk. Without stats it has the widths of `kept`."""
+    rounding, v = rounding_of(spec, given.key), static_views(spec, chunk)
+    widths = None
+    if given.kept is not None and given.stats is None:
+        widths = widths_of(spec, given.kept)
+    if widths is None:
+        energies = chunk_energies(spec, chunk, given.stats)
+        widths = choose_widths(spec, energies, spec.units(chunk.nelem))
     store_widths(v, widths)
     numbers = map(U8, rounding.numbers or (0, 0, 0))
     strata = rounding.strata if rounding.random else 0
     starts = chunk.first, chunk.first // spec.group, chunk.first // spec.super_group
-    return (
+    encode = partial(
+        _encode_with,
         kind_of(chunk.dtype),
         _sizes(spec),
         spec.center,
@@ -377,12 +379,22 @@ def _encode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints, key: Key | None
         (strata, rounding.ring_rank, *numbers),
         starts,
     )
+    return Encoder(lambda start, stop: encode, spec.super_group)
 
 
-def _decode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints) -> Any:
-    """What `_decode_span` takes before `out`."""
-    return (
-        _views(static_views(spec, chunk._replace(static=as_read_only(chunk.static)))),
+def decoder(spec: Dynamiq, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    v = static_views(spec, chunk._replace(static=as_read_only(chunk.static)))
+    widths, problem = widths_of(spec, chunk), None
+    if widths is None:
+        problem, widths = INDEX_PROBLEM, np.zeros(0, np.int64)
+    else:
+        here = slice(start // spec.super_group, -(-stop // spec.super_group))
+        wrong = stop == chunk.nelem and bool(v.planes[widths.sum() :].any())
+        problem = PAYLOAD_PROBLEM if wrong or bad_words(spec, v, here) else None
+    decode = partial(
+        _decode_with,
+        _views(v),
         widths,
         first_rows(widths),
         _tables(spec.grid)[0],
@@ -392,105 +404,9 @@ def _decode_arguments(spec: Dynamiq, chunk: Chunk, widths: Ints) -> Any:
         F4(largest_number(chunk.dtype)),
         chunk.nelem,
     )
+    return Decoder(decode, spec.super_group, problem=problem)
 
 
-def encode_chunk(
-    spec: Dynamiq,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `dynamiq.encode_chunk`."""
-    widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
-    arguments = _encode_arguments(spec, chunk, widths, key)
-    cuts = spans(widths.size, bits.nbytes, threads)
-    run(_encode_with, [(as_read_only(bits), 0, *arguments, *cut) for cut in cuts])
-    return ChunkResult(0)
-
-
-def decode_chunk(
-    spec: Dynamiq, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `dynamiq.decode_chunk`; where there is a problem, `out` may be left alone."""
-    stop = start + out.size
-    first, last = start // spec.super_group, -(-stop // spec.super_group)
-    problem, widths = _source(spec, chunk, first, last, stop == chunk.nelem)
-    if problem is None and out.size:
-        fixed = (*_decode_arguments(spec, chunk, widths), out, start)
-        cuts = spans(last - first, out.nbytes, threads)
-        run(_decode_with, [(*fixed, first + lo, first + hi) for lo, hi in cuts])
-    return ChunkDecoded(problem)
-
-
-def _source(
-    spec: Dynamiq, chunk: Chunk, first: int, last: int, end: bool
-) -> tuple[str | None, Ints]:
-    """What is wrong with a chunk's super-groups `first` to `last`, and its widths."""
-    widths, v = widths_of(spec, chunk), static_views(spec, chunk)
-    if widths is None:
-        return INDEX_PROBLEM, np.zeros(0, np.int64)
-    wrong = end and bool(v.planes[widths.sum() :].any())
-    wrong |= bad_words(spec, v, slice(first, last))
-    return PAYLOAD_PROBLEM if wrong else None, widths
-
-
-def decode_add_chunk(
-    spec: Dynamiq, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
-) -> ChunkDecoded:
-    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
-    problem, widths = _source(spec, chunk, 0, spec.super_groups(chunk.nelem), True)
-    if problem is None:
-        fixed = _decode_arguments(spec, chunk, widths)
-        cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
-        run(_add_pieces, [(spec, chunk, fixed, acc, *cut) for cut in cuts])
-    return ChunkDecoded(problem)
-
-
-def _add_pieces(spec: Dynamiq, chunk: Chunk, fixed: Any, acc: Bits, first: int, last: int) -> None:
-    room, kind = np.empty(_PIECE, chunk.dtype.bits), kind_of(chunk.dtype)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        _decode_with(*fixed, part, at, *_piece(spec, at, part.size))
-        add_to(acc[at : at + part.size], part, kind)
-
-
-def _piece(spec: Dynamiq, at: int, nelem: int) -> tuple[int, int]:
-    return at // spec.super_group, -(-(at + nelem) // spec.super_group)
-
-
-def decode_add_encode_chunk(
-    spec: Dynamiq,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """See `dynamiq.decode_add_encode_chunk`."""
-    problem, widths = _source(spec, source, 0, spec.super_groups(source.nelem), True)
-    arguments = _encode_arguments(spec, chunk, widths, key) if problem is None else ()
-    if problem is None:
-        fixed = _decode_arguments(spec, source, widths)
-        cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
-        run(_add_encode_pieces, [(spec, chunk, fixed, bits, arguments, *cut) for cut in cuts])
-    return ChunkDecoded(problem)
-
-
-def _add_encode_pieces(
-    spec: Dynamiq, chunk: Chunk, fixed: Any, bits: Bits, arguments: Any, first: int, last: int
-) -> None:
-    room, kind = np.empty(_PIECE, chunk.dtype.bits), kind_of(chunk.dtype)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        cut = _piece(spec, at, part.size)
-        _decode_with(*fixed, part, at, *cut)
-        if bits.dtype == part.dtype:
-            add(part, bits[at : at + part.size], kind)
-        else:
-            add_floats(part, bits[at : at + part.size].view(np.float32), kind)
-        _encode_with(as_read_only(part), cut[0], *arguments, *cut)
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

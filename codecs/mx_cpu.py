@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.base import Chunk
 from .common.compile_cache import cached, part
+from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
 from .common.minifloat import INFINITY, NAN, narrow, tail_is_zero
 from .common.minifloat_cpu import (
     I4,
@@ -20,14 +20,12 @@ from .common.minifloat_cpu import (
     LEAST,
     MOST,
     U4,
-    add,
-    add_floats,
-    add_to,
     decode_codes_by,
     decode_extreme_by,
     first_special,
     kind_of,
     largest_magnitudes_by,
+    load_last,
     pack_by,
     round_codes_by,
     round_small_by,
@@ -36,7 +34,6 @@ from .common.minifloat_cpu import (
     value_table,
     widen_by,
 )
-from .common.threads import run, spans
 from .mx import (
     BLOCK,
     MAX_SCALE,
@@ -50,8 +47,6 @@ from .mx import (
 _INFINITY = np.uint32(INFINITY)
 _SIGN, _MAGNITUDE = U4(1 << 31), U4((1 << 31) - 1)
 _TILE_BLOCKS = LANES // BLOCK
-#: Elements that are decoded, added and encoded while they are in cache.
-_PIECE = 1 << 15
 _largest_magnitudes = largest_magnitudes_by(BLOCK)
 
 
@@ -86,8 +81,8 @@ def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
     nbytes = LANES * bits // 8
 
     @cached(nogil=True)
-    def encode_tiles(space, x, payload, scales, ceil, given, first, last):
-        """`given`: scales that were agreed on, or none."""
+    def encode_tiles(space, payload, scales, ceil, given, x, start):
+        """Encode `x`, elements `start` and on; `given`: scales that were agreed on, or none."""
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
         offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
@@ -96,17 +91,16 @@ def _encoder(kind, bits, mantissa, bias, largest, emax, max_fraction, integer):
         codes, packed = space[20 * LANES : 21 * LANES], space[21 * LANES : 22 * LANES]
         lanes = view_as(space[22 * LANES : 23 * LANES], np.uint32)
         tops = view_as(space[23 * LANES :], np.uint32)
-        for tile in range(first, last):
-            at = tile * LANES
+        for at in range(0, x.size, LANES):
+            tile = (start + at) // LANES
             count = x.size - at
             whole = count >= LANES
             if whole:
                 count = LANES
                 source = x[at : at + LANES]
             else:
-                for i in range(LANES):
-                    padded[i] = x[at + i] if i < count else 0
-                source = padded
+                load_last(x, at, padded)
+                source = read_only(padded)
             widen(source, words, floats)
             _largest_magnitudes(words, lanes, tops)
             for b in range((count + BLOCK - 1) // BLOCK):
@@ -147,12 +141,12 @@ def _decoder(kind, bits, infinity, nan):
     nbytes = LANES * bits // 8
 
     @cached(nogil=True)
-    def decode_tiles(space, payload, scales, nelem, table, quiet, out, start, first, last):
+    def decode_tiles(space, payload, scales, nelem, table, quiet, out, start):
         offsets = view_as(space[: 4 * LANES], np.int32)
         parts = view_as(space[4 * LANES : 8 * LANES], np.int32)
         padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
         codes, source = space[12 * LANES : 13 * LANES], space[13 * LANES :]
-        for tile in range(first, last):
+        for tile in range(start // LANES, (start + out.size + LANES - 1) // LANES):
             at = tile * LANES
             lo, hi = max(at, start), min(at + LANES, start + out.size)
             packed = read_only(source)
@@ -200,106 +194,30 @@ def _ceil(spec: Mx) -> bool:
 _NONE_GIVEN = np.empty(0, np.uint8)
 
 
-def encode_chunk(
-    spec: Mx,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `mx.encode_chunk`."""
+def encoder(spec: Mx, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk. Where scales are agreed on and not given, it has those of `kept`."""
     payload, scales = static_views(chunk)
-    given = _NONE_GIVEN if stats is None else agreed_scales(chunk, stats)
-    fixed = (as_read_only(bits), payload, scales, _ceil(spec), as_read_only(given))
-    cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
-    run(_encoder(kind_of(chunk.dtype), *_element(spec)), [(*fixed, *cut) for cut in cuts])
-    return ChunkResult(0)
+    agreed = _NONE_GIVEN
+    if given.stats is not None:
+        agreed = agreed_scales(chunk, given.stats)
+    elif given.kept is not None and spec.agrees:
+        agreed = static_views(given.kept)[1]
+    encode_tiles = _encoder(kind_of(chunk.dtype), *_element(spec))
+    encode = partial(encode_tiles, payload, scales, _ceil(spec), as_read_only(agreed))
+    return Encoder(lambda start, stop: encode, LANES)
 
 
-def decode_chunk(
-    spec: Mx, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `mx.decode_chunk`."""
-    first, last = start // LANES, -(-(start + out.size) // LANES)
-    cuts = spans(last - first, out.nbytes, threads)
-    decode_tiles, *fixed = _decode_arguments(spec, chunk)
-    if out.size:
-        run(decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
-    if start + out.size == chunk.nelem and not _tail_is_zero(spec, chunk):
-        return ChunkDecoded(TAIL_PROBLEM)
-    return ChunkDecoded()
-
-
-def _decode_arguments(spec: Mx, chunk: Chunk) -> tuple[Any, ...]:
+def decoder(spec: Mx, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
     e = spec.format
     payload, scales = (as_read_only(view) for view in static_views(chunk))
     quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
     decode_tiles = _decoder(kind_of(chunk.dtype), e.bits, *first_special(e))
-    return decode_tiles, payload, scales, chunk.nelem, value_table(e), quiet
+    decode = partial(decode_tiles, payload, scales, chunk.nelem, value_table(e), quiet)
+    good = stop < chunk.nelem or tail_is_zero(payload, e, chunk.nelem)
+    return Decoder(decode, LANES, problem=None if good else TAIL_PROBLEM)
 
 
-def _tail_is_zero(spec: Mx, chunk: Chunk) -> bool:
-    return tail_is_zero(static_views(chunk)[0], spec.format, chunk.nelem)
-
-
-def decode_add_chunk(
-    spec: Mx, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
-) -> ChunkDecoded:
-    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
-    if not _tail_is_zero(spec, chunk):
-        return ChunkDecoded(TAIL_PROBLEM)
-    cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
-    run(_add_pieces, [(spec, chunk, acc, *cut) for cut in cuts])
-    return ChunkDecoded()
-
-
-def _add_pieces(spec: Mx, chunk: Chunk, acc: Bits, first: int, last: int) -> None:
-    decode_tiles, *fixed = _decode_arguments(spec, chunk)
-    room = np.empty(_PIECE, chunk.dtype.bits)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
-        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
-
-
-def decode_add_encode_chunk(
-    spec: Mx,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """See `mx.decode_add_encode_chunk`."""
-    if not _tail_is_zero(spec, source):
-        return ChunkDecoded(TAIL_PROBLEM)
-    cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
-    run(_add_encode_pieces, [(spec, source, bits, chunk, *cut) for cut in cuts])
-    return ChunkDecoded()
-
-
-def _add_encode_pieces(
-    spec: Mx, source: Chunk, bits: Bits, chunk: Chunk, first: int, last: int
-) -> None:
-    decode_tiles, *fixed = _decode_arguments(spec, source)
-    room = np.empty(_PIECE, chunk.dtype.bits)
-    kind = kind_of(chunk.dtype)
-    encode_tiles = _encoder(kind, *_element(spec))
-    payload, scales = static_views(chunk)
-    kept = as_read_only(static_views(source)[1] if spec.agrees else _NONE_GIVEN)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        tiles = -(-part.size // LANES)
-        decode_tiles(*fixed, part, at, at // LANES, at // LANES + tiles)
-        if bits.dtype == part.dtype:
-            add(part, bits[at : at + part.size], kind)
-        else:
-            add_floats(part, bits[at : at + part.size].view(np.float32), kind)
-        packed = payload[at * spec.format.bits // 8 :]
-        here = scales[at // BLOCK :]
-        given = kept[at // BLOCK :]
-        encode_tiles(as_read_only(part), packed, here, _ceil(spec), given, 0, tiles)
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import numpy as np
-import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.base import Chunk
 from .common.compile_cache import cached
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.minifloat import FLT_MAX, INFINITY, NO_RECIPROCAL, SIXTH, tail_is_zero, values_of
 from .common.minifloat_cpu import (
     LANES,
-    add_to,
     kind_of,
     largest_magnitudes_by,
+    load_last,
     narrow_by,
     pack_by,
     round_code,
@@ -25,7 +24,6 @@ from .common.minifloat_cpu import (
     unpack_by,
     widen_by,
 )
-from .common.threads import run, spans
 from .nvfp4 import (
     BLOCK,
     ELEMENT,
@@ -41,8 +39,6 @@ from .nvfp4 import (
 
 _BLOCKS = LANES // BLOCK
 _NBYTES = LANES // 2
-#: Elements that are decoded and added while they are in cache.
-_PIECE = 1 << 15
 _INFINITY = np.uint32(INFINITY)
 _M, _LOWEST = np.int32(SCALE.mantissa), np.int32((128 - SCALE.bias) << 23)
 _SIX, _ONE = np.float32(6), np.float32(1)
@@ -57,7 +53,8 @@ def _encoder(kind):
     widen = widen_by(kind)
 
     @cached(nogil=True, error_model="numpy")
-    def encode_tiles(space, x, payload, g, scales, values, first, last):
+    def encode_tiles(space, payload, g, scales, values, x, start):
+        """Encode `x`, elements `start` and on."""
         words = view_as(space[: 4 * LANES], np.uint32)
         floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
         offsets = view_as(space[8 * LANES : 12 * LANES], np.int32)
@@ -77,17 +74,16 @@ def _encoder(kind):
         for i in range(LANES):
             offsets[i] = 0
             factors[i] = _ONE
-        for tile in range(first, last):
-            at = tile * LANES
+        for at in range(0, x.size, LANES):
+            tile = (start + at) // LANES
             count = x.size - at
             whole = count >= LANES
             if whole:
                 count = LANES
                 source = x[at : at + LANES]
             else:
-                for i in range(LANES):
-                    padded[i] = x[at + i] if i < count else 0
-                source = padded
+                load_last(x, at, padded)
+                source = read_only(padded)
             widen(source, words, floats)
             _largest_magnitudes(words, lanes, tops)
             for b in range((count + BLOCK - 1) // BLOCK):
@@ -125,14 +121,14 @@ def _decoder(kind):
     narrow = narrow_by(kind)
 
     @cached(nogil=True, error_model="numpy")
-    def decode_tiles(space, payload, g, scales, nelem, elements, values, out, start, first, last):
+    def decode_tiles(space, payload, g, scales, nelem, elements, values, out, start):
         floats = view_as(space[: 4 * LANES], np.float32)
         steps = view_as(space[4 * LANES : 8 * LANES], np.float32)
         padded = view_as(space[8 * LANES : 12 * LANES], out.dtype)
         codes, source = space[12 * LANES : 13 * LANES], space[13 * LANES : 13 * LANES + _NBYTES]
         for i in range(LANES):
             steps[i] = np.float32(0)
-        for tile in range(first, last):
+        for tile in range(start // LANES, (start + out.size + LANES - 1) // LANES):
             at = tile * LANES
             lo, hi = at, at + LANES
             lo = lo if lo > start else start
@@ -165,73 +161,33 @@ def _decoder(kind):
     return with_scratch(decode_tiles, 14 * LANES)
 
 
-def decode_add_chunk(
-    spec: Nvfp4, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
-) -> ChunkDecoded:
-    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
-    problem = _problem(chunk)
-    if problem is None:
-        cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
-        run(_add_pieces, [(chunk, acc, *cut) for cut in cuts])
-    return ChunkDecoded(problem)
-
-
-def _add_pieces(chunk: Chunk, acc: Bits, first: int, last: int) -> None:
-    decode_tiles, *fixed = _decode_arguments(chunk)
-    room = np.empty(_PIECE, chunk.dtype.bits)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        decode_tiles(*fixed, part, at, at // LANES, -(-(at + part.size) // LANES))
-        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
-
-
-def _decode_arguments(chunk: Chunk) -> tuple[Any, ...]:
-    payload, g, scales = (as_read_only(view) for view in static_views(chunk))
-    tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
-    return _decoder(kind_of(chunk.dtype)), payload, g[0], scales, chunk.nelem, *tables
-
-
-def _problem(chunk: Chunk) -> str | None:
-    payload, g, _ = static_views(chunk)
-    if not is_tensor_scale(g):
-        return SCALE_PROBLEM
-    return None if tail_is_zero(payload, ELEMENT, chunk.nelem) else TAIL_PROBLEM
-
-
-def encode_chunk(
-    spec: Nvfp4,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `nvfp4.encode_chunk`."""
+def encoder(spec: Nvfp4, chunk: Chunk, given: Given) -> Encoder | None:
+    """What encodes a chunk, whose elements are measured where there are no stats."""
+    stats = given.stats
     if stats is None:
-        stats = spec.measure(bits, chunk.dtype)
-    assert stats is not None
+        if given.bits is None:
+            return None
+        stats = spec.measure(given.bits, chunk.dtype)
+        assert stats is not None
     payload, g, scales = static_views(chunk)
     g[0] = tensor_scale(int(stats[0]))
     values = values_of(SCALE).astype(np.float32)
-    fixed = (as_read_only(bits), payload, g[0], scales, values)
-    cuts = spans(-(-bits.size // LANES), bits.nbytes, threads)
-    run(_encoder(kind_of(chunk.dtype)), [(*fixed, *cut) for cut in cuts])
-    return ChunkResult(0)
+    encode = partial(_encoder(kind_of(chunk.dtype)), payload, g[0], scales, values)
+    return Encoder(lambda start, stop: encode, LANES)
 
 
-def decode_chunk(
-    spec: Nvfp4, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `nvfp4.decode_chunk`."""
-    payload, g, _ = static_views(chunk)
+def decoder(spec: Nvfp4, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    payload, g, scales = (as_read_only(view) for view in static_views(chunk))
+    tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
+    decode = partial(_decoder(kind_of(chunk.dtype)), payload, g[0], scales, chunk.nelem, *tables)
+    problem = None
     if not is_tensor_scale(g):
-        return ChunkDecoded(SCALE_PROBLEM)
-    if out.size:
-        decode_tiles, *fixed = _decode_arguments(chunk)
-        first, last = start // LANES, -(-(start + out.size) // LANES)
-        cuts = spans(last - first, out.nbytes, threads)
-        run(decode_tiles, [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts])
-    if start + out.size == chunk.nelem and not tail_is_zero(payload, ELEMENT, chunk.nelem):
-        return ChunkDecoded(TAIL_PROBLEM)
-    return ChunkDecoded()
+        problem = SCALE_PROBLEM
+    elif stop == chunk.nelem and not tail_is_zero(payload, ELEMENT, stop):
+        problem = TAIL_PROBLEM
+    return Decoder(decode, LANES, problem=problem)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)

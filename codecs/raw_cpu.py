@@ -3,59 +3,70 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from ..formats.checksum import MASK64
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.base import Bits, Chunk, ChunkResult
 from .common.checksum_cpu import words_sum as sum_of
-from .common.threads import run, spans
+from .common.driver_cpu import (
+    Decoder,
+    Encoder,
+    Given,
+    decode_add_encode_by,
+    decode_by,
+    encode_by,
+)
 from .raw import Raw
 
 _BLOCK = 1 << 17
 
 
-def _copy_and_sum(source: Bits, target: Bits, first: int, last: int) -> int:
+def _copy_and_sum(source: Bits, target: Bits, first_word: int) -> int:
     total = 0
-    for at in range(first * _BLOCK, last * _BLOCK, _BLOCK):
+    for at in range(0, source.size, _BLOCK):
         block = source[at : at + _BLOCK]
-        total += sum_of(block, at // 4)
+        total += sum_of(block, first_word + at // 4)
         target[at : at + _BLOCK] = block
     return total
 
 
-def _spanned(source: Bits, target: Bits, threads: int) -> int:
-    cuts = spans(-(-source.size // _BLOCK), source.size, threads)
-    return sum(run(_copy_and_sum, [(source, target, *cut) for cut in cuts])) & MASK64
+def encoder(spec: Raw, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk."""
+    size = chunk.dtype.itemsize
+
+    def encode(x: Bits, start: int) -> int:
+        data = x.view(np.uint8)
+        target = chunk.static[start * size :][: data.size]
+        return _copy_and_sum(data, target, start * size // 4)
+
+    def finish(sums: list[int]) -> ChunkResult:
+        return ChunkResult(0, sum(sums) & MASK64)
+
+    return Encoder(lambda start, stop: encode, _BLOCK // size, finish)
 
 
-def encode_chunk(
-    spec: Raw,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `raw.encode_chunk`."""
-    data = bits.view(np.uint8)
-    return ChunkResult(0, _spanned(data, chunk.static[: data.size], threads))
+def decoder(spec: Raw, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    size, used = chunk.dtype.itemsize, chunk.nelem * chunk.dtype.itemsize
+    sums: list[int] = []
+
+    def decode(out: Bits, at: int) -> None:
+        data = out.view(np.uint8)
+        source = chunk.static[at * size :][: data.size]
+        if summed:
+            sums.append(_copy_and_sum(source, data, at * size // 4))
+        else:
+            data[:] = source
+
+    def words_sum() -> int:
+        whole = used // 4 * 4
+        padding = chunk.static[whole:].copy()
+        padding[: used - whole] = 0
+        return (sum(sums) + sum_of(padding, whole // 4)) & MASK64
+
+    return Decoder(decode, _BLOCK // size, words_sum=words_sum if summed else None)
 
 
-def decode_chunk(
-    spec: Raw, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `raw.decode_chunk`."""
-    data = out.view(np.uint8)
-    source = chunk.static[start * chunk.dtype.itemsize :][: data.size]
-    words_sum = _spanned(source, data, threads)
-    if out.size != chunk.nelem:
-        return ChunkDecoded()
-    whole = data.size // 4 * 4
-    padding = chunk.static[whole:].copy()
-    padding[: data.size - whole] = 0
-    words_sum += sum_of(padding, whole // 4)
-    return ChunkDecoded(None, words_sum & MASK64)
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -7,21 +7,20 @@ are laid side by side (hadamard_cpu). Without fastmath LLVM fuses nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.base import Chunk
 from .common.compile_cache import cached, part
+from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
 from .common.hadamard_cpu import LANES as RUNS
 from .common.hadamard_cpu import rotate_by
 from .common.minifloat import INFINITY, NAN, largest_number
-from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, widen
+from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
-from .common.threads import run, spans
 from .sdp4bit import (
     FLOOR,
     NAN_SCALE,
@@ -39,8 +38,6 @@ from .sdp4bit import (
 
 U1, U4, U8, I1, F4 = np.uint8, np.uint32, np.uint64, np.int8, np.float32
 _TILE = 4096
-#: Elements that are decoded, added and encoded while they are in cache.
-_PIECE = 8 * _TILE
 _ABS, _INFINITY, _NAN, _NAN_SCALE = U4(0x7FFFFFFF), U4(INFINITY), U4(NAN), U4(NAN_SCALE)
 _SCALE_LOW, _SCALE_HIGH = U4(SCALE_BITS[0]), U4(SCALE_BITS[1])
 _FLOOR, _RUN_FACTOR = F4(FLOOR), F4(RUN_FACTOR)
@@ -117,7 +114,6 @@ def _encode_group(t, words, codes, two, lost, largest, random):
 @cached(nogil=True, error_model="numpy")
 def _encode_tiles(
     space,
-    x,
     kind,
     payload,
     scales,
@@ -128,11 +124,11 @@ def _encode_tiles(
     seed,
     step,
     rank,
+    first_word,
+    x,
     start,
-    first,
-    last,
 ):
-    """Encode tiles `first` to `last` of a chunk; its random words start at index `start`."""
+    """Encode `x`, elements `start` and on of a chunk; `first_word` is that of its first element."""
     largest = F4((1 << (bits - 1)) - 1)
     t = view_as(space[: 4 * _TILE], np.float32)
     words = view_as(space[4 * _TILE : 8 * _TILE], np.uint32)
@@ -142,16 +138,16 @@ def _encode_tiles(
     floats, two = view_as(rest[: 4 * LANES], np.float32), view_as(rest[4 * LANES :], np.float32)
     side = two[2:]
     u = view_as(t, np.uint32)
-    for tile in range(first, last):
-        at = tile * _TILE
-        n = x.size - at
+    for behind in range(0, x.size, _TILE):
+        at = start + behind
+        n = x.size - behind
         if n < _TILE:
             for i in range(_TILE):
-                padded[i] = x[at + i] if i < n else 0
+                padded[i] = x[behind + i] if i < n else 0
             source = read_only(padded)
         else:
             n = _TILE
-            source = x[at : at + _TILE]
+            source = x[behind : behind + _TILE]
         for i in range(0, n, LANES):
             widen(source[i : i + LANES], kind, u[i : i + LANES], floats)
         count = (n + group - 1) // group
@@ -169,7 +165,7 @@ def _encode_tiles(
         if rotates:
             _rotate_tile(t, n, _RUN_FACTOR, _SHORT_FACTOR, side)
         if random:
-            fill_words(words[:n], seed, step, rank, U8(0), U8(start + at))
+            fill_words(words[:n], seed, step, rank, U8(0), U8(first_word + at))
         for g in range(count):
             lo, hi = g * group, (g + 1) * group
             hi = hi if hi < n else n
@@ -214,10 +210,8 @@ def _values(payload, bits, at, n, t):
 
 
 @cached(nogil=True, error_model="numpy")
-def _decode_tiles(
-    space, payload, scales, nelem, bits, group, back, top, kind, out, start, first, last
-):
-    """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
+def _decode_tiles(space, payload, scales, nelem, bits, group, back, top, kind, out, start):
+    """Decode elements `start` and on to `out`.
 
     Gives whether a scale or a code of a group that holds some of them is wrong.
     """
@@ -230,7 +224,7 @@ def _decode_tiles(
     for i in range(_TILE):
         t[i] = F4(0)
     wrong = False
-    for tile in range(first, last):
+    for tile in range(start // _TILE, (start + out.size + _TILE - 1) // _TILE):
         at = tile * _TILE
         begin = start - at if start > at else 0
         lo = begin // group * group
@@ -281,115 +275,25 @@ _encode_with = with_scratch(_encode_tiles, 14 * _TILE + 4 * LANES + 8 + _SIDE_NB
 _decode_with = with_scratch(_decode_tiles, 8 * _TILE + 4 + _SIDE_NBYTES)
 
 
-def encode_chunk(
-    spec: Sdp4bit,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `sdp4bit.encode_chunk`."""
-    fixed, numbers = _encode_arguments(spec, chunk, key)
-    cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
-    x = as_read_only(bits)
-    run(_encode_with, [(x, *fixed, *numbers, *cut) for cut in cuts])
-    return ChunkResult(0)
-
-
-def _encode_arguments(
-    spec: Sdp4bit, chunk: Chunk, key: Key | None
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of `_encode_with` between elements and tiles: what is fixed, and random words."""
+def encoder(spec: Sdp4bit, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk."""
     random = spec.rounding == "stochastic"
-    numbers = key_numbers(key) if random else (0, 0, 0)
+    numbers = key_numbers(given.key) if random else (0, 0, 0)
     fixed = (kind_of(chunk.dtype), *static_views(spec, chunk), spec.bits, spec.group, spec.rotates)
-    return fixed, (random, *map(U8, numbers), word_index(spec, chunk))
+    encode = partial(_encode_with, *fixed, random, *map(U8, numbers), word_index(spec, chunk))
+    return Encoder(lambda start, stop: encode, _TILE)
 
 
-def decode_chunk(
-    spec: Sdp4bit, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `sdp4bit.decode_chunk`."""
-    stop = start + out.size
-    first, last = start // _TILE, -(-stop // _TILE)
-    fixed = _decode_arguments(spec, chunk)
-    wrong = stop == chunk.nelem and not tail_is_zero(spec, chunk)
-    if out.size:
-        cuts = spans(last - first, out.nbytes, threads)
-        calls = [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts]
-        wrong |= any(run(_decode_with, calls))
-    return ChunkDecoded(PROBLEM if wrong else None)
-
-
-def _decode_arguments(spec: Sdp4bit, chunk: Chunk) -> tuple[Any, ...]:
-    payload, scales = static_views(spec, chunk)
+def decoder(spec: Sdp4bit, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    payload, scales = (as_read_only(view) for view in static_views(spec, chunk))
     top = F4(largest_number(chunk.dtype))
     fixed = (spec.bits, spec.group, spec.rotates_back, top, kind_of(chunk.dtype))
-    return as_read_only(payload), as_read_only(scales), chunk.nelem, *fixed
+    decode = partial(_decode_with, payload, scales, chunk.nelem, *fixed)
+    good = stop < chunk.nelem or tail_is_zero(spec, chunk)
+    return Decoder(decode, _TILE, (None, PROBLEM), None if good else PROBLEM)
 
 
-def decode_add_chunk(
-    spec: Sdp4bit, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
-) -> ChunkDecoded:
-    """Add the elements of a chunk to `acc`, of as many. Wrong tiles and what follows are left."""
-    if not tail_is_zero(spec, chunk):
-        return ChunkDecoded(PROBLEM)
-    cuts = spans(-(-chunk.nelem // _PIECE), acc.nbytes, threads)
-    wrong = any(run(_add_pieces, [(spec, chunk, acc, *cut) for cut in cuts]))
-    return ChunkDecoded(PROBLEM if wrong else None)
-
-
-def _add_pieces(spec: Sdp4bit, chunk: Chunk, acc: Bits, first: int, last: int) -> bool:
-    fixed, room = _decode_arguments(spec, chunk), np.empty(_PIECE, chunk.dtype.bits)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        if _decode_with(*fixed, part, at, at // _TILE, -(-(at + part.size) // _TILE)):
-            return True
-        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
-    return False
-
-
-def decode_add_encode_chunk(
-    spec: Sdp4bit,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`."""
-    assert isinstance(source_spec, Sdp4bit)
-    if not tail_is_zero(source_spec, source):
-        return ChunkDecoded(PROBLEM)
-    arguments = _encode_arguments(spec, chunk, key)
-    cuts = spans(-(-chunk.nelem // _PIECE), bits.nbytes, threads)
-    calls = [(source_spec, source, bits, chunk, arguments, *cut) for cut in cuts]
-    return ChunkDecoded(PROBLEM if any(run(_add_encode_pieces, calls)) else None)
-
-
-def _add_encode_pieces(
-    source_spec: Sdp4bit,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    arguments: tuple[tuple[Any, ...], tuple[Any, ...]],
-    first: int,
-    last: int,
-) -> bool:
-    fixed, room = _decode_arguments(source_spec, source), np.empty(_PIECE, chunk.dtype.bits)
-    (kind, payload, scales, width, *rest), (*random, start) = arguments
-    group = rest[0]
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        tiles = -(-part.size // _TILE)
-        if _decode_with(*fixed, part, at, at // _TILE, at // _TILE + tiles):
-            return True
-        add(part, bits[at : at + part.size], kind)
-        x = as_read_only(part)
-        here = kind, payload[at * width // 8 :], scales[at // group :], width, *rest
-        _encode_with(x, *here, *random, start + at, 0, tiles)
-    return False
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

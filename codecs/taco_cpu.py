@@ -8,22 +8,29 @@ the page is one of whole vectors and none changes its order. Without fastmath LL
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..formats.checksum import MASK64
 from ..formats.dtypes import DType
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.base import Bits, Chunk, ChunkResult
 from .common.checksum_cpu import sum_part, words_sum
 from .common.compile_cache import cached, part
+from .common.driver_cpu import (
+    Decoder,
+    Encoder,
+    Given,
+    by_tiles,
+    decode_add_encode_by,
+    decode_by,
+    encode_by,
+)
 from .common.hadamard_cpu import LANES, rotate_by
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
-from .common.threads import run, spans
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -212,10 +219,10 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
     n = size * LANES
 
     @cached(nogil=True, error_model="numpy")
-    def encode_span(space, x, codes, scales, first, last, top, largest, k, seed, step, rank, start):
-        """Encode blocks `first` to `last` of a chunk; the keyed sum of their codes.
+    def encode_span(space, codes, scales, top, largest, k, seed, step, rank, first_word, x, start):
+        """Encode `x`, elements `start` and on, whole blocks; the keyed sum of their codes.
 
-        `largest` is that of the format; `start` the index of the chunk's first random word.
+        `largest` is that of the format; `first_word` the index of the chunk's first random word.
         """
         v = view_as(space[: 4 * n], np.float32)
         g = view_as(space[4 * n : 8 * n], np.float32)
@@ -231,10 +238,12 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
         r = view_as(rest[8 * LANES : 12 * LANES], np.float32)
         merged = view_as(rest[12 * LANES : 16 * LANES], np.float32)
         lost = rest[16 * LANES :]
+        first = start // size
+        last = first + (x.size + size - 1) // size
         for b in range(first, last, LANES):
             end = b + LANES
             end = end if end < last else last
-            lo, hi = b * size, end * size
+            lo, hi = b * size - start, end * size - start
             hi = hi if hi < x.size else x.size
             load(x[lo:hi], u, v, lost, size, top)
             if transform == _ASH:
@@ -257,7 +266,7 @@ def _encoder(nbytes, half, transform, mantissa, bias, random, size):
             _scale(v, r, largest)
             if random:
                 for lane in range(end - b):
-                    fill_words(row, seed, step, rank, U8(0), U8(start + (b + lane) * size))
+                    fill_words(row, seed, step, rank, U8(0), U8(first_word + (b + lane) * size))
                     for i in range(size):
                         words[i * LANES + lane] = row[i]
                 round_stochastic(v, u, g, gu, code, words)
@@ -336,8 +345,8 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
     nan = U4(((1 << (exponent + 1)) - 1) << (dtype_mantissa - 1))
 
     @cached(nogil=True, error_model="numpy")
-    def decode_span(space, codes, scales, table, x, nelem, first, last, top, k):
-        """Decode blocks `first` to `last` to the start of `x`; whether something is wrong, a sum.
+    def decode_span(space, codes, scales, table, top, k, x, start):
+        """Decode elements `start` and on, whole blocks; whether something is wrong, and a sum.
 
         `top` are the bits of the dtype's largest finite number, as a float32.
         """
@@ -350,6 +359,8 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
         numbers = view_as(space[12 * n + 5 * LANES :], np.float32)
         alpha, merged = numbers[:1], numbers[1:]
         wrong = False
+        first = start // size
+        last = first + (x.size + size - 1) // size
         for b in range(first, last, LANES):
             end = b + LANES
             end = end if end < last else last
@@ -386,9 +397,8 @@ def _decoder(nbytes, exponent, dtype_mantissa, transform, mantissa, bad, size):
                 for i in range(n):
                     code[i] |= U4(U4(u[i] >> U4(16)) & U4(0x8000))
             for lane in range(end - b):
-                lo, hi = (b + lane) * size, (b + lane + 1) * size
-                hi = hi if hi < nelem else nelem
-                block = x[lo - first * size : hi - first * size]
+                lo, hi = (b + lane) * size - start, (b + lane + 1) * size - start
+                block = x[lo : hi if hi < x.size else x.size]
                 if state[lane] == 1:
                     for i in range(block.size):
                         block[i] = nan
@@ -407,18 +417,10 @@ def _dtype_args(dtype: DType) -> tuple[np.float32, np.integer[Any]]:
     return F4(np.array(ones - 1, dtype.bits).view(dtype.numpy)), dtype.bits.type(ones)
 
 
-def encode_chunk(
-    spec: Taco,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `taco.encode_chunk`."""
+def encoder(spec: Taco, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk."""
     random = spec.rounding == "stochastic"
-    numbers = key_numbers(key) if random else (0, 0, 0)
+    numbers = key_numbers(given.key) if random else (0, 0, 0)
     f = FORMAT_OF[spec.format]
     codes, scales = static_views(spec, chunk)
     used = spec.payload_nbytes(chunk.nelem)
@@ -431,32 +433,28 @@ def encode_chunk(
         random,
         spec.block,
     )
-    args = (
+    encode = partial(
+        encode_span,
+        codes[:used],
+        scales,
         _dtype_args(chunk.dtype)[1],
         F4(f.largest),
         F4(norm(spec)),
         *map(U8, numbers),
         chunk.number * chunk.sections[0].nbytes,
     )
-    x = as_read_only(bits)
 
-    def task(first: int, last: int) -> Any:
-        return encode_span(x, codes[:used], scales, first, last, *args)
+    def finish(sums: list[Any]) -> ChunkResult:
+        return ChunkResult(0, sum(map(int, sums), _sum_behind(chunk, used)) & MASK64)
 
-    words_sum = sum(int(part) for part in run(task, _cuts(scales.shape[0], bits.nbytes, threads)))
-    return ChunkResult(0, (words_sum + _sum_behind(chunk, used)) & MASK64)
+    return Encoder(lambda start, stop: encode, LANES * spec.block, finish)
 
 
-def decode_chunk(
-    spec: Taco, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `taco.decode_chunk`. The sum is there when the whole chunk was decoded."""
+def decoder(spec: Taco, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
     f, size = FORMAT_OF[spec.format], spec.block
     codes, scales = static_views(spec, chunk._replace(static=as_read_only(chunk.static)))
     used = spec.payload_nbytes(chunk.nelem)
-    first, last = start // size, -(-(start + out.size) // size)
-    n_covered = max(min(last * size, chunk.nelem) - first * size, 0)
-    x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
     decode_span = _decoder(
         chunk.dtype.itemsize,
         chunk.dtype.exponent,
@@ -466,28 +464,23 @@ def decode_chunk(
         f.bad,
         size,
     )
-    args = _dtype_args(chunk.dtype)[0], F4(norm(spec))
+    args = values_of(spec.format), _dtype_args(chunk.dtype)[0], F4(norm(spec))
+    sums: list[int] = []
 
-    def task(lo: int, hi: int) -> Any:
-        target = x[lo * size :]
-        span = first + lo, first + hi
-        table = values_of(spec.format)
-        return decode_span(codes[:used], scales, table, target, chunk.nelem, *span, *args)
+    def decode(out: Bits, at: int) -> bool:
+        wrong, total = decode_span(codes[:used], scales, *args, out, at)
+        sums.append(int(total))
+        return bool(wrong)
 
-    results = run(task, _cuts(last - first, x.nbytes, threads))
-    if x is not out:
-        out[:] = x[start - first * size :][: out.size]
-    problem = "a scale or a code of a block" if any(wrong for wrong, _ in results) else None
-    if out.size != chunk.nelem:
-        return ChunkDecoded(problem)
-    words_sum = sum(int(part) for _, part in results) + _sum_behind(chunk, used)
-    return ChunkDecoded(problem, words_sum & MASK64)
+    def words_sum() -> int:
+        return sum(sums, _sum_behind(chunk, used)) & MASK64
 
-
-def _cuts(blocks: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
-    """Ranges of blocks for threads; all but the last are of whole groups."""
-    groups = spans(-(-blocks // LANES), nbytes, threads)
-    return [(lo * LANES, min(hi * LANES, blocks)) for lo, hi in groups]
+    return Decoder(
+        by_tiles(decode, size, chunk.nelem),
+        LANES * size,
+        (None, "a scale or a code of a block"),
+        words_sum=words_sum if summed else None,
+    )
 
 
 def _sum_behind(chunk: Chunk, used: int) -> int:
@@ -495,3 +488,8 @@ def _sum_behind(chunk: Chunk, used: int) -> int:
     tail = chunk.static[used // 4 * 4 :].copy()
     tail[: used % 4] = 0
     return words_sum(tail, used // 4)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -7,16 +7,14 @@ fastmath it fuses nothing and keeps the order of additions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.base import Bits, Chunk
 from .common.compile_cache import cached, part
+from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
 from .common.minifloat import NAN
-from .common.minifloat_cpu import LANES, add, add_to, kind_of, narrow, round_code, widen
+from .common.minifloat_cpu import LANES, kind_of, narrow, round_code, widen
 from .common.threads import run, spans
 from .tahquant import (
     ANCHOR,
@@ -338,121 +336,59 @@ _encode_with = with_scratch(_encode_tiles, 21 * LANES + 8)
 _decode_with = with_scratch(_decode_tiles, 9 * LANES + 4)
 
 
-def encode_chunk(
-    spec: Tahquant,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `tahquant.encode_chunk`."""
+def _nothing(out: Bits, start: int) -> None:
+    pass
+
+
+def encoder(spec: Tahquant, chunk: Chunk, given: Given) -> Encoder | None:
+    """What encodes a chunk: which tokens are narrow has to be known before one is encoded."""
+    bits = given.bits
+    if bits is None:
+        return None
     kind, v = kind_of(chunk.dtype), static_views(spec, chunk)
     narrow_token = np.zeros(-(-bits.size // spec.hidden), bool)
     count, whole = spec.narrow_tokens(bits.size), bits.size // spec.hidden
     x = as_read_only(bits)
     if count:
         entropies = np.empty(whole, np.int64)
-        cuts = spans(whole, bits.nbytes, threads)
+        cuts = spans(whole, bits.nbytes, given.threads)
         run(_entropies_with, [(x, kind, spec.hidden, entropies, *cut) for cut in cuts])
         narrow_token[np.argsort(entropies, kind="stable")[:count]] = True
     if spec.forward:
         v.narrow[:] = np.packbits(narrow_token, bitorder="little")
     fixed = (x, kind, _sizes(spec), narrow_token, slots_of(spec, narrow_token))
     views = (v.planes, v.wide, v.words, v.pivots)
-    cuts = spans(v.words.size, bits.nbytes, threads)
-    run(_encode_with, [(*fixed, *views, *cut) for cut in cuts])
-    return ChunkResult(0)
+
+    def encode(part: Bits, at: int) -> None:
+        # Tiles are found in all elements.
+        _encode_with(*fixed, *views, *tile_range(spec, at, at + part.size))
+
+    tile = spec.tile if spec.hidden % spec.tile == 0 else spec.hidden
+    return Encoder(lambda start, stop: encode, tile)
 
 
-def decode_chunk(
-    spec: Tahquant, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `tahquant.decode_chunk`; where there is a problem, `out` may be left alone."""
-    first, last = tile_range(spec, start, start + out.size)
-    problem, fixed = _source(spec, chunk, first, last)
-    if problem is None:
-        cuts = spans(last - first, out.nbytes, threads)
-        calls = [(*fixed, out, start, first + lo, first + hi) for lo, hi in cuts]
-        run(_decode_with, calls)
-    return ChunkDecoded(problem)
-
-
-def decode_add_chunk(
-    spec: Tahquant, chunk: Chunk, acc: npt.NDArray[np.float32], *, threads: int = 1
-) -> ChunkDecoded:
-    """Add a chunk's elements to `acc` (float32, 1-D), which is left alone if there is a problem."""
-    problem, fixed = _source(spec, chunk, 0, spec.tiles(chunk.nelem))
-    if problem is None:
-        cuts = spans(_pieces(chunk.nelem), acc.nbytes, threads)
-        run(_add_pieces, [(spec, chunk, fixed, acc, *cut) for cut in cuts])
-    return ChunkDecoded(problem)
-
-
-def decode_add_encode_chunk(
-    spec: Tahquant,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
-
-    `source_spec` is `spec`: tahquant fuses nothing else. The sum is kept as a whole: which tokens
-    are narrow has to be known before one is encoded.
-    """
-    problem, fixed = _source(spec, source, 0, spec.tiles(source.nelem))
-    if problem is None:
-        total = np.empty(bits.size, bits.dtype)
-        cuts = spans(_pieces(bits.size), bits.nbytes, threads)
-        run(_sum_pieces, [(spec, source, fixed, bits, total, *cut) for cut in cuts])
-        encode_chunk(spec, chunk, total, threads=threads)
-    return ChunkDecoded(problem)
-
-
-#: Elements that are decoded and added while they are in cache.
-_PIECE = 1 << 15
-
-
-def _pieces(nelem: int) -> int:
-    return -(-nelem // _PIECE)
-
-
-def _add_pieces(spec: Tahquant, chunk: Chunk, fixed: Any, acc: Bits, first: int, last: int) -> None:
-    room = np.empty(_PIECE, chunk.dtype.bits)
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = room[: max(chunk.nelem - at, 0)]
-        _decode_with(*fixed, part, at, *tile_range(spec, at, at + part.size))
-        add_to(acc[at : at + part.size], part, kind_of(chunk.dtype))
-
-
-def _sum_pieces(
-    spec: Tahquant, chunk: Chunk, fixed: Any, bits: Bits, total: Bits, first: int, last: int
-) -> None:
-    for at in range(first * _PIECE, last * _PIECE, _PIECE):
-        part = total[at : at + _PIECE]
-        _decode_with(*fixed, part, at, *tile_range(spec, at, at + part.size))
-        add(part, bits[at : at + part.size], kind_of(chunk.dtype))
-
-
-def _source(
-    spec: Tahquant, chunk: Chunk, first: int, last: int
-) -> tuple[str | None, tuple[Any, ...]]:
-    """What is wrong with a chunk's index or tiles `first` to `last`; what decodes its tiles."""
+def decoder(spec: Tahquant, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
     v = static_views(spec, chunk._replace(static=as_read_only(chunk.static)))
-    narrow_token = index_of(spec, chunk)
+    narrow_token, problem = index_of(spec, chunk), None
     if narrow_token is None:
-        return INDEX_PROBLEM, ()
+        return Decoder(_nothing, problem=INDEX_PROBLEM)
+    first, last = tile_range(spec, start, stop)
     if bad_tiles(v.words[first:last], v.pivots[first:last] if spec.forward else None):
-        return TILE_PROBLEM, ()
+        problem = TILE_PROBLEM
     views = (v.planes, v.wide, v.words, v.pivots)
     fixed = (narrow_token, slots_of(spec, narrow_token), _sizes(spec), kind_of(chunk.dtype))
-    return None, (*views, *fixed, chunk.nelem)
+
+    def decode(out: Bits, at: int) -> None:
+        _decode_with(*views, *fixed, chunk.nelem, out, at, *tile_range(spec, at, at + out.size))
+
+    return Decoder(decode, spec.tile, problem=problem)
 
 
 def _sizes(spec: Tahquant) -> tuple[int, int, int, bool]:
     return spec.hidden, spec.tile, spec.token_tiles, spec.forward
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

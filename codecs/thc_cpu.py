@@ -7,21 +7,20 @@ Without fastmath LLVM fuses nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, Key
+from .common.base import Chunk, ChunkResult
 from .common.compile_cache import cached
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.hadamard_cpu import LANES as SIDE
 from .common.hadamard_cpu import rotate_by
 from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox import key_numbers
 from .common.philox_cpu import fill_words
-from .common.threads import run, spans
 from .thc import (
     BELOW,
     BLOCK,
@@ -57,10 +56,10 @@ _rotate = rotate_by(BLOCK)
 
 
 @cached(nogil=True, error_model="numpy")
-def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, last):
-    """Encode tiles `first` to `last` of a chunk; whether all elements to be coded are finite.
+def _encode_tiles(space, kind, cells, norms, seed, step, rank, first_word, x, start):
+    """Encode `x`, elements `start` and on; whether all elements to be coded are finite.
 
-    The random words of the chunk's levels start at index `start`.
+    The random words of the chunk's levels start at index `first_word`.
     """
     t = view_as(space[: 4 * _TILE], np.float32)
     side = view_as(space[4 * _TILE : 8 * _TILE], np.float32)
@@ -74,8 +73,8 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
     for i in range(_TILE):
         side[i] = F4(0)
     finite = True
-    for tile in range(first, last):
-        at = tile * _TILE
+    for at in range(0, x.size, _TILE):
+        tile = (start + at) // _TILE
         n = x.size - at
         if n < _TILE:
             for i in range(n):
@@ -121,7 +120,7 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
                     target[i] = 0
                 continue
             r = F4(_STEPS / norm[0])
-            fill_words(words, seed, step, rank, U8(LEVEL_STREAM), U8(start + b * BLOCK))
+            fill_words(words, seed, step, rank, U8(LEVEL_STREAM), U8(first_word + b * BLOCK))
             for i in range(BLOCK):
                 v = F4(F4(side[i * SIDE + lane] * r) + _MIDDLE)
                 v = v if v < _TOP else _TOP
@@ -135,8 +134,8 @@ def _encode_tiles(space, x, kind, cells, norms, seed, step, rank, start, first, 
 
 
 @cached(nogil=True, error_model="numpy")
-def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start, first, last):
-    """Elements of tiles `first` to `last` as far as they are in [start, start + out.size).
+def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start):
+    """Decode elements `start` and on to `out`.
 
     Gives whether a cell of a block that holds some of them is wrong.
     """
@@ -149,7 +148,7 @@ def _decode_tiles(space, cells, norms, ranks, seed, step, top, kind, out, start,
     for i in range(_TILE):
         side[i] = F4(0)
     zero, most, wrong = MIDDLE * ranks, TOP * ranks, False
-    for tile in range(first, last):
+    for tile in range(start // _TILE, (start + out.size + _TILE - 1) // _TILE):
         at = tile * _TILE
         lo, hi = start - at, start + out.size - at
         lo = lo if lo > 0 else 0
@@ -202,40 +201,32 @@ _encode_with = with_scratch(_encode_tiles, _SCRATCH_NBYTES)
 _decode_with = with_scratch(_decode_tiles, _SCRATCH_NBYTES)
 
 
-def encode_chunk(
-    spec: Thc,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `thc.encode_chunk`."""
-    numbers, views = key_numbers(key), prepare(spec, chunk, stats, key)
-    fixed = (as_read_only(bits), kind_of(chunk.dtype), views.cells, views.norms, *map(U8, numbers))
-    at = word_index(spec, chunk)
-    cuts = spans(-(-bits.size // _TILE), bits.nbytes, threads)
-    check_finite(all(run(_encode_with, [(*fixed, at, *cut) for cut in cuts])))
+def encoder(spec: Thc, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk."""
+    numbers, views = key_numbers(given.key), prepare(spec, chunk, given.stats, given.key)
+    fixed = (kind_of(chunk.dtype), views.cells, views.norms, *map(U8, numbers))
+    encode = partial(_encode_with, *fixed, word_index(spec, chunk))
+    return Encoder(lambda start, stop: encode, _TILE, _finish)
+
+
+def _finish(finite: list[bool]) -> ChunkResult:
+    check_finite(all(finite))
     return ChunkResult(0)
 
 
-def decode_chunk(
-    spec: Thc, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `thc.decode_chunk`."""
-    views, stop = static_views(spec, chunk), start + out.size
-    ranks = int(views.ranks[0])
+def decoder(spec: Thc, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    views = static_views(spec, chunk)
+    ranks, problem = int(views.ranks[0]), None
     if not 1 <= ranks <= spec.max_ranks:
-        return ChunkDecoded(RANKS_PROBLEM)
-    wrong = not norms_are_right(views)
-    if out.size:
-        cells, norms = as_read_only(views.cells), as_read_only(views.norms)
-        numbers, top = seed_of(views), F4(largest_number(chunk.dtype))
-        fixed = (cells, norms, ranks, U8(numbers.seed), U8(numbers.step), top)
-        first, last = start // _TILE, -(-stop // _TILE)
-        cuts = spans(last - first, out.nbytes, threads)
-        rest = (kind_of(chunk.dtype), out, start)
-        calls = [(*fixed, *rest, first + lo, first + hi) for lo, hi in cuts]
-        wrong |= any(run(_decode_with, calls))
-    return ChunkDecoded(PAYLOAD_PROBLEM if wrong else None)
+        problem = RANKS_PROBLEM
+    elif not norms_are_right(views):
+        problem = PAYLOAD_PROBLEM
+    cells, norms = as_read_only(views.cells), as_read_only(views.norms)
+    numbers, top = seed_of(views), F4(largest_number(chunk.dtype))
+    fixed = (cells, norms, ranks, U8(numbers.seed), U8(numbers.step), top, kind_of(chunk.dtype))
+    return Decoder(partial(_decode_with, *fixed), _TILE, (None, PAYLOAD_PROBLEM), problem)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)

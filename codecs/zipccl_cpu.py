@@ -12,17 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
 from ..formats.dtypes import BY_NAME
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, Key, Plan
+from .common.base import Bits, Bytes, Chunk, ChunkResult, Plan
 from .common.checksum_cpu import add_words, sum_part
 from .common.compile_cache import cached, part
-from .common.threads import run, spans
+from .common.driver_cpu import (
+    Decoder,
+    Encoder,
+    Given,
+    by_tiles,
+    decode_add_encode_by,
+    decode_by,
+    encode_by,
+)
 from .zipccl import (
     CANDIDATES,
     COLUMN_STEP,
@@ -539,8 +546,8 @@ def _encoder(mantissa, extra, width):
     wide_at = xs_at + TILE * 8
 
     @cached(nogil=True, error_model="numpy")
-    def encode_span(space, x, static, index_at, first, last, escapes, count, fixed, used):
-        """Encode tiles `first` to `last` of the chunk `x`, behind the first `count` escapes.
+    def encode_span(space, static, index_at, nelem, fixed, x, start, escapes, count, used):
+        """Encode `x`, elements `start` and on, behind the first `count` escapes.
 
         `fixed` is the index entry of all tiles, or -1. Returns the number of escapes, which may be
         more than there is place for in `escapes`, and the keyed sum of the tile blocks. If `used`,
@@ -559,25 +566,26 @@ def _encoder(mantissa, extra, width):
         flags = view_as(escaped, np.uint64)
         xs = view_as(space[xs_at:wide_at], x.dtype)
         wide = space[wide_at:]
-        n_tiles = (x.size + TILE - 1) // TILE
+        n_tiles = (nelem + TILE - 1) // TILE
         entries_at = index_at + 4 * n_tiles
         offsets = view_as(static[index_at:entries_at], np.uint32)
         entries = view_as(static[entries_at : entries_at + 2 * n_tiles], np.uint16)
         words = view_as(read_only(static), np.uint32)
         one = e.dtype.type
-        full = x.size // TILE
+        full = nelem // TILE
         total = U8(0)
-        for t in range(first, last):
+        for source_at in range(0, x.size, TILE):
+            t = (start + source_at) // TILE
             at = t * nbytes
             if t < full:
                 n = TILE
                 columns = COLUMNS
-                source = x[t * TILE : (t + 1) * TILE]
+                source = x[source_at : source_at + TILE]
                 block = static[at : at + nbytes]
             else:
-                n = x.size - full * TILE
+                n = x.size - source_at
                 columns = _columns_of(n)
-                _spread(x, full * TILE, columns, xs)
+                _spread(x, source_at, columns, xs)
                 source = read_only(xs)
                 block = wide
             if mantissa == 2:
@@ -599,9 +607,9 @@ def _encoder(mantissa, extra, width):
                 if t < full:
                     sampled = _SAMPLED
                     for k in range(TILE // 128):
-                        to, source_at = k * group, (8 * k + k % 8) * group
+                        to, begin = k * group, (8 * k + k % 8) * group
                         for i in range(group):
-                            sample_words[to + i] = e_words[source_at + i]
+                            sample_words[to + i] = e_words[begin + i]
                 else:
                     _collect(e, n, columns, sample)
                 entry = _tile_window(sample, sampled, lanes, highs)
@@ -767,99 +775,109 @@ def cache_folder() -> str | None:
     return getattr(cache, "_cache_path", None)
 
 
-def encode_chunk(
-    spec: Zipccl,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkResult:
-    """See `zipccl.encode_chunk`."""
-    f = fields_of(chunk.dtype)
-    encode_span = _encoder(f.mantissa, f.extra, f.width)
+class _Span:
+    """Tiles that are encoded piece by piece, one after the other, and their escapes.
+
+    `encode_span` has all arguments that do not change. `used` is as there for the last piece.
+    """
+
+    def __init__(
+        self, encode_span: Callable[..., Any], start: int, stop: int, room: Bits, used: int
+    ) -> None:
+        self._encode_span, self._used = encode_span, used
+        self.start, self.stop, self.room = start, stop, room
+        self.count, self.total = 0, 0
+
+    def encode(self, x: Bits, at: int) -> None:
+        """See `Encoder`."""
+        used = self._used if at + x.size == self.stop else -1
+        self.count, total = self._encode_span(x, at, self.room, self.count, used)
+        self.total += int(total)
+
+
+def encoder(spec: Zipccl, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk. Escapes of spans but the first are copied behind those before them."""
+    f, nelem = fields_of(chunk.dtype), chunk.nelem
     slot = chunk.dynamic[: chunk.dynamic.size // f.width * f.width].view(f.escape_dtype)
-    fixed = -1 if stats is None else int(stats[0])
-    n_tiles, used = tile_count(chunk.nelem), tiles_nbytes(f, chunk.nelem)
-    x, static, index_at = as_read_only(bits), chunk.static, chunk.sections[0].nbytes
-    cuts = spans(n_tiles, bits.nbytes, threads)
-    if len(cuts) == 1:
-        count, total = encode_span(x, static, index_at, 0, n_tiles, slot, 0, fixed, used)
-        known = int(total) & MASK64 if count <= slot.size else None
-        return ChunkResult(int(count) * f.width, known)
-    rooms = [slot] + [
-        np.empty(min(slot.size, (last - first) * TILE) + TILE, f.escape_dtype)
-        for first, last in cuts[1:]
-    ]
+    fixed = -1 if given.stats is None else int(given.stats[0])
+    index_at, used = chunk.sections[0].nbytes, tiles_nbytes(f, nelem)
+    kernel = _encoder(f.mantissa, f.extra, f.width)
+    encode_span = functools.partial(kernel, chunk.static, index_at, nelem, fixed)
+    made: list[_Span] = []
 
-    def task(first: int, last: int, room: Bits) -> Any:
-        return encode_span(x, static, index_at, first, last, room, 0, fixed, -1)
+    def span(start: int, stop: int) -> Callable[[Bits, int], None]:
+        room = slot
+        if start > 0:
+            room = np.empty(min(slot.size, stop - start) + TILE, f.escape_dtype)
+        whole = stop - start == nelem
+        made.append(_Span(encode_span, start, stop, room, used if whole else -1))
+        return made[-1].encode
 
-    results = run(task, [(*cut, room) for cut, room in zip(cuts, rooms, strict=True)])
-    offsets = static_views(chunk)[1]
-    count = 0
-    total = 0
-    for (first, last), room, (found, part_sum) in zip(cuts, rooms, results, strict=True):
-        total += int(part_sum)
-        if count > 0:
-            offsets[first:last] += np.uint32(count)
-        if room is not slot and count + found <= slot.size:
-            slot[count : count + found] = room[:found]
-        count += found
-    if count > slot.size:
-        return ChunkResult(count * f.width)
-    # No more tiles: what is behind them is summed.
-    total += int(encode_span(x, static, index_at, 0, 0, slot, count, fixed, used)[1])
-    return ChunkResult(count * f.width, total & MASK64)
+    def finish(results: list[None]) -> ChunkResult:
+        offsets = static_views(chunk)[1]
+        count, total = 0, 0
+        for one in made:
+            total += one.total
+            if count > 0:
+                offsets[one.start // TILE : -(-one.stop // TILE)] += np.uint32(count)
+            if one.room is not slot and count + one.count <= slot.size:
+                slot[count : count + one.count] = one.room[: one.count]
+            count += one.count
+        if count > slot.size:
+            return ChunkResult(count * f.width)
+        if len(made) > 1:
+            # No more tiles: what is behind them is summed.
+            nothing = as_read_only(np.empty(0, chunk.dtype.bits))
+            total += int(encode_span(nothing, 0, slot, count, used)[1])
+        return ChunkResult(count * f.width, total & MASK64)
+
+    return Encoder(span, TILE, finish)
 
 
-def decode_chunk(
-    spec: Zipccl, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
-) -> ChunkDecoded:
-    """See `zipccl.decode_chunk`. The sum is there when the whole chunk was decoded."""
-    f = fields_of(chunk.dtype)
-    if chunk.nelem == 0 or chunk.dynamic.size % f.width:
+def _nothing(out: Bits, start: int) -> None:
+    pass
+
+
+def decoder(spec: Zipccl, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    f, nelem = fields_of(chunk.dtype), chunk.nelem
+    if nelem == 0 or chunk.dynamic.size % f.width:
         size = chunk.dynamic.size
-        return ChunkDecoded(f"{size} bytes of escapes of {f.width} bytes each" if size else None)
+        problem = f"{size} bytes of escapes of {f.width} bytes each" if size else None
+        return Decoder(_nothing, problem=problem)
+    here = slice(start // TILE, -(-stop // TILE))
+    problem = None
+    if not entries_fit(spec, static_views(chunk)[2], here):
+        problem = "windows that differ in a tensor with one window"
     decode_span = _decoder(f.exponent, f.mantissa, f.extra, f.width)
     static, dynamic = as_read_only(chunk.static), as_read_only(chunk.dynamic)
-    whole = out.size == chunk.nelem
-    first, last = start // TILE, -(-(start + out.size) // TILE)
-    n_covered = min(last * TILE, chunk.nelem) - first * TILE
-    x = out if n_covered == out.size else np.empty(n_covered, chunk.dtype.bits)
-    cuts = spans(last - first, x.nbytes, threads)
-    used = tiles_nbytes(f, chunk.nelem)
-    places = (0, static.size, 0, used, chunk.sections[0].nbytes, tile_count(chunk.nelem))
-    sums = (_ALL if len(cuts) == 1 else _TILES) if whole else _NOTHING
+    used = tiles_nbytes(f, nelem)
+    places = (0, static.size, 0, used, chunk.sections[0].nbytes, tile_count(nelem))
+    totals: list[int] = []
 
-    def task(lo: int, hi: int, sums: int) -> Any:
-        return decode_span(
-            static,
-            dynamic,
-            x[lo * TILE :],
-            places,
-            _NO_GAPS,
-            dynamic.size,
-            chunk.nelem,
-            first + lo,
-            first + hi,
-            sums,
-        )
+    def decode_some(out: Bits, first: int, last: int, sums: int) -> int:
+        fixed = places, _NO_GAPS, dynamic.size, nelem
+        found, total = decode_span(static, dynamic, out, *fixed, first, last, sums)
+        totals.append(int(total))
+        return int(found)
 
-    results = run(task, [(*cut, sums) for cut in cuts])
-    if sums == _TILES:
-        # No more tiles: what is behind them is summed.
-        results.append(task(0, 0, _ALL))
-    problem = next((_PROBLEMS[p] for p, _ in results if p), None)
-    if problem is None and not entries_fit(spec, static_views(chunk)[2], slice(first, last)):
-        problem = "windows that differ in a tensor with one window"
-    if x is not out:
-        out[:] = x[start - first * TILE :][: out.size]
-    if not whole:
-        return ChunkDecoded(problem)
-    total = sum(int(part_sum) for _, part_sum in results)
-    return ChunkDecoded(problem, total & MASK64)
+    def decode(out: Bits, at: int) -> int:
+        sums = (_ALL if out.size == nelem else _TILES) if summed else _NOTHING
+        return decode_some(out, at // TILE, -(-(at + out.size) // TILE), sums)
+
+    def words_sum() -> int:
+        if len(totals) > 1:
+            # No more tiles: what is behind them is summed.
+            decode_some(np.empty(0, chunk.dtype.bits), 0, 0, _ALL)
+        return sum(totals) & MASK64
+
+    decode_any = by_tiles(decode, TILE, nelem)
+    return Decoder(decode_any, TILE, _PROBLEMS, problem, words_sum if summed else None)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)
+decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)
 
 
 def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:

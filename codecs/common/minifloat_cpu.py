@@ -15,8 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...formats.dtypes import DType
-from .arrays_cpu import as_read_only, view_as, with_scratch
-from .compile_cache import cached, part
+from .arrays_cpu import view_as
+from .compile_cache import part
 from .minifloat import INFINITY, NAN, Element, values_of
 
 U1, U2, U4 = np.uint8, np.uint16, np.uint32
@@ -44,7 +44,7 @@ def _bits_of(typingctx, x):
 
 
 @intrinsic
-def _float_of(typingctx, x):
+def float_of(typingctx, x):
     """The float32 with these bits, an int32."""
 
     def codegen(context, builder, signature, args):
@@ -159,7 +159,7 @@ def round_code(part, mantissa, lowest):
     binade = I4(part & _EXPONENT)
     binade = binade if binade > lowest else lowest
     step = I4(binade + I4(I4(I4(23) - mantissa) << I4(23)))
-    steps = I4(_bits_of(np.float32(_float_of(part) + _float_of(step))) - step)
+    steps = I4(_bits_of(np.float32(float_of(part) + float_of(step))) - step)
     return I4(steps + I4(I4(binade - lowest) >> I4(I4(23) - mantissa)))
 
 
@@ -343,88 +343,19 @@ def decode_codes_by(bits, infinity, nan, kind):
     return decode_codes
 
 
-@part(nogil=True)
-def _load(x, at, padded):
-    """Elements of `x` from `at` on to `padded`; those behind the last become zero."""
+@part(nogil=True, rare=True)
+def load_last(x, at, padded):
+    """The last elements of `x`, from `at` on, and zeros behind them, to `padded`."""
     count = x.size - at
     for i in range(LANES):
         padded[i] = x[at + i] if i < count else 0
 
 
-@part(nogil=True)
-def _store(padded, x, at):
-    """Inverse of `_load`."""
-    count = x.size - at
-    for i in range(count if count < LANES else LANES):
+@part(nogil=True, rare=True)
+def store_last(padded, x, at):
+    """Inverse of `load_last`."""
+    for i in range(x.size - at):
         x[at + i] = padded[i]
-
-
-@cached(nogil=True)
-def _add(space, a, b, kind):
-    u, v = view_as(space[: 4 * LANES], np.uint32), view_as(space[4 * LANES : 8 * LANES], np.uint32)
-    floats = view_as(space[8 * LANES : 12 * LANES], np.float32)
-    padded = view_as(space[12 * LANES :], a.dtype)
-    x, y, bits = view_as(u, np.float32), view_as(v, np.float32), view_as(floats, np.uint32)
-    for at in range(0, a.size, LANES):
-        for k in range(2):
-            # One by one, as only one of them is read-only.
-            if k == 0:
-                _load(a, at, padded)
-            else:
-                _load(b, at, padded)
-            widen(padded, kind, u if k == 0 else v, floats)
-        for i in range(LANES):
-            floats[i] = np.float32(x[i] + y[i])
-        narrow(bits, kind, padded)
-        _store(padded, a, at)
-
-
-@cached(nogil=True)
-def _add_floats(space, a, b, kind):
-    words = view_as(space[: 4 * LANES], np.uint32)
-    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
-    padded = view_as(space[8 * LANES :], a.dtype)
-    x, bits = view_as(words, np.float32), view_as(floats, np.uint32)
-    for at in range(0, a.size, LANES):
-        _load(a, at, padded)
-        widen(padded, kind, words, floats)
-        for i in range(a.size - at if a.size - at < LANES else LANES):
-            floats[i] = np.float32(x[i] + b[at + i])
-        narrow(bits, kind, padded)
-        _store(padded, a, at)
-
-
-@cached(nogil=True)
-def _add_to(space, acc, a, kind):
-    words = view_as(space[: 4 * LANES], np.uint32)
-    floats = view_as(space[4 * LANES : 8 * LANES], np.float32)
-    padded = view_as(space[8 * LANES :], a.dtype)
-    x = view_as(words, np.float32)
-    for at in range(0, a.size, LANES):
-        _load(a, at, padded)
-        widen(padded, kind, words, floats)
-        for i in range(a.size - at if a.size - at < LANES else LANES):
-            acc[at + i] += x[i]
-
-
-_add_with = with_scratch(_add, 16 * LANES)
-_add_floats_with = with_scratch(_add_floats, 12 * LANES)
-_add_to_with = with_scratch(_add_to, 12 * LANES)
-
-
-def add(a, b, kind):
-    """Replace the elements `a` by a + b, summed in float32 and rounded to their dtype."""
-    _add_with(a, as_read_only(b), kind)
-
-
-def add_floats(a, b, kind):
-    """Replace the elements `a` by a + b, of float32 values `b`, rounded to their dtype."""
-    _add_floats_with(a, as_read_only(b), kind)
-
-
-def add_to(acc, a, kind):
-    """Add the elements `a` to the float32 values `acc`."""
-    _add_to_with(acc, as_read_only(a), kind)
 
 
 #: Scales at which no value is subnormal or infinite in bfloat16 or float32.

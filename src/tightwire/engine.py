@@ -89,20 +89,26 @@ def encode_into(
 ) -> None:
     """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes).
 
-    With `source`, a buffer that `plan` fuses, the sum of its elements and `bits`, in one pass; for
-    backends that have `decode_add_encode_chunk`. `backend` None takes Numba, but see `call_tiny`.
+    With `source`, a buffer that `plan` fuses, the sum of its elements and `bits`: see
+    `host_sums.encode_sum`. `backend` None takes Numba, but see `call_tiny`.
     """
-    if source is None and is_tiny(plan, backend):
+    if source is not None:
+        # It imports this module.
+        from . import host_sums
+
+        terms = source, bits
+        host_sums.encode_sum(plan, terms, out, key=key, threads=threads, backend=backend)
+    elif is_tiny(plan, backend):
         call_tiny(
             plan,
             "encode",
-            lambda chosen: _encode_into(plan, bits, out, stats, key, threads, chosen),
+            lambda chosen: write_into(plan, bits, out, stats, key, threads, chosen),
         )
     else:
-        _encode_into(plan, bits, out, stats, key, threads, backend, source)
+        write_into(plan, bits, out, stats, key, threads, backend)
 
 
-def _encode_into(
+def write_into(
     plan: Plan,
     bits: Bits,
     out: Bytes,
@@ -110,50 +116,56 @@ def _encode_into(
     key: Key | None,
     threads: int,
     backend: str | None,
-    source: Parsed | None = None,
 ) -> None:
+    """As `encode_into`, with no look at the size, in the caller's floating-point mode."""
     module = backend_module(plan.codec.name, backend)
+    if stats is None and plan.codec.needs_stats:
+        stats = plan.codec.measure(bits, plan.dtype)
+
+    def encode(i: int, chunk: Chunk) -> ChunkResult:
+        lo, hi = plan.chunk_range(i)
+        found: ChunkResult = module.encode_chunk(
+            plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+        )
+        return found
+
+    def elements(i: int) -> Bits:
+        return bits[slice(*plan.chunk_range(i))]
+
+    # One empty chunk is encoded; what is behind it are its copies.
+    last = min(plan.filled_chunks + 1, plan.chunks)
+    write_chunks(plan, out, module, range(last), encode, elements)
+
+
+def write_chunks(
+    plan: Plan,
+    out: Bytes,
+    module: ModuleType,
+    chunks: Sequence[int],
+    encode: Callable[[int, Chunk], ChunkResult],
+    elements: Callable[[int], Bits],
+) -> None:
+    """Write a buffer whose `chunks`, all but copies of the first empty one, `encode` encodes.
+
+    `elements` gives those of a chunk that is to be stored raw.
+    """
     header = plan.header_bytes
     out[: header.size] = header
     out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
-    # Statistics of one term say nothing of a sum, and nobody asks for them.
-    if stats is None and source is None and plan.codec.needs_stats:
-        stats = plan.codec.measure(bits, plan.dtype)
-    # One empty chunk is encoded; what is behind it are its copies.
-    last = min(plan.filled_chunks + 1, plan.chunks)
-    for i in range(last) if source is None else source.distinct(range(plan.chunks)):
+    for i in chunks:
         lo, hi = plan.chunk_range(i)
         slot_at = plan.dynamic_offset + i * plan.dynamic_stride
         chunk = plan.chunk(i, out, out[slot_at : slot_at + plan.dynamic_stride])
         gaps = _static_gaps(plan.codec, plan.dtype, hi - lo, plan.layout.sections, False)
         for start, stop in gaps:
             chunk.static[start:stop] = 0
-        if source is not None:
-            _check_chunk(source, i, module)
-            added = source.chunk(i)
-            _raise_problem(
-                i,
-                module.decode_add_encode_chunk(
-                    plan.codec,
-                    source.plan.codec,
-                    added,
-                    bits[lo:hi],
-                    chunk,
-                    key=key,
-                    threads=threads,
-                ).problem,
-            )
-            result = ChunkResult(0)
-        else:
-            result = module.encode_chunk(
-                plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
-            )
+        result = encode(i, chunk)
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
         raw_dynamic = plan.raw_dynamic(i)
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
             if raw_dynamic <= plan.dynamic_stride:
                 flags, dynamic_nbytes, words_sum = RAW, raw_dynamic, None
-                _store_raw(bits[lo:hi].view(np.uint8), chunk)
+                _store_raw(elements(i).view(np.uint8), chunk)
             else:
                 flags, dynamic_nbytes = OVERFLOW, raw_dynamic
         elif dynamic_nbytes > plan.dynamic_stride:
@@ -173,7 +185,7 @@ def _encode_into(
         _RECORD.pack_into(
             out.data, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
         )
-    if last < plan.chunks:
+    if min(plan.filled_chunks + 1, plan.chunks) < plan.chunks:
         _repeat_empty(plan, out)
 
 
@@ -500,15 +512,16 @@ def decode_range(
         call_tiny(
             parsed.plan,
             "decode",
-            lambda chosen: _decode_range(parsed, out, start, verify, threads, chosen),
+            lambda chosen: read_range(parsed, out, start, verify, threads, chosen),
         )
     else:
-        _decode_range(parsed, out, start, verify, threads, backend)
+        read_range(parsed, out, start, verify, threads, backend)
 
 
-def _decode_range(
+def read_range(
     parsed: Parsed, out: Bits, start: int, verify: bool | None, threads: int, backend: str | None
 ) -> None:
+    """As `decode_range`, with no look at the size, in the caller's floating-point mode."""
     plan = parsed.plan
     stop = start + out.size
     for i in parsed.distinct(touched_chunks(plan, start, stop)):
@@ -547,7 +560,7 @@ def _decode_chunk(
     problem = None
     words_sum = None
     if raw:
-        _load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
+        load_raw(chunk, target.view(np.uint8), (first - lo) * plan.dtype.itemsize)
     else:
         problem, words_sum = module.decode_chunk(
             plan.codec, chunk, target, first - lo, threads=threads
@@ -558,43 +571,32 @@ def _decode_chunk(
                 words_sum = _chunk_sum(module, chunk)
             _check_sum(parsed, i, words_sum)
         _check_padding(parsed, i, chunk, raw)
-    _raise_problem(i, problem)
+    raise_problem(i, problem)
 
 
-def _raise_problem(i: int, problem: str | None) -> None:
+def raise_problem(i: int, problem: str | None) -> None:
+    """FormatError if there is a problem with chunk `i`."""
     if problem is not None:
         raise FormatError("bad_payload", f"chunk {i}: {problem}")
 
 
 def _check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
-    """Checksum and padding of chunk `i`, which is not stored raw."""
+    """Checksum and padding of chunk `i`."""
     chunk = parsed.chunk(i)
     if parsed.plan.checksum:
         _check_sum(parsed, i, _chunk_sum(module, chunk))
-    _check_padding(parsed, i, chunk, False)
+    _check_padding(parsed, i, chunk, bool(parsed.records[i].flags & RAW))
 
 
-@default_floats()
-def decode_add(parsed: Parsed, acc: npt.NDArray[np.float32], *, threads: int = 1) -> bool:
-    """Add a whole buffer's elements to `acc` (float32, 1-D) in one pass, chunk by chunk.
+def decode_add(parsed: Parsed, acc: npt.NDArray[Any], *, threads: int = 1) -> bool:
+    """See `host_sums.decode_add`."""
+    from . import host_sums
 
-    False, and nothing done, if the codec has no `decode_add_chunk` here. Checksums and padding are
-    checked before anything is added.
-    """
-    module = backend_module(parsed.plan.codec.name, None)
-    if not hasattr(module, "decode_add_chunk"):
-        return False
-    check_chunks(parsed)
-    for i in parsed.distinct(range(parsed.plan.chunks)):
-        lo, hi = parsed.plan.chunk_range(i)
-        chunk = parsed.chunk(i)
-        decoded = module.decode_add_chunk(parsed.plan.codec, chunk, acc[lo:hi], threads=threads)
-        _raise_problem(i, decoded.problem)
-    return True
+    return host_sums.decode_add(parsed, acc, threads=threads)
 
 
 def check_chunks(parsed: Parsed) -> None:
-    """Checksum and padding of every chunk, none of which is stored raw. Raises FormatError."""
+    """Checksum and padding of every chunk. Raises FormatError."""
     module = backend_module(parsed.plan.codec.name, None)
     for i in parsed.distinct(range(parsed.plan.chunks)):
         _check_chunk(parsed, i, module)
@@ -651,7 +653,8 @@ def _check_padding(parsed: Parsed, i: int, chunk: Chunk, raw: bool) -> None:
             raise FormatError("reserved_not_zero", f"padding in the dynamic part of chunk {i}")
 
 
-def _load_raw(chunk: Chunk, target: Bytes, start: int) -> None:
+def load_raw(chunk: Chunk, target: Bytes, start: int) -> None:
+    """Bytes of a chunk stored raw, from number `start` on, to `target`."""
     stop = start + target.size
     cut = chunk.static.size
     from_static = max(0, min(stop, cut) - start)
