@@ -23,7 +23,7 @@ PARAMS: dict[str, dict[str, Any]] = {"tahquant": {"hidden": 199}}
 #: Every codec and every dtype whose elements can be summed.
 CASES = [
     (name, dtype)
-    for name in tw.codecs()
+    for name in tw.list_codecs()
     for dtype in BY_NAME.values()
     if dtype.is_float and dtype.name in tw.codec(name, **PARAMS.get(name, {})).dtypes
 ]
