@@ -782,16 +782,16 @@ class _Span:
     """
 
     def __init__(
-        self, encode_span: Callable[..., Any], start: int, stop: int, room: Bits, used: int
+        self, encode_span: Callable[..., Any], start: int, stop: int, escapes: Bits, used: int
     ) -> None:
         self._encode_span, self._used = encode_span, used
-        self.start, self.stop, self.room = start, stop, room
+        self.start, self.stop, self.escapes = start, stop, escapes
         self.count, self.total = 0, 0
 
     def encode(self, x: Bits, at: int) -> None:
         """See `Encoder`."""
         used = self._used if at + x.size == self.stop else -1
-        self.count, total = self._encode_span(x, at, self.room, self.count, used)
+        self.count, total = self._encode_span(x, at, self.escapes, self.count, used)
         self.total += int(total)
 
 
@@ -806,11 +806,11 @@ def encoder(spec: Zipccl, chunk: Chunk, given: Given) -> Encoder:
     made: list[_Span] = []
 
     def span(start: int, stop: int) -> Callable[[Bits, int], None]:
-        room = slot
+        escapes = slot
         if start > 0:
-            room = np.empty(min(slot.size, stop - start) + TILE, f.escape_dtype)
+            escapes = np.empty(min(slot.size, stop - start) + TILE, f.escape_dtype)
         whole = stop - start == nelem
-        made.append(_Span(encode_span, start, stop, room, used if whole else -1))
+        made.append(_Span(encode_span, start, stop, escapes, used if whole else -1))
         return made[-1].encode
 
     def finish(results: list[None]) -> ChunkResult:
@@ -820,8 +820,8 @@ def encoder(spec: Zipccl, chunk: Chunk, given: Given) -> Encoder:
             total += one.total
             if count > 0:
                 offsets[one.start // TILE : -(-one.stop // TILE)] += np.uint32(count)
-            if one.room is not slot and count + one.count <= slot.size:
-                slot[count : count + one.count] = one.room[: one.count]
+            if one.escapes is not slot and count + one.count <= slot.size:
+                slot[count : count + one.count] = one.escapes[: one.count]
             count += one.count
         if count > slot.size:
             return ChunkResult(count * f.width)

@@ -187,9 +187,9 @@ def by_tiles(decode: Callable[[Bits, int], Any], tile: int, nelem: int) -> Any:
         ends = [(first - tile, start, min(first, stop))] if start < first else []
         ends += [(last, last, stop)] if first <= last < stop else []
         for at, lo, hi in ends:
-            room = np.empty(min(tile, nelem - at), out.dtype)
-            found = found or decode(room, at)
-            out[lo - start : hi - start] = room[lo - at : hi - at]
+            whole = np.empty(min(tile, nelem - at), out.dtype)
+            found = found or decode(whole, at)
+            out[lo - start : hi - start] = whole[lo - at : hi - at]
         return found
 
     return decode_any
@@ -208,14 +208,18 @@ def add_to(decoder: Decoder, acc: Values, dtype: DType, threads: int) -> None:
 
 
 def _add_pieces(decoder: Decoder, acc: Values, dtype: DType, start: int, stop: int) -> None:
-    room = np.empty(min(PIECE, stop - start), dtype.bits)
+    space = np.empty(min(PIECE, stop - start), dtype.bits)
     for at in range(start, stop, PIECE):
         target = acc[at : min(at + PIECE, stop)]
-        part = _load(decoder, room[: target.size], at, 0)
-        if acc.dtype.kind == "u":
-            sums_cpu.add(target, part, dtype)
-        else:
-            sums_cpu.accumulate(target, part, dtype)
+        add_elements(target, _load(decoder, space[: target.size], at, 0), dtype)
+
+
+def add_elements(acc: Values, bits: Bits, dtype: DType) -> None:
+    """Add elements of `dtype` to `acc`, as `add_to` has it."""
+    if acc.dtype.kind == "u":
+        sums_cpu.add(acc, bits, dtype)
+    else:
+        sums_cpu.accumulate(acc, bits, dtype)
 
 
 def sum_into(
@@ -283,15 +287,15 @@ class _Piece:
         sums_cpu.round_scaled(total, scale, out, target)
 
 
-def _load(term: Term, room: Bits, at: int, number: int) -> Bits:
-    """Elements of a term from number `at` on, as many as `room` has, perhaps there."""
+def _load(term: Term, space: Bits, at: int, number: int) -> Bits:
+    """Elements of a term from number `at` on, as many as `space` has, perhaps there."""
     if not isinstance(term, Decoder):
-        return term[at : at + room.size]
-    found = term.decode(room, at)
+        return term[at : at + space.size]
+    found = term.decode(space, at)
     problem = term.problems[found] if found else None
     if problem is not None:
         raise Damaged(problem, number)
-    return room
+    return space
 
 
 def encode_sum(

@@ -30,7 +30,7 @@ from .engine import (
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import RAW
-from .planning import backend_module, call_tiny, is_tiny
+from .planning import backend_module, call_tiny, is_tiny, kernels_known
 
 #: A term of a sum: a buffer, or elements (1-D) of its dtype or of float32.
 Term = Parsed | Bits
@@ -40,13 +40,13 @@ Term = Parsed | Bits
 def decode_add(parsed: Parsed, acc: npt.NDArray[Any], *, threads: int = 1) -> bool:
     """Add a whole buffer's elements to `acc` (1-D) in one pass, chunk by chunk.
 
-    `acc` is float32, or bits of elements of the buffer's float dtype. False, and nothing done, for
-    a tiny tensor, which does not wait for kernels, or without Numba. Raises FormatError; `acc` is
+    `acc` is float32, or bits of elements of the buffer's float dtype. False, and nothing done,
+    without Numba, and for a tiny tensor whose kernels are not there. Raises FormatError; `acc` is
     undefined after the reason "bad_payload".
     """
     plan = parsed.plan
     module = backend_module(plan.codec.name, None)
-    if not _is_compiled(module) or is_tiny(plan, None):
+    if not _is_compiled(module) or (is_tiny(plan, None) and not _may_add(plan, acc)):
         return False
     from .codecs.common import driver_cpu
 
@@ -56,6 +56,24 @@ def decode_add(parsed: Parsed, acc: npt.NDArray[Any], *, threads: int = 1) -> bo
         with _damage((parsed,), i):
             term = _term(parsed, i, module, threads)
             driver_cpu.add_to(term, acc[lo:hi], plan.dtype, threads)
+    return True
+
+
+def _may_add(plan: Plan, acc: npt.NDArray[Any]) -> bool:
+    """Whether elements can be decoded and added to `acc` without compiling anything.
+
+    It is asked beforehand, as what was added cannot be taken back.
+    """
+    if not kernels_known(plan, "decode"):
+        return False
+    from .codecs.common.compile_cache import NotCompiledError, only_compiled
+    from .codecs.common.driver_cpu import add_elements
+
+    try:
+        with only_compiled():
+            add_elements(acc[:0], np.empty(0, plan.dtype.bits), plan.dtype)
+    except NotCompiledError:
+        return False
     return True
 
 

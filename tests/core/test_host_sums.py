@@ -13,8 +13,10 @@ pytest.importorskip("numba")
 import tightwire as tw
 from support import KEY, make_bits
 from tightwire import engine, host_sums
+from tightwire.codecs.common import driver_cpu
 from tightwire.codecs.common import threads as threads_module
 from tightwire.codecs.common.base import Plan
+from tightwire.codecs.common.compile_cache import NotCompiledError
 from tightwire.codecs.common.sums import FLOAT32, rounded, sum_of, widened
 from tightwire.formats.dtypes import BY_NAME, DType
 
@@ -117,6 +119,23 @@ def test_accumulators(name: str, dtype: DType) -> None:
                 found = own.copy()
                 assert engine.decode_add(parsed, found, threads=threads)
                 assert found.tobytes() == rounded_sum.tobytes()
+
+
+def test_a_tiny_tensor_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is added before it is known that all of it can be."""
+    x = np.linspace(-1, 1, 500, dtype=np.float32)
+    parsed = engine.parse(np.frombuffer(bytes(tw.encode(x, "mx")), np.uint8))
+    acc = np.zeros(500, np.float32)
+    monkeypatch.setattr(host_sums, "kernels_known", lambda plan, direction: False)
+    assert not engine.decode_add(parsed, acc)
+    monkeypatch.setattr(host_sums, "kernels_known", lambda plan, direction: True)
+
+    def missing(*args: Any) -> None:
+        raise NotCompiledError("accumulate")
+
+    monkeypatch.setattr(driver_cpu, "add_elements", missing)
+    assert not engine.decode_add(parsed, acc)
+    assert not acc.any()
 
 
 def encoded(plan: Plan, terms: list[Any], **options: Any) -> bytes:
