@@ -814,6 +814,10 @@ def encoder(spec: Zipccl, chunk: Chunk, given: Given) -> Encoder:
         return made[-1].encode
 
     def finish(results: list[None]) -> ChunkResult:
+        if len(made) == 1:
+            count = made[0].count
+            known = made[0].total & MASK64 if count <= slot.size else None
+            return ChunkResult(count * f.width, known)
         offsets = static_views(chunk)[1]
         count, total = 0, 0
         for one in made:
@@ -825,10 +829,9 @@ def encoder(spec: Zipccl, chunk: Chunk, given: Given) -> Encoder:
             count += one.count
         if count > slot.size:
             return ChunkResult(count * f.width)
-        if len(made) > 1:
-            # No more tiles: what is behind them is summed.
-            nothing = as_read_only(np.empty(0, chunk.dtype.bits))
-            total += int(encode_span(nothing, 0, slot, count, used)[1])
+        # No more tiles: what is behind them is summed.
+        nothing = as_read_only(np.empty(0, chunk.dtype.bits))
+        total += int(encode_span(nothing, 0, slot, count, used)[1])
         return ChunkResult(count * f.width, total & MASK64)
 
     return Encoder(span, TILE, finish)

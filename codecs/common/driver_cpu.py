@@ -265,7 +265,7 @@ class _Piece:
     def __init__(self, nelem: int, dtype: DType) -> None:
         self._dtype = dtype
         self._bits = np.empty(nelem, dtype.bits)
-        self._total = np.empty(nelem, wide_dtype(dtype))
+        self._total: Values | None = None
 
     def sum(
         self, terms: Sequence[Term], scale: float | None, out: Bits, target: DType, at: int
@@ -281,6 +281,8 @@ class _Piece:
                 out[:] = found
             sums_cpu.add(out, other, dtype)
             return
+        if self._total is None:
+            self._total = np.empty(bits.size, wide_dtype(dtype))
         total = self._total[: out.size]
         for i, term in enumerate(terms):
             sums_cpu.accumulate(total, _load(term, bits, at, i), dtype, is_first=i == 0)
@@ -346,6 +348,8 @@ def _encode_pieces(
 def _encode(encoder: Encoder, bits: Bits, threads: int) -> ChunkResult:
     x = as_read_only(bits)
     cuts = _cuts(0, bits.size, encoder.tile, bits.nbytes, threads)
+    if len(cuts) == 1:
+        return encoder.finish([encoder.span(0, x.size)(x, 0)])
     calls = [(encoder.span(lo, hi), x[lo:hi], lo) for lo, hi in cuts]
     return encoder.finish(run(_call, calls))
 
@@ -358,4 +362,6 @@ def _cuts(start: int, stop: int, tile: int, nbytes: int, threads: int) -> list[t
     """Elements `start` to `stop`, of `nbytes`, cut at multiples of `tile` for threads."""
     first, last = start // tile, -(-stop // tile)
     cuts = spans(last - first, nbytes, threads)
+    if len(cuts) == 1:
+        return [(start, stop)]
     return [(max(start, (first + a) * tile), min(stop, (first + b) * tile)) for a, b in cuts]

@@ -75,7 +75,6 @@ def _static_gaps(
     return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
 
 
-@default_floats()
 def encode_into(
     plan: Plan,
     bits: Bits,
@@ -98,14 +97,16 @@ def encode_into(
 
         terms = source, bits
         host_sums.encode_sum(plan, terms, out, key=key, threads=threads, backend=backend)
-    elif is_tiny(plan, backend):
-        call_tiny(
-            plan,
-            "encode",
-            lambda chosen: write_into(plan, bits, out, stats, key, threads, chosen),
-        )
-    else:
-        write_into(plan, bits, out, stats, key, threads, backend)
+        return
+    with default_floats():
+        if is_tiny(plan, backend):
+            call_tiny(
+                plan,
+                "encode",
+                lambda chosen: write_into(plan, bits, out, stats, key, threads, chosen),
+            )
+        else:
+            write_into(plan, bits, out, stats, key, threads, backend)
 
 
 def write_into(
