@@ -107,6 +107,7 @@ ALLOWED = (
     Allowed(
         "tahquant._encode_kernel", {"MODE": [0]}, 0, 16, "eight scalars of the few turned tiles"
     ),
+    Allowed("raw._encode_kernel", {"UNIT": [2]}, 48, 0, "such tensors are not aligned"),
     Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
     Allowed(
         "dynamiq._encode_kernel",
@@ -288,6 +289,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     import torch
 
     import tightwire as tw
+    from tightwire.codecs.common import frame_triton
     from tightwire.planning import device_module
 
     kernels: Any = device_module(name)
@@ -317,6 +319,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     kernels.decode(plan, src, x, room, status)
     if not everything:
         return
+    frame_triton.frame_of(plan).check_header(src, status)
     kernels.encode(plain, apart, plain_src, room, key=drawn)
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
     kernels.encode(long_header, x, room, room, key=drawn)
