@@ -95,31 +95,32 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     elements `lo` to `hi`.
     """
     BITS: tl.constexpr = F.bits
-    run = lanes(L.rows)
-    payload = (t.static_ptr + t.tile * (L.rows * 4 * BITS)).to(tl.pointer_type(tl.uint32))
+    ROWS: tl.constexpr = L.rows
+    run = lanes(ROWS)
+    payload = (t.static_ptr + t.tile * (ROWS * 4 * BITS)).to(tl.pointer_type(tl.uint32))
     words = ()
-    total = tl.zeros([L.rows], tl.uint64)
+    total = tl.zeros([ROWS], tl.uint64)
     for k in tl.static_range(0, BITS, 4):
         i = run[:, None] * BITS + k + tl.arange(0, 4)[None, :]
         if MASKED:
-            at = t.tile * (L.rows * BITS) + i
+            at = t.tile * (ROWS * BITS) + i
             four = tl.load(payload + i, mask=at < (t.n * BITS + 31) // 32, other=0)
         else:
             four = tl.load(payload + i)
-        words = words + to_columns(four, L.rows, 4, 2)
+        words = words + to_columns(four, ROWS, 4, 2)
     if L.sums:
         for k in tl.static_range(BITS):
-            total += weigh(words[k], t.tile * (L.rows * BITS) + run * BITS + k)
+            total += weigh(words[k], t.tile * (ROWS * BITS) + run * BITS + k)
     if MASKED:
         used = ()
         for k in tl.static_range(BITS):
-            at = t.tile * (L.rows * BITS) + run * BITS + k
+            at = t.tile * (ROWS * BITS) + run * BITS + k
             used = used + (_codes_before(words[k], at, t.n, BITS),)
         words = used
     LANES: tl.constexpr = F.group // RUN
     scales_ptr = t.static_ptr.to(tl.pointer_type(tl.uint32)) + t.at * 32
-    scales_ptr += t.tile * (L.rows // LANES)
-    edge = t.tile * (L.rows * RUN) + run // LANES * F.group
+    scales_ptr += t.tile * (ROWS // LANES)
+    edge = t.tile * (ROWS * RUN) + run // LANES * F.group
     if MASKED:
         s = tl.load(scales_ptr + run // LANES, mask=edge < t.n, other=0)
         wanted = (edge < hi) & (edge + F.group > lo)
@@ -127,7 +128,7 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
         s = tl.load(scales_ptr + run // LANES)
         wanted = run >= 0
     if L.sums:
-        where = t.at * 32 + t.tile * (L.rows // LANES) + run // LANES
+        where = t.at * 32 + t.tile * (ROWS // LANES) + run // LANES
         total += tl.where(run % LANES == 0, weigh(s, where), 0)
     lost = s == _NAN_SCALE
     good = (s >= _SCALE_LOW) & (s <= _SCALE_HIGH)
@@ -140,7 +141,7 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     for k in tl.static_range(BITS):
         v = v + code_values(words[k], BITS, 1 << (BITS - 1), L.ptx)
     if F.back:
-        v = _rotated(v, 1.0, _SHORT_BACK, t.tile, t.n, L.rows, MASKED)
+        v = _rotated(v, 1.0, _SHORT_BACK, t.tile, t.n, ROWS, MASKED)
     scale = tl.where(good | lost, s, 0).to(tl.float32, bitcast=True)
     y = ()
     for k in tl.static_range(RUN):
@@ -173,22 +174,23 @@ def _rotated(v, before, factor, tile, n, RUNS: tl.constexpr, MASKED: tl.constexp
 def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     """Encode a tile's runs, zeros behind the end."""
     BITS: tl.constexpr = F.bits
+    ROWS: tl.constexpr = L.rows
     LANES: tl.constexpr = F.group // RUN
-    run = lanes(L.rows)
+    run = lanes(ROWS)
     # Fours of random words before those of the tile.
-    group4 = t.chunk * t.at * (256 // BITS) + t.tile * (L.rows * RUN // 4)
+    group4 = t.chunk * t.at * (256 // BITS) + t.tile * (ROWS * RUN // 4)
     w = v
     if F.rotate:
-        w = _rotated(v, _RUN_FACTOR, _SHORT_FACTOR, t.tile, t.n, L.rows, MASKED)
+        w = _rotated(v, _RUN_FACTOR, _SHORT_FACTOR, t.tile, t.n, ROWS, MASKED)
     # A rotation makes no finite number infinite, and all of a run that holds others NaN or such.
     top = tl.abs(w[0])
     for k in tl.static_range(1, RUN):
         top = tl.maximum(top, tl.abs(w[k]), propagate_nan=tl.PropagateNan.ALL)
-    top = _of_groups(top.to(tl.int32, bitcast=True), L.rows, F.group)
+    top = _of_groups(top.to(tl.int32, bitcast=True), ROWS, F.group)
     lost = top >= _INFINITY
     a = top.to(tl.float32, bitcast=True)
     a = tl.where(a < _FLOOR, F.largest, a)
-    largest = tl.full([L.rows], F.largest, tl.float32)
+    largest = tl.full([ROWS], F.largest, tl.float32)
     scales = tl.where(lost, _NAN_SCALE, tl.div_rn(a, largest).to(tl.uint32, bitcast=True))
     r = tl.div_rn(largest, a)
     words = ()
@@ -219,26 +221,26 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
     for k in tl.static_range(BITS):
         kept = kept + (tl.where(lost, 0, words[k]),)
     words = kept
-    payload = (t.static_ptr + t.tile * (L.rows * 4 * BITS)).to(tl.pointer_type(tl.uint32))
+    payload = (t.static_ptr + t.tile * (ROWS * 4 * BITS)).to(tl.pointer_type(tl.uint32))
     for k in tl.static_range(0, BITS, 4):
         i = run[:, None] * BITS + k + tl.arange(0, 4)[None, :]
         four = from_columns((words[k], words[k + 1], words[k + 2], words[k + 3]), 4, 2)
         if MASKED:
-            at = t.tile * (L.rows * BITS) + i
+            at = t.tile * (ROWS * BITS) + i
             tl.store(payload + i, four, mask=at < (t.n * BITS + 31) // 32)
         else:
             tl.store(payload + i, four)
     # The first run of a group writes its scale.
     own = run % LANES == 0
     if MASKED:
-        own = own & ((t.tile * L.rows + run) * RUN < t.n)
-    where = t.tile * (L.rows // LANES) + run // LANES
+        own = own & ((t.tile * ROWS + run) * RUN < t.n)
+    where = t.tile * (ROWS // LANES) + run // LANES
     tl.store(t.static_ptr.to(tl.pointer_type(tl.uint32)) + t.at * 32 + where, scales, mask=own)
     total = tl.zeros([], tl.uint64)
     if L.sums:
         terms = tl.where(own, weigh(scales, t.at * 32 + where), 0)
         for k in tl.static_range(BITS):
-            terms += weigh(words[k], t.tile * (L.rows * BITS) + run * BITS + k)
+            terms += weigh(words[k], t.tile * (ROWS * BITS) + run * BITS + k)
         total += tl.sum(terms, 0)
     return total
 
