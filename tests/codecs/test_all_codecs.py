@@ -49,7 +49,7 @@ def test_selections_at_borders(name: str, params: dict[str, Any], backend: str) 
             assert part.tobytes() == whole[start:stop].tobytes(), (start, stop)
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(4)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", LOSSY)
@@ -89,6 +89,7 @@ def same(found: tw.Buffer, expected: tw.Buffer) -> bool:
     return np.array_equal(left, right, equal_nan=True)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("name", "params"), DRAWING)
 def test_random_words_follow_the_key_alone(
     name: str, params: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch

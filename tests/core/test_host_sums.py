@@ -65,6 +65,7 @@ def decoded(parsed: engine.Parsed) -> Bits:
 
 
 @NAMED
+@pytest.mark.fast_cases(3)
 def test_sums_are_those_of_the_reference(name: str, dtype: DType) -> None:
     codec = codec_of(name)
     for n, chunks in SIZES:

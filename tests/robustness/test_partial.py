@@ -150,6 +150,7 @@ def check_case(case: Damage, backend: str, ranges: list[Range]) -> None:
     assert outcome(data, 0, 0, backend, verify=True) == b""
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_added_from_a_damaged_buffer(name: str) -> None:
     case = CASES[name]
