@@ -13,8 +13,6 @@ import triton.language as tl
 from ..formats.dtypes import DType
 from .common.base import Plan
 from .common.blocks_triton import (
-    OF_SOURCE,
-    OF_STATS,
     SLOT,
     TILINGS,
     block_tops,
@@ -24,10 +22,11 @@ from .common.blocks_triton import (
     slot_tops,
     slot_values,
 )
-from .common.driver_triton import Driver, Source, no_scale
+from .common.driver_triton import Driver, Source
 from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import as_bits, as_float
 from .common.runs_triton import lanes
+from .common.tiles_triton import OF_SOURCE, OF_STATS, no_scale
 from .mx import BLOCK, Mx
 
 _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)

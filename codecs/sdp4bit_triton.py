@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from .common.columns_triton import from_columns, to_columns
-from .common.driver_triton import Driver, Format, Tiling, functions, no_scale
+from .common.driver_triton import Driver, Tiling, functions
 from .common.frame_triton import weigh
 from .common.hadamard_triton import butterflies, spread
 from .common.minifloat import INFINITY
 from .common.philox_triton import NO_KEY, philox4
 from .common.runs_triton import ANCHOR, RUN, code_values, code_word, lanes
+from .common.tiles_triton import Format, no_scale
 from .sdp4bit import (
     FLOOR,
     NAN_SCALE,

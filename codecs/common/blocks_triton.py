@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from .driver_triton import Format, Tiling
+from .driver_triton import Tiling
 from .frame_triton import weigh, weigh_bytes
 from .minifloat import INFINITY, NAN, Element, values_of
 from .minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
 from .runs_triton import lanes
+from .tiles_triton import Format
 
 #: Elements that a thread holds side by side.
 SLOT = tl.constexpr(8)
@@ -26,9 +27,6 @@ _SIGN = tl.constexpr(-(1 << 31))
 _INFINITY = tl.constexpr(INFINITY)
 _NAN = tl.constexpr(NAN)
 _HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
-#: Where scales come from that are not chosen.
-OF_STATS, OF_SOURCE = 1, 2
-_OF_STATS, _OF_SOURCE = tl.constexpr(OF_STATS), tl.constexpr(OF_SOURCE)
 
 #: Launch parameters of encoding, decoding and encoding sums.
 TILINGS = (Tiling(1024, 8), Tiling(512, 4), Tiling(256, 4))

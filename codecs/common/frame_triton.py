@@ -7,6 +7,9 @@ maximum; the host reads it when it reads the device anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -319,26 +322,23 @@ def _begin_kernel(out_ptr, zero_ptr, plan_ptr, parts: tl.int64, zero_blocks: tl.
             clear(out_ptr, records_end, tl.load(plan_ptr + 4), part, part + 1)
 
 
-@kernel
-def _check_kernel(
+@triton.jit
+def _check_chunk(
     src_ptr,
     plan_ptr,
     sums_ptr,
     status_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    first_chunk: tl.int64,
-    first_whole: tl.int64,
-    end_whole: tl.int64,
-    planned: tl.int32,
-    summed: tl.int32,
+    chunk,
+    start,
+    stop,
+    first_whole,
+    end_whole,
+    planned,
+    summed,
 ):
     """A chunk's record and last code; if it was decoded whole its padding, and with `summed` its
-    checksum; once, the header.
+    checksum.
     """
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
-    if (planned != 0) & (chunk == first_chunk):
-        check_header(src_ptr, plan_ptr, status_ptr)
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
     record = check_record(src_ptr, plan_ptr, status_ptr, chunk, planned, n * 0, n * 0 - 1)
     static_ptr = static_of(src_ptr, plan_ptr, chunk)
@@ -353,6 +353,60 @@ def _check_kernel(
         if summed != 0:
             total += tl.load(sums_ptr + chunk).to(tl.uint64, bitcast=True)
         check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, summed)
+
+
+@kernel
+def _check_kernel(
+    src_ptr,
+    plan_ptr,
+    sums_ptr,
+    status_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    first_chunk: tl.int64,
+    first_whole: tl.int64,
+    end_whole: tl.int64,
+    planned: tl.int32,
+    summed: tl.int32,
+):
+    """One chunk of what was decoded, see `_check_chunk`; once, the header."""
+    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    if (planned != 0) & (chunk == first_chunk):
+        check_header(src_ptr, plan_ptr, status_ptr)
+    # fmt: off
+    _check_chunk(
+        src_ptr, plan_ptr, sums_ptr, status_ptr, chunk, start, stop, first_whole, end_whole,
+        planned, summed,
+    )
+    # fmt: on
+
+
+@triton.jit
+def place_of(sources_ptr, buffer):
+    """(bytes, checksum terms, status word) of a buffer of several; see `Places`."""
+    row = sources_ptr + buffer * 3
+    src_ptr = tl.multiple_of(tl.load(row), 16).to(tl.pointer_type(tl.uint8))
+    sums_ptr = tl.multiple_of(tl.load(row + 1), 8).to(tl.pointer_type(tl.int64))
+    status_ptr = tl.multiple_of(tl.load(row + 2), 8).to(tl.pointer_type(tl.int64))
+    return src_ptr, sums_ptr, status_ptr
+
+
+@kernel
+def _check_places_kernel(sources_ptr, plan_ptr, planned: tl.int32, summed: tl.int32):
+    """One chunk of one of several buffers that were decoded whole, and their headers."""
+    chunks = tl.load(plan_ptr + 1)
+    pid = tl.program_id(0).to(tl.int64)
+    chunk = pid % chunks
+    src_ptr, sums_ptr, status_ptr = place_of(sources_ptr, pid // chunks)
+    if (planned != 0) & (chunk == 0):
+        check_header(src_ptr, plan_ptr, status_ptr)
+    nelem = tl.load(plan_ptr + 2)
+    # fmt: off
+    _check_chunk(
+        src_ptr, plan_ptr, sums_ptr, status_ptr, chunk, nelem * 0, nelem, chunks * 0, chunks,
+        planned, summed,
+    )
+    # fmt: on
 
 
 @kernel
@@ -388,10 +442,52 @@ def _table_kernel(
 
 _BEGIN = Variant(_begin_kernel, options(1))
 _CHECK = Variant(_check_kernel, options(1))
+_CHECK_PLACES = Variant(_check_places_kernel, options(1))
 _CHECK_HEADER = Variant(_header_kernel, options(1))
 _WRITE = Variant(_table_kernel, options(1))
 #: Tables that captured graphs read: they stay, as graphs do not say when they go.
 _captured: dict[int, torch.Tensor] = {}
+
+
+def _on_device(words: list[int], device: torch.device) -> torch.Tensor:
+    """Numbers in device memory, int64. They travel in launches: nothing waits for the host."""
+    padded = words + [0] * (-len(words) % _ROW)
+    with torch.inference_mode(False):
+        table = torch.empty(len(padded), dtype=torch.int64, device=device)
+    for at in range(0, len(padded), _ROW):
+        _WRITE.launch(1, (table,), at, *padded[at : at + _ROW])
+    return table
+
+
+class Places(NamedTuple):
+    """Where several buffers are: anywhere in memory that the device reads.
+
+    Attributes:
+        table: For each buffer three addresses: of its bytes (a multiple of 16), of its chunks'
+            checksum terms, and of its status word.
+        number: How many buffers.
+        sums: The terms, int64, shape (buffers, chunks).
+        kept: What else lies at the addresses.
+    """
+
+    table: torch.Tensor
+    number: int
+    sums: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
+
+
+def places_of(
+    buffers: Sequence[torch.Tensor], sums: torch.Tensor, statuses: torch.Tensor
+) -> Places:
+    """The places of buffers, uint8.
+
+    Terms are at `sums`, int64, shape (buffers, chunks), and status words at `statuses`, int64,
+    shape (buffers,).
+    """
+    words = []
+    for data, row, status in zip(buffers, sums, statuses, strict=True):
+        words += [data.data_ptr(), row.data_ptr(), status.data_ptr()]
+    return Places(_on_device(words, sums.device), len(buffers), sums, (*buffers, statuses))
 
 
 class Frame:
@@ -418,7 +514,7 @@ class Frame:
                 largest = max(largest, gap.stop - gap.start)
             words += codec.tail(nelem)
         words += header
-        self._words = words + [0] * (-len(words) % _ROW)
+        self._words = words
         self._parts = max(1, largest // _PART_NBYTES)
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -429,11 +525,7 @@ class Frame:
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         table = self._tables.get((device, stream))
         if table is None:
-            # Numbers travel in launches: nothing waits for the host.
-            with torch.inference_mode(False):
-                table = torch.empty(len(self._words), dtype=torch.int64, device=device)
-            for at in range(0, len(self._words), _ROW):
-                _WRITE.launch(1, (table,), at, *self._words[at : at + _ROW])
+            table = _on_device(self._words, device)
             if not captured:
                 self._tables[device, stream] = table
         elif captured:
@@ -482,6 +574,12 @@ class Frame:
             int(planned),
             int(summed),
         )
+
+    def check_places(self, places: Places, *, summed: bool, planned: bool) -> None:
+        """As `check`, of several buffers of the plan that were decoded whole."""
+        tensors = places.table, self.table(places.table.device)
+        programs = self._plan.chunks * places.number
+        _CHECK_PLACES.launch(programs, tensors, int(planned), int(summed))
 
     def check_header(self, src: torch.Tensor, status: torch.Tensor) -> None:
         """Compare a buffer's header with the plan's."""

@@ -27,6 +27,7 @@ _WIDE = (
     "base_ptr",
     "key_ptr",
     "plan_ptr",
+    "sources_ptr",
 )
 
 
@@ -36,7 +37,7 @@ def kernel(fn):
     return triton.jit(fn, do_not_specialize=numbers)
 
 
-_NUMBERS = ("tl.int32", "tl.int64", "tl.uint64")
+_NUMBERS = ("tl.int32", "tl.int64", "tl.uint64", "tl.float32")
 
 
 class Variant:
@@ -56,7 +57,7 @@ class Variant:
         self._values = tuple(values[n] for n in names[len(names) - len(values) :])
         self._forms: dict[tuple[int | bool, ...], Any] = {}
 
-    def launch(self, programs: int, tensors: tuple[torch.Tensor, ...], *numbers: int) -> None:
+    def launch(self, programs: int, tensors: tuple[torch.Tensor, ...], *numbers: float) -> None:
         """Run `programs` programs on torch's current stream and device."""
         pointers = [t.data_ptr() for t in tensors]
         # What a compiled form depends on: the device, and which pointers are multiples of 16.

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from tightwire.codecs.common.columns_triton import to_columns
-from tightwire.codecs.common.driver_triton import Driver, Format, Tiling, functions, no_scale
+from tightwire.codecs.common.driver_triton import Driver, Tiling, functions
 from tightwire.codecs.common.frame_triton import weigh, weigh_bytes
 from tightwire.codecs.common.runs_triton import in_rows, lanes
+from tightwire.codecs.common.tiles_triton import Format, no_scale
 
 _ANCHOR = tl.constexpr(1.5 * 2.0**23)
 

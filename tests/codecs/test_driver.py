@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import tightwire as tw  # noqa: E402
+from tightwire.codecs.common import frame_triton  # noqa: E402
+from tightwire.codecs.common.sums import sum_of  # noqa: E402
 from tightwire.formats import codec_ids  # noqa: E402
+from tightwire.formats.dtypes import BY_NAME  # noqa: E402
+from tightwire.planning import device_module  # noqa: E402
 
 SIZES = (1, 63, 64, 4095, 4096, 9001)
 
@@ -92,6 +96,61 @@ def test_sums(codec: tw.Codec, accumulator: str, aligned: bool, place: str) -> N
     assert same(acc, expected)
     fused = codec.decode_add_encode(buf, x)
     assert bytes(fused) == bytes(total)
+
+
+def driver_of(codec: tw.Codec) -> Any:
+    """The kernels of a codec."""
+    module: Any = device_module(codec.name)
+    return getattr(module, "_DRIVER", None) or module._driver(codec.spec)
+
+
+def bits_of(x: Any, dtype: str) -> Any:
+    return x.cpu().view(torch.uint8).numpy().view(BY_NAME[dtype].bits)
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+@pytest.mark.parametrize(("local", "factor"), [(None, None), (0, 0.375), (2, 1 / 3), (3, None)])
+@pytest.mark.parametrize("n", [9001, 4096])
+@pytest.mark.parametrize("name", ["blocks8", "sdp4bit", "mx"])
+@pytest.mark.fast_cases(4)
+def test_sums_of_several_buffers(
+    codec: tw.Codec,
+    name: str,
+    n: int,
+    local: int | None,
+    factor: float | None,
+    encoded: bool,
+    place: str,
+) -> None:
+    made = codec if name == "blocks8" else tw.codec(name)
+    options: dict[str, Any] = {"chunks": 2, "backend": "triton"}
+    buffers = [made.encode(values(n, "bfloat16", place, i), **options) for i in range(3)]
+    plan = buffers[0].plan
+    terms = [bits_of(tw.decode(buf, backend="triton"), "bfloat16") for buf in buffers]
+    x = None
+    if local is not None:
+        x = values(n, "float32" if local == 2 else "bfloat16", place, 9)
+        terms.insert(local, bits_of(x, "float32" if local == 2 else "bfloat16"))
+    sums = torch.full((3, plan.chunks), -1, dtype=torch.int64, device=place)
+    statuses = torch.zeros(3, dtype=torch.int64, device=place)
+    datas: list[Any] = [cast(Any, buf._memory).data for buf in buffers]
+    places = frame_triton.places_of(datas, sums, statuses)
+    given: dict[str, Any] = {"x": x, "place": local or 0, "factor": factor}
+    target = BY_NAME["bfloat16" if encoded or local else "float32"]
+    expected = sum_of(terms, BY_NAME["bfloat16"], factor, target)
+    if encoded:
+        out = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8, device=place)
+        driver_of(made).sum(plan, places, out, encoded=True, **given)
+        total = torch.from_numpy(expected.view(np.int16)).view(torch.bfloat16)
+        assert bytes(out.cpu().numpy()) == bytes(made.encode(total, chunks=2, backend="ref"))
+    else:
+        out = torch.full((n,), 7, dtype=getattr(torch, target.name), device=place)
+        driver_of(made).sum(plan, places, out, **given)
+        assert np.array_equal(bits_of(out, target.name), expected)
+    assert not statuses.any()
+    datas[1][plan.static_offset + 64] ^= 1
+    driver_of(made).sum(plan, places, out, encoded=encoded, **given)
+    assert [int(word) != 0 for word in statuses] == [False, True, False]
 
 
 @pytest.mark.parametrize(

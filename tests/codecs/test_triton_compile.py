@@ -74,6 +74,10 @@ ONCE_WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+#: The kernels that run a format's functions.
+TILE_KERNELS = ("encode_kernel", "decode_kernel", "sum_kernel")
+
+
 class Allowed(NamedTuple):
     """What forms with these constexprs may spill: bytes of stack (NVIDIA), scalar registers (AMD).
 
@@ -210,7 +214,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     import tightwire as tw
     from tightwire import sparsify_triton
-    from tightwire.codecs.common import driver_triton, frame_triton, norms_triton
+    from tightwire.codecs.common import frame_triton, norms_triton, tiles_triton
     from tightwire.formats.dtypes import BY_NAME
     from tightwire.planning import device_module
 
@@ -232,10 +236,15 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = dict(zip([p.name for p in self.params], args, strict=False))
         values |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
-        if self in (driver_triton.encode_kernel, driver_triton.decode_kernel):
+        if self in (
+            tiles_triton.encode_kernel,
+            tiles_triton.decode_kernel,
+            tiles_triton.sum_kernel,
+        ):
             # The driver's kernels are those of the format whose function they run.
             own: Any = values.get("PACK", values["UNPACK"])
             kernel = f"{own.__module__.rpartition('.')[2].removesuffix('_triton')}.{own.__name__}"
+            kernel += "_sum" if self is tiles_triton.sum_kernel else ""
             formats.add(kernel)
         else:
             kernel = kernels[id(self)]
@@ -320,6 +329,13 @@ def launches(name: str, dtype: str, everything: bool) -> None:
     if not everything:
         return
     frame_triton.frame_of(plan).check_header(src, status)
+    if hasattr(kernels, "_DRIVER") or hasattr(kernels, "_driver"):
+        driver = getattr(kernels, "_DRIVER", None) or kernels._driver(plan.codec)
+        sums = torch.zeros((2, 2), dtype=torch.int64)
+        places = frame_triton.places_of([src, src], sums, sums[0])
+        driver.sum(plan, places, x)
+        driver.sum(plan, places, wide, x=x, factor=0.5)
+        driver.sum(plan, places, room, x=x, encoded=True)
     kernels.encode(plain, apart, plain_src, room, key=drawn)
     long_header = planned((2, 2, 2, 2, 1, n // 16))[0]
     kernels.encode(long_header, x, room, room, key=drawn)
