@@ -17,9 +17,16 @@ ALL = [(name, params) for name, several in CODEC_PARAMS.items() for params in se
 DRAWING = [pair for pair in ALL if tw.codec(pair[0], **pair[1]).spec.draws]
 #: An explicit window of zipccl is measured as it is, and refused beside itself: test_misuse.py.
 MEASURED = [pair for pair in ALL if pair[1].get("window") != 5]
-#: mx with agreed scales keeps those of the buffer in a sum; test_mx.py has that.
-SUMMED = [pair for pair in ALL if pair[1].get("scale_rule") != "agreed"]
 LOSSY = ("bfloat16", "float16", "float32")
+#: All dtypes with the first parameters of a codec, one with each of the others. mx with agreed
+#: scales keeps those of the buffer in a sum; test_mx.py has that.
+SUMMED = [
+    (name, params, dtype)
+    for name, several in CODEC_PARAMS.items()
+    for i, params in enumerate(several)
+    for k, dtype in enumerate(LOSSY)
+    if (i == 0 or i % len(LOSSY) == k) and params.get("scale_rule") != "agreed"
+]
 
 
 def tensor(pattern: str, dtype: str, n: int, seed: int = 0) -> Any:
@@ -52,8 +59,7 @@ def test_selections_at_borders(name: str, params: dict[str, Any], backend: str) 
 @pytest.mark.fast_cases(4)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", LOSSY)
-@pytest.mark.parametrize(("name", "params"), SUMMED)
+@pytest.mark.parametrize(("name", "params", "dtype"), SUMMED)
 def test_sums_are_those_of_the_steps(
     name: str, params: dict[str, Any], dtype: str, backend: str
 ) -> None:
