@@ -118,7 +118,7 @@ def _nearest_e4m3(value):
 def _tensor_scale(static_ptr, scales_at):
     """The float32 before a chunk's scales.
 
-    A damaged one is reported by the check; what is decoded with it has no meaning.
+    A damaged one is reported by `_unpack`; what is decoded with it has no meaning.
     """
     g = tl.load((static_ptr + scales_at * 128).to(tl.pointer_type(tl.float32)))
     return tl.where(g > 0, g, 1.0)
@@ -212,15 +212,17 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
 
 @triton.jit
 def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
-    """Values of a tile's slots. No code is wrong."""
+    """Values of a tile's slots. A tensor's scale that is not positive and finite is wrong."""
     low, high, scales, terms = load_slots(t, F, L, MASKED)
+    g = tl.load((t.static_ptr + t.at * 128).to(tl.pointer_type(tl.int32)))
+    wrong = (g <= 0) | (g >= _INFINITY)
     FAST: tl.constexpr = L.cvt and (L.item == 2) and (MASKED == 0)
     if FAST:
         steps = fours(scales.to(tl.uint32, bitcast=True), 3, False)[0]
         factor = _quotient(steps, t.scale, _reciprocal(t.scale)) * 64.0
     else:
         factor = _step(scales, t.scale)
-    return slot_values(low, high, factor, F, L, MASKED), t.tile, terms
+    return slot_values(low, high, factor, F, L, MASKED), wrong, terms
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def blocks_of(e: Element, block: int, head: int = 0, ceil: bool = False) -> Bloc
         run=int(SLOT.value),
         limited=False,
         pairs=e.bits != 6 and not e.is_integer,
-        checked=False,
+        checked=head > 0,
         bits=e.bits,
         mantissa=e.mantissa,
         bias=e.bias,

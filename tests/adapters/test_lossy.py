@@ -308,7 +308,7 @@ def test_damaged_payload(name: str) -> None:
         ("mx", {}, 3),
         ("sdp4bit", {}, 3),
         ("tahquant", {"hidden": 100}, 3),
-        ("taco", {}, 0),
+        ("taco", {}, 3),
         ("dynamiq", {}, 0),
     ],
 )
