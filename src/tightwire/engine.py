@@ -146,8 +146,7 @@ def write_chunks(
     encode: Callable[[int, Chunk], ChunkResult],
     elements: Callable[[int], Bits],
 ) -> None:
-    """Write a buffer whose `chunks` are encoded by `encode`. The others are copies of the first empty
-    one.
+    """Write a buffer: `encode` encodes `chunks`, the others are copies of the first empty one.
 
     `elements` gives those of a chunk that is to be stored raw.
     """

@@ -112,6 +112,7 @@ ALLOWED = (
         "tahquant._encode_kernel", {"MODE": [0]}, 0, 16, "eight scalars of the few turned tiles"
     ),
     Allowed("raw._encode_kernel", {"UNIT": [2]}, 48, 0, "such tensors are not aligned"),
+    Allowed("nvfp4._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
     Allowed(
         "dynamiq._encode_kernel",
@@ -334,6 +335,7 @@ def launches(name: str, dtype: str, everything: bool) -> None:
         sums = torch.zeros((2, 2), dtype=torch.int64)
         places = frame_triton.places_of([src, src], sums, sums[0])
         driver.sum(plan, places, x)
+        driver.sum(plain, frame_triton.places_of([plain_src], sums[:1], sums[0, :1]), x)
         driver.sum(plan, places, wide, x=x, factor=0.5)
         driver.sum(plan, places, room, x=x, encoded=True)
     kernels.encode(plain, apart, plain_src, room, key=drawn)
