@@ -112,7 +112,8 @@ ALLOWED = (
         "tahquant._encode_kernel", {"MODE": [0]}, 0, 16, "eight scalars of the few turned tiles"
     ),
     Allowed("raw._encode_kernel", {"UNIT": [2]}, 48, 0, "such tensors are not aligned"),
-    Allowed("nvfp4._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
+    Allowed("nvfp4._pack_sum", {}, 16, 0, "a few words a thread, of a sum of several buffers"),
+    Allowed("mx._pack_sum", {}, 8, 0, "two words a thread, of a sum of several buffers"),
     Allowed("dynamiq._widths_kernel", {}, 8, 0, "a small part of the time"),
     Allowed(
         "dynamiq._encode_kernel",
