@@ -133,8 +133,8 @@ def test_sums_of_several_buffers(
         terms.insert(local, bits_of(x, "float32" if local == 2 else "bfloat16"))
     sums = torch.full((3, plan.chunks), -1, dtype=torch.int64, device=place)
     statuses = torch.zeros(3, dtype=torch.int64, device=place)
-    datas: list[Any] = [cast(Any, buf._memory).data for buf in buffers]
-    places = frame_triton.places_of(datas, sums, statuses)
+    memories: list[Any] = [cast(Any, buf._memory).data for buf in buffers]
+    places = frame_triton.places_of(memories, sums, statuses)
     given: dict[str, Any] = {"x": x, "place": local or 0, "factor": factor}
     target = BY_NAME["bfloat16" if encoded or local else "float32"]
     expected = sum_of(terms, BY_NAME["bfloat16"], factor, target)
@@ -148,7 +148,7 @@ def test_sums_of_several_buffers(
         driver_of(made).sum(plan, places, out, **given)
         assert np.array_equal(bits_of(out, target.name), expected)
     assert not statuses.any()
-    datas[1][plan.static_offset + 64] ^= 1
+    memories[1][plan.static_offset + 64] ^= 1
     driver_of(made).sum(plan, places, out, encoded=encoded, **given)
     assert [int(word) != 0 for word in statuses] == [False, True, False]
 
