@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 import tightwire as tw
-from tightwire.adapters.collectives import Topology
-from tightwire.adapters.sketches import Sketches, State, Tagc
-from tightwire.adapters.torch_dist import TorchDist
+from tightwire.adapters.collectives.communicator import Topology
+from tightwire.adapters.training.sketches import Sketches, State, Tagc
+from tightwire.adapters.transports.torch_dist import TorchDist
 
 MIB = 1 << 20
 LINKS: dict[str, dict[str, str]] = {
@@ -60,7 +60,7 @@ LOSSY: tuple[tuple[str | tw.Codec, Topology, float], ...] = (
     ("taco", "two-shot", 3e-3),
     ("taco", "ring", 3e-3),
     ("dynamiq", "ring", 2e-2),
-    ("thc", "cells", 0.1),
+    ("thc", "in-network", 0.1),
 )
 LOSSY_PATHS = ("compressed", "auto")
 #: Of a layer that goes by sketch: MiB of float32, and the ratio.

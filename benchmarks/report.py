@@ -1,7 +1,7 @@
 """Turn recorded results into pages: `python benchmarks/report.py` writes results/README.md.
 
-If there are a gpu.json, files_*.json, collectives_*.json and JSON of lossy codecs, their pages as
-well.
+If there are a gpu.json, files_*.json, collectives_*.json, training.jsonl, prepared.jsonl and JSON
+of lossy codecs, their pages as well.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import collectives_report
+import delta_report
 import dynamiq_report
 import files_report
 import gpu_report
 import lossy_report
 import overview_report
+import prepared_report
+import training_report
 
 RESULTS = Path(__file__).parent / "results"
 COPY = "test_copyto[64]"
@@ -103,17 +106,22 @@ _STUDIES = {
     "[tagc.md](tagc.md)": "study_tagc.py --out benchmarks/results/tagc.json",
     "[dynamiq.md](dynamiq.md)": "study_dynamiq.py --out benchmarks/results/dynamiq.json",
     "[ddp.md](ddp.md)": "study_ddp.py --out benchmarks/results/ddp.json",
+    "[delta.md](delta.md)": "study_delta.py --out benchmarks/results/delta.json",
     "[files.md](files.md), the CPU": "bench_files.py --cpu --out benchmarks/results",
     "[files.md](files.md), the GPU": "bench_files.py --gpu --out benchmarks/results",
     "[gpu.md](gpu.md)": "bench_gpu.py --out benchmarks/results",
+    "[many.md](many.md)": "bench_many.py",
     "[collectives.md](collectives.md)": "bench_collectives.py --out benchmarks/results --world 4",
 }
+_TORCHRUN = "torchrun --standalone --nproc-per-node 2 --max-restarts 9"
+_STEPS = {"training.md": "bench_training.py", "prepared.md": "bench_peers.py"}
 COMMANDS = (
     "## How to make them again",
     "",
     "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. The last "
-    "three need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
-    "another file to make all of them.",
+    "six need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
+    "another file to make all of them. So do the last two, without `--again`. Run them with "
+    "`NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
     "",
     "| page | command |",
     "|---|---|",
@@ -122,6 +130,7 @@ COMMANDS = (
     "| Lossy codecs on the CPU, above | `pytest benchmarks/bench_cpu.py -k lossy "
     "--benchmark-json=benchmarks/results/cpu_lossy.json` |",
     *(f"| {page} | `python benchmarks/{command}` |" for page, command in _STUDIES.items()),
+    *(f"| {page} | `{_TORCHRUN} benchmarks/{command}` |" for page, command in _STEPS.items()),
 )
 
 
@@ -187,6 +196,10 @@ def main() -> None:
     if (RESULTS / "gpu.json").exists():
         gpu_report.write_page(RESULTS)
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
+    if (RESULTS / "many.md").exists():
+        lines += ["", "## Batches and sums on a GPU", "", "[many.md](many.md)"]
+    if delta_report.write(RESULTS):
+        lines += ["", "## Deltas", "", "[delta.md](delta.md)"]
     if files_report.write_page(RESULTS):
         lines += ["", "## Speed of files", "", "[files.md](files.md)"]
     if collectives_report.write_page(RESULTS):
@@ -195,6 +208,10 @@ def main() -> None:
     if links:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
     lines += ["", "## Training steps", "", "[steps.md](steps.md), written by hand"]
+    if training_report.write_page(RESULTS):
+        lines += ["", "[training.md](training.md)"]
+    if prepared_report.write_page(RESULTS):
+        lines += ["", "## Prepared calls", "", "[prepared.md](prepared.md)"]
     overview_report.write(RESULTS)
     lines += ["", "## At a glance", "", "[overview.md](overview.md)"]
     lines += ["", *COMMANDS]

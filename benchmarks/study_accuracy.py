@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tightwire as tw
-from tightwire.adapters import tensor_parallel as tp
-from tightwire.adapters.torch_dist import TorchDist
+from tightwire.adapters.training import tensor_parallel as tp
+from tightwire.adapters.transports.torch_dist import TorchDist
 
 RANKS, SEEDS = 2, (0, 1, 2)
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 256, 160, 4, 3, 64

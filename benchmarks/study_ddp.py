@@ -19,7 +19,7 @@ from study_tagc import BATCH, CURVE, RANKS, study, validated
 from torch.nn.parallel import DistributedDataParallel
 
 import tightwire as tw
-from tightwire.adapters import ddp
+from tightwire.adapters.training import ddp
 from tightwire.homomorphic import seal, sketch
 
 #: None is no compression.

@@ -29,9 +29,9 @@ import torch
 from study_accuracy import BATCH, CURVE, GPT, VALIDATION, draw, fit, load_bytes, machine
 
 import tightwire as tw
-from tightwire.adapters.auto_scale import AutoScale
-from tightwire.adapters.collectives import Topology
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.collectives.auto_scale import AutoScale
+from tightwire.adapters.collectives.communicator import Topology
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 from tightwire.homomorphic import add
 
 Floats = npt.NDArray[np.float32]
@@ -92,7 +92,7 @@ class Row:
     label: str
     codec: tw.Codec
     ranks: int = RANKS
-    how: Topology | Literal["cells", "agreed scales"] = "ring"
+    how: Topology | Literal["in-network", "agreed scales"] = "ring"
     #: Of scales that ranks agree on, the share of a sum that may overflow.
     allowed: float = OVERFLOWS
 
@@ -108,7 +108,7 @@ class Row:
 
     def error(self, xs: Floats, seed: int) -> float:
         """VNMSE of the sum of the rows of `xs`."""
-        if self.how == "cells":
+        if self.how == "in-network":
             return cells_error(self.codec, xs, seed)
         if self.how == "agreed scales":
             return scaled_error(self.codec, xs, self.allowed)
@@ -135,9 +135,9 @@ def rows() -> Iterator[Row]:
         yield Row("schemes", label, agreed, how="agreed scales")
     label += ", 1 % may overflow"
     yield Row("schemes", label, agreed, how="agreed scales", allowed=0.01)
-    yield Row("schemes", "thc", thc(RANKS), how="cells")
-    yield Row("schemes", "thc, one norm", tw.codec("thc", norm="tensor"), how="cells")
-    yield Row("schemes", "omnireduce", tw.codec("omnireduce"), how="cells")
+    yield Row("schemes", "thc", thc(RANKS), how="in-network")
+    yield Row("schemes", "thc, one norm", tw.codec("thc", norm="tensor"), how="in-network")
+    yield Row("schemes", "omnireduce", tw.codec("omnireduce"), how="in-network")
     for bits in (3, 4, 5, 6, 8):
         yield Row("schemes", f"dynamiq pow2, {bits} bits", dynamiq(bits=bits, widths="pow2"))
     for bits in (3, 4, 5.5, 6, 7, 8):
@@ -162,8 +162,8 @@ def rows() -> Iterator[Row]:
         yield Row("ranks", "dynamiq any, 5 bits", dynamiq(), ranks)
         yield Row("ranks", "MXFP8", tw.codec("mx"), ranks)
         yield Row("ranks", "MXFP4", tw.codec("mx", element="e2m1"), ranks)
-        yield Row("ranks", "thc", thc(ranks), ranks, "cells")
-        yield Row("ranks", "omnireduce", tw.codec("omnireduce"), ranks, "cells")
+        yield Row("ranks", "thc", thc(ranks), ranks, "in-network")
+        yield Row("ranks", "omnireduce", tw.codec("omnireduce"), ranks, "in-network")
 
 
 def synthetic(ranks: int, n: int, spread: float, seed: int) -> Floats:
@@ -228,7 +228,7 @@ def vnmse(y: npt.NDArray[Any], xs: Floats) -> float:
 def sum_error(codec: tw.Codec, topology: Topology, xs: Floats, seed: int) -> float:
     """VNMSE of the sum of the rows of `xs`, which all ranks get bit for bit."""
 
-    def task(transport: MemoryTransport) -> Floats:
+    def task(transport: ThreadTransport) -> Floats:
         comm = tw.Communicator(transport, codec, seed=seed, topology=topology)
         found: Floats = comm.all_reduce(xs[transport.rank])
         return found
@@ -257,7 +257,7 @@ def scaled_error(codec: tw.Codec, xs: Floats, allowed: float) -> float:
     blocks = xs[:, : 32 * count].reshape(len(xs), count, 32)[:, :: -(-32 * count // SCALED)]
     own = np.ascontiguousarray(blocks.reshape(len(xs), -1))
 
-    def task(transport: MemoryTransport) -> list[float]:
+    def task(transport: ThreadTransport) -> list[float]:
         scaling = AutoScale(allowed, SHRINKING)
         comm = tw.Communicator(transport, codec, topology="ring", scaling=scaling)
         sums = [comm.all_reduce(own[transport.rank]) for _ in range(SCALING_STEPS)]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tightwire as tw
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 Floats = npt.NDArray[np.float32]
 Rng = np.random.Generator
@@ -187,7 +187,7 @@ def sum_error(name: str, method: str, algorithm: str, size: int, seed: int) -> f
     parts = [draw(name, SHARED, rng) for _ in range(size)]
     codec, params = CODECS[method]
 
-    def task(transport: MemoryTransport) -> Floats:
+    def task(transport: ThreadTransport) -> Floats:
         comm = tw.Communicator(transport, tw.codec(codec, **params))
         x = parts[transport.rank]
         total: Floats = comm.all_reduce(x) if algorithm == "two-shot" else ring(comm, x)

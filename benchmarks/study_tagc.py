@@ -28,7 +28,7 @@ from study_accuracy import CONTEXT, GPT, draw, evaluate, fit, load_bytes, machin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from tightwire.adapters import fsdp, tagc
+from tightwire.adapters.training import fsdp, tagc
 
 RANKS, SEEDS = 4, (0, 1, 2)
 STEPS, BATCH, VALIDATION, CURVE = 80, 4, 512, 16  # windows; the batch is a rank's

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,8 +19,7 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
+from ..formats.header import align
 from .common.base import (
     Bits,
     Bytes,
@@ -30,14 +28,14 @@ from .common.base import (
     ChunkResult,
     CodecSpec,
     Key,
-    Layout,
     ReduceOp,
-    check_choice,
-    plain_number,
+    check_vector,
 )
 from .common.hadamard import Floats
 from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
+from .common.params import choice, fraction, log2
 from .common.philox import KeyNumbers, key_numbers, number, random_words
+from .common.sections import Array
 
 Ints = npt.NDArray[np.int64]
 Halves = npt.NDArray[np.uint16]
@@ -53,7 +51,6 @@ ROUNDINGS = ("correlated", "stochastic", "nearest")
 MIN_WIDTH, MAX_WIDTH = 2, 8
 #: A budget counts in steps of 1 / BUDGET_STEPS bits.
 BUDGET_STEPS = 16
-_PARAMS = struct.Struct("<8B")
 
 #: Of each width the quotient of neighbouring steps of grids that are not uniform.
 GROWTH = {2: 1.0, 3: 1.5, 4: 1.1875, 5: 1.078125, 6: 1.03515625, 7: 1.015625, 8: 1.0078125}
@@ -79,15 +76,18 @@ INDEX_PROBLEM = "the widths in the index"
 PAYLOAD_PROBLEM = "a scale or a mean, or bytes behind the last code"
 
 #: The GPU backend finds widths by blocks of super-groups, digit by digit of 31 bits, the first the
-#: largest; of a chunk it has so many numbers: a sum for each value of a digit, and a few.
+#: largest; of a chunk it has so many numbers: a sum for each value of a digit, and a few. It leaves
+#: its tables, WORK_HEAD numbers of a chunk, and one of each of its super-groups.
 BLOCK = 1 << 11
 DIGITS = (7, 6, 6, 6, 6)
 STATE = sum(1 << bits for bits in DIGITS) + 16
+WORK_HEAD = 8
+TABLES = 1072
 
 _BATCH_NELEM = 1 << 18
 #: Energies that differ by less have widths that differ by one step at most: the least quotient of
-#: neighbouring gains. Of many energies so many are looked at.
-FLAT, SAMPLED = 4, 4096
+#: neighbouring gains.
+FLAT = 4
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,16 @@ class Dynamiq(CodecSpec):
         ValueError: If a value is not allowed, or ``bits`` is too small for the scales.
     """
 
-    bits: float = 5
-    group: int = 16
-    super_group: int = 256
-    widths: str = "any"
-    grid: str = "balanced"
-    scales: str = "up"
-    rounding: str = "correlated"
-    center: bool = False
+    bits: float = fraction(
+        0, 1, per=BUDGET_STEPS, least=3 * BUDGET_STEPS, most=8 * BUDGET_STEPS, default=5
+    )
+    group: int = choice(1, GROUPS, default=16, number=log2)
+    super_group: int = choice(2, SUPER_GROUPS, default=256, number=log2)
+    widths: str = choice(3, WIDTHS)
+    grid: str = choice(4, GRIDS)
+    scales: str = choice(5, SCALES)
+    rounding: str = choice(6, ROUNDINGS)
+    center: bool = choice(7, (True, False), default=False, number=int)
 
     name: ClassVar[str] = "dynamiq"
     id: ClassVar[int] = CODEC_IDS["dynamiq"][0]
@@ -143,28 +145,29 @@ class Dynamiq(CodecSpec):
     measures_in_encode: ClassVar[bool] = True
     adds_float32: ClassVar[bool] = True
     max_world: ClassVar[int | None] = MAX_WORLD
+    #: The last super-group is whole.
+    max_nelem: ClassVar[int] = (1 << 39) - 1024
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for an invalid parameter or a budget that cannot be met."""
-        object.__setattr__(self, "bits", plain_number(self.bits))
-        check_choice("group", self.group, GROUPS)
-        check_choice("super_group", self.super_group, SUPER_GROUPS)
-        check_choice("widths", self.widths, WIDTHS)
-        check_choice("grid", self.grid, GRIDS)
-        check_choice("scales", self.scales, SCALES)
-        check_choice("rounding", self.rounding, ROUNDINGS)
-        check_choice("center", self.center, (True, False))
-        allowed = f"bits is {self.bits!r}; allowed: 3 to 8 in steps of 1/{BUDGET_STEPS}"
-        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):
-            raise TypeError(allowed)
-        if not 3 <= self.bits <= 8 or self.bits * BUDGET_STEPS % 1:
-            raise ValueError(allowed)
+        super().__post_init__()
         if self.units(self.super_group) < MIN_WIDTH:
             least = MIN_WIDTH + self._side_bits / self.super_group
             raise ValueError(
                 f"bits is {self.bits}; with groups of {self.group} and super-groups of "
                 f"{self.super_group} the least is {least}"
             )
+
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Planes; scale words, mean words and scale bytes; widths. Of the planes the most."""
+        n, wide = self.super_groups(nelem), self.scales == "wide"
+        return (
+            Array("payload", self.super_group, self.units(nelem)),
+            Array("scales", 16, self.groups * n if wide else n),
+            Array("scales", 16 * self.center, n),
+            Array("scales", 0 if wide else 8, self.groups * n),
+            Array("index", 4, n),
+        )
 
     @property
     def groups(self) -> int:
@@ -196,73 +199,9 @@ class Dynamiq(CodecSpec):
         """Bits that the codes of a super-group may take, in 1 / BUDGET_STEPS."""
         return int(self.bits * BUDGET_STEPS) * self.super_group - BUDGET_STEPS * self._side_bits
 
-    def used(self, nelem: int) -> tuple[int, int, int]:
-        """Bytes in use in each of a chunk's sections; of the payload at most."""
-        n = self.super_groups(nelem)
-        scales = 2 * self.groups if self.scales == "wide" else self.groups + 2
-        return self.units(nelem) * self.super_group // 8, (scales + 2 * self.center) * n, -(-n // 2)
-
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the planes, the scales and the widths."""
-        pairs = zip(("payload", "scales", "index"), self.used(nelem), strict=True)
-        return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        scales_at = sections[0].nbytes
-        starts = (0, scales_at, scales_at + sections[1].nbytes)
-        return tuple((at, at + n) for at, n in zip(starts, self.used(nelem), strict=True))
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits; the last super-group is whole."""
-        return (1 << 39) - 1024
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        return sum(map(align, self.used(nelem))) < align(nelem * dtype.itemsize)
-
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: see `workspace`."""
         return sum(workspace(self, nelem, chunks))
-
-    def pack_params(self) -> bytes:
-        """Budget in 1/16 bits, log2 of both sizes, then the choices."""
-        return _PARAMS.pack(
-            int(self.bits * BUDGET_STEPS),
-            self.group.bit_length() - 1,
-            self.super_group.bit_length() - 1,
-            WIDTHS.index(self.widths),
-            GRIDS.index(self.grid),
-            SCALES.index(self.scales),
-            ROUNDINGS.index(self.rounding),
-            self.center,
-        )
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Dynamiq:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"dynamiq has 8 parameter bytes, found {len(data)}")
-        steps, group, super_group, widths, grid, scales, rounding, center = _PARAMS.unpack(data)
-        try:
-            if center > 1:
-                raise ValueError
-            return cls(
-                steps / BUDGET_STEPS,
-                1 << group,
-                1 << super_group,
-                WIDTHS[widths],
-                GRIDS[grid],
-                SCALES[scales],
-                ROUNDINGS[rounding],
-                bool(center),
-            )
-        except (IndexError, ValueError):
-            raise FormatError("bad_header", f"dynamiq parameters {data.hex()}") from None
 
     def measure(self, bits: Bits, dtype: DType) -> Floats | None:
         """Energies of the tensor's super-groups, float32, shape (super-groups,).
@@ -283,9 +222,7 @@ class Dynamiq(CodecSpec):
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Stats are energies: float32, 1-D, none of them negative or not finite."""
-        if stats.ndim != 1 or stats.dtype != np.float32:
-            found = f"{stats.dtype} of shape {stats.shape}"
-            raise ValueError(f"stats are {found}; allowed: float32, one of each super-group")
+        check_vector(stats, np.float32, "one of each super-group")
         if not (np.isfinite(stats) & (stats >= 0)).all():
             raise ValueError("stats are negative or not finite; allowed: energies")
 
@@ -298,7 +235,7 @@ class Dynamiq(CodecSpec):
         """Says so if widths gain nothing, as energies are too much alike, or too small to count."""
         if self.widths == "fixed" or not stats.size:
             return None
-        sampled = stats[:: -(-stats.size // SAMPLED)]
+        sampled = stats[:: -(-stats.size // self.remark_nelem)]
         if sampled.max() < FLOOR:
             return "energies are all below 2^-100: widths are the least"
         low, high = np.quantile(sampled, (0.05, 0.95))
@@ -312,17 +249,18 @@ class Dynamiq(CodecSpec):
 SPEC = Dynamiq
 
 
-def workspace(spec: Dynamiq, nelem: int, chunks: int) -> tuple[int, ...]:
+def workspace(spec: Dynamiq, nelem: int, chunks: int, buffers: int = 1) -> tuple[int, ...]:
     """Bytes of the parts of the GPU backend's workspace, for `chunks` chunks of `nelem` elements.
 
-    A sum per chunk; the tensor's energies; sums by digit of chunks; 8 numbers of each block; where
-    super-groups are. The third and the last once more, for the source of a sum.
+    A sum per chunk; the tensor's energies; sums by digit of chunks; 8 numbers of each block; what
+    is left, of chunks that are encoded, and of those of the `buffers` that are decoded.
     """
     groups = spec.super_groups(nelem)
     blocks = max(1, -(-groups // BLOCK))
-    state, places = align(8 * STATE * chunks), align(8 * groups * chunks)
-    energies, counts = align(4 * groups * chunks), align(8 * 8 * blocks * chunks)
-    return align(8 * chunks), energies, state, counts, places, state, places
+    energies, counts = 4 * groups * chunks, 8 * 8 * blocks * chunks * (1 + buffers)
+    work = 8 * (TABLES + (1 + buffers) * (WORK_HEAD + groups + groups % 2) * chunks)
+    parts = 8 * chunks, energies, 8 * STATE * chunks, counts, work
+    return tuple(map(align, parts))
 
 
 def encode_chunk(
@@ -333,9 +271,15 @@ def encode_chunk(
     stats: npt.NDArray[Any] | None = None,
     key: Key | None = None,
     threads: int = 1,
+    kept: Chunk | None = None,
 ) -> ChunkResult:
-    """Encode the chunk's elements `bits` (1-D) into its static part."""
-    widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
+    """Encode the chunk's elements `bits` (1-D) into its static part.
+
+    Widths are those of `kept`, whose index is right, or else chosen.
+    """
+    widths = None if kept is None else widths_of(spec, kept)
+    if widths is None:
+        widths = choose_widths(spec, chunk_energies(spec, chunk, stats), spec.units(chunk.nelem))
     _encode(spec, chunk, bits, widths, rounding_of(spec, key))
     return ChunkResult(0)
 
@@ -372,35 +316,6 @@ def decode_chunk(
         lo, hi = max(start - at_elem, 0), min(stop - at_elem, found.size)
         out[at_elem + lo - start : at_elem + hi - start] = found[lo:hi]
     return ChunkDecoded(PAYLOAD_PROBLEM if wrong else None)
-
-
-def decode_add_encode_chunk(
-    spec: Dynamiq,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
-
-    `bits` have the chunk's dtype, or are those of float32. `source_spec` is `spec`: dynamiq fuses
-    nothing else. The sum gets the widths of `source`.
-    """
-    rounding = rounding_of(spec, key)
-    total = np.empty(bits.size, chunk.dtype.bits)
-    decoded = decode_chunk(spec, source, total)
-    widths = widths_of(spec, source)
-    if decoded.problem is None and widths is not None:
-        a = widen(total, chunk.dtype).view(np.float32)
-        is_wide = bits.dtype != chunk.dtype.bits
-        b = bits.view(np.float32) if is_wide else widen(bits, chunk.dtype).view(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            summed = narrow((a + b).view(np.uint32), chunk.dtype)
-        _encode(spec, chunk, summed, widths, rounding)
-    return decoded
 
 
 class Rounding(NamedTuple):
@@ -455,19 +370,14 @@ class Views(NamedTuple):
 
 def static_views(spec: Dynamiq, chunk: Chunk) -> Views:
     """See `Views`."""
-    n = spec.super_groups(chunk.nelem)
-    payload, scales, index = spec.used(chunk.nelem)
-    at = chunk.sections[0].nbytes
-    index_at = at + chunk.sections[1].nbytes
-    each = spec.groups if spec.scales == "wide" else 1
-    means_at = at + 2 * each * n
-    bytes_at = means_at + 2 * n * spec.center
+    n, wide = spec.super_groups(chunk.nelem), spec.scales == "wide"
+    planes, words, means, fractions, nibbles = spec.static_arrays(chunk)
     return Views(
-        chunk.static[:payload].reshape(-1, spec.super_group // 8),
-        chunk.static[at:means_at].view("<u2").reshape(n, each),
-        chunk.static[means_at:bytes_at].view("<u2"),
-        chunk.static[bytes_at : at + scales].reshape(n, 0 if each > 1 else spec.groups),
-        chunk.static[index_at : index_at + index],
+        planes.reshape(-1, spec.super_group // 8),
+        words.view("<u2").reshape(n, spec.groups if wide else 1),
+        means.view("<u2"),
+        fractions.reshape(n, 0 if wide else spec.groups),
+        nibbles,
     )
 
 

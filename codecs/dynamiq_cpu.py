@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
 from .common.base import Chunk
 from .common.compile_cache import cached, part
-from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.minifloat import INFINITY, NAN, largest_number
 from .common.minifloat_cpu import LANES, kind_of, narrow, widen
 from .common.philox_cpu import fill_words
@@ -409,4 +409,3 @@ def decoder(spec: Dynamiq, chunk: Chunk, start: int, stop: int, summed: bool = F
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -8,8 +8,7 @@ constants and the NumPy reference.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,8 +17,7 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
+from ..formats.header import align
 from .common.base import (
     Bits,
     Bytes,
@@ -28,11 +26,12 @@ from .common.base import (
     ChunkResult,
     CodecSpec,
     Key,
-    Layout,
     ReduceOp,
-    check_choice,
+    check_vector,
 )
 from .common.minifloat import INFINITY, NAN, WIDENED, narrow, widen
+from .common.params import choice, fraction
+from .common.sections import Array
 
 Ints = npt.NDArray[np.int64]
 #: int32 where that is enough, else int64: there may be as many as elements.
@@ -56,12 +55,12 @@ STATE = 32
 #: The parameter bytes hold the ratio in steps of this.
 RATIO_STEPS = 1000
 MAX_RATIO = 1000
-_PARAMS = struct.Struct("<IBBH")
 
 INDEX_PROBLEM = "bits of the index behind the last element"
 CELL_PROBLEM = "a bucket of no element is not zero"
 _SIGN = np.uint32(1 << 31)
-_BATCH_NELEM = 1 << 18
+#: Elements in the index that a thread decodes at a time, with about 80 bytes of memory for each.
+_BATCH_NELEM = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -92,96 +91,46 @@ class Lhc(CodecSpec):
         ValueError: If a value is not allowed.
     """
 
-    ratio: float = 4
-    sketch: str = "same"
-    mapping: str = "rotated"
+    ratio: float = fraction(
+        0, 4, per=RATIO_STEPS, least=RATIO_STEPS + 1, most=MAX_RATIO * RATIO_STEPS, default=4
+    )
+    sketch: str = choice(4, SKETCHES)
+    mapping: str = choice(5, MAPPINGS)
 
     name: ClassVar[str] = "lhc"
     id: ClassVar[int] = CODEC_IDS["lhc"][0]
     lossless: ClassVar[bool] = False
     homomorphic: ClassVar[bool] = True
+    ruins_dense: ClassVar[str] = (
+        "it is for sums by sketch: tightwire.tagc makes gradients sparse and uses it"
+    )
     reduce_op: ClassVar[ReduceOp | None] = "or"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
     measures_in_encode: ClassVar[bool] = True
+    #: Rows have numbers of 32 bits.
+    max_nelem: ClassVar[int] = 1 << 36
+    weighs_gaps: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        allowed = f"ratio is {self.ratio!r}; allowed: 1.001 to {MAX_RATIO} in steps of 0.001"
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
-            raise TypeError(allowed)
-        if not 1 < self.ratio <= MAX_RATIO or self.steps / RATIO_STEPS != self.ratio:
-            raise ValueError(allowed)
-        check_choice("sketch", self.sketch, SKETCHES)
-        check_choice("mapping", self.mapping, MAPPINGS)
-
-    @property
-    def steps(self) -> int:
-        """The ratio in thousandths."""
-        return round(self.ratio * RATIO_STEPS)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """The buckets of the sketch, and a bit per element: the index."""
+        bits = 8 * self.cell_dtype(dtype).itemsize
+        return (
+            Array("payload", bits, self.rows(nelem) * LANES, fills=True),
+            Array("index", 1, nelem),
+        )
 
     def rows(self, nelem: int) -> int:
         """Rows of the sketch of chunks that have `nelem` elements when whole."""
         rows = -(-nelem // LANES)
-        return -(-rows * RATIO_STEPS // self.steps)
+        return -(-rows * RATIO_STEPS // round(self.ratio * RATIO_STEPS))
 
     def cell_dtype(self, dtype: DType) -> DType:
         """The dtype of the buckets for tensors of `dtype`."""
         return dtype if self.sketch == "same" else BY_NAME[self.sketch]
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the sketch and with the index."""
-        sketch = self.rows(nelem) * LANES * self.cell_dtype(dtype).itemsize
-        index = align(-(-nelem // 8))
-        return Layout(
-            (Section(SECTION_KINDS["payload"], sketch), Section(SECTION_KINDS["index"], index))
-        )
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        return (0, at), (at, at + -(-nelem // 8))
-
-    @property
-    def weighs_gaps(self) -> bool:
-        """See `CodecSpec.weighs_gaps`."""
-        return True
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """Sections have then less than 2^39 bytes, and rows numbers of 32 bits."""
-        return 1 << 36
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return static < align(nelem * dtype.itemsize)
-
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: see `workspace`."""
         return sum(workspace(self, nelem, chunks))
-
-    def pack_params(self) -> bytes:
-        """Ratio in thousandths, dtype of the buckets, mapping, zero."""
-        return _PARAMS.pack(
-            self.steps, SKETCHES.index(self.sketch), MAPPINGS.index(self.mapping), 0
-        )
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Lhc:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"lhc has 8 parameter bytes, found {len(data)}")
-        steps, sketch, mapping, reserved = _PARAMS.unpack(data)
-        try:
-            spec = cls(steps / RATIO_STEPS, SKETCHES[sketch], MAPPINGS[mapping])
-        except (IndexError, ValueError):
-            reserved = 1
-        if reserved:
-            raise FormatError("bad_header", f"lhc parameters {data.hex()}")
-        return spec
 
     def measure(self, bits: Bits, dtype: DType) -> Bytes | None:
         """The index: a bit for each element that is not zero, the first in bit 0 of byte 0.
@@ -194,9 +143,7 @@ class Lhc(CodecSpec):
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Stats are bytes in one dimension; encode() compares their number."""
-        if stats.ndim != 1 or stats.dtype != np.uint8:
-            found = f"{stats.dtype}{list(stats.shape)}"
-            raise ValueError(f"stats are {found}; allowed: uint8, one dimension, of measure()")
+        check_vector(stats, np.uint8, "one dimension, of measure()")
 
 
 SPEC = Lhc
@@ -312,7 +259,29 @@ def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
     return Peeling(elements, own, rounds)
 
 
-Peel = Callable[[Bytes, int, Mapping, int], Peeling]
+def part_of(found: Peeling, start: int, stop: int) -> Peeling:
+    """What was found of elements `start` to `stop`."""
+    # Bounds of another dtype would have all elements converted.
+    bounds = np.array([start, stop], found.elements.dtype)
+    first, last = np.searchsorted(found.elements, bounds)
+    return Peeling(found.elements[first:last], found.own[first:last], found.rounds)
+
+
+def agreed_index(chunk: Chunk, stats: npt.NDArray[Any]) -> npt.NDArray[np.bool]:
+    """Which elements of the chunk are in the index `stats`; ValueError if that has another size."""
+    total = math.prod(chunk.shape)
+    if stats.size != -(-total // 8):
+        raise ValueError(f"stats have {stats.size} bytes; allowed: {-(-total // 8)}")
+    return chunk_bits(stats, chunk.first, chunk.nelem)
+
+
+def check_lacking(n: int) -> None:
+    """ValueError if the index lacks `n` elements that are not zero."""
+    if n:
+        raise ValueError(
+            f"the index in stats lacks {n} elements that are not zero; allowed: the bitwise OR of "
+            "the measure() of all ranks"
+        )
 
 
 def encode_chunk(
@@ -323,7 +292,6 @@ def encode_chunk(
     stats: npt.NDArray[Any] | None = None,
     key: Key | None = None,
     threads: int = 1,
-    peeler: Peel = peel,
 ) -> ChunkResult:
     """Encode the chunk's elements `bits` (1-D) into its static part.
 
@@ -331,38 +299,41 @@ def encode_chunk(
     """
     here = occupied(bits, chunk.dtype)
     if stats is not None:
-        total = math.prod(chunk.shape)
-        if stats.size != -(-total // 8):
-            raise ValueError(f"stats have {stats.size} bytes; allowed: {-(-total // 8)}")
-        agreed = chunk_bits(stats, chunk.first, bits.size)
-        if (here > agreed).any():
-            missing = np.count_nonzero(here > agreed)
-            raise ValueError(
-                f"the index in stats lacks {missing} elements that are not zero; allowed: the "
-                "bitwise OR of the measure() of all ranks"
-            )
+        agreed = agreed_index(chunk, stats)
+        check_lacking(int(np.count_nonzero(here > agreed)))
         here = agreed
     cells, index = static_views(spec, chunk)
     index[:] = np.packbits(here, bitorder="little")
     cells[:] = 0
     mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
-    found = peeler(index, chunk.nelem, mapping, cells.size)
+    found = peel(index, chunk.nelem, mapping, cells.size)
     kind = spec.cell_dtype(chunk.dtype)
-    alone = found.own >= 0
-    values = bits[found.elements[alone]]
-    if kind != chunk.dtype:
-        values = narrow(widen(values, chunk.dtype), kind)
-    cells[found.own[alone]] = values
-    if not alone.all():
-        _add_up(found, mapping, widen(bits[found.elements[~alone]], chunk.dtype), cells, kind)
+    add_up(found, mapping, put_own(found, bits, 0, chunk.dtype, cells, kind), cells, kind)
     return ChunkResult(0)
 
 
-def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: DType) -> None:
+def put_own(
+    found: Peeling, bits: Bits, start: int, dtype: DType, cells: Bits, kind: DType
+) -> Words:
+    """Write peeled elements to their buckets; the values of the others, as float32 bits.
+
+    Element number `start` of the chunk is the first of `bits`.
+    """
+    alone = found.own >= 0
+    values = bits[found.elements[alone] - start]
+    if kind != dtype:
+        values = narrow(widen(values, dtype), kind)
+    cells[found.own[alone]] = values
+    return widen(bits[found.elements[~alone] - start], dtype)
+
+
+def add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: DType) -> None:
     """Add the elements that were not peeled, float32 bits `words`, with signs to their buckets.
 
     In float32, by block, hash and element.
     """
+    if not words.size:
+        return
     elements = found.elements[found.own < 0]
     block = elements // BLOCK
     order = np.argsort((block[:, None] * HASHES + np.arange(HASHES)).reshape(-1), kind="stable")
@@ -377,45 +348,54 @@ def _add_up(found: Peeling, mapping: Mapping, words: Words, cells: Bits, kind: D
 
 
 def decode_chunk(
-    spec: Lhc,
-    chunk: Chunk,
-    out: Bits,
-    start: int = 0,
-    *,
-    threads: int = 1,
-    peeler: Peel = peel,
+    spec: Lhc, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
 ) -> ChunkDecoded:
     """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
 
     All of the chunk is peeled, however few they are.
     """
     cells, index = static_views(spec, chunk)
-    out[:] = 0
-    if chunk.nelem % 8 and int(index[-1]) >> chunk.nelem % 8:
+    if not index_ends(index, chunk.nelem):
         return ChunkDecoded(INDEX_PROBLEM)
     mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
-    found = peeler(index, chunk.nelem, mapping, cells.size)
+    found = peel(index, chunk.nelem, mapping, cells.size)
+    if not rest_is_zero(found, mapping, cells):
+        return ChunkDecoded(CELL_PROBLEM)
+    decode_elements(spec, chunk.dtype, found, mapping, cells, out, start)
+    return ChunkDecoded()
+
+
+def index_ends(index: Bytes, nelem: int) -> bool:
+    """Whether no bit of the index is behind the last element."""
+    return not (nelem % 8 and int(index[-1]) >> nelem % 8)
+
+
+def rest_is_zero(found: Peeling, mapping: Mapping, cells: Bits) -> bool:
+    """Whether the buckets of no element are zero."""
     unused = np.ones(cells.size, bool)
     for part in _batches(found):
         own = part.own
         unused[own[own >= 0]] = False
         unused[cells_of(part.elements[own < 0], mapping)] = False
-    if cells[unused].any():
-        return ChunkDecoded(CELL_PROBLEM)
-    kind = spec.cell_dtype(chunk.dtype)
-    first, last = np.searchsorted(found.elements, [start, start + out.size])
-    inside = Peeling(found.elements[first:last], found.own[first:last], found.rounds)
-    for part in _batches(inside):
+    return not cells[unused].any()
+
+
+def decode_elements(
+    spec: Lhc, dtype: DType, found: Peeling, mapping: Mapping, cells: Bits, out: Bits, start: int
+) -> None:
+    """Write elements `start` to `start + out.size` of a chunk to `out` (1-D)."""
+    kind = spec.cell_dtype(dtype)
+    out[:] = 0
+    for part in _batches(part_of(found, start, start + out.size)):
         stay = part.own < 0
         values = cells[part.own[~stay]]
-        if kind != chunk.dtype:
-            values = narrow(widen(values, kind), chunk.dtype)
+        if kind != dtype:
+            values = narrow(widen(values, kind), dtype)
         out[part.elements[~stay] - start] = values
         estimated = part.elements[stay]
         words = widen(cells[cells_of(estimated, mapping)], kind)
         words = words ^ mapping.signs[estimated // BLOCK]
-        out[estimated - start] = narrow(median(words), chunk.dtype)
-    return ChunkDecoded()
+        out[estimated - start] = narrow(median(words), dtype)
 
 
 def _batches(found: Peeling) -> Iterator[Peeling]:
@@ -444,6 +424,5 @@ def chunk_bits(index: Bytes, first: int, nelem: int) -> npt.NDArray[np.bool]:
 
 def static_views(spec: Lhc, chunk: Chunk) -> tuple[Bits, Bytes]:
     """The bits of the chunk's buckets, shape (rows * 1024,), and its index (uint8)."""
-    at = chunk.sections[0].nbytes
-    cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
-    return cells, chunk.static[at : at + -(-chunk.nelem // 8)]
+    cells, index = spec.static_arrays(chunk)
+    return cells.view(spec.cell_dtype(chunk.dtype).bits), index

@@ -7,10 +7,32 @@ from functools import partial
 
 import numpy as np
 
-from . import lhc
-from .common.base import Bytes
+from .common.base import Bits, Bytes, Chunk, ChunkResult
 from .common.compile_cache import cached
-from .lhc import BLOCK, HASHES, Mapping, Peeling, number_dtype
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
+from .lhc import (
+    BLOCK,
+    CELL_PROBLEM,
+    HASHES,
+    INDEX_PROBLEM,
+    LANES,
+    Lhc,
+    Mapping,
+    Peeling,
+    Words,
+    add_up,
+    agreed_index,
+    check_lacking,
+    decode_elements,
+    index_ends,
+    mapping_of,
+    number_dtype,
+    occupied,
+    part_of,
+    put_own,
+    rest_is_zero,
+    static_views,
+)
 
 
 @cached(nogil=True, error_model="numpy")
@@ -81,5 +103,46 @@ def peel(index: Bytes, nelem: int, mapping: Mapping, n_cells: int) -> Peeling:
     return Peeling(elements, own, rounds)
 
 
-encode_chunk = partial(lhc.encode_chunk, peeler=peel)
-decode_chunk = partial(lhc.decode_chunk, peeler=peel)
+def encoder(spec: Lhc, chunk: Chunk, given: Given) -> Encoder | None:
+    """What encodes a chunk. Without statistics it has to see which elements are zero."""
+    if given.stats is not None:
+        here = agreed_index(chunk, given.stats)
+    elif given.bits is not None:
+        here = occupied(given.bits, chunk.dtype)
+    else:
+        return None
+    cells, index = static_views(spec, chunk)
+    index[:] = np.packbits(here, bitorder="little")
+    cells[:] = 0
+    mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
+    found = peel(index, chunk.nelem, mapping, cells.size)
+    kind = spec.cell_dtype(chunk.dtype)
+
+    def encode(x: Bits, start: int) -> tuple[int, Words]:
+        stop = start + x.size
+        lacking = int(np.count_nonzero(occupied(x, chunk.dtype) > here[start:stop]))
+        part = part_of(found, start, stop)
+        return lacking, put_own(part, x, start, chunk.dtype, cells, kind)
+
+    def finish(results: list[tuple[int, Words]]) -> ChunkResult:
+        check_lacking(sum(lacking for lacking, _ in results))
+        add_up(found, mapping, np.concatenate([words for _, words in results]), cells, kind)
+        return ChunkResult(0)
+
+    return Encoder(lambda start, stop: encode, LANES, finish)
+
+
+def decoder(spec: Lhc, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk, all of which is peeled here."""
+    cells, index = static_views(spec, chunk)
+    mapping = mapping_of(spec, chunk.nelem, cells.size // LANES)
+    problem = None if index_ends(index, chunk.nelem) else INDEX_PROBLEM
+    found = peel(index, chunk.nelem, mapping, cells.size)
+    if problem is None and not rest_is_zero(found, mapping, cells):
+        problem = CELL_PROBLEM
+    decode = partial(decode_elements, spec, chunk.dtype, found, mapping, cells)
+    return Decoder(decode, LANES, problem=problem)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)

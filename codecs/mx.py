@@ -7,7 +7,7 @@ layout, constants and the NumPy reference.
 from __future__ import annotations
 
 import math
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
 from .common.base import (
     Bits,
     Bytes,
@@ -26,28 +24,25 @@ from .common.base import (
     ChunkResult,
     CodecSpec,
     Key,
-    Layout,
     ReduceOp,
-    Tail,
-    check_choice,
-    tail_of,
+    ScaleBytes,
+    check_vector,
 )
 from .common.minifloat import (
     BY_NAME,
-    ELEMENTS,
     INFINITY,
     WIDENED,
     Element,
     narrow,
     pack,
-    payload_nbytes,
     round_codes,
     split,
-    tail_is_zero,
     unpack,
     values_of,
     widen,
 )
+from .common.params import choice, log2
+from .common.sections import Array
 
 BLOCK = 32
 SCALE_RULES = ("floor", "ceil", "agreed")
@@ -55,16 +50,8 @@ SCALE_RULES = ("floor", "ceil", "agreed")
 NAN_SCALE = 255
 MAX_SCALE = 254
 
-TAIL_PROBLEM = "bits behind the last code"
 
-_PARAMS = struct.Struct("<BBBBI")
 _BATCH = 1 << 15
-
-
-def block_layout(element: Element, nelem: int, scales_nbytes: int) -> Layout:
-    """Static sections payload and scales."""
-    payload = Section(SECTION_KINDS["payload"], align(payload_nbytes(element, nelem)))
-    return Layout((payload, Section(SECTION_KINDS["scales"], align(scales_nbytes))))
 
 
 @dataclass(frozen=True)
@@ -75,8 +62,7 @@ class Mx(CodecSpec):
     the element type or as a NaN block.
 
     Size: 8 bits (``e4m3``, ``e5m2``, ``int8``), 6 (``e3m2``, ``e2m3``) or 4 (``e2m1``) per element,
-    and
-    0.25 bit for the scales: 8.25, 6.25 or 4.25 bits.
+    and 0.25 bit for the scales: 8.25, 6.25 or 4.25 bits.
 
     Source: OCP Microscaling Formats (MX) specification v1.0, sections 5 and 6. The scale rule
     "agreed": DynamiQ, appendix C.
@@ -95,8 +81,8 @@ class Mx(CodecSpec):
         ValueError: If a value is not in the list.
     """
 
-    element: str = "e4m3"
-    scale_rule: str = "floor"
+    element: str = choice(0, tuple(BY_NAME))
+    scale_rule: str = choice(1, SCALE_RULES)
 
     name: ClassVar[str] = "mx"
     id: ClassVar[int] = CODEC_IDS["mx"][0]
@@ -105,11 +91,14 @@ class Mx(CodecSpec):
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
     measures_in_encode: ClassVar[bool] = True
     adds_float32: ClassVar[bool] = True
+    fixed_params: ClassVar[Mapping[int, int]] = {2: log2(BLOCK)}
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for invalid parameters."""
-        check_choice("element", self.element, tuple(BY_NAME))
-        check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Packed codes, and a scale byte per block."""
+        return (
+            Array("payload", self.format.bits, nelem),
+            Array("scales", 8, -(-nelem // BLOCK)),
+        )
 
     @property
     def agrees(self) -> bool:
@@ -132,51 +121,21 @@ class Mx(CodecSpec):
         return BLOCK if self.agrees else None
 
     @property
+    def scale_bytes(self) -> ScaleBytes | None:
+        """Bounds of blocks where scales are agreed on."""
+        if not self.agrees:
+            return None
+        special = NAN_SCALE - self.format.emax
+        with np.errstate(over="ignore"):
+            largest = values_of(self.format)[self.format.largest]
+            bounds = np.ldexp(largest, np.arange(256) - 127).astype(np.float32)
+        bounds[special:] = np.nan
+        return ScaleBytes(BLOCK, MAX_SCALE, special, bounds)
+
+    @property
     def format(self) -> Element:
         """The element type."""
         return BY_NAME[self.element]
-
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Sections payload (packed codes) and scales (a byte per block)."""
-        return block_layout(self.format, nelem, -(-nelem // BLOCK))
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        return (0, payload_nbytes(self.format, nelem)), (at, at + -(-nelem // BLOCK))
-
-    def tail(self, nelem: int) -> Tail:
-        """See `CodecSpec.tail`."""
-        return tail_of(self.format.bits, nelem)
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits."""
-        return (1 << 39) - 128
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for floats of at most 32 bits where the sections are smaller than the elements."""
-        if not super().accepts(dtype, nelem):
-            return False
-        coded = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return coded < align(nelem * dtype.itemsize)
-
-    def pack_params(self) -> bytes:
-        """Numbers of element type and scale rule, log2 of the block size."""
-        element = ELEMENTS.index(self.format)
-        rule = SCALE_RULES.index(self.scale_rule)
-        return _PARAMS.pack(element, rule, BLOCK.bit_length() - 1, 0, 0)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Mx:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"mx has 8 parameter bytes, found {len(data)}")
-        element, rule, *rest = _PARAMS.unpack(data)
-        if element >= len(ELEMENTS) or rule >= len(SCALE_RULES) or rest != [5, 0, 0]:
-            raise FormatError("bad_header", f"mx parameters {data.hex()}")
-        return cls(ELEMENTS[element].name, SCALE_RULES[rule])
 
     def measure(self, bits: Bits, dtype: DType) -> Bytes | None:
         """Where scales are agreed on, those of "ceil" of the tensor's blocks, uint8, (blocks,)."""
@@ -192,9 +151,7 @@ class Mx(CodecSpec):
         """Stats are scale bytes, where scales are agreed on."""
         if not self.agrees:
             super().check_stats(stats, dtype)
-        if stats.ndim != 1 or stats.dtype != np.uint8:
-            found = f"{stats.dtype} of shape {stats.shape}"
-            raise ValueError(f"stats are {found}; allowed: uint8, one of each block of {BLOCK}")
+        check_vector(stats, np.uint8, f"one of each block of {BLOCK}")
 
 
 SPEC = Mx
@@ -224,37 +181,17 @@ def encode_chunk(
     stats: npt.NDArray[Any] | None = None,
     key: Key | None = None,
     threads: int = 1,
+    kept: Chunk | None = None,
 ) -> ChunkResult:
-    """Encode the chunk's elements `bits` (1-D) into its static part."""
-    _encode(spec, chunk, bits, None if stats is None else agreed_scales(chunk, stats))
-    return ChunkResult(0)
+    """Encode the chunk's elements `bits` (1-D) into its static part.
 
-
-def decode_add_encode_chunk(
-    spec: Mx,
-    source_spec: CodecSpec,
-    source: Chunk,
-    bits: Bits,
-    chunk: Chunk,
-    *,
-    key: Key | None = None,
-    threads: int = 1,
-) -> ChunkDecoded:
-    """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
-
-    `bits` have the chunk's dtype, or are those of float32. `source_spec` is `spec`: mx fuses
-    nothing else. Where scales are agreed on, the sum has those of `source`.
+    Where scales are agreed on and there are no `stats`, a sum has those of `kept`.
     """
-    total = np.empty(bits.size, chunk.dtype.bits)
-    decoded = decode_chunk(spec, source, total)
-    if decoded.problem is None:
-        a = widen(total, chunk.dtype).view(np.float32)
-        is_wide = bits.dtype != chunk.dtype.bits
-        b = bits.view(np.float32) if is_wide else widen(bits, chunk.dtype).view(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            summed = narrow((a + b).view(np.uint32), chunk.dtype)
-        _encode(spec, chunk, summed, static_views(source)[1] if spec.agrees else None)
-    return decoded
+    given = None if stats is None else agreed_scales(chunk, stats)
+    if kept is not None and spec.agrees:
+        given = static_views(kept)[1]
+    _encode(spec, chunk, bits, given)
+    return ChunkResult(0)
 
 
 def _encode(spec: Mx, chunk: Chunk, bits: Bits, given: Bytes | None) -> None:
@@ -323,8 +260,6 @@ def decode_chunk(
             words = exact.astype(np.float32).view(np.uint32)
         words = np.where(blocks == NAN_SCALE, np.uint32(0x7FFFFFFF), words)
         part[:] = narrow(words, chunk.dtype)
-    if start + out.size == chunk.nelem and not tail_is_zero(payload, element, chunk.nelem):
-        return ChunkDecoded(TAIL_PROBLEM)
     return ChunkDecoded()
 
 

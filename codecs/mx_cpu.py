@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Chunk
+from .common.base import Bits, Bytes, Chunk, Plan
+from .common.checksum_cpu import words_sum
 from .common.compile_cache import cached, part
-from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
-from .common.minifloat import INFINITY, NAN, narrow, tail_is_zero
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
+from .common.minifloat import INFINITY, NAN, narrow
 from .common.minifloat_cpu import (
     I4,
     I8,
@@ -38,7 +40,6 @@ from .mx import (
     BLOCK,
     MAX_SCALE,
     NAN_SCALE,
-    TAIL_PROBLEM,
     Mx,
     agreed_scales,
     static_views,
@@ -214,10 +215,57 @@ def decoder(spec: Mx, chunk: Chunk, start: int, stop: int, summed: bool = False)
     quiet = narrow(np.array([NAN], np.uint32), chunk.dtype)[0]
     decode_tiles = _decoder(kind_of(chunk.dtype), e.bits, *first_special(e))
     decode = partial(decode_tiles, payload, scales, chunk.nelem, value_table(e), quiet)
-    good = stop < chunk.nelem or tail_is_zero(payload, e, chunk.nelem)
-    return Decoder(decode, LANES, problem=None if good else TAIL_PROBLEM)
+    return Decoder(decode, LANES)
+
+
+def _places(plan: Plan) -> tuple[slice, slice, slice]:
+    """Where payload, scale bytes and both are in buffers of a plan with one chunk."""
+    start, end = plan.static_offset, plan.dynamic_offset
+    at = start + plan.layout.sections[0].nbytes
+    return slice(start, at), slice(at, at - -plan.nelem // BLOCK), slice(start, end)
+
+
+def buffer_encoder(plan: Plan) -> Callable[..., tuple[int, int | None]]:
+    """See `zipccl_cpu.buffer_encoder`."""
+    spec: Any = plan.codec
+    payload, scales, static = _places(plan)
+    encode_tiles, ceil = _encoder(kind_of(plan.dtype), *_element(spec)), _ceil(spec)
+    none_given = as_read_only(_NONE_GIVEN)
+
+    def encode(out: Bytes, bits: Bits, stats: Any, key: Any) -> tuple[int, int | None]:
+        given = none_given
+        if stats is not None:
+            given = as_read_only(agreed_scales(plan.chunk(0, out, out[:0]), stats))
+        encode_tiles(out[payload], out[scales], ceil, given, as_read_only(bits), 0)
+        return 0, words_sum(out[static]) if plan.checksum else None
+
+    return encode
+
+
+def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:
+    """See `zipccl_cpu.buffer_decoder`."""
+    spec: Any = plan.codec
+    if plan.chunks != 1 or not plan.nelem:
+        return None
+    e, nelem = spec.format, plan.nelem
+    payload, scales, static = _places(plan)
+    quiet = narrow(np.array([NAN], np.uint32), plan.dtype)[0]
+    decode_tiles = _decoder(kind_of(plan.dtype), e.bits, *first_special(e))
+    table, zeros = value_table(e), [slice(*gap) for gap in gaps.tolist()]
+    tail = spec.tail(nelem)
+
+    def decode(data: Bytes, out: Bits, dynamic_nbytes: int) -> int | None:
+        data = as_read_only(data)
+        codes = data[payload]
+        if dynamic_nbytes or codes[tail.at] & tail.mask:
+            return None
+        if any(data[gap].tobytes().strip(b"\0") for gap in zeros):
+            return None
+        decode_tiles(codes, data[scales], nelem, table, quiet, out, 0)
+        return words_sum(data[static])
+
+    return decode
 
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -22,7 +22,7 @@ from .common.blocks_triton import (
     slot_tops,
     slot_values,
 )
-from .common.driver_triton import Driver, Source
+from .common.driver_triton import Driver, functions, many_functions
 from .common.minifloat import INFINITY, NAN
 from .common.minifloat_triton import as_bits, as_float
 from .common.runs_triton import lanes
@@ -142,33 +142,10 @@ def _given(plan: Plan, stats, source: bool) -> int:
     return OF_STATS if stats is not None else OF_SOURCE if source else 0
 
 
-def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
-    _driver(plan.codec).encode(plan, x, out, stats=stats, given=_given(plan, stats, False))
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _driver(plan.codec)
 
 
-def decode_add_encode(
-    plan: Plan,
-    source_plan: Plan,
-    src,
-    x,
-    out,
-    scratch,
-    status,
-    *,
-    stats=None,
-    key=None,
-    planned: bool = True,
-) -> None:
-    """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`, in one pass.
-
-    Where scales are agreed on they stay, or are those of `stats`.
-    """
-    driver, given = _driver(plan.codec), _given(plan, stats, True)
-    source = Source(source_plan, driver.form, src, scratch, status, planned)
-    driver.encode(plan, x, out, stats=stats, given=given, source=source)
-
-
-def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
-    """Decode elements into `out`; see `Driver.decode`."""
-    _driver(plan.codec).decode(plan, src, out, scratch, status, **selection)
+encode, decode_add_encode, decode = functions(driver_of, _given)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of, _given)

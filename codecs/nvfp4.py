@@ -14,21 +14,7 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
-from .common.base import (
-    Bits,
-    Bytes,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    ReduceOp,
-    Tail,
-    tail_of,
-)
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, ReduceOp
 from .common.minifloat import (
     BY_NAME,
     E4M3_E2M1_RANGE,
@@ -39,13 +25,12 @@ from .common.minifloat import (
     WIDENED,
     narrow,
     pack,
-    payload_nbytes,
     round_codes,
-    tail_is_zero,
     unpack,
     values_of,
     widen,
 )
+from .common.sections import Array
 
 BLOCK = 16
 ELEMENT, SCALE = BY_NAME["e2m1"], BY_NAME["e4m3"]
@@ -53,7 +38,6 @@ ELEMENT, SCALE = BY_NAME["e2m1"], BY_NAME["e4m3"]
 SCALES_HEAD = 16
 NAN_SCALE = SCALE.nan
 
-TAIL_PROBLEM = "bits behind the last code"
 SCALE_PROBLEM = "the tensor scale is not a positive finite number"
 
 _BATCH = 1 << 15
@@ -77,48 +61,16 @@ class Nvfp4(CodecSpec):
     lossless: ClassVar[bool] = False
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    #: The tensor's scale.
+    weighed_by_frame: ClassVar[tuple[int, ...]] = (1,)
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Sections payload (packed codes) and scales (the tensor's, then a byte per block)."""
-        payload = Section(SECTION_KINDS["payload"], align(payload_nbytes(ELEMENT, nelem)))
-        scales = Section(SECTION_KINDS["scales"], align(SCALES_HEAD + -(-nelem // BLOCK)))
-        return Layout((payload, scales))
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        codes_at = at + SCALES_HEAD
-        used = payload_nbytes(ELEMENT, nelem)
-        return (0, used), (at, at + 4), (codes_at, codes_at + -(-nelem // BLOCK))
-
-    def tail(self, nelem: int) -> Tail:
-        """See `CodecSpec.tail`."""
-        return tail_of(ELEMENT.bits, nelem)
-
-    @property
-    def weighed_by_frame(self) -> tuple[int, ...]:
-        """The tensor's scale."""
-        return (1,)
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """That of mx; a section entry counts 128-byte blocks in 32 bits."""
-        return (1 << 39) - 128
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for floats of at most 32 bits where the sections are smaller than the elements."""
-        if not super().accepts(dtype, nelem):
-            return False
-        coded = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return coded < align(nelem * dtype.itemsize)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Nvfp4:
-        """nvfp4 has no parameters."""
-        if data:
-            raise FormatError("bad_header", f"nvfp4 takes no parameters, found {len(data)} bytes")
-        return cls()
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Packed codes; the tensor's scale, and a scale code per block."""
+        return (
+            Array("payload", ELEMENT.bits, nelem),
+            Array("scales", 32, 1),
+            Array("scales", SCALE.bits, -(-nelem // BLOCK), at=SCALES_HEAD),
+        )
 
     def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[np.int32] | None:
         """The largest finite magnitude as the bits of a float32, shape (1,)."""
@@ -213,8 +165,6 @@ def decode_chunk(
         blocks = scales[np.arange(at, at + part.size) // BLOCK]
         with np.errstate(over="ignore", invalid="ignore"):
             part[:] = narrow((elements[codes] * steps[blocks]).view(np.uint32), chunk.dtype)
-    if start + out.size == chunk.nelem and not tail_is_zero(payload, ELEMENT, chunk.nelem):
-        return ChunkDecoded(TAIL_PROBLEM)
     return ChunkDecoded()
 
 
@@ -224,7 +174,6 @@ def is_tensor_scale(g: npt.NDArray[np.float32]) -> bool:
 
 
 def static_views(chunk: Chunk) -> tuple[Bytes, npt.NDArray[np.float32], Bytes]:
-    """The chunk's payload section, its tensor scale, shape (1,), and its scale codes."""
-    at = chunk.sections[0].nbytes
-    scales = chunk.static[at + SCALES_HEAD :][: -(-chunk.nelem // BLOCK)]
-    return chunk.static[:at], chunk.static[at : at + 4].view("<f4"), scales
+    """The chunk's packed codes, its tensor scale, shape (1,), and its scale codes."""
+    payload, g, scales = Nvfp4().static_arrays(chunk)
+    return payload, g.view("<f4"), scales

@@ -11,7 +11,7 @@ from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .common.base import Chunk
 from .common.compile_cache import cached
 from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
-from .common.minifloat import FLT_MAX, INFINITY, NO_RECIPROCAL, SIXTH, tail_is_zero, values_of
+from .common.minifloat import FLT_MAX, INFINITY, NO_RECIPROCAL, SIXTH, values_of
 from .common.minifloat_cpu import (
     LANES,
     kind_of,
@@ -30,7 +30,6 @@ from .nvfp4 import (
     NAN_SCALE,
     SCALE,
     SCALE_PROBLEM,
-    TAIL_PROBLEM,
     Nvfp4,
     is_tensor_scale,
     static_views,
@@ -181,12 +180,7 @@ def decoder(spec: Nvfp4, chunk: Chunk, start: int, stop: int, summed: bool = Fal
     payload, g, scales = (as_read_only(view) for view in static_views(chunk))
     tables = values_of(ELEMENT).astype(np.float32), values_of(SCALE).astype(np.float32)
     decode = partial(_decoder(kind_of(chunk.dtype)), payload, g[0], scales, chunk.nelem, *tables)
-    problem = None
-    if not is_tensor_scale(g):
-        problem = SCALE_PROBLEM
-    elif stop == chunk.nelem and not tail_is_zero(payload, ELEMENT, stop):
-        problem = TAIL_PROBLEM
-    return Decoder(decode, LANES, problem=problem)
+    return Decoder(decode, LANES, problem=None if is_tensor_scale(g) else SCALE_PROBLEM)
 
 
 encode_chunk = encode_by(encoder)

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +23,7 @@ from .common.blocks_triton import (
     slot_tops,
     slot_values,
 )
-from .common.driver_triton import Driver, Source
+from .common.driver_triton import Driver, Source, functions, many_functions
 from .common.frame_triton import weigh
 from .common.minifloat import (
     E4M3_E2M1_RANGE,
@@ -29,7 +32,7 @@ from .common.minifloat import (
     NO_RECIPROCAL,
     SIXTH,
 )
-from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
+from .common.minifloat_triton import MAGNITUDE, as_bits, as_float, by_ptx, halves, round_magnitude
 from .nvfp4 import BLOCK, ELEMENT, NAN_SCALE, SCALES_HEAD
 
 _INFINITY, _NAN = tl.constexpr(INFINITY), tl.constexpr(NAN)
@@ -72,14 +75,13 @@ def _quotient(a, g, inverse):
     """`a` / `g` to nearest even for numbers that are no more than 2^60 from 1, or zero; `inverse`
     is 1 / `g` (Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990).
     """
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 q, r; mul.rn.f32 q, $1, $3; neg.f32 r, $1; fma.rn.f32 r, q, $2, r; "
-        "neg.f32 r, r; fma.rn.f32 $0, r, $3, q; }",
-        "=r,r,r,r",
-        [a, g, inverse],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
+    return as_float(
+        by_ptx(
+            "{ .reg .f32 q, r; mul.rn.f32 q, $1, $3; neg.f32 r, $1; fma.rn.f32 r, q, $2, r; "
+            "neg.f32 r, r; fma.rn.f32 $0, r, $3, q; }",
+            "=r,r,r,r",
+            (a, g, inverse),
+        )
     )
 
 
@@ -88,14 +90,13 @@ def _reciprocal(a):
     """1 / `a` to nearest even where both are normal numbers; NaN for 0. The steps by which
     rcp.rn.f32 is compiled, without its branch for other numbers.
     """
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; "
-        "fma.rn.f32 e, e, r, 0f3F800000; fma.rn.f32 $0, r, e, r; }",
-        "=r,r",
-        [a],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
+    return as_float(
+        by_ptx(
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; "
+            "fma.rn.f32 e, e, r, 0f3F800000; fma.rn.f32 $0, r, e, r; }",
+            "=r,r",
+            (a,),
+        )
     )
 
 
@@ -138,15 +139,12 @@ def _top_finite(a, top, EXP: tl.constexpr):
     """The larger of `top` and, element by element, the magnitudes of `a` plus a step of infinity's
     exponent, which is negative if they are not finite.
     """
-    return tl.inline_asm_elementwise(
+    return by_ptx(
         "{ .reg .b32 t, step; and.b32 t, $1, 0x7FFF7FFF; mov.b32 step, "
         + ("0x00800080" if EXP == 8 else "0x04000400")
         + "; add.s16x2 t, t, step; max.s16x2 $0, t, $2; }",
         "=r,r,r",
-        [a, top],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+        (a, top),
     )
 
 
@@ -237,7 +235,46 @@ def _find_largest(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MA
 
 
 _FORM = blocks_of(ELEMENT, BLOCK, SCALES_HEAD)
-_DRIVER = Driver(_pack, _unpack, _scale, _FORM, TILINGS)
+
+
+class Scaled(Driver):
+    """The driver for chunks that share a scale, which follows from the largest magnitude of all."""
+
+    def encode(
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        stats: torch.Tensor | None = None,
+        source: Source | None = None,
+        **options: Any,
+    ) -> None:
+        """See `Driver.encode`. Without `stats` a pass before finds them."""
+        if stats is None:
+            stats = torch.zeros(1, dtype=torch.int64, device=x.device)
+            added = () if source is None else (plan, source.data)
+            _MEASURE.measure(plan.dtype, x, stats, *added)
+        super().encode(plan, x, out, stats=stats.to(torch.int64), source=source, **options)
+
+    def encode_many(
+        self,
+        *batch: Any,
+        stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """See `Driver.encode_many`."""
+        if not isinstance(stats, torch.Tensor):
+            stats = [s.to(torch.int64) for s in stats or ()]
+        super().encode_many(*batch, stats=stats, **options)
+
+    def sum(self, *terms: Any, stats: torch.Tensor | None = None, **options: Any) -> None:
+        """See `Driver.sum`."""
+        words = None if stats is None else stats.to(torch.int64)
+        super().sum(*terms, stats=words, **options)
+
+
+_DRIVER = Scaled(_pack, _unpack, _scale, _FORM, TILINGS)
 _MEASURE = Driver(_find_largest, _unpack, _source_scale, _FORM, TILINGS)
 
 
@@ -248,38 +285,17 @@ def measure(spec: CodecSpec, dtype: DType, x: torch.Tensor) -> torch.Tensor | No
     return stats
 
 
-def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
-    if stats is None:
-        stats = measure(plan.codec, plan.dtype, x)
-    _DRIVER.encode(plan, x, out, stats=stats.to(torch.int64))
+def measure_many(spec: CodecSpec, dtype: DType, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As `measure`, of every tensor: int64, shape (tensors, 1)."""
+    stats = torch.zeros((len(xs), 1), dtype=torch.int64, device=xs[0].device)
+    _MEASURE.measure_many(dtype, xs, stats)
+    return stats
 
 
-def decode_add_encode(
-    plan: Plan,
-    source_plan: Plan,
-    src,
-    x,
-    out,
-    scratch,
-    status,
-    *,
-    stats=None,
-    key=None,
-    planned: bool = True,
-) -> None:
-    """Encode into `out` the elements `x` plus those of `src`, a buffer of `plan`.
-
-    Without `stats` a pass before finds the largest magnitude of the sums: `src` and `x` are read,
-    and nothing but that is written.
-    """
-    if stats is None:
-        stats = torch.zeros(1, dtype=torch.int64, device=x.device)
-        _MEASURE.measure(plan.dtype, x, stats, plan, src)
-    source = Source(source_plan, _FORM, src, scratch, status, planned)
-    _DRIVER.encode(plan, x, out, stats=stats.to(torch.int64), source=source)
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _DRIVER
 
 
-def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
-    """Decode elements into `out`; see `Driver.decode`."""
-    _DRIVER.decode(plan, src, out, scratch, status, **selection)
+encode, decode_add_encode, decode = functions(driver_of)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of)

@@ -8,7 +8,6 @@ the NumPy reference.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -18,24 +17,13 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
+from ..formats.header import align
 from .common import norms
-from .common.base import (
-    Bits,
-    Bytes,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    ReduceOp,
-    check_choice,
-    plain_number,
-)
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, ReduceOp
 from .common.hadamard import Floats
 from .common.minifloat import WIDENED, narrow, widen
+from .common.params import choice, fraction, log2
+from .common.sections import Array
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,7 +33,6 @@ VALUES = WIDENED
 #: A budget counts in steps of 1 / BUDGET_STEPS bits.
 BUDGET_STEPS = 16
 MAX_BITS = 32
-_PARAMS = struct.Struct("<HBBI")
 
 INDEX_PROBLEM = "more blocks in the index than fit, or bits behind the last one"
 CELL_PROBLEM = "a payload element of no block is not zero"
@@ -75,9 +62,9 @@ class Omnireduce(CodecSpec):
         ValueError: If a value is not allowed.
     """
 
-    bits: float = 8
-    block: int = 256
-    values: str = "bfloat16"
+    bits: float = fraction(0, 2, per=BUDGET_STEPS, least=1, most=MAX_BITS * BUDGET_STEPS, default=8)
+    block: int = choice(2, BLOCKS, default=256, number=log2)
+    values: str = choice(3, VALUES, default="bfloat16")
 
     name: ClassVar[str] = "omnireduce"
     id: ClassVar[int] = CODEC_IDS["omnireduce"][0]
@@ -86,18 +73,18 @@ class Omnireduce(CodecSpec):
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
     measures_in_encode: ClassVar[bool] = True
+    ruins_dense: ClassVar[str] = "it makes most blocks of a dense gradient zero"
     caution: ClassVar[str] = "NaN and infinities in blocks beyond the budget are lost"
+    max_nelem: ClassVar[int] = 1 << 36
+    weighs_gaps: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        object.__setattr__(self, "bits", plain_number(self.bits))
-        allowed = f"bits is {self.bits!r}; allowed: 1/16 to {MAX_BITS} in steps of 1/{BUDGET_STEPS}"
-        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)):
-            raise TypeError(allowed)
-        if not 0 < self.bits <= MAX_BITS or self.bits * BUDGET_STEPS % 1:
-            raise ValueError(allowed)
-        check_choice("block", self.block, BLOCKS)
-        check_choice("values", self.values, VALUES)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Payload elements of the kept blocks, and a bit per block."""
+        slots = self.slots(nelem) * self.block
+        return (
+            Array("payload", 8 * self.cell_dtype(dtype).itemsize, slots, fills=True),
+            Array("index", 1, self.blocks(nelem)),
+        )
 
     def blocks(self, nelem: int) -> int:
         """Blocks of `nelem` elements."""
@@ -117,56 +104,6 @@ class Omnireduce(CodecSpec):
         """The dtype of payload elements."""
         return BY_NAME[self.values]
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the payload elements of the kept blocks, and with their index."""
-        payload = self.slots(nelem) * self.block * BY_NAME[self.values].itemsize
-        index = align(-(-self.blocks(nelem) // 8))
-        return Layout(
-            (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["index"], index))
-        )
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        return (0, at), (at, at + -(-self.blocks(nelem) // 8))
-
-    @property
-    def weighs_gaps(self) -> bool:
-        """See `CodecSpec.weighs_gaps`."""
-        return True
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits."""
-        return 1 << 36
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return static < align(nelem * dtype.itemsize)
-
-    def pack_params(self) -> bytes:
-        """Budget in 1/16 bits, log2 of the block, dtype of the payload elements, zero."""
-        steps, log_block = int(self.bits * BUDGET_STEPS), self.block.bit_length() - 1
-        return _PARAMS.pack(steps, log_block, VALUES.index(self.values), 0)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Omnireduce:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"omnireduce has 8 parameter bytes, found {len(data)}")
-        steps, log_block, values, reserved = _PARAMS.unpack(data)
-        try:
-            spec = cls(steps / BUDGET_STEPS, 1 << log_block, VALUES[values])
-        except (IndexError, ValueError):
-            reserved = 1
-        if reserved:
-            raise FormatError("bad_header", f"omnireduce parameters {data.hex()}")
-        return spec
-
     def measure(self, bits: Bits, dtype: DType) -> Floats | None:
         """Euclidean norms of the tensor's blocks, float32, shape (blocks,).
 
@@ -178,11 +115,7 @@ class Omnireduce(CodecSpec):
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Stats are norms: float32, 1-D, none of them negative or a NaN."""
-        if stats.ndim != 1 or stats.dtype != np.float32:
-            found = f"{stats.dtype} of shape {stats.shape}"
-            raise ValueError(f"stats are {found}; allowed: float32, one of each block")
-        if not (stats >= 0).all():
-            raise ValueError("stats are negative or NaN; allowed: norms, as measure() gives them")
+        norms.check(stats, "one of each block")
 
 
 SPEC = Omnireduce
@@ -229,10 +162,8 @@ class Views(NamedTuple):
 
 def static_views(spec: Omnireduce, chunk: Chunk) -> Views:
     """See `Views`."""
-    at = chunk.sections[0].nbytes
-    cells = chunk.static[:at].view(spec.cell_dtype(chunk.dtype).bits)
-    index = chunk.static[at : at + -(-spec.blocks(chunk.nelem) // 8)]
-    return Views(cells.reshape(-1, spec.block), index)
+    cells, index = spec.static_arrays(chunk)
+    return Views(cells.view(spec.cell_dtype(chunk.dtype).bits).reshape(-1, spec.block), index)
 
 
 def converted(bits: Bits, source: DType, target: DType) -> Bits:
@@ -243,17 +174,8 @@ def converted(bits: Bits, source: DType, target: DType) -> Bits:
 Convert = Callable[[Bits, DType, DType], Bits]
 
 
-def encode_chunk(
-    spec: Omnireduce,
-    chunk: Chunk,
-    bits: Bits,
-    *,
-    stats: npt.NDArray[Any] | None = None,
-    key: Key | None = None,
-    threads: int = 1,
-    convert: Convert = converted,
-) -> ChunkResult:
-    """Encode the chunk's elements `bits` (1-D) into its static part.
+def choose(spec: Omnireduce, chunk: Chunk, stats: npt.NDArray[Any] | None) -> Ints:
+    """Numbers of the blocks to keep, ascending; writes index and the payload of no block.
 
     ValueError if `stats` are of another size.
     """
@@ -267,44 +189,80 @@ def encode_chunk(
     chosen[kept] = True
     index[:] = np.packbits(chosen, bitorder="little")
     cells[kept.size :] = 0
-    kind, whole = spec.cell_dtype(chunk.dtype), bits.size // spec.block
-    full = kept[kept < whole]
-    rows = bits[: whole * spec.block].reshape(whole, spec.block)
-    cells[: full.size] = convert(rows[full], chunk.dtype, kind)
-    if full.size < kept.size:
-        tail = bits[whole * spec.block :]
-        cells[full.size, : tail.size] = convert(tail, chunk.dtype, kind)
-        cells[full.size, tail.size :] = 0
+    return kept
+
+
+def encode_blocks(
+    spec: Omnireduce,
+    chunk: Chunk,
+    kept: Ints,
+    bits: Bits,
+    start: int = 0,
+    convert: Convert = converted,
+) -> None:
+    """Write those of the blocks `kept` whose elements are in `bits` (1-D).
+
+    Its first element has the number `start`, that of a block's first; its last ends a block, or the
+    chunk.
+    """
+    cells, size = static_views(spec, chunk).cells, spec.block
+    first, whole = start // size, bits.size // size
+    low, high = np.searchsorted(kept, [first, first + whole])
+    rows = bits[: whole * size].reshape(whole, size)
+    kind = spec.cell_dtype(chunk.dtype)
+    cells[low:high] = convert(rows[kept[low:high] - first], chunk.dtype, kind)
+    tail = bits[whole * size :]
+    if tail.size and high < kept.size and kept[high] == first + whole:
+        cells[high, : tail.size] = convert(tail, chunk.dtype, kind)
+        cells[high, tail.size :] = 0
+
+
+def encode_chunk(
+    spec: Omnireduce,
+    chunk: Chunk,
+    bits: Bits,
+    *,
+    stats: npt.NDArray[Any] | None = None,
+    key: Key | None = None,
+    threads: int = 1,
+) -> ChunkResult:
+    """Encode the chunk's elements `bits` (1-D) into its static part.
+
+    ValueError if `stats` are of another size.
+    """
+    encode_blocks(spec, chunk, choose(spec, chunk, stats), bits)
     return ChunkResult(0)
 
 
-def decode_chunk(
-    spec: Omnireduce,
-    chunk: Chunk,
-    out: Bits,
-    start: int = 0,
-    *,
-    threads: int = 1,
-    convert: Convert = converted,
-) -> ChunkDecoded:
-    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D).
+def kept_blocks(spec: Omnireduce, chunk: Chunk) -> tuple[Ints, str | None]:
+    """Numbers of the blocks in the index, ascending, and what is wrong with the chunk, or None.
 
     All of the index is checked, and the payload elements of no block.
     """
     cells, index = static_views(spec, chunk)
-    blocks, stop = spec.blocks(chunk.nelem), start + out.size
+    blocks = spec.blocks(chunk.nelem)
     flags = np.unpackbits(index, bitorder="little")
-    kept = np.flatnonzero(flags)
-    out[:] = 0
+    kept: Ints = np.flatnonzero(flags)
     if kept.size > cells.shape[0] or flags[blocks:].any():
-        return ChunkDecoded(INDEX_PROBLEM)
+        return kept, INDEX_PROBLEM
     used = kept.size * spec.block
     if kept.size and kept[-1] == blocks - 1:
         used -= blocks * spec.block - chunk.nelem
-    if cells.reshape(-1)[used:].any():
-        return ChunkDecoded(CELL_PROBLEM)
+    return kept, CELL_PROBLEM if cells.reshape(-1)[used:].any() else None
+
+
+def decode_blocks(
+    spec: Omnireduce,
+    chunk: Chunk,
+    kept: Ints,
+    out: Bits,
+    start: int,
+    convert: Convert = converted,
+) -> None:
+    """Write elements `start` to `start + out.size` of a chunk with the blocks `kept` to `out`."""
+    cells, size, stop = static_views(spec, chunk).cells, spec.block, start + out.size
     kind = spec.cell_dtype(chunk.dtype)
-    size = spec.block
+    out[:] = 0
     # Blocks that lie whole in `out` go together, those at its ends, two at most, one by one.
     lo_block, hi_block = -(-start // size), max(stop // size, -(-start // size))
     low, high = np.searchsorted(kept, [lo_block, hi_block])
@@ -317,4 +275,13 @@ def decode_chunk(
             out[lo - start : hi - start] = convert(
                 cells[slot, lo - at : hi - at], kind, chunk.dtype
             )
-    return ChunkDecoded()
+
+
+def decode_chunk(
+    spec: Omnireduce, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
+) -> ChunkDecoded:
+    """Decode elements `start` to `start + out.size` of the chunk into `out` (1-D)."""
+    kept, problem = kept_blocks(spec, chunk)
+    if problem is None:
+        decode_blocks(spec, chunk, kept, out, start)
+    return ChunkDecoded(problem)

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from ..formats.dtypes import DType
-from . import omnireduce
 from .common.arrays_cpu import view_as, with_scratch
-from .common.base import Bits
+from .common.base import Bits, Chunk
 from .common.compile_cache import cached
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.minifloat_cpu import LANES, kind_of, narrow, widen
+from .omnireduce import Omnireduce, choose, decode_blocks, encode_blocks, kept_blocks
 
 
 @cached(nogil=True)
@@ -46,5 +45,25 @@ def converted(bits: Bits, source: DType, target: DType) -> Bits:
     return out.reshape(bits.shape)
 
 
-encode_chunk = partial(omnireduce.encode_chunk, convert=converted)
-decode_chunk = partial(omnireduce.decode_chunk, convert=converted)
+def encoder(spec: Omnireduce, chunk: Chunk, given: Given) -> Encoder:
+    """What encodes a chunk."""
+    kept = choose(spec, chunk, given.stats)
+
+    def encode(x: Bits, start: int) -> None:
+        encode_blocks(spec, chunk, kept, x, start, converted)
+
+    return Encoder(lambda start, stop: encode, spec.block)
+
+
+def decoder(spec: Omnireduce, chunk: Chunk, start: int, stop: int, summed: bool = False) -> Decoder:
+    """What decodes elements `start` to `stop` of a chunk."""
+    kept, problem = kept_blocks(spec, chunk)
+
+    def decode(out: Bits, at: int) -> None:
+        decode_blocks(spec, chunk, kept, out, at, converted)
+
+    return Decoder(decode, spec.block, problem=problem)
+
+
+encode_chunk = encode_by(encoder)
+decode_chunk = decode_by(decoder)

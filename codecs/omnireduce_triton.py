@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -34,15 +33,15 @@ from .common.frame_triton import (
     weigh,
     weigh_bytes,
 )
-from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
+from .common.launch_triton import PTX, kernel
+from .common.minifloat_triton import aligned_for, converted, elements_at
 from .common.norms_triton import agreed, roots
+from .common.plans_triton import Launches, Selection, variant_of
 from .omnireduce import BINS, LEVELS, SPAN, Omnireduce, workspace
 
 _SPAN, _BINS, _LEVELS = tl.constexpr(SPAN), tl.constexpr(BINS), tl.constexpr(LEVELS)
 #: Elements, or cells, of a program that moves them: whole blocks.
 _TILE = tl.constexpr(4096)
-_OPTIONS, _MOVE_OPTIONS = options(num_warps=4), options(num_warps=8)
 
 
 @triton.jit
@@ -255,22 +254,6 @@ def _terms(cell, at, ITEM: tl.constexpr):
     return tl.sum(tl.sum(terms, 1), 0)
 
 
-@triton.jit
-def _converted(
-    v,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    TO_EXP: tl.constexpr,
-    TO_ITEM: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Bits of values of one dtype, uint32, as those of another."""
-    if EXP == TO_EXP and ITEM == TO_ITEM:
-        return v.to(tl.uint32)
-    else:
-        return narrow(widen(v, EXP, ITEM).to(tl.float32, bitcast=True), TO_EXP, TO_ITEM, PTX)
-
-
 @kernel
 def _encode_kernel(
     x_ptr,
@@ -313,7 +296,7 @@ def _encode_kernel(
         v = tl.load(x + i, mask=(block >= 0)[:, None], other=0)
     else:
         v = tl.load(x + i, mask=(block >= 0)[:, None] & (i < n), other=0)
-    cell = _converted(v, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
+    cell = converted(v, EXP, ITEM, CELL_EXP, CELL_ITEM, PTX)
     at = slot[:, None] * BLOCK + j
     static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
     store_element(static_ptr, at, cell, (slot < slots)[:, None], CELL_EXP, CELL_ITEM, 0)
@@ -381,7 +364,7 @@ def _decode_kernel(
         v = tl.load(payload + at, mask=(slot >= 0)[:, None], other=0)
         total += _terms(v, at, CELL_ITEM)
         if STORE:
-            bits = _converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
+            bits = converted(v, CELL_EXP, CELL_ITEM, EXP, ITEM, PTX)
             i = block[:, None] * BLOCK + j
             if (begin >= lo) & (end <= hi):
                 store_element(out_ptr, to + i, bits, None, EXP, ITEM, ADD)
@@ -400,28 +383,16 @@ def _decode_kernel(
         tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-class _Launches:
-    """What a plan's kernels take, put together once."""
+class Slots(Launches):
+    """What a plan's kernels take; `norms` and `blocks` are blocks of the tensor and of a chunk."""
 
     def __init__(self, plan: Plan) -> None:
-        if not isinstance(plan.codec, Omnireduce):
-            raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: omnireduce")
-        spec = self.spec = plan.codec
-        self.sizes = plan.nelem, plan.chunk_nelem
+        super().__init__(plan)
+        spec = self.spec
         self.norms = spec.blocks(plan.nelem)
         self.blocks, self.slots = spec.blocks(plan.chunk_nelem), spec.slots(plan.chunk_nelem)
         self.spans = max(1, -(-self.blocks // SPAN))
-        self.head = plan.header.nbytes // 8
-        # In units of 128 bytes, so that kernels know the alignment.
-        self.static = plan.static_offset // 128, plan.static_stride // 128
-        self.index = plan.layout.sections[0].nbytes // 128
-        self.cell = spec.cell_dtype(plan.dtype)
-        self.work = workspace(spec, plan.chunk_nelem, plan.chunks)
-
-    def split(self, scratch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts of the workspace."""
-        ends = np.cumsum(self.work).tolist()
-        return tuple(scratch[end - n : end] for end, n in zip(ends, self.work, strict=True))
+        self.parts = workspace(spec, plan.chunk_nelem, plan.chunks)
 
     def place(self, plan: Plan, data, norms, parts, status, first: int, end: int, sums) -> None:
         """Find the slots of chunks `first` to `end`: by norms, with a `status` by the index."""
@@ -429,68 +400,21 @@ class _Launches:
         encode = status is None
         programs = self.spans * (end - first)
         numbers = *self.sizes, self.spans, self.norms, self.slots
-        where = *self.static, self.index
-        _count_variant(self.spec.block, encode).launch(
-            programs, (norms, bins, data, counts), first, *numbers, *where
-        )
-        _place_variant(self.spec.block, encode, sums).launch(
-            programs,
-            (norms, bins, data, counts, found, used, totals, totals if encode else status),
-            first,
-            *numbers,
-            *where,
-            self.blocks,
-            self.head,
-        )
-
-
-def _launches(plan: Plan) -> _Launches:
-    found = plan.__dict__.get("_omnireduce_launches")
-    if found is None:
-        found = plan.__dict__["_omnireduce_launches"] = _Launches(plan)
-    return found
+        where = *self.static, self.second
+        values = {"BLOCK": self.spec.block, "ENCODE": encode}
+        count = variant_of(_count_kernel, **values)
+        count.launch(programs, (norms, bins, data, counts), first, *numbers, *where)
+        status = totals if encode else status
+        tensors = norms, bins, data, counts, found, used, totals, status
+        place = variant_of(_place_kernel, **values, SUMS=sums)
+        place.launch(programs, tensors, first, *numbers, *where, self.blocks, self.head)
 
 
 @functools.cache
-def _histogram_variants(block: int) -> list[Variant]:
-    return [Variant(_histogram_kernel, _OPTIONS, BLOCK=block, LEVEL=k) for k in range(LEVELS)]
-
-
-@functools.cache
-def _count_variant(block: int, encode: bool) -> Variant:
-    return Variant(_count_kernel, _OPTIONS, BLOCK=block, ENCODE=encode)
-
-
-@functools.cache
-def _place_variant(block: int, encode: bool, sums: bool) -> Variant:
-    return Variant(_place_kernel, _OPTIONS, BLOCK=block, ENCODE=encode, SUMS=sums)
-
-
-def _types(spec: Omnireduce, dtype: DType, aligned: bool) -> dict[str, int | bool]:
+def _types(spec: Omnireduce, dtype: DType) -> dict[str, int | bool]:
     cell = spec.cell_dtype(dtype)
-    return {
-        "BLOCK": spec.block,
-        "EXP": dtype.exponent,
-        "ITEM": dtype.itemsize,
-        "CELL_EXP": cell.exponent,
-        "CELL_ITEM": cell.itemsize,
-        "ALIGNED": aligned,
-    }
-
-
-@functools.cache
-def _encode_variant(spec: Omnireduce, dtype: DType, aligned: bool, sums: bool) -> Variant:
-    return Variant(
-        _encode_kernel, _MOVE_OPTIONS, **_types(spec, dtype, aligned), PTX=PTX, SUMS=sums
-    )
-
-
-@functools.cache
-def _decode_variant(
-    spec: Omnireduce, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
-) -> Variant:
-    chosen = _types(spec, dtype, aligned) | {"ADD": add, "STORE": store}
-    return Variant(_decode_kernel, _MOVE_OPTIONS, **chosen, PTX=PTX, SUMS=sums)
+    own = {"BLOCK": spec.block, "EXP": dtype.exponent, "ITEM": dtype.itemsize, "PTX": PTX}
+    return own | {"CELL_EXP": cell.exponent, "CELL_ITEM": cell.itemsize}
 
 
 def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
@@ -502,7 +426,7 @@ def measure(spec: Omnireduce, dtype: DType, x: torch.Tensor) -> torch.Tensor:
 
 def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
-    g = _launches(plan)
+    g = Slots.of(plan)
     *parts, measured = g.split(scratch)
     if stats is None:
         stats = measured.view(torch.float32)[: g.norms]
@@ -512,64 +436,39 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
     norms = stats.view(torch.uint8)
     _, used, bins, _, found = parts
     frame_of(plan).begin(out, bins)
-    for histogram in _histogram_variants(g.spec.block):
+    for level in range(LEVELS):
+        histogram = variant_of(_histogram_kernel, BLOCK=g.spec.block, LEVEL=level)
         histogram.launch(g.spans * plan.chunks, (norms, bins), *g.sizes, g.spans, g.norms, g.slots)
     g.place(plan, out, norms, parts, None, 0, plan.chunks, plan.checksum)
     tiles = _tiles(g.slots * g.spec.block)
-    _encode_variant(g.spec, plan.dtype, aligned_for(plan, x), plan.checksum).launch(
-        tiles * plan.chunks,
-        (x, out, found, used),
-        *g.sizes,
-        g.blocks,
-        g.slots,
-        tiles,
-        g.head,
-        *g.static,
-    )
+    types = _types(g.spec, plan.dtype)
+    types = types | {"ALIGNED": aligned_for(plan, x), "SUMS": plan.checksum}
+    variant = variant_of(_encode_kernel, 8, **types)
+    numbers = *g.sizes, g.blocks, g.slots, tiles, g.head, *g.static
+    variant.launch(tiles * plan.chunks, (x, out, found, used), *numbers)
 
 
 def _tiles(nelem: int) -> int:
     return max(1, -(-nelem // int(_TILE.value)))
 
 
-def decode(
-    plan: Plan,
-    src,
-    out,
-    scratch,
-    status,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    check: bool = True,
-    dynamic_starts=None,
-    store: bool = True,
-    add: bool = False,
-    planned: bool = True,
-) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
-    g = _launches(plan)
-    stop = plan.nelem if stop is None else stop
+def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
+    """Decode elements into `out`; see `tightwire.gpu` for the contract."""
+    g, chosen = Slots.of(plan), Selection.of(plan, selection)
+    start, stop = chosen.start, chosen.stop
     *parts, _ = g.split(scratch)
     totals, used, _, _, found = parts
-    sums = check and plan.checksum and start < stop
+    sums = chosen.check and plan.checksum and start < stop
     first, end, _, _ = touched(plan, start, stop)
     if sums:
         totals.zero_()
     if start < stop:
         g.place(plan, src, src, parts, status, first, end, sums)
-        adding = out.element_size() if add else 0
+        adding = out.element_size() if chosen.add else 0
         even = out is not None and aligned_for(plan, out, start)
-        _decode_variant(g.spec, plan.dtype, even, adding, store, sums).launch(
-            _tiles(plan.chunk_nelem) * (end - first),
-            (src, src if out is None else out, found, used, totals, status),
-            start,
-            stop,
-            first,
-            *g.sizes,
-            g.slots,
-            *g.static,
-        )
-    frame_of(plan).check(
-        src, totals, status, start, stop, whole=check, summed=sums, planned=planned
-    )
+        values = _types(g.spec, plan.dtype) | {"ADD": adding, "STORE": chosen.store, "SUMS": sums}
+        variant = variant_of(_decode_kernel, 8, **values, ALIGNED=even)
+        tensors = src, src if out is None else out, found, used, totals, status
+        programs = _tiles(plan.chunk_nelem) * (end - first)
+        variant.launch(programs, tensors, start, stop, first, *g.sizes, g.slots, *g.static)
+    chosen.check_frame(plan, src, totals, status, sums)

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DTYPES, DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
-from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .common.sections import Array
 
 
 @dataclass(frozen=True)
@@ -29,32 +28,19 @@ class Raw(CodecSpec):
     name: ClassVar[str] = "raw"
     id: ClassVar[int] = CODEC_IDS["raw"][0]
     dtypes: ClassVar[tuple[str, ...]] = tuple(d.name for d in DTYPES)
+    weighed_unit: ClassVar[int] = 1
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """One static section with the chunk's bytes."""
-        return Layout((Section(SECTION_KINDS["payload"], align(nelem * dtype.itemsize)),))
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        return ((0, nelem * dtype.itemsize),)
-
-    @property
-    def weighed_unit(self) -> int:
-        """See `CodecSpec.weighed_unit`."""
-        return 1
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """The chunk's elements."""
+        return (Array("payload", 8 * dtype.itemsize, nelem),)
 
     def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits."""
-        return ((1 << 39) - 128) // dtype.itemsize
+        """See `CodecSpec.max_chunk_nelem`."""
+        return self.max_nelem // dtype.itemsize
 
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Raw:
-        """Raw has no parameters."""
-        if data:
-            raise FormatError("bad_header", f"raw takes no parameters, found {len(data)} bytes")
-        return cls()
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        """Always: this codec stores what others do not accept."""
+        return True
 
 
 SPEC = Raw

@@ -12,7 +12,6 @@ from .common.driver_cpu import (
     Decoder,
     Encoder,
     Given,
-    decode_add_encode_by,
     decode_by,
     encode_by,
 )
@@ -69,4 +68,3 @@ def decoder(spec: Raw, chunk: Chunk, start: int, stop: int, summed: bool = False
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

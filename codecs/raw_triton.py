@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""raw on a GPU: one pass that copies and sums, a block of 16 KiB per program."""
+# mypy: disable-error-code="assignment,misc"
+"""raw on a GPU: one pass that copies and sums, 16 bytes a thread. specs/raw.md.
+
+Elements are copied as they are. Where they are added to others they are floats, as of any codec.
+"""
 
 from __future__ import annotations
 
@@ -9,193 +13,200 @@ import triton
 import triton.language as tl
 
 from .common.base import Plan
-from .common.frame_triton import frame_of, store_element, touched, weigh, weigh_bytes
-from .common.launch_triton import Variant, kernel, options
+from .common.driver_triton import Driver, Tiling, functions, many_functions
+from .common.frame_triton import weigh, weigh_bytes
+from .common.runs_triton import element_words, in_rows, lanes, load_words, word_values
+from .common.tiles_triton import Format, elements_left, no_scale, unpack_tile
 
-_BLOCK = tl.constexpr(1 << 14)
-_OPTIONS = options(num_warps=8)
+_RUN = 16
+#: Bytes of a tile that is copied.
+_NBYTES = 1 << 14
+#: Units that are copied at once where that is not a whole tile.
+_FEW = tl.constexpr(1024)
 
 
 @triton.jit
 def _units(ptr, UNIT: tl.constexpr):
+    """A pointer to bytes as one to units of 1, 2 or 4 bytes."""
     if UNIT == 1:
         return ptr
     elif UNIT == 2:
         return ptr.to(tl.pointer_type(tl.uint16))
-    elif UNIT == 4:
-        return ptr.to(tl.pointer_type(tl.uint32))
     else:
-        return ptr.to(tl.pointer_type(tl.uint64))
+        return ptr.to(tl.pointer_type(tl.uint32))
 
 
 @triton.jit
-def _unit_terms(v, i, UNIT: tl.constexpr):
-    """Checksum terms of units number `i` of a static part."""
-    if UNIT < 4:
-        return weigh_bytes(v, i * UNIT)
-    elif UNIT == 4:
-        return weigh(v, i)
-    else:
-        return weigh(v.to(tl.uint32), 2 * i) + weigh((v >> 32).to(tl.uint32), 2 * i + 1)
-
-
-@kernel
-def _encode_kernel(
-    x_ptr,
-    out_ptr,
-    nbytes: tl.int64,
-    chunk_nbytes: tl.int64,
-    blocks: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
+def _copy_units(
+    source,
+    target,
+    first,
+    k,
+    n,
+    lo,
+    hi,
+    L: tl.constexpr,
+    N: tl.constexpr,
     UNIT: tl.constexpr,
-    SUMS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Copy one block of one chunk."""
-    pid = tl.program_id(0)
-    chunk = pid // blocks
-    block = pid % blocks
-    first = chunk.to(tl.int64) * chunk_nbytes
-    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
-    static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    x = _units(x_ptr + first, UNIT)
-    y = _units(static_ptr, UNIT)
-    i = block.to(tl.int64) * (_BLOCK // UNIT) + tl.arange(0, _BLOCK // UNIT)
-    v = tl.load(x + i, mask=i < n // UNIT, other=0)
-    tl.store(y + i, v, mask=i < n // UNIT)
-    total = tl.zeros([], tl.uint64)
-    if SUMS:
-        total += tl.sum(_unit_terms(v, i, UNIT), 0)
-    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    if SUMS:
-        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
-
-
-@kernel
-def _decode_kernel(
-    src_ptr,
-    out_ptr,
-    sums_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    first_chunk: tl.int32,
-    nbytes: tl.int64,
-    chunk_nbytes: tl.int64,
-    blocks: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    UNIT: tl.constexpr,
-    EXP: tl.constexpr,
-    ADD: tl.constexpr,
-    STORE: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """Bytes `start` to `stop` of the tensor as far as they lie in one block of one chunk.
-
-    With ADD a unit is an element: ADD is the size of the accumulator's elements.
+    """Copy N units of UNIT bytes from number `k` of a tile on, of which `n` are there and those
+    from `lo` to `hi` are wanted; gives their checksum terms, shape [N]. `first` is the number of
+    the tile's first in its chunk.
     """
-    pid = tl.program_id(0)
-    chunk = first_chunk + pid // blocks
-    block = pid % blocks
-    first = chunk.to(tl.int64) * chunk_nbytes
-    n = tl.maximum(tl.minimum(chunk_nbytes, nbytes - first), 0)
-    static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    i = block.to(tl.int64) * (_BLOCK // UNIT) + tl.arange(0, _BLOCK // UNIT)
-    v = tl.load(_units(static_ptr, UNIT) + i, mask=i < n // UNIT, other=0)
-    if STORE:
-        at = i + (first - start) // UNIT
-        use = (i < n // UNIT) & (at >= 0) & (at < (stop - start) // UNIT)
-        if ADD == 0:
-            tl.store(_units(out_ptr, UNIT) + at, v, mask=use)
+    i = k + tl.arange(0, N)
+    inside, wanted = None, None
+    if MASKED:
+        inside, wanted = i < n, (i >= lo) & (i < hi)
+    v = tl.load(_units(source, UNIT) + i, mask=inside)
+    if L.store:
+        tl.store(_units(target, UNIT) + i, v, mask=wanted)
+    if UNIT == 4:
+        terms = weigh(v, first + i)
+    else:
+        terms = weigh_bytes(v, (first + i) * UNIT)
+    if MASKED:
+        terms = tl.where(inside, terms, 0)
+    return terms
+
+
+@triton.jit
+def _copy_some(source, target, first, n, lo, hi, L: tl.constexpr, UNIT: tl.constexpr):
+    """`_copy` of a partial tile, or of one that starts anywhere, little by little: registers are
+    few.
+    """
+    COUNT: tl.constexpr = L.rows * L.run * L.item // UNIT
+    terms = tl.zeros([_FEW], tl.uint64)
+    for k in range(0, COUNT, _FEW):
+        terms += _copy_units(source, target, first, k, n, lo, hi, L, _FEW, UNIT, True)
+    return tl.sum(terms, 0)
+
+
+@triton.jit
+def _copy(source, target, t, lo, hi, L: tl.constexpr, MASKED: tl.constexpr):
+    """Copy elements `lo` to `hi` of a tile, whose first is at `source` and `target`, pointers to
+    bytes; gives the checksum terms of all of them.
+    """
+    TILE: tl.constexpr = L.rows * L.run
+    # Larger elements are several units.
+    UNIT: tl.constexpr = L.item if L.item < 4 else 4
+    WORDS: tl.constexpr = TILE * L.item // 4
+    left = elements_left(t, L)
+    words = t.tile * WORDS
+    if MASKED:
+        PER: tl.constexpr = 4 // UNIT
+        EACH: tl.constexpr = L.item // UNIT
+        whole = (left == TILE) & (lo <= 0) & (hi >= TILE)
+        whole = whole & ((source.to(tl.int64) | target.to(tl.int64)) % 4 == 0)
+        if (UNIT < 4) & whole:
+            total = _copy_some(source, target, words, left // PER, lo, left // PER, L, 4)
         else:
-            store_element(out_ptr, at, v.to(tl.uint32), use, EXP, UNIT, ADD)
-    if SUMS:
-        total = tl.sum(_unit_terms(v, i, UNIT), 0)
-        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+            n, lo, hi = left * EACH, lo * EACH, hi * EACH
+            total = _copy_some(source, target, words * PER, n, lo, hi, L, UNIT)
+    else:
+        terms = _copy_units(source, target, words, 0, left, lo, hi, L, WORDS, 4, False)
+        total = tl.sum(terms, 0)
+    return total
 
 
-def _unit(*numbers: int) -> int:
-    """The largest of 8, 4, 2 and 1 that divides all of `numbers`."""
-    return next(u for u in (8, 4, 2, 1) if all(k % u == 0 for k in numbers))
+@triton.jit
+def _terms(words, t, L: tl.constexpr):
+    """Checksum terms of a tile's words."""
+    COUNT: tl.constexpr = len(words)
+    at = (t.tile * L.rows + lanes(L.rows)) * COUNT
+    ROWS: tl.constexpr = L.rows
+    terms = tl.zeros([ROWS], tl.uint64)
+    for k in tl.static_range(len(words)):
+        terms += weigh(words[k], at + k)
+    return tl.sum(terms, 0)
+
+
+@triton.jit
+def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Store a tile's elements: those at `v`, or values of a sum."""
+    begin = t.tile * (L.rows * L.run)
+    target = t.static_ptr + begin * L.item
+    if L.add or L.summed:
+        words = element_words(v, None, L.exponent, L.item, L.cvt, False)
+        COUNT: tl.constexpr = len(words)
+        i = lanes(L.rows)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+        use = None
+        if MASKED:
+            # Behind the last element values are 0, and so is the padding.
+            use = i * 4 < elements_left(t, L) * L.item
+        tl.store(target.to(tl.pointer_type(tl.uint32)) + i, in_rows(words), mask=use)
+        total = _terms(words, t, L)
+    else:
+        left = elements_left(t, L)
+        source = v + (t.first + begin) * L.item
+        total = _copy(source, target, t, left * 0, left, L, MASKED)
+    return total
+
+
+@triton.jit
+def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a tile's elements. None is wrong."""
+    left = elements_left(t, L)
+    source = t.static_ptr + t.tile * (L.rows * L.run * L.item)
+    here = None
+    if MASKED:
+        here = lanes(L.rows) * L.run < left
+    loaded = load_words(source, here, L.rows, L.item, L.run)
+    words = loaded
+    if MASKED:
+        words = ()
+        PER: tl.constexpr = 4 // L.item
+        for k in tl.static_range(len(loaded)):
+            # Elements of the word.
+            some = left - lanes(L.rows) * L.run - k * PER
+            word = tl.where(some > 0, loaded[k], 0)
+            if PER == 2:
+                word = tl.where(some == 1, word & 0xFFFF, word)
+            words = words + (word,)
+    return word_values(words, L.exponent, L.item), t.tile, _terms(words, t, L)
+
+
+@triton.jit
+def _unpack_tile(
+    t,
+    plain,
+    status_ptr,
+    out_ptr,
+    to,
+    lo,
+    hi,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    UNPACK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """As `unpack_tile`; elements that are not added are copied."""
+    if L.x_item > 0:
+        total = unpack_tile(t, plain, status_ptr, out_ptr, to, lo, hi, F, L, UNPACK, MASKED)
+    else:
+        begin = t.tile * (L.rows * L.run)
+        lo = tl.maximum(lo - begin, 0).to(tl.int32)
+        hi = tl.minimum(tl.maximum(hi - begin, 0), L.rows * L.run).to(tl.int32)
+        source, target = t.static_ptr + begin * L.item, out_ptr + (to + begin) * L.item
+        total = _copy(source, target, t, lo, hi, L, MASKED)
+    return total
 
 
 @functools.cache
-def _encode_variant(unit: int, sums: bool) -> Variant:
-    return Variant(_encode_kernel, _OPTIONS, UNIT=unit, SUMS=sums)
-
-
-@functools.cache
-def _decode_variant(unit: int, exponent: int, add: int, store: bool, sums: bool) -> Variant:
-    return Variant(
-        _decode_kernel, _OPTIONS, UNIT=unit, EXP=exponent, ADD=add, STORE=store, SUMS=sums
+def _driver(item: int) -> Driver:
+    """The kernels for elements of so many bytes."""
+    form = Format(run=_RUN, limited=False, pairs=False, checked=False, loads=True)
+    copies = Tiling(_NBYTES // (_RUN * item), 8)
+    sums = Tiling(256, 8)
+    return Driver(
+        _pack, _unpack, no_scale, form, (copies, copies, sums), tile=_unpack_tile, adding=sums
     )
 
 
-def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
-    """See `zipccl_triton.encode`."""
-    size = plan.dtype.itemsize
-    chunk_nbytes = plan.chunk_nelem * size
-    blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
-    frame_of(plan).begin(out)
-    unit = _unit(size * plan.nelem, chunk_nbytes, x.data_ptr())
-    _encode_variant(unit, plan.checksum).launch(
-        blocks * plan.chunks,
-        (x, out),
-        plan.nelem * size,
-        chunk_nbytes,
-        blocks,
-        plan.header.nbytes // 8,
-        plan.static_offset // 128,
-        plan.static_stride // 128,
-    )
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _driver(plan.dtype.itemsize)
 
 
-def decode(
-    plan: Plan,
-    src,
-    out,
-    scratch,
-    status,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    check: bool = True,
-    dynamic_starts=None,
-    store: bool = True,
-    add: bool = False,
-    planned: bool = True,
-) -> None:
-    """See `zipccl_triton.decode`."""
-    size = plan.dtype.itemsize
-    stop = plan.nelem if stop is None else stop
-    chunk_nbytes = plan.chunk_nelem * size
-    blocks = max(1, -(-chunk_nbytes // _BLOCK.value))
-    sums = check and plan.checksum and (start < stop or not plan.nelem)
-    if sums:
-        scratch[: 8 * plan.chunks].zero_()
-    if out is None:
-        out = src
-    first, end, _, _ = touched(plan, start, stop)
-    geometry = (plan.static_offset // 128, plan.static_stride // 128)
-    if start < stop and (store or sums):
-        unit = (
-            size
-            if add
-            else _unit(size * plan.nelem, chunk_nbytes, start * size, stop * size, out.data_ptr())
-        )
-        adding = out.element_size() if add else 0
-        _decode_variant(unit, plan.dtype.exponent, adding, store, sums).launch(
-            blocks * (end - first),
-            (src, out, scratch),
-            start * size,
-            stop * size,
-            first,
-            plan.nelem * size,
-            chunk_nbytes,
-            blocks,
-            *geometry,
-        )
-    frame_of(plan).check(
-        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
-    )
+encode, decode_add_encode, decode = functions(driver_of)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of)

@@ -8,7 +8,6 @@ the NumPy reference.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,24 +16,12 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
-from .common.base import (
-    Bits,
-    Bytes,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    Tail,
-    check_choice,
-    tail_of,
-)
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.hadamard import Floats, rotate
 from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
+from .common.params import choice, log2
 from .common.philox import Words, key_numbers, random_words
+from .common.sections import Array
 
 BITS = (8, 4)
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -43,7 +30,6 @@ ROTATE = ("none", "encode", "decode", "both")
 ROUNDINGS = ("nearest", "stochastic")
 #: Elements of a run, which are rotated together.
 RUN = 32
-_PARAMS = struct.Struct("<BBBBI")
 
 #: Factors of a rotation's whole runs and short run, and of the short run on the way back.
 RUN_FACTOR, SHORT_FACTOR, SHORT_BACK = 2.0**-5, 2.0**-3, 2.0**3
@@ -54,8 +40,7 @@ NAN_SCALE = NAN
 #: Least and largest scale, as float32 bits.
 SCALE_BITS = (127 - 107) << 23, (127 + 126) << 23
 
-SCALE_NBYTES = 4
-PROBLEM = "a scale or a code of a group, or the half byte behind the last code"
+PROBLEM = "a scale or a code of a group"
 _BATCH_NELEM = 1 << 18
 
 
@@ -85,22 +70,19 @@ class Sdp4bit(CodecSpec):
         ValueError: If a value is not in the list, or ``rotate`` does not go with the dtype.
     """
 
-    bits: int = 4
-    group: int = 128
-    rotate: str = "both"
-    rounding: str = "nearest"
+    bits: int = choice(0, BITS, default=4, number=int)
+    group: int = choice(1, GROUPS, default=128, number=log2)
+    rotate: str = choice(2, ROTATE, default="both")
+    rounding: str = choice(3, ROUNDINGS)
 
     name: ClassVar[str] = "sdp4bit"
     id: ClassVar[int] = CODEC_IDS["sdp4bit"][0]
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        check_choice("bits", self.bits, BITS)
-        check_choice("group", self.group, GROUPS)
-        check_choice("rotate", self.rotate, ROTATE)
-        check_choice("rounding", self.rounding, ROUNDINGS)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Packed codes, and a float32 scale per group."""
+        return Array("payload", self.bits, nelem), Array("scales", 32, self.groups(nelem))
 
     @property
     def largest(self) -> int:
@@ -139,68 +121,21 @@ class Sdp4bit(CodecSpec):
         """Bytes of `nelem` codes."""
         return -(-nelem * self.bits // 8)
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the codes and with the scales."""
-        payload = align(self.payload_nbytes(nelem))
-        scales = align(SCALE_NBYTES * self.groups(nelem))
-        return Layout(
-            (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
-        )
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        return (0, self.payload_nbytes(nelem)), (at, at + SCALE_NBYTES * self.groups(nelem))
-
-    def tail(self, nelem: int) -> Tail:
-        """See `CodecSpec.tail`."""
-        return tail_of(self.bits, nelem)
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits."""
-        return (1 << 39) - 128
-
     def accepts(self, dtype: DType, nelem: int) -> bool:
         """True for dtypes it codes where the chunk gets smaller.
 
         With rotate="encode" or "decode" every size is coded, as raw would not rotate, and a dtype
         that is not coded is a ValueError.
         """
-        coded = super().accepts(dtype, nelem)
-        if self.rotates != self.rotates_back:
-            if not coded:
-                allowed = ", ".join(self.dtypes)
-                raise ValueError(
-                    f"rotate={self.rotate!r} with {dtype.name}, which would be stored raw; "
-                    f"allowed: {allowed}"
-                )
-            return True
-        if not coded:
-            return False
-        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return static < align(nelem * dtype.itemsize)
-
-    def pack_params(self) -> bytes:
-        """Bits, log2 of the group, rotate, rounding."""
-        log_group = self.group.bit_length() - 1
-        rotate, rounding = ROTATE.index(self.rotate), ROUNDINGS.index(self.rounding)
-        return _PARAMS.pack(self.bits, log_group, rotate, rounding, 0)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Sdp4bit:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"sdp4bit has 8 parameter bytes, found {len(data)}")
-        bits, log_group, rotate, rounding, reserved = _PARAMS.unpack(data)
-        try:
-            spec = cls(bits, 1 << log_group, ROTATE[rotate], ROUNDINGS[rounding])
-        except (IndexError, ValueError):
-            reserved = 1
-        if reserved:
-            raise FormatError("bad_header", f"sdp4bit parameters {data.hex()}")
-        return spec
+        if self.round_trips:
+            return super().accepts(dtype, nelem)
+        if dtype.name not in self.dtypes:
+            allowed = ", ".join(self.dtypes)
+            raise ValueError(
+                f"rotate={self.rotate!r} with {dtype.name}, which would be stored raw; "
+                f"allowed: {allowed}"
+            )
+        return True
 
 
 SPEC = Sdp4bit
@@ -258,7 +193,7 @@ def decode_chunk(
     payload, scales = static_views(spec, chunk)
     size, stop = spec.group, start + out.size
     batch = _BATCH_NELEM // size
-    wrong = stop == chunk.nelem and not tail_is_zero(spec, chunk)
+    wrong = False
     for first in range(start // size, -(-stop // size), batch):
         last = min(first + batch, -(-stop // size))
         at, n = first * size, min(last * size, chunk.nelem) - first * size
@@ -288,15 +223,8 @@ def decode_chunk(
 
 def static_views(spec: Sdp4bit, chunk: Chunk) -> tuple[Bytes, Words]:
     """The chunk's packed codes (uint8) and the bits of its scales, shape (groups,)."""
-    at = chunk.sections[0].nbytes
-    scales = chunk.static[at : at + SCALE_NBYTES * spec.groups(chunk.nelem)]
-    return chunk.static[: spec.payload_nbytes(chunk.nelem)], scales.view("<u4")
-
-
-def tail_is_zero(spec: Sdp4bit, chunk: Chunk) -> bool:
-    """Whether the half byte behind the last code is zero, where there is one."""
-    odd = spec.bits == 4 and chunk.nelem % 2 == 1
-    return not odd or int(chunk.static[chunk.nelem // 2]) < 16
+    payload, scales = spec.static_arrays(chunk)
+    return payload, scales.view("<u4")
 
 
 def word_index(spec: Sdp4bit, chunk: Chunk) -> int:

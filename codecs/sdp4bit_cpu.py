@@ -14,7 +14,7 @@ import numpy as np
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .common.base import Chunk
 from .common.compile_cache import cached, part
-from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.hadamard_cpu import LANES as RUNS
 from .common.hadamard_cpu import rotate_by
 from .common.minifloat import INFINITY, NAN, largest_number
@@ -32,7 +32,6 @@ from .sdp4bit import (
     SHORT_FACTOR,
     Sdp4bit,
     static_views,
-    tail_is_zero,
     word_index,
 )
 
@@ -290,10 +289,8 @@ def decoder(spec: Sdp4bit, chunk: Chunk, start: int, stop: int, summed: bool = F
     top = F4(largest_number(chunk.dtype))
     fixed = (spec.bits, spec.group, spec.rotates_back, top, kind_of(chunk.dtype))
     decode = partial(_decode_with, payload, scales, chunk.nelem, *fixed)
-    good = stop < chunk.nelem or tail_is_zero(spec, chunk)
-    return Decoder(decode, _TILE, (None, PROBLEM), None if good else PROBLEM)
+    return Decoder(decode, _TILE, (None, PROBLEM))
 
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

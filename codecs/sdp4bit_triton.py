@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from .common.base import Plan
 from .common.columns_triton import from_columns, to_columns
-from .common.driver_triton import Driver, Tiling, functions
+from .common.driver_triton import Driver, Tiling, functions, many_functions
 from .common.frame_triton import weigh
 from .common.hadamard_triton import butterflies, spread
 from .common.minifloat import INFINITY
@@ -262,4 +263,10 @@ def _driver(spec: Sdp4bit) -> Driver:
     return Driver(_pack, _unpack, no_scale, form, (ENCODE, DECODE, DECODE_ADD_ENCODE))
 
 
-encode, decode_add_encode, decode = functions(_driver)
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _driver(plan.codec)
+
+
+encode, decode_add_encode, decode = functions(driver_of)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of)

@@ -9,8 +9,7 @@ order. This module holds layout, constants and the NumPy reference.
 from __future__ import annotations
 
 import functools
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,29 +17,19 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
-from .common.base import (
-    Bits,
-    Bytes,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    check_choice,
-)
+from ..formats.header import align
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, Layout
 from .common.hadamard import Floats, rotate
-from .common.minifloat import narrow_clipped
+from .common.minifloat import WIDENED, narrow_clipped
+from .common.params import choice, log2
 from .common.philox import Words, key_numbers, random_words
+from .common.sections import Array
 
 FORMATS = ("e4m3", "e5m2", "int8")
 TRANSFORMS = ("ash", "hadamard", "none")
 SCALES = ("dual", "merged")
 ROUNDINGS = ("nearest", "stochastic")
 BLOCKS = (32, 64, 128, 256, 512)
-_PARAMS = struct.Struct("<BBBBBBH")
 
 #: Target energy, epsilon and limits of the rescaling factor alpha (equations 6 and 7).
 TAU = 448.0
@@ -113,24 +102,25 @@ class Taco(CodecSpec):
         ValueError: If a value is not in the list.
     """
 
-    format: str = "e4m3"
-    block: int = 256
-    transform: str = "ash"
-    scales: str = "dual"
-    rounding: str = "nearest"
+    format: str = choice(0, FORMATS)
+    block: int = choice(1, BLOCKS, default=256, number=log2)
+    transform: str = choice(2, TRANSFORMS)
+    scales: str = choice(3, SCALES)
+    rounding: str = choice(4, ROUNDINGS)
 
     name: ClassVar[str] = "taco"
     id: ClassVar[int] = CODEC_IDS["taco"][0]
     lossless: ClassVar[bool] = False
-    dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+    dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    #: The last block is whole.
+    max_nelem: ClassVar[int] = (1 << 39) - 512
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        check_choice("format", self.format, FORMATS)
-        check_choice("transform", self.transform, TRANSFORMS)
-        check_choice("scales", self.scales, SCALES)
-        check_choice("rounding", self.rounding, ROUNDINGS)
-        check_choice("block", self.block, BLOCKS)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Codes, and one or two float32 scales per block."""
+        return (
+            Array("payload", 8, self.payload_nbytes(nelem)),
+            Array("scales", 8 * self.scale_nbytes, self.blocks(nelem)),
+        )
 
     @property
     def draws(self) -> bool:
@@ -151,68 +141,14 @@ class Taco(CodecSpec):
         return nelem if self.transform == "none" else self.blocks(nelem) * self.block
 
     def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the codes and with the scales."""
-        payload = align(self.blocks(nelem) * self.block)
-        scales = align(self.blocks(nelem) * self.scale_nbytes)
-        return Layout(
-            (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
-        )
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        scales_at = sections[0].nbytes
-        scales_end = scales_at + self.blocks(nelem) * self.scale_nbytes
-        return (0, self.payload_nbytes(nelem)), (scales_at, scales_end)
+        """Of whole blocks, also where the codes of the last one are not stored."""
+        payload, scales = super().layout(dtype, nelem).sections
+        return Layout((replace(payload, nbytes=align(self.blocks(nelem) * self.block)), scales))
 
     @property
-    def weighed_unit(self) -> int:
+    def weighed_unit(self) -> int:  # type: ignore[override]
         """A block: its codes have eight bits."""
         return self.block
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits; the last block is whole."""
-        return (1 << 39) - 512
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return static < align(nelem * dtype.itemsize)
-
-    def pack_params(self) -> bytes:
-        """Format, log2 of the block, transform, scales, rounding."""
-        return _PARAMS.pack(
-            FORMATS.index(self.format),
-            self.block.bit_length() - 1,
-            TRANSFORMS.index(self.transform),
-            SCALES.index(self.scales),
-            ROUNDINGS.index(self.rounding),
-            0,
-            0,
-        )
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Taco:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"taco has 8 parameter bytes, found {len(data)}")
-        code, log2_block, transform, scales, rounding, *reserved = _PARAMS.unpack(data)
-        try:
-            spec = cls(
-                FORMATS[code],
-                1 << min(log2_block, 63),
-                TRANSFORMS[transform],
-                SCALES[scales],
-                ROUNDINGS[rounding],
-            )
-        except (IndexError, ValueError):
-            raise FormatError("bad_header", f"taco parameters {data.hex()}") from None
-        if any(reserved):
-            raise FormatError("bad_header", f"taco parameters {data.hex()}")
-        return spec
 
 
 SPEC = Taco
@@ -294,10 +230,9 @@ def decode_chunk(
 
 def static_views(spec: Taco, chunk: Chunk) -> tuple[Bytes, Words]:
     """The chunk's codes (uint8) and the bits of its scales, shape (blocks, 1 or 2)."""
-    n_words = spec.scale_nbytes // 4
-    n_blocks = spec.blocks(chunk.nelem)
-    scales = chunk.static[chunk.sections[0].nbytes :][: n_blocks * spec.scale_nbytes]
-    return chunk.static[: chunk.sections[0].nbytes], scales.view("<u4").reshape(n_blocks, n_words)
+    scales = spec.static_arrays(chunk)[1].view("<u4")
+    codes = chunk.static[: chunk.sections[0].nbytes]
+    return codes, scales.reshape(spec.blocks(chunk.nelem), spec.scale_nbytes // 4)
 
 
 def _blocks(bits: Bits, dtype: DType, size: int) -> tuple[Floats, npt.NDArray[np.bool]]:

@@ -24,7 +24,6 @@ from .common.driver_cpu import (
     Encoder,
     Given,
     by_tiles,
-    decode_add_encode_by,
     decode_by,
     encode_by,
 )
@@ -492,4 +491,3 @@ def _sum_behind(chunk: Chunk, used: int) -> int:
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

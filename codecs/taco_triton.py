@@ -8,28 +8,21 @@ Every addition is spelled out, in the page's order.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from ..formats.dtypes import DType
-from .common.base import Key, Plan
+from .common.base import Plan
+from .common.blocks_triton import fours, fp8_word
 from .common.columns_triton import from_columns, to_columns
-from .common.frame_triton import (
-    CHUNK,
-    CHUNK_PAYLOAD,
-    accumulator,
-    add_to,
-    float_of,
-    frame_of,
-    touched,
-    weigh,
-)
+from .common.driver_triton import Driver, Tiling, functions, many_functions
+from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, store_element, weigh
 from .common.hadamard_triton import butterflies, spread, transpose
-from .common.launch_triton import CUDA, INTERPRETED, Variant, kernel, options
-from .common.philox_triton import KEY_ON_DEVICE, NO_KEY, key_arguments, philox4
-from .common.runs_triton import limited, narrow_pair, report_any, rounded_pair
+from .common.minifloat import INFINITY
+from .common.philox_triton import NO_KEY, philox4
+from .common.runs_triton import element_words, lanes, narrow_pair, report_any
+from .common.tiles_triton import Format, count_before, no_scale
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -47,17 +40,18 @@ from .taco import (
     norm,
 )
 
-#: Elements of a tile, one program's share, and its warps.
+#: Elements of a tile, one program's share.
 _TILE = 4096
 #: Warps of a tile; and where values do not change hands or are added to others, which is what takes
 #: the time.
 _WARPS, _WIDE_WARPS = 4, 8
+#: Registers of encoding, of decoding and of encoding sums: what whole tiles take by themselves.
+_REGISTERS = (72, 64, 96)
 
 _ASH = tl.constexpr(TRANSFORMS.index("ash"))
 _HADAMARD = tl.constexpr(TRANSFORMS.index("hadamard"))
 _NONE = tl.constexpr(TRANSFORMS.index("none"))
 _NO_KEY = tl.constexpr(NO_KEY)
-_KEY_ON_DEVICE = tl.constexpr(KEY_ON_DEVICE)
 _TAU = tl.constexpr(TAU)
 _EPSILON = tl.constexpr(EPSILON)
 _ALPHA_MIN, _ALPHA_MAX = tl.constexpr(ALPHA_MIN), tl.constexpr(ALPHA_MAX)
@@ -68,7 +62,31 @@ _ALPHA_LOW, _ALPHA_HIGH = (tl.constexpr(b) for b in ALPHA_BITS)
 _SCALE_LOW, _SCALE_HIGH = (tl.constexpr(b) for b in SCALE_BITS)
 _MERGED_LOW, _MERGED_HIGH = (tl.constexpr(b) for b in MERGED_BITS)
 _ONE = tl.constexpr(0x3F800000)
-_INFINITY = tl.constexpr(0x7F800000)
+_INFINITY = tl.constexpr(INFINITY)
+
+
+@dataclass(frozen=True)
+class Rows(Format):
+    """What the kernels know of a codec.
+
+    Attributes:
+        mantissa, bias, largest: Of a code; see `taco.Format`.
+        log_low, log_high: A block is 2^log_high rows, runs of 2^log_low elements.
+        norm: 1 / sqrt(block), or 1.
+        transform: Number of the transform.
+        turned: Values change hands in a rotation.
+        dual: A block has two scales.
+    """
+
+    mantissa: int
+    bias: int
+    largest: float
+    log_low: int
+    log_high: int
+    norm: float
+    transform: int
+    turned: bool
+    dual: bool
 
 
 @triton.jit
@@ -127,36 +145,23 @@ def _code(v, word, MAN: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr):
 
 
 @triton.jit
-def _code_word(q0, q1, q2, q3, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT: tl.constexpr):
-    """Four codes in 32 bits, the first lowest; rounded to nearest or by four words `drawn`."""
+def _code_word(q, drawn, MAN: tl.constexpr, BIAS: tl.constexpr, CVT: tl.constexpr):
+    """Codes of four `q` in 32 bits, the first lowest; rounded to nearest or by words `drawn`."""
     RANDOM: tl.constexpr = len(drawn) > 0
     r = drawn if RANDOM else (0, 0, 0, 0)
     if CVT and not RANDOM and MAN != 0:
-        PAIR: tl.constexpr = (
-            "cvt.rn.satfinite.e4m3x2.f32" if MAN == 3 else "cvt.rn.satfinite.e5m2x2.f32"
-        )
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; "
-            + PAIR
-            + " low, $2, $1; "
-            + PAIR
-            + " high, $4, $3; mov.b32 $0, {low, high}; }",
-            "=r,r,r,r,r",
-            [q0, q1, q2, q3],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+        return fp8_word(q[0], q[1], q[2], q[3], MAN)
     else:
-        word = _code(q0, r[0], MAN, BIAS, RANDOM) | (_code(q1, r[1], MAN, BIAS, RANDOM) << 8)
-        word |= _code(q2, r[2], MAN, BIAS, RANDOM) << 16
-        return word | (_code(q3, r[3], MAN, BIAS, RANDOM) << 24)
+        word = _code(q[0], r[0], MAN, BIAS, RANDOM)
+        for k in tl.static_range(1, 4):
+            word |= _code(q[k], r[k], MAN, BIAS, RANDOM) << (8 * k)
+        return word
 
 
 @triton.jit
-def _transpose_bytes(a, b, c, d, CVT: tl.constexpr):
+def _transpose_bytes(a, b, c, d, PTX: tl.constexpr):
     """Words of the bytes 0, 1, 2, 3 of `a` to `d`."""
-    if CVT:
+    if PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 ab, cd, AB, CD; "
             "prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140; "
@@ -181,20 +186,8 @@ def _transpose_bytes(a, b, c, d, CVT: tl.constexpr):
 @triton.jit
 def _values(word, MAN: tl.constexpr, CVT: tl.constexpr):
     """float32 values of the four codes of a word; e4m3 by float16, whose exponents are 8 lower."""
-    if CVT and MAN == 3:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high, a, b; .reg .b32 two;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 two, low; mov.b32 {a, b}, two;
-            cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
-            cvt.rn.f16x2.e4m3x2 two, high; mov.b32 {a, b}, two;
-            cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""",
-            "=&r,=&r,=&r,=&r,r",
-            [word],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+    if CVT and MAN != 0:
+        return fours(word, MAN, False)
     else:
         values = ()
         for i in tl.static_range(4):
@@ -230,98 +223,34 @@ def _first_bytes(word, count):
 
 
 @triton.jit
-def _elements(x_ptr, ITEM: tl.constexpr):
-    if ITEM == 2:
-        return x_ptr.to(tl.pointer_type(tl.uint16))
-    else:
-        return x_ptr.to(tl.pointer_type(tl.uint32))
-
-
-@triton.jit
 def _within(word, low, high):
     return (word >= low) & (word <= high)
 
 
 @triton.jit
-def _load_rows(
-    x_ptr,
-    at,
-    left,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    ITEM: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-):
-    """Bits, uint32, of the elements from `at` on, as columns of rows; 0 from `left` elements on.
-
-    A thread loads all of a row, 16 bytes at a time: nothing changes hands.
-    """
-    ROWS: tl.constexpr = TILE >> LOG_LOW
-    bits = ()
-    if MODE == 0:
-        first = at >> 1 if ITEM == 2 else at
-        x = _elements(x_ptr, 4) + tl.multiple_of(first, 4)
-        for k in tl.static_range(0, ITEM << LOG_LOW, 16):
-            i = tl.arange(0, ROWS)[:, None] * ((ITEM << LOG_LOW) // 4) + k // 4
-            words = to_columns(tl.load(x + i + tl.arange(0, 4)[None, :]), ROWS, 4, 2)
-            for j in tl.static_range(4):
-                if ITEM == 2:
-                    bits = bits + (words[j] & 0xFFFF, words[j] >> 16)
-                else:
-                    bits = bits + (words[j],)
-    else:
-        for k in tl.static_range(1 << LOG_LOW):
-            i = tl.arange(0, ROWS) * (1 << LOG_LOW) + k
-            e = tl.load(_elements(x_ptr, ITEM) + at + i, mask=i < left, other=0)
-            bits = bits + (e.to(tl.uint32),)
-    return bits
-
-
-@triton.jit
-def _encode_tile(
-    v,
-    static_ptr,
-    key_ptr,
-    chunk,
-    at,
-    n,
-    payload,
-    seed,
-    step,
-    rank,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    NORM: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    DUAL: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SUMS: tl.constexpr,
-    CVT: tl.constexpr,
-):
-    """Encode values `v`, columns of a tile's rows, from element `at` of a chunk of `n` elements.
-
-    Returns the keyed sum of what is stored, 0 without SUMS.
-    """
+def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Encode a tile's rows, zeros behind the end."""
+    MAN: tl.constexpr = F.mantissa
+    LOG_LOW: tl.constexpr = F.log_low
+    LOG_HIGH: tl.constexpr = F.log_high
+    TRANSFORM: tl.constexpr = F.transform
     LOW: tl.constexpr = 1 << LOG_LOW
     HIGH: tl.constexpr = 1 << LOG_HIGH
     BLOCK: tl.constexpr = HIGH * LOW
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    ROWS: tl.constexpr = TILE // LOW
-    WORDS: tl.constexpr = 1 + DUAL
-    left = n - at
+    ROWS: tl.constexpr = L.rows
+    BLOCKS: tl.constexpr = ROWS >> LOG_HIGH
+    TILE: tl.constexpr = ROWS << LOG_LOW
+    WORDS: tl.constexpr = 1 + F.dual
+    RANDOM: tl.constexpr = L.random != _NO_KEY
+    left = count_before(t.n, t.tile * TILE, TILE)
     total = tl.zeros([], tl.uint64)
     # After the exchange a thread holds what lies LOW apart: `lines` of HIGH values, LOW to a block.
-    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
+    TURNED: tl.constexpr = F.turned
     COUNT: tl.constexpr = HIGH if TURNED else LOW
     LINES: tl.constexpr = LOW if TURNED else HIGH
     if TRANSFORM == _NONE:
         alpha = tl.full([ROWS], 1.0, tl.float32)
-        t = v
+        y = v
         top = v[0].to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         for i in tl.static_range(1, LOW):
             top = tl.maximum(top, v[i].to(tl.uint32, bitcast=True) & 0x7FFFFFFF)
@@ -333,70 +262,62 @@ def _encode_tile(
         scaled = ()
         for i in tl.static_range(LOW):
             scaled = scaled + (v[i] * alpha,)
-        t = butterflies(scaled, LOW, LOG_LOW)
+        y = butterflies(scaled, LOW, LOG_LOW)
         if TURNED:
-            t = butterflies(transpose(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+            y = butterflies(transpose(y, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
         # Of a block that holds a NaN or an infinity all are; of others none, specs/taco.md.
-        peak = tl.abs(t[0])
+        peak = tl.abs(y[0])
         for i in tl.static_range(1, COUNT):
-            peak = tl.maximum(peak, tl.abs(t[i]))
+            peak = tl.maximum(peak, tl.abs(y[i]))
         top = peak.to(tl.uint32, bitcast=True)
     top = tl.max(tl.reshape(top, [BLOCKS, LINES]).to(tl.int32, bitcast=True), 1)
     top = spread(top, BLOCKS, LINES)
     lost = top >= _INFINITY
-    z = top.to(tl.float32, bitcast=True) * NORM
+    z = top.to(tl.float32, bitcast=True) * F.norm
     z = tl.where(z > _FLOOR, z, _FLOOR)
-    s = tl.div_rn(z, tl.full([BLOCKS * LINES], LARGEST, tl.float32))
-    r = tl.div_rn(tl.full([BLOCKS * LINES], NORM, tl.float32), s)
+    scale = tl.div_rn(z, tl.full([BLOCKS * LINES], F.largest, tl.float32))
+    r = tl.div_rn(tl.full([BLOCKS * LINES], F.norm, tl.float32), scale)
     kept = tl.where(lost, 0, 0xFFFFFFFF).to(tl.uint32)
     q = ()
     for i in tl.static_range(COUNT):
-        y = t[i] * r
-        if RANDOM != _NO_KEY:
-            y = tl.where(y < LARGEST, y, LARGEST)
-            y = tl.where(y > -LARGEST, y, -LARGEST)
-        q = q + (y,)
-    codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
+        x = y[i] * r
+        if RANDOM:
+            x = tl.where(x < F.largest, x, F.largest)
+            x = tl.where(x > -F.largest, x, -F.largest)
+        q = q + (x,)
+    first = t.tile * (TILE // 4)
+    codes_ptr = t.static_ptr.to(tl.pointer_type(tl.uint32)) + first
     stop = left
     if TRANSFORM != _NONE:
         stop = (left + BLOCK - 1) // BLOCK * BLOCK
-    PACKED: tl.constexpr = TURNED and (RANDOM == _NO_KEY)
+    PACKED: tl.constexpr = TURNED and not RANDOM
     STEP: tl.constexpr = BLOCK // 16 if PACKED else 1
+    words = ()
     if PACKED:
         # Four codes of a word are a quarter of a block apart until words, not bytes, change hands.
         FOURS: tl.constexpr = HIGH // 4
-        words = ()
         for k in tl.static_range(FOURS):
-            word = _code_word(
-                q[k], q[k + FOURS], q[k + 2 * FOURS], q[k + 3 * FOURS], (), MAN, BIAS, CVT
-            )
-            words = words + (word & kept,)
+            four = (q[k], q[k + FOURS], q[k + 2 * FOURS], q[k + 3 * FOURS])
+            words = words + (_code_word(four, (), MAN, F.bias, L.cvt) & kept,)
         words = transpose(words, BLOCKS, LOG_HIGH - 2, LOG_LOW - 2, 2)
-        words = _transpose_bytes(words[0], words[1], words[2], words[3], CVT)
-        # The hint keeps one word to a thread, as they come out of the exchange.
-        p = tl.max_contiguous(tl.arange(0, TILE // 16), 1)
-        w = p // STEP * (4 * STEP) + p % STEP
+        words = _transpose_bytes(words[0], words[1], words[2], words[3], L.ptx)
+        w = lanes(TILE // 16)
+        w = w // STEP * (4 * STEP) + w % STEP
     else:
         if TURNED:
             q = transpose(q, BLOCKS, LOG_HIGH, 0, LOG_LOW)
             kept = tl.max(tl.reshape(kept.to(tl.int32, bitcast=True), [BLOCKS, LINES]), 1)
             kept = spread(kept.to(tl.uint32, bitcast=True), BLOCKS, HIGH)
         w = tl.arange(0, ROWS) * (LOW // 4)
-        if RANDOM == _KEY_ON_DEVICE:
-            seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
-            step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
-        words = ()
         for k in tl.static_range(LOW // 4):
             drawn = ()
-            if RANDOM != _NO_KEY:
-                group = (chunk.to(tl.int64) * payload * 128 + at) // 4 + (w + k)
-                drawn = philox4(seed, step, rank, 0, group)
-            word = _code_word(
-                q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], drawn, MAN, BIAS, CVT
-            )
-            words = words + (word & kept,)
+            if RANDOM:
+                group = t.chunk * t.at * 32 + first + (w + k)
+                drawn = philox4(draw[0], draw[1], draw[2], 0, group)
+            four = (q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3])
+            words = words + (_code_word(four, drawn, MAN, F.bias, L.cvt) & kept,)
     COUNT_WORDS: tl.constexpr = len(words)
-    if MODE != 0:
+    if MASKED:
         # What lies behind the end is not stored, and not weighed either.
         used = ()
         for k in tl.static_range(COUNT_WORDS):
@@ -405,235 +326,91 @@ def _encode_tile(
     if PACKED:
         for k in tl.static_range(COUNT_WORDS):
             to = w + k * STEP
-            if MODE == 0:
-                tl.store(codes_ptr + to, words[k])
-            else:
-                tl.store(codes_ptr + to, words[k], mask=to * 4 < stop)
+            tl.store(codes_ptr + to, words[k], mask=(to * 4 < stop) if MASKED else None)
     else:
         for k in tl.static_range(0, COUNT_WORDS, 4):
             four = from_columns((words[k], words[k + 1], words[k + 2], words[k + 3]), 4, 2)
             to = (w + k)[:, None] + tl.arange(0, 4)[None, :]
-            if MODE == 0:
-                tl.store(codes_ptr + to, four)
-            else:
-                tl.store(codes_ptr + to, four, mask=to * 4 < stop)
-    if SUMS:
-        terms = weigh(words[0], at // 4 + w)
+            tl.store(codes_ptr + to, four, mask=(to * 4 < stop) if MASKED else None)
+    if L.sums:
+        terms = weigh(words[0], first + w)
         for k in tl.static_range(1, COUNT_WORDS):
-            terms += weigh(words[k], at // 4 + w + k * STEP)
+            terms += weigh(words[k], first + w + k * STEP)
         total += tl.sum(terms, 0)
     # Lines of a block, or its rows, have the same scales: the first one's are stored.
-    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
+    scales_ptr = (t.static_ptr + t.at * 128).to(tl.pointer_type(tl.uint32))
     line = tl.arange(0, BLOCKS * LINES)
-    block = at // BLOCK + line // LINES
+    block = t.tile * BLOCKS + line // LINES
     here = line % LINES == 0
-    if MODE != 0:
+    if MASKED:
         here = here & (line // LINES * BLOCK < left)
     if LINES != HIGH:
         alpha = spread(tl.max(tl.reshape(alpha, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
-    where = payload * 32 + block * WORDS
-    if DUAL:
+    where = t.at * 32 + block * WORDS
+    if WORDS == 2:
         a = tl.where(lost, _NAN_SCALE, alpha.to(tl.uint32, bitcast=True))
-        b = tl.where(lost, _NAN_SCALE, s.to(tl.uint32, bitcast=True))
+        b = tl.where(lost, _NAN_SCALE, scale.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block * 2, a, mask=here)
         tl.store(scales_ptr + block * 2 + 1, b, mask=here)
-        if SUMS:
+        if L.sums:
             terms = weigh(a, where) + weigh(b, where + 1)
             total += tl.sum(tl.where(here, terms, 0), 0)
     else:
-        m = tl.div_rn(s, alpha)
+        m = tl.div_rn(scale, alpha)
         b = tl.where(lost, _NAN_SCALE, m.to(tl.uint32, bitcast=True))
         tl.store(scales_ptr + block, b, mask=here)
-        if SUMS:
+        if L.sums:
             total += tl.sum(tl.where(here, weigh(b, where), 0), 0)
     return total
 
 
-@kernel
-def _encode_kernel(
-    x_ptr,
-    out_ptr,
-    key_ptr,
-    src_ptr,
-    sums_ptr,
-    status_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    payload: tl.int64,
-    seed: tl.uint64,
-    step: tl.uint64,
-    rank: tl.uint64,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    NORM: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    DUAL: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SUMS: tl.constexpr,
-    CVT: tl.constexpr,
-    FUSED: tl.constexpr,
-    X_ITEM: tl.constexpr,
-):
-    """Encode a tile.
-
-    FUSED: what is encoded is the sum of the elements and of those that `src_ptr`, a buffer of the
-    same plan, decodes to: added in float32 and rounded to the plan's dtype. The elements at `x_ptr`
-    have X_ITEM bytes: ITEM, or where they are added 4, float32.
-
-    MODE 0: whole tiles whose elements are aligned; 1: the tile at the end of a chunk, which may be
-    empty; 2: both, and elements may lie anywhere.
-    """
-    pid = tl.program_id(0)
-    if MODE == 1:
-        chunk = pid
-    else:
-        chunk = (pid.to(tl.uint32) // tiles.to(tl.uint32)).to(tl.int32)
-    first = chunk.to(tl.int64) * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    if MODE == 1:
-        tile = (n // TILE).to(tl.int32)
-    else:
-        tile = pid - chunk * tiles
-    at = tile.to(tl.int64) * TILE
-    left = n - at
-    static_ptr = out_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-    total = tl.zeros([], tl.uint64)
-    origin = first + at
-    if MODE == 0:
-        origin = tl.multiple_of(origin, 16)
-        mine = origin + TILE <= nelem
-    else:
-        mine = left > 0
-    if mine:
-        bits = _load_rows(x_ptr, origin, left, TILE, MODE, X_ITEM, LOG_LOW)
-        v = ()
-        for k in tl.static_range(1 << LOG_LOW):
-            if X_ITEM == ITEM:
-                v = v + (float_of(bits[k], EXP, ITEM),)
-            else:
-                v = v + (bits[k].to(tl.float32, bitcast=True),)
-        if FUSED:
-            y, _, wrong, weighed = _decode_tile(
-                src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128,
-                at,
-                left,
-                payload,
-                at * 0,
-                left,
-                TILE,
-                MODE,
-                MAN,
-                LOG_LOW,
-                LOG_HIGH,
-                NORM,
-                TRANSFORM,
-                DUAL,
-                True,
-                SUMS,
-                CVT,
-            )
-            report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
-            if SUMS:
-                tl.atomic_add(sums_ptr + chunk, weighed.to(tl.int64, bitcast=True), sem="relaxed")
-            v = _sum_rows(y, v, left, TILE, MODE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT)
-        total += _encode_tile(
-            v,
-            static_ptr,
-            key_ptr,
-            chunk,
-            at,
-            n,
-            payload,
-            seed,
-            step,
-            rank,
-            TILE,
-            MODE,
-            MAN,
-            BIAS,
-            LARGEST,
-            LOG_LOW,
-            LOG_HIGH,
-            NORM,
-            TRANSFORM,
-            DUAL,
-            RANDOM,
-            SUMS,
-            CVT,
-        )
-    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk.to(tl.int64) * 4
-    if SUMS:
-        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
-
-
 @triton.jit
-def _decode_tile(
-    static_ptr,
-    at,
-    left,
-    payload,
-    start,
-    stop,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    MAN: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    NORM: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    DUAL: tl.constexpr,
-    STORE: tl.constexpr,
-    SUMS: tl.constexpr,
-    CVT: tl.constexpr,
+def _unpack_lines(
+    t, lo, hi, STORE: tl.constexpr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Decode the tile at element `at`, of whose elements `left` are in the chunk.
-
-    Returns (STORE) float32 values, NaN where lost, as columns of lines, or of rows where nothing is
-    exchanged; for each line whether its block is lost, and whether it is wrong and holds some of
-    the elements `start` to `stop` of the tile; and the keyed sum (SUMS).
+    """(STORE) float32 values of a tile, NaN where lost, as columns of lines, or of rows where
+    nothing is exchanged; for each line whether its block is lost, and whether it is wrong and holds
+    some of the elements `lo` to `hi` of the chunk; and checksum terms.
     """
+    MAN: tl.constexpr = F.mantissa
+    LOG_LOW: tl.constexpr = F.log_low
+    LOG_HIGH: tl.constexpr = F.log_high
+    TRANSFORM: tl.constexpr = F.transform
     LOW: tl.constexpr = 1 << LOG_LOW
     HIGH: tl.constexpr = 1 << LOG_HIGH
     BLOCK: tl.constexpr = HIGH * LOW
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    ROWS: tl.constexpr = TILE // LOW
-    WORDS: tl.constexpr = 1 + DUAL
-    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
+    ROWS: tl.constexpr = L.rows
+    BLOCKS: tl.constexpr = ROWS >> LOG_HIGH
+    TILE: tl.constexpr = ROWS << LOG_LOW
+    WORDS: tl.constexpr = 1 + F.dual
+    TURNED: tl.constexpr = F.turned
     LINES: tl.constexpr = LOW if TURNED else HIGH
-    codes_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + at // 4
+    begin = t.tile * TILE
+    left = count_before(t.n, begin, TILE)
+    first = t.tile * (TILE // 4)
+    codes_ptr = t.static_ptr.to(tl.pointer_type(tl.uint32)) + first
     used = (left + BLOCK - 1) // BLOCK * BLOCK
     w = tl.arange(0, ROWS) * (LOW // 4)
     words = ()
     for k in tl.static_range(0, LOW // 4, 4):
         i = (w + k)[:, None] + tl.arange(0, 4)[None, :]
-        if MODE == 0:
-            four = tl.load(codes_ptr + i)
-        else:
+        if MASKED:
             four = tl.load(codes_ptr + i, mask=i * 4 < used, other=0)
+        else:
+            four = tl.load(codes_ptr + i)
         words = words + to_columns(four, ROWS, 4, 2)
     total = tl.zeros([], tl.uint64)
-    if SUMS:
-        terms = weigh(words[0], at // 4 + w)
+    if L.sums:
+        terms = weigh(words[0], first + w)
         for k in tl.static_range(1, LOW // 4):
-            terms += weigh(words[k], at // 4 + w + k)
+            terms += weigh(words[k], first + w + k)
         total += tl.sum(terms, 0)
     bad = w.to(tl.uint32) * 0
     found = bad
     for k in tl.static_range(LOW // 4):
-        if (TRANSFORM == _NONE) and (MODE != 0):
+        if (TRANSFORM == _NONE) and MASKED:
             # Behind the codes of elements is padding, which is checked with the rest of it.
-            seen = _first_bytes(words[k], left - (w + k).to(tl.int64) * 4)
+            seen = _first_bytes(words[k], left - (w + k) * 4)
         else:
             seen = words[k]
         bad |= _bad_codes(seen, MAN)
@@ -643,24 +420,25 @@ def _decode_tile(
     if LINES != HIGH:
         bad = spread(tl.max(tl.reshape(bad, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
         found = spread(tl.max(tl.reshape(found, [BLOCKS, HIGH]), 1), BLOCKS, LINES)
-    scales_ptr = (static_ptr + payload * 128).to(tl.pointer_type(tl.uint32))
+    scales_ptr = (t.static_ptr + t.at * 128).to(tl.pointer_type(tl.uint32))
     line = tl.arange(0, BLOCKS * LINES)
     edge = line // LINES * BLOCK
-    block = at // BLOCK + line // LINES
-    if MODE == 0:
+    block = t.tile * BLOCKS + line // LINES
+    if MASKED:
+        here = edge < left
+        wanted = here & (edge < count_before(hi, begin, TILE))
+        wanted = wanted & (edge + BLOCK > count_before(lo, begin, TILE))
+    else:
         here = line >= 0
         wanted = here
-    else:
-        here = edge < left
-        wanted = here & (edge < stop) & (edge + BLOCK > start)
-    first = here & (line % LINES == 0)
-    where = payload * 32 + block * WORDS
-    if DUAL:
+    own = here & (line % LINES == 0)
+    where = t.at * 32 + block * WORDS
+    if WORDS == 2:
         a = tl.load(scales_ptr + block * 2, mask=here, other=_ONE)
         m = tl.load(scales_ptr + block * 2 + 1, mask=here, other=_ONE)
-        if SUMS:
+        if L.sums:
             terms = weigh(a, where) + weigh(m, where + 1)
-            total += tl.sum(tl.where(first, terms, 0), 0)
+            total += tl.sum(tl.where(own, terms, 0), 0)
         lost = m == _NAN_SCALE
         good = _within(a, _ALPHA_LOW, _ALPHA_HIGH) & _within(m, _SCALE_LOW, _SCALE_HIGH)
         half_lost = lost & (a != _NAN_SCALE)
@@ -670,32 +448,41 @@ def _decode_tile(
         good = (good & _within(m, _MERGED_LOW, _MERGED_HIGH)) | (lost & (half_lost == 0))
     else:
         m = tl.load(scales_ptr + block, mask=here, other=_ONE)
-        if SUMS:
-            total += tl.sum(tl.where(first, weigh(m, where), 0), 0)
+        if L.sums:
+            total += tl.sum(tl.where(own, weigh(m, where), 0), 0)
         lost = m == _NAN_SCALE
         good = _within(m, _MERGED_LOW, _MERGED_HIGH) | lost
     m = tl.where(_within(m, _MERGED_LOW, _MERGED_HIGH), m, _ONE).to(tl.float32, bitcast=True)
     wrong = wanted & ((good == 0) | (tl.where(lost, found, bad) != 0))
     y = ()
     if STORE:
-        t = ()
+        v = ()
         for k in tl.static_range(LOW // 4):
-            t = t + _values(words[k], MAN, CVT)
+            v = v + _values(words[k], MAN, L.cvt)
         if TRANSFORM != _NONE:
-            t = butterflies(t, LOW, LOG_LOW)
+            v = butterflies(v, LOW, LOG_LOW)
             if TURNED:
-                t = butterflies(transpose(t, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
+                v = butterflies(transpose(v, BLOCKS, LOG_LOW, 0, LOG_HIGH), HIGH, LOG_HIGH)
         nan = tl.full([], _NAN_SCALE, tl.uint32).to(tl.float32, bitcast=True)
-        c = tl.where(lost, nan, m * NORM)
-        for k in tl.static_range(len(t)):
-            y = y + (t[k] * c,)
+        c = tl.where(lost, nan, m * F.norm)
+        for k in tl.static_range(len(v)):
+            y = y + (v[k] * c,)
     return y, lost, wrong, total
 
 
 @triton.jit
-def _transpose_halves(a, b, CVT: tl.constexpr):
+def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a tile's rows, NaN where lost; see `_unpack_lines`."""
+    y, _, wrong, total = _unpack_lines(t, lo, hi, True, F, L, MASKED)
+    if F.turned:
+        y = transpose(y, L.rows >> F.log_high, F.log_high, 0, F.log_low)
+    return y, wrong, total
+
+
+@triton.jit
+def _transpose_halves(a, b, PTX: tl.constexpr):
     """Words of the lower and of the upper halves of `a` and `b`."""
-    if CVT:
+    if PTX:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
             "=&r,=&r,r,r",
@@ -709,440 +496,139 @@ def _transpose_halves(a, b, CVT: tl.constexpr):
 
 
 @triton.jit
-def _in_order(
-    y,
-    lost,
-    TILE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    CVT: tl.constexpr,
-):
-    """What `_decode_tile` gives, as element bits in the order of memory.
+def _in_order(y, lost, F: tl.constexpr, L: tl.constexpr):
+    """What `_unpack_lines` gives, as element bits in the order of memory.
 
     Returns words, four and four of which lie side by side, 16 bytes; and for each four the number
     of the first element.
     """
+    EXP: tl.constexpr = L.exponent
+    LOG_LOW: tl.constexpr = F.log_low
+    LOG_HIGH: tl.constexpr = F.log_high
     LOW: tl.constexpr = 1 << LOG_LOW
-    HIGH: tl.constexpr = 1 << LOG_HIGH
-    BLOCKS: tl.constexpr = TILE >> (LOG_LOW + LOG_HIGH)
-    TURNED: tl.constexpr = (TRANSFORM != _NONE) and (HIGH > 1)
-    COUNT: tl.constexpr = len(y)
-    words = ()
+    ROWS: tl.constexpr = L.rows
+    BLOCKS: tl.constexpr = ROWS >> LOG_HIGH
+    TILE: tl.constexpr = ROWS << LOG_LOW
+    words = element_words(y, lost, EXP, 4, L.cvt) if L.item == 4 else ()
     places = ()
-    if ITEM == 4:
-        for k in tl.static_range(COUNT):
-            bits = limited(y[k], EXP, ITEM).to(tl.uint32, bitcast=True)
-            words = words + (tl.where(lost, _NAN_SCALE, bits),)
-        if TURNED:
-            words = transpose(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
-            places = (tl.arange(0, TILE // 4) * 4,)
-        else:
-            for k in tl.static_range(0, COUNT, 4):
-                places = places + (tl.arange(0, TILE // LOW) * LOW + k,)
-    elif TURNED:
+    if not F.turned:
+        if L.item == 2:
+            words = element_words(y, lost, EXP, 2, L.cvt)
+        for k in tl.static_range(0, LOW, 16 // L.item):
+            places = places + (tl.arange(0, ROWS) * LOW + k,)
+    elif L.item == 4:
+        words = transpose(words, BLOCKS, LOG_HIGH, LOG_LOW - 2, 2)
+        places = (tl.arange(0, TILE // 4) * 4,)
+    else:
         # Pairs that are half a block apart change hands, eight neighbours to a thread.
+        HALF: tl.constexpr = 1 << (LOG_HIGH - 1)
         pairs = ()
-        for k in tl.static_range(HIGH // 2):
-            pairs = pairs + (narrow_pair(y[k], y[k + HIGH // 2], lost, EXP, CVT),)
+        for k in tl.static_range(HALF):
+            pairs = pairs + (narrow_pair(y[k], y[k + HALF], lost, EXP, L.cvt),)
         pairs = transpose(pairs, BLOCKS, LOG_HIGH - 1, LOG_LOW - 3, 3)
         upper = ()
         for k in tl.static_range(0, 8, 2):
-            low, high = _transpose_halves(pairs[k], pairs[k + 1], CVT)
+            low, high = _transpose_halves(pairs[k], pairs[k + 1], L.ptx)
             words = words + (low,)
             upper = upper + (high,)
         words = words + upper
-        STEP: tl.constexpr = LOW * HIGH // 16
+        STEP: tl.constexpr = 1 << (LOG_LOW + LOG_HIGH - 4)
         p = tl.arange(0, TILE // 16)
         place = p // STEP * (16 * STEP) + p % STEP * 8
         places = (place, place + 8 * STEP)
-    else:
-        for k in tl.static_range(0, COUNT, 2):
-            words = words + (narrow_pair(y[k], y[k + 1], lost, EXP, CVT),)
-        for k in tl.static_range(0, COUNT, 8):
-            places = places + (tl.arange(0, TILE // LOW) * LOW + k,)
     return words, places
 
 
 @triton.jit
-def _sum_rows(
-    y,
-    v,
-    left,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    CVT: tl.constexpr,
-):
-    """Columns of rows: what `_decode_tile` gives and `v`, added and rounded to the dtype."""
-    LOW: tl.constexpr = 1 << LOG_LOW
-    terms = ()
-    for k in tl.static_range(0, len(y), 2):
-        terms = terms + rounded_pair(y[k], y[k + 1], EXP, ITEM, True, CVT)
-    if (TRANSFORM != _NONE) and (LOG_HIGH > 0):
-        terms = transpose(terms, TILE >> (LOG_LOW + LOG_HIGH), LOG_HIGH, 0, LOG_LOW)
-    sums = ()
-    for k in tl.static_range(0, LOW, 2):
-        sums = sums + rounded_pair(terms[k] + v[k], terms[k + 1] + v[k + 1], EXP, ITEM, False, CVT)
-    if MODE != 0:
-        # A block that was filled up decodes to zeros and errors behind its end.
-        kept = ()
-        for k in tl.static_range(LOW):
-            i = tl.arange(0, TILE // LOW) * LOW + k
-            kept = kept + (tl.where(i < left, sums[k], 0.0),)
-        sums = kept
-    return sums
-
-
-@triton.jit
-def _store_four(
-    out_ptr,
-    words,
-    place,
-    to,
-    left,
-    count,
-    MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    ADD: tl.constexpr,
-):
+def _store_four(out_ptr, words, place, to, lo, hi, L: tl.constexpr, MASKED: tl.constexpr):
     """Store or add the elements of four words, the first of them number `place` of the tile.
 
-    Element `i` goes to `to + i`, if that is one of `count` and `i` below `left`.
+    Element `i` goes to `to + i`; MASKED: if it is in [lo, hi).
     """
-    if (MODE == 0) and (ADD == 0):
-        i = (place * ITEM // 4)[:, None] + tl.arange(0, 4)[None, :]
-        four = from_columns(words, 4, 2)
-        tl.store(_elements(out_ptr, 4) + tl.multiple_of(to >> 1 if ITEM == 2 else to, 4) + i, four)
+    if (MASKED == 0) and (L.x_item == 0):
+        i = (place * L.item // 4)[:, None] + tl.arange(0, 4)[None, :]
+        out = (out_ptr + to * L.item).to(tl.pointer_type(tl.uint32))
+        tl.store(out + i, from_columns(words, 4, 2))
     else:
         bits = words
-        if ITEM == 2:
+        if L.item == 2:
             bits = ()
             for k in tl.static_range(4):
                 bits = bits + (words[k] & 0xFFFF, words[k] >> 16)
-        LOG: tl.constexpr = 3 if (ITEM == 2) and (ADD != 4) else 2
+        LOG: tl.constexpr = 3 if (L.item == 2) and (L.x_item != 4) else 2
         for k in tl.static_range(0, len(bits), 1 << LOG):
             part = ()
             for j in tl.static_range(1 << LOG):
                 part = part + (bits[k + j],)
-            b = from_columns(part, 1 << LOG, LOG)
             i = (place + k)[:, None] + tl.arange(0, 1 << LOG)[None, :]
             use = None
-            if MODE != 0:
-                use = (i < left) & (i + to >= 0) & (i + to < count)
-            if ADD == 0:
-                kind = tl.uint16 if ITEM == 2 else tl.uint32
-                tl.store(_elements(out_ptr, ITEM) + to + i, b.to(kind), mask=use)
-            else:
-                value = float_of(b, EXP, ITEM)
-                add_to(accumulator(out_ptr, EXP, ADD) + to + i, value, use, EXP, ADD)
+            if MASKED:
+                use = (i >= lo) & (i < hi)
+            b = from_columns(part, 1 << LOG, LOG)
+            store_element(out_ptr, to + i, b, use, L.exponent, L.item, L.x_item)
 
 
-@kernel
-def _decode_kernel(
-    src_ptr,
-    out_ptr,
-    sums_ptr,
+@triton.jit
+def _decode_tile(
+    t,
+    plain,
     status_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    first_tile: tl.int32,
-    first_chunk: tl.int32,
-    chunks: tl.int32,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    payload: tl.int64,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    MAN: tl.constexpr,
-    LOG_LOW: tl.constexpr,
-    LOG_HIGH: tl.constexpr,
-    NORM: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    DUAL: tl.constexpr,
-    STORE: tl.constexpr,
-    ADD: tl.constexpr,
-    SUMS: tl.constexpr,
-    CVT: tl.constexpr,
+    out_ptr,
+    to,
+    lo,
+    hi,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    UNPACK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Decode a tile's elements from `start` to `stop` of the tensor to the start of `out_ptr`.
-
-    MODE 0: whole tiles inside of that range, aligned where they go; 1: the others, which are the
-    last tile of each of `chunks` chunks and those of `start` and `stop`; 2: all tiles, anywhere.
-    """
-    pid = tl.program_id(0)
-    if MODE == 1:
-        pick = tl.where(pid == chunks, start, stop - 1)
-        chunk = tl.where(pid < chunks, first_chunk + pid, pick // chunk_nelem).to(tl.int32)
-    else:
-        ahead = (first_tile + pid).to(tl.uint32) // tiles.to(tl.uint32)
-        chunk = first_chunk + ahead.to(tl.int32)
-    first = chunk.to(tl.int64) * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    if MODE == 1:
-        tile = tl.where(pid < chunks, n // TILE, (pick - first) // TILE)
-    else:
-        tile = first_tile + pid - ahead.to(tl.int32) * tiles
-    at = tile.to(tl.int64) * TILE
-    left = n - at
-    inside = (first + at >= start) & (first + at + TILE <= stop)
-    if MODE != 0:
-        inside = inside & (left >= TILE)
-    if MODE == 0:
-        mine = inside
-    elif MODE == 1:
-        again = (pid > chunks) & (chunk == start // chunk_nelem)
-        again = again & (tile == (start - first) // TILE)
-        mine = (left > 0) & (inside == 0) & ((pid < chunks) | ((left >= TILE) & (again == 0)))
-        mine = mine & (first + at < stop) & (first + tl.minimum(at + TILE, n) > start)
-    else:
-        mine = (left > 0) & (first + at < stop) & (first + tl.minimum(at + TILE, n) > start)
-    if mine:
-        static_ptr = src_ptr + (static_at + chunk.to(tl.int64) * static_stride) * 128
-        y, lost, wrong, total = _decode_tile(
-            static_ptr,
-            at,
-            left,
-            payload,
-            start - first - at,
-            stop - first - at,
-            TILE,
-            MODE,
-            MAN,
-            LOG_LOW,
-            LOG_HIGH,
-            NORM,
-            TRANSFORM,
-            DUAL,
-            STORE,
-            SUMS,
-            CVT,
-        )
-        report_any(status_ptr, CHUNK + (chunk.to(tl.int64) << 8) + CHUNK_PAYLOAD, wrong)
-        if SUMS:
-            tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
-        if STORE:
-            words, places = _in_order(y, lost, TILE, EXP, ITEM, LOG_LOW, LOG_HIGH, TRANSFORM, CVT)
-            to = first + at - start
-            if MODE == 0:
-                to = tl.multiple_of(to, 16)
-            for k in tl.static_range(len(places)):
-                four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-                _store_four(out_ptr, four, places[k], to, left, stop - start, MODE, EXP, ITEM, ADD)
+    """As `tiles_triton.unpack_tile`: elements change hands once they are rounded, which is less."""
+    y, lost, wrong, total = _unpack_lines(t, lo, hi, L.store, F, L, MASKED)
+    report_any(status_ptr, CHUNK + (t.chunk << 8) + CHUNK_PAYLOAD, wrong)
+    if L.store:
+        TILE: tl.constexpr = L.rows << F.log_low
+        words, places = _in_order(y, lost, F, L)
+        begin = t.tile * TILE
+        to += begin
+        lo, hi = count_before(lo, begin, TILE), count_before(hi, begin, TILE)
+        for k in tl.static_range(len(places)):
+            four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
+            _store_four(out_ptr, four, places[k], to, lo, hi, L, MASKED)
+    return total
 
 
 @functools.cache
-def _converts(device: torch.device) -> bool:
-    """True if the device rounds to FP8 by itself."""
-    if not CUDA or INTERPRETED or device.type != "cuda":
-        return False
-    return bool(torch.cuda.get_device_capability(device) >= (8, 9))
-
-
-@functools.cache
-def _shared(spec: Taco, dtype: DType) -> dict[str, int | float]:
-    """Constants of both kernels."""
-    low = 5 if spec.block == 32 else 4
-    return {
-        "TILE": _TILE,
-        "EXP": dtype.exponent,
-        "ITEM": dtype.itemsize,
-        "MAN": FORMAT_OF[spec.format].mantissa,
-        "LOG_LOW": low,
-        "LOG_HIGH": spec.block.bit_length() - 1 - low,
-        "NORM": norm(spec),
-        "TRANSFORM": TRANSFORMS.index(spec.transform),
-        "DUAL": int(spec.scales == "dual"),
-    }
-
-
-@functools.cache
-def _encode_variant(
-    spec: Taco,
-    dtype: DType,
-    mode: int,
-    random: int,
-    sums: bool,
-    cvt: bool,
-    fused: bool,
-    item: int,
-) -> Variant:
+def _driver(spec: Taco) -> Driver:
     f = FORMAT_OF[spec.format]
-    own = {"BIAS": f.bias, "LARGEST": float(f.largest), "RANDOM": random}
-    meta = {"MODE": mode} | _shared(spec, dtype) | own
-    meta |= {"SUMS": sums, "CVT": cvt, "FUSED": fused, "X_ITEM": item}
-    warps = _WIDE_WARPS if spec.transform == "none" else _WARPS
-    return Variant(_encode_kernel, options(warps), **meta)
-
-
-@functools.cache
-def _decode_variant(
-    spec: Taco, dtype: DType, mode: int, store: bool, add: int, sums: bool, cvt: bool
-) -> Variant:
-    meta = {"MODE": mode} | _shared(spec, dtype)
-    meta |= {"STORE": store, "ADD": add, "SUMS": sums, "CVT": cvt}
-    warps = _WIDE_WARPS if add or spec.transform == "none" else _WARPS
-    return Variant(_decode_kernel, options(warps), **meta)
-
-
-class _Launches:
-    """Arguments of a plan's kernels, put together once."""
-
-    def __init__(self, plan: Plan) -> None:
-        if not isinstance(plan.codec, Taco):
-            raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: taco")
-        self.spec = plan.codec
-        self.sizes = plan.nelem, plan.chunk_nelem
-        self.head = plan.header.nbytes // 8
-        # In units of 128 bytes, so that kernels know the alignment.
-        self.static = plan.static_offset // 128, plan.static_stride // 128
-        self.payload = plan.layout.sections[0].nbytes // 128
-        self.whole = plan.chunk_nelem // _TILE
-        self.tiles = -(-plan.chunk_nelem // _TILE)
-        self.aligned = plan.chunks == 1 or plan.chunk_nelem * plan.dtype.itemsize % 16 == 0
-
-
-def _launches(plan: Plan) -> _Launches:
-    found = plan.__dict__.get("_taco_launches")
-    if found is None:
-        found = plan.__dict__["_taco_launches"] = _Launches(plan)
-    return found
-
-
-def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> None:
-    """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
-    _encode(plan, x, out, key, None, (out, out, out))
-
-
-def decode_add_encode(
-    plan: Plan,
-    source_plan: Plan,
-    src,
-    x,
-    out,
-    scratch,
-    status,
-    *,
-    stats=None,
-    key: Key | None = None,
-    planned: bool = True,
-) -> None:
-    """Encode what `src`, a planned buffer of `plan`, decodes to plus `x` into `out`, in one pass.
-
-    `x` has the plan's dtype or float32. Sums are in float32, rounded to the plan's. See
-    `tightwire.gpu` for the contract.
-    """
-    if plan.checksum:
-        scratch[: 8 * plan.chunks].zero_()
-    _encode(plan, x, out, key, src, (src, scratch, status))
-    frame_of(plan).check(
-        src, scratch, status, 0, plan.nelem, whole=True, summed=plan.checksum, planned=planned
+    low = 5 if spec.block == 32 else 4
+    high = spec.block.bit_length() - 1 - low
+    form = Rows(
+        run=1 << low,
+        limited=True,
+        pairs=False,
+        checked=True,
+        mantissa=f.mantissa,
+        bias=f.bias,
+        largest=float(f.largest),
+        log_low=low,
+        log_high=high,
+        norm=norm(spec),
+        transform=TRANSFORMS.index(spec.transform),
+        turned=spec.transform != "none" and high > 0,
+        dual=spec.scales == "dual",
     )
+    wide = Tiling(_TILE >> low, _WIDE_WARPS)
+    tilings = wide, wide, wide
+    if spec.transform != "none":
+        a, b, c = (Tiling(_TILE >> low, _WARPS, registers=most) for most in _REGISTERS)
+        tilings = a, b, c
+    return Driver(_pack, _unpack, no_scale, form, tilings, _decode_tile, wide)
 
 
-def _encode(plan: Plan, x, out, key, src, sources) -> None:
-    g = _launches(plan)
-    random, on_device, numbers = NO_KEY, None, (0, 0, 0)
-    if g.spec.rounding == "stochastic":
-        random, on_device, numbers = key_arguments(key, out.device)
-    frame_of(plan).begin(out)
-    words = out if on_device is None else on_device
-    aligned = g.aligned and x.data_ptr() % 16 == 0
-    modes = [(2, g.whole + 1, (g.whole + 1) * plan.chunks)]
-    if aligned:
-        modes = [(0, g.whole, g.whole * plan.chunks), (1, 1, plan.chunks)]
-    cvt = _converts(out.device)
-    for mode, tiles, programs in modes:
-        if programs:
-            variant = _encode_variant(
-                g.spec,
-                plan.dtype,
-                mode,
-                random,
-                plan.checksum,
-                cvt,
-                src is not None,
-                x.element_size(),
-            )
-            variant.launch(
-                programs,
-                (x, out, words, *sources),
-                *g.sizes,
-                tiles,
-                g.head,
-                *g.static,
-                g.payload,
-                *numbers,
-            )
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _driver(plan.codec)
 
 
-def decode(
-    plan: Plan,
-    src,
-    out,
-    scratch,
-    status,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    check: bool = True,
-    dynamic_starts=None,
-    store: bool = True,
-    add: bool = False,
-    planned: bool = True,
-) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
-    g = _launches(plan)
-    stop = plan.nelem if stop is None else stop
-    sums = check and plan.checksum and (start < stop or not plan.nelem)
-    if sums:
-        scratch[: 8 * plan.chunks].zero_()
-    if out is None:
-        out = src
-    first, end, _, _ = touched(plan, start, stop)
-    if start < stop:
-        size, tile = plan.chunk_nelem, _TILE
-        aligned = g.aligned and start * plan.dtype.itemsize % 16 == 0 and out.data_ptr() % 16 == 0
-        last = stop - 1
-        modes = []
-        for mode, tiles in ((0, g.whole), (1, 1)) if aligned else ((2, g.tiles),):
-            lo = start // size * tiles + min(start % size // tile, tiles)
-            hi = last // size * tiles + min(last % size // tile + 1, tiles)
-            programs = end - first + 2 if mode == 1 else hi - lo
-            modes.append((mode, tiles, lo - first * tiles, programs))
-        adding = out.element_size() if add else 0
-        for mode, tiles, lo, programs in modes:
-            if programs > 0:
-                # fmt: off
-                variant = _decode_variant(
-                    g.spec, plan.dtype, mode, store, adding, sums, _converts(src.device)
-                )
-                # fmt: on
-                variant.launch(
-                    programs,
-                    (src, out, scratch, status),
-                    start,
-                    stop,
-                    lo,
-                    first,
-                    end - first,
-                    *g.sizes,
-                    tiles,
-                    *g.static,
-                    g.payload,
-                )
-    frame_of(plan).check(
-        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
-    )
+encode, decode_add_encode, decode = functions(driver_of)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of)

@@ -8,7 +8,6 @@ NumPy reference.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,28 +16,18 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
-from .common.base import (
-    Bits,
-    Bytes,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    check_choice,
-)
+from ..formats.header import align
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
 from .common.hadamard import rotate
-from .common.minifloat import narrow_clipped, widen
+from .common.minifloat import WIDENED, narrow_clipped, widen
+from .common.params import choice, integer
+from .common.sections import Array
 
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 DIRECTIONS = ("forward", "backward")
-_PARAMS = struct.Struct("<B7xQ")
 MAX_HIDDEN = (1 << 63) - 1
 #: One token in NARROW_SHARE is narrow, where tokens have no more elements than this.
 NARROW_SHARE = 5
@@ -79,23 +68,28 @@ class Tahquant(CodecSpec):
         ValueError: If a value is not allowed.
     """
 
-    direction: str = "forward"
-    hidden: int = 0
+    direction: str = choice(0, DIRECTIONS)
+    hidden: int = integer(8, 8, least=1, most=MAX_HIDDEN, default=0)
 
     name: ClassVar[str] = "tahquant"
     id: ClassVar[int] = CODEC_IDS["tahquant"][0]
     lossless: ClassVar[bool] = False
-    dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+    dtypes: ClassVar[tuple[str, ...]] = WIDENED
+    max_nelem: ClassVar[int] = 1 << 36
+    #: The index.
+    weighed_by_frame: ClassVar[tuple[int, ...]] = (2,)
     caution: ClassVar[str] = "values from 2^20 on make their tile NaN"
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        check_choice("direction", self.direction, DIRECTIONS)
-        allowed = f"hidden is {self.hidden!r}; allowed: int, 0 to 2**63 - 1"
-        if isinstance(self.hidden, bool) or not isinstance(self.hidden, int):
-            raise TypeError(allowed)
-        if not 0 <= self.hidden <= MAX_HIDDEN:
-            raise ValueError(allowed)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Planes, and that of wide tokens; scale words and pivots; a bit per token."""
+        tiles = self.tiles(nelem)
+        return (
+            Array("payload", self.tile, self.planes * tiles),
+            Array("payload", self.tile, self.wide_tiles(nelem)),
+            Array("scales", 32, tiles),
+            Array("scales", 8 * self.forward, tiles),
+            Array("index", 1 * self.forward, -(-nelem // self.hidden)),
+        )
 
     @property
     def forward(self) -> bool:
@@ -134,68 +128,16 @@ class Tahquant(CodecSpec):
             return 0
         return self.tiles(nelem) - self.token_tiles * self.narrow_tokens(nelem)
 
-    def used(self, nelem: int) -> tuple[int, int, int]:
-        """Bytes in use in each of a chunk's sections."""
-        tiles = self.tiles(nelem)
-        payload = self.tile // 8 * (self.planes * tiles + self.wide_tiles(nelem))
-        tokens = -(-nelem // self.hidden)
-        return payload, (5 if self.forward else 4) * tiles, -(-tokens // 8) * self.forward
-
     def bind(self, shape: tuple[int, ...]) -> Tahquant:
         """The codec that knows the size of a token."""
         if self.hidden:
             return self
         return replace(self, hidden=max(shape[-1], 1) if shape else 1)
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the planes, the scales and the index of narrow tokens."""
-        kinds = ("payload", "scales", "index")
-        sizes = self.used(nelem)
-        pairs = zip(kinds, sizes, strict=True)
-        return Layout(tuple(Section(SECTION_KINDS[kind], align(size)) for kind, size in pairs))
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        scales_at = sections[0].nbytes
-        index_at = scales_at + sections[1].nbytes
-        starts = (0, scales_at, index_at)
-        return tuple((at, at + n) for at, n in zip(starts, self.used(nelem), strict=True))
-
-    @property
-    def weighed_by_frame(self) -> tuple[int, ...]:
-        """The index."""
-        return (2,)
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """Every section of a chunk that gains anything has then less than 2^39 bytes."""
-        return 1 << 36
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        return sum(map(align, self.used(nelem))) < align(nelem * dtype.itemsize)
-
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
-        """Of the GPU backend: per chunk a sum and, twice, a number of each token."""
+        """Of the GPU backend: a sum of each chunk, a table, three int32 numbers of each token."""
         tokens = -(-nelem // self.hidden) if self.narrow_tokens(nelem) else 0
-        return align(8 * chunks) + 2 * align(8 * chunks * tokens)
-
-    def pack_params(self) -> bytes:
-        """Direction and size of a token."""
-        return _PARAMS.pack(DIRECTIONS.index(self.direction), self.hidden)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Tahquant:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"tahquant has 16 parameter bytes, found {len(data)}")
-        direction, hidden = _PARAMS.unpack(data)
-        if direction > 1 or any(data[1:8]) or not 1 <= hidden <= MAX_HIDDEN:
-            raise FormatError("bad_header", f"direction {direction}, tokens of {hidden} elements")
-        return cls(DIRECTIONS[direction], hidden)
+        return align(8 * chunks) + align(128 + 12 * chunks * tokens)
 
 
 SPEC = Tahquant
@@ -280,17 +222,9 @@ class Views(NamedTuple):
 def static_views(spec: Tahquant, chunk: Chunk) -> Views:
     """See `Views`."""
     n, nbytes = spec.tiles(chunk.nelem), spec.tile // 8
-    payload, scales, index = spec.used(chunk.nelem)
-    scales_at = chunk.sections[0].nbytes
-    index_at = scales_at + chunk.sections[1].nbytes
-    wide_at = spec.planes * n * nbytes
-    return Views(
-        chunk.static[:wide_at].reshape(spec.planes, n, nbytes),
-        chunk.static[wide_at:payload].reshape(-1, nbytes),
-        chunk.static[scales_at : scales_at + 4 * n].view("<u4"),
-        chunk.static[scales_at + 4 * n : scales_at + scales],
-        chunk.static[index_at : index_at + index],
-    )
+    planes, wide, words, pivots, narrow = spec.static_arrays(chunk)
+    planes = planes.reshape(spec.planes, n, nbytes)
+    return Views(planes, wide.reshape(-1, nbytes), words.view("<u4"), pivots, narrow)
 
 
 def narrow_tokens(spec: Tahquant, bits: Bits, dtype: DType) -> npt.NDArray[np.bool]:

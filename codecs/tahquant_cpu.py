@@ -12,7 +12,7 @@ import numpy as np
 from .common.arrays_cpu import as_read_only, view_as, with_scratch
 from .common.base import Bits, Chunk
 from .common.compile_cache import cached, part
-from .common.driver_cpu import Decoder, Encoder, Given, decode_add_encode_by, decode_by, encode_by
+from .common.driver_cpu import Decoder, Encoder, Given, decode_by, encode_by
 from .common.minifloat import NAN
 from .common.minifloat_cpu import LANES, kind_of, narrow, round_code, widen
 from .common.threads import run, spans
@@ -391,4 +391,3 @@ def _sizes(spec: Tahquant) -> tuple[int, int, int, bool]:
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)

@@ -9,7 +9,6 @@ order. This module holds layout, constants and the NumPy reference.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,23 +17,14 @@ import numpy.typing as npt
 
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import BY_NAME, DType
-from ..formats.errors import FormatError
-from ..formats.header import SECTION_KINDS, Section, align
+from ..formats.header import align
 from .common import norms
-from .common.base import (
-    Bits,
-    Chunk,
-    ChunkDecoded,
-    ChunkResult,
-    CodecSpec,
-    Key,
-    Layout,
-    ReduceOp,
-    check_choice,
-)
+from .common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, ReduceOp
 from .common.hadamard import Floats, rotate
 from .common.minifloat import INFINITY, NAN, WIDENED, largest_number, narrow, widen
+from .common.params import choice
 from .common.philox import KeyNumbers, Words, key_numbers, random_words
+from .common.sections import Array
 
 BITS = (8, 16)
 #: In the order of their numbers on the page.
@@ -60,10 +50,9 @@ LEVEL_STREAM, SIGN_STREAM = 0, 1
 
 #: Bytes after the payload elements; the first of them counts ranks.
 COUNT_NBYTES = 128
-SEED_NBYTES, NORMS_AT = 12, 16
+NORMS_AT = 16
 RANKS_PROBLEM = "the number of ranks"
 PAYLOAD_PROBLEM = "a norm or a payload element of a block"
-_PARAMS = struct.Struct("<BBHI")
 _BATCH = 256
 
 #: Of each whole number of steps the next level below or there, and the distance to the next above.
@@ -95,8 +84,8 @@ class Thc(CodecSpec):
         ValueError: If a value is not in the list.
     """
 
-    bits: int = 8
-    norm: str = "block"
+    bits: int = choice(0, BITS, number=int)
+    norm: str = choice(1, NORMS)
 
     name: ClassVar[str] = "thc"
     id: ClassVar[int] = CODEC_IDS["thc"][0]
@@ -105,11 +94,17 @@ class Thc(CodecSpec):
     reduce_op: ClassVar[ReduceOp | None] = "max"
     dtypes: ClassVar[tuple[str, ...]] = WIDENED
     measures_in_encode: ClassVar[bool] = True
+    max_nelem: ClassVar[int] = 1 << 37
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a parameter that is not allowed."""
-        check_choice("bits", self.bits, BITS)
-        check_choice("norm", self.norm, NORMS)
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """Payload elements and the number of ranks; the signs' seed and step, and the norms."""
+        blocks = self.blocks(nelem)
+        return (
+            Array("payload", self.bits, blocks * BLOCK),
+            Array("payload", self.bits, 1, at=-COUNT_NBYTES),
+            Array("scales", 32, 3),
+            Array("scales", 32, 1 if self.norm == "tensor" else blocks, at=NORMS_AT),
+        )
 
     @property
     def draws(self) -> bool:
@@ -125,14 +120,6 @@ class Thc(CodecSpec):
         """Blocks of a chunk, or norms of a tensor by blocks, of `nelem` elements."""
         return -(-nelem // BLOCK)
 
-    def cells_nbytes(self, nelem: int) -> int:
-        """Bytes of the payload elements of `nelem` elements, without that which counts ranks."""
-        return self.blocks(nelem) * BLOCK * self.bits // 8
-
-    def scales_nbytes(self, nelem: int) -> int:
-        """Bytes in use in the section scales."""
-        return NORMS_AT + 4 * (1 if self.norm == "tensor" else self.blocks(nelem))
-
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: see `workspace`."""
         return sum(workspace(self, nelem, chunks))
@@ -147,59 +134,10 @@ class Thc(CodecSpec):
         if ranks > self.max_ranks:
             raise ValueError(f"a sum of {ranks} ranks; allowed: {self.max_ranks} in {self}")
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """Static sections with the payload elements, and with the signs' seed and the norms."""
-        payload, scales = self.cells_nbytes(nelem) + COUNT_NBYTES, align(self.scales_nbytes(nelem))
-        return Layout(
-            (Section(SECTION_KINDS["payload"], payload), Section(SECTION_KINDS["scales"], scales))
-        )
-
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """See `CodecSpec.static_used`."""
-        at = sections[0].nbytes
-        count_at = at - COUNT_NBYTES
-        return (
-            (0, self.cells_nbytes(nelem)),
-            (count_at, count_at + self.bits // 8),
-            (at, at + SEED_NBYTES),
-            (at + NORMS_AT, at + self.scales_nbytes(nelem)),
-        )
-
     @property
-    def weighed_by_frame(self) -> tuple[int, ...]:
+    def weighed_by_frame(self) -> tuple[int, ...]:  # type: ignore[override]
         """The count, the seed, and a norm that all blocks share."""
         return (1, 2) if self.norm == "block" else (1, 2, 3)
-
-    def max_chunk_nelem(self, dtype: DType) -> int:
-        """A section entry counts 128-byte blocks in 32 bits."""
-        return 1 << 37
-
-    def accepts(self, dtype: DType, nelem: int) -> bool:
-        """True for dtypes it codes where the chunk gets smaller."""
-        if not super().accepts(dtype, nelem):
-            return False
-        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections)
-        return static < align(nelem * dtype.itemsize)
-
-    def pack_params(self) -> bytes:
-        """Bits of a payload element, which norm, zeros."""
-        return _PARAMS.pack(self.bits, NORMS.index(self.norm), 0, 0)
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Thc:
-        """Inverse of `pack_params`."""
-        if len(data) != _PARAMS.size:
-            raise FormatError("bad_header", f"thc has 8 parameter bytes, found {len(data)}")
-        bits, norm, *reserved = _PARAMS.unpack(data)
-        try:
-            spec = cls(bits, NORMS[norm])
-        except (IndexError, ValueError):
-            reserved = [1]
-        if any(reserved):
-            raise FormatError("bad_header", f"thc parameters {data.hex()}")
-        return spec
 
     def measure(self, bits: Bits, dtype: DType) -> Floats | None:
         """Root mean squares, float32, of the tensor's blocks, shape (blocks,), or of it, (1,).
@@ -212,11 +150,7 @@ class Thc(CodecSpec):
 
     def check_stats(self, stats: npt.NDArray[Any], dtype: DType) -> None:
         """Stats are norms: float32, 1-D, none of them negative or a NaN."""
-        if stats.ndim != 1 or stats.dtype != np.float32:
-            found = f"{stats.dtype} of shape {stats.shape}"
-            raise ValueError(f"stats are {found}; allowed: float32, one dimension, of measure()")
-        if not (stats >= 0).all():
-            raise ValueError("stats are negative or NaN; allowed: norms, as measure() gives them")
+        norms.check(stats, "one dimension, of measure()")
 
 
 SPEC = Thc
@@ -258,14 +192,10 @@ class Views(NamedTuple):
 
 def static_views(spec: Thc, chunk: Chunk) -> Views:
     """See `Views`."""
-    kind, at = spec.cell_dtype(chunk.dtype).bits, chunk.sections[0].nbytes
-    count_at, cells_nbytes = at - COUNT_NBYTES, spec.cells_nbytes(chunk.nelem)
-    return Views(
-        chunk.static[:cells_nbytes].view(kind).reshape(-1, BLOCK),
-        chunk.static[count_at : count_at + spec.bits // 8].view(kind),
-        chunk.static[at : at + SEED_NBYTES].view("<u4"),
-        chunk.static[at + NORMS_AT : at + spec.scales_nbytes(chunk.nelem)].view("<u4"),
-    )
+    kind = spec.cell_dtype(chunk.dtype).bits
+    cells, ranks, seed, norm = spec.static_arrays(chunk)
+    cells = cells.view(kind).reshape(-1, BLOCK)
+    return Views(cells, ranks.view(kind), seed.view("<u4"), norm.view("<u4"))
 
 
 def encode_chunk(

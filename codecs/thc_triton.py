@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment,misc"
+# mypy: disable-error-code="assignment,attr-defined,misc"
 """thc on a GPU: a pass for norms unless they are given, then one kernel each way. specs/thc.md.
 
-A program takes four blocks, and holds 32 values of a block in a thread: a run side by side, then,
-after an exchange, those that are 32 apart.
+Sixteen threads hold a block: each a run of 64 elements, then, after an exchange, sixteen times four
+neighbours, 64 elements apart: what four random words are for, and what fills words of the payload.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,28 +17,23 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Key, Plan
-from .common.columns_triton import to_columns
-from .common.frame_triton import (
-    CHUNK,
-    CHUNK_PAYLOAD,
-    frame_of,
-    report,
-    store_element,
-    touched,
-    weigh,
-)
-from .common.hadamard_triton import rotate
-from .common.launch_triton import PTX, Variant, kernel, options
-from .common.minifloat import INFINITY, largest_number
-from .common.minifloat_triton import aligned_for, elements_at, narrow, widen
+from .common.columns_triton import from_rows, to_columns, to_rows
+from .common.driver_triton import Driver, Tiling, sum_function
+from .common.frame_triton import weigh
+from .common.hadamard_triton import butterflies
+from .common.minifloat import INFINITY
+from .common.minifloat_triton import as_bits, as_float, halves
 from .common.norms_triton import agreed, energies, of_tensor, roots
-from .common.philox_triton import KEY_ON_DEVICE, key_arguments, philox4
+from .common.philox_triton import philox4
+from .common.runs_triton import lanes
+from .common.tiles_triton import Format, no_scale
 from .thc import (
     BELOW,
     BLOCK,
     COUNT_NBYTES,
     GAPS,
     LEVEL_STREAM,
+    LEVELS,
     MIDDLE,
     NAN_NORM,
     NORM_BITS,
@@ -51,12 +47,11 @@ from .thc import (
 )
 
 _BLOCK = tl.constexpr(BLOCK)
-#: Blocks of a program, and what a thread holds of one.
-_ROWS, _RUN = tl.constexpr(4), tl.constexpr(32)
-_TILE = tl.constexpr(4 * BLOCK)
+#: Elements of a thread's run, and threads of a block.
+_RUN, _LANES = tl.constexpr(64), tl.constexpr(BLOCK // 64)
 _INFINITY, _NAN_NORM = tl.constexpr(INFINITY), tl.constexpr(NAN_NORM)
 _NORM_LOW, _NORM_HIGH = (tl.constexpr(bits) for bits in NORM_BITS)
-_COUNT_NBYTES, _NORMS_AT = tl.constexpr(COUNT_NBYTES), tl.constexpr(NORMS_AT)
+_COUNT_WORDS, _NORMS_AT = tl.constexpr(COUNT_NBYTES // 4), tl.constexpr(NORMS_AT // 4)
 _LEVEL_STREAM, _SIGN_STREAM = tl.constexpr(LEVEL_STREAM), tl.constexpr(SIGN_STREAM)
 _FACTOR, _STEPS = tl.constexpr(ROTATE_FACTOR), tl.constexpr(STEPS)
 _MIDDLE, _TOP = tl.constexpr(MIDDLE), tl.constexpr(TOP)
@@ -64,39 +59,95 @@ _MIDDLE, _TOP = tl.constexpr(MIDDLE), tl.constexpr(TOP)
 #: levels next to it.
 _BEHIND = tl.constexpr(sum((w - int(b)) << 2 * w for w, b in enumerate(BELOW)))
 _GAPS = tl.constexpr(sum(int(gap) << 2 * w for w, gap in enumerate(GAPS)))
+#: Bits of 2^23, in whose binade floats are 1 apart.
+_TWO_23 = tl.constexpr(0x4B000000)
 
-_OPTIONS = options(num_warps=4)
-
-
-@triton.jit
-def _elements(tile):
-    """Numbers of a tile's elements in their chunk, shape (blocks, runs, elements of a run)."""
-    i = tl.arange(0, _ROWS)[:, None, None] * _BLOCK + tl.arange(0, _RUN)[None, :, None] * _RUN
-    return tile * _TILE + (i + tl.arange(0, _RUN)[None, None, :])
+#: Launch parameters.
+ENCODE = Tiling(128, 4)
+DECODE = Tiling(128, 4, registers=168)
+DECODE_ADD_ENCODE = Tiling(128, 4)
 
 
-@triton.jit
-def _drawn(seed, step, rank, STREAM: tl.constexpr, group, N: tl.constexpr):
-    """4 N random words, in their order, those of group number `group` first."""
-    r0, r1, r2, r3 = philox4(seed, step, rank, STREAM, group + tl.arange(0, N))
-    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [4 * N])
+@dataclass(frozen=True)
+class Cells(Format):
+    """What the kernels know of a codec.
 
+    Attributes:
+        bits: Bits of a payload element.
+        per_block: Blocks have norms of their own.
+        ranks: The most ranks of a sum.
+    """
 
-@triton.jit
-def _signs(seed, step, tile):
-    """The sign bit, or 0, of each element of a tile; shape of `_elements`."""
-    each: tl.constexpr = _TILE // _RUN // 4
-    words = _drawn(seed, step, seed * 0, _SIGN_STREAM, tile * each, each)
-    words = tl.reshape(words, [_ROWS, _RUN])[:, :, None]
-    return (words >> tl.arange(0, _RUN).to(tl.uint32)[None, None, :]) << 31
+    bits: int
+    per_block: bool
+    ranks: int
 
 
 @triton.jit
-def _rotated(t):
-    """The transform of a tile's blocks, shape (blocks, elements)."""
-    rows: tl.constexpr = _TILE // _RUN
-    low = to_columns(tl.reshape(t, [rows, _RUN]), rows, _RUN, 5)
-    return rotate(low, _ROWS, 5, 5)
+def _exchanged(parts, ROWS: tl.constexpr):
+    """Sixteen columns of four values a thread, of sixteen threads: thread m's column g becomes
+    thread g's column m.
+    """
+    x = tl.reshape(from_rows(parts, 16, 4), [16, 4, ROWS // _LANES, 16])
+    x = tl.reshape(tl.permute(x, [3, 1, 2, 0]), [16, 4 * ROWS])
+    return to_rows(x, 4 * ROWS, 16, 4)
+
+
+@triton.jit
+def _rotated(runs, ROWS: tl.constexpr):
+    """The transform of blocks given as columns of runs: sixteen columns, of four values a thread.
+
+    Value q in column g of a block's thread m, in row q of threads, is its element 64 g + 4 m + q.
+    Fewer, longer tensors are what compiles in less time.
+    """
+    v = butterflies(runs, 64, 2)
+    parts = ()
+    for m in tl.static_range(16):
+        four = from_rows((v[4 * m], v[4 * m + 1], v[4 * m + 2], v[4 * m + 3]), 4, 2)
+        parts = parts + (tl.reshape(four, [4 * ROWS]),)
+    return butterflies(_exchanged(butterflies(parts, 16, 4), ROWS), 16, 4)
+
+
+@triton.jit
+def _to_runs(parts, ROWS: tl.constexpr):
+    """Columns of runs, of what `_rotated` gives."""
+    parts = _exchanged(parts, ROWS)
+    runs = ()
+    for m in tl.static_range(16):
+        runs = runs + to_rows(tl.reshape(parts[m], [4, ROWS]), ROWS, 4, 2)
+    return runs
+
+
+@triton.jit
+def _to_fours(parts, ROWS: tl.constexpr):
+    """Of what `_rotated` gives the four values that lie side by side: tensors, shape (16, ROWS)."""
+    x = tl.reshape(from_rows(parts, 16, 4), [16, 4, ROWS])
+    x = to_rows(tl.reshape(tl.permute(x, [1, 0, 2]), [4, 16 * ROWS]), 16 * ROWS, 4, 2)
+    fours = ()
+    for q in tl.static_range(4):
+        fours = fours + (tl.reshape(x[q], [16, ROWS]),)
+    return fours
+
+
+@triton.jit
+def _sign_words(seed, step, run):
+    """Two words whose bits change the signs of a run, by its number in the chunk."""
+    w0, w1, w2, w3 = philox4(seed, step, seed * 0, _SIGN_STREAM, run // 2)
+    second = run % 2 != 0
+    return tl.where(second, w2, w0), tl.where(second, w3, w1)
+
+
+@triton.jit
+def _change_signs_of_pairs(words, signs):
+    """As `_change_signs`, of words of two elements."""
+    changed = ()
+    for k in tl.static_range(4):
+        # Of 16 bits the even ones to the lower half of a word, the odd ones to the upper half.
+        w = signs[k // 2] << (16 - 16 * (k % 2))
+        both = (w & 0xFFFF0000) | ((w >> 15) & 0xFFFF)
+        for j in tl.static_range(8):
+            changed = changed + (words[8 * k + j] ^ ((both << (14 - 2 * j)) & 0x80008000),)
+    return changed
 
 
 @triton.jit
@@ -106,270 +157,325 @@ def _norm_words(bits):
     return tl.where(bits >= _INFINITY, _NAN_NORM, words)
 
 
-@kernel
-def _encode_kernel(
-    x_ptr,
-    out_ptr,
-    key_ptr,
-    norms_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    scales_at: tl.int64,
-    norms: tl.int64,
-    seed: tl.uint64,
-    step: tl.uint64,
-    rank: tl.uint64,
-    BITS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """Encode one tile of one chunk; the last one also writes count, seed and shared norm."""
-    CELLS: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = _BLOCK // CELLS
-    pid = tl.program_id(0)
-    chunk = (pid // tiles).to(tl.int64)
-    tile = (pid % tiles).to(tl.int64)
-    first = chunk * chunk_nelem
-    if ALIGNED:
-        first = tl.multiple_of(first, 16)
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    blocks = (n + _BLOCK - 1) // _BLOCK
-    static_ptr = out_ptr + (static_at + chunk * static_stride) * 128
-    payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    if ON_DEVICE:
-        seed = tl.load(key_ptr).to(tl.uint64, bitcast=True)
-        step = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
-    row = tile * _ROWS + tl.arange(0, _ROWS)
-    here = row < blocks
-    if PER_BLOCK:
-        norm = _norm_words(agreed(norms_ptr, norms, first, row, here, _BLOCK))
-    else:
-        norm = _norm_words(tl.where(here, of_tensor(norms_ptr), 0))
-    coded = (norm != 0) & (norm != _NAN_NORM)
-
-    i = _elements(tile)
-    x = elements_at(x_ptr, ITEM) + first
-    if (tile + 1) * _TILE <= n:
-        v = tl.load(x + i)
-    else:
-        v = tl.load(x + i, mask=i < n, other=0)
-    words = tl.where(coded[:, None, None], widen(v, EXP, ITEM), 0)
-    top = tl.max(tl.max(tl.max(words & 0x7FFFFFFF, 2), 1), 0)
-    words ^= _signs(seed, step, tile).to(tl.int32, bitcast=True)
-    t = _rotated(words.to(tl.float32, bitcast=True) * _FACTOR)
-
-    t = tl.reshape(t, [_ROWS, WORDS, CELLS])
-    divisor = tl.where(coded, norm, 127 << 23).to(tl.float32, bitcast=True)
-    r = tl.div_rn(tl.full([_ROWS], _STEPS, tl.float32), divisor)
-    u = t * r[:, None, None] + _MIDDLE
-    u = tl.where(u < _TOP, u, _TOP)
-    u = tl.where(u > 0, u, 0)
-    steps = (u * 65536.0).to(tl.uint32)
-    whole = steps >> 16
-    twice = (2 * whole).to(tl.uint64)
-    behind = (((twice * 0 + _BEHIND) >> twice) & 3).to(tl.uint32)
-    gap = (((twice * 0 + _GAPS) >> twice) & 3).to(tl.uint32)
-    below = whole - behind
-    group = (chunk * ((scales_at - 1) // BITS) + tile * _ROWS) * (_BLOCK // 4)
-    drawn = _drawn(seed, step, rank, _LEVEL_STREAM, group, _TILE // 4)
-    drawn = tl.reshape(drawn, [_ROWS, WORDS, CELLS])
-    above = steps - (below << 16) > (drawn >> 16) * gap
-    level = (below + tl.where(above, gap, 0)).to(tl.int32)
-    level = tl.where(coded[:, None, None], level, 0)
-    placed = level << (BITS * tl.arange(0, CELLS))[None, None, :]
-    word = tl.sum(placed, 2).to(tl.uint32, bitcast=True)
-    at = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(payload + at, word, mask=here[:, None])
-    total = tl.sum(tl.sum(weigh(word, at), 1), 0)
-
-    norms_at = scales_at * 32 + _NORMS_AT // 4
-    if PER_BLOCK:
-        tl.store(payload + norms_at + row, norm, mask=here)
-        total += tl.sum(weigh(norm.to(tl.uint32, bitcast=True), norms_at + row), 0)
-    record = out_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    if top >= _INFINITY:
-        tl.atomic_or(record + 2, chunk * 0 + 2, sem="relaxed")
-    if tile == tiles - 1:
-        if PER_BLOCK == 0:
-            only = _norm_words(of_tensor(norms_ptr))
-            tl.store(payload + norms_at, only)
-            total += weigh(only.to(tl.uint32, bitcast=True), norms_at)
-        count_at = scales_at * 32 - _COUNT_NBYTES // 4
-        one = tl.full([], 1, tl.uint32)
-        tl.store(payload + count_at, one)
-        total += weigh(one, count_at)
-        s = tl.arange(0, 4)
-        part = tl.where(s == 0, seed, tl.where(s == 1, seed >> 32, tl.where(s == 2, step, 0)))
-        part = part.to(tl.uint32)
-        tl.store(payload + scales_at * 32 + s, part)
-        total += tl.sum(weigh(part, scales_at * 32 + s), 0)
-    if SUMS:
-        tl.atomic_add(record, total.to(tl.int64, bitcast=True), sem="relaxed")
+def _level_asm() -> str:
+    """PTX of `_levels` for $1 to $4, random words $5 to $8 and factors $9."""
+    table = [sum(v << 8 * i for i, v in enumerate(LEVELS[k : k + 4])) for k in range(0, 16, 4)]
+    lines = [".reg .f32 u, d, p, w;", ".reg .b32 sum, bits, low, high;"]
+    for k in (4, 3, 2, 1):
+        lines += [
+            # (v * r + 15) / 32, at least 0; whole 2^-16 below that, in steps; less 15 and 2^-16.
+            f"mul.rn.f32 u, ${k}, $9;",
+            "add.rn.sat.f32 u, u, 0f3EF00000;",
+            "fma.rm.f32 u, u, 0f42000000, 0f43000000;",
+            "add.rn.f32 d, u, 0fC30F0001;",
+            "min.f32 d, d, 0f416FFFF0;",
+            # Twice the place among the levels, but for its sign: levels are 1 apart in places.
+            "abs.f32 u, d;",
+            "add.rn.sat.f32 p, u, 0fBF800000;",
+            "add.rn.f32 u, u, p;",
+            "fma.rn.sat.f32 p, u, 0f3EAAAAAB, 0fC08AAAAB;",
+            "sub.rn.f32 w, u, p;",
+            # The place from 1/2 on, plus 2^-16 / 6, less the random number.
+            "mov.b32 bits, d;",
+            "lop3.b32 bits, bits, 0x80000000, 0x3F000000, 0xEA;",
+            "mov.b32 d, bits;",
+            "fma.rn.f32 w, w, d, 0f3F00002B;",
+            f"prmt.b32 bits, ${k + 4}, 0x43000000, 0x7432;",
+            "mov.b32 u, bits;",
+            "add.rn.f32 u, u, 0fC3000000;",
+            "sub.rn.f32 w, w, u;",
+            "add.rm.f32 w, w, 0f4B000008;",
+            "mov.b32 bits, w;",
+        ]
+        if k == 4:
+            lines.append("mov.b32 sum, bits;")
+        else:
+            lines.append("shl.b32 sum, sum, 4; add.u32 sum, sum, bits;")
+    lines += [
+        # A code of 8 or more gives 0 in the first, one below 8 in the second.
+        f"prmt.b32 low, {table[0]}, {table[1]}, sum;",
+        "xor.b32 sum, sum, 0x8888;",
+        f"prmt.b32 high, {table[2]}, {table[3]}, sum;",
+        "or.b32 $0, low, high;",
+    ]
+    return "{ " + " ".join(lines) + " }"
 
 
-@kernel
-def _decode_kernel(
-    src_ptr,
-    out_ptr,
-    sums_ptr,
-    status_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    first_chunk: tl.int32,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    scales_at: tl.int64,
-    BITS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EXP: tl.constexpr,
-    ITEM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ADD: tl.constexpr,
-    STORE: tl.constexpr,
-    PTX: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """Elements `start` to `stop` of the tensor as far as they lie in one tile of one chunk.
+_LEVEL_ASM = tl.constexpr(_level_asm())
 
-    What is wrong counts in norms, and in blocks that hold some of those elements.
+
+@triton.jit
+def _levels(v, drawn, r, PTX: tl.constexpr):
+    """Four levels at random, in the bytes of a word, of values times `r`, by four random words.
+
+    In PTX all of it is float arithmetic, exact where it counts: t + g is chosen if (u - 2^-16 - t)
+    / g is not below floor(w / 2^16) / 2^16. What is left of that, u - 2^-16 through a function
+    with slopes 1 / g, is the number of a level in whole numbers. 2^-16 / 6 makes up for roundings.
     """
-    CELLS: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = _BLOCK // CELLS
-    pid = tl.program_id(0)
-    chunk = (first_chunk + pid // tiles).to(tl.int64)
-    tile = (pid % tiles).to(tl.int64)
-    first = chunk * chunk_nelem
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
-    blocks = (n + _BLOCK - 1) // _BLOCK
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-    payload = static_ptr.to(tl.pointer_type(tl.uint32))
-    to = first - start
-    if ALIGNED:
-        to = tl.multiple_of(to, 16)
-    lo = tl.maximum(start - first, 0)
-    hi = tl.minimum(stop - first, n)
-    begin = tile * _TILE
-    end = begin + _TILE
-    ranks = (tl.load(payload + scales_at * 32 - _COUNT_NBYTES // 4) & ((1 << BITS) - 1)).to(
-        tl.int32
-    )
-    wrong = ((ranks == 0) | (ranks > RANKS)).to(tl.int32)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _LEVEL_ASM,
+            "=&r,r,r,r,r,r,r,r,r,r",
+            [v[0], v[1], v[2], v[3], drawn[0], drawn[1], drawn[2], drawn[3], r * 0.03125],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = drawn[0] * 0
+        for k in tl.static_range(4):
+            u = v[k] * r + _MIDDLE
+            u = tl.where(u < _TOP, u, _TOP)
+            u = tl.where(u > 0, u, 0)
+            steps = (u * 65536.0).to(tl.uint32)
+            whole = steps >> 16
+            twice = (2 * whole).to(tl.uint64)
+            behind = (((twice * 0 + _BEHIND) >> twice) & 3).to(tl.uint32)
+            gap = (((twice * 0 + _GAPS) >> twice) & 3).to(tl.uint32)
+            below = whole - behind
+            above = steps - (below << 16) > (drawn[k] >> 16) * gap
+            word |= (below + tl.where(above, gap, 0)) << (8 * k)
+        return word
 
-    row = tile * _ROWS + tl.arange(0, _ROWS)
-    here = row < blocks
-    norms_at = scales_at * 32 + _NORMS_AT // 4
-    if PER_BLOCK:
-        norm = tl.load(payload + norms_at + row, mask=here, other=0)
-        total = tl.sum(weigh(norm, norms_at + row), 0)
+
+@triton.jit
+def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Encode a tile's blocks; the first tile also writes count, seed and shared norm."""
+    BITS: tl.constexpr = F.bits
+    ROWS: tl.constexpr = L.rows
+    seed, step, rank = draw
+    row = lanes(ROWS)
+    run = t.tile * ROWS + row
+    block = run // _LANES
+    here = block < (t.n + _BLOCK - 1) // _BLOCK
+    norms = (t.nelem + _BLOCK - 1) // _BLOCK
+    if F.per_block:
+        norm = _norm_words(agreed(stats_ptr, norms, t.first, block, here, _BLOCK))
+    else:
+        norm = _norm_words(tl.where(here, of_tensor(stats_ptr), 0))
+    coded = (norm != 0) & (norm != _NAN_NORM)
+    signs = _sign_words(seed, step, run)
+    if len(v) == _RUN:
+        scaled = _scaled_signed(v, tl.full([ROWS], _FACTOR, tl.float32), signs, L.ptx)
+    else:
+        changed = _change_signs_of_pairs(v, signs)
+        scaled = ()
+        for k in tl.static_range(32):
+            a, b = halves(changed[k], L.exponent)
+            scaled = scaled + (a * _FACTOR, b * _FACTOR)
+    values = _to_fours(_rotated(scaled, ROWS), ROWS)
+    # All of a block is infinite or NaN if one of its elements is, and else nothing.
+    top = tl.max(as_bits(values[0]) & 0x7FFFFFFF, 0)
+    flag = t.record_ptr + 2 + row * 0
+    found = coded & (top >= _INFINITY)
+    tl.atomic_or(flag, (row * 0 + 2).to(tl.int64), mask=found, sem="relaxed")
+
+    divisor = as_float(tl.where(coded, norm, 127 << 23))
+    r = tl.div_rn(tl.full([ROWS], _STEPS, tl.float32), divisor)
+    # Fours of random words, or of cells, before each of the thread's.
+    four = (block * (_BLOCK // 4) + row % _LANES)[None, :] + 16 * tl.arange(0, 16)[:, None]
+    before = t.chunk * ((t.at - 1) // BITS) * (_BLOCK // 4)
+    drawn = philox4(seed, step, rank, _LEVEL_STREAM, before + four)
+    word = tl.where(coded[None, :], _levels(values, drawn, r[None, :], L.ptx), 0)
+    payload = t.static_ptr.to(tl.pointer_type(tl.uint32))
+    if BITS == 8:
+        tl.store(payload + four, word, mask=here[None, :])
+        terms = weigh(word, four)
+    else:
+        low = (word & 0xFF) | ((word & 0xFF00) << 8)
+        high = ((word >> 16) & 0xFF) | ((word >> 8) & 0xFF0000)
+        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        tl.store(payload.to(tl.pointer_type(tl.uint64)) + four, both, mask=here[None, :])
+        terms = weigh(low, 2 * four) + weigh(high, 2 * four + 1)
+    norms_at = t.at * 32 + _NORMS_AT
+    if F.per_block:
+        own = here & (row % _LANES == 0)
+        tl.store(payload + norms_at + block, norm.to(tl.uint32, bitcast=True), mask=own)
+    total = tl.zeros([], tl.uint64)
+    if L.sums:
+        sums = tl.sum(terms, 0)
+        if F.per_block:
+            norm_words = norm.to(tl.uint32, bitcast=True)
+            sums += tl.where(own, weigh(norm_words, norms_at + block), 0)
+        total += tl.sum(sums, 0)
+    if t.tile == 0:
+        total += _write_head(payload, t, seed, step, stats_ptr, norms_at, F)
+    return total
+
+
+@triton.jit
+def _write_head(payload, t, seed, step, stats_ptr, norms_at, F: tl.constexpr):
+    """What a chunk has once: its count, seed and shared norm. Gives their checksum terms."""
+    count_at = t.at * 32 - _COUNT_WORDS
+    one = tl.full([], 1, tl.uint32)
+    tl.store(payload + count_at, one)
+    total = weigh(one, count_at)
+    i = tl.arange(0, 4)
+    part = tl.where(i == 0, seed, tl.where(i == 1, seed >> 32, tl.where(i == 2, step, 0)))
+    tl.store(payload + t.at * 32 + i, part.to(tl.uint32))
+    total += tl.sum(weigh(part.to(tl.uint32), t.at * 32 + i), 0)
+    if F.per_block == 0:
+        norm = _norm_words(of_tensor(stats_ptr)).to(tl.uint32, bitcast=True)
+        tl.store(payload + norms_at, norm)
+        total += weigh(norm, norms_at)
+    return total
+
+
+def _cell_asm(bits: int) -> str:
+    """PTX of `_cell_values` for a word and what is added to its even and to its odd bytes."""
+    n = 32 // bits
+    lines = [f".reg .b32 h, b; .reg .f32 x; mov.b32 h, ${n};"]
+    for i in range(n):
+        k = i * bits % 16
+        if i == n // 2:
+            lines.append("shr.b32 h, h, 16;")
+        lines += [
+            f"lop3.b32 b, h, {((1 << bits) - 1) << k}, {_TWO_23.value}, 0x6A;",
+            "mov.b32 x, b;",
+            f"fma.rn.f32 ${i}, x, 0f{(127 - k) << 23:08X}, ${n + 1 + k // 8};",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_CELL_ASM_8, _CELL_ASM_16 = tl.constexpr(_cell_asm(8)), tl.constexpr(_cell_asm(16))
+
+
+@triton.jit
+def _cell_values(word, center, BITS: tl.constexpr, PTX: tl.constexpr):
+    """float32 values of a word's cells less `center`. Each cell becomes bits of the significand of
+    a number between 2^23 and 2^24.
+    """
+    even, odd = -8388608.0 - center, -32768.0 - center
+    if PTX:
+        if BITS == 8:
+            values = tl.inline_asm_elementwise(
+                _CELL_ASM_8,
+                "=&f,=&f,=&f,=&f,r,f,f",
+                [word, even, odd],
+                (tl.float32, tl.float32, tl.float32, tl.float32),
+                True,
+                1,
+            )
+        else:
+            values = tl.inline_asm_elementwise(
+                _CELL_ASM_16, "=&f,=&f,r,f", [word, even], (tl.float32, tl.float32), True, 1
+            )
+    else:
+        values = ()
+        for half in tl.static_range(2):
+            h = word >> (16 * half)
+            for k in tl.static_range(0, 16, BITS):
+                bits = (h & (((1 << BITS) - 1) << k)) ^ _TWO_23
+                x = bits.to(tl.float32, bitcast=True)
+                values = values + (x * 2.0**-k + (even if k == 0 else odd),)
+    return values
+
+
+_SIGNED_ASM = tl.constexpr(
+    "{ .reg .b32 s, x; .reg .f32 y; "
+    + " ".join(
+        f"shl.b32 s, $8, {3 - j}; mul.rn.f32 y, ${4 + j}, $9; mov.b32 x, y; "
+        f"lop3.b32 x, s, 0x80000000, x, 0x6A; mov.b32 ${j}, x;"
+        for j in range(4)
+    )
+    + " }"
+)
+
+
+@triton.jit
+def _scaled_signed(v, scale, signs, PTX: tl.constexpr):
+    """Columns of a run times `scale`, whose signs the bits of two words then change."""
+    changed = ()
+    for k in tl.static_range(0, 64, 4):
+        # The lowest bit of the four to bit 28.
+        word = signs[k // 32] << (28 - k % 32)
+        if PTX:
+            four = tl.inline_asm_elementwise(
+                _SIGNED_ASM,
+                "=&f,=&f,=&f,=&f,f,f,f,f,r,f",
+                [v[k], v[k + 1], v[k + 2], v[k + 3], word, scale],
+                (tl.float32, tl.float32, tl.float32, tl.float32),
+                True,
+                1,
+            )
+        else:
+            four = ()
+            for j in tl.static_range(4):
+                bits = (v[k + j] * scale).to(tl.uint32, bitcast=True)
+                bits ^= (word << (3 - j)) & 0x80000000
+                four = four + (bits.to(tl.float32, bitcast=True),)
+        changed = changed + four
+    return changed
+
+
+@triton.jit
+def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a tile's blocks, NaN where lost. What is wrong counts in the number of ranks, in
+    norms, and in blocks that hold some of the elements `lo` to `hi`.
+    """
+    BITS: tl.constexpr = F.bits
+    ROWS: tl.constexpr = L.rows
+    COUNT: tl.constexpr = _RUN * BITS // 32
+    row = lanes(ROWS)
+    run = t.tile * ROWS + row
+    block = run // _LANES
+    here = block < (t.n + _BLOCK - 1) // _BLOCK
+    payload = t.static_ptr.to(tl.pointer_type(tl.uint32))
+    ranks = tl.load(payload + t.at * 32 - _COUNT_WORDS + row * 0) & ((1 << BITS) - 1)
+    norms_at = t.at * 32 + _NORMS_AT
+    terms = tl.zeros([ROWS], tl.uint64)
+    if F.per_block:
+        norm = tl.load(payload + norms_at + block, mask=here, other=0)
+        if L.sums:
+            terms += tl.where(row % _LANES == 0, weigh(norm, norms_at + block), 0)
     else:
         norm = tl.load(payload + norms_at + row * 0)
-        total = tl.full([], 0, tl.uint64)
     lost = norm == _NAN_NORM
     good = (norm >= _NORM_LOW) & (norm <= _NORM_HIGH)
-    wrong |= tl.max(((good | lost | (norm == 0)) == 0).to(tl.int32), 0)
-
-    if SUMS | ((begin < hi) & (end > lo)):
-        at = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        if end <= n:
-            word = tl.load(payload + at)
+    wrong = (ranks == 0) | (ranks > F.ranks) | ((good | lost | (norm == 0)) == 0)
+    most = (ranks * _MIDDLE).to(tl.int32).to(tl.float32)
+    center = tl.where(good, most, 0.0)
+    v = ()
+    for k in tl.static_range(0, COUNT, 4):
+        i = run[:, None] * COUNT + k + tl.arange(0, 4)[None, :]
+        if MASKED:
+            four = tl.load(payload + i, mask=here[:, None], other=0)
         else:
-            word = tl.load(payload + at, mask=here[:, None], other=0)
-        total += tl.sum(tl.sum(weigh(word, at), 1), 0)
-        shift = (BITS * tl.arange(0, CELLS)).to(tl.uint32)[None, None, :]
-        cells = ((word[:, :, None] >> shift) & ((1 << BITS) - 1)).to(tl.int32)
-        wanted = (row * _BLOCK < hi) & ((row + 1) * _BLOCK > lo)
-        most = tl.where(good, _TOP * ranks, 0)
-        largest = tl.max(tl.max(cells, 2), 1)
-        wrong |= tl.max((wanted & (largest > most)).to(tl.int32), 0)
-        t = _rotated((cells - _MIDDLE * ranks).to(tl.float32))
-        bits = tl.reshape(t, [_ROWS, _RUN, _RUN]).to(tl.uint32, bitcast=True)
-        seed = tl.load(payload + scales_at * 32).to(tl.uint64)
-        seed |= tl.load(payload + scales_at * 32 + 1).to(tl.uint64) << 32
-        step = tl.load(payload + scales_at * 32 + 2).to(tl.uint64)
-        y = (bits ^ _signs(seed, step, tile)).to(tl.float32, bitcast=True)
-        value = tl.where(good, norm, 0).to(tl.float32, bitcast=True)
-        scale = tl.div_rn(value, tl.full([_ROWS], _STEPS, tl.float32))
-        y *= scale[:, None, None]
-        y = tl.where(y < LARGEST, y, LARGEST)
-        y = tl.where(y > -LARGEST, y, -LARGEST)
-        other = tl.where(lost, _NAN_NORM, 0).to(tl.uint32).to(tl.float32, bitcast=True)
-        y = tl.where(good[:, None, None], y, other[:, None, None])
-        if STORE:
-            found = narrow(y, EXP, ITEM, PTX)
-            i = _elements(tile)
-            if (begin >= lo) & (end <= hi):
-                store_element(out_ptr, to + i, found, None, EXP, ITEM, ADD)
-            else:
-                store_element(out_ptr, to + i, found, (i >= lo) & (i < hi), EXP, ITEM, ADD)
-    if wrong != 0:
-        report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
-    if SUMS:
-        tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
+            four = tl.load(payload + i)
+        words = to_columns(four, ROWS, 4, 2)
+        for j in tl.static_range(4):
+            if L.sums:
+                terms += weigh(words[j], run * COUNT + k + j)
+            v = v + _cell_values(words[j], center, BITS, L.ptx)
+    top = v[0]
+    for k in tl.static_range(1, 64):
+        top = tl.maximum(top, v[k])
+    wanted = (block * _BLOCK < hi) & ((block + 1) * _BLOCK > lo)
+    wrong = wrong | (wanted & (top > center))
+    value = tl.where(good | lost, norm, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(value, tl.full([ROWS], _STEPS, tl.float32))
+    x = _to_runs(_rotated(v, ROWS), ROWS)
+    # The transform of no cells is +0, and stays that.
+    head = payload + t.at * 32
+    seed = tl.load(head).to(tl.uint64) | (tl.load(head + 1).to(tl.uint64) << 32)
+    signs = _sign_words(seed, tl.load(head + 2).to(tl.uint64), run)
+    signs = tl.where(good, signs[0], 0), tl.where(good, signs[1], 0)
+    return _scaled_signed(x, scale, signs, L.ptx), wrong, terms
 
 
 @functools.cache
-def _encode_variant(spec: Thc, dtype: DType, aligned: bool, on_device: bool, sums: bool) -> Variant:
-    return Variant(
-        _encode_kernel,
-        _OPTIONS,
-        BITS=spec.bits,
-        PER_BLOCK=spec.norm == "block",
-        ON_DEVICE=on_device,
-        EXP=dtype.exponent,
-        ITEM=dtype.itemsize,
-        ALIGNED=aligned,
-        SUMS=sums,
+def _driver(spec: Thc) -> Driver:
+    form = Cells(
+        run=int(_RUN.value),
+        limited=True,
+        pairs=True,
+        checked=True,
+        once=True,
+        bits=spec.bits,
+        per_block=spec.norm == "block",
+        ranks=spec.max_ranks,
     )
-
-
-@functools.cache
-def _decode_variant(
-    spec: Thc, dtype: DType, aligned: bool, add: int, store: bool, sums: bool
-) -> Variant:
-    return Variant(
-        _decode_kernel,
-        _OPTIONS,
-        BITS=spec.bits,
-        PER_BLOCK=spec.norm == "block",
-        RANKS=spec.max_ranks,
-        LARGEST=largest_number(dtype),
-        EXP=dtype.exponent,
-        ITEM=dtype.itemsize,
-        ALIGNED=aligned,
-        ADD=add,
-        STORE=store,
-        PTX=PTX,
-        SUMS=sums,
-    )
-
-
-def _spec(plan: Plan) -> Thc:
-    if not isinstance(plan.codec, Thc):
-        raise TypeError(f"the plan's codec is {plan.codec.name}; allowed: thc")
-    return plan.codec
-
-
-def _geometry(plan: Plan) -> tuple[int, int, int]:
-    """Where static parts start, their distance, and where scales lie in them, by 128 bytes."""
-    scales_at = plan.layout.sections[0].nbytes // 128
-    return plan.static_offset // 128, plan.static_stride // 128, scales_at
-
-
-def _tiles(plan: Plan) -> int:
-    return max(1, -(-plan.chunk_nelem // int(_TILE.value)))
+    return Driver(_pack, _unpack, no_scale, form, (ENCODE, DECODE, DECODE_ADD_ENCODE))
 
 
 def measure(spec: Thc, dtype: DType, x: torch.Tensor) -> torch.Tensor:
@@ -402,65 +508,24 @@ def encode(plan: Plan, x, out, scratch, stats=None, key: Key | None = None) -> N
 
     Chunks with an element that is not finite where `stats` are get marked as overflowed.
     """
-    spec, tiles = _spec(plan), _tiles(plan)
-    random, on_device, numbers = key_arguments(key, out.device)
+    spec: Thc = plan.codec
     norms = spec.blocks(plan.nelem) if spec.norm == "block" else 1
     if stats is None:
         used, nbytes = workspace(spec, plan.chunk_nelem, plan.chunks)
         stats = _measured(spec, plan.dtype, x, scratch[used : used + nbytes])
     elif stats.numel() != norms:
         raise ValueError(f"stats have {stats.numel()} norms; allowed: {norms} for {plan.shape}")
-    frame_of(plan).begin(out)
-    held = random == KEY_ON_DEVICE
-    _encode_variant(spec, plan.dtype, aligned_for(plan, x), held, plan.checksum).launch(
-        tiles * plan.chunks,
-        (x, out, out if on_device is None else on_device, stats.view(torch.uint8)),
-        plan.nelem,
-        plan.chunk_nelem,
-        tiles,
-        plan.header.nbytes // 8,
-        *_geometry(plan),
-        norms,
-        *numbers,
-    )
+    _driver(spec).encode(plan, x, out, stats=stats, key=key, draws=True)
 
 
-def decode(
-    plan: Plan,
-    src,
-    out,
-    scratch,
-    status,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    check: bool = True,
-    dynamic_starts=None,
-    store: bool = True,
-    add: bool = False,
-    planned: bool = True,
-) -> None:
-    """Decode elements `start` to `stop` into `out`; see `tightwire.gpu` for the contract."""
-    spec, tiles = _spec(plan), _tiles(plan)
-    stop = plan.nelem if stop is None else stop
-    sums = check and plan.checksum and start < stop
-    if sums:
-        scratch[: 8 * plan.chunks].zero_()
-    first, end, _, _ = touched(plan, start, stop)
-    if start < stop:
-        adding = out.element_size() if add else 0
-        even = out is not None and aligned_for(plan, out, start)
-        _decode_variant(spec, plan.dtype, even, adding, store, sums).launch(
-            tiles * (end - first),
-            (src, src if out is None else out, scratch, status),
-            start,
-            stop,
-            first,
-            plan.nelem,
-            plan.chunk_nelem,
-            tiles,
-            *_geometry(plan),
-        )
-    frame_of(plan).check(
-        src, scratch, status, start, stop, whole=check, summed=sums, planned=planned
-    )
+def decode(plan: Plan, src, out, scratch, status, **selection) -> None:
+    """Decode elements into `out`; see `Driver.decode`."""
+    _driver(plan.codec).decode(plan, src, out, scratch, status, **selection)
+
+
+def driver_of(plan: Plan) -> Driver:
+    """The kernels of a plan."""
+    return _driver(plan.codec)
+
+
+sum = sum_function(driver_of)

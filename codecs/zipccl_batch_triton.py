@@ -1,259 +1,279 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""zipccl on a GPU, many tensors at once: whole chunks of any number of packed buffers.
+"""zipccl on a GPU, many tensors and their buffers at once: all chunks in the launches of one.
 
-Every chunk has a row of a table in device memory, which says where its parts lie, where its
-elements go, and what its record holds: the host has read headers and records. A launch decodes all
-chunks of one element size; a small one behind it checks padding and checksums. Chunks of the raw
-codec are chunks that are stored raw.
+Chunks are rows of a table in device memory (common/batch_triton.py), with more words beside them
+(`MORE`). The host makes both, of plans and addresses, and of records where it has read them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from ..formats.dtypes import BY_NAME, DType
+from .common.base import Key, Plan
+from .common.batch_triton import Batch, elements_of, row_of, rows_of
 from .common.frame_triton import (
-    CHUNK,
-    CHUNK_PADDING,
-    CHUNK_PAYLOAD,
-    CHUNK_SUM,
-    padding_of,
-    report,
+    ROW_PLANNED,
+    ROW_WORDS,
+    Words,
+    check_header,
+    place_of,
+    plan_of_row,
+    table_of,
 )
-from .common.launch_triton import PTX, Variant, kernel, options
-from .zipccl import COLUMNS, TILE, fields_of
-from .zipccl_triton import decode_options, decode_raw, decode_tile, dynamic_share, index_of
+from .common.launch_triton import Variant, kernel, options
+from .zipccl import TILE, Zipccl
+from .zipccl_decode_triton import check_one, decode_one, decode_options
+from .zipccl_encode_triton import encode_one, encode_options, finish_one, window_of, work_at
+from .zipccl_words_triton import Part, fixed_of, launch_of
 
-_TILE = tl.constexpr(TILE)
-_COLUMNS = tl.constexpr(COLUMNS)
-
-#: A row of the table. `static` and `dynamic` are offsets in the memory that is decoded, `out` is an
-#: address, sizes are in bytes; `nelem` counts units of the element size.
-#: `words` is what the checksum leaves for the words of both parts; `fixed` is the base of all
-#: windows, -1 if each tile has its own, -2 if all are alike; `flags`: 1 raw, 2 with a checksum.
-ROW = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "static",
-            "dynamic",
-            "dynamic_nbytes",
-            "out",
-            "nelem",
-            "static_nbytes",
-            "index_at",
-            "flags",
-            "words",
-            "first_tile",
-            "fixed",
-            "spare",
-        )
-    ]
+_TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
+#: More of a row's chunk: where its dynamic part starts in the buffer and how long it may be, in
+#: bytes; `Part.fixed`; whether the buffer is packed, so that the dynamic part is padded; numbers of
+#: its first tile and group in the workspace.
+MORE = np.dtype(
+    [(name, np.int64) for name in ("dynamic", "room", "fixed", "packed", "tile", "group")]
 )
-_FIELDS = tl.constexpr(len(ROW.names or ()))
-
+_MORE = tl.constexpr(len(MORE.names or ()))
 #: The element types by whose kernels raw chunks of an element size are copied.
 RAW_AS = {1: BY_NAME["float8_e5m2"], 2: BY_NAME["bfloat16"], 4: BY_NAME["float32"]}
 
 
+@triton.jit
+def _part_of(row_ptr, more_ptr):
+    """(The chunk of a row, its first element in the tensor, more of it)."""
+    data_ptr, _, _ = place_of(row_ptr, 0, ROW_WORDS)
+    more = more_ptr.to(tl.pointer_type(tl.int64)) + tl.load(row_ptr + 15) * _MORE
+    chunk, nelem, size = tl.load(row_ptr + 4), tl.load(row_ptr + 8), tl.load(row_ptr + 9)
+    stride = tl.load(row_ptr + 11) * 128
+    p = Part(
+        data_ptr + (tl.load(row_ptr + 10) * 128 + chunk * stride),
+        data_ptr + tl.multiple_of(tl.load(more), 16),
+        data_ptr.to(tl.pointer_type(tl.int64)) + (tl.load(row_ptr + 13) + chunk * 4),
+        chunk,
+        tl.maximum(tl.minimum(size, nelem - chunk * size), 0),
+        stride,
+        tl.load(more + 1),
+        tl.load(row_ptr + 12) * 128,
+        tl.load(more + 2).to(tl.int32),
+    )
+    return p, chunk * size, more
+
+
 @kernel
-def _decode_kernel(
-    src_ptr,
-    table_ptr,
-    rows_ptr,
-    sums_ptr,
-    status_ptr,
-    first_program: tl.int64,
-    EXP: tl.constexpr,
-    MAN: tl.constexpr,
-    ITEM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PTX: tl.constexpr,
+def _encode_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    totals_ptr,
+    counts_ptr,
+    slots_ptr,
+    groups: tl.int64,
+    shift: tl.int32,
+    L: tl.constexpr,
 ):
-    """One tile of one chunk. WHOLE: tiles of 4096 coded elements; else all the others."""
-    pid = first_program + tl.program_id(0)
-    row = tl.load(rows_ptr.to(tl.pointer_type(tl.int32)) + pid)
-    r = table_ptr.to(tl.pointer_type(tl.int64)) + row.to(tl.int64) * _FIELDS
-    n = tl.load(r + 4)
-    flags = tl.load(r + 7)
-    tile = (pid - tl.load(r + 9)).to(tl.int32)
-    begin_tile = tile.to(tl.int64) * _TILE
-    valid = tl.minimum(n - begin_tile, _TILE).to(tl.int32)
-    is_raw = (flags & 1) != 0
-    whole = (valid == _TILE) & (not is_raw)
-    mine = whole
-    if not WHOLE:
-        mine = not whole
-    if mine:
-        static_ptr = src_ptr + tl.multiple_of(tl.load(r), 16)
-        dynamic_ptr = src_ptr + tl.multiple_of(tl.load(r + 1), 16)
-        dynamic_nbytes = tl.load(r + 2)
-        out_ptr = tl.multiple_of(tl.load(r + 3), 16).to(tl.pointer_type(tl.uint8))
-        stride = tl.load(r + 5)
-        total = tl.zeros([], tl.uint64)
-        if is_raw:
-            total = decode_raw(
-                static_ptr,
-                dynamic_ptr,
-                stride,
-                begin_tile,
-                valid,
-                0,
-                valid,
-                out_ptr,
-                begin_tile,
-                0,
-                EXP,
-                ITEM,
-                True,
-                0,
-                True,
-            )
+    """One tile of a table's chunks. `totals_ptr`: checksum terms and escapes of all groups."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    p, first, more = _part_of(row_ptr, more_ptr)
+    tile = (pid - tl.load(row_ptr + 7)).to(tl.int32)
+    x_ptr, aligned = elements_of(row_ptr)
+    stats_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(tl.int64))
+    # fmt: off
+    work = work_at(
+        totals_ptr, totals_ptr + groups * 8, counts_ptr, slots_ptr, tl.load(more + 5),
+        tl.load(more + 4), L.slot,
+    )
+    # fmt: on
+    begin = tile.to(tl.int64) * _TILE
+    if aligned & (begin + _TILE <= p.n):
+        encode_one(x_ptr, first, p, work, tile, shift, stats_ptr, True, L)
+    elif begin < p.n:
+        encode_one(x_ptr, first, p, work, tile, shift, stats_ptr, False, L)
+
+
+@kernel
+def _finish_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    totals_ptr,
+    counts_ptr,
+    slots_ptr,
+    groups: tl.int64,
+    shift: tl.int32,
+    L: tl.constexpr,
+):
+    """One group of tiles of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    p, first, more = _part_of(row_ptr, more_ptr)
+    x_ptr, _ = elements_of(row_ptr)
+    # fmt: off
+    work = work_at(
+        totals_ptr, totals_ptr + groups * 8, counts_ptr, slots_ptr, tl.load(more + 5),
+        tl.load(more + 4), L.slot,
+    )
+    # fmt: on
+    group = (pid - tl.load(row_ptr + 7)).to(tl.int32)
+    tiles = ((p.n + _TILE - 1) // _TILE).to(tl.int32)
+    here = tl.maximum((tiles + (1 << shift) - 1) >> shift, 1)
+    finish_one(x_ptr, first, p, work, group, here, shift, L)
+
+
+@kernel
+def _decode_rows_kernel(sources_ptr, firsts_ptr, owners_ptr, more_ptr, L: tl.constexpr):
+    """One tile of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    _, sums_ptr, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    p, first, _ = _part_of(row_ptr, more_ptr)
+    tile = (pid - tl.load(row_ptr + 7)).to(tl.int32)
+    out_ptr, aligned = elements_of(row_ptr)
+    begin = tile.to(tl.int64) * _TILE
+    if begin < p.n:
+        hi = tl.minimum(p.n - begin, _TILE)
+        lo, to = hi * 0, first + begin
+        if aligned & (hi == _TILE):
+            total = decode_one(p, tile, lo, hi, out_ptr, to, status_ptr, True, L)
         else:
-            index_at = tl.load(r + 6)
-            fixed = tl.load(r + 10).to(tl.int32)
-            tiles = ((n + _TILE - 1) // _TILE).to(tl.int32)
-            entry, begin, end, bad, of_index = index_of(
-                static_ptr, index_at, tile, tiles, dynamic_nbytes, fixed, EXP
-            )
-            wrong, total = decode_tile(
-                static_ptr + tile.to(tl.int64) * BLOCK,
-                (valid + 127) // 128 * 16,
-                entry,
-                dynamic_ptr,
-                begin,
-                end,
-                dynamic_nbytes,
-                out_ptr,
-                begin_tile,
-                0,
-                valid,
-                valid,
-                tile * (BLOCK // 4),
-                WHOLE,
-                EXP,
-                MAN,
-                ITEM,
-                True,
-                0,
-                True,
-                PTX,
-            )
-            if bad | wrong:
-                report(status_ptr, CHUNK + (row.to(tl.int64) << 8) + CHUNK_PAYLOAD)
-            total += of_index
-            total += dynamic_share(dynamic_ptr, dynamic_nbytes, stride, tile, tiles)
-        tl.atomic_add(sums_ptr + row, total.to(tl.int64, bitcast=True), sem="relaxed")
+            total = decode_one(p, tile, lo, hi, out_ptr, to, status_ptr, False, L)
+        if L.sums:
+            at = sums_ptr + p.chunk
+            tl.atomic_add(at, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @kernel
-def _check_kernel(
-    src_ptr,
-    table_ptr,
-    sums_ptr,
-    status_ptr,
-    first_row: tl.int32,
-    ITEM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Padding and checksum of one chunk."""
-    row = first_row + tl.program_id(0)
-    r = table_ptr.to(tl.pointer_type(tl.int64)) + row.to(tl.int64) * _FIELDS
-    static_ptr = src_ptr + tl.load(r)
-    dynamic_ptr = src_ptr + tl.load(r + 1)
-    dynamic_nbytes = tl.load(r + 2)
-    n = tl.load(r + 4)
-    stride = tl.load(r + 5)
-    index_at = tl.load(r + 6)
-    flags = tl.load(r + 7)
-    where = row.to(tl.int64) << 8
-    if (flags & 1) != 0:
-        total, padding = padding_of(static_ptr, tl.minimum(n * ITEM, stride), stride)
-    else:
-        whole = n // _TILE
-        cols = (n % _TILE + 127) // 128 * 16
-        tiles = (n + _TILE - 1) // _TILE
-        total, padding = padding_of(
-            static_ptr, whole * BLOCK + cols * (BLOCK // _COLUMNS), index_at
-        )
-        more, others = padding_of(static_ptr, index_at + 6 * tiles, stride)
-        total += more
-        padding |= others
-    _, others = padding_of(dynamic_ptr, dynamic_nbytes, (dynamic_nbytes + 127) // 128 * 128)
-    padding |= others
-    if padding != 0:
-        report(status_ptr, CHUNK + where + CHUNK_PADDING)
-    if (flags & 2) != 0:
-        total += tl.load(sums_ptr + row).to(tl.uint64, bitcast=True)
-        if total != tl.load(r + 8).to(tl.uint64, bitcast=True):
-            report(status_ptr, CHUNK + where + CHUNK_SUM)
+def _check_rows_kernel(sources_ptr, more_ptr, ITEM: tl.constexpr):
+    """One of a table's chunks, that was decoded; once, the header of its buffer."""
+    row_ptr = sources_ptr + tl.program_id(0).to(tl.int64) * ROW_WORDS
+    src_ptr, sums_ptr, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    plan_ptr, chunk = plan_of_row(row_ptr)
+    planned = (tl.load(row_ptr + 14) & _PLANNED).to(tl.int32)
+    if (planned != 0) & (chunk == 0):
+        check_header(src_ptr, plan_ptr, status_ptr)
+    p, _, more = _part_of(row_ptr, more_ptr)
+    # fmt: off
+    check_one(
+        p, p.n * ITEM, src_ptr, plan_ptr, sums_ptr + chunk, 1, status_ptr, True, planned,
+        tl.load(more + 3) != 0, tl.load(plan_ptr + 7) != 0,
+    )
 
 
-class Batch:
-    """Chunks of buffers, described by rows (of `ROW`), to decode in a few launches.
+def encode_many(
+    plans: Sequence[Plan],
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    stats: Sequence[torch.Tensor] | None = None,
+    key: Key | None = None,
+) -> None:
+    """Encode tensors into buffers; see `tightwire.gpu_many` for the contract.
 
-    All are of `dtype`, one that `supports` takes, or raw with its element size (`RAW_AS`). Parts
-    and results start at multiples of 16 bytes. Nothing waits for the device: the memory that rows
-    name must stay until the stream has come this far.
+    One launch begins all, and two encode. The workspace, about 1/40 of the tensors, is torch's.
     """
-
-    def __init__(self, dtype: DType, rows: np.ndarray, device: torch.device) -> None:
-        tiles = -(-rows["nelem"] // TILE)
-        ends = np.cumsum(tiles)
-        rows["first_tile"] = ends - tiles
-        raw = (rows["flags"] & 1) != 0
-        self._dtype = dtype
-        self._programs = np.concatenate([[0], ends])
-        self._whole = ~raw & (rows["nelem"] >= TILE)
-        self._rest = raw | (rows["nelem"] % TILE != 0)
-        owners = np.repeat(np.arange(len(rows), dtype=np.int32), tiles)
-        self._table = _upload(rows.view(np.uint8), device)
-        self._owners = _upload(owners.view(np.uint8), device)
-        self._sums = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        #: What decoding finds wrong, int64, shape (1,); its chunk number is that of a row. See
-        #: `tightwire.codecs.common.frame_triton.problem`.
-        self.status = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def decode(self, first: int, stop: int, src: torch.Tensor) -> None:
-        """Decode and check the chunks of rows `first` to `stop`, whose bytes are in `src`."""
-        start, end = int(self._programs[first]), int(self._programs[stop])
-        tensors = (src, self._table, self._owners, self._sums, self.status)
-        for whole, wanted in ((True, self._whole), (False, self._rest)):
-            if end > start and wanted[first:stop].any():
-                _decode_variant(self._dtype, whole).launch(end - start, tensors, start)
-        check = (src, self._table, self._sums, self.status)
-        _check_variant(self._dtype).launch(stop - first, check, first)
+    spec, dtype, device = plans[0].codec, plans[0].dtype, xs[0].device
+    assert isinstance(spec, Zipccl)
+    if stats is not None:
+        stats = [s if s.dtype == torch.int64 else s.to(torch.int64) for s in stats]
+    rows, distinct = rows_of(plans, outs, xs, dtype.itemsize, stats=stats)
+    rows["tensor"] = np.arange(len(rows))
+    shift = max(5, (int(rows["chunk_nelem"].max(initial=0)) // TILE >> 13).bit_length())
+    more, grouped = _more(distinct, rows), rows.copy()
+    tiles = Batch(TILE, rows, distinct, device, empty=True)
+    groups = Batch(TILE << shift, grouped, distinct, device, empty=True)
+    more["tile"], more["group"] = rows["first"], grouped["first"]
+    launch = launch_of(dtype, window=window_of(spec, stats is not None), sums=plans[0].checksum)
+    tensors = (
+        table_of(more.view(np.int64), device),
+        torch.zeros(groups.programs * 12, dtype=torch.uint8, device=device),
+        torch.empty(tiles.programs * 2, dtype=torch.uint8, device=device),
+        torch.empty(tiles.programs * launch.slot, dtype=torch.uint8, device=device),
+    )
+    tiles.begin()
+    numbers = groups.programs, shift
+    for variant, batch in zip(_encode_variants(launch), (tiles, groups), strict=True):
+        variant.launch(batch.programs, (*batch.tensors, *tensors), *numbers)
 
 
-def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(host)
-    if device.type == "cpu":
-        return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
+def decode_many(
+    plans: Sequence[Plan],
+    srcs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    statuses: Sequence[torch.Tensor],
+    planned: Sequence[bool],
+) -> None:
+    """Decode buffers whole, in one launch, and check them in one; see `tightwire.gpu_many`."""
+    decode_places(plans[0].dtype, plans, srcs, outs, statuses, planned)
+
+
+def decode_places(
+    dtype: DType,
+    plans: Sequence[Plan],
+    data: Sequence[torch.Tensor] | Words,
+    outs: Sequence[torch.Tensor],
+    statuses: Sequence[torch.Tensor] | Words,
+    planned: Sequence[bool] | None = None,
+    packed: tuple[Words, Words] | None = None,
+) -> None:
+    """As `decode_many`, also of packed buffers, and of memory at addresses.
+
+    Args:
+        dtype: One that `supports` takes, that of the plans; or they are raw, of its element size
+            or a multiple (`RAW_AS`).
+        plans: Plans, one a buffer.
+        data: Buffers, or their addresses, multiples of 16, shape (buffers,).
+        outs: Where elements go.
+        statuses: Status words, or their addresses, shape (buffers,).
+        planned: Which headers are compared with the plans'; None: none.
+        packed: None, or of packed buffers where dynamic parts start in their buffer, and their
+            bytes: two arrays, of all chunks one behind the other.
+    """
+    rows, distinct = rows_of(plans, data, outs, dtype.itemsize, statuses, planned=planned)
+    rows["tensor"] = np.arange(len(rows))
+    more = _more(distinct, rows)
+    if packed is not None:
+        more["packed"] = 1
+        more["dynamic"], more["room"] = packed
+    device = outs[0].device
+    batch = Batch(TILE, rows, distinct, device, empty=True, summed=True)
+    table = table_of(more.view(np.int64), device)
+    decode, check = _decode_variants(dtype, any(plan.checksum for plan in distinct))
+    decode.launch(batch.programs, (*batch.tensors, table))
+    check.launch(len(rows), (batch.tensors[0], table))
+
+
+def _more(plans: list[Plan], rows: np.ndarray) -> np.ndarray:
+    """`MORE` of rows of buffers with slots, of plans number `rows["plan"]`."""
+    own = [(p.dynamic_offset, p.dynamic_stride, fixed_of(p.codec)) for p in plans]
+    start, stride, fixed = np.array(own, np.int64).T[:, rows["plan"]]
+    more = np.zeros(len(rows), MORE)
+    more["dynamic"], more["room"], more["fixed"] = start + rows["chunk"] * stride, stride, fixed
+    return more
 
 
 @functools.cache
-def _decode_variant(dtype: DType, whole: bool) -> Variant:
-    fields = fields_of(dtype)
-    return Variant(
-        _decode_kernel,
-        decode_options(dtype.itemsize, 0 if whole else 2),
-        EXP=fields.exponent,
-        MAN=fields.mantissa,
-        ITEM=dtype.itemsize,
-        BLOCK=fields.block_nbytes(COLUMNS),
-        WHOLE=whole,
-        PTX=PTX,
+def _encode_variants(launch) -> tuple[Variant, Variant]:
+    chosen = encode_options(launch.item, 0, launch.sums)
+    return (
+        Variant(_encode_rows_kernel, chosen, L=launch),
+        Variant(_finish_rows_kernel, options(8, maxnreg=64), L=launch),
     )
 
 
 @functools.cache
-def _check_variant(dtype: DType) -> Variant:
-    block = fields_of(dtype).block_nbytes(COLUMNS)
-    return Variant(_check_kernel, options(1), ITEM=dtype.itemsize, BLOCK=block)
+def _decode_variants(dtype: DType, sums: bool) -> tuple[Variant, Variant]:
+    return (
+        Variant(
+            _decode_rows_kernel, decode_options(dtype.itemsize, 0), L=launch_of(dtype, sums=sums)
+        ),
+        Variant(_check_rows_kernel, options(1), ITEM=dtype.itemsize),
+    )

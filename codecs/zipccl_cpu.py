@@ -12,27 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from ..formats.checksum import MASK64
 from ..formats.dtypes import BY_NAME
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
 from .common.base import Bits, Bytes, Chunk, ChunkResult, Plan
 from .common.checksum_cpu import add_words, sum_part
-from .common.compile_cache import cached, part
+from .common.compile_cache import cached
 from .common.driver_cpu import (
     Decoder,
     Encoder,
     Given,
     by_tiles,
-    decode_add_encode_by,
     decode_by,
     encode_by,
 )
 from .zipccl import (
-    CANDIDATES,
-    COLUMN_STEP,
     COLUMNS,
     ROWS,
     TILE,
@@ -44,6 +39,41 @@ from .zipccl import (
     static_views,
     tile_count,
     tiles_nbytes,
+)
+from .zipccl_tile_cpu import (
+    any_bits,
+    append_escapes,
+    collect_padded_tile,
+    collect_tile,
+    columns_of,
+    count_flags,
+    escapes_are_outside,
+    gather_escapes,
+    join_bf16,
+    join_e4m3,
+    join_e5m2,
+    join_f16,
+    join_f32,
+    join_f64,
+    narrow_block,
+    pack_codes,
+    pack_top,
+    pad_tile,
+    scatter_escapes,
+    split_bf16,
+    split_e4m3,
+    split_e5m2,
+    split_f16,
+    split_f32,
+    split_f64,
+    spread_tile,
+    swap_zeros,
+    tile_window,
+    unpack_codes,
+    unpack_top3,
+    unpack_top4,
+    unpack_top5,
+    widen_block,
 )
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -62,465 +92,6 @@ _PROBLEMS = (
 #: What `decode_span` sums: nothing, tiles, or tiles and all else.
 _NOTHING, _TILES, _ALL = range(3)
 _NO_GAPS = np.empty((0, 2), np.int64)
-
-
-@intrinsic
-def _ctz(typingctx, x):
-    """Number of trailing zero bits; 64 for zero."""
-
-    def codegen(context, builder, signature, args):
-        return builder.cttz(args[0], context.get_constant(types.boolean, False))
-
-    return types.uint64(types.uint64), codegen
-
-
-@intrinsic
-def _popcount(typingctx, x):
-    """Number of set bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), codegen
-
-
-# A shift by a variable amount is done in 64-bit lanes, so each width of mantissa gets its own loop.
-
-
-def _split1_by(m):
-    @part(nogil=True)
-    def split1(x, e, top):
-        for i in range(TILE):
-            v = x[i]
-            e[i] = U1(U1(v & U1(127)) >> U1(m))
-            top[i] = U1(U1(U1(v >> U1(7)) << U1(m)) | U1(v & U1((1 << m) - 1)))
-
-    return split1
-
-
-def _join1_by(m):
-    @part(nogil=True)
-    def join1(e, top, x):
-        for i in range(TILE):
-            s = top[i]
-            low = U1(U1(e[i] << U1(m)) | U1(s & U1((1 << m) - 1)))
-            x[i] = U1(U1(U1(s >> U1(m)) << U1(7)) | low)
-
-    return join1
-
-
-_split_e4m3, _split_e5m2 = _split1_by(3), _split1_by(2)
-_join_e4m3, _join_e5m2 = _join1_by(3), _join1_by(2)
-
-
-@part(nogil=True)
-def _split_bf16(x, e, block):
-    for i in range(TILE):
-        v = x[i]
-        e[i] = U1(v >> U2(7))
-        block[i] = U1(U2(U2(v >> U2(15)) << U2(7)) | U2(v & U2(127)))
-
-
-@part(nogil=True)
-def _join_bf16(e, block, x):
-    for i in range(TILE):
-        s = U2(block[i])
-        x[i] = U2(U2(U2(s >> U2(7)) << U2(15)) | U2(U2(U2(e[i]) << U2(7)) | U2(s & U2(127))))
-
-
-@part(nogil=True)
-def _split_f16(x, e, top, block):
-    for i in range(TILE):
-        v = x[i]
-        e[i] = U1(U2(v >> U2(10)) & U2(31))
-        block[i] = U1(v)
-        top[i] = U1(U2(U2(v >> U2(15)) << U2(2)) | U2(U2(v >> U2(8)) & U2(3)))
-
-
-@part(nogil=True)
-def _join_f16(e, top, block, x):
-    for i in range(TILE):
-        s = U2(top[i])
-        high = U2(U2(U2(s >> U2(2)) << U2(15)) | U2(U2(s & U2(3)) << U2(8)))
-        x[i] = U2(high | U2(U2(U2(e[i]) << U2(10)) | U2(block[i])))
-
-
-@part(nogil=True)
-def _split_f32(x, e, block):
-    low16 = view_as(block[: 2 * TILE], np.uint16)
-    high8 = block[2 * TILE : 3 * TILE]
-    for i in range(TILE):
-        v = x[i]
-        e[i] = U1(v >> U4(23))
-        low16[i] = U2(v)
-        high8[i] = U1(U4(U4(v >> U4(31)) << U4(7)) | U4(U4(v >> U4(16)) & U4(127)))
-
-
-@part(nogil=True)
-def _join_f32(e, block, x):
-    low16 = view_as(block[: 2 * TILE], np.uint16)
-    high8 = block[2 * TILE : 3 * TILE]
-    for i in range(TILE):
-        s = U4(high8[i])
-        high = U4(U4(U4(s >> U4(7)) << U4(31)) | U4(U4(s & U4(127)) << U4(16)))
-        x[i] = U4(high | U4(U4(U4(e[i]) << U4(23)) | U4(low16[i])))
-
-
-@part(nogil=True)
-def _split_f64(x, e, top, block):
-    low32 = view_as(block[: 4 * TILE], np.uint32)
-    mid16 = view_as(block[4 * TILE : 6 * TILE], np.uint16)
-    for i in range(TILE):
-        v = x[i]
-        e[i] = U2(U8(v >> U8(52)) & U8(2047))
-        low32[i] = U4(v)
-        mid16[i] = U2(v >> U8(32))
-        top[i] = U1(U8(U8(v >> U8(63)) << U8(4)) | U8(U8(v >> U8(48)) & U8(15)))
-
-
-@part(nogil=True)
-def _join_f64(e, top, block, x):
-    low32 = view_as(block[: 4 * TILE], np.uint32)
-    mid16 = view_as(block[4 * TILE : 6 * TILE], np.uint16)
-    for i in range(TILE):
-        s = U8(top[i])
-        high = U8(U8(U8(s >> U8(4)) << U8(63)) | U8(U8(s & U8(15)) << U8(48)))
-        high = U8(high | U8(U8(e[i]) << U8(52)))
-        x[i] = U8(high | U8(U8(U8(mid16[i]) << U8(32)) | U8(low32[i])))
-
-
-@part(nogil=True)
-def _count_window(sample, n, b, top, lanes, highs):
-    """How many of a sample are in the window at `b`, are `b`, are below `top`; the largest below.
-
-    Whole blocks of 512 go through 64 lanes, eight elements each.
-    """
-    one = sample.dtype.type
-    inside = I8(0)
-    lowest = I8(0)
-    below = I8(0)
-    highest = one(0)
-    blocks = n // _SAMPLED
-    for k in range(blocks):
-        block = sample[k * _SAMPLED : (k + 1) * _SAMPLED]
-        for w in range(64):
-            c0 = U1(0)
-            c1 = U1(0)
-            c2 = U1(0)
-            h = one(0)
-            for r in range(8):
-                v = block[r * 64 + w]
-                d = one(v - b)
-                c0 += U1(d < one(WINDOW))
-                c1 += U1(d == one(0))
-                c2 += U1(v < top)
-                v = v if v < top else one(0)
-                h = v if v > h else h
-            lanes[w] = c0
-            lanes[64 + w] = c1
-            lanes[128 + w] = c2
-            highs[w] = h
-        for w in range(64):
-            inside += I8(lanes[w])
-            lowest += I8(lanes[64 + w])
-            below += I8(lanes[128 + w])
-            h = highs[w]
-            highest = h if h > highest else highest
-    for i in range(blocks * _SAMPLED, n):
-        v = sample[i]
-        d = one(v - b)
-        inside += I8(d < one(WINDOW))
-        lowest += I8(d == one(0))
-        below += I8(v < top)
-        v = v if v < top else one(0)
-        highest = v if v > highest else highest
-    return inside, lowest, below, I8(highest)
-
-
-@part(nogil=True)
-def _tile_window(sample, n, lanes, highs):
-    """Index entry of a tile; see zipccl.tile_window. Stops where no lower window can do better."""
-    one = sample.dtype.type
-    highest = one(0)
-    for i in range(n):
-        v = sample[i]
-        highest = v if v > highest else highest
-    # The first count is of zeros: one call, as each is compiled anew.
-    base, top = I8(0), I8(0)
-    zeros, best, entry = I8(0), I8(-1), I8(0)
-    for k in range(CANDIDATES + 1):
-        coded, lowest, below, following = _count_window(
-            sample, n, one(base), one(top), lanes, highs
-        )
-        if k == 0:
-            zeros = lowest
-            top = I8(highest)
-        else:
-            gain = zeros - lowest if base > 0 else I8(0)
-            if gain > 0:
-                coded += gain
-            if coded > best:
-                best = coded
-                entry = base | (ZERO_MODE if gain > 0 else 0)
-            if below <= best:
-                break
-            top = following
-        base = top - (WINDOW - 1)
-        base = base if base > 0 else I8(0)
-    return entry
-
-
-@part(nogil=True)
-def _pack_codes(e, base, planes, escaped):
-    """Three code planes of a tile and its escape flags, one byte per column each.
-
-    `base` must come in the type of `e`: cast here, it would make LLVM work in 64-bit lanes.
-    """
-    one = e.dtype.type
-    base1 = U1(base)
-    seven = one(WINDOW)
-    for w in range(COLUMNS):
-        p0 = U1(0)
-        p1 = U1(0)
-        p2 = U1(0)
-        f = U1(0)
-        for r in range(ROWS):
-            row = U1(r)
-            d = one(e[r * COLUMNS + w] - base)
-            m = U1(d if d < seven else seven)
-            c = U1(m + base1)
-            p0 |= U1(U1(c & U1(1)) << row)
-            p1 |= U1(U1(U1(c >> U1(1)) & U1(1)) << row)
-            p2 |= U1(U1(U1(c >> U1(2)) & U1(1)) << row)
-            f |= U1(U1(m == U1(7)) << row)
-        planes[w] = p0
-        planes[COLUMNS + w] = p1
-        planes[2 * COLUMNS + w] = p2
-        escaped[w] = f
-
-
-@part(nogil=True)
-def _swap_zeros(e, base, plain):
-    """The exponents that give a tile in zero mode the codes it has: 0 is `base`, `base` outside."""
-    one = e.dtype.type
-    outside = one(base + one(WINDOW))
-    for i in range(TILE):
-        v = e[i]
-        v = outside if v == base else v
-        plain[i] = base if e[i] == one(0) else v
-
-
-@part(nogil=True)
-def _unpack_codes(planes, base, zero_mode, e, escaped):
-    """Exponents of the coded elements of a tile, and its escape flags; `base` as above."""
-    one = e.dtype.type
-    base1 = U1(base)
-    for w in range(COLUMNS):
-        p0 = planes[w]
-        p1 = planes[COLUMNS + w]
-        p2 = planes[2 * COLUMNS + w]
-        f = U1(0)
-        for r in range(ROWS):
-            row = U1(r)
-            low = U1(U1(U1(p0 >> row) & U1(1)) | U1(U1(U1(p1 >> row) & U1(1)) << U1(1)))
-            c = U1(low | U1(U1(U1(p2 >> row) & U1(1)) << U1(2)))
-            m = U1(U1(c - base1) & U1(7))
-            e[r * COLUMNS + w] = one(base + one(m))
-            f |= U1(U1(m == U1(7)) << row)
-        escaped[w] = f
-    if zero_mode:
-        for i in range(TILE):
-            e[i] = one(0) if e[i] == base else e[i]
-
-
-@part(nogil=True)
-def _pack_top(top, extra, planes):
-    """Bits 0 to `extra - 1` of `top` as planes."""
-    for k in range(extra):
-        for w in range(COLUMNS):
-            p = U1(0)
-            for r in range(ROWS):
-                p |= U1(U1(U1(top[r * COLUMNS + w] >> U1(k)) & U1(1)) << U1(r))
-            planes[k * COLUMNS + w] = p
-
-
-def _unpack_top_by(extra):
-    @part(nogil=True)
-    def unpack_top(planes, top):
-        """Inverse of `_pack_top`."""
-        for w in range(COLUMNS):
-            for r in range(ROWS):
-                v = U1(0)
-                for k in range(extra):
-                    v |= U1(U1(U1(planes[k * COLUMNS + w] >> U1(r)) & U1(1)) << U1(k))
-                top[r * COLUMNS + w] = v
-
-    return unpack_top
-
-
-_unpack_top3, _unpack_top4, _unpack_top5 = _unpack_top_by(3), _unpack_top_by(4), _unpack_top_by(5)
-
-
-@part(nogil=True)
-def _gather(e, flags, escapes, at):
-    """Write the flagged exponents from `at` on, column by column; returns where they end.
-
-    There must be place for a whole tile.
-    """
-    for k in range(_WORDS):
-        bits = flags[k]
-        # Three steps without a branch cover almost every word of eight columns.
-        for _ in range(3):
-            t = _ctz(bits)
-            escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
-            at += I8(bits != U8(0))
-            bits &= bits - U8(1)
-        while bits != U8(0):
-            t = _ctz(bits)
-            escapes[at] = e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))]
-            at += 1
-            bits &= bits - U8(1)
-    return at
-
-
-@part(nogil=True)
-def _count(flags):
-    """How many exponents of a tile are flagged."""
-    found = U8(0)
-    for k in range(_WORDS):
-        found += _popcount(flags[k])
-    return I8(found)
-
-
-@part(nogil=True)
-def _scatter(e, flags, escapes, begin, end):
-    """Put escapes `begin` to `end` back where the flags are; their number is that of the flags."""
-    if begin == end:
-        return
-    at = begin
-    last = end - 1
-    for k in range(_WORDS):
-        bits = flags[k]
-        for _ in range(3):
-            t = _ctz(bits)
-            i = I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))
-            v = escapes[at if at < last else last]
-            e[i] = v if bits != U8(0) else e[i]
-            at += I8(bits != U8(0))
-            bits &= bits - U8(1)
-        while bits != U8(0):
-            t = _ctz(bits)
-            e[I8(t & U8(7)) * COLUMNS + k * 8 + I8(t >> U8(3))] = escapes[at]
-            at += 1
-            bits &= bits - U8(1)
-
-
-@part(nogil=True)
-def _escapes_are_outside(escapes, begin, end, entry, exponent_bits):
-    one = escapes.dtype.type
-    zero_mode = entry >= ZERO_MODE
-    base = one(entry & _BASE_MASK)
-    first = one(base + one(1)) if zero_mode else base
-    length = one(WINDOW - 1) if zero_mode else one(WINDOW)
-    largest = one((1 << exponent_bits) - 1)
-    zeros = U1(zero_mode)
-    bad = U1(0)
-    for i in range(begin, end):
-        v = escapes[i]
-        bad |= U1(one(v - first) < length) | U1(v > largest) | U1(U1(v == one(0)) & zeros)
-    return bad == U1(0)
-
-
-@part(nogil=True, rare=True)
-def _narrow(block, wide, columns, streams_nbytes, planes):
-    """Copy a tile of `columns` columns out of a full-width block; see `_widen`."""
-    at = 0
-    source = 0
-    # Streams of 4, 2 and 1 bytes, then the planes.
-    for k in range(4):
-        width = 4 >> k if k < 3 else 1
-        rows = planes if k == 3 else (ROWS if streams_nbytes & width else 0)
-        for r in range(rows):
-            for i in range(columns * width):
-                block[at + i] = wide[source + r * COLUMNS * width + i]
-            at += columns * width
-        source += rows * COLUMNS * width
-
-
-@part(nogil=True, rare=True)
-def _widen(block, wide, columns, streams_nbytes, planes):
-    """Copy a tile of `columns` columns into a full-width block."""
-    at = 0
-    target = 0
-    for k in range(4):
-        width = 4 >> k if k < 3 else 1
-        rows = planes if k == 3 else (ROWS if streams_nbytes & width else 0)
-        for r in range(rows):
-            for i in range(columns * width):
-                wide[target + r * COLUMNS * width + i] = block[at + i]
-            at += columns * width
-        target += rows * COLUMNS * width
-
-
-@part(nogil=True, error_model="numpy", rare=True)
-def _spread(x, at, columns, tile):
-    """The elements of `x` from `at` on to a tile of `columns` columns, full width; others are 0."""
-    for i in range(TILE):
-        tile[i] = 0
-    for i in range(x.size - at):
-        tile[i // columns * COLUMNS + i % columns] = x[at + i]
-
-
-@part(nogil=True, error_model="numpy", rare=True)
-def _collect(tile, n, columns, out):
-    """The first `n` elements of a tile, inverse of `_spread`."""
-    for i in range(n):
-        out[i] = tile[i // columns * COLUMNS + i % columns]
-
-
-@part(nogil=True, error_model="numpy", rare=True)
-def _collect_padded(tile, columns, padding, out):
-    """The elements of a tile to `out`; whether the others are `padding`."""
-    good = True
-    for i in range(ROWS * columns):
-        v = tile[i // columns * COLUMNS + i % columns]
-        if i < out.size:
-            out[i] = v
-        elif v != padding:
-            good = False
-    return good
-
-
-@part(nogil=True, rare=True)
-def _pad(e, n, columns, padding):
-    """Write `padding` behind the `n` elements of a tile of `columns` columns."""
-    for r in range(ROWS):
-        for w in range(COLUMNS):
-            if w >= columns or r * columns + w >= n:
-                e[r * COLUMNS + w] = padding
-
-
-@part(nogil=True, rare=True)
-def _append(escapes, count, new, n):
-    """The first `n` of `new` behind the first `count` of `escapes`, as many as there is place."""
-    for i in range(n):
-        if count + i < escapes.size:
-            escapes[count + i] = new[i]
-
-
-@part(nogil=True, rare=True)
-def _any(data, start, stop):
-    """Bits set in any of the bytes `start` to `stop`."""
-    found = U1(0)
-    for i in range(start, stop):
-        found |= data[i]
-    return found
-
-
-@part(nogil=True, error_model="numpy")
-def _columns_of(nelem):
-    step = ROWS * COLUMN_STEP
-    return (nelem % TILE + step - 1) // step * COLUMN_STEP
 
 
 # One kernel for each way and dtype: branches on the numbers that a factory is called with are
@@ -584,22 +155,22 @@ def _encoder(mantissa, extra, width):
                 block = static[at : at + nbytes]
             else:
                 n = x.size - source_at
-                columns = _columns_of(n)
-                _spread(x, source_at, columns, xs)
+                columns = columns_of(n)
+                spread_tile(x, source_at, columns, xs)
                 source = read_only(xs)
                 block = wide
             if mantissa == 2:
-                _split_e5m2(source, e, top)
+                split_e5m2(source, e, top)
             elif mantissa == 3:
-                _split_e4m3(source, e, top)
+                split_e4m3(source, e, top)
             elif mantissa == 7:
-                _split_bf16(source, e, block)
+                split_bf16(source, e, block)
             elif mantissa == 10:
-                _split_f16(source, e, top, block)
+                split_f16(source, e, top, block)
             elif mantissa == 23:
-                _split_f32(source, e, block)
+                split_f32(source, e, block)
             else:
-                _split_f64(source, e, top, block)
+                split_f64(source, e, top, block)
             if fixed >= 0:
                 entry = fixed
             else:
@@ -611,33 +182,35 @@ def _encoder(mantissa, extra, width):
                         for i in range(group):
                             sample_words[to + i] = e_words[begin + i]
                 else:
-                    _collect(e, n, columns, sample)
-                entry = _tile_window(sample, sampled, lanes, highs)
+                    collect_tile(e, n, columns, sample)
+                entry = tile_window(sample, sampled, lanes, highs)
             base = one(entry & _BASE_MASK)
             if t == full:
-                _pad(e, n, columns, one(base + one(WINDOW - 1)))
+                pad_tile(e, n, columns, one(base + one(WINDOW - 1)))
             plain = e
             if entry >= ZERO_MODE:
-                _swap_zeros(e, base, sample)
+                swap_zeros(e, base, sample)
                 plain = sample
-            _pack_codes(plain, base, block[codes_at:], escaped)
+            pack_codes(plain, base, block[codes_at:], escaped)
             if extra != 0:
-                _pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
+                pack_top(top, extra, block[codes_at + 3 * COLUMNS :])
             offsets[t] = U4(count)
             entries[t] = U2(entry)
             if count >= escapes.size:
-                count += _count(flags)
+                count += count_flags(flags)
             else:
                 fits = count + TILE <= escapes.size
-                end = _gather(e, flags, escapes if fits else sample, count if fits else I8(0))
+                end = gather_escapes(
+                    e, flags, escapes if fits else sample, count if fits else I8(0)
+                )
                 if fits:
                     count = end
                 else:
-                    _append(escapes, count, sample, end)
+                    append_escapes(escapes, count, sample, end)
                     count += end
             end = at + columns * (ROWS * streams + planes)
             if t == full:
-                _narrow(static[at:end], wide, columns, streams, planes)
+                narrow_block(static[at:end], wide, columns, streams, planes)
             total = add_words(total, words[at // 4 : end // 4], at // 4)
         if used >= 0 and count <= escapes.size:
             coded = view_as(escapes[:count], np.uint8)
@@ -679,7 +252,9 @@ def _decoder(exponent, mantissa, extra, width):
         for k in range(gaps.shape[0] + 1):
             behind = k == gaps.shape[0]
             data = dynamic_in if behind else static_in
-            found |= _any(data, end if behind else gaps[k, 0], data.size if behind else gaps[k, 1])
+            found |= any_bits(
+                data, end if behind else gaps[k, 0], data.size if behind else gaps[k, 1]
+            )
         static = static_in[static_at : static_at + static_nbytes]
         dynamic = dynamic_in[dynamic_at:end]
         entries_at = index_at + 4 * n_tiles
@@ -701,7 +276,7 @@ def _decoder(exponent, mantissa, extra, width):
         problem = 5 if found != U1(0) else 0
         for t in range(first, last):
             at = t * nbytes
-            columns = COLUMNS if t < full else _columns_of(nelem)
+            columns = COLUMNS if t < full else columns_of(nelem)
             end = at + columns * (ROWS * streams + planes)
             if sums != _NOTHING:
                 total = add_words(total, words[at // 4 : end // 4], at // 4)
@@ -724,40 +299,40 @@ def _decoder(exponent, mantissa, extra, width):
             if t < full:
                 target = x[to : to + TILE]
             else:
-                _widen(block, wide, columns, streams, planes)
+                widen_block(block, wide, columns, streams, planes)
                 block = read_only(wide)
-            _unpack_codes(block[codes_at:], one(base), entry >= ZERO_MODE, e, escaped)
+            unpack_codes(block[codes_at:], one(base), entry >= ZERO_MODE, e, escaped)
             for i in range(columns, COLUMNS):
                 escaped[i] = 0
-            if _count(flags) != end_escapes - begin_escapes:
+            if count_flags(flags) != end_escapes - begin_escapes:
                 problem = 2
                 continue
-            if not _escapes_are_outside(escapes, begin_escapes, end_escapes, entry, exponent):
+            if not escapes_are_outside(escapes, begin_escapes, end_escapes, entry, exponent):
                 problem = 3
                 continue
-            _scatter(e, flags, escapes, begin_escapes, end_escapes)
+            scatter_escapes(e, flags, escapes, begin_escapes, end_escapes)
             if extra == 3:
-                _unpack_top3(block[codes_at + 3 * COLUMNS :], top)
+                unpack_top3(block[codes_at + 3 * COLUMNS :], top)
             elif extra == 4:
-                _unpack_top4(block[codes_at + 3 * COLUMNS :], top)
+                unpack_top4(block[codes_at + 3 * COLUMNS :], top)
             elif extra == 5:
-                _unpack_top5(block[codes_at + 3 * COLUMNS :], top)
+                unpack_top5(block[codes_at + 3 * COLUMNS :], top)
             if mantissa == 2:
-                _join_e5m2(e, top, target)
+                join_e5m2(e, top, target)
             elif mantissa == 3:
-                _join_e4m3(e, top, target)
+                join_e4m3(e, top, target)
             elif mantissa == 7:
-                _join_bf16(e, block, target)
+                join_bf16(e, block, target)
             elif mantissa == 10:
-                _join_f16(e, top, block, target)
+                join_f16(e, top, block, target)
             elif mantissa == 23:
-                _join_f32(e, block, target)
+                join_f32(e, block, target)
             else:
-                _join_f64(e, top, block, target)
+                join_f64(e, top, block, target)
             if t == full:
                 n = nelem - full * TILE
                 padding = x.dtype.type(base + WINDOW - 1) << x.dtype.type(mantissa)
-                if not _collect_padded(xs, columns, padding, x[to : to + n]):
+                if not collect_padded_tile(xs, columns, padding, x[to : to + n]):
                     problem = 4
         if sums == _ALL:
             for k in range(2):
@@ -880,7 +455,29 @@ def decoder(spec: Zipccl, chunk: Chunk, start: int, stop: int, summed: bool = Fa
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
-decode_add_encode_chunk = decode_add_encode_by(decoder, encoder)
+
+
+def buffer_encoder(plan: Plan) -> Callable[..., tuple[int, int | None]]:
+    """What encodes the one chunk of buffers of `plan` in one call, on one thread.
+
+    It takes buffer, elements (1-D) and statistics, as `encoder` does, and gives the size of the
+    dynamic part and the keyed sum of the chunk, or None if that part does not fit.
+    """
+    f, nelem = fields_of(plan.dtype), plan.nelem
+    kernel = _encoder(f.mantissa, f.extra, f.width)
+    index_at, used = plan.layout.sections[0].nbytes, tiles_nbytes(f, nelem)
+    start, end = plan.static_offset, plan.dynamic_offset
+    slot_end = end + plan.dynamic_stride // f.width * f.width
+    escape_dtype, width = f.escape_dtype, f.width
+
+    def encode(out: Bytes, bits: Bits, stats: Any, key: Any) -> tuple[int, int | None]:
+        fixed = -1 if stats is None else int(stats[0])
+        slot = out[end:slot_end].view(escape_dtype)
+        x = as_read_only(bits)
+        count, total = kernel(out[start:end], index_at, nelem, fixed, x, 0, slot, 0, used)
+        return count * width, int(total) & MASK64 if count <= slot.size else None
+
+    return encode
 
 
 def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:

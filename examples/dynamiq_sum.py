@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 import tightwire as tw
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 RANKS = 4
 
@@ -21,7 +21,7 @@ def gradients(rank: int) -> np.ndarray:
     return (rng.standard_normal(layers.size) * layers).astype(np.float32)
 
 
-def task(codec: tw.Codec, topology: str, transport: MemoryTransport) -> tuple[np.ndarray, int]:
+def task(codec: tw.Codec, topology: str, transport: ThreadTransport) -> tuple[np.ndarray, int]:
     """What one rank does: its share of the sum, and the bytes that it sent."""
     with tw.Communicator(transport, codec, topology=topology) as comm:
         total = comm.all_reduce(gradients(comm.rank))

@@ -15,5 +15,7 @@ CODEC_IDS = {
     "thc": (9, "thc"),
     "omnireduce": (10, "omnireduce"),
     "lhc": (11, "lhc"),
+    "huffman": (12, "huffman"),
+    "delta": (13, "delta"),
 }
 NAMES_BY_ID = {codec_id: name for name, (codec_id, _) in CODEC_IDS.items()}

@@ -24,7 +24,23 @@ DIGEST_KEY = "tightwire.digest"
 PLAIN_KEY = "tightwire.plain"
 TIED_KEY = "tightwire.tied"
 TREE_KEY = "tightwire.tree"
-OWN_KEYS = (VERSION_KEY, SOURCE_KEY, LIST_KEY, DIGEST_KEY, PLAIN_KEY, TIED_KEY, TREE_KEY)
+BASE_KEY = "tightwire.base"
+STATE_KEY = "tightwire.state"
+OWN_KEYS = (
+    VERSION_KEY,
+    SOURCE_KEY,
+    LIST_KEY,
+    DIGEST_KEY,
+    PLAIN_KEY,
+    TIED_KEY,
+    TREE_KEY,
+    BASE_KEY,
+    STATE_KEY,
+)
+#: Most files of deltas in a row.
+MAX_DELTAS = 256
+#: The largest number of a version in a delta directory.
+MAX_VERSION = 10**18 - 1
 VERSION = "2"
 #: The version before: no digest, every tensor a buffer.
 FIRST_VERSION = "1"
@@ -548,3 +564,97 @@ def source_directory(directory: Directory) -> Directory | None:
     if any(map(is_own, source.metadata)):
         raise _bad("the source header has metadata of tightwire's own")
     return source
+
+
+class BaseNote(NamedTuple):
+    """What a file of deltas says of the file that they are against: its name, without folders.
+
+    `deltas` is the number of files of deltas in a row, this one included.
+    """
+
+    file: str
+    deltas: int
+
+    @property
+    def text(self) -> str:
+        """The value in the metadata."""
+        return json.dumps(self._asdict(), ensure_ascii=False, separators=(",", ":"))
+
+
+def base_note(directory: Directory) -> BaseNote | None:
+    """See `BaseNote`; None of files without deltas. Raises FormatError."""
+    text = directory.metadata.get(BASE_KEY)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        note = BaseNote(**found)
+    except (ValueError, TypeError, RecursionError):
+        raise _bad(f"{BASE_KEY} is {text[:64]!r}, no object of file and deltas") from None
+    name, deltas = note
+    if type(name) is not str or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        raise _bad(f"{BASE_KEY} names {name!r:.64}, not a file without its folder")
+    if type(deltas) is not int or not 1 <= deltas <= MAX_DELTAS:
+        raise _bad(f"{BASE_KEY} counts {deltas!r:.64} files; allowed: 1 to {MAX_DELTAS}")
+    return note
+
+
+class StateNote(NamedTuple):
+    """What a file of a delta directory says of its tensors: which version they are.
+
+    `tensors` has for each name two digests, of the version that the file is against and of its own;
+    None where there is no such tensor. Without `base_version` all of the former are None.
+    """
+
+    version: int
+    base_version: int | None
+    tensors: Mapping[str, tuple[str | None, str | None]]
+
+    @property
+    def text(self) -> str:
+        """The value in the metadata."""
+        return json.dumps(self._asdict(), ensure_ascii=False, separators=(",", ":"))
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the tensors of this version, by name."""
+        return {name: new for name, (_, new) in self.tensors.items() if new is not None}
+
+    @property
+    def base_digests(self) -> dict[str, str]:
+        """Of the tensors of the version that the file is against."""
+        return {name: old for name, (old, _) in self.tensors.items() if old is not None}
+
+
+def state_note(directory: Directory) -> StateNote:
+    """See `StateNote`. Raises FormatError, also for files without one."""
+    text = directory.metadata.get(STATE_KEY)
+    if text is None:
+        raise _bad(f"no {STATE_KEY}: not a file of a delta directory")
+    try:
+        note = StateNote(**_JSON.decode(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _bad(f"{STATE_KEY} is not an object of versions and tensors: {error}") from None
+    version, base_version, tensors = note
+    if not _is_version(version) or not (base_version is None or _is_version(base_version)):
+        raise _bad(f"{STATE_KEY} has versions {version!r:.40} and {base_version!r:.40}")
+    if base_version is not None and base_version >= version:
+        raise _bad(f"{STATE_KEY}: version {version} against {base_version}, which is not earlier")
+    if not isinstance(tensors, dict):
+        raise _bad(f"{STATE_KEY} has no tensors")
+    for name, pair in tensors.items():
+        if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_state_digest, pair)):
+            raise _bad(f"{STATE_KEY} has no two digests of {name!r:.64}")
+        if base_version is None and pair[0] is not None:
+            raise _bad(f"{STATE_KEY} has a digest of a base, and no base_version")
+    return note
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_VERSION
+
+
+def _is_state_digest(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
+    )

@@ -20,6 +20,7 @@ REASONS = (
     "dynamic_overflow",
     "trailing_bytes",
     "reserved_not_zero",
+    "base_mismatch",
     "bad_payload",
     "bad_container",
 )
@@ -28,11 +29,12 @@ REASONS = (
 class FormatError(ValueError):
     """Raised for bytes that break the format. A ``ValueError``.
 
-    ``reason`` and ``detail`` are attributes of the exception.
+    ``reason``, ``detail`` and ``number`` are attributes of the exception.
 
     Args:
         reason: One of the documented reasons (specs/errors.md), such as ``"checksum_mismatch"``.
         detail: What was found, for people.
+        number: Place of the damaged buffer in a list of several, else None.
 
     Raises:
         AssertionError: If ``reason`` is not documented.
@@ -46,12 +48,24 @@ class FormatError(ValueError):
         bad_magic
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, number: int | None = None) -> None:
         if reason not in REASONS:
             raise AssertionError(f"{reason!r} is not a documented reason")
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+        self.number = number
+
+    def of_buffer(self, number: int) -> FormatError:
+        """The same error, of a buffer in a list.
+
+        Args:
+            number: Its place in the list.
+
+        Returns:
+            The error, whose detail starts with the buffer's number.
+        """
+        return FormatError(self.reason, f"buffer {number}: {self.detail}", number)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"

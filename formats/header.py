@@ -74,7 +74,15 @@ class Section:
 
 
 #: Section kinds. A kind once published keeps its meaning.
-SECTION_NAMES = {1: "payload", 2: "tiles", 3: "index", 4: "scales", 64: "escapes", 65: "tail"}
+SECTION_NAMES = {
+    1: "payload",
+    2: "tiles",
+    3: "index",
+    4: "scales",
+    64: "escapes",
+    65: "tail",
+    67: "changes",
+}
 SECTION_KINDS = {name: kind for kind, name in SECTION_NAMES.items()}
 
 

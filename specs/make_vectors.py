@@ -35,8 +35,12 @@ def all_files(modules: Iterable[ModuleType], refused: Invalid) -> dict[str, byte
     for module in modules:
         for name, buffer, tensor, *given in module.valid():
             files[f"{name}.tw"], files[f"{name}.bin"] = buffer, tensor
-            files |= {f"{name}.input": data for data in given}
-    return files | {f"invalid/{name}.tw": data for name, (data, _) in refused.items()}
+            suffix = getattr(module, "GIVEN", "input")
+            files |= {f"{name}.{suffix}": data for data in given}
+    for name, (buffer, _, *base) in refused.items():
+        files[f"invalid/{name}.tw"] = buffer
+        files |= {f"invalid/{name}.base": data for data in base}
+    return files
 
 
 def write(folder: Path, names: Iterable[str] = ()) -> int:
@@ -61,7 +65,7 @@ def write(folder: Path, names: Iterable[str] = ()) -> int:
 
     path = folder / "invalid" / "reasons.json"
     old = json.loads(path.read_text()) if path.exists() else {}
-    made = {name: reason for name, (_, reason) in refused.items()}
+    made = {name: reason for name, (_, reason, *_) in refused.items()}
     reasons = dict(sorted((old | made).items()))
     # Names that nobody makes any more are told from those of modules that were not asked for.
     if old.items() <= reasons.items() and (names or old.keys() <= made.keys()):

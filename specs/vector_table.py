@@ -39,7 +39,7 @@ def derived(path: Path) -> Row:
     ranks = re.search(r"_of_(\d+)_ranks$", path.stem)
     world = int(ranks[1]) if ranks else 1
     given = path.with_suffix(".input")
-    hashed = {end: sha256(path.with_suffix(f".{end}")) for end in ("tw", "bin", "input")}
+    hashed = {end: sha256(path.with_suffix(f".{end}")) for end in ("tw", "bin", "input", "base")}
     return {
         "name": path.stem,
         "dtype": header.dtype.name,
@@ -89,7 +89,10 @@ def text(columns: tuple[str, ...], rows: list[Row]) -> str:
 
 def tables() -> dict[str, str]:
     """What each table should hold, by the name of its file."""
-    found = {f"{codec}.tsv": text(COLUMNS, valid_table(codec)) for codec in tw.list_codecs()}
+    found = {}
+    for codec in tw.list_codecs():
+        columns = (*COLUMNS, "base") if tw.codec(codec).needs_base else COLUMNS
+        found[f"{codec}.tsv"] = text(columns, valid_table(codec))
     return found | {"invalid.tsv": text(INVALID_COLUMNS, invalid_table())}
 
 

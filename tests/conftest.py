@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Hashable
@@ -19,7 +20,8 @@ from tightwire.planning import HOST_BACKENDS
 #: From the smallest to the largest.
 TIERS = ("slow", "gpu", "long")
 #: Cases that the fast tier has of one test, more than there are codecs and dtypes. The marker
-#: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled.
+#: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled. With
+#: `slow_cases` the slow tier has a part of them too, and the others are long.
 MOST = 32
 
 
@@ -34,13 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fast" if is_fast(config) else "full")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     starts_workers = bool(config.getoption("numprocesses", 0))
-    if not starts_workers and importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ.setdefault("TRITON_INTERPRET", "1")
-            if importlib.util.find_spec("triton") is not None:
-                hasten()
+    if not starts_workers and importlib.util.find_spec("torch") is not None and not has_gpu():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        if importlib.util.find_spec("triton") is not None:
+            hasten()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,8 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for _, found in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(found)
         tiers = {name: [case for case in cases if tier(case) == name] for name in (None, "gpu")}
-        few = cases[0].get_closest_marker("fast_cases")
-        mark_others(tiers[None], pytest.mark.slow, few.args[0] if few is not None else MOST)
+        mark_others(tiers[None], pytest.mark.slow, number(cases[0], "fast_cases", MOST))
+        slow = [case for case in tiers[None] if tier(case) == "slow"]
+        spread(slow, pytest.mark.long, number(cases[0], "slow_cases", len(slow)))
         mark_others(tiers["gpu"], pytest.mark.long, len(tiers["gpu"]))
     asked = config.option.markexpr
     others = [name for name in TIERS if name not in asked] if asked else []
@@ -89,6 +89,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of GPUs that are asked for where there is none say so."""
+    if item.get_closest_marker("gpu") is not None and not has_gpu():
+        pytest.skip("needs a GPU, and PyTorch finds none")
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether PyTorch finds a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def is_fast(config: pytest.Config) -> bool:
@@ -99,6 +115,20 @@ def is_fast(config: pytest.Config) -> bool:
 def tier(item: pytest.Item) -> str | None:
     """The largest tier that a test is marked with; None is the fast one."""
     return max(filter(item.get_closest_marker, TIERS), key=TIERS.index, default=None)
+
+
+def number(case: pytest.Item, name: str, otherwise: int) -> int:
+    """How many cases of its test a tier has."""
+    marker = case.get_closest_marker(name)
+    return int(marker.args[0]) if marker is not None else otherwise
+
+
+def spread(cases: list[pytest.Item], mark: pytest.MarkDecorator, most: int) -> None:
+    """Mark the cases of a test but for `most` that lie evenly among them."""
+    chosen = {i * len(cases) // most for i in range(most)}
+    for i, case in enumerate(cases):
+        if i not in chosen:
+            case.add_marker(mark)
 
 
 def mark_others(cases: list[pytest.Item], mark: pytest.MarkDecorator, most: int) -> None:

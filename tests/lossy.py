@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 import tightwire as tw
 from ranks import exact
-from tightwire.adapters.calls import rounding_key
-from tightwire.adapters.transport import Transport
+from tightwire.adapters.collectives.calls import rounding_key
+from tightwire.adapters.transports.base import Transport
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 

@@ -86,7 +86,7 @@ def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[float, fl
     return found
 
 
-def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
+def join(tasks: dict[str, Any], words: Sequence[str], backend: str | None = None) -> None:
     """What a launched process does: join the group, run the task, write what it returns."""
     import torch
     import torch.distributed as dist
@@ -100,7 +100,7 @@ def join(tasks: dict[str, Any], words: Sequence[str]) -> None:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group(
-        "nccl" if where.type == "cuda" else "gloo",
+        backend or ("nccl" if where.type == "cuda" else "gloo"),
         init_method=f"file://{store}",
         rank=int(rank),
         world_size=int(world_size),

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 import tightwire as tw
 from support import make_bits
-from tightwire.adapters.calls import TraceRecord
-from tightwire.adapters.collectives import Design
-from tightwire.adapters.switch import Algorithm
-from tightwire.adapters.transport import Transport
-from tightwire.arrays import Target, from_bits
+from tightwire.adapters.collectives.calls import TraceRecord
+from tightwire.adapters.collectives.communicator import Design
+from tightwire.adapters.collectives.path_selection import Algorithm
+from tightwire.adapters.transports.base import Transport
+from tightwire.adapters.transports.threads import ThreadTransport, connect
+from tightwire.arrays import Target, from_bits, host_array
 from tightwire.formats.dtypes import BY_NAME
 
 DESIGNS: tuple[Design, ...] = ("first", "between")
@@ -23,6 +24,23 @@ DTYPES = ("bfloat16", "float32", "float16", "float8_e4m3fn", "int32")
 #: For groups of more than two processes: a smaller one of the same transport meets all.
 SOME_DTYPES = ("bfloat16", "int32")
 PATTERNS = ("normal", "scales", "random", "mixed_zeros")
+
+
+class Alone(ThreadTransport):
+    """A rank of a group of any size in which all others do what it does: nothing travels."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(0, connect(1)[0]._pipes, 30.0)
+        self.ranks = ranks
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks
+
+    def _exchange(self, kind: str, outs: Any, xs: Any) -> None:
+        for receives, sends in zip(outs, xs, strict=True):
+            for out, x in zip(receives, sends, strict=True):
+                host_array(out)[...] = host_array(x)
 
 
 class Ranks:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import tightwire as tw
-from tightwire import convert, tree
+from tightwire import convert, file_tensors, tree
 from tightwire.contents import read_header
 from tightwire.formats.container import (
     LIST_KEY,
@@ -109,7 +109,7 @@ def _decompress(path: Path) -> Tensors:
         convert.decompress_file(path, target, max_nbytes=MAX_NBYTES)
         with convert.open_plain(target) as (reader, directory):
             return {
-                e.name: _stored(e, convert.read_entry(reader, directory, e).tobytes())
+                e.name: _stored(e, file_tensors.read_entry(reader, directory, e).tobytes())
                 for e in directory.entries
             }
     finally:

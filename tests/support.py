@@ -66,7 +66,13 @@ CODEC_PARAMS: dict[str, list[dict[str, Any]]] = {
         {"sketch": "float16"},
         {"sketch": "float32"},
     ],
+    "huffman": [{}],
 }
+
+#: As `CODEC_PARAMS`, of the codecs that need a base.
+BASE_PARAMS: dict[str, list[dict[str, Any]]] = {"delta": [{}, {"form": "overwrite"}]}
+#: Codecs that code a tensor by itself.
+ALONE = [name for name in tw.list_codecs() if name not in BASE_PARAMS]
 
 
 def needs(package: str) -> pytest.MarkDecorator:

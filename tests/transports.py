@@ -17,7 +17,7 @@ import pytest
 
 import tightwire as tw
 from ranks import DESIGNS, DTYPES, Ranks, check_collectives, exact
-from tightwire.adapters.transport import Op, Transport
+from tightwire.adapters.transports.base import Op, Transport
 from tightwire.arrays import Target, from_bits, host_array
 from tightwire.formats.dtypes import BY_NAME
 
@@ -142,6 +142,12 @@ def check_bytes(transport: Transport, target: Target) -> None:
         transport.all_to_all(room[1:-1], x)
         wanted = np.concatenate([data(i, me, size) for i in range(n)])
         assert host_array(room).tobytes() == b"\xab" + wanted.tobytes() + b"\xab"
+    for root, size in ((0, 1), (n - 1, 4097), (n // 2, 2_500_001)):
+        room = array(np.full(size + 2, 0xAB, np.uint8), target)
+        if me == root:
+            room[1:-1] = array(data(root, 0, size), target)
+        transport.broadcast(room[1:-1], root)
+        assert host_array(room).tobytes() == b"\xab" + data(root, 0, size).tobytes() + b"\xab"
     # From rank i to rank j: pieces of i + j, 0 and 50_000 i bytes.
     sizes = [[(i + j, 0, 50_000 * i) for j in range(n)] for i in range(n)]
     outs = [[array(np.full(s, 0xAB, np.uint8), target) for s in sizes[i][me]] for i in range(n)]

@@ -9,6 +9,7 @@ intrinsics need of Numba is imported when something is compiled: kernels are loa
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,20 +24,39 @@ _LINE = 64
 def with_scratch(kernel: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
     """`kernel` with `nbytes` of memory, from the start of a line of the cache, as first argument.
 
-    A kernel that allocates counts references: code that takes as long to compile as the rest.
+    A kernel that allocates counts references: code that takes as long to compile as the rest. Each
+    thread keeps the memory, as no kernel calls another.
     """
 
     @functools.wraps(kernel)
     def call(*args: Any) -> Any:
-        space = np.empty(nbytes + _LINE, np.uint8)
-        start = -space.__array_interface__["data"][0] % _LINE
-        return kernel(space[start : start + nbytes], *args)
+        space = _this_thread.spaces.get(nbytes)
+        return kernel(_new_space(nbytes) if space is None else space, *args)
 
     return call
 
 
+class _ThisThread(threading.local):
+    """Memory that kernels work in, by its size."""
+
+    def __init__(self) -> None:
+        self.spaces: dict[int, npt.NDArray[np.uint8]] = {}
+
+
+_this_thread = _ThisThread()
+
+
+def _new_space(nbytes: int) -> npt.NDArray[np.uint8]:
+    memory = np.empty(nbytes + _LINE, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _LINE
+    space = _this_thread.spaces[nbytes] = memory[start : start + nbytes]
+    return space
+
+
 def as_read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A view that is not written to: kernels are compiled for one kind of what they read."""
+    if not array.flags.writeable:
+        return array
     view = array.view()
     view.flags.writeable = False
     return view

@@ -7,17 +7,22 @@ and on byte arrays. Array libraries, headers and checks of the whole buffer belo
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ...formats.checksum import identity_term as checksum_identity
-from ...formats.dtypes import DType
+from ...formats.dtypes import BY_NAME, DType
+from ...formats.errors import FormatError
 from ...formats.header import CHECKSUM, RECORD, Header, Section, align
+from .params import declared, params_nbytes
+from .sections import Array, places_of, sections_of, used_of
 
 Bits = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -61,6 +66,23 @@ class Layout(NamedTuple):
     dynamic_bound: int = 0
 
 
+class ScaleBytes(NamedTuple):
+    """How the scale bytes that ranks agree on bound the elements of their blocks.
+
+    Attributes:
+        block: Elements of a block; the last block may have fewer.
+        largest: Largest scale byte of a block of numbers.
+        special: Least scale byte of blocks with NaN or infinities.
+        bounds: By scale byte the largest magnitude that a block holds, float32, shape ``(256,)``;
+            NaN from ``special`` on.
+    """
+
+    block: int
+    largest: int
+    special: int
+    bounds: npt.NDArray[np.float32]
+
+
 class Gap(NamedTuple):
     """A range of a chunk's static part that must be zero: bytes `start` to `stop`.
 
@@ -78,12 +100,6 @@ class Tail(NamedTuple):
 
     at: int = 0
     mask: int = 0
-
-
-def tail_of(bits: int, nelem: int) -> Tail:
-    """What is behind `nelem` codes of `bits` bits, the first of which starts at byte 0."""
-    at, used = divmod(bits * nelem, 8)
-    return Tail(at, 0xFF & -(1 << used)) if used else Tail()
 
 
 class Chunk(NamedTuple):
@@ -139,53 +155,64 @@ class ChunkDecoded(NamedTuple):
     words_sum: int | None = None
 
 
-def check_choice(name: str, value: object, allowed: tuple[str | int, ...]) -> None:
-    """Raise TypeError if a parameter has another type than those allowed, or ValueError."""
-    kind = type(allowed[0])
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        error: type[Exception] = TypeError
-    elif value not in allowed:
-        error = ValueError
-    else:
-        return
-    listed = ", ".join(map(repr, allowed))
-    raise error(f"{name} is {value!r}; allowed: {kind.__name__}, one of {listed}")
+def tail_problem(spec: CodecSpec, chunk: Chunk) -> str | None:
+    """What is wrong with the bits behind a chunk's last code, None if they are zero."""
+    tail = _tail(spec, chunk.nelem)
+    wrong = tail.mask and int(chunk.static[tail.at]) & tail.mask
+    return "bits behind the last code" if wrong else None
 
 
-def plain_number(value: Any) -> Any:
-    """Python's number of one of NumPy, anything else as it is: ranks compare parameters as text."""
-    return value.item() if isinstance(value, (np.integer, np.floating)) else value
+@functools.lru_cache(maxsize=4096)
+def _tail(spec: CodecSpec, nelem: int) -> Tail:
+    return spec.tail(nelem)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(
+    spec: CodecSpec, dtype: DType, nelem: int, sections: tuple[Section, ...]
+) -> tuple[tuple[int, int], ...]:
+    return places_of(spec.arrays(dtype, nelem), sections)
+
+
+def check_vector(stats: npt.NDArray[Any], dtype: npt.DTypeLike, what: str) -> None:
+    """Raise ValueError unless statistics are an array of one dimension of `dtype`; `what` of."""
+    if stats.ndim != 1 or stats.dtype != dtype:
+        found = f"{stats.dtype} of shape {stats.shape}"
+        raise ValueError(f"stats are {found}; allowed: {np.dtype(dtype)}, {what}")
 
 
 @dataclass(frozen=True)
 class CodecSpec:
     """Base class of all codecs. Subclasses are frozen dataclasses whose fields are the parameters.
 
-    Class attributes say what a codec is: ``name``, ``id`` and ``version`` in the format;
-    ``lossless``; ``homomorphic`` (payload elements of two buffers may be added); ``reduce_op`` (how
-    ranks combine statistics: ``"sum"``, ``"max"``, ``"or"`` or None); ``dtypes``, the names of
-    those that it codes; ``max_world``, the most ranks that a key may count; ``uses_info`` (it keeps
-    a number in each record); ``sums_keep_stats`` (``decode_add_encode`` keeps the statistics of its
-    source); ``needs_stats`` (``encode`` measures when no statistics are passed);
-    ``measures_in_encode`` (on a GPU that takes no call of its own); ``adds_float32``
-    (``decode_add_encode`` takes float32 with narrower buffers); ``raw_fallback`` (chunks that do
-    not shrink are stored raw); ``caution``, what sums lose besides the codec's error, for
-    traces.
+    A codec declares its parameters with ``choice``, ``integer`` and ``fraction`` of
+    ``codecs.common.params``, and its static sections by ``arrays``. Their bytes in the header, the
+    sizes of sections, the bytes in use and where raw is smaller follow from that.
+
+    Class attributes say what a codec is.
     """
 
+    #: Name, id and version in the format.
     name: ClassVar[str]
     id: ClassVar[int]
     version: ClassVar[int] = 1
     lossless: ClassVar[bool] = True
+    #: Payload elements of two buffers may be added.
     homomorphic: ClassVar[bool] = False
+    #: How ranks combine statistics.
     reduce_op: ClassVar[ReduceOp | None] = None
+    #: Names of the dtypes that it codes.
     dtypes: ClassVar[tuple[str, ...]]
+    #: The most elements in one chunk: a section has less than 2^39 bytes.
+    max_nelem: ClassVar[int] = (1 << 39) - 128
+    #: Parameter bytes, by offset, that are not of a parameter and not 0.
+    fixed_params: ClassVar[Mapping[int, int]] = {}
     #: The largest world of a key, None where its numbers have no other limit.
     max_world: ClassVar[int | None] = None
     #: The codec writes the record's info field; elsewhere it is zero and checked.
     uses_info: ClassVar[bool] = False
     #: Statistics of all ranks, reduced, hold for partial sums too: `decode_add_encode` keeps what
-    #: the buffer has of them.
+    #: the first buffer has of them, and the reference's `encode_chunk` takes that chunk as `kept`.
     sums_keep_stats: ClassVar[bool] = False
     #: Encoding measures the tensor when no statistics are passed.
     needs_stats: ClassVar[bool] = True
@@ -193,10 +220,28 @@ class CodecSpec:
     measures_in_encode: ClassVar[bool] = False
     #: `decode_add_encode` takes float32 with narrower buffers, whatever is added.
     adds_float32: ClassVar[bool] = False
+    #: Encoding and decoding need a reference tensor of the same shape and dtype.
+    needs_base: ClassVar[bool] = False
     #: A chunk whose coded form is longer than its raw bytes is stored raw.
     raw_fallback: ClassVar[bool] = False
+    #: `remark` looks at no more statistics than these, evenly spaced.
+    remark_nelem: ClassVar[int] = 1 << 12
     #: What sums lose besides the codec's error, as traces say it; "" if nothing.
     caution: ClassVar[str] = ""
+    #: What ruins tensors of which most elements are not zero, and what to do instead, as errors say
+    #: it; "" if nothing.
+    ruins_dense: ClassVar[str] = ""
+    #: Bytes of a unit in which a device backend's decoder weighs the first used range.
+    weighed_unit: ClassVar[int] = 4
+    #: A device backend's decoder weighs all of a static part, and the frame nothing.
+    weighs_gaps: ClassVar[bool] = False
+    #: Numbers of the used ranges that a device backend's decoder does not weigh.
+    weighed_by_frame: ClassVar[tuple[int, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a parameter that is not allowed."""
+        for name, param in declared(type(self)).items():
+            object.__setattr__(self, name, param.checked(name, getattr(self, name)))
 
     @property
     def round_trips(self) -> bool:
@@ -219,20 +264,32 @@ class CodecSpec:
         """
         return self
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        """The sections of a chunk, which depend on nothing else than the arguments.
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        """The arrays in the static sections of a chunk: "Layout" of the codec's page.
 
         Args:
             dtype: Element type.
-            nelem: Number of elements.
+            nelem: Number of the chunk's own elements.
 
         Returns:
-            The sections.
+            The arrays, those of a section one behind the other.
 
         Raises:
             NotImplementedError: In this base class.
         """
         raise NotImplementedError
+
+    def layout(self, dtype: DType, nelem: int) -> Layout:
+        """The sections of a chunk, which depend on nothing else than the arguments.
+
+        Args:
+            dtype: Element type.
+            nelem: Number of elements of a whole chunk.
+
+        Returns:
+            The sections, by default those of ``arrays`` and no dynamic one.
+        """
+        return Layout(sections_of(self.arrays(dtype, nelem)))
 
     def static_used(
         self, dtype: DType, nelem: int, sections: tuple[Section, ...]
@@ -246,26 +303,17 @@ class CodecSpec:
 
         Returns:
             (start, stop) of each range, in their order; the first starts at 0.
-
-        Raises:
-            NotImplementedError: In this base class.
         """
-        raise NotImplementedError
+        return used_of(self.arrays(dtype, nelem), sections)
 
-    @property
-    def weighed_unit(self) -> int:
-        """Bytes of a unit in which a device backend's decoder weighs the first used range."""
-        return 4
+    def static_arrays(self, chunk: Chunk) -> tuple[Bytes, ...]:
+        """The bytes of each of ``arrays`` in a chunk's static part, views of it.
 
-    @property
-    def weighs_gaps(self) -> bool:
-        """Whether a device backend's decoder weighs all of a static part, and the frame nothing."""
-        return False
-
-    @property
-    def weighed_by_frame(self) -> tuple[int, ...]:
-        """Numbers of the used ranges that a device backend's decoder does not weigh."""
-        return ()
+        Args:
+            chunk: The chunk.
+        """
+        places = _places(self, chunk.dtype, chunk.nelem, chunk.sections)
+        return tuple(chunk.static[start:stop] for start, stop in places)
 
     def gaps(self, dtype: DType, nelem: int, sections: tuple[Section, ...]) -> tuple[Gap, ...]:
         """What is behind each used range of a chunk's static part, for device backends.
@@ -300,20 +348,20 @@ class CodecSpec:
             nelem: Number of the chunk's own elements.
 
         Returns:
-            The byte and the bits; by default none.
+            The byte and the bits.
         """
-        return Tail()
+        # Codes that are shorter than a byte have as many bits for every dtype.
+        codes = self.arrays(BY_NAME[self.dtypes[0]], nelem)[0]
+        at, used = divmod(codes.bits * codes.items, 8)
+        return Tail(at, 0xFF & -(1 << used)) if used else Tail()
 
     def max_chunk_nelem(self, dtype: DType) -> int:
         """The most elements in one chunk.
 
         Args:
             dtype: Element type.
-
-        Raises:
-            NotImplementedError: In this base class.
         """
-        return (1 << 63) - 1
+        return self.max_nelem
 
     def accepts(self, dtype: DType, nelem: int) -> bool:
         """Whether this codec is to store a chunk; otherwise the raw codec does.
@@ -328,14 +376,23 @@ class CodecSpec:
         Raises:
             ValueError: If the parameters do not allow the dtype.
         """
-        return dtype.name in self.dtypes
+        if dtype.name not in self.dtypes:
+            return False
+        static = sum(s.nbytes for s in self.layout(dtype, nelem).sections if not s.dynamic)
+        return static < align(nelem * dtype.itemsize)
 
     def pack_params(self) -> bytes:
         """The parameters as they are in the header: a multiple of 8 bytes."""
-        return b""
+        data = bytearray(params_nbytes(type(self)))
+        for at, fixed in self.fixed_params.items():
+            data[at] = fixed
+        for name, param in declared(type(self)).items():
+            stored = param.number(getattr(self, name)).to_bytes(param.nbytes, "little")
+            data[param.at : param.at + param.nbytes] = stored
+        return bytes(data)
 
     @classmethod
-    def unpack_params(cls, data: bytes) -> CodecSpec:
+    def unpack_params(cls, data: bytes) -> Self:
         """The inverse of ``pack_params``.
 
         Args:
@@ -347,7 +404,22 @@ class CodecSpec:
         Raises:
             FormatError: With the reason ``"bad_header"`` if the bytes are not valid parameters.
         """
-        raise NotImplementedError
+        nbytes = params_nbytes(cls)
+        if len(data) != nbytes:
+            found = f"{cls.name} has {nbytes} parameter bytes, found {len(data)}"
+            raise FormatError("bad_header", found)
+        try:
+            spec = cls(
+                **{
+                    name: p.value(int.from_bytes(data[p.at : p.at + p.nbytes], "little"))
+                    for name, p in declared(cls).items()
+                }
+            )
+        except ValueError:
+            spec = None
+        if spec is None or spec.pack_params() != data:
+            raise FormatError("bad_header", f"{cls.name} parameters {data.hex()}")
+        return spec
 
     def measure(self, bits: Bits, dtype: DType) -> npt.NDArray[Any] | None:
         """Compute the statistics that encoding takes as ``stats``.
@@ -413,6 +485,19 @@ class CodecSpec:
         raise ValueError(f"{self.name} takes no stats")
 
     @property
+    def sums_in_network(self) -> bool:
+        """Whether payload elements of ranks add up that agreed on the largest statistics."""
+        return self.homomorphic and self.reduce_op == "max"
+
+    @property
+    def scale_bytes(self) -> ScaleBytes | None:
+        """What the statistics say of magnitudes where they are scale bytes that sums may widen.
+
+        None in all other codecs.
+        """
+        return None
+
+    @property
     def max_ranks(self) -> int | None:
         """The most ranks whose payload elements add up in a homomorphic codec; None: any number."""
         return None
@@ -463,6 +548,11 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         # What was derived may not exist where the plan is sent.
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether encoding and decoding need a reference tensor; never of what is stored raw."""
+        return self.codec.needs_base
 
     @cached_property
     def nelem(self) -> int:
@@ -522,6 +612,11 @@ class Plan:
         )
 
     @cached_property
+    def places(self) -> dict[int, Any]:
+        """What the core has derived about the first chunks, by number, empty at first."""
+        return {}
+
+    @cached_property
     def header(self) -> Header:
         """The planned header, for dynamic slots of ``dynamic_stride`` bytes."""
         return Header(
@@ -541,6 +636,14 @@ class Plan:
     def header_bytes(self) -> Bytes:
         """The packed header, uint8, read-only."""
         return np.frombuffer(self.header.pack(), np.uint8)
+
+    @cached_property
+    def head_bytes(self) -> Bytes:
+        """What is before the first chunk, with zeros in place of records: uint8, read-only."""
+        head = np.zeros(self.static_offset, np.uint8)
+        head[: self.header.nbytes] = self.header_bytes
+        head.flags.writeable = False
+        return head
 
     @cached_property
     def static_offset(self) -> int:
@@ -570,15 +673,18 @@ class Plan:
     def fuses(self, source: Plan) -> bool:
         """Whether ``decode_add_encode`` may take a buffer of another plan in one pass.
 
-        The codecs may differ as far as ``CodecSpec.fuses`` allows; nothing else may.
+        The codecs may differ as far as ``CodecSpec.fuses`` allows, and the sizes of dynamic slots,
+        which a packed buffer does not have. Nothing else may.
 
         Args:
             source: The plan of that buffer.
         """
         if source == self:
             return True
-        alike = self.codec.fuses(source.codec)
-        return alike and replace(source, codec=self.codec, layout=self.layout) == self
+        if not self.codec.fuses(source.codec):
+            return False
+        stride = self.dynamic_stride
+        return self == replace(source, codec=self.codec, layout=self.layout, dynamic_stride=stride)
 
     def identity_term(self, i: int) -> int:
         """Checksum contribution of what is planned about a chunk.

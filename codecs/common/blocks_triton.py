@@ -17,7 +17,7 @@ import triton.language as tl
 from .driver_triton import Tiling
 from .frame_triton import weigh, weigh_bytes
 from .minifloat import INFINITY, NAN, Element, values_of
-from .minifloat_triton import MAGNITUDE, as_bits, as_float, halves, round_magnitude
+from .minifloat_triton import MAGNITUDE, as_bits, as_float, by_ptx, halves, round_magnitude
 from .runs_triton import lanes
 from .tiles_triton import Format
 
@@ -156,13 +156,10 @@ def _element_value(q, factor, F: tl.constexpr):
 @triton.jit
 def _top_pair(a, b, EXP: tl.constexpr):
     """Larger magnitudes of words' elements, with any sign; NaN where one is."""
-    return tl.inline_asm_elementwise(
+    return by_ptx(
         "max.NaN.xorsign.abs." + ("bf16x2" if EXP == 8 else "f16x2") + " $0, $1, $2;",
         "=r,r,r",
-        [a, b],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+        (a, b),
     )
 
 
@@ -258,31 +255,25 @@ def _e2m1_word(y, words):
     adds to it in each of the three parts is added to a float32 whose last place is 1: one rounding,
     in the only part that is not full or empty. Four codes lie side by side in such a number.
     """
-    return tl.inline_asm_elementwise(
+    return by_ptx(
         _E2M1_ASM,
         "=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7], words[0], words[1], words[2], words[3]],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+        (y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7], words[0], words[1], words[2], words[3]),
     )
 
 
 @triton.jit
-def _fp8_word(a, b, c, d, M: tl.constexpr):
+def fp8_word(a, b, c, d, M: tl.constexpr):
     """Codes of four values, e4m3 or e5m2, to nearest even and saturating."""
     PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if M == 3 else "cvt.rn.satfinite.e5m2x2.f32"
-    return tl.inline_asm_elementwise(
+    return by_ptx(
         "{ .reg .b16 low, high; "
         + PAIR
         + " low, $2, $1; "
         + PAIR
         + " high, $4, $3; mov.b32 $0, {low, high}; }",
         "=r,r,r,r,r",
-        [a, b, c, d],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+        (a, b, c, d),
     )
 
 
@@ -335,8 +326,8 @@ def pack_slots(v, t, scales, factor, lost, F: tl.constexpr, L: tl.constexpr, MAS
             low = _e2m1_word(values, v)
             high = low
         else:
-            low = _fp8_word(values[0], values[1], values[2], values[3], F.mantissa)
-            high = _fp8_word(values[4], values[5], values[6], values[7], F.mantissa)
+            low = fp8_word(values[0], values[1], values[2], values[3], F.mantissa)
+            high = fp8_word(values[4], values[5], values[6], values[7], F.mantissa)
             high = tl.where(lost, 0, high)
         low = tl.where(lost, 0, low)
     lane = lanes(L.rows)

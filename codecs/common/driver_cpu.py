@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...formats.dtypes import DType
 from . import sums_cpu
 from .arrays_cpu import as_read_only
-from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key
+from .base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Key, tail_problem
 from .sums import Damaged, Values, wide_dtype
 from .threads import run, spans
 
@@ -134,40 +134,15 @@ def decode_by(decoder: MakesDecoder) -> Callable[..., ChunkDecoded]:
     return decode_chunk
 
 
-def decode_add_encode_by(decoder: MakesDecoder, encoder: MakesEncoder) -> Callable[..., Any]:
-    """The `decode_add_encode_chunk` of a stem."""
-
-    def decode_add_encode_chunk(
-        spec: CodecSpec,
-        source_spec: CodecSpec,
-        source: Chunk | Decoder,
-        bits: Bits,
-        chunk: Chunk,
-        *,
-        key: Key | None = None,
-        threads: int = 1,
-    ) -> ChunkResult:
-        """Encode the sum of the elements of `source` and `bits`, of as many, into `chunk`.
-
-        `source` is a chunk of `source_spec`, whose statistics are kept, or one stored raw.
-        """
-        kept = None if isinstance(source, Decoder) else source
-        if not isinstance(source, Decoder):
-            source = decoder(source_spec, source, 0, source.nelem)
-        given = Given(None, None, key, kept, threads)
-        return encode_sum(encoder, spec, chunk, given, (source, bits))
-
-    return decode_add_encode_chunk
-
-
 def decoder_of(module: ModuleType, spec: CodecSpec, chunk: Chunk, threads: int) -> Decoder:
     """What decodes a chunk; where a module has no `decoder`, all is decoded here."""
+    tail = tail_problem(spec, chunk)
     if hasattr(module, "decoder"):
-        found: Decoder = module.decoder(spec, chunk, 0, chunk.nelem)
-        return found
+        found: Decoder = module.decoder(spec, chunk, 0, chunk.nelem, False)
+        return found._replace(problem=found.problem or tail)
     bits = np.empty(chunk.nelem, chunk.dtype.bits)
     decoded = module.decode_chunk(spec, chunk, bits, threads=threads)
-    return Decoder(partial(_copy, bits), problem=decoded.problem)
+    return Decoder(partial(_copy, bits), problem=decoded.problem or tail)
 
 
 def _copy(bits: Bits, out: Bits, start: int) -> None:
@@ -360,6 +335,8 @@ def _call(encode: Callable[[Bits, int], Any], x: Bits, at: int) -> Any:
 
 def _cuts(start: int, stop: int, tile: int, nbytes: int, threads: int) -> list[tuple[int, int]]:
     """Elements `start` to `stop`, of `nbytes`, cut at multiples of `tile` for threads."""
+    if threads == 1:
+        return [(start, stop)]
     first, last = start // tile, -(-stop // tile)
     cuts = spans(last - first, nbytes, threads)
     if len(cuts) == 1:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from ...formats import checksum
 from ...formats.checksum import identity_term
 from ...formats.errors import FormatError
 from .base import Gap, Plan
-from .launch_triton import Variant, kernel, options
+from .launch_triton import Variant, kernel, options, recorded_by
 
 KEY_STEP = tl.constexpr(checksum.KEY_STEP)
 F_NELEM = tl.constexpr(checksum.F_NELEM)
@@ -34,12 +36,15 @@ FLAGS = tl.constexpr(1 << 40)
 OVERFLOWED = tl.constexpr(2 << 40)
 RECORD = tl.constexpr(3 << 40)
 CHUNK = tl.constexpr(5 << 40)
+#: What is looked for when all chunks have passed that.
+LATE = tl.constexpr(6 << 40)
 CHUNK_SUM = tl.constexpr(0)
 CHUNK_PADDING = tl.constexpr(1)
 CHUNK_PAYLOAD = tl.constexpr(2)
+BASE_CHUNK = tl.constexpr(3)
 
 _STAGES = ("bad_header", "bad_record", "dynamic_overflow", "bad_record", "reserved_not_zero")
-_KINDS = ("checksum_mismatch", "reserved_not_zero", "bad_payload")
+_KINDS = ("checksum_mismatch", "reserved_not_zero", "bad_payload", "base_mismatch")
 
 
 def problem(status: int) -> FormatError | None:
@@ -199,7 +204,41 @@ _GAPS = tl.constexpr(GAPS)
 #: Words of a table: before what it says of three kinds of chunks, and of each of them.
 _PLAN_WORDS, _KIND_WORDS = tl.constexpr(8), tl.constexpr(3 * GAPS + 2)
 #: Words that a launch takes along.
-_ROW = 16
+_TAKEN = 16
+#: A row of a table of chunks of several buffers. Addresses: of the buffer's bytes (a multiple of
+#: 16), of its chunks' checksum terms, of its status word, of its plan's table, of the tensor, and
+#: of its statistics. `first` is the number of the chunk's first program. Sizes are in elements;
+#: `static` (the first static part), `stride` and `second` (the second section in a static part) are
+#: in units of 128 bytes, `head` (the header) in words. Flags: `ROW_ALIGNED`, `ROW_PLANNED`; kernels
+#: do not read `tensor`, the tensor's number.
+ROW = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "data",
+            "sums",
+            "status",
+            "plan",
+            "chunk",
+            "elements",
+            "stats",
+            "first",
+            "nelem",
+            "chunk_nelem",
+            "static",
+            "stride",
+            "second",
+            "head",
+            "flags",
+            "tensor",
+        )
+    ]
+)
+#: Chunks of the tensor start at multiples of 16 bytes; the header is compared with the plan's.
+ROW_ALIGNED, ROW_PLANNED = 1, 2
+#: Words of a row of `Places`, and of `ROW`.
+PLACE_WORDS, ROW_WORDS = tl.constexpr(3), tl.constexpr(len(ROW.names or ()))
+_ROW_PLANNED = tl.constexpr(ROW_PLANNED)
 #: Bytes that a program clears in one chunk, and the most programs of a chunk.
 _PART_NBYTES, _MAX_PARTS = 1 << 14, 1 << 10
 
@@ -289,12 +328,42 @@ def check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, summed):
             report(status_ptr, CHUNK + where + CHUNK_SUM)
 
 
+@triton.jit
+def place_of(sources_ptr, number, WORDS: tl.constexpr = 3):
+    """(bytes, checksum terms, status word) of a buffer of several; see `Places` and `ROW`."""
+    row = sources_ptr + number * WORDS
+    sums_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int64))
+    status_ptr = tl.load(row + 2).to(tl.pointer_type(tl.int64))
+    return pointer_of(tl.load(row)), sums_ptr, status_ptr
+
+
+@triton.jit
+def pointer_of(address):
+    """A pointer to bytes at a multiple of 16; a hint on the address itself would be lost."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
+def plan_of_row(row_ptr):
+    """(table of the plan, number of the chunk) of a row, see `ROW`."""
+    return tl.load(row_ptr + 3).to(tl.pointer_type(tl.int64)), tl.load(row_ptr + 4)
+
+
 @kernel
-def _begin_kernel(out_ptr, zero_ptr, plan_ptr, parts: tl.int64, zero_blocks: tl.int64):
-    """A chunk's record and gaps, by `parts` programs; once, the header. All clear `zero_ptr`."""
+def _begin_kernel(
+    out_ptr, zero_ptr, plan_ptr, parts: tl.int64, zero_blocks: tl.int64, ROWS: tl.constexpr
+):
+    """A chunk's record and gaps, by `parts` programs; once, the header. All clear `zero_ptr`.
+
+    ROWS: `out_ptr` is a table of chunks.
+    """
     pid = tl.program_id(0).to(tl.int64)
     clear(zero_ptr, pid * 0, zero_blocks * 128, pid, tl.num_programs(0))
     chunk, part = pid // parts, pid % parts
+    if ROWS:
+        rows_ptr = out_ptr.to(tl.pointer_type(tl.int64))
+        out_ptr, _, _ = place_of(rows_ptr, chunk, ROW_WORDS)
+        plan_ptr, chunk = plan_of_row(rows_ptr + chunk * ROW_WORDS)
     n, kind_ptr = chunk_kind(plan_ptr, chunk)
     static_ptr = static_of(out_ptr, plan_ptr, chunk)
     for k in tl.static_range(_GAPS):
@@ -368,42 +437,33 @@ def _check_kernel(
     end_whole: tl.int64,
     planned: tl.int32,
     summed: tl.int32,
+    WORDS: tl.constexpr,
 ):
-    """One chunk of what was decoded, see `_check_chunk`; once, the header."""
-    chunk = first_chunk + tl.program_id(0).to(tl.int64)
+    """One chunk of what was decoded, see `_check_chunk`; once, the header.
+
+    With WORDS `src_ptr` is a table whose rows have so many: of several buffers of the plan
+    (`Places`), or of chunks of any buffers (`ROW`). They were decoded whole.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    chunk = first_chunk + pid
+    if WORDS > 0:
+        rows_ptr = src_ptr.to(tl.pointer_type(tl.int64))
+        number = pid
+        if WORDS == PLACE_WORDS:
+            number = pid // tl.load(plan_ptr + 1)
+            chunk = pid % tl.load(plan_ptr + 1)
+        else:
+            row_ptr = rows_ptr + pid * WORDS
+            plan_ptr, chunk = plan_of_row(row_ptr)
+            planned = (tl.load(row_ptr + 14) & _ROW_PLANNED).to(tl.int32)
+            summed = tl.load(plan_ptr + 7).to(tl.int32)
+        src_ptr, sums_ptr, status_ptr = place_of(rows_ptr, number, WORDS)
+        end_whole, stop = tl.load(plan_ptr + 1), tl.load(plan_ptr + 2)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
     # fmt: off
     _check_chunk(
         src_ptr, plan_ptr, sums_ptr, status_ptr, chunk, start, stop, first_whole, end_whole,
-        planned, summed,
-    )
-    # fmt: on
-
-
-@triton.jit
-def place_of(sources_ptr, buffer):
-    """(bytes, checksum terms, status word) of a buffer of several; see `Places`."""
-    row = sources_ptr + buffer * 3
-    src_ptr = tl.multiple_of(tl.load(row), 16).to(tl.pointer_type(tl.uint8))
-    sums_ptr = tl.multiple_of(tl.load(row + 1), 8).to(tl.pointer_type(tl.int64))
-    status_ptr = tl.multiple_of(tl.load(row + 2), 8).to(tl.pointer_type(tl.int64))
-    return src_ptr, sums_ptr, status_ptr
-
-
-@kernel
-def _check_places_kernel(sources_ptr, plan_ptr, planned: tl.int32, summed: tl.int32):
-    """One chunk of one of several buffers that were decoded whole, and their headers."""
-    chunks = tl.load(plan_ptr + 1)
-    pid = tl.program_id(0).to(tl.int64)
-    chunk = pid % chunks
-    src_ptr, sums_ptr, status_ptr = place_of(sources_ptr, pid // chunks)
-    if (planned != 0) & (chunk == 0):
-        check_header(src_ptr, plan_ptr, status_ptr)
-    nelem = tl.load(plan_ptr + 2)
-    # fmt: off
-    _check_chunk(
-        src_ptr, plan_ptr, sums_ptr, status_ptr, chunk, nelem * 0, nelem, chunks * 0, chunks,
         planned, summed,
     )
     # fmt: on
@@ -440,22 +500,58 @@ def _table_kernel(
         tl.store(plan_ptr + at + k, words[k])
 
 
-_BEGIN = Variant(_begin_kernel, options(1))
-_CHECK = Variant(_check_kernel, options(1))
-_CHECK_PLACES = Variant(_check_places_kernel, options(1))
+_BEGIN, _BEGIN_ROWS = (Variant(_begin_kernel, options(1), ROWS=rows) for rows in (False, True))
+_CHECK, _CHECK_PLACES, _CHECK_ROWS = (
+    Variant(_check_kernel, options(1), WORDS=words)
+    for words in (0, PLACE_WORDS.value, ROW_WORDS.value)
+)
 _CHECK_HEADER = Variant(_header_kernel, options(1))
 _WRITE = Variant(_table_kernel, options(1))
 #: Tables that captured graphs read: they stay, as graphs do not say when they go.
 _captured: dict[int, torch.Tensor] = {}
+#: Devices on which `_table_kernel` ran.
+_loaded: set[torch.device] = set()
+
+Words = npt.NDArray[np.int64]
 
 
-def _on_device(words: list[int], device: torch.device) -> torch.Tensor:
-    """Numbers in device memory, int64. They travel in launches: nothing waits for the host."""
-    padded = words + [0] * (-len(words) % _ROW)
+def new_table(words: int, device: torch.device) -> torch.Tensor:
+    """Memory for `words` numbers, int64, to be filled by `fill`."""
+    return torch.empty(-(-words // _TAKEN) * _TAKEN, dtype=torch.int64, device=device)
+
+
+def fill(table: torch.Tensor, words: Words) -> None:
+    """Write numbers to a new table, in the order of torch's current stream. Nothing waits.
+
+    While a graph is captured they travel in launches, so that the graph has them. Calls that are
+    recorded find them there.
+    """
+    with recorded_by(None):
+        _fill(table, words)
+
+
+def _fill(table: torch.Tensor, words: Words) -> None:
+    if table.device.type != "cuda":
+        table[: words.size] = torch.from_numpy(words)
+        return
+    taken = words.size
+    if not torch.cuda.is_current_stream_capturing():
+        pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
+        pinned.numpy()[:] = words
+        table[: words.size].copy_(pinned, non_blocking=True)
+        # A kernel has to be loaded before a graph is captured.
+        taken = 0 if table.device in _loaded else min(_TAKEN, words.size)
+        _loaded.add(table.device)
+    padded = [*words[:taken].tolist(), *[0] * (-taken % _TAKEN)]
+    for at in range(0, len(padded), _TAKEN):
+        _WRITE.launch(1, (table,), at, *padded[at : at + _TAKEN])
+
+
+def table_of(words: list[int] | Words, device: torch.device) -> torch.Tensor:
+    """A new table of numbers, int64, on a device."""
     with torch.inference_mode(False):
-        table = torch.empty(len(padded), dtype=torch.int64, device=device)
-    for at in range(0, len(padded), _ROW):
-        _WRITE.launch(1, (table,), at, *padded[at : at + _ROW])
+        table = new_table(len(words), device)
+        fill(table, np.asarray(words, np.int64))
     return table
 
 
@@ -477,17 +573,66 @@ class Places(NamedTuple):
 
 
 def places_of(
-    buffers: Sequence[torch.Tensor], sums: torch.Tensor, statuses: torch.Tensor
+    buffers: Sequence[torch.Tensor],
+    sums: torch.Tensor,
+    statuses: torch.Tensor | Sequence[torch.Tensor],
 ) -> Places:
     """The places of buffers, uint8.
 
-    Terms are at `sums`, int64, shape (buffers, chunks), and status words at `statuses`, int64,
-    shape (buffers,).
+    Terms are at `sums`, int64, shape (buffers, chunks), and status words at `statuses`: int64,
+    shape (buffers,), or a tensor of one for each.
     """
     words = []
     for data, row, status in zip(buffers, sums, statuses, strict=True):
         words += [data.data_ptr(), row.data_ptr(), status.data_ptr()]
-    return Places(_on_device(words, sums.device), len(buffers), sums, (*buffers, statuses))
+    return Places(table_of(words, sums.device), len(buffers), sums, (*buffers, *statuses))
+
+
+class _Written(NamedTuple):
+    """Numbers in device memory, and a word in host memory that is not 0 once all are there."""
+
+    words: torch.Tensor
+    marker: torch.Tensor
+
+
+class Table:
+    """Numbers that kernels read in device memory; the first is not 0.
+
+    They are written for each stream once, in its order, so that nothing waits. A graph may run on
+    any stream: while one is captured it gets a table, of whatever stream, that is written by then.
+    If there is none it gets its own, and writes that whenever it runs. Threads that come first at
+    the same time may write a table each.
+    """
+
+    def __init__(self, words: Sequence[int]) -> None:
+        #: The numbers, int64.
+        self.words: Words = np.array(words, np.int64)
+        self._tables: dict[tuple[torch.device, int], _Written] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The table in the memory of a device, int64, for torch's current stream there."""
+        # Of torch's functions those that every call can afford.
+        on_gpu = device.type == "cuda"
+        if on_gpu and torch._C._cuda_isCurrentStreamCapturing():
+            return self._for_graph(device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if on_gpu else 0
+        table = self._tables.get((device, stream))
+        if table is None:
+            words = marker = table_of(self.words, device)
+            if on_gpu:
+                # To look at host memory is allowed while capturing.
+                with torch.inference_mode(False), recorded_by(None):
+                    marker = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+                    marker.copy_(words[:1], non_blocking=True)
+            table = self._tables[device, stream] = _Written(words, marker)
+        return table.words
+
+    def _for_graph(self, device: torch.device) -> torch.Tensor:
+        for (place, _), table in tuple(self._tables.items()):
+            if place == device and int(table.marker[0]):
+                _captured[id(table.words)] = table.words
+                return table.words
+        return table_of(self.words, device)
 
 
 class Frame:
@@ -509,28 +654,29 @@ class Frame:
         largest = 0
         for nelem in (plan.chunk_nelem, last, 0):
             gaps = codec.gaps(plan.dtype, nelem, sections)
+            if len(gaps) > GAPS:
+                found = f"{codec.name} has {len(gaps)} gaps in its static part"
+                raise ValueError(f"{found}; allowed on a GPU: at most {GAPS}")
             for gap in [*gaps, *[Gap(0, 0, 0)] * (GAPS - len(gaps))]:
                 words += gap
                 largest = max(largest, gap.stop - gap.start)
             words += codec.tail(nelem)
-        words += header
-        self._words = words
+        self._table = Table(words + header)
         self._parts = max(1, largest // _PART_NBYTES)
-        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    @property
+    def words(self) -> Words:
+        """The table, int64."""
+        return self._table.words
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """The table in the memory of a device, for torch's current stream there."""
-        on_gpu = device.type == "cuda"
-        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        captured = on_gpu and torch.cuda.is_current_stream_capturing()
-        table = self._tables.get((device, stream))
-        if table is None:
-            table = _on_device(self._words, device)
-            if not captured:
-                self._tables[device, stream] = table
-        elif captured:
-            _captured[id(table)] = table
-        return table
+        """The table in the memory of a device; see `Table.on`."""
+        return self._table.on(device)
+
+    @property
+    def parts(self) -> int:
+        """Programs that begin a chunk with the most to clear."""
+        return min(self._parts, _MAX_PARTS)
 
     def begin(self, out: torch.Tensor, zero: torch.Tensor | None = None) -> None:
         """Write all of a buffer but what its codec does; encoders add their checksum terms.
@@ -577,13 +723,27 @@ class Frame:
 
     def check_places(self, places: Places, *, summed: bool, planned: bool) -> None:
         """As `check`, of several buffers of the plan that were decoded whole."""
-        tensors = places.table, self.table(places.table.device)
+        table = places.table
+        tensors = table, self.table(table.device), table, table
         programs = self._plan.chunks * places.number
-        _CHECK_PLACES.launch(programs, tensors, int(planned), int(summed))
+        _CHECK_PLACES.launch(programs, tensors, 0, 0, 0, 0, 0, int(planned), int(summed))
 
     def check_header(self, src: torch.Tensor, status: torch.Tensor) -> None:
         """Compare a buffer's header with the plan's."""
         _CHECK_HEADER.launch(1, (src, self.table(src.device), status))
+
+
+def begin_rows(rows: torch.Tensor, number: int, parts: int) -> None:
+    """As `Frame.begin`, of `number` chunks of any buffers, by `parts` programs for each.
+
+    `rows` is the table of them, see `ROW`.
+    """
+    _BEGIN_ROWS.launch(number * parts, (rows, rows, rows), parts, 0)
+
+
+def check_rows(rows: torch.Tensor, number: int) -> None:
+    """As `Frame.check`, of `number` chunks of any buffers, that were decoded whole."""
+    _CHECK_ROWS.launch(number, (rows, rows, rows, rows), 0, 0, 0, 0, 0, 0, 0)
 
 
 def frame_of(plan: Plan) -> Frame:

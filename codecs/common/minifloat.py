@@ -200,9 +200,3 @@ def unpack(payload: Bytes, element: Element, start: int, stop: int) -> Bytes:
     both = (low | high << np.uint32(8)) >> (at & 7).astype(np.uint32)
     found: Bytes = (both & np.uint32((1 << element.bits) - 1)).astype(np.uint8)
     return found
-
-
-def tail_is_zero(payload: Bytes, element: Element, nelem: int) -> bool:
-    """Whether the bits behind the last code of its last byte are zero."""
-    used = nelem * element.bits % 8
-    return used == 0 or int(payload[nelem * element.bits // 8]) >> used == 0

@@ -24,6 +24,12 @@ _NAN = tl.constexpr(NAN)
 
 
 @triton.jit
+def by_ptx(ASM: tl.constexpr, REGISTERS: tl.constexpr, args):
+    """Words that PTX makes of each element of `args`; see `tl.inline_asm_elementwise`."""
+    return tl.inline_asm_elementwise(ASM, REGISTERS, args, dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def elements_at(ptr, ITEM: tl.constexpr):
     """A pointer to bytes as one to element bits of ITEM bytes."""
     return ptr.to(tl.pointer_type(tl.uint16 if ITEM == 2 else tl.uint32))
@@ -96,6 +102,22 @@ def narrow_number(value, EXP: tl.constexpr, ITEM: tl.constexpr, PTX: tl.constexp
 
 
 @triton.jit
+def converted(
+    v,
+    EXP: tl.constexpr,
+    ITEM: tl.constexpr,
+    TO_EXP: tl.constexpr,
+    TO_ITEM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Bits of values of one dtype, uint32, as those of another."""
+    if EXP == TO_EXP and ITEM == TO_ITEM:
+        return v.to(tl.uint32)
+    else:
+        return narrow(widen(v, EXP, ITEM).to(tl.float32, bitcast=True), TO_EXP, TO_ITEM, PTX)
+
+
+@triton.jit
 def halves(word, EXP: tl.constexpr):
     """float32 values of the lower and of the upper element of a word."""
     if EXP == 8:
@@ -112,13 +134,8 @@ def add_pair(a, b, EXP: tl.constexpr):
     between gives, as it has at least twice the bits and two more (Figueroa, When is double rounding
     innocuous?, 1995); a NaN becomes any NaN.
     """
-    return tl.inline_asm_elementwise(
-        "add.rn." + ("bf16x2" if EXP == 8 else "f16x2") + " $0, $1, $2;",
-        "=r,r,r",
-        [a, b],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+    return by_ptx(
+        "add.rn." + ("bf16x2" if EXP == 8 else "f16x2") + " $0, $1, $2;", "=r,r,r", (a, b)
     )
 
 

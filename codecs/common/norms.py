@@ -6,11 +6,13 @@ of the codecs that measure norms say.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from ...formats.dtypes import DType
-from .base import Bits
+from .base import Bits, check_vector
 from .minifloat import widen
 
 Doubles = npt.NDArray[np.float64]
@@ -62,3 +64,10 @@ def of_chunk(
     if first % block:
         found = np.maximum(found, norms[np.minimum(at + 1, norms.size - 1)])
     return found
+
+
+def check(norms: npt.NDArray[Any], what: str) -> None:
+    """Raise ValueError unless `norms` are float32, 1-D, none negative or a NaN; `what` of."""
+    check_vector(norms, np.float32, what)
+    if not (norms >= 0).all():
+        raise ValueError("stats are negative or NaN; allowed: norms, as measure() gives them")

@@ -22,7 +22,6 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 #: Streams 0 to 7 are independent of one another.
-STREAMS = 8
 STREAM_SHIFT = 29
 MASK32 = (1 << 32) - 1
 #: Least value of a key's numbers, and bits that hold the largest.
@@ -72,6 +71,8 @@ def number(name: str, value: Any, most: int | None = None) -> int:
     Raises TypeError if it is not an integer, ValueError if it is out of range or above `most`.
     """
     least, bits = _RANGES[name]
+    if type(value) is int and most is None and least <= value < 1 << bits:
+        return value
     arrays = name in ("seed", "step")
     try:
         found = value.item() if arrays and hasattr(value, "item") else value

@@ -66,15 +66,50 @@ def load_elements(
     at,
     inside,
     RUNS: tl.constexpr,
-    EXP: tl.constexpr,
     ITEM: tl.constexpr,
     SIZE: tl.constexpr = 32,
 ):
-    """float32 columns of elements anywhere: numbers `at` from `x` on, shape [RUNS, SIZE]; 0 where
-    not `inside`.
+    """Columns of the bits of elements anywhere, uint32: numbers `at` from `x` on, shape [RUNS,
+    SIZE]; 0 where not `inside`.
     """
     bits = tl.load(elements_at(x, ITEM) + at, mask=inside, other=0).to(tl.uint32)
-    return to_columns(float_of(bits, EXP, ITEM), RUNS, SIZE, 5 if SIZE == 32 else 3)
+    LOG: tl.constexpr = 3 + SIZE // 16 - SIZE // 64
+    return to_columns(bits, RUNS, SIZE, LOG)
+
+
+@triton.jit
+def column_bits(x, at, count, ITEM: tl.constexpr, SIZE: tl.constexpr):
+    """As `load_elements`, of runs that begin at elements `at` and have `count` of them: column by
+    column, which takes few registers.
+    """
+    columns = ()
+    for k in tl.static_range(SIZE):
+        bits = tl.load(elements_at(x, ITEM) + at + k, mask=k < count, other=0)
+        columns = columns + (bits.to(tl.uint32),)
+    return columns
+
+
+@triton.jit
+def load_columns(x, at, count, EXP: tl.constexpr, ITEM: tl.constexpr, SIZE: tl.constexpr):
+    """float32 columns of `column_bits`."""
+    columns = ()
+    bits = column_bits(x, at, count, ITEM, SIZE)
+    for k in tl.static_range(SIZE):
+        columns = columns + (float_of(bits[k], EXP, ITEM),)
+    return columns
+
+
+@triton.jit
+def store_columns(out, at, lo, hi, words, ITEM: tl.constexpr):
+    """Store elements `lo` to `hi` of words of runs that begin at `at`, column by column."""
+    for k in tl.static_range(len(words)):
+        if ITEM == 4:
+            tl.store(elements_at(out, ITEM) + at + k, words[k], mask=(k >= lo) & (k < hi))
+        else:
+            for j in tl.static_range(2):
+                use = (2 * k + j >= lo) & (2 * k + j < hi)
+                half = (words[k] >> (16 * j)).to(tl.uint16)
+                tl.store(elements_at(out, ITEM) + at + (2 * k + j), half, mask=use)
 
 
 @triton.jit
@@ -97,8 +132,9 @@ def store_runs(out, words, RUNS: tl.constexpr, STAGED: tl.constexpr):
 
 @triton.jit
 def in_rows(columns):
-    """8 or 32 columns as one tensor, shape [RUNS, columns]."""
-    return from_columns(columns, len(columns), 5 if len(columns) == 32 else 3)
+    """8, 16, 32 or 64 columns as one tensor, shape [RUNS, columns]."""
+    N: tl.constexpr = len(columns)
+    return from_columns(columns, N, 3 + N // 16 - N // 64)
 
 
 @triton.jit
@@ -130,6 +166,15 @@ def add_elements(
     for k in tl.static_range(0, len(y), 2):
         values = values + rounded_pair(y[k], y[k + 1], EXP, ITEM, LIMIT, CVT)
     add_to(accumulator(out, EXP, ADD) + at, in_rows(values), use, EXP, ADD)
+
+
+@triton.jit
+def negative_zero(SHAPE: tl.constexpr):
+    """What changes no number that is added to it: the start of a sum.
+
+    `tl.full` makes a positive zero of -0.0.
+    """
+    return tl.full(SHAPE, 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -277,12 +322,6 @@ def sum_pairs(y, words, EXP: tl.constexpr, LIMIT: tl.constexpr = True):
         decoded = narrow_pair(y[2 * k], y[2 * k + 1], None, EXP, True, LIMIT)
         sums = sums + (add_pair(decoded, words[k], EXP),)
     return sums
-
-
-@triton.jit
-def sum_words(y, words, EXP: tl.constexpr):
-    """float32 columns of `sum_pairs`."""
-    return word_values(sum_pairs(y, words, EXP), EXP, 2)
 
 
 @triton.jit

@@ -7,4 +7,7 @@ Of a codec with an ID, the module `<codec>.py` has
         such chunk;
     used(header, nelem): where the bytes in use begin and end in the static part of a chunk;
     decode(header, nelem, static, dynamic): the bytes of the elements.
+
+A module with NEEDS_BASE has check_base(header, static, base) too, which refuses another base than
+the encoder had, and its decode takes the base's bytes as a last argument.
 """

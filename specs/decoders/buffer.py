@@ -12,7 +12,8 @@ from .common import DTYPES, Header, Section, align, ceil_div, check, u16, u32
 # buffer.md, "Header"
 
 CHECKSUM, ASSEMBLED = 1, 2
-KINDS = {1: "payload", 2: "tiles", 3: "index", 4: "scales", 64: "escapes", 65: "tail"}
+KINDS = {1: "payload", 2: "tiles", 3: "index", 4: "scales"}
+KINDS |= {64: "escapes", 65: "tail", 67: "changes"}
 
 
 def codec_modules() -> dict[int, ModuleType]:
@@ -190,12 +191,17 @@ def static_padding(static: bytes, used: list[tuple[int, int]]) -> bytes:
     return b"".join(static[lo:hi] for lo, hi in zip(ends, starts, strict=True))
 
 
-def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...], bytes]:
-    """Decode a buffer to its dtype's name, its shape and the tensor's bytes in C order."""
+def decode(
+    data: bytes, max_nbytes: int = 64 << 30, base: bytes | None = None
+) -> tuple[str, tuple[int, ...], bytes]:
+    """Decode a buffer to its dtype's name, its shape and the tensor's bytes in C order.
+
+    `base` is the bytes of the base, for codecs that need one.
+    """
     h = read_header(data, max_nbytes)
     records = read_records(data, h)
-    out = bytearray()
-    place = h.static_end
+    out, place, first = bytearray(), h.static_end, 0
+    later = []
     for i, r in enumerate(records):  # 15
         nelem = h.share(i)
         start = h.records_end + i * h.static_stride
@@ -213,5 +219,17 @@ def decode(data: bytes, max_nbytes: int = 64 << 30) -> tuple[str, tuple[int, ...
             padding = data[place - align(r.dynamic) + r.dynamic : place]
             check(not any(padding), "reserved_not_zero", f"behind dynamic part of chunk {i}")
 
-        out += reader.decode(h, nelem, static, dynamic)
+        if not hasattr(CODECS[h.codec], "NEEDS_BASE"):
+            out += reader.decode(h, nelem, static, dynamic)
+            continue
+        if base is None:
+            raise ValueError("this buffer needs a base")
+        share = base[first * h.dtype.nbytes : (first + nelem) * h.dtype.nbytes]
+        first += nelem
+        given = (share,) if reader is not raw else ()
+        if given:
+            reader.check_base(h, static, *given)
+        later.append((reader, (h, nelem, static, dynamic, *given)))
+    for reader, arguments in later:
+        out += reader.decode(*arguments)
     return h.dtype.name, h.shape, bytes(out)

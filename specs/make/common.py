@@ -6,7 +6,7 @@ by the name of the vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +31,11 @@ from .data import Array
 #: Name, buffer, decoded tensor and, of lossy codecs, the tensor that was encoded.
 Vector = tuple[str, bytes, bytes]
 LossyVector = tuple[str, bytes, bytes, bytes]
-#: Buffer and reason by the name of the vector.
-Invalid = dict[str, tuple[bytes, str]]
+Vectors = Iterator[LossyVector | Vector]
+#: Buffer and reason by the name of the vector, and the base of codecs that need one.
+Invalid = dict[str, tuple[bytes, str] | tuple[bytes, str, bytes]]
+#: Parameter bytes to change, by the name of the vector: an offset and new bytes.
+Pokes = Mapping[str, tuple[int, bytes]]
 
 #: The key of every vector that was rounded at random.
 KEY = tw.Key(0x0123456789ABCDEF, step=7, rank=3)
@@ -187,14 +190,22 @@ def refused(reason: str, vectors: dict[str, bytes]) -> Invalid:
     return {name: (data, reason) for name, data in vectors.items()}
 
 
-def with_params(make: Callable[[], Parts], wrong: dict[str, bytes]) -> Invalid:
-    """Buffers with these parameters, that no encoder writes."""
-    return refused("bad_header", {name: changed(make(), params=p) for name, p in wrong.items()})
+def with_params(make: Callable[[], Parts], wrong: Pokes) -> Invalid:
+    """Buffers with parameters that no encoder writes: these, none, and of another length.
+
+    Where there are none any are wrong.
+    """
+    params = make().header.params
+    changes = {name: poked(params, at, new) for name, (at, new) in wrong.items()}
+    if params:
+        other = params + bytes(8) if len(params) == 8 else params[:8]
+        changes |= {"no_parameters": b"", f"{len(other)}_byte_parameters": other}
+    else:
+        changes["parameters"] = bytes(8)
+    return refused("bad_header", {name: changed(make(), params=p) for name, p in changes.items()})
 
 
-def headers(
-    make: Callable[[], Parts], wrong: dict[str, bytes], small: int = 0, grown: int = 0
-) -> Invalid:
+def headers(make: Callable[[], Parts], wrong: Pokes, small: int = 0, grown: int = 0) -> Invalid:
     """Headers and records that are wrong for all lossy codecs, `wrong` parameters among them.
 
     Of `small` elements the codec makes no shorter chunk; `grown` is a chunk with dynamic bytes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,26 +13,10 @@ from tightwire.codecs.common import minifloat
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.formats.header import RAW
 
-from .common import (
-    Invalid,
-    LossyVector,
-    Parts,
-    Vector,
-    changed,
-    decoded,
-    edited,
-    lossy,
-    named,
-    put,
-    record,
-    refused,
-    sectioned,
-    with_bytes,
-)
-from .data import Array, bell, scaled_blocks
+from . import common, data
 
 
-def blocks_of(largest: float, *blocks: tuple[float, ...]) -> Array:
+def blocks_of(largest: float, *blocks: tuple[float, ...]) -> data.Array:
     """float32, shape (272,): the tensor's largest value, then blocks of 16 that start as given."""
     x = np.zeros((17, 16), np.float32)
     x[0, 0] = largest
@@ -54,61 +37,64 @@ ORDERS = {
 }
 
 
-def rules() -> Iterator[LossyVector | Vector]:
+def rules() -> common.Vectors:
     """Vectors that catch one wrong reading each."""
     codec = tw.codec("nvfp4")
     ties = (0.53125, 0.59375, 8.5, 9.5, 272, 304, 336, 368, 400, 2**-10, 3 * 2**-10)
     x = blocks_of(2688, *((6.0 * tie,) for tie in ties))
-    yield lossy("float32_scale_ties", x, codec)
+    yield common.lossy("float32_scale_ties", x, codec)
     codes = (6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
     x = blocks_of(2688, codes, tuple(-v for v in codes))
-    yield lossy("float32_code_ties", x, codec)
+    yield common.lossy("float32_code_ties", x, codec)
     for name, (largest, a, v) in ORDERS.items():
         block = float.fromhex(a), float.fromhex(v)
-        yield lossy(f"float32_{name}", blocks_of(largest, block), codec)
-    parts = Parts.of(codec.encode(bell(100, "float32", 600), chunks=2, backend="ref"))
-    put(parts, 1, parts.header.sections[0].nbytes, struct.pack("<f", 3.0))
-    yield decoded("nvfp4/float32_two_scales", parts.join())
+        yield common.lossy(f"float32_{name}", blocks_of(largest, block), codec)
+    parts = common.Parts.of(codec.encode(data.bell(100, "float32", 600), chunks=2, backend="ref"))
+    common.put(parts, 1, parts.header.sections[0].nbytes, struct.pack("<f", 3.0))
+    yield common.decoded("nvfp4/float32_two_scales", parts.join())
 
 
-def valid() -> Iterator[LossyVector | Vector]:
+def valid() -> common.Vectors:
     """Vectors of codec nvfp4."""
     codec = tw.codec("nvfp4")
     x = np.zeros(257, np.float32)
     x[:2] = 1.0, -3.0
-    yield lossy("float32_example", x, codec)
+    yield common.lossy("float32_example", x, codec)
     for i, dtype in enumerate(("bfloat16", "float16", "float32")):
-        yield lossy(f"{dtype}_{400 + i}", bell(90 + i, dtype, 400 + i), codec)
-        yield lossy(f"{dtype}_scaled", scaled_blocks(93 + i, dtype, 501), codec)
-        small = np.ldexp(bell(96, "float32", 300), -14 if dtype == "float16" else -125)
-        yield lossy(f"{dtype}_small", small.astype(BY_NAME[dtype].numpy), codec)
-    yield lossy("bfloat16_zeros", np.zeros(300, BY_NAME["bfloat16"].numpy), codec)
-    yield lossy("float32_5_chunks", bell(97, "float32", 1601), codec, chunks=5)
-    yield lossy("float32_66_chunks", bell(101, "float32", 65 * 65), codec, chunks=66)
-    yield lossy("float16_no_checksum", bell(98, "float16", 500), codec, checksum=False)
+        yield common.lossy(f"{dtype}_{400 + i}", data.bell(90 + i, dtype, 400 + i), codec)
+        yield common.lossy(f"{dtype}_scaled", data.scaled_blocks(93 + i, dtype, 501), codec)
+        small = np.ldexp(data.bell(96, "float32", 300), -14 if dtype == "float16" else -125)
+        yield common.lossy(f"{dtype}_small", small.astype(BY_NAME[dtype].numpy), codec)
+    yield common.lossy("bfloat16_zeros", np.zeros(300, BY_NAME["bfloat16"].numpy), codec)
+    yield common.lossy("float32_5_chunks", data.bell(97, "float32", 1601), codec, chunks=5)
+    yield common.lossy("float32_66_chunks", data.bell(101, "float32", 65 * 65), codec, chunks=66)
+    yield common.lossy("float16_no_checksum", data.bell(98, "float16", 500), codec, checksum=False)
     stats = np.array([np.float32(1.0).view(np.int32)])
-    parts = Parts.of(codec.encode(bell(99, "float16", 16 * 256), stats=stats, backend="ref"))
+    parts = common.Parts.of(
+        codec.encode(data.bell(99, "float16", 16 * 256), stats=stats, backend="ref")
+    )
     codes = np.resize(np.arange(16, dtype=np.uint8), 16 * 256)
-    put(parts, 0, 0, minifloat.pack(codes, minifloat.BY_NAME["e2m1"]).tobytes())
-    put(parts, 0, parts.header.sections[0].nbytes + 16, bytes(range(256)))
-    yield decoded("nvfp4/float16_all_codes", parts.join())
+    common.put(parts, 0, 0, minifloat.pack(codes, minifloat.BY_NAME["e2m1"]).tobytes())
+    common.put(parts, 0, parts.header.sections[0].nbytes + 16, bytes(range(256)))
+    yield common.decoded("nvfp4/float16_all_codes", parts.join())
     yield from rules()
 
 
-def make_parts() -> Parts:
+def make_parts() -> common.Parts:
     """Two chunks of 501 and 500 elements: 251 and 250 bytes of codes, scales at 256."""
-    return Parts.of(tw.codec("nvfp4").encode(bell(86, "float16", 1001), chunks=2, backend="ref"))
+    return common.Parts.of(
+        tw.codec("nvfp4").encode(data.bell(86, "float16", 1001), chunks=2, backend="ref")
+    )
 
 
-def invalid() -> Invalid:
+def invalid() -> common.Invalid:
     """What is wrong in nvfp4 buffers only."""
     sections = make_parts().header.sections
     bad_header = {
-        "parameters": changed(make_parts(), params=bytes(8)),
-        "of_float64": changed(make_parts(), dtype=BY_NAME["float64"]),
-        "sections_swapped": sectioned(make_parts(), 1, 0),
-        "gains_nothing": changed(make_parts(), shape=(200,)),
-        "scales_too_large": changed(
+        "of_float64": common.changed(make_parts(), dtype=BY_NAME["float64"]),
+        "sections_swapped": common.sectioned(make_parts(), 1, 0),
+        "gains_nothing": common.changed(make_parts(), shape=(200,)),
+        "scales_too_large": common.changed(
             make_parts(), sections=(sections[0], replace(sections[1], nbytes=256))
         ),
     }
@@ -122,12 +108,12 @@ def invalid() -> Invalid:
         "tensor_scale_nan": (0, 256, struct.pack("<f", math.nan), "bad_payload"),
         "tail": (0, 250, b"\x1f", "bad_payload"),
     }
-    vectors = refused("bad_header", bad_header)
+    vectors = common.with_params(make_parts, {}) | common.refused("bad_header", bad_header)
     for name, (chunk, at, new, reason) in edits.items():
-        vectors[name] = with_bytes(make_parts, chunk, at, new), reason
-    raw_flag = edited(make_parts, lambda p: record(p, 1, "flags", RAW))
+        vectors[name] = common.with_bytes(make_parts, chunk, at, new), reason
+    raw_flag = common.edited(make_parts, lambda p: common.record(p, 1, "flags", RAW))
     vectors |= {
-        "version_2": (changed(make_parts(), codec_version=2), "unsupported_version"),
+        "version_2": (common.changed(make_parts(), codec_version=2), "unsupported_version"),
         "raw_flag": (raw_flag, "bad_record"),
     }
-    return named("nvfp4", vectors)
+    return common.named("nvfp4", vectors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +13,7 @@ import numpy as np
 import tightwire as tw
 from tightwire.formats.dtypes import BY_NAME
 
-from .common import (
-    KEY,
-    Invalid,
-    LossyVector,
-    Parts,
-    Vector,
-    changed,
-    headers,
-    lossy,
-    named,
-    poked,
-    refused,
-    sectioned,
-    with_bytes,
-)
-from .data import LOSSY_DTYPES, Array, bell, bits_of, random_bits, specials, with_zeros
+from . import common, data
 
 PARAMS: dict[str, dict[str, Any]] = {
     "e4m3": {},
@@ -47,80 +31,91 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def valid() -> Iterator[LossyVector | Vector]:
+def valid() -> common.Vectors:
     """Vectors of codec taco."""
 
-    def coded(name: str, x: Array, params: dict[str, Any], **options: Any) -> LossyVector:
-        return lossy(name, x, tw.codec("taco", **params), key=KEY, **options)
+    def coded(
+        name: str, x: data.Array, params: dict[str, Any], **options: Any
+    ) -> common.LossyVector:
+        return common.lossy(name, x, tw.codec("taco", **params), key=common.KEY, **options)
 
     ones = np.ones(384, np.float32).astype(BY_NAME["bfloat16"].numpy)
     example = {"transform": "none", "scales": "merged", "block": 128}
     yield coded("bfloat16_384_none", ones, params=example)
     for i, (name, params) in enumerate(PARAMS.items()):
-        dtype = LOSSY_DTYPES[i % 3]
-        yield coded(f"{dtype}_{name}", bell(80 + i, dtype, 900), params=params)
-    for dtype in LOSSY_DTYPES:
-        yield coded(f"{dtype}_specials", specials(dtype, 1500), params={"block": 32})
-        yield coded(f"{dtype}_zeros", with_zeros(100, dtype, 700), params={"transform": "none"})
-        yield coded(f"{dtype}_random_bits", random_bits(101, dtype, (3, 511)), params={"block": 32})
-    huge = np.ldexp(bell(102, "float32", 700), 125).astype(np.float32)
+        dtype = data.LOSSY_DTYPES[i % 3]
+        yield coded(f"{dtype}_{name}", data.bell(80 + i, dtype, 900), params=params)
+    for dtype in data.LOSSY_DTYPES:
+        yield coded(f"{dtype}_specials", data.specials(dtype, 1500), params={"block": 32})
+        yield coded(
+            f"{dtype}_zeros", data.with_zeros(100, dtype, 700), params={"transform": "none"}
+        )
+        yield coded(
+            f"{dtype}_random_bits", data.random_bits(101, dtype, (3, 511)), params={"block": 32}
+        )
+    huge = np.ldexp(data.bell(102, "float32", 700), 125).astype(np.float32)
     for name in ("e4m3", "int8", "hadamard", "none_int8"):
         yield coded(f"float32_huge_{name}", huge, params=PARAMS[name])
-    tiny = np.ldexp(bell(103, "float32", 700), -30 - np.arange(700) // 64 * 4).astype(np.float32)
+    tiny = np.ldexp(data.bell(103, "float32", 700), -30 - np.arange(700) // 64 * 4).astype(
+        np.float32
+    )
     for name in ("e4m3", "int8", "hadamard_int8", "none_e5m2"):
         yield coded(f"float32_tiny_{name}", tiny, params=PARAMS[name])
     for n in (511, 512, 513):
-        yield coded(f"bfloat16_{n}", bell(n, "bfloat16", n), params={"block": 128})
-    x = bell(104, "bfloat16", 2000)
+        yield coded(f"bfloat16_{n}", data.bell(n, "bfloat16", n), params={"block": 128})
+    x = data.bell(104, "bfloat16", 2000)
     yield coded("bfloat16_3_chunks", x.reshape(4, 500), {}, chunks=3)
-    yield coded("float16_7_chunks_none", bell(105, "float16", 2450), params=example, chunks=7)
+    yield coded("float16_7_chunks_none", data.bell(105, "float16", 2450), params=example, chunks=7)
     yield coded("bfloat16_3_chunks_stochastic", x, PARAMS["stochastic"], chunks=3)
     yield coded("bfloat16_no_checksum", x, {}, checksum=False)
     yield from rules()
 
 
-def rules() -> Iterator[LossyVector | Vector]:
+def rules() -> common.Vectors:
     """taco.md: r = K / s, and the merged scale is s / alpha."""
     codec = tw.codec("taco", block=32, scales="merged", format="int8")
-    yield lossy("float32_order_of_quotients", bell(815, "float32", 320), codec)
+    yield common.lossy("float32_order_of_quotients", data.bell(815, "float32", 320), codec)
 
 
 #: Where the scales of `make_parts` begin.
 SCALES = 1024
 
 
-def make_parts(**params: Any) -> Parts:
+def make_parts(**params: Any) -> common.Parts:
     """Two chunks of 1000 elements: 4 blocks, whose scales lie at 1024 to 1056 (merged: 1040)."""
-    x = bell(106, "bfloat16", 2000)
-    bits_of(x)[1256:1512] = 0x7F80
-    return Parts.of(tw.codec("taco", **params).encode(x, chunks=2, key=KEY, backend="ref"))
+    x = data.bell(106, "bfloat16", 2000)
+    data.bits_of(x)[1256:1512] = 0x7F80
+    return common.Parts.of(
+        tw.codec("taco", **params).encode(x, chunks=2, key=common.KEY, backend="ref")
+    )
 
 
-def invalid() -> Invalid:
+def invalid() -> common.Invalid:
     """Step 9 of "Reading" for taco, and taco.md, "Checks"; block 1 of chunk 1 is lost."""
-    params = make_parts().header.params
-    patched = functools.partial(with_bytes, make_parts)
+    patched = functools.partial(common.with_bytes, make_parts)
     wrong = {
-        "no_parameters": b"",
-        "16_byte_parameters": params + bytes(8),
-        "format_3": poked(params, 0, b"\3"),
-        "block_16": poked(params, 1, b"\4"),
-        "block_1024": poked(params, 1, b"\12"),
-        "block_2_255": poked(params, 1, b"\xff"),
-        "transform_3": poked(params, 2, b"\3"),
-        "scales_2": poked(params, 3, b"\2"),
-        "rounding_2": poked(params, 4, b"\2"),
-        "parameters_reserved": poked(params, 5, b"\1"),
-        "parameters_end": poked(params, 7, b"\1"),
+        "format_3": (0, b"\3"),
+        "block_16": (1, b"\4"),
+        "block_1024": (1, b"\12"),
+        "block_2_255": (1, b"\xff"),
+        "transform_3": (2, b"\3"),
+        "scales_2": (3, b"\2"),
+        "rounding_2": (4, b"\2"),
+        "parameters_reserved": (5, b"\1"),
+        "parameters_end": (7, b"\1"),
     }
     payload, scales = make_parts().header.sections
     sections = {
-        "three_sections": sectioned(make_parts(), 0, 1, 1),
-        "scales_of_kind_2": changed(make_parts(), sections=(payload, replace(scales, kind=2))),
-        "scales_dynamic": changed(make_parts(), sections=(payload, replace(scales, dynamic=True))),
+        "three_sections": common.sectioned(make_parts(), 0, 1, 1),
+        "scales_of_kind_2": common.changed(
+            make_parts(), sections=(payload, replace(scales, kind=2))
+        ),
+        "scales_dynamic": common.changed(
+            make_parts(), sections=(payload, replace(scales, dynamic=True))
+        ),
     }
     for name in ("float8_e4m3fn", "int16"):
-        sections[f"of_{name}"] = changed(make_parts(), dtype=BY_NAME[name])
+        sections[f"of_{name}"] = common.changed(make_parts(), dtype=BY_NAME[name])
 
     word = struct.Struct("<f").pack
     merged: dict[str, Any] = {"scales": "merged"}
@@ -158,10 +153,10 @@ def invalid() -> Invalid:
         "padding_behind_scales": patched(0, SCALES + 32, b"\1"),
         "padding_of_merged": patched(1, SCALES + 16, b"\1", **merged),
     }
-    return named(
+    return common.named(
         "taco",
-        headers(make_parts, wrong, grown=1),
-        refused("bad_header", sections),
-        refused("bad_payload", bad_scales | bad_codes),
-        refused("reserved_not_zero", padding),
+        common.headers(make_parts, wrong, grown=1),
+        common.refused("bad_header", sections),
+        common.refused("bad_payload", bad_scales | bad_codes),
+        common.refused("reserved_not_zero", padding),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,47 +11,34 @@ import numpy as np
 import tightwire as tw
 from tightwire.formats.dtypes import BY_NAME
 
-from .common import (
-    Invalid,
-    LossyVector,
-    Parts,
-    Vector,
-    coder,
-    headers,
-    lossy,
-    named,
-    poked,
-    refused,
-    with_bytes,
-)
-from .data import LOSSY_DTYPES, Array, bell, random_bits, random_words, specials, with_zeros
+from . import common, data
 
 
-def activations(seed: int, dtype: str, shape: tuple[int, ...]) -> Array:
+def activations(seed: int, dtype: str, shape: tuple[int, ...]) -> data.Array:
     """Tokens of unlike entropy, with an outlier here and there."""
     nelem = math.prod(shape)
-    powers = np.abs(bell(seed, "float32", nelem)).reshape(shape)
-    x = bell(seed + 1, "float32", nelem).reshape(shape)
+    powers = np.abs(data.bell(seed, "float32", nelem)).reshape(shape)
+    x = data.bell(seed + 1, "float32", nelem).reshape(shape)
     tokens = np.arange(nelem // shape[-1]).reshape(shape[:-1])
     for k in range(1, 4):
         x[tokens % 4 >= k] *= powers[tokens % 4 >= k]
-    x.reshape(-1)[random_words(seed, nelem) % 150 == 0] *= 20
+    x.reshape(-1)[data.random_words(seed, nelem) % 150 == 0] *= 20
     return x.astype(BY_NAME[dtype].numpy)
 
 
-def valid() -> Iterator[LossyVector | Vector]:
+def valid() -> common.Vectors:
     """Vectors of codec tahquant: buffer, decoded tensor, encoded tensor."""
-    coded = coder("tahquant", "direction", "hidden")
+    coded = common.coder("tahquant", "direction", "hidden")
     ramp = np.resize(np.arange(16, dtype=np.float32), (1, 1024))
     yield coded("ramp", ramp.astype(BY_NAME["bfloat16"].numpy))
-    for i, dtype in enumerate(LOSSY_DTYPES):
+    for i, dtype in enumerate(data.LOSSY_DTYPES):
         x = activations(120 + i, dtype, (12, 128))
         yield coded("tokens", x)
         yield coded("backward", x, direction="backward")
         yield coded("short_tiles", activations(130 + i, dtype, (3, 7, 100)))
-        yield coded("specials", specials(dtype, 1500).reshape(15, 100))
-        yield coded("random_bits", random_bits(140, dtype, (11, 192)), hidden=64)
-        yield coded("zeros", with_zeros(141, dtype, 1200).reshape(10, 120))
+        yield coded("specials", data.specials(dtype, 1500).reshape(15, 100))
+        yield coded("random_bits", data.random_bits(140, dtype, (11, 192)), hidden=64)
+        yield coded("zeros", data.with_zeros(141, dtype, 1200).reshape(10, 120))
     x = activations(142, "bfloat16", (2000,))
     yield coded("one_token", x)
     yield coded("short_last_token", x, hidden=190)
@@ -67,45 +53,43 @@ def valid() -> Iterator[LossyVector | Vector]:
     yield from rules()
 
 
-def rules() -> Iterator[LossyVector | Vector]:
+def rules() -> common.Vectors:
     """tahquant.md: how lg rounds; the least value of a tile is never -0."""
-    x = bell(928, "float32", 320).reshape(20, 16)
-    yield lossy("float32_close_entropies", x, tw.codec("tahquant"))
-    x = bell(290, "float16", 640).reshape(5, 128)
+    x = data.bell(928, "float32", 320).reshape(20, 16)
+    yield common.lossy("float32_close_entropies", x, tw.codec("tahquant"))
+    x = data.bell(290, "float16", 640).reshape(5, 128)
     x[0], x[1, ::2], x[1, 1::2] = -0.0, 0.0, -0.0
     x[2:4] = np.abs(x[2:4])
     x[2:, ::3] = -0.0
-    yield lossy("float16_minus_zeros", x, tw.codec("tahquant"))
+    yield common.lossy("float16_minus_zeros", x, tw.codec("tahquant"))
     backward = tw.codec("tahquant", direction="backward")
-    yield lossy("float16_backward_minus_zeros", x, backward)
+    yield common.lossy("float16_backward_minus_zeros", x, backward)
 
 
-def make_parts(**params: Any) -> Parts:
+def make_parts(**params: Any) -> common.Parts:
     """Two chunks of 7 tokens of 144 elements, 3 tiles each, the last one short; one is narrow.
 
     In a chunk of 21 tiles, words lie at 768, pivots at 852 to 873, the index is at 896.
     """
     x = activations(144, "bfloat16", (14, 144))
-    return Parts.of(tw.codec("tahquant", **params).encode(x, chunks=2, backend="ref"))
+    return common.Parts.of(tw.codec("tahquant", **params).encode(x, chunks=2, backend="ref"))
 
 
-def invalid() -> Invalid:
+def invalid() -> common.Invalid:
     """Step 9 of "Reading" for tahquant, and tahquant.md, "Checks"."""
-    params, index = make_parts().header.params, make_parts().static[0][896]
+    index = make_parts().static[0][896]
     free = (index ^ 0x7F) & -(index ^ 0x7F)
 
-    patched = functools.partial(with_bytes, make_parts)
+    patched = functools.partial(common.with_bytes, make_parts)
     wrong = {
-        "no_parameters": b"",
-        "8_byte_parameters": params[:8],
-        "direction_2": poked(params, 0, b"\2"),
-        "other_direction": poked(params, 0, b"\1"),
-        "parameters_reserved": poked(params, 1, b"\1"),
-        "parameters_end": poked(params, 7, b"\1"),
-        "hidden_0": params[:8] + bytes(8),
-        "hidden_2_63": params[:8] + (1 << 63).to_bytes(8, "little"),
-        "hidden_1": params[:8] + (1).to_bytes(8, "little"),
-        "hidden_64": params[:8] + (64).to_bytes(8, "little"),
+        "direction_2": (0, b"\2"),
+        "other_direction": (0, b"\1"),
+        "parameters_reserved": (1, b"\1"),
+        "parameters_end": (7, b"\1"),
+        "hidden_0": (8, bytes(8)),
+        "hidden_2_63": (8, (1 << 63).to_bytes(8, "little")),
+        "hidden_1": (8, (1).to_bytes(8, "little")),
+        "hidden_64": (8, (64).to_bytes(8, "little")),
     }
     bad = {
         "no_narrow_token": patched(0, 896, b"\0"),
@@ -127,9 +111,9 @@ def invalid() -> Invalid:
         "padding_of_scales": patched(1, 873, b"\x80"),
         "padding_of_index": patched(1, 897, b"\1"),
     }
-    return named(
+    return common.named(
         "tahquant",
-        headers(make_parts, wrong, grown=1),
-        refused("bad_payload", bad),
-        refused("reserved_not_zero", padding),
+        common.headers(make_parts, wrong, grown=1),
+        common.refused("bad_payload", bad),
+        common.refused("reserved_not_zero", padding),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,41 +12,16 @@ from tightwire import homomorphic
 from tightwire.codecs.thc import NORMS
 from tightwire.formats.dtypes import BY_NAME
 
-from .common import (
-    KEY,
-    Invalid,
-    LossyVector,
-    Parts,
-    Vector,
-    coder,
-    decoded,
-    headers,
-    lossy,
-    named,
-    poked,
-    refused,
-    summed,
-    with_bytes,
-)
-from .data import (
-    LOSSY_DTYPES,
-    Array,
-    bell,
-    bits_of,
-    narrowed,
-    scaled_super_groups,
-    specials,
-    with_zeros,
-)
+from . import common, data
 
 
-def rising(seed: int, dtype: str, n: int, block: int) -> Array:
+def rising(seed: int, dtype: str, n: int, block: int) -> data.Array:
     """Values whose scale grows from block to block."""
-    x = bell(seed, "float64", n) * (1 + np.arange(n) // block)
-    return narrowed(x, dtype)
+    x = data.bell(seed, "float64", n) * (1 + np.arange(n) // block)
+    return data.narrowed(x, dtype)
 
 
-def norm_near_a_tie() -> Array:
+def norm_near_a_tie() -> data.Array:
     """Blocks whose root mean square is rounded up only if their sums are added as the page says.
 
     Nearly all is in the first block: 3443599^2 + 23687400^2 = 23936401^2, which has 25 bits and is
@@ -61,85 +35,84 @@ def norm_near_a_tie() -> Array:
     return x.reshape(-1)[:4608]
 
 
-def valid() -> Iterator[LossyVector | Vector]:
+def valid() -> common.Vectors:
     """Vectors of codec thc."""
-    coded = coder("thc", "bits", "norm")
+    coded = common.coder("thc", "bits", "norm")
     one = np.zeros(1024, np.float32)
     one[0] = 1.0
     yield coded("example", one)
-    for i, dtype in enumerate(LOSSY_DTYPES):
-        yield coded("block", bell(190 + i, dtype, 1250 + i), norm=NORMS[i % 2])
-        x = specials(dtype, 1200)
-        bits_of(x)[1024:] = bits_of(with_zeros(193 + i, dtype, 176))
+    for i, dtype in enumerate(data.LOSSY_DTYPES):
+        yield coded("block", data.bell(190 + i, dtype, 1250 + i), norm=NORMS[i % 2])
+        x = data.specials(dtype, 1200)
+        data.bits_of(x)[1024:] = data.bits_of(data.with_zeros(193 + i, dtype, 176))
         yield coded("specials", x)
-    yield coded("scaled", scaled_super_groups(196, "float32", 1111))
-    tiny = np.ldexp(bell(197, "float32", 1100), -80 - np.arange(1100) // 1024 * 12)
+    yield coded("scaled", data.scaled_super_groups(196, "float32", 1111))
+    tiny = np.ldexp(data.bell(197, "float32", 1100), -80 - np.arange(1100) // 1024 * 12)
     yield coded("tiny", tiny.astype(np.float32))
     yield coded("tiny_tensor", tiny[:650].astype(np.float32), norm="tensor", bits=16)
     huge = np.full(1100, np.finfo(np.float32).max)
     huge[::2] *= -1
     yield coded("huge", huge, bits=16)
-    yield coded("lost_tensor", specials("float32", 500), norm="tensor")
+    yield coded("lost_tensor", data.specials("float32", 500), norm="tensor")
     yield coded("zeros", np.zeros((2, 700), BY_NAME["bfloat16"].numpy))
-    yield coded("3_chunks", bell(198, "bfloat16", 3901), chunks=3)
-    yield coded("no_checksum", bell(199, "float16", 900), checksum=False)
-    ranks = [bell(200 + i, "float32", 1100) for i in range(8)]
-    yield summed("8", tw.codec("thc"), ranks)
+    yield coded("3_chunks", data.bell(198, "bfloat16", 3901), chunks=3)
+    yield coded("no_checksum", data.bell(199, "float16", 900), checksum=False)
+    ranks = [data.bell(200 + i, "float32", 1100) for i in range(8)]
+    yield common.summed("8", tw.codec("thc"), ranks)
     codec = tw.codec("thc", bits=16, norm="tensor")
-    yield summed("9", codec, [*ranks, -ranks[3]])
-    yield summed(
-        "2_chunks", tw.codec("thc"), [bell(208 + i, "bfloat16", 2701) for i in range(2)], chunks=2
+    yield common.summed("9", codec, [*ranks, -ranks[3]])
+    yield common.summed(
+        "2_chunks",
+        tw.codec("thc"),
+        [data.bell(208 + i, "bfloat16", 2701) for i in range(2)],
+        chunks=2,
     )
     yield from rules()
 
 
-def rules() -> Iterator[LossyVector | Vector]:
+def rules() -> common.Vectors:
     """thc.md: whose norm a block of a chunk takes; chunks may be sums of unlike ranks."""
     codec = tw.codec("thc")
-    yield lossy(
-        "float32_short_blocks", rising(231, "float32", 1300, 1024), codec, key=KEY, chunks=3
+    yield common.lossy(
+        "float32_short_blocks", rising(231, "float32", 1300, 1024), codec, key=common.KEY, chunks=3
     )
     x = rising(232, "bfloat16", 1400, 1024)
-    parts = Parts.of(codec.encode(x, key=KEY, chunks=2, backend="ref"))
-    keys = [KEY._replace(seed=1 << 63 | 5, step=9, rank=rank) for rank in range(2)]
+    parts = common.Parts.of(codec.encode(x, key=common.KEY, chunks=2, backend="ref"))
+    keys = [common.KEY._replace(seed=1 << 63 | 5, step=9, rank=rank) for rank in range(2)]
     stats = np.float32(2) * codec.measure(x)
     two = [codec.encode(x, key=k, stats=stats, chunks=2, backend="ref") for k in keys]
-    parts.static[1] = Parts.of(homomorphic.add(*two)).static[1]
-    yield decoded("thc/bfloat16_unlike_chunks_sum", parts.join())
+    parts.static[1] = common.Parts.of(homomorphic.add(*two)).static[1]
+    yield common.decoded("thc/bfloat16_unlike_chunks_sum", parts.join())
 
     # Chunk 3 has elements of block 1 alone, and the norm of block 2 for that of its neighbour.
-    x = bell(290, "float32", 2103)
+    x = data.bell(290, "float32", 2103)
     x[2090] = np.nan
-    yield lossy("float32_lost_neighbour", x, codec, key=KEY, chunks=5)
+    yield common.lossy("float32_lost_neighbour", x, codec, key=common.KEY, chunks=5)
     codec = tw.codec("thc", norm="tensor")
-    yield lossy("float32_order_of_norms", norm_near_a_tie(), codec, key=KEY)
-    yield lossy("float16_30_blocks", bell(291, "float16", 30000), codec, key=KEY)
+    yield common.lossy("float32_order_of_norms", norm_near_a_tie(), codec, key=common.KEY)
+    yield common.lossy("float16_30_blocks", data.bell(291, "float16", 30000), codec, key=common.KEY)
 
 
-def make_parts(**params: Any) -> Parts:
+def make_parts(**params: Any) -> common.Parts:
     """Two blocks, the second of which is lost.
 
     Of 8-bit cells 2048 bytes, the count at 2048, seed and norms at 2176 and 2192.
     """
-    x = bell(221, "float32", 1250)
+    x = data.bell(221, "float32", 1250)
     x[-1] = np.inf
     codec = tw.codec("thc", **params)
-    return Parts.of(codec.encode(x, key=KEY, backend="ref"))
+    return common.Parts.of(codec.encode(x, key=common.KEY, backend="ref"))
 
 
-def invalid() -> Invalid:
+def invalid() -> common.Invalid:
     """Step 9 of "Reading" for thc, and thc.md, "Checks"."""
-    params = make_parts().header.params
-
-    patched = functools.partial(with_bytes, make_parts, 0)
+    patched = functools.partial(common.with_bytes, make_parts, 0)
     wrong = {
-        "no_parameters": b"",
-        "16_byte_parameters": params + bytes(8),
-        "bits_12": poked(params, 0, b"\x0c"),
-        "other_bits": poked(params, 0, b"\x10"),
-        "norm_2": poked(params, 1, b"\2"),
-        "parameters_reserved": poked(params, 2, b"\1"),
-        "parameters_end": poked(params, 7, b"\1"),
+        "bits_12": (0, b"\x0c"),
+        "other_bits": (0, b"\x10"),
+        "norm_2": (1, b"\2"),
+        "parameters_reserved": (2, b"\1"),
+        "parameters_end": (7, b"\1"),
     }
     wide = {"bits": 16, "norm": "tensor"}
     bad = {
@@ -161,9 +134,9 @@ def invalid() -> Invalid:
         "padding_of_seed": patched(2176 + 12, b"\1"),
         "padding_of_norms": patched(2200, b"\1"),
     }
-    return named(
+    return common.named(
         "thc",
-        headers(make_parts, wrong, small=300),
-        refused("bad_payload", bad),
-        refused("reserved_not_zero", padding),
+        common.headers(make_parts, wrong, small=300),
+        common.refused("bad_payload", bad),
+        common.refused("reserved_not_zero", padding),
     )

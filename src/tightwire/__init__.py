@@ -9,25 +9,37 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters import ddp as ddp
-    from .adapters import fsdp as fsdp
-    from .adapters import tagc as tagc
-    from .adapters import tensor_parallel as tensor_parallel
-    from .adapters.calls import CollectiveError
-    from .adapters.collectives import Communicator
-    from .adapters.error_feedback import ErrorFeedback
+    from . import delta_folders as delta_folders
+    from .adapters.collectives import process_group as process_group
+    from .adapters.collectives.communicator import Communicator
+    from .adapters.errors import CollectiveError
+    from .adapters.training import ddp as ddp
+    from .adapters.training import fsdp as fsdp
+    from .adapters.training import moe as moe
+    from .adapters.training import pipeline as pipeline
+    from .adapters.training import tagc as tagc
+    from .adapters.training import tensor_parallel as tensor_parallel
+    from .adapters.training.error_feedback import ErrorFeedback
+    from .adapters.weights import dcp as dcp
+    from .adapters.weights.transfer import publish, subscribe
     from .buffer import Buffer
-    from .codec import Codec, codec, decode, encode, list_codecs
+    from .codec import Codec, codec, encode, list_codecs
     from .codecs.common.base import Key, Plan
+    from .decoding import decode
+    from .delta_apply import apply_delta, load_delta, prepare_delta
+    from .delta_directory import fold_deltas, prune_deltas, save_delta
     from .error import error
     from .files import dumps, load_file, loads, save_file
+    from .folding import fold
     from .formats.errors import FormatError
     from .formats.header import Header
     from .inspection import Info, inspect, verify
     from .lazy import File
     from .lazy import open_file as open
     from .loading import load_into
+    from .many import decode_many, decode_sum
     from .models import load, save
+    from .registration import register_codec
     from .streams import read_buffers
 
 __version__ = "0.1.0"
@@ -44,21 +56,33 @@ __all__ = [
     "Info",
     "Key",
     "Plan",
+    "apply_delta",
     "codec",
     "decode",
+    "decode_many",
+    "decode_sum",
     "dumps",
     "encode",
     "error",
+    "fold",
+    "fold_deltas",
     "inspect",
     "list_codecs",
     "load",
+    "load_delta",
     "load_file",
     "load_into",
     "loads",
     "open",
+    "prepare_delta",
+    "prune_deltas",
+    "publish",
     "read_buffers",
+    "register_codec",
     "save",
+    "save_delta",
     "save_file",
+    "subscribe",
     "verify",
 ]
 
@@ -66,34 +90,58 @@ __all__ = [
 _HOMES = {
     "Buffer": "buffer",
     "Codec": "codec",
-    "CollectiveError": "adapters.calls",
-    "Communicator": "adapters.collectives",
-    "ErrorFeedback": "adapters.error_feedback",
+    "CollectiveError": "adapters.errors",
+    "Communicator": "adapters.collectives.communicator",
+    "ErrorFeedback": "adapters.training.error_feedback",
     "File": "lazy",
     "FormatError": "formats.errors",
     "Header": "formats.header",
     "Info": "inspection",
     "Key": "codecs.common.base",
     "Plan": "codecs.common.base",
+    "apply_delta": "delta_apply",
     "codec": "codec",
-    "decode": "codec",
+    "decode": "decoding",
+    "decode_many": "many",
+    "decode_sum": "many",
     "dumps": "files",
     "encode": "codec",
     "error": "error",
+    "fold": "folding",
+    "fold_deltas": "delta_directory",
     "inspect": "inspection",
     "list_codecs": "codec",
     "load": "models",
+    "load_delta": "delta_apply",
     "load_file": "files",
     "load_into": "loading",
     "loads": "files",
     "open": "lazy:open_file",
+    "prepare_delta": "delta_apply",
+    "prune_deltas": "delta_directory",
+    "publish": "adapters.weights.transfer",
     "read_buffers": "streams",
+    "register_codec": "registration",
     "save": "models",
+    "save_delta": "delta_directory",
     "save_file": "files",
+    "subscribe": "adapters.weights.transfer",
     "verify": "inspection",
 }
-#: Public modules of adapters.
-_ADAPTERS = ("ddp", "fsdp", "tagc", "tensor_parallel")
+#: Public modules, and where they are.
+_MODULES = {
+    "codecs": "codecs",
+    "dcp": "adapters.weights.dcp",
+    "ddp": "adapters.training.ddp",
+    "delta_folders": "delta_folders",
+    "fsdp": "adapters.training.fsdp",
+    "moe": "adapters.training.moe",
+    "pipeline": "adapters.training.pipeline",
+    "prepared": "prepared",
+    "process_group": "adapters.collectives.process_group",
+    "tagc": "adapters.training.tagc",
+    "tensor_parallel": "adapters.training.tensor_parallel",
+}
 
 
 class _Package(ModuleType):
@@ -107,9 +155,9 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ADAPTERS:
+    if name in _MODULES:
         try:
-            return importlib.import_module(f".adapters.{name}", __name__)
+            return importlib.import_module(f".{_MODULES[name]}", __name__)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -124,4 +172,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ADAPTERS})
+    return sorted({*globals(), *_HOMES, *_MODULES})

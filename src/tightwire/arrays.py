@@ -21,6 +21,7 @@ _CLASSES = {"torch": "Tensor", "cupy": "ndarray", "jax": "Array"}
 DLPACK_CPU = 1
 
 _by_numpy: dict[np.dtype[Any], DType] = {}
+_by_torch: dict[Any, DType] = {}
 
 #: Names of dtypes that are accepted beside the full ones.
 SHORT_DTYPES = {
@@ -110,6 +111,9 @@ def is_array(x: Any) -> bool:
 
 
 def _library(x: Any) -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is not None and type(x) is getattr(torch, "Tensor", None):
+        return "torch"
     if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: call .filled(...) first")
     if isinstance(x, np.ndarray):
@@ -122,8 +126,14 @@ def _library(x: Any) -> str | None:
     return None
 
 
+#: What is on the host whatever else is imported.
+_QUICK = (np.ndarray, bytes, bytearray, memoryview, type(None))
+
+
 def on_gpu(x: Any) -> bool:
     """True for PyTorch (CUDA or ROCm), CuPy and JAX arrays in GPU memory; any object is taken."""
+    if type(x) in _QUICK:
+        return False
     if _is_a("torch", x):
         return bool(x.is_cuda)
     if _is_a("jax", x):
@@ -151,10 +161,31 @@ def has_memory(x: Any) -> bool:
         return False
 
 
+def _plain_tensor(x: Any) -> ArrayInfo | None:
+    """What a tensor with memory of its own is, quickly; None for what has to be looked at."""
+    torch = sys.modules["torch"]
+    dtype = _by_torch.get(x.dtype)
+    if dtype is None or type(x) is not torch.Tensor or x.is_nested:
+        return None
+    try:
+        if x.layout is not torch.strided or not (x.data_ptr() or not x.numel()):
+            return None
+    except RuntimeError:
+        return None
+    if x.is_cpu:
+        return ArrayInfo("torch", None, dtype, tuple(x.shape))
+    return ArrayInfo("torch", x.device, dtype, tuple(x.shape)) if x.is_cuda else None
+
+
 def describe(x: Any) -> ArrayInfo:
     """Library, device, element type and shape of an array, without touching its data."""
+    if type(x) is np.ndarray:
+        return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
     library = library_of(x)
     if library == "torch":
+        known = _plain_tensor(x)
+        if known is not None:
+            return known
         name = str(x.dtype).removeprefix("torch.")
         if x.is_quantized:
             raise TypeError(
@@ -170,7 +201,8 @@ def describe(x: Any) -> ArrayInfo:
                 "FakeTensorMode and torch.func transforms; for a DTensor x.to_local()"
             )
         device = None if x.device.type == "cpu" else x.device
-        return ArrayInfo("torch", device, dtype_named(name), tuple(x.shape))
+        dtype = _by_torch[x.dtype] = dtype_named(name)
+        return ArrayInfo("torch", device, dtype, tuple(x.shape))
     if library == "cupy":
         return ArrayInfo("cupy", x.device, numpy_dtype(x.dtype), tuple(x.shape))
     if library == "jax":
@@ -218,15 +250,16 @@ def host_array(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
     Types that NumPy has no name for come as unsigned integers of the same size.
     """
+    if type(x) is np.ndarray:
+        return x
     library = library_of(x)
     if library == "torch":
         torch = sys.modules["torch"]
         x = x.detach().resolve_conj().resolve_neg().cpu()
-        try:
-            return x.numpy()  # type: ignore[no-any-return]
-        except TypeError:
-            unsigned = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
-            return x.view(unsigned).numpy()  # type: ignore[no-any-return]
+        known = torch.float16, torch.float32, torch.float64
+        if x.dtype.is_floating_point and x.dtype not in known:
+            x = x.view({1: torch.uint8, 2: torch.uint16}[x.element_size()])
+        return x.numpy()  # type: ignore[no-any-return]
     if library == "cupy":
         return sys.modules["cupy"].asnumpy(x)  # type: ignore[no-any-return]
     if library == "jax":
@@ -239,6 +272,8 @@ def host_array(x: Any) -> np.ndarray[Any, np.dtype[Any]]:
 def host_bits(x: Any, dtype: DType) -> Bits:
     """The elements of `x` in C order, as unsigned integers in native order, shape (n,)."""
     host = host_array(x)
+    if host.dtype.isnative and host.flags.c_contiguous:
+        return host.reshape(-1).view(dtype.bits)
     if not host.dtype.isnative:
         host = host.astype(host.dtype.newbyteorder("="))
     return np.ascontiguousarray(host).reshape(-1).view(dtype.bits)
@@ -316,6 +351,10 @@ def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bi
 
     It must have this dtype and shape.
     """
+    if type(x) is np.ndarray and x.dtype == dtype.numpy and x.shape == shape:
+        flags = x.flags
+        if flags.c_contiguous and flags.writeable and x.dtype.isnative:
+            return x.reshape(-1).view(dtype.bits)
     info = describe(x)
     if info.device is not None and info.library != "jax":
         raise ValueError(f"{what} is on {info.device}; allowed: an array on the host")

@@ -1,4 +1,5 @@
-"""Ratio and speed of codecs on the tensors of a safetensors file, compared with memcpy and zstd.
+"""Ratio and speed of codecs on the tensors of a safetensors file, compared with memcpy and other
+libraries.
 
 No lossless codec is timed before its result has been compared with the input bit for bit.
 """
@@ -10,15 +11,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .codec import Codec, codec, decode, list_codecs
+from .bench_others import Other, others
+from .codec import Codec, codec, list_codecs
 from .codecs.common.base import Bytes, Key
 from .codecs.common.threads import cpu_count
 from .convert import plain_tensors
+from .decoding import decode
 from .formats.dtypes import DType
 from .storage import PathLike, save_figure
 
@@ -96,31 +98,41 @@ def bench_file(
     limit_nbytes: int | None = None,
     threads: int | None = None,
     progress: Progress = no_progress,
+    base: PathLike | None = None,
 ) -> BenchReport:
     """Measure the codecs called `names` on a plain safetensors file, in this order.
 
-    Without names: the lossless codecs that code a type of the file, zstd, and then the lossy ones.
+    Without names: the lossless codecs that code a type of the file, other libraries, and then the
+    lossy ones. With `base`, a plain file too: codec delta against its tensors of the same names,
+    and what other libraries make of the XOR.
     Encoding and decoding are whole calls per tensor into buffers allocated before; the fastest of
-    `repeat` passes counts. `limit_nbytes` cuts off the tensors' data. zstd is left out where the
-    zstandard package is missing. Raises FormatError, OSError, TypeError or ValueError.
+    `repeat` passes counts. `limit_nbytes` cuts off the tensors' data. Of other libraries those
+    are measured that are installed: zstd, ZipNN, OpenZL, blosc2. Raises FormatError, OSError,
+    TypeError or ValueError.
     """
     chosen = [codec(name) for name in names]
     n_threads = threads or cpu_count()
     progress("reading", 0)
-    arrays = _load(path, cast, limit_nbytes)
+    named = _load(path, cast, limit_nbytes)
+    arrays = list(named.values())
+    bases: list[Array | None] = [None] * len(arrays)
+    if base is not None:
+        known = _load(base, cast, None)
+        bases = [_base(a, known.get(name)) for name, a in named.items()]
     raw_nbytes = sum(a.nbytes for a in arrays)
     if not raw_nbytes:
         raise ValueError("no tensor data to measure")
     dtypes = tuple(sorted({a.dtype.name for a in arrays}))
     left_out: list[str] = []
-    if not names:
+    if not names and base is None:
         chosen, left_out = fitting(dtypes)
     # Made one after the other: each holds buffers for the whole file.
     made: list[Callable[[], _Contestant]] = [partial(_memcpy, arrays)]
     made += [partial(_codec, c, arrays, n_threads) for c in chosen]
-    if find_spec("zstandard"):
-        lossless = len(chosen) if names else sum(c.lossless for c in chosen)
-        made.insert(1 + lossless, partial(_zstd, arrays, n_threads))
+    if base is not None:
+        made.append(partial(_delta, arrays, bases, n_threads))
+    lossless = len(made) if names or base else 1 + sum(c.lossless for c in chosen)
+    made[lossless:lossless] = [partial(_other, o, arrays, bases) for o in others(n_threads)]
     # A pass to check, and `repeat` passes each of encoding and decoding.
     share = 1 / (len(made) * (1 + 2 * repeat))
     speeds = [_measure(make(), arrays, repeat, progress, share) for make in made]
@@ -138,10 +150,13 @@ def bench_file(
 def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
     """The codecs for tensors of these types, and the names of those that code none of them.
 
-    Lossless ones come first, and of these raw, which only copies, last.
+    Lossless ones come first, and of these raw, which only copies, last. Codecs that need a base are
+    in neither list.
     """
     chosen, left_out = [], []
     for c in map(codec, list_codecs()):
+        if c.needs_base:
+            continue
         if set(c.dtypes).intersection(dtypes):
             chosen.append(c)
         else:
@@ -150,13 +165,21 @@ def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
     return chosen, left_out
 
 
-def _load(path: PathLike, cast: DType | None, limit: int | None) -> list[Array]:
+def _base(x: Array, found: Array | None) -> Array | None:
+    """What of a tensor of the other file goes with `x`, its first elements; None if none does."""
+    if found is None or found.dtype != x.dtype or found.size < x.size:
+        return None
+    return found[: x.size]
+
+
+def _load(path: PathLike, cast: DType | None, limit: int | None) -> dict[str, Array]:
     """The file's tensors as flat arrays in memory, as far as `limit` bytes reach."""
-    arrays: list[Array] = []
-    for _, dtype, bits in plain_tensors(path, cast):
+    arrays: dict[str, Array] = {}
+    for entry, dtype, bits in plain_tensors(path, cast):
         values = bits.view(dtype.numpy)
         whole = limit is None or values.nbytes <= limit
-        arrays.append(values.copy() if whole else values[: (limit or 0) // dtype.itemsize].copy())
+        kept = values if whole else values[: (limit or 0) // dtype.itemsize]
+        arrays[entry.name] = kept.copy()
         if not whole:
             break
         if limit is not None:
@@ -193,26 +216,50 @@ def _codec(c: Codec, arrays: list[Array], threads: int) -> _Contestant:
     return _Contestant(c.name, encode_one, decode_one, packed_nbytes, outs, c.lossless, c.dtypes)
 
 
-def _zstd(arrays: list[Array], threads: int) -> _Contestant:
-    import zstandard
+def _delta(arrays: list[Array], bases: list[Array | None], threads: int) -> _Contestant:
+    """Tensors without a base are coded by themselves."""
+    alone = codec("zipccl")
+    codecs = [alone if base is None else codec("delta") for base in bases]
+    buffers: list[Any] = [
+        _poisoned(c.plan(a.shape, a.dtype, chunks=None).nbytes)
+        for c, a in zip(codecs, arrays, strict=True)
+    ]
+    outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
 
-    compressor = zstandard.ZstdCompressor(level=1, threads=threads if threads > 1 else 0)
-    decompressor = zstandard.ZstdDecompressor()
-    raw = [a.view(np.uint8).data for a in arrays]
+    def encode_one(i: int) -> None:
+        buffers[i] = codecs[i].encode(
+            arrays[i], base=bases[i], out=buffers[i], chunks=None, threads=threads
+        )
+
+    def decode_one(i: int) -> None:
+        decode(buffers[i], base=bases[i], out=outs[i], threads=threads)
+
+    def packed_nbytes() -> int:
+        return sum(buffer.nbytes for buffer in buffers)
+
+    return _Contestant("delta", encode_one, decode_one, packed_nbytes, outs)
+
+
+def _other(other: Other, arrays: list[Array], bases: list[Array | None]) -> _Contestant:
+    """A compressor of bytes; with a base, of the XOR with it."""
+    raw = [a.view(np.uint8) for a in arrays]
+    given = [None if base is None else base.view(np.uint8) for base in bases]
     packed = [b""] * len(arrays)
     outs: list[Array] = [_poisoned(a.nbytes).view(a.dtype) for a in arrays]
 
     def encode_one(i: int) -> None:
-        packed[i] = compressor.compress(raw[i])
+        base = given[i]
+        data = raw[i] if base is None else raw[i] ^ base
+        packed[i] = other.compress(data, arrays[i].dtype.name)
 
     def decode_one(i: int) -> None:
-        out = outs[i].view(np.uint8).data
-        with decompressor.stream_reader(packed[i]) as reader:
-            at = 0
-            while at < len(out) and (n := reader.readinto(out[at:])):
-                at += n
+        out, base = outs[i].view(np.uint8), given[i]
+        other.decompress(packed[i], out)
+        if base is not None:
+            np.bitwise_xor(out, base, out=out)
 
-    return _Contestant("zstd -1", encode_one, decode_one, lambda: sum(map(len, packed)), outs)
+    name = other.name if all(base is None for base in bases) else f"{other.name} of XOR"
+    return _Contestant(name, encode_one, decode_one, lambda: sum(map(len, packed)), outs)
 
 
 def _measure(

@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from .arrays import Target, bytes_view, describe, from_bits, host_array, is_bytes, on_gpu
 from .codecs.common.base import Bytes, Plan
-from .engine import DEFAULT_MAX_NBYTES, Parsed, check_limit, check_plan, parse
+from .engine import DEFAULT_MAX_NBYTES, Parsed, check_limit, parse, parse_as
 from .formats.dtypes import BY_NAME
 from .formats.header import OVERFLOW, RECORD, Header, align
 from .planning import device_engine, make_plan
 
 if TYPE_CHECKING:
-    from .gpu import Memory
+    from .gpu_memory import Memory
 
 _UINT8 = BY_NAME["uint8"]
 
@@ -241,9 +241,7 @@ class Buffer:
         """
         if self._memory is not None:
             return parse(self._memory.packed_on_host(self._target, self.plan), max_nbytes=1 << 63)
-        parsed = parse(self._bytes, max_nbytes=1 << 63)
-        check_plan(parsed, self.plan)
-        return parsed
+        return parse_as(self.plan, self._bytes)
 
     def packed(self) -> Any:
         """Copy the canonical bytes, without slack.

@@ -1,40 +1,38 @@
-"""The public codec value, and ``encode`` and ``decode`` for arrays of any library."""
+"""The public codec value, and ``encode`` for arrays of any library."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from . import arrays, engine
+from .arguments import (
+    base_bits,
+    check_added,
+    check_like,
+    check_scratch,
+    device_for,
+    host_stats,
+    memory_apart,
+    need_float,
+    need_key,
+    need_no_base,
+    on_gpu,
+    thread_count,
+)
 from .arrays import Target
 from .buffer import Buffer, parsed_source
-from .codecs.common.base import Bits, Bytes, CodecSpec, Key, Plan, ReduceOp
+from .codecs.common.base import CodecSpec, Key, Plan, ReduceOp
 from .codecs.common.float_mode import default_floats
-from .codecs.common.philox import check_key, key_numbers
 from .codecs.common.threads import cpu_count
-from .engine import selection
+from .decoding import DECODED, Source, decode
 from .formats.codec_ids import CODEC_IDS
-from .formats.dtypes import BY_NAME, DType
-from .planning import (
-    DEVICE_BACKEND,
-    backend_module,
-    device_engine,
-    device_module,
-    integer,
-    make_plan,
-    spec_class,
-)
+from .formats.dtypes import DType
+from .planning import backend_module, device_module, integer, make_plan, spec_class
 
-_UINT8 = BY_NAME["uint8"]
-_DECODED = "the buffer that is decoded"
 _ADDED = "the array that is added"
-_FUSED = "decode_add_encode_chunk"
-Source = Any
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,11 @@ class Codec:
     def lossless(self) -> bool:
         """True if decoding returns the input bit for bit."""
         return self.spec.lossless
+
+    @property
+    def needs_base(self) -> bool:
+        """True if encoding and decoding need ``base``, a tensor of the same shape and dtype."""
+        return self.spec.needs_base
 
     @property
     def homomorphic(self) -> bool:
@@ -164,6 +167,7 @@ class Codec:
         self,
         x: Any,
         *,
+        base: Any = None,
         stats: Any = None,
         key: Key | None = None,
         out: Any = None,
@@ -182,6 +186,8 @@ class Codec:
 
         Args:
             x: The array.
+            base: The array that ``x`` is coded against, of its shape and dtype, for codecs with
+                ``needs_base``; no other takes one. It is never modified.
             stats: Statistics that ranks have agreed on, as ``measure`` returns them. None: the
                 codec measures ``x``.
             key: Seed of codecs that round at random; other codecs check its type only.
@@ -203,8 +209,9 @@ class Codec:
 
         Raises:
             TypeError: If an argument has a wrong type.
-            ValueError: If a value is out of range, the codec needs a ``key`` and none is passed,
-                ``out`` is too small or overlaps ``x``, or the backend is missing.
+            ValueError: If a value is out of range, the codec needs a ``key`` or a ``base`` and none
+                is passed, the base does not fit, ``out`` is too small or overlaps ``x``, or the
+                backend is missing.
 
         Example:
             >>> import numpy as np
@@ -221,9 +228,10 @@ class Codec:
         self.require_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
-            encoded = gpu.encode(
+            on_device = gpu.encode(
                 self.spec,
                 x,
+                base=base,
                 stats=stats,
                 key=key,
                 out=out,
@@ -233,41 +241,43 @@ class Codec:
                 checksum=checksum,
                 required=backend is not None,
             )
-            if encoded is not NotImplemented:
-                return encoded  # type: ignore[no-any-return]
-        _check_scratch(scratch)
+            if on_device is not NotImplemented:
+                return on_device  # type: ignore[no-any-return]
+        check_scratch(scratch)
         info = arrays.describe(x)
         bits = arrays.host_bits(x, info.dtype)
         plan = make_plan(self.spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
+        against = base_bits(self.spec, plan, base)
         target = Target(info.library, info.device)
-        to_gpu = gpu is not None and _on_gpu(out)
+        to_gpu = gpu is not None and on_gpu(out)
         if gpu is not None and out is None and self.homomorphic and info.library == "torch":
             # Where its cells can be added to.
-            to_gpu = _on_gpu(x)
-        buffer = Buffer(plan, _output_memory(plan, None if to_gpu else out, bits), target)
-        if stats is not None:
-            stats = arrays.host_array(stats) if _on_gpu(stats) else np.asarray(stats)
-            with default_floats():
-                self.spec.check_stats(stats, info.dtype)
-            if np.may_share_memory(buffer._bytes, stats):
-                raise ValueError("out overlaps stats")
-            if plan.codec != self.spec:
-                stats = None
+            to_gpu = on_gpu(x)
+        encoded = memory_apart(plan, None if to_gpu else out, bits, against)
+        buffer = Buffer(plan, encoded, target)
+        stats = host_stats(self.spec, plan, stats, encoded)
         engine.encode_into(
             plan,
             bits,
-            buffer._bytes,
+            encoded,
             stats=stats,
             key=key,
             threads=thread_count(threads),
             backend=backend,
+            base=against,
         )
         if gpu is not None and to_gpu:
             buffer = gpu.to_device(buffer, out)
         return buffer
 
     def decode(
-        self, src: Source, *, out: Any = None, scratch: Any = None, max_nbytes: int | None = None
+        self,
+        src: Source,
+        *,
+        base: Any = None,
+        out: Any = None,
+        scratch: Any = None,
+        max_nbytes: int | None = None,
     ) -> Any:
         """Decode a buffer; see ``tightwire.decode``.
 
@@ -275,6 +285,7 @@ class Codec:
 
         Args:
             src: As in ``tightwire.decode``.
+            base: As in ``tightwire.decode``.
             out: As in ``tightwire.decode``.
             scratch: As in ``encode``.
             max_nbytes: As in ``tightwire.decode``.
@@ -287,15 +298,16 @@ class Codec:
             TypeError: If an argument has a wrong type.
             ValueError: If ``out`` does not fit.
         """
-        return decode(src, out=out, scratch=scratch, max_nbytes=max_nbytes)
+        return decode(src, base=base, out=out, scratch=scratch, max_nbytes=max_nbytes)
 
     def decode_add(self, src: Source, acc: Any, *, scratch: Any = None) -> Any:
         """Decode ``src`` and add it to ``acc`` in place.
 
-        The decoded values are rounded to the dtype of ``acc`` and then added in it. On the host
-        checksums and padding are checked first, and codecs that can add to float32 in one pass. On
-        a GPU nothing waits; bfloat16, float16 and float32 are added in the pass that decodes them
-        if ``acc`` is float32 or has the dtype of the buffer.
+        The decoded values are rounded to the dtype of ``acc`` and then added in it. A NaN stays a
+        NaN; which one it becomes depends on the machine. On the host
+        checksums and padding are checked first, and values are added in the pass that decodes them.
+        On a GPU nothing waits; bfloat16, float16 and float32 are added in that pass if ``acc`` is
+        float32 or has the dtype of the buffer.
 
         Args:
             src: As in ``tightwire.decode``.
@@ -316,28 +328,18 @@ class Codec:
         info = arrays.describe(acc)
         gpu = device_for(None, src, acc)
         if gpu is not None:
-            _need_float(info.dtype, "acc")
+            need_float(info.dtype, "acc")
             if gpu.decode_add(src, acc, scratch) is not NotImplemented:
                 return acc
-            if _on_gpu(acc):
-                gpu.check_apart(_DECODED, src, "acc", acc)
+            if on_gpu(acc):
+                gpu.check_apart(DECODED, src, "acc", acc)
                 values = decode(src, like=acc, scratch=scratch)
-                _check_like(arrays.describe(values), info)
+                check_like(arrays.describe(values), info)
                 gpu.add(acc, values)
                 return acc
-        acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
-        _need_float(info.dtype, "acc")
-        values = acc_bits.view(info.dtype.numpy)
-        parsed = parsed_source(src, None)
-        if np.may_share_memory(values, parsed.data):
-            raise ValueError(f"acc overlaps {_DECODED}")
-        fits = parsed.plan.shape == info.shape and info.dtype.name == "float32"
-        if fits and engine.decode_add(parsed, values, threads=cpu_count()):
-            return acc
-        decoded = decode(src, like="numpy")
-        _check_like(arrays.describe(decoded), info)
-        with default_floats():
-            values += decoded.reshape(-1).astype(values.dtype)
+        from . import many
+
+        many.add_here(src, acc, info)
         return acc
 
     def decode_add_encode(
@@ -358,9 +360,8 @@ class Codec:
         The step of sums over several hops. The sum is taken in float32 (float64 for float64) and
         rounded to the dtype of the buffer. It is one pass where the codec has a kernel for it and
         ``src`` has the plan that the sum gets, ``chunks`` and ``checksum`` included (for sdp4bit
-        the parameters may differ). On the host ``x`` must then have the dtype of the buffer;
-        dynamiq and mx also take float32. nvfp4 needs a second pass on a GPU unless ``stats`` are
-        given.
+        the parameters may differ), unless the sum has to be measured first. nvfp4 needs a second
+        pass on a GPU unless ``stats`` are given.
 
         Args:
             src: As in ``tightwire.decode``.
@@ -385,7 +386,7 @@ class Codec:
             ValueError: If shapes or dtypes do not match, or ``out`` does not fit.
         """
         info = arrays.describe(x)
-        _need_float(info.dtype, "x")
+        need_float(info.dtype, "x")
         self.require_key(x, key)
         gpu = device_for(backend, x)
         if gpu is not None:
@@ -404,7 +405,7 @@ class Codec:
                 return fused  # type: ignore[no-any-return]
             values = decode(src, like=x, scratch=scratch, backend=backend)
             found = arrays.describe(values)
-            _check_added(info, found.shape, found.dtype)
+            check_added(info, found.shape, found.dtype)
             gpu.check_apart(_ADDED, x, "out", out)
             return self.encode(
                 gpu.added(values, x),
@@ -417,44 +418,147 @@ class Codec:
                 backend=backend,
             )
         bits = arrays.host_bits(x, info.dtype)
+        from . import many
+
         target = Target(info.library, info.device)
         parsed = parsed_source(src, None)
+        need_no_base(parsed.plan.codec)
         dtype = parsed.plan.dtype
-        _check_added(info, parsed.plan.shape, dtype)
+        check_added(info, parsed.plan.shape, dtype)
         plan = make_plan(self.spec, dtype, info.shape, chunks, checksum=checksum)
-        module = backend_module(plan.codec.name, backend)
-        fuses = plan.fuses(parsed.plan) and stats is None and hasattr(module, _FUSED)
-        if fuses and (info.dtype == dtype or plan.codec.adds_float32):
-            buffer = Buffer(plan, _output_memory(plan, out, bits, _ADDED), target)
-            shared = np.may_share_memory(buffer._bytes, parsed.data)
-            target_bytes = np.empty_like(buffer._bytes) if shared else buffer._bytes
-            engine.encode_into(
-                plan,
-                bits,
-                target_bytes,
-                key=key,
-                threads=cpu_count(),
-                backend=backend,
-                source=parsed,
-            )
-            if shared:
-                buffer._bytes[:] = target_bytes
-            return buffer
-        if out is not None:
-            out = _output_memory(plan, out, bits, _ADDED)
-        local = bits.view(info.dtype.numpy).reshape(info.shape)
-        decoded = decode(src, like="numpy", backend=backend)
-        wide = np.float64 if dtype.name == "float64" else np.float32
-        with default_floats():
-            total = (decoded.astype(wide) + local.astype(wide)).astype(decoded.dtype)
-        bits = total.reshape(-1).view(dtype.bits)
-        return self.encode(
-            arrays.from_bits(bits, dtype, info.shape, target),
+        encoded = many.encode_sum_here(
+            self.spec,
+            plan,
+            (parsed, bits),
+            out,
+            stats=stats,
+            key=key,
+            threads=cpu_count(),
+            backend=backend,
+        )
+        return Buffer(plan, encoded, target)
+
+    def encode_many(
+        self,
+        tensors: Sequence[Any],
+        *,
+        out: Sequence[Any] | None = None,
+        stats: Sequence[Any] | None = None,
+        key: Key | None = None,
+        scratch: Any = None,
+        checksum: bool = True,
+        threads: int | None = None,
+        backend: str | None = None,
+    ) -> list[Buffer]:
+        """Encode many tensors, each into a buffer of its own, faster than one by one.
+
+        The bytes are those of ``encode`` for each tensor. On the host large tensors are encoded on
+        all threads, one after the other, and small ones at the same time.
+
+        Args:
+            tensors: A list or tuple of arrays of one library, device and dtype, of any shapes.
+            out: A list or tuple of what ``encode`` takes as ``out``, one for each tensor. None:
+                one allocation for all, where each buffer starts at a multiple of 128 bytes; it is
+                freed when the last of the buffers is gone.
+            stats: A list or tuple of what ``encode`` takes as ``stats``, one for each tensor, None
+                among them.
+            key: As in ``encode``, the same for all tensors.
+            scratch: As in ``encode``.
+            checksum: As in ``encode``.
+            threads: As in ``encode``.
+            backend: As in ``encode``.
+
+        Returns:
+            The buffers, in the order of ``tensors``. Each has one chunk.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If a value is out of range, the tensors are not of one library, device and
+                dtype, or memory in ``out`` is too small or overlaps other memory.
+
+        Example:
+            >>> import numpy as np
+            >>> import tightwire as tw
+            >>> tensors = [np.zeros(n, np.float32) for n in (4096, 0, 65536)]
+            >>> [buf.header.shape for buf in tw.codec("mx").encode_many(tensors)]
+            [(4096,), (0,), (65536,)]
+        """
+        from . import many
+
+        return many.encode_many(
+            self,
+            tensors,
+            out=out,
+            stats=stats,
+            key=key,
+            scratch=scratch,
+            checksum=checksum,
+            threads=threads,
+            backend=backend,
+        )
+
+    def encode_sum(
+        self,
+        terms: Sequence[Any],
+        *,
+        scale: float | None = None,
+        stats: Any = None,
+        key: Key | None = None,
+        out: Any = None,
+        scratch: Any = None,
+        checksum: bool = True,
+        threads: int | None = None,
+        backend: str | None = None,
+    ) -> Buffer:
+        """Encode the sum that ``tightwire.decode_sum`` decodes, with as many chunks.
+
+        It is one pass for buffers that this codec has made, unless the sum is measured. On a GPU
+        that is so for raw, mx, sdp4bit, taco, dynamiq, and nvfp4 with ``stats``. Otherwise the sum
+        is held in memory as a whole.
+
+        Args:
+            terms: As in ``tightwire.decode_sum``.
+            scale: As in ``tightwire.decode_sum``.
+            stats: As in ``encode``. Without them dynamiq keeps the widths of the first buffer, and
+                mx with ``scale_rule="agreed"`` its scales, if that is the first term and the sum is
+                one pass; otherwise the sum is measured.
+            key: As in ``encode``.
+            out: As in ``encode``. It may be memory of a buffer, but not overlap the tensor.
+            scratch: As in ``encode``.
+            checksum: As in ``encode``.
+            threads: As in ``encode``.
+            backend: As in ``encode``.
+
+        Returns:
+            The buffer of the sum.
+
+        Raises:
+            FormatError: As in ``tightwire.decode_sum``.
+            TypeError: If an argument has a wrong type, or the buffers' dtype is not a float.
+            ValueError: If a value is out of range, the terms do not fit one another, or ``out``
+                does not fit.
+
+        Example:
+            >>> import numpy as np
+            >>> import tightwire as tw
+            >>> x = np.linspace(-1, 1, 4096, dtype=np.float32)
+            >>> codec = tw.codec("zipccl")
+            >>> total = codec.encode_sum([codec.encode(x), codec.encode(x), x])
+            >>> bool((tw.decode(total) == 3 * x).all())
+            True
+        """
+        from . import many
+
+        return many.encode_sum(
+            self,
+            terms,
+            scale=scale,
             stats=stats,
             key=key,
             out=out,
-            chunks=chunks,
+            scratch=scratch,
             checksum=checksum,
+            threads=threads,
             backend=backend,
         )
 
@@ -470,10 +574,7 @@ class Codec:
             ValueError: If the codec rounds at random and ``key`` is None, or a number is out of
                 range.
         """
-        check_key(key, self.spec.max_world)
-        # However few elements there are: small tensors are stored raw, and the next may be large.
-        if key is None and self.spec.draws and arrays.describe(x).dtype.name in self.dtypes:
-            key_numbers(key)
+        need_key(self.spec, arrays.describe(x).dtype, key)
 
     def _fuses(self, x: Any, dtype: DType) -> bool:
         """True if `decode_add_encode` of buffers of `dtype` and of `x` is one pass.
@@ -484,7 +585,8 @@ class Codec:
             return False
         if device_for(None, x) is None:
             alike = arrays.describe(x).dtype == dtype
-            return alike and hasattr(backend_module(self.name, None), _FUSED)
+            measures = self.reduce_op is not None and not self.spec.sums_keep_stats
+            return alike and not measures and hasattr(backend_module(self.name, None), "encoder")
         return hasattr(device_module(self.name), "decode_add_encode")
 
 
@@ -543,6 +645,7 @@ def encode(
     x: Any,
     codec: str | Codec = "zipccl",
     *,
+    base: Any = None,
     stats: Any = None,
     key: Key | None = None,
     out: Any = None,
@@ -562,6 +665,8 @@ def encode(
         x: The array, of any shape, on the host or a GPU.
         codec: A codec or its name, which stands for its default parameters. What it does not take,
             such as integers and "mx", is stored by "raw": ``header.codec`` says which it was.
+        base: The array that ``x`` is coded against, of its shape and dtype, for ``"delta"``; no
+            other codec takes one.
         stats: Statistics that ranks have agreed on, as ``Codec.measure`` returns them. None: the
             codec measures ``x``.
         key: Seed of codecs that round at random.
@@ -580,8 +685,8 @@ def encode(
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range, the codec needs a ``key`` and none is passed, or
-            ``out`` does not fit.
+        ValueError: If a value is out of range, the codec needs a ``key`` or a ``base`` and none is
+            passed, or ``base`` or ``out`` does not fit.
 
     Example:
         >>> import numpy as np
@@ -595,6 +700,7 @@ def encode(
     """
     return as_codec(codec).encode(
         x,
+        base=base,
         stats=stats,
         key=key,
         out=out,
@@ -607,124 +713,6 @@ def encode(
     )
 
 
-def decode(
-    src: Source,
-    *,
-    out: Any = None,
-    like: Any = None,
-    start: int | None = None,
-    stop: int | None = None,
-    max_nbytes: int | None = None,
-    verify: bool | None = None,
-    scratch: Any = None,
-    threads: int | None = None,
-    backend: str | None = None,
-) -> Any:
-    """Decode a buffer into an array.
-
-    Whole chunks are checked whole: checksum, padding and payload. Of a chunk that is decoded in
-    part the tiles in use are checked (specs/buffer.md, "Partial decoding"). Header and records are
-    always checked.
-
-    A result on a GPU is decoded there; bytes of the host are uploaded first, and the host checks
-    header and records before. A ``Buffer`` on that GPU is decoded without waiting for the device:
-    damage is raised by ``Buffer.check()``, or at once with ``verify=True``.
-
-    Args:
-        src: A ``Buffer``, a bytes-like object, or a uint8 array of any library.
-        out: An array of the right dtype and shape to fill. After an error its contents are
-            undefined. Autograd sees a write as by ``Tensor.copy_``; a tensor that requires grad is
-            refused outside of ``torch.no_grad()``.
-        like: An array or a library's name, which says where the result goes. None: the library of
-            the encoded tensor (for a ``Buffer``) or of ``src`` (for an array), NumPy for bytes.
-        start: First flat element to decode; with it or ``stop`` the result has the shape ``(stop -
-            start,)``, and only the tiles that hold these elements are decoded.
-        stop: One past the last flat element to decode.
-        max_nbytes: Most bytes that the whole tensor may have. None is 64 GiB, and for a ``Buffer``
-            no limit.
-        verify: True checks chunks whole that are decoded in part, which decodes them whole. False
-            leaves out checksums and padding.
-        scratch: As in ``Codec.encode``.
-        threads: As in ``Codec.encode``.
-        backend: As in ``Codec.encode``.
-
-    Returns:
-        ``out``, or a new array of the encoded shape and dtype.
-
-    Raises:
-        FormatError: If the bytes are not a valid buffer, or the tensor is larger than
-            ``max_nbytes``.
-        TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range, or ``out`` does not fit.
-
-    Example:
-        >>> import numpy as np
-        >>> import tightwire as tw
-        >>> buf = tw.encode(np.arange(10, dtype=np.float32))
-        >>> tw.decode(buf, start=2, stop=5)
-        array([2., 3., 4.], dtype=float32)
-    """
-    if max_nbytes is not None:
-        max_nbytes = integer("max_nbytes", max_nbytes, least=0)
-    if not (verify is None or isinstance(verify, bool)):
-        raise TypeError(f"verify is {verify!r}; allowed: True, False, None")
-    chosen = None if like is None else arrays.target_of(like)
-    gpu = device_for(backend, src, out, like)
-    if gpu is not None:
-        decoded = gpu.decode(
-            src,
-            out=out,
-            chosen=chosen,
-            start=start,
-            stop=stop,
-            max_nbytes=max_nbytes,
-            verify=verify,
-            scratch=scratch,
-            required=backend is not None,
-        )
-        if decoded is not NotImplemented:
-            return decoded
-    _check_scratch(scratch)
-    parsed = parsed_source(src, max_nbytes)
-    if isinstance(src, Buffer):
-        target = src.target
-    else:
-        target = Target() if _is_host_bytes(src) else arrays.target_of(src)
-    plan = parsed.plan
-    lo, hi, shape = selection(plan, start, stop)
-    to_gpu = gpu is not None and _on_gpu(out)
-    if out is None or to_gpu:
-        bits = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
-    else:
-        bits = arrays.writable_bits(out, plan.dtype, shape, "out")
-        if np.may_share_memory(bits, parsed.data):
-            raise ValueError(f"out overlaps {_DECODED}")
-    engine.decode_range(
-        parsed,
-        bits,
-        lo,
-        verify=verify,
-        threads=thread_count(threads),
-        backend=backend,
-    )
-    if gpu is not None and to_gpu:
-        values = arrays.from_bits(bits, plan.dtype, shape, arrays.target_of(out))
-        gpu.copy_into(out, values)
-    if out is not None:
-        return out
-    return arrays.from_bits(bits, plan.dtype, shape, chosen or target)
-
-
-def _check_scratch(scratch: Any) -> None:
-    """Refuse what is not an array; the host has no use for one."""
-    if not (scratch is None or arrays.is_array(scratch)):
-        raise TypeError(f"scratch is {scratch!r}; allowed: a uint8 array, None")
-
-
-def _is_host_bytes(src: Any) -> bool:
-    return isinstance(src, engine.Parsed) or arrays.is_bytes(src)
-
-
 def as_codec(value: str | Codec) -> Codec:
     """`value` itself, or the codec of that name."""
     if isinstance(value, Codec):
@@ -732,72 +720,3 @@ def as_codec(value: str | Codec) -> Codec:
     if isinstance(value, str):
         return codec(value)
     raise TypeError(f"codec is {value!r}; allowed: a name or a tightwire.Codec")
-
-
-def device_for(backend: str | None, *values: Any) -> ModuleType | None:
-    """`tightwire.gpu` if one of `values` is in GPU memory or Triton is asked for, else None.
-
-    Raises ValueError if Triton is asked for and PyTorch is missing.
-    """
-    if backend is None:
-        if not any(map(_on_gpu, values)):
-            return None
-    elif backend != DEVICE_BACKEND:
-        return None
-    found = device_engine()
-    if isinstance(found, ModuleType):
-        return found
-    if backend is None:
-        return None
-    raise ValueError(f"backend {backend!r} needs {found}: pip install 'tightwire[triton]'")
-
-
-def _on_gpu(x: Any) -> bool:
-    return x._memory is not None if isinstance(x, Buffer) else arrays.on_gpu(x)
-
-
-def _check_like(found: arrays.ArrayInfo, acc: arrays.ArrayInfo) -> None:
-    _need_float(found.dtype, "the buffer")
-    if found.shape != acc.shape:
-        raise ValueError(f"acc has shape {acc.shape}; needed: {found.shape}, that of the buffer")
-
-
-def _check_added(x: arrays.ArrayInfo, shape: tuple[int, ...], dtype: DType) -> None:
-    """Raise ValueError if `x` cannot be added to a decoded array of this shape and dtype."""
-    wider = x.dtype.name == "float32" and dtype.is_float and dtype.itemsize < 4
-    if x.shape != shape or not (x.dtype == dtype or wider):
-        wanted = f"{dtype.name}{list(shape)}"
-        raise ValueError(f"x is {x.dtype.name}{list(x.shape)}; needed: {wanted}, as the buffer")
-
-
-def _need_float(dtype: DType, what: str) -> None:
-    if not dtype.is_float:
-        raise TypeError(f"{what} is {dtype.name}; allowed: float dtypes")
-
-
-def thread_count(threads: int | None) -> int:
-    """``threads`` if it is a number of threads, and the number of processors for None."""
-    if threads is None:
-        return cpu_count()
-    if integer("threads", threads) < 1:
-        raise ValueError(f"threads is {threads}; allowed: at least 1")
-    return threads
-
-
-def _output_memory(
-    plan: Plan, out: Any, bits: Bits, what: str = "the array that is encoded"
-) -> Bytes:
-    """Memory for a buffer: `out` if it is fit for that and apart from `what`, `bits`; else new."""
-    if out is None:
-        return np.empty(plan.nbytes, np.uint8)
-    if isinstance(out, Buffer):
-        if out._host is None:
-            raise ValueError("out is a Buffer in GPU memory; allowed: one on the host")
-        out = out._host
-    info = arrays.describe(out)
-    target_bytes = arrays.writable_bits(out, _UINT8, info.shape, "out")
-    if target_bytes.size < plan.nbytes:
-        raise ValueError(f"out has {target_bytes.size} bytes; the plan needs {plan.nbytes}")
-    if np.may_share_memory(target_bytes, bits):
-        raise ValueError(f"out overlaps {what}")
-    return target_bytes[: plan.nbytes]

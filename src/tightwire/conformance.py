@@ -35,21 +35,20 @@ def run(
 ) -> list[Result]:
     """Run `command` once for every vector in the folder, for at most `timeout` seconds each.
 
-    In each argument {in} stands for the buffer's path and {out} for the path to write to. With
-    `codecs`, buffers of other codecs are left out, valid or not. Raises ValueError for a command
-    that lacks a placeholder and for an unknown codec, FileNotFoundError if there are no vectors or
-    no such program.
+    In each argument {in} stands for the buffer's path and {out} for the path to write to. {base}
+    stands for the path of the base: the argument is left out for buffers that have none. Where the
+    command has no {base}, buffers that have one are left out; see `left_out`. With `codecs`,
+    buffers of other codecs are left out, valid or not. Raises ValueError for a command that lacks
+    {in} or {out} and for an unknown codec, FileNotFoundError if there are no vectors or no such
+    program.
     """
-    for name in codecs:
-        if name not in CODEC_IDS:
-            raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
     arguments = shlex.split(command)
     for placeholder in ("{in}", "{out}"):
         if not any(placeholder in argument for argument in arguments):
             raise ValueError(f"command {command!r} has no {placeholder}")
-    paths = sorted(vectors.rglob("*.tw"))
-    if codecs:
-        paths = [path for path in paths if _codec_of(path) in codecs]
+    paths = _paths(vectors, codecs)
+    if "{base}" not in command:
+        paths = [path for path in paths if not _base_of(path).exists()]
     if not paths:
         which = f" of {', '.join(codecs)}" if codecs else ""
         raise FileNotFoundError(f"no vectors{which} in {vectors}")
@@ -60,7 +59,10 @@ def run(
         out = Path(scratch, "out")
         for path in paths:
             out.unlink(missing_ok=True)
-            replaced = [a.replace("{in}", str(path)).replace("{out}", str(out)) for a in arguments]
+            base = _base_of(path)
+            places = {"{in}": str(path), "{out}": str(out), "{base}": str(base)}
+            given = [a for a in arguments if "{base}" not in a or base.exists()]
+            replaced = [_replaced(argument, places) for argument in given]
             name = path.relative_to(vectors).with_suffix("").as_posix()
             invalid = path.parent == reasons_path.parent
             if invalid and path.stem not in reasons:
@@ -69,6 +71,33 @@ def run(
             detail = _problem(replaced, path, out, reason, timeout)
             results.append(Result(name, not detail, detail))
     return results
+
+
+def left_out(command: str, vectors: Path, codecs: Collection[str] = ()) -> int:
+    """How many vectors `run` leaves out because they have a base and the command no {base}."""
+    if "{base}" in command:
+        return 0
+    return sum(_base_of(path).exists() for path in _paths(vectors, codecs))
+
+
+def _paths(vectors: Path, codecs: Collection[str]) -> list[Path]:
+    """The buffers of a folder of vectors, of all codecs or of these."""
+    for name in codecs:
+        if name not in CODEC_IDS:
+            raise ValueError(f"Unknown codec {name!r}. Allowed: {', '.join(CODEC_IDS)}")
+    paths = sorted(vectors.rglob("*.tw"))
+    return [path for path in paths if not codecs or _codec_of(path) in codecs]
+
+
+def _base_of(path: Path) -> Path:
+    """Where a buffer's base is, if it has one."""
+    return path.with_suffix(".base")
+
+
+def _replaced(argument: str, places: dict[str, str]) -> str:
+    for placeholder, path in places.items():
+        argument = argument.replace(placeholder, path)
+    return argument
 
 
 def _codec_of(path: Path) -> str | None:

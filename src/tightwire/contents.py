@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import arrays, engine, tree
-from .codec import decode, thread_count
+from .arguments import thread_count
 from .codecs.common.base import Bits, Bytes, Plan
+from .decoding import decode
 from .engine import Head, Parsed
 from .formats.container import (
     LIST_KEY,
@@ -249,8 +250,12 @@ class Contents:
         out: Bytes,
         threads: int,
         backend: str | None = None,
+        base: Bits | None = None,
     ) -> None:
-        """Put the elements of a tensor into `out`, from the bytes of its entry, checked."""
+        """Put the elements of a tensor into `out`, from the bytes of its entry, checked.
+
+        `base` are those of the tensor that it was coded against, if there is one.
+        """
         if head is None:
             out[:] = self.check_plain(name, data)
             return
@@ -258,7 +263,8 @@ class Contents:
         aligned = out.ctypes.data % dtype.itemsize == 0
         target = out if aligned else np.empty_like(out)
         bits = target.view(dtype.bits)
-        engine.decode_range(parsed_of(head, data), bits, 0, threads=threads, backend=backend)
+        parsed = parsed_of(head, data)
+        engine.decode_range(parsed, bits, 0, threads=threads, backend=backend, base=base)
         if not aligned:
             out[:] = target
 
@@ -278,8 +284,18 @@ class Contents:
             return self.entry(name).nbytes
         return head.plan.nelem * head.plan.dtype.itemsize
 
-    def bits(self, name: str, head: Head | None, threads: int, backend: str | None = None) -> Bits:
-        """The elements of one tensor, checked: bits of shape (n,); bytes for those below 8 bits."""
+    def bits(
+        self,
+        name: str,
+        head: Head | None,
+        threads: int,
+        backend: str | None = None,
+        base: Bits | None = None,
+    ) -> Bits:
+        """The elements of one tensor, checked: bits of shape (n,); bytes for those below 8 bits.
+
+        `base` are those of the tensor that it was coded against, if there is one.
+        """
         if head is None:
             dtype = BY_SAFETENSORS.get(self.entry(name).dtype, BY_NAME["uint8"])
             with naming(f"tensor {name!r}"):
@@ -288,7 +304,7 @@ class Contents:
         bits = np.empty(plan.nelem * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
         with naming(f"tensor {name!r}"):
             parsed = self.parsed(name, head)
-            engine.decode_range(parsed, bits, 0, threads=threads, backend=backend)
+            engine.decode_range(parsed, bits, 0, threads=threads, backend=backend, base=base)
         return bits
 
     def tensor(self, name: str, head: Head | None, like: Any, threads: int) -> Any:

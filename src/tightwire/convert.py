@@ -7,23 +7,36 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from . import engine
+from .arguments import thread_count
 from .arrays import aligned_bytes
-from .codec import Codec, as_codec, thread_count
+from .codec import Codec, as_codec
+from .codec import codec as make_codec
 from .codecs.common.base import Bits, Bytes, Plan
 from .codecs.common.float_mode import default_floats
 from .codecs.common.threads import cpu_count
 from .contents import Contents, naming, parsed_of, read_header
 from .engine import DEFAULT_MAX_NBYTES, Head
+from .file_tensors import (
+    FileTensors,
+    Tensors,
+    add_base,
+    check_chain_limit,
+    file_tensors,
+    kind_of,
+    kind_text,
+    read_entry,
+)
 from .files import (
+    Against,
     Draft,
     Encoded,
     Plain,
@@ -32,7 +45,9 @@ from .files import (
     write_container,
 )
 from .formats.container import (
+    BASE_KEY,
     VERSION_KEY,
+    BaseNote,
     Directory,
     Entry,
     compressed_metadata,
@@ -41,7 +56,7 @@ from .formats.container import (
     is_own,
     users_metadata,
 )
-from .formats.dtypes import BY_NAME, BY_SAFETENSORS, DType
+from .formats.dtypes import BY_SAFETENSORS, DType
 from .formats.errors import FormatError
 from .inspection import PLAIN, Info, PlainInfo, info_of
 from .pipeline import Job, Memory, grouped, in_order, read_ranges
@@ -50,6 +65,8 @@ from .storage import PathReader, Reader, is_path, new_file, reading
 
 #: Called with (tensor name, its raw bytes) after each tensor.
 Progress = Callable[[str, int], None]
+#: Files of deltas in a row, if nothing else is asked for.
+CHAIN_LIMIT = 16
 
 
 @dataclass(frozen=True)
@@ -90,16 +107,22 @@ def compress_file(
     cast: DType | None = None,
     threads: int | None = None,
     progress: Progress = no_progress,
+    base: Any = None,
+    chain_limit: int = CHAIN_LIMIT,
 ) -> list[TensorReport]:
     """Compress a safetensors file tensor by tensor; `target` appears atomically.
 
     `cast` (bfloat16) rounds every float32 and float64 tensor first; without it the source can be
     restored byte for byte. `target` gets the permissions and the time of the last change of
-    `source`. Raises FormatError, TypeError, ValueError or OSError.
+    `source`.
+
+    With `base`, a safetensors file, compressed or not, tensors that it has too are coded against
+    its, by codec delta, where that takes fewer bytes. After `chain_limit` files of deltas in a row
+    `base` is not used. Raises FormatError, TypeError, ValueError or OSError.
     """
     chosen = as_codec(codec)
-    with open_plain(source) as (reader, directory):
-        draft = _drafted(reader, directory, chosen, cast)
+    with open_plain(source) as (reader, directory), _old_tensors(base, chain_limit) as old:
+        draft = _drafted(reader, directory, chosen, cast, old)
         backend = backend_for_once(draft.plans.values())
         entries = {e.name: e for e in directory.entries}
         reports: dict[str, TensorReport] = {}
@@ -122,7 +145,19 @@ def compress_file(
                     )
                     progress(name, entries[name].nbytes)
 
-        jobs = encode_jobs(draft.plans, elements, lambda name: entries[name].nbytes, backend)
+        def against(name: str, threads: int) -> Against | None:
+            plan = draft.plans[name]
+            if old is None or not plan.needs_base:
+                return None
+            return Against(
+                old.bits(name, threads), make_plan(chosen.spec, plan.dtype, plan.shape, None)
+            )
+
+        def needed(name: str) -> int:
+            # Of a delta also the base, and the other buffer.
+            return entries[name].nbytes * (3 if draft.plans[name].needs_base else 1)
+
+        jobs = encode_jobs(draft.plans, elements, needed, backend, against)
         with (
             new_file(target, *_kept(source, reader)) as file,
             in_order(jobs, thread_count(threads)) as buffers,
@@ -136,11 +171,36 @@ def compress_file(
     return [reports[name] for name in draft.names]
 
 
-def _drafted(reader: Reader, directory: Directory, codec: Codec, cast: DType | None) -> Draft:
-    """What the compressed form of a plain file holds."""
+@contextmanager
+def _old_tensors(base: Any, chain_limit: int) -> Iterator[FileTensors | None]:
+    """The tensors of `base`; None without it, or if there are too many files of deltas in a row."""
+    check_chain_limit(chain_limit)
+    if base is None:
+        yield None
+        return
+    with file_tensors(base, DEFAULT_MAX_NBYTES) as old:
+        yield old if old.deltas < chain_limit else None
+
+
+def _drafted(
+    reader: Reader,
+    directory: Directory,
+    codec: Codec,
+    cast: DType | None,
+    old: FileTensors | None = None,
+) -> Draft:
+    """What the compressed form of a plain file holds, against `old` if given."""
     draft = Draft(metadata=compressed_metadata(directory.metadata, None if cast else directory))
+    delta = make_codec("delta")
+    known = {} if old is None else {name: old.kind(name) for name in old.names}
     for e in directory.entries:
-        draft.add(e.name, _planned(reader, directory, e, codec, cast))
+        what = _planned(reader, directory, e, codec, cast)
+        if isinstance(what, Plan) and known.get(e.name) == (what.dtype, what.shape):
+            what = make_plan(delta.spec, what.dtype, what.shape, None)
+        draft.add(e.name, what)
+    if old is not None and any(plan.needs_base for plan in draft.plans.values()):
+        note = BaseNote(os.path.basename(old.label), old.deltas + 1)
+        draft.metadata[BASE_KEY] = note.text
     return draft
 
 
@@ -172,15 +232,23 @@ def open_plain(source: Any) -> Iterator[tuple[Reader, Directory]]:
         yield reader, directory
 
 
-def read_entry(reader: Reader, directory: Directory, entry: Entry) -> Bytes:
-    """The bytes of a tensor in a plain file."""
-    return reader.read(directory.data_at + entry.begin, entry.nbytes)
-
-
 def check_plain(path: Any) -> None:
     """Raise what `compress_file` would raise for the header of this file."""
     with open_plain(path):
         pass
+
+
+def check_tensors(path: Any) -> None:
+    """Raise what reading the headers of a safetensors file, and of its bases, raises."""
+    with file_tensors(path, DEFAULT_MAX_NBYTES):
+        pass
+
+
+def check_compressed(path: Any, base: Any = None) -> None:
+    """Raise what `decompress_file` would raise for the headers of a file and of its bases."""
+    with ExitStack() as files:
+        reader = files.enter_context(reading(path))
+        _compressed_tensors(files, reader, path, DEFAULT_MAX_NBYTES, base)
 
 
 @dataclass(frozen=True)
@@ -234,9 +302,9 @@ def _exact_time(source: Any) -> bool:
 
 def _same_tensors(source: Any, target: Any, cast: DType | None = None) -> bool:
     """True if two files of the same names hold the same tensors, after a cast of the first."""
-    with reading(source) as a, reading(target) as b:
+    with ExitStack() as files:
         try:
-            x, y = FileTensors(a, 1 << 63), FileTensors(b, 1 << 63)
+            x, y = (files.enter_context(file_tensors(f, 1 << 63)) for f in (source, target))
             for name in x.names:
                 dtype, bits = x.kind(name)[0], x.bits(name)
                 if isinstance(dtype, DType) and cast_dtype(dtype, cast) is not dtype:
@@ -360,18 +428,24 @@ def decompress_file(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     threads: int | None = None,
     progress: Progress = no_progress,
+    base: Any = None,
 ) -> None:
     """Restore the safetensors file that `source` was made from, byte for byte.
 
     A file made from arrays in memory becomes a plain safetensors file with the same tensors. Every
     tensor is checked; on any error `target` is left as it was. `target` gets the permissions and
-    the time of the last change of `source`. Raises FormatError or OSError.
+    the time of the last change of `source`.
+
+    The files that deltas are against are looked for in the folder of `source`; the first of them is
+    `base` if that is given. Raises FormatError or OSError, or ValueError for a `base` that is not
+    needed, or missing where `source` is a file object.
     """
-    with reading(source) as reader:
-        contents = Contents(reader)
-        heads = contents.heads(max_nbytes)
+    with ExitStack() as files:
+        reader = files.enter_context(reading(source))
+        tensors = _compressed_tensors(files, reader, source, max_nbytes, base)
+        contents, heads = tensors.contents, tensors.heads
         head = _restored_head(contents, heads)
-        jobs = _decode_jobs(contents, heads, len(head))
+        jobs = _decode_jobs(tensors, len(head))
         with (
             new_file(target, *_kept(source, reader)) as out,
             in_order(jobs, thread_count(threads)) as found,
@@ -383,11 +457,24 @@ def decompress_file(
                     progress(name, contents.tensor_nbytes(name, heads[name]))
 
 
-def _decode_jobs(
-    contents: Contents, heads: Mapping[str, Head | None], start: int
-) -> list[Job[tuple[list[str], Bytes]]]:
+class _Compressed(FileTensors):
+    """`FileTensors` of a compressed file."""
+
+    contents: Contents
+
+
+def _compressed_tensors(
+    files: ExitStack, reader: Reader, source: Any, max_nbytes: int, base: Any = None
+) -> _Compressed:
+    """The tensors of a compressed file, its bases opened."""
+    tensors = _Compressed(reader, max_nbytes, Contents(reader))
+    add_base(files, tensors, source, max_nbytes, base)
+    return tensors
+
+
+def _decode_jobs(tensors: _Compressed, start: int) -> list[Job[tuple[list[str], Bytes]]]:
     """Jobs that give names of tensors and their bytes in a restored file, from `start` on."""
-    backend = _backend(heads)
+    contents, heads, backend = tensors.contents, tensors.heads, tensors.backend
 
     def nbytes(name: str) -> int:
         return contents.tensor_nbytes(name, heads[name])
@@ -402,8 +489,9 @@ def _decode_jobs(
             at = 0
             for name, data in zip(names, contents.read(entries, memory), strict=True):
                 part = out[at : at + nbytes(name)]
+                against = tensors.base_bits(name, threads)
                 with naming(f"tensor {name!r}"):
-                    contents.decode_into(name, data, heads[name], part, threads, backend)
+                    contents.decode_into(name, data, heads[name], part, threads, backend, against)
                 at += part.size
             return names, out
 
@@ -414,10 +502,6 @@ def _decode_jobs(
         jobs.append(job(names, start))
         start += sum(map(nbytes, names))
     return jobs
-
-
-def _backend(heads: Mapping[str, Head | None]) -> str | None:
-    return backend_for_once(head.plan for head in heads.values() if head is not None)
 
 
 def _restored_names(contents: Contents) -> list[str]:
@@ -443,16 +527,6 @@ def _restored_head(contents: Contents, heads: Mapping[str, Head | None]) -> byte
     return directory_bytes(entries, users_metadata(contents.directory.metadata))
 
 
-def kind_of(
-    contents: Contents, name: str, head: Head | None
-) -> tuple[DType | str, tuple[int, ...]]:
-    """Element type and shape of a tensor; the type is a text where it is none of ours."""
-    if head is not None:
-        return head.plan.dtype, head.plan.shape
-    entry = contents.entry(name)
-    return BY_SAFETENSORS.get(entry.dtype, entry.dtype), entry.shape
-
-
 def verify_file(
     path: Any,
     *,
@@ -463,14 +537,19 @@ def verify_file(
 
     Raises FormatError.
     """
-    with reading(path) as reader:
-        return verify_contents(Contents(reader), max_nbytes, progress)
+    with ExitStack() as files:
+        reader = files.enter_context(reading(path))
+        return verify_tensors(_compressed_tensors(files, reader, path, max_nbytes), progress)
 
 
 def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no_progress) -> int:
     """As `verify_file`, of a file that is open."""
-    heads = contents.heads(max_nbytes)
-    backend = _backend(heads)
+    return verify_tensors(_Compressed(contents.reader, max_nbytes, contents), progress)
+
+
+def verify_tensors(tensors: _Compressed, progress: Progress) -> int:
+    """As `verify_file`."""
+    contents, heads, backend = tensors.contents, tensors.heads, tensors.backend
 
     def check(name: str, data: Bytes, memory: Memory, threads: int) -> str:
         head = heads[name]
@@ -478,7 +557,8 @@ def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no
             contents.check_plain(name, data)
         else:
             decoded = memory.take(engine.chunk_nbytes(head.plan))
-            engine.verify_chunks(parsed_of(head, data), threads, backend, decoded)
+            against = tensors.base_bits(name, threads)
+            engine.verify_chunks(parsed_of(head, data), threads, backend, decoded, against)
         return name
 
     def nbytes(name: str) -> int:
@@ -517,11 +597,17 @@ def _info(contents: Contents, name: str) -> Info | PlainInfo:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two files; `n_elements` counts where types agree."""
+    """How one tensor differs between two files; `n_elements` counts where types agree.
+
+    `nbytes` is then the size of the tensor, and `delta_nbytes` that of the buffer by codec delta of
+    the second given the first; None of types that it does not code.
+    """
 
     name: str
     what: str
     n_elements: int | None = None
+    delta_nbytes: int | None = None
+    nbytes: int | None = None
 
 
 def diff_files(
@@ -532,28 +618,8 @@ def diff_files(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
-    with reading(a) as first, reading(b) as second:
-        return differences(
-            FileTensors(first, max_nbytes), FileTensors(second, max_nbytes), progress
-        )
-
-
-class Tensors(Protocol):
-    """What can be compared."""
-
-    @property
-    def label(self) -> str:
-        """What to call it."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors."""
-
-    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
-        """Element type, a text where it is none of ours, and shape."""
-
-    def bits(self, name: str) -> Any:
-        """Bits of the elements, shape (n,)."""
+    with file_tensors(a, max_nbytes) as first, file_tensors(b, max_nbytes) as second:
+        return differences(first, second, progress)
 
 
 def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Difference]:
@@ -567,62 +633,26 @@ def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Diffe
             continue
         kind_a, kind_b = left.kind(name), right.kind(name)
         if kind_a != kind_b:
-            found.append(Difference(name, f"{_text(*kind_a)} and {_text(*kind_b)}"))
+            found.append(Difference(name, f"{kind_text(*kind_a)} and {kind_text(*kind_b)}"))
             continue
         x, y = left.bits(name), right.bits(name)
         differing = int(np.count_nonzero(x != y))
         if differing:
-            found.append(Difference(name, f"{differing} of {x.size} elements differ", differing))
+            what = f"{differing} of {x.size} elements differ"
+            cost = _delta_nbytes(*kind_a, x, y)
+            found.append(Difference(name, what, differing, cost, y.nbytes))
         progress(name, x.nbytes)
     return found
 
 
-def _text(dtype: DType | str, shape: tuple[int, ...]) -> str:
-    return f"{dtype.name if isinstance(dtype, DType) else dtype}{list(shape)}"
-
-
-class FileTensors:
-    """Element bits of the tensors of a plain or compressed safetensors file."""
-
-    def __init__(self, reader: Reader, max_nbytes: int) -> None:
-        self._reader = reader
-        self.label = reader.name
-        self._contents: Contents | None = None
-        self._heads: dict[str, Head | None] = {}
-        with naming(reader.name):
-            self._directory = directory_of(reader.read, reader.nbytes)
-            if VERSION_KEY in self._directory.metadata:
-                self._contents = Contents(reader)
-                self._heads = self._contents.heads(max_nbytes)
-        self._backend = _backend(self._heads)
-        self._entries = {e.name: e for e in self._directory.entries}
-
-    @property
-    def names(self) -> list[str]:
-        """See `Tensors`."""
-        if self._contents is not None:
-            return self._contents.names()
-        return list(self._entries)
-
-    def kind(self, name: str) -> tuple[DType | str, tuple[int, ...]]:
-        """See `Tensors`."""
-        if self._contents is not None:
-            return kind_of(self._contents, name, self._head(name))
-        entry = self._entries[name]
-        return BY_SAFETENSORS.get(entry.dtype, entry.dtype), entry.shape
-
-    def _head(self, name: str) -> Head | None:
-        assert self._contents is not None
-        return self._heads[self._contents.entry(name).name]
-
-    def bits(self, name: str) -> Any:
-        """See `Tensors`."""
-        if self._contents is not None:
-            with naming(self._reader.name):
-                return self._contents.bits(name, self._head(name), cpu_count(), self._backend)
-        entry = self._entries[name]
-        dtype = BY_SAFETENSORS.get(entry.dtype, BY_NAME["uint8"])
-        return cast_bits(read_entry(self._reader, self._directory, entry), dtype, dtype)
+def _delta_nbytes(dtype: DType | str, shape: tuple[int, ...], x: Bits, y: Bits) -> int | None:
+    """Size of the buffer of `y` against `x` by codec delta; None of types that it does not code."""
+    delta = make_codec("delta")
+    if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
+        return None
+    plan = make_plan(delta.spec, dtype, shape, None)
+    out = np.empty(plan.nbytes, np.uint8)
+    return engine.encode_packed(plan, y, out, cpu_count(), backend_for_once([plan]), x)
 
 
 __all__ = [

@@ -23,8 +23,9 @@ from typing import Any
 from . import convert
 from .codec import Codec, as_codec
 from .contents import Contents, naming, naming_call, read_header
-from .convert import Difference, FileTensors, Forecast, Progress, TensorReport, no_progress
+from .convert import Difference, Forecast, Progress, TensorReport, no_progress
 from .engine import DEFAULT_MAX_NBYTES
+from .file_tensors import FileTensors, file_tensors
 from .formats.container import VERSION_KEY, directory_of
 from .formats.dtypes import DType
 from .formats.errors import FormatError
@@ -618,7 +619,7 @@ class _ModelTensors:
         #: Of each name the file, and the name there.
         self._homes: dict[str, tuple[FileTensors, str]] = {}
         for prefix, shard in _prefixed(Path(path)):
-            tensors = FileTensors(files.enter_context(reading(shard)), max_nbytes)
+            tensors = files.enter_context(file_tensors(shard, max_nbytes))
             for name in tensors.names:
                 other, _ = self._homes.setdefault(prefix + name, (tensors, name))
                 if other is not tensors:
@@ -632,9 +633,9 @@ class _ModelTensors:
         tensors, inner = self._homes[name]
         return tensors.kind(inner)
 
-    def bits(self, name: str) -> Any:
+    def bits(self, name: str, threads: int | None = None) -> Any:
         tensors, inner = self._homes[name]
-        return tensors.bits(inner)
+        return tensors.bits(inner, threads)
 
 
 def _prefixed(path: Path) -> Iterator[tuple[str, Path]]:

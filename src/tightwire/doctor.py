@@ -298,7 +298,8 @@ def _round_trip(x: Any, more: dict[str, Any], backend: str | None) -> None:
     import hashlib
 
     from .arrays import describe, host_bits
-    from .codec import decode, encode
+    from .codec import encode
+    from .decoding import decode
 
     dtype = describe(x).dtype
     before = host_bits(x, dtype).tobytes()
@@ -433,7 +434,7 @@ def _bytes() -> tuple[Any, Any]:
 
 
 def _try_threads(more: dict[str, Any]) -> str:
-    from .adapters.memory import connect
+    from .adapters.transports.threads import connect
 
     _exchange(connect(1)[0], *_bytes())
     return "ranks that are threads of one process"
@@ -455,7 +456,7 @@ def _try_gloo(more: dict[str, Any]) -> str:
     import torch
     import torch.distributed as dist
 
-    from .adapters.torch_dist import TorchDist
+    from .adapters.transports.torch_dist import TorchDist
 
     if not dist.is_available() or not dist.is_gloo_available():
         raise _CannotWork(f"PyTorch {torch.__version__} is built without gloo")
@@ -468,7 +469,7 @@ def _try_nccl(more: dict[str, Any]) -> str:
     import torch
     import torch.distributed as dist
 
-    from .adapters.torch_dist import TorchDist
+    from .adapters.transports.torch_dist import TorchDist
 
     if not dist.is_available() or not dist.is_nccl_available():
         raise _CannotWork(f"PyTorch {torch.__version__} is built without NCCL")
@@ -480,7 +481,7 @@ def _try_nccl(more: dict[str, Any]) -> str:
 def _try_mpi(more: dict[str, Any]) -> str:
     from mpi4py import MPI
 
-    from .adapters.mpi import Mpi
+    from .adapters.transports.mpi import Mpi
 
     _exchange(Mpi(), *_bytes())
     library = MPI.Get_library_version().strip("\0").partition("\n")[0].partition(",")[0]
@@ -490,7 +491,7 @@ def _try_mpi(more: dict[str, Any]) -> str:
 def _try_ucx(more: dict[str, Any]) -> str:
     import ucxx
 
-    from .adapters.ucx import Ucx
+    from .adapters.transports.ucx import Ucx
 
     _exchange(Ucx(0, 1, ("127.0.0.1", 0)), *_bytes())
     return f"ucxx {_version_of_module(ucxx)}, UCX {'.'.join(map(str, ucxx.get_ucx_version()))}"
@@ -499,7 +500,7 @@ def _try_ucx(more: dict[str, Any]) -> str:
 def _try_cupy_nccl(more: dict[str, Any]) -> str:
     import torch
 
-    from .adapters.nccl import Nccl
+    from .adapters.transports.nccl import Nccl
 
     _exchange(Nccl(Nccl.unique_id(), 0, 1), *(torch.from_numpy(x).cuda() for x in _bytes()))
     return "all-gather by NCCL without torch.distributed"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -18,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .codecs.common.base import Bits, Bytes, Chunk, ChunkResult, CodecSpec, Key, Plan
+from .codecs.common.base import Bits, Bytes, Chunk, ChunkResult, Key, Plan, tail_problem
 from .codecs.common.float_mode import default_floats
 from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, ordinal_terms, record_term
-from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import (
     ALIGN,
@@ -33,20 +31,26 @@ from .formats.header import (
     RAW,
     RECORD,
     Header,
-    Section,
     align,
     parse_header,
 )
 from .formats.header import DEFAULT_MAX_NBYTES as DEFAULT_MAX_NBYTES
+from .places import MANY_CHUNKS, Place, place_of, static_gaps
 from .planning import backend_module, call_tiny, integer, is_tiny, kernels_known, plan_of_header
+from .single_calls import (
+    PACKED_RECORD,
+    SingleCalls,
+    fits_thread,
+    is_quick,
+    read_one,
+    write_one,
+    write_quick,
+)
 
-_RECORD = struct.Struct("<QQIIQ")
 MAX_CACHED_HEADER = 4096
-#: Chunks from which on arrays of records are faster than records.
-_MANY_CHUNKS = 64
 
 
-def _summer(module: ModuleType) -> Callable[..., int]:
+def summer(module: ModuleType) -> Callable[..., int]:
     """The checksum function that goes with a codec's backend module."""
     if module.__name__.endswith("_cpu"):
         from .codecs.common import checksum_cpu
@@ -56,25 +60,32 @@ def _summer(module: ModuleType) -> Callable[..., int]:
 
 
 def _chunk_sum(module: ModuleType, chunk: Chunk) -> int:
-    words_sum = _summer(module)
+    words_sum = summer(module)
     return words_sum(chunk.static) + words_sum(chunk.dynamic, chunk.static.size // 4)
 
 
-@functools.lru_cache(maxsize=4096)
-def _static_gaps(
-    spec: CodecSpec, dtype: DType, nelem: int, sections: tuple[Section, ...], raw: bool
-) -> tuple[tuple[int, int], ...]:
-    """Byte ranges of a chunk's static part that must be zero."""
-    size = sum(s.nbytes for s in sections if not s.dynamic)
-    if raw:
-        used: tuple[tuple[int, int], ...] = ((0, min(nelem * dtype.itemsize, size)),)
-    else:
-        used = spec.static_used(dtype, nelem, sections)
-    starts = [0, *(hi for _, hi in used)]
-    stops = [*(lo for lo, _ in used), size]
-    return tuple((lo, hi) for lo, hi in zip(starts, stops, strict=True) if lo < hi)
+def _chunk(plan: Plan, place: Place, i: int, data: Bytes, dynamic: Bytes, info: int = 0) -> Chunk:
+    """As `Plan.chunk`."""
+    return Chunk(
+        plan.dtype,
+        place.nelem,
+        plan.layout.sections,
+        data[place.static],
+        dynamic,
+        i,
+        place.elements.start,
+        plan.shape,
+        info,
+    )
 
 
+def _any(data: Bytes) -> bool:
+    """Whether a byte is not zero."""
+    # For a few bytes NumPy takes longer to start.
+    return bool(data.tobytes().strip(b"\0")) if data.size < 1 << 12 else bool(data.any())
+
+
+@default_floats()
 def encode_into(
     plan: Plan,
     bits: Bits,
@@ -84,29 +95,35 @@ def encode_into(
     key: Key | None = None,
     threads: int = 1,
     backend: str | None = None,
-    source: Parsed | None = None,
+    base: Bits | None = None,
 ) -> None:
     """Encode `bits` (plan.nelem elements, 1-D, host) into `out` (uint8, plan.nbytes).
 
-    With `source`, a buffer that `plan` fuses, the sum of its elements and `bits`: see
-    `host_sums.encode_sum`. `backend` None takes Numba, but see `call_tiny`.
+    `base` is that of plans that need one, like `bits`. `backend` None takes Numba, but see
+    `call_tiny`.
     """
-    if source is not None:
-        # It imports this module.
-        from . import host_sums
+    encode_here(plan, bits, out, stats, key, threads, backend, base)
 
-        terms = source, bits
-        host_sums.encode_sum(plan, terms, out, key=key, threads=threads, backend=backend)
-        return
-    with default_floats():
-        if is_tiny(plan, backend):
-            call_tiny(
-                plan,
-                "encode",
-                lambda chosen: write_into(plan, bits, out, stats, key, threads, chosen),
-            )
-        else:
-            write_into(plan, bits, out, stats, key, threads, backend)
+
+def encode_here(
+    plan: Plan,
+    bits: Bits,
+    out: Bytes,
+    stats: npt.NDArray[Any] | None,
+    key: Key | None,
+    threads: int,
+    backend: str | None,
+    base: Bits | None = None,
+) -> None:
+    """As `encode_into`, in the caller's floating-point mode."""
+    if is_tiny(plan, backend):
+        call_tiny(
+            plan,
+            "encode",
+            lambda chosen: write_into(plan, bits, out, stats, key, threads, chosen, base),
+        )
+    else:
+        write_into(plan, bits, out, stats, key, threads, backend, base)
 
 
 def write_into(
@@ -117,25 +134,39 @@ def write_into(
     key: Key | None,
     threads: int,
     backend: str | None,
+    base: Bits | None = None,
 ) -> None:
-    """As `encode_into`, with no look at the size, in the caller's floating-point mode."""
+    """As `encode_here`, with no look at the size."""
     module = backend_module(plan.codec.name, backend)
+    against = _base_of(plan, base)
     if stats is None and plan.codec.needs_stats:
         stats = plan.codec.measure(bits, plan.dtype)
+    if fits_thread(plan, threads) and write_one(plan, module, bits, out, stats, key):
+        return
 
     def encode(i: int, chunk: Chunk) -> ChunkResult:
-        lo, hi = plan.chunk_range(i)
+        given = {} if against is None else {"base": against[place_of(plan, i).elements]}
         found: ChunkResult = module.encode_chunk(
-            plan.codec, chunk, bits[lo:hi], stats=stats, key=key, threads=threads
+            plan.codec, chunk, elements(i), stats=stats, key=key, threads=threads, **given
         )
         return found
 
     def elements(i: int) -> Bits:
-        return bits[slice(*plan.chunk_range(i))]
+        return bits[place_of(plan, i).elements]
 
     # One empty chunk is encoded; what is behind it are its copies.
     last = min(plan.filled_chunks + 1, plan.chunks)
     write_chunks(plan, out, module, range(last), encode, elements)
+
+
+def _base_of(plan: Plan, base: Bits | None) -> Bits | None:
+    """The base of plans that need one; ValueError if there is none."""
+    if not plan.needs_base:
+        return None
+    if base is None:
+        needed = f"{plan.dtype.name}{list(plan.shape)}"
+        raise ValueError(f"{plan.codec.name} codes against a base. Needed: base, of {needed}")
+    return base
 
 
 def write_chunks(
@@ -150,19 +181,15 @@ def write_chunks(
 
     `elements` gives those of a chunk that is to be stored raw.
     """
-    header = plan.header_bytes
-    out[: header.size] = header
-    out[header.size + RECORD.itemsize * plan.chunks : plan.static_offset] = 0
+    out[: plan.static_offset] = plan.head_bytes
     for i in chunks:
-        lo, hi = plan.chunk_range(i)
-        slot_at = plan.dynamic_offset + i * plan.dynamic_stride
-        chunk = plan.chunk(i, out, out[slot_at : slot_at + plan.dynamic_stride])
-        gaps = _static_gaps(plan.codec, plan.dtype, hi - lo, plan.layout.sections, False)
-        for start, stop in gaps:
+        place = place_of(plan, i)
+        chunk = _chunk(plan, place, i, out, out[place.slot])
+        for start, stop in place.gaps:
             chunk.static[start:stop] = 0
         result = encode(i, chunk)
         dynamic_nbytes, words_sum, flags = result.dynamic_nbytes, result.words_sum, 0
-        raw_dynamic = plan.raw_dynamic(i)
+        raw_dynamic = place.raw_dynamic
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
             if raw_dynamic <= plan.dynamic_stride:
                 flags, dynamic_nbytes, words_sum = RAW, raw_dynamic, None
@@ -178,12 +205,10 @@ def write_chunks(
                     module, chunk._replace(dynamic=chunk.dynamic[:dynamic_nbytes])
                 )
             total = (
-                words_sum
-                + plan.identity_term(i)
-                + record_term(dynamic_nbytes, flags, i, result.info)
+                words_sum + place.identity_term + record_term(dynamic_nbytes, flags, i, result.info)
             )
-        record_at = header.size + i * RECORD.itemsize
-        _RECORD.pack_into(
+        record_at = plan.header_bytes.size + i * RECORD.itemsize
+        PACKED_RECORD.pack_into(
             out.data, record_at, total & MASK64, dynamic_nbytes, flags, i, result.info
         )
     if min(plan.filled_chunks + 1, plan.chunks) < plan.chunks:
@@ -225,9 +250,12 @@ class Record(NamedTuple):
     info: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Head:
-    """Header and records of a buffer of `nbytes` bytes, checked; its payload need not be here."""
+    """Header and records of a buffer of `nbytes` bytes, checked; its payload need not be here.
+
+    Nothing writes to it. A frozen class would take longer to make than a small buffer to check.
+    """
 
     header: Header
     plan: Plan
@@ -246,7 +274,7 @@ class Head:
         return np.frombuffer(replace(self.header, dynamic_stride=0).pack(), np.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Parsed(Head):
     """A whole buffer whose header, sizes and records have been checked; its payload has not."""
 
@@ -256,7 +284,7 @@ class Parsed(Head):
         """Bytes of chunk `i`."""
         record, at = self.records[i], self.dynamic_at[i]
         dynamic = self.data[at : at + record.dynamic_nbytes]
-        return self.plan.chunk(i, self.data, dynamic, record.info)
+        return _chunk(self.plan, place_of(self.plan, i), i, self.data, dynamic, record.info)
 
     def distinct(self, chunks: range) -> Sequence[int]:
         """`chunks` without empty ones with the bytes of the first empty one, which is among them.
@@ -297,10 +325,22 @@ class Parsed(Head):
 
 
 def encode_packed(
-    plan: Plan, bits: Bits, out: Bytes, threads: int = 1, backend: str | None = None
+    plan: Plan,
+    bits: Bits,
+    out: Bytes,
+    threads: int = 1,
+    backend: str | None = None,
+    base: Bits | None = None,
 ) -> int:
     """Encode `bits` as `encode_into` does and pack the buffer where it is: its packed size."""
-    encode_into(plan, bits, out, threads=threads, backend=backend)
+    if base is None and is_quick(plan, threads, backend) and write_quick(plan, bits, out):
+        header = packed_plan(plan).header_bytes
+        out[: header.size] = header
+        used = PACKED_RECORD.unpack_from(out.data, header.size)[1]
+        end, size = plan.dynamic_offset + used, plan.dynamic_offset + align(used)
+        out[end:size] = 0
+        return size
+    encode_into(plan, bits, out, threads=threads, backend=backend, base=base)
     parsed = parse(out, MAX_NBYTES)
     out[: parsed.header.nbytes] = parsed.packed_header
     end = plan.dynamic_offset
@@ -313,6 +353,17 @@ def encode_packed(
     return end
 
 
+def packed_plan(plan: Plan) -> Plan:
+    """The plan of the packed form of buffers of `plan`."""
+    found: Plan | None = plan.__dict__.get("_packed")
+    if found is None:
+        header = replace(plan.header, dynamic_stride=0)
+        found = plan.__dict__["_packed"] = _header_and_plan(
+            np.frombuffer(header.pack(), np.uint8), header.nbytes
+        )[1]
+    return found
+
+
 def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
     """Check header, sizes and records of the buffer in `data` (uint8, 1-D). Raises FormatError.
 
@@ -322,6 +373,24 @@ def parse(data: Bytes, max_nbytes: int = DEFAULT_MAX_NBYTES) -> Parsed:
         data = data.copy()
     head = parse_head(lambda nbytes: data, data.size, max_nbytes)
     return Parsed(head.header, head.plan, head.records, head.dynamic_at, head.nbytes, data)
+
+
+def parse_as(plan: Plan, data: Bytes) -> Parsed:
+    """As `parse`, of a buffer of `plan`. Raises FormatError."""
+    one: SingleCalls | None = plan.__dict__.get("_one")
+    if one is not None and data.size == plan.nbytes and plan.checksum:
+        head, at = data[: plan.static_offset].tobytes(), len(one.header)
+        record = Record._make(PACKED_RECORD.unpack_from(head, at))
+        _, dynamic_nbytes, flags, ordinal, info = record
+        # Anything else is looked at closely.
+        usual = head.startswith(one.header) and head.endswith(one.padding)
+        usual = usual and not (flags or ordinal or info) and dynamic_nbytes <= one.most
+        if usual and data.__array_interface__["data"][0] % 8 == 0:
+            places = [plan.dynamic_offset]
+            return Parsed(plan.header, plan, [record], places, data.size, data)
+    parsed = parse(data, MAX_NBYTES)
+    check_plan(parsed, plan)
+    return parsed
 
 
 def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> Head:
@@ -340,17 +409,21 @@ def parse_head(read: Callable[[int], Bytes], nbytes: int, max_nbytes: int) -> He
         raise FormatError("truncated", detail)
     if head.size < plan.static_offset:
         head = read(plan.static_offset)
-    records_end = header.nbytes + RECORD.itemsize * plan.chunks
-    table = head[header.nbytes : records_end].view(RECORD)
-    records = list(map(Record._make, table.tolist()))
-    _check_records(header, plan, [(i, records[i]) for i in _notable(plan, table)])
+    records_end = header_nbytes + RECORD.itemsize * plan.chunks
+    if plan.chunks == 1:
+        records = [Record(*PACKED_RECORD.unpack_from(head.data, header_nbytes))]
+        _check_records(header, plan, ((0, records[0]),))
+    else:
+        table = head[header_nbytes:records_end].view(RECORD)
+        records = list(map(Record._make, table.tolist()))
+        _check_records(header, plan, [(i, records[i]) for i in _notable(plan, table)])
     sizes = [header.dynamic_stride or align(r.dynamic_nbytes) for r in records]
     *dynamic_at, end = itertools.accumulate(sizes, initial=plan.dynamic_offset)
     if nbytes < end:
         raise FormatError("truncated", f"{nbytes} bytes, the buffer has {end}")
     if nbytes > end:
         raise FormatError("trailing_bytes", f"{nbytes} bytes, the buffer ends at {end}")
-    if head[records_end : plan.static_offset].any():
+    if _any(head[records_end : plan.static_offset]):
         raise FormatError("reserved_not_zero", "padding after the records")
     return Head(header, plan, records, dynamic_at, nbytes)
 
@@ -364,7 +437,7 @@ def check_limit(plan: Plan, max_nbytes: int) -> None:
 
 def check_plan(head: Head, plan: Plan) -> None:
     """FormatError if `head` is not that of a buffer of `plan`."""
-    if head.plan != plan:
+    if head.plan is not plan and head.plan != plan:
         raise FormatError("bad_header", "the bytes are not a buffer of this plan")
 
 
@@ -383,7 +456,7 @@ def _cached_header_and_plan(data: bytes) -> tuple[Header, Plan]:
 
 def _notable(plan: Plan, table: npt.NDArray[Any]) -> Sequence[int]:
     """Numbers of the records that may be bad: those of many empty chunks say nothing."""
-    if table.size < _MANY_CHUNKS:
+    if table.size < MANY_CHUNKS:
         return range(table.size)
     found = table["ordinal"] != np.arange(table.size)
     for field in ("dynamic_nbytes", "flags", "info", *(() if plan.checksum else ("checksum",))):
@@ -393,8 +466,9 @@ def _notable(plan: Plan, table: npt.NDArray[Any]) -> Sequence[int]:
 
 
 def _check_records(header: Header, plan: Plan, numbered: Sequence[tuple[int, Record]]) -> None:
-    if any(r.flags & ~(RAW | OVERFLOW) for _, r in numbered):
-        raise FormatError("bad_record", "unknown flags")
+    for _, r in numbered:
+        if r.flags & ~(RAW | OVERFLOW):
+            raise FormatError("bad_record", "unknown flags")
     for i, r in numbered:
         if r.flags & OVERFLOW:
             detail = (
@@ -411,7 +485,7 @@ def _check_records(header: Header, plan: Plan, numbered: Sequence[tuple[int, Rec
             raise FormatError("bad_record", f"info of chunk {i} is not zero")
         if r.ordinal != i and not assembled:
             raise FormatError("bad_record", f"chunk {i} was encoded as chunk {r.ordinal}")
-        raw_dynamic = plan.raw_dynamic(i)
+        raw_dynamic = place_of(plan, i).raw_dynamic
         fallback = plan.codec.raw_fallback
         if r.flags & RAW and (not fallback or r.dynamic_nbytes != raw_dynamic):
             raise FormatError(
@@ -451,7 +525,7 @@ def decode_small(
     plan, decode, identity = found
     if is_tiny(plan, None) and not kernels_known(plan, "decode"):
         return None
-    checksum, dynamic_nbytes, *others = _RECORD.unpack_from(data.data, size)
+    checksum, dynamic_nbytes, *others = PACKED_RECORD.unpack_from(data.data, size)
     nbytes = plan.nelem * plan.dtype.itemsize
     if any(others) or nbytes > max_nbytes or dynamic_nbytes > plan.raw_dynamic(0):
         return None
@@ -477,7 +551,7 @@ def _small(header_bytes: bytes) -> tuple[Plan, Callable[..., int | None], int] |
         return None
     gaps = [(header.nbytes + RECORD.itemsize * plan.chunks, plan.static_offset)]
     sections = plan.layout.sections
-    for lo, hi in _static_gaps(plan.codec, plan.dtype, plan.nelem, sections, False):
+    for lo, hi in static_gaps(plan.codec, plan.dtype, plan.nelem, sections, False):
         gaps.append((plan.static_offset + lo, plan.static_offset + hi))
     decode = module.buffer_decoder(plan, np.array(gaps, np.int64))
     return None if decode is None else (plan, decode, plan.identity_term(0))
@@ -502,31 +576,64 @@ def decode_range(
     verify: bool | None = None,
     threads: int = 1,
     backend: str | None = None,
+    base: Bits | None = None,
 ) -> None:
     """Decode flat elements `start` to `start + out.size` into `out` (bits, 1-D).
 
     With `verify` every chunk touched is checked whole: checksum, then padding, then payload. None
     does so for chunks that are decoded whole; of the others the payload is checked as far as
     specs/buffer.md, "Partial decoding", says. `backend` None takes Numba, but see `call_tiny`.
+    `base` is that of plans that need one: all elements of the tensor, perhaps the memory of `out`.
     """
+    decode_here(parsed, out, start, verify, threads, backend, base)
+
+
+def decode_here(
+    parsed: Parsed,
+    out: Bits,
+    start: int,
+    verify: bool | None,
+    threads: int,
+    backend: str | None,
+    base: Bits | None = None,
+) -> None:
+    """As `decode_range`, in the caller's floating-point mode."""
     if is_tiny(parsed.plan, backend):
         call_tiny(
             parsed.plan,
             "decode",
-            lambda chosen: read_range(parsed, out, start, verify, threads, chosen),
+            lambda chosen: read_range(parsed, out, start, verify, threads, chosen, base),
         )
     else:
-        read_range(parsed, out, start, verify, threads, backend)
+        read_range(parsed, out, start, verify, threads, backend, base)
 
 
 def read_range(
-    parsed: Parsed, out: Bits, start: int, verify: bool | None, threads: int, backend: str | None
+    parsed: Parsed,
+    out: Bits,
+    start: int,
+    verify: bool | None,
+    threads: int,
+    backend: str | None,
+    base: Bits | None = None,
 ) -> None:
-    """As `decode_range`, with no look at the size, in the caller's floating-point mode."""
+    """As `decode_here`, with no look at the size."""
     plan = parsed.plan
     stop = start + out.size
+    against = _base_of(plan, base)
+    if against is not None:
+        from . import against_base
+
+        chunks = parsed.distinct(touched_chunks(plan, start, stop))
+        against_base.read(parsed, chunks, out, start, against, verify, threads, backend)
+        return
+    if out.size == plan.nelem and verify is not False and fits_thread(plan, threads):
+        module = backend_module(plan.codec.name, backend)
+        if read_one(parsed, module, out):
+            return
     for i in parsed.distinct(touched_chunks(plan, start, stop)):
-        lo, hi = plan.chunk_range(i)
+        elements = place_of(plan, i).elements
+        lo, hi = elements.start, elements.stop
         first = max(start, lo)
         last = max(min(stop, hi), first)
         target = out[first - start : last - start]
@@ -549,7 +656,8 @@ def _decode_chunk(
 ) -> None:
     """Decode flat elements `first` to `last`, all of chunk `i`, into `target`."""
     plan = parsed.plan
-    lo, hi = plan.chunk_range(i)
+    elements = place_of(plan, i).elements
+    lo, hi = elements.start, elements.stop
     if verify and (first, last) != (lo, hi):
         whole = np.empty((hi - lo) * plan.dtype.itemsize, np.uint8).view(plan.dtype.bits)
         _decode_chunk(parsed, i, whole, lo, hi, verify=True, threads=threads, backend=backend)
@@ -566,6 +674,8 @@ def _decode_chunk(
         problem, words_sum = module.decode_chunk(
             plan.codec, chunk, target, first - lo, threads=threads
         )
+        if last == hi:
+            problem = problem or tail_problem(plan.codec, chunk)
     if verify:
         if plan.checksum:
             if words_sum is None:
@@ -581,7 +691,7 @@ def raise_problem(i: int, problem: str | None) -> None:
         raise FormatError("bad_payload", f"chunk {i}: {problem}")
 
 
-def _check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
+def check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
     """Checksum and padding of chunk `i`."""
     chunk = parsed.chunk(i)
     if parsed.plan.checksum:
@@ -600,7 +710,7 @@ def check_chunks(parsed: Parsed) -> None:
     """Checksum and padding of every chunk. Raises FormatError."""
     module = backend_module(parsed.plan.codec.name, None)
     for i in parsed.distinct(range(parsed.plan.chunks)):
-        _check_chunk(parsed, i, module)
+        check_chunk(parsed, i, module)
 
 
 def seal(plan: Plan, data: Bytes) -> None:
@@ -616,13 +726,26 @@ def seal(plan: Plan, data: Bytes) -> None:
 
 @default_floats()
 def verify_chunks(
-    parsed: Parsed, threads: int = 1, backend: str | None = None, out: Bytes | None = None
+    parsed: Parsed,
+    threads: int = 1,
+    backend: str | None = None,
+    out: Bytes | None = None,
+    base: Bits | None = None,
 ) -> None:
     """Check every chunk whole, in memory for one decoded chunk, `out` if given.
 
-    Raises FormatError.
+    Of plans that need a base checksums and padding alone are checked if there is no `base`. Raises
+    FormatError.
     """
     plan = parsed.plan
+    if plan.needs_base:
+        from . import against_base
+
+        if base is None:
+            check_chunks(parsed)
+        else:
+            against_base.verify(parsed, base, threads, backend)
+        return
     decoded = (np.empty(chunk_nbytes(plan), np.uint8) if out is None else out).view(plan.dtype.bits)
     for i in parsed.distinct(range(plan.chunks)):
         lo, hi = plan.chunk_range(i)
@@ -637,20 +760,23 @@ def chunk_nbytes(plan: Plan) -> int:
 
 def _check_sum(parsed: Parsed, i: int, words_sum: int) -> None:
     r = parsed.records[i]
-    total = words_sum + parsed.plan.identity_term(i)
+    total = words_sum + place_of(parsed.plan, i).identity_term
     total += record_term(r.dynamic_nbytes, r.flags, r.ordinal, r.info)
     if total & MASK64 != r.checksum:
         raise FormatError("checksum_mismatch", f"payload of chunk {i}")
 
 
 def _check_padding(parsed: Parsed, i: int, chunk: Chunk, raw: bool) -> None:
-    spec = parsed.plan.codec
-    for start, stop in _static_gaps(spec, chunk.dtype, chunk.nelem, chunk.sections, raw):
-        if chunk.static[start:stop].any():
+    plan = parsed.plan
+    gaps = place_of(plan, i).gaps
+    if raw:
+        gaps = static_gaps(plan.codec, plan.dtype, chunk.nelem, chunk.sections, True)
+    for start, stop in gaps:
+        if _any(chunk.static[start:stop]):
             raise FormatError("reserved_not_zero", f"padding in the static part of chunk {i}")
     if not parsed.header.dynamic_stride:
         end = parsed.dynamic_at[i] + chunk.dynamic.size
-        if parsed.data[end : align(end)].any():
+        if _any(parsed.data[end : align(end)]):
             raise FormatError("reserved_not_zero", f"padding in the dynamic part of chunk {i}")
 
 

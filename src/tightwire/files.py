@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from . import arrays, engine, tree
-from .codec import Codec, as_codec, thread_count
+from .arguments import thread_count
+from .codec import Codec, as_codec
 from .codecs.common.base import Bits, Bytes, Plan
 from .contents import Contents, decode_all, naming_call
 from .engine import DEFAULT_MAX_NBYTES
@@ -150,15 +151,47 @@ def write_container(file: BinaryIO, draft: Draft, buffers: Iterable[Encoded]) ->
     draft.finish(file, dict(zip(draft.plans, sizes, strict=True)), data_at)
 
 
+class Against(NamedTuple):
+    """The elements that a tensor is coded against, and its plan without them."""
+
+    base: Bits
+    plan: Plan
+
+
+def encode_shorter(
+    plan: Plan,
+    given: Against | None,
+    bits: Bits,
+    out: Bytes,
+    threads: int,
+    backend: str | None = None,
+) -> tuple[Plan, int]:
+    """Encode into `out` by `plan`, against the base that is given, or whole if that is shorter.
+
+    Gives the plan that was taken and the number of packed bytes.
+    """
+    base = None if given is None else given.base
+    size = engine.encode_packed(plan, bits, out, threads, backend, base)
+    if given is not None and 2 * size > bits.nbytes:
+        whole = np.empty(given.plan.nbytes, np.uint8)
+        n = engine.encode_packed(given.plan, bits, whole, threads, backend)
+        if n < size:
+            out[:n] = whole[:n]
+            return given.plan, n
+    return plan, size
+
+
 def encode_jobs(
-    plans: Mapping[str, Plan],
+    plans: dict[str, Plan],
     elements: Callable[[Sequence[str], Memory], Iterable[Bits]],
     nbytes: Callable[[str], int],
     backend: str | None = None,
+    against: Callable[[str, int], Against | None] = lambda name, threads: None,
 ) -> list[Job[Encoded]]:
     """Jobs that encode the tensors of `plans`, in order.
 
-    `elements` gives the bits of named tensors, each in `nbytes` bytes of the job's memory.
+    `elements` gives the bits of named tensors, each in `nbytes` bytes of the job's memory. With
+    `against` a tensor is coded by the plan that takes fewer bytes, which is then in `plans`.
     """
 
     def job(names: list[str]) -> Job[Encoded]:
@@ -171,8 +204,10 @@ def encode_jobs(
             for name, bits in zip(names, elements(names, memory), strict=True):
                 plan = plans[name]
                 part = data[at : at + plan.nbytes]
-                sizes.append(engine.encode_packed(plan, bits, part, threads, backend))
-                at += sizes[-1]
+                given = against(name, threads)
+                plans[name], size = encode_shorter(plan, given, bits, part, threads, backend)
+                sizes.append(size)
+                at += size
             return Encoded(sizes, data[:at])
 
         return Job(packed_nbytes + sum(map(nbytes, names)), work)
@@ -341,7 +376,7 @@ def _planned(chosen: Codec, x: Any) -> Plan | Plain:
 
 
 def _host_buffers(
-    chosen: Codec, plans: Mapping[str, Plan], tensors: Mapping[str, Any]
+    chosen: Codec, plans: dict[str, Plan], tensors: Mapping[str, Any]
 ) -> list[Job[Encoded]]:
     def elements(names: Sequence[str], memory: Memory) -> Iterator[Bits]:
         for name in names:

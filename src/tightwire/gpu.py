@@ -6,11 +6,8 @@ arrays cross by DLPack, without copies. Imported when the first GPU array comes 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,136 +15,46 @@ import numpy as np
 import torch
 
 from . import arrays
-from .arrays import ArrayInfo, Target
+from .arguments import check_base, check_base_of_buffer
+from .arrays import Target, describe
 from .buffer import Buffer, parsed_source
-from .codecs.common.base import Bytes, CodecSpec, Key, Plan
+from .codecs.common.base import CodecSpec, Key, Plan
 from .codecs.common.float_mode import default_floats
 from .engine import (
     DEFAULT_MAX_NBYTES,
     Head,
     Parsed,
     check_limit,
-    check_plan,
-    parse_head,
     selection,
     touched_chunks,
 )
-from .formats.dtypes import BY_NAME, DTYPES, DType
-from .formats.header import ALIGN, ASSEMBLED, RECORD
+from .formats.dtypes import BY_NAME, DType
+from .formats.header import ASSEMBLED
+from .gpu_arrays import (
+    _DTYPES,
+    _NEEDS,
+    _TORCH,
+    DEVICE_ALIGN,
+    _as_torch,
+    _base_on,
+    _bytes,
+    _check_apart,
+    _export,
+    _fits,
+    _output,
+    _place,
+    _scope,
+    _span,
+    _upload,
+    _values,
+    _wide,
+    _writable_bytes,
+)
+from .gpu_memory import Memory, _checked_head, _new_status, _read_head, _settle
 from .planning import device_module, make_plan, spec_class
 
-#: Alignment of buffers and workspaces in device memory, in bytes.
-DEVICE_ALIGN = 16
-
-_UINT8, _INT64 = BY_NAME["uint8"], BY_NAME["int64"]
+_UINT8 = BY_NAME["uint8"]
 _FUSED_ADD = tuple(BY_NAME[name] for name in ("bfloat16", "float16", "float32"))
-_TORCH = {d: getattr(torch, d.name) for d in DTYPES if hasattr(torch, d.name)}
-_DTYPES = {t: d for d, t in _TORCH.items()}
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_NEEDS = "backend 'triton' needs {}: pip install 'tightwire[triton]'"
-_HERE = contextlib.nullcontext()
-_status_lock = threading.Lock()
-
-
-class Memory:
-    """A buffer's bytes in device memory, and what decoding them found wrong.
-
-    `data` is uint8, shape (n,), n >= plan.nbytes. Buffers that share the one share the other.
-    """
-
-    __slots__ = ("_leases", "_status", "assembled", "data", "foreign")
-
-    def __init__(
-        self, data: torch.Tensor, *, foreign: bool = False, assembled: bool = False
-    ) -> None:
-        self.data = data
-        self.assembled = assembled
-        #: The memory is JAX's, which does not know what reads it.
-        self.foreign = foreign
-        self._status: torch.Tensor | None = None
-        self._leases: list[_Lease] = []
-
-    @property
-    def status(self) -> torch.Tensor:
-        """The status word of decoding, int64, shape (1,); 0 while nothing is wrong."""
-        if self._status is None:
-            with _status_lock:
-                if self._status is None:
-                    # It outlives this call, and is cleared outside of inference mode.
-                    with torch.inference_mode(False):
-                        self._status = _new_status(self.data.device)
-        return self._status
-
-    def report_to(self, word: torch.Tensor) -> None:
-        """Have `word`, int64, shape (1,), zero so far, for status word; buffers may share it."""
-        self._status = word
-
-    def check(self, target: Target) -> None:
-        """Raise FormatError for damage found so far."""
-        if self._status is not None:
-            with _scope(self.data.device, target.library):
-                _settle(self._status)
-
-    def lease(self, tensor: torch.Tensor) -> None:
-        """Keep `tensor`, which is in JAX's memory, until what is queued now has read it."""
-        self._leases = [lease for lease in self._leases if not lease.event.query()]
-        self._leases.append(_Lease(tensor))
-
-    def array(self, target: Target, start: int, stop: int) -> Any:
-        """Bytes `start` to `stop` in `target`'s library, in the same memory."""
-        with _scope(self.data.device, target.library):
-            return _export(self.data[start:stop], _UINT8, target)
-
-    def sizes(self, target: Target, plan: Plan) -> Any:
-        """Dynamic bytes of every chunk, int64, shape (chunks,), in `target`'s library."""
-        start = plan.header.nbytes
-        records = self.data[start : start + RECORD.itemsize * plan.chunks].view(torch.int64)
-        sizes = records.view(plan.chunks, -1)[:, 1]
-        with _scope(self.data.device, target.library):
-            if target.library == "jax":
-                import jax
-
-                # XLA asks for arrays at multiples of 16 bytes.
-                return jax.dlpack.from_dlpack(sizes.clone())
-            return _export(sizes, _INT64, target)
-
-    def head(self, target: Target, plan: Plan) -> Head:
-        """Header and records. Raises FormatError."""
-        self.check(target)
-        with _scope(self.data.device, target.library):
-            return _checked_head(self.data[: plan.nbytes], plan)
-
-    def read(self, target: Target, start: int, stop: int) -> Bytes:
-        """Bytes `start` to `stop` on the host. Raises FormatError for damage found so far."""
-        self.check(target)
-        with _scope(self.data.device, target.library):
-            return _download(self.data[start:stop])
-
-    def packed(self, target: Target, plan: Plan) -> Any:
-        """The canonical bytes in `target`'s library. Raises FormatError."""
-        self.check(target)
-        with _scope(self.data.device, target.library):
-            return _export(_packed(self.data[: plan.nbytes], plan), _UINT8, target)
-
-    def packed_on_host(self, target: Target, plan: Plan) -> Bytes:
-        """The canonical bytes in host memory. Raises FormatError."""
-        self.check(target)
-        with _scope(self.data.device, target.library):
-            return _download(_packed(self.data[: plan.nbytes], plan))
-
-
-class _Lease:
-    """Keeps memory that its owner would reuse without a look at the stream that reads it."""
-
-    __slots__ = ("event", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.event = torch.cuda.Event()
-        self.event.record()
-
-    def __del__(self) -> None:
-        self.event.synchronize()
 
 
 class _Source(NamedTuple):
@@ -165,7 +72,7 @@ class _Source(NamedTuple):
 
 def wrap(plan: Plan, array: Any, assembled: bool = False) -> Buffer:
     """See `Buffer.wrap`; `array` is in device memory."""
-    info = _describe(array)
+    info = describe(array)
     place = _place(info.library, info.device, "array")
     if info.dtype != _UINT8:
         raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
@@ -179,6 +86,7 @@ def encode(
     spec: CodecSpec,
     x: Any,
     *,
+    base: Any,
     stats: Any,
     key: Key | None,
     out: Any,
@@ -192,31 +100,41 @@ def encode(
 
     If it is `required` here, ValueError says what is missing instead.
     """
-    info = _describe(x)
+    info = describe(x)
     library = info.library
     place = _place(library, info.device, "x" if required else None)
     if place is None or (out is not None and _is_host(out, required)):
         return NotImplemented
     plan = make_plan(spec, info.dtype, info.shape, chunks, dynamic_capacity, checksum)
-    kernels = _kernels(plan, required)
+    base_info = check_base(spec, plan, base)
+    kernels = _kernels(plan, required, based=True)
     if kernels is None:
         return NotImplemented
     with _scope(place, library, library if out is None else _library_of(out)):
         tensor = _as_torch(x, info)
+        more = {}
+        if base_info is not None and plan.needs_base:
+            against = _base_on(base, base_info, place, required)
+            if against is None:
+                return NotImplemented
+            more["base"] = against
         memory = _output_memory(out, plan, place)
         work = _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
-        encoded, given = memory.data[: plan.nbytes], None if scratch is None else work
+        written = _written(memory, plan, scratch, work)
         if out is not None or scratch is not None:
-            _apart("the array that is encoded", tensor, "out", encoded, given)
+            _check_apart(("the array that is encoded", *_span(tensor)), *written)
+            for against in more.values():
+                _check_apart(("base", *_span(against)), *written)
         if stats is not None:
             stats = _stats(spec, stats, info.dtype, place)
-            _apart("stats", stats, "out", encoded, given)
+            _check_apart(("stats", *_span(stats)), *written)
         if stats is None or plan.codec != spec:
             stats = _measured(kernels, plan, elements)
-        kernels.encode(plan, elements, memory.data, work, stats, key)
+        kernels.encode(plan, elements, memory.data, work, stats, key, **more)
         if library == "jax":
-            memory.lease(tensor)
+            for read in (tensor, *more.values()):
+                memory.lease(read)
     target = Target(library, info.device)
     if isinstance(out, Buffer) and out.plan is plan and out.target == target:
         return out
@@ -236,7 +154,7 @@ def to_device(buffer: Buffer, out: Any) -> Buffer:
 
 def measure(spec: CodecSpec, x: Any, *, required: bool) -> Any:
     """As `Codec.measure`, on the device of `x`; NotImplemented where that is the host's to do."""
-    info = _describe(x)
+    info = describe(x)
     place = _place(info.library, info.device, "x" if required else None)
     if place is None:
         return NotImplemented
@@ -261,6 +179,7 @@ def measure(spec: CodecSpec, x: Any, *, required: bool) -> Any:
 def decode(
     src: Any,
     *,
+    base: Any,
     out: Any,
     chosen: Target | None,
     start: int | None,
@@ -274,7 +193,7 @@ def decode(
 
     `chosen` is what `like` says.
     """
-    info = None if out is None else _describe(out)
+    info = None if out is None else describe(out)
     if info is not None:
         target = Target(info.library, info.device)
     else:
@@ -283,16 +202,21 @@ def decode(
     if place is None:
         return NotImplemented
     with _scope(place, target.library, _library_of_buffer(src)):
-        source = _open(src, place, max_nbytes, required)
+        source = _open(src, place, max_nbytes, required, based=base is not None)
         if source is None:
             return NotImplemented
-        plan = source.plan
+        plan, against = source.plan, None
+        base_info = check_base_of_buffer(plan, base)
+        if base_info is not None and plan.needs_base:
+            against = _base_on(base, base_info, place, required)
+            if against is None:
+                return NotImplemented
         lo, hi, shape = selection(plan, start, stop)
         if info is None:
             result = torch.empty(shape, dtype=_TORCH[plan.dtype], device=place)
         else:
             result = _output(out, info, plan.dtype, shape, "out", place)
-        _launch(source, result, lo, hi, verify, scratch)
+        _launch(source, result, lo, hi, verify, scratch, base=against)
         if out is not None:
             return out
         return _export(result, plan.dtype, target)
@@ -326,7 +250,7 @@ def head(src: Any) -> Head:
 
 def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
     """As `Codec.decode_add` in one pass; NotImplemented where there is no kernel for that."""
-    info = _describe(acc)
+    info = describe(acc)
     place = _place(info.library, info.device, None)
     if place is None:
         return NotImplemented
@@ -348,11 +272,11 @@ def decode_add(src: Any, acc: Any, scratch: Any) -> Any:
 
 def add(acc: Any, values: Any) -> None:
     """Round `values`, in `acc`'s library and of its shape, to `acc`'s dtype and add them there."""
-    info = _describe(acc)
+    info = describe(acc)
     place = _place(info.library, info.device, "acc")
     with _scope(place, info.library):
         result = _output(acc, info, info.dtype, info.shape, "acc", place).view(_TORCH[info.dtype])
-        rounded = _values(values, _describe(values)).to(result.dtype)
+        rounded = _values(values, describe(values)).to(result.dtype)
         result.copy_(_wide(result) + _wide(rounded))
 
 
@@ -360,7 +284,7 @@ def check_apart(source_what: str, source: Any, out_what: str, out: Any) -> None:
     """Raise ValueError if two arrays or Buffers, both in device memory, may share it."""
     tensors = [_tensor(value) for value in (source, out)]
     if tensors[0] is not None and tensors[1] is not None:
-        _apart(source_what, tensors[0], out_what, tensors[1], None)
+        _check_apart((source_what, *_span(tensors[0])), (out_what, *_span(tensors[1])))
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -369,7 +293,7 @@ def _tensor(value: Any) -> torch.Tensor | None:
         return None if value._memory is None else value._memory.data
     if value is None or arrays.is_bytes(value):
         return None
-    info = _describe(value)
+    info = describe(value)
     place = _place(info.library, info.device, None)
     if place is None:
         return None
@@ -379,10 +303,10 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 def added(values: Any, x: Any) -> Any:
     """`values` plus `x`, of one shape: summed in float32 (float64), in the dtype of `values`."""
-    info = _describe(values)
+    info = describe(values)
     place = _place(info.library, info.device, "x")
     with _scope(place, info.library):
-        total = _wide(_values(values, info)) + _wide(_values(x, _describe(x)))
+        total = _wide(_values(values, info)) + _wide(_values(x, describe(x)))
         return _export(total.to(_TORCH[info.dtype]), info.dtype, Target(info.library, info.device))
 
 
@@ -402,7 +326,7 @@ def decode_add_encode(
 
     There is one where the plan of the sum fuses that of `src`.
     """
-    info = _describe(x)
+    info = describe(x)
     place = _place(info.library, info.device, None)
     if place is None or info.library == "jax" or (out is not None and _is_host(out, False)):
         return NotImplemented
@@ -412,7 +336,7 @@ def decode_add_encode(
             return NotImplemented
         kernels, source_plan, data, _, memory = source
         dtype = source_plan.dtype
-        if info.dtype not in (dtype, BY_NAME["float32"]):
+        if dtype not in _FUSED_ADD or info.dtype not in (dtype, BY_NAME["float32"]):
             return NotImplemented
         plan = make_plan(spec, dtype, info.shape, chunks, checksum=checksum)
         if not plan.fuses(source_plan):
@@ -420,18 +344,18 @@ def decode_add_encode(
         tensor = _as_torch(x, info)
         sums, work = _output_memory(out, plan, place), _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
-        given = None if scratch is None else work
-        encoded, decoded = sums.data[: plan.nbytes], data[: source_plan.nbytes]
-        _apart("the array that is added", tensor, "out", encoded, given)
-        _apart("the buffer that is decoded", decoded, "out", None, given)
-        (first, last), (start, stop) = _span(encoded), _span(decoded)
+        encoded, *given = _written(sums, plan, scratch, work)
+        start, stop = _span(data, source_plan.nbytes)
+        _check_apart(("the array that is added", *_span(tensor)), encoded, *given)
+        _check_apart(("the buffer that is decoded", start, stop), *given)
+        _, first, last = encoded
         if first < stop and start < last:
             if not spec.sums_keep_stats:
                 return NotImplemented
             data = data.clone()
         if stats is not None:
             stats = _stats(spec, stats, plan.dtype, place)
-            _apart("stats", stats, "out", encoded, given)
+            _check_apart(("stats", *_span(stats)), encoded, *given)
         own_status = _new_status(place) if memory is None else None
         status = memory.status if memory is not None else own_status
         planned = memory is not None and not memory.assembled
@@ -490,6 +414,8 @@ def sum_into(
     plan, memory = buffer.plan, buffer._memory
     kernels = None if memory is None else _kernels(plan, False)
     if memory is None or not plan.fuses(plan) or not hasattr(kernels, "decode_add_encode"):
+        return False
+    if plan.dtype not in _FUSED_ADD:
         return False
     with _scope(data.device, "torch"):
         kernels.decode_add_encode(  # type: ignore[union-attr]
@@ -567,8 +493,8 @@ def adds_into(plan: Plan, total: torch.Tensor) -> bool:
 
 def copy_into(out: Any, values: Any) -> None:
     """Copy `values` to the GPU array `out` of the same library, dtype and shape."""
-    info = _describe(values)
-    out_info = _describe(out)
+    info = describe(values)
+    out_info = describe(out)
     place = _place(out_info.library, out_info.device, "out")
     with _scope(place, out_info.library):
         result = _output(out, out_info, info.dtype, info.shape, "out", place)
@@ -591,50 +517,13 @@ def _library_of_buffer(x: Any) -> str | None:
 
 
 def _library_of(out: Any) -> str | None:
-    return _library_of_buffer(out) if isinstance(out, Buffer) else _describe(out).library
+    return _library_of_buffer(out) if isinstance(out, Buffer) else describe(out).library
 
 
-def _describe(x: Any) -> ArrayInfo:
-    """`arrays.describe`, in less time for the common case."""
-    if isinstance(x, torch.Tensor) and x.is_cuda and x.layout is torch.strided and not x.is_nested:
-        dtype = _DTYPES.get(x.dtype)
-        if dtype is not None and arrays.has_memory(x):
-            return ArrayInfo("torch", x.device, dtype, tuple(x.shape))
-    return arrays.describe(x)
-
-
-def _place(library: str, device: Any, required: str | None) -> Any:
-    """Where kernels for an array run, None for the host; ValueError if `required` names it."""
-    if library == "torch":
-        if device is not None and device.type == "cuda":
-            return device
-        if device is None and _interpreting():
-            return torch.device("cpu")
-    elif device is not None and torch.cuda.is_available():
-        return torch.device("cuda", device.id if library == "cupy" else device.local_hardware_id)
-    if required is not None:
-        if _interpreting() is None:
-            raise ValueError(_NEEDS.format("triton"))
-        raise ValueError(
-            f"{required} is a {library} array on {device or 'the host'}, which Triton does not "
-            "reach; allowed: GPU arrays (and PyTorch arrays on the host with TRITON_INTERPRET=1)"
-        )
-    return None
-
-
-@functools.cache
-def _interpreting() -> bool | None:
-    """True if kernels run under the Triton interpreter, on host memory; None without Triton."""
-    try:
-        from .codecs.common.launch_triton import INTERPRETED
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+def _kernels(plan: Plan, required: bool, based: bool = False) -> ModuleType | None:
+    """As `_kernels_for`; for plans that need a base there are none unless calls are `based`."""
+    if plan.needs_base and not based:
         return None
-    return bool(INTERPRETED)
-
-
-def _kernels(plan: Plan, required: bool) -> ModuleType | None:
     return _kernels_for(plan.codec.name, plan.dtype, required)
 
 
@@ -642,173 +531,25 @@ def _kernels_for(codec: str, dtype: DType, required: bool) -> ModuleType | None:
     """The kernels for a codec and dtype, None if there are none; ValueError if `required`."""
     module = device_module(codec)
     if isinstance(module, ModuleType):
-        supports = getattr(module, "supports", None)
-        taken = supports(dtype) if supports else dtype.name in spec_class(codec).dtypes
-        if dtype in _TORCH and taken:
+        if _takes(module, codec, dtype):
             return module
         problem = f"backend 'triton' does not code {dtype.name} with {codec}; allowed: None"
     else:
         problem = _NEEDS.format(module)
         if module.startswith("tightwire."):
-            problem = f"codec {codec!r} has no kernels: there is no module {module}; allowed: None"
+            problem = f"codec {codec!r} has no kernels: there is no module {module}. "
+            problem += "Allowed: backend None"
     if required:
         raise ValueError(problem)
     return None
 
 
-def _scope(device: Any, library: str, other: str | None = None) -> AbstractContextManager[Any]:
-    """Makes `device` current and works in the order of `library`'s stream there.
-
-    `other` is the library of an array that takes part: what it queued before is waited for on the
-    device, and what it queues later waits.
-    """
-    if "cupy" in (library, other):
-        return _streams(device, library, other or library)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)  # type: ignore[no-any-return]
-    return _HERE
-
-
-@contextlib.contextmanager
-def _streams(device: torch.device, library: str, other: str) -> Iterator[None]:
-    here, there = _stream(device, library), _stream(device, other)
-    with torch.cuda.stream(here):
-        if there != here:
-            here.wait_stream(there)
-        try:
-            yield
-        finally:
-            if there != here:
-                there.wait_stream(here)
-
-
-def _stream(device: torch.device, library: str) -> Any:
-    if library != "cupy":
-        return torch.cuda.current_stream(device)
-    import cupy
-
-    pointer = cupy.cuda.get_current_stream(device.index).ptr
-    # Of these two names of the default stream PyTorch makes another stream, or none.
-    if pointer in (0, 1):
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(pointer, device=device)
-
-
-def _as_torch(x: Any, info: ArrayInfo) -> torch.Tensor:
-    """`x` over its own memory, as a tensor with elements of the same size, strides kept.
-
-    A copy only of lazy views, of CuPy arrays with negative strides, and of JAX arrays of a type
-    that this PyTorch does not take by DLPack.
-    """
-    if info.library == "torch":
-        if x.requires_grad:
-            x = x.detach()
-        return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
-    unsigned = _UNSIGNED.get(info.dtype.itemsize)
-    if 0 in info.shape:
-        place = _place(info.library, info.device, "x")
-        return torch.empty(info.shape, dtype=_TORCH[info.dtype], device=place)
-    if info.library == "cupy":
-        import cupy
-
-        if min(x.strides, default=0) < 0:
-            x = cupy.ascontiguousarray(x)
-        # CuPy gives no bfloat16 and 8-bit floats away; every library has their bits.
-        return torch.from_dlpack(x if unsigned is None else x.view(f"u{info.dtype.itemsize}"))
-    try:
-        return torch.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        if unsigned is None:
-            raise
-    import jax
-
-    return torch.from_dlpack(jax.lax.bitcast_convert_type(x, f"uint{8 * info.dtype.itemsize}"))
-
-
-def _export(tensor: torch.Tensor, dtype: DType, target: Target) -> Any:
-    """`tensor` as an array of `target`'s library, in the same memory where that can be.
-
-    JAX gets a copy of types that it does not take by DLPack.
-    """
-    if target.library == "torch":
-        return tensor
-    unsigned = _UNSIGNED.get(dtype.itemsize)
-    if target.library == "cupy":
-        import cupy
-
-        if not tensor.numel():
-            return cupy.empty(tuple(tensor.shape), dtype.numpy)
-        if unsigned is None:
-            return cupy.from_dlpack(tensor)
-        return cupy.from_dlpack(tensor.view(unsigned)).view(dtype.numpy)
-    import jax
-
-    if not tensor.numel():
-        empty = np.empty(tuple(tensor.shape), dtype.numpy)
-        return arrays.check_jax(jax.device_put(empty, target.device), dtype)
-    try:
-        return arrays.check_jax(jax.dlpack.from_dlpack(tensor), dtype)
-    except (BufferError, RuntimeError, ValueError):
-        if unsigned is None:
-            raise
-    bits = jax.dlpack.from_dlpack(tensor.view(unsigned))
-    return jax.lax.bitcast_convert_type(bits, dtype.numpy)
-
-
-def _values(x: Any, info: ArrayInfo) -> torch.Tensor:
-    return _as_torch(x, info).view(_TORCH[info.dtype])
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
-
-
-def _writable_bytes(x: Any, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
-    """The memory of the uint8 array `x`, shape (n,), which must be fit for kernels.
-
-    It counts as written from here on.
-    """
-    if not (type(x) is torch.Tensor and x.dtype == torch.uint8 and x.layout is torch.strided):
-        info = _describe(x)
-        arrays.check_writable(x, info, _UINT8, info.shape, what)
-        x = _as_torch(x, info)
-    data = _bytes(x, nbytes, what, place)
-    arrays.mark_written(data)
-    return data
-
-
-def _bytes(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> torch.Tensor:
-    """uint8 `tensor` as shape (n,), n >= `nbytes`; ValueError if it is not fit for kernels."""
-    _fits(tensor, nbytes, what, place)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous")
-    if tensor.data_ptr() % DEVICE_ALIGN:
-        raise ValueError(f"{what} must start at a multiple of {DEVICE_ALIGN} bytes")
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-def _fits(tensor: torch.Tensor, nbytes: int, what: str, place: torch.device) -> None:
-    if tensor.device != place:
-        raise ValueError(f"{what} is on {tensor.device}; needed: memory on {place}")
-    if tensor.numel() < nbytes:
-        raise ValueError(f"{what} has {tensor.numel()} bytes; the plan needs {nbytes}")
-
-
-def _output(
-    x: Any, info: ArrayInfo, dtype: DType, shape: tuple[int, ...], what: str, place: torch.device
-) -> torch.Tensor:
-    """The memory of the array `x`, which must be fit to hold this dtype and shape.
-
-    It counts as written from here on.
-    """
-    arrays.check_writable(x, info, dtype, shape, what)
-    tensor = _as_torch(x, info)
-    if tensor.device != place:
-        raise ValueError(f"{what} is on {tensor.device}; needed: memory on {place}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous")
-    arrays.mark_written(tensor)
-    return tensor
+@functools.lru_cache(maxsize=1024)
+def _takes(module: ModuleType, codec: str, dtype: DType) -> bool:
+    """Whether the kernels of a codec are for a dtype."""
+    supports = getattr(module, "supports", None)
+    taken = supports(dtype) if supports else dtype.name in spec_class(codec).dtypes
+    return dtype in _TORCH and bool(taken)
 
 
 def _is_host(out: Any, required: bool) -> bool:
@@ -817,7 +558,7 @@ def _is_host(out: Any, required: bool) -> bool:
         if out._memory is None and required:
             raise ValueError("out is a Buffer in host memory; needed: one in device memory")
         return out._memory is None
-    info = _describe(out)
+    info = describe(out)
     return _place(info.library, info.device, "out" if required else None) is None
 
 
@@ -834,38 +575,27 @@ def _output_memory(out: Any, plan: Plan, place: torch.device) -> Memory:
     return Memory(_writable_bytes(out, plan.nbytes, "out", place))
 
 
-def _workspace(plan: Plan, scratch: Any, place: torch.device) -> torch.Tensor:
-    if scratch is None:
-        return torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=place)
-    return _writable_bytes(scratch, plan.scratch_nbytes, "scratch", place)
+def _workspace(plan: Plan, scratch: Any, place: torch.device) -> torch.Tensor | None:
+    """Work memory of a call: `scratch`, or new.
 
-
-def _apart(
-    source_what: str,
-    source: torch.Tensor,
-    out_what: str,
-    out: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> None:
-    """Raise ValueError if any two of these may share memory."""
-    spans = [(source_what, *_span(source))]
-    if out is not None:
-        spans.append((out_what, *_span(out)))
+    None, and kernels make it, if it is no more than checksum terms, which some calls have no use
+    for.
+    """
     if scratch is not None:
-        spans.append(("scratch", *_span(scratch)))
-    for i in range(1, len(spans)):
-        what, start, stop = spans[i]
-        for other, other_start, other_stop in spans[:i]:
-            if start < other_stop and other_start < stop:
-                raise ValueError(f"{what} overlaps {other}")
+        return _writable_bytes(scratch, plan.scratch_nbytes, "scratch", place)
+    if type(plan.codec).scratch_nbytes is CodecSpec.scratch_nbytes:
+        return None
+    return torch.empty(plan.scratch_nbytes, dtype=torch.uint8, device=place)
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    start = x.data_ptr()
-    if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
+def _written(
+    memory: Memory, plan: Plan, scratch: Any, work: torch.Tensor | None
+) -> list[tuple[str, int, int]]:
+    """Name, start and end of the memory that encoding writes, the caller's `scratch` included."""
+    spans = [("out", *_span(memory.data, plan.nbytes))]
+    if scratch is not None and work is not None:
+        spans.append(("scratch", *_span(work)))
+    return spans
 
 
 def _measured(kernels: ModuleType, plan: Plan, x: torch.Tensor) -> torch.Tensor | None:
@@ -900,7 +630,7 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     kind = _stats_kind(spec, dtype)
     if kind is None:
         raise ValueError(f"{spec.name} takes no stats for {dtype.name} with these parameters")
-    info = _describe(stats)
+    info = describe(stats)
     if kind in ("float32", "uint8"):
         fits, allowed = info.dtype.name == kind and len(info.shape) == 1, f"{kind}, 1-D"
     else:
@@ -914,16 +644,25 @@ def _stats(spec: CodecSpec, stats: Any, dtype: DType, place: torch.device) -> to
     return tensor.contiguous().view(_TORCH[info.dtype])
 
 
-def _open(src: Any, place: torch.device, max_nbytes: int | None, required: bool) -> _Source | None:
-    """`src` in memory at `place`, after the host's checks unless it is a Buffer there."""
+def _open(
+    src: Any,
+    place: torch.device,
+    max_nbytes: int | None,
+    required: bool,
+    based: bool = False,
+) -> _Source | None:
+    """`src` in memory at `place`, after the host's checks unless it is a Buffer there.
+
+    None if there are no kernels, see `_kernels`.
+    """
     if isinstance(src, Buffer) and max_nbytes is not None:
         check_limit(src.plan, max_nbytes)
     memory = src._memory if isinstance(src, Buffer) else None
     if memory is not None and memory.data.device == place:
-        kernels = _kernels(src.plan, required)
+        kernels = _kernels(src.plan, required, based)
         return None if kernels is None else _Source(kernels, src.plan, memory.data, None, memory)
     head, bring = _foreign(src, max_nbytes)
-    kernels = _kernels(head.plan, required)
+    kernels = _kernels(head.plan, required, based)
     if kernels is None:
         return None
     if head.header.required & ASSEMBLED:
@@ -947,7 +686,7 @@ def _foreign(
         data = src._memory.data[: src.plan.nbytes]
         return _checked_head(data, src.plan), data.to
     if not (isinstance(src, (Buffer, Parsed)) or arrays.is_bytes(src)):
-        info = _describe(src)
+        info = describe(src)
         if _place(info.library, info.device, None) is not None:
             if info.dtype != _UINT8:
                 raise TypeError(f"Expected bytes or a uint8 array, got {info.dtype.name}")
@@ -968,21 +707,34 @@ def _launch(
     *,
     what: str = "out",
     add: bool = False,
+    base: torch.Tensor | None = None,
 ) -> None:
     """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
+
+    `out` may be the memory of `base`, all of it.
 
     The device compares the header with the plan's where the host has not read it.
     """
     kernels, plan, data, starts, memory = source
     planned = memory is not None and not memory.assembled
     work = _workspace(plan, scratch, data.device)
-    _apart(
-        "the buffer that is decoded",
-        data[: plan.nbytes],
-        what,
-        out,
-        None if scratch is None else work,
-    )
+    spans = [("the buffer that is decoded", *_span(data, plan.nbytes))]
+    if out is not None:
+        spans.append((what, *_span(out)))
+    if work is not None and scratch is not None:
+        spans.append(("scratch", *_span(work)))
+    _check_apart(*spans)
+    more: dict[str, Any] = {} if base is None else {"base": base}
+    if base is not None:
+        here = "base", *_span(base)
+        # The work memory and the buffer are read or written while the base is read.
+        _check_apart(here, *[span for span in spans if span[0] != what])
+        if out is not None and spans[1][1:] == here[1:]:
+            more["in_place"] = True
+        else:
+            _check_apart(here, *spans)
+    elif add:
+        more["add"] = True
     # A verdict at once is on this call alone; the Buffer's word waits for `check`.
     if memory is None or verify:
         status = own_status = _new_status(data.device)
@@ -1011,6 +763,7 @@ def _launch(
                 dynamic_starts=starts,
                 store=False,
                 planned=planned,
+                **more,
             )
             check = False
     kernels.decode(
@@ -1024,8 +777,8 @@ def _launch(
         check=check,
         dynamic_starts=starts,
         store=out is not None,
-        add=add,
         planned=planned,
+        **more,
     )
     if memory is not None and memory.foreign:
         memory.lease(data)
@@ -1037,50 +790,3 @@ def _match_header(plan: Plan, data: torch.Tensor, status: torch.Tensor) -> None:
     from .codecs.common.frame_triton import frame_of
 
     frame_of(plan).check_header(data, status)
-
-
-def _new_status(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-def _settle(status: torch.Tensor) -> None:
-    """Raise FormatError for what `status` says, and clear it. Waits for the device."""
-    found = int(status.item())
-    if found:
-        from .codecs.common.frame_triton import problem
-
-        status.zero_()
-        error = problem(found)
-        if error is not None:
-            raise error
-
-
-def _read_head(data: torch.Tensor, max_nbytes: int) -> Head:
-    return parse_head(lambda nbytes: _download(data[:nbytes]), data.numel(), max_nbytes)
-
-
-def _checked_head(data: torch.Tensor, plan: Plan) -> Head:
-    head = _read_head(data, 1 << 63)
-    check_plan(head, plan)
-    return head
-
-
-def _packed(data: torch.Tensor, plan: Plan) -> torch.Tensor:
-    head = _checked_head(data, plan)
-    zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=data.device)
-    header = _upload(head.packed_header, data.device)
-    pieces = [header, data[header.numel() : plan.dynamic_offset]]
-    for record, at in zip(head.records, head.dynamic_at, strict=True):
-        pieces.append(data[at : at + record.dynamic_nbytes])
-        pieces.append(zeros[: -record.dynamic_nbytes % ALIGN])
-    return torch.cat(pieces)
-
-
-def _download(data: torch.Tensor) -> Bytes:
-    host: Bytes = data.cpu().numpy()
-    return host
-
-
-def _upload(host: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> torch.Tensor:
-    # PyTorch warns about memory that may not be written to.
-    return torch.from_numpy(host if host.flags.writeable else host.copy()).to(device)

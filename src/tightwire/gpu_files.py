@@ -21,29 +21,19 @@ import torch
 from . import engine
 from .arrays import ArrayInfo, Target
 from .buffer import Buffer
-from .codec import Codec, decode
+from .codec import Codec
 from .codecs.common.base import Plan
-from .codecs.common.frame_triton import STATUS_TOP, problem
-from .codecs.zipccl import Zipccl
-from .codecs.zipccl_batch_triton import RAW_AS, ROW, Batch
+from .codecs.common.frame_triton import problem
+from .codecs.zipccl_batch_triton import RAW_AS, decode_places
 from .contents import Contents, naming
+from .decoding import decode
 from .files import Draft
-from .formats.checksum import F_DYNAMIC, F_FLAGS, F_NELEM, identity_term
 from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
-from .gpu import (
-    _DTYPES,
-    _TORCH,
-    DEVICE_ALIGN,
-    _export,
-    _kernels_for,
-    _place,
-    _scope,
-    _values,
-    to_device,
-)
+from .gpu import _kernels_for, to_device
+from .gpu_arrays import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _place, _scope, _values
 from .pinned import Range, Transfer, Writer
 from .storage import PathReader, Reader
 
@@ -230,10 +220,10 @@ def _decode(
     straight: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> None:
-    batches, alone = _batches(queue, heads, outs, straight, device)
+    groups, alone = _grouped(queue, heads, outs, straight, device)
     for number, staging in enumerate(transfer):
-        for batch in batches:
-            batch.decode(number, staging)
+        for group in groups:
+            group.decode(queue, number, staging, outs)
         for i in alone[number]:
             at, entry = int(queue.places[i]), queue.entries[i]
             source = staging[at : at + entry.end - entry.begin]
@@ -242,8 +232,8 @@ def _decode(
                     decode(source, out=outs[i])
                 else:
                     outs[i].copy_(decode(source, like=outs[i]))
-    for batch in batches:
-        batch.settle(queue)
+    for group in groups:
+        group.settle(queue)
 
 
 def _windows(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -296,7 +286,7 @@ def _allocate(
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Alike:
     """Sound buffers of one plan: their numbers in the part, (m,), and records, (m, chunks)."""
 
     plan: Plan
@@ -310,7 +300,7 @@ class Heads:
 
     part: Part
     plans: list[Plan]
-    groups: list[_Group]
+    groups: list[_Alike]
 
 
 def read_heads(part: Part, max_nbytes: int) -> Heads:
@@ -387,7 +377,7 @@ def _parse_head(reader: Reader, start: int, nbytes: int, max_nbytes: int) -> eng
     return engine.parse_head(lambda n: reader.read(start, min(n, nbytes)), nbytes, max_nbytes)
 
 
-def _sound_group(found: _Members, entries: Sequence[Entry]) -> _Group | None:
+def _sound_group(found: _Members, entries: Sequence[Entry]) -> _Alike | None:
     """The group of buffers of one header if all of them are sound."""
     plan, first = found.plan, found.header.nbytes
     least = min(map(len, found.data))
@@ -396,7 +386,7 @@ def _sound_group(found: _Members, entries: Sequence[Entry]) -> _Group | None:
     joined = np.frombuffer(b"".join(found.data), np.uint8).reshape(len(found.data), -1)
     tops = joined[:, first : plan.static_offset]
     sizes = np.array([entries[i].end - entries[i].begin for i in found.numbers])
-    group = _Group(plan, np.array(found.numbers), _records(plan, tops))
+    group = _Alike(plan, np.array(found.numbers), _records(plan, tops))
     return group if _sound(group, tops, sizes) else None
 
 
@@ -406,7 +396,7 @@ def _records(plan: Plan, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(data[:, :end]).view(RECORD)
 
 
-def _sound(group: _Group, data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> bool:
+def _sound(group: _Alike, data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> bool:
     """True if all records, the padding behind them and the sizes of packed buffers are right."""
     plan, records = group.plan, group.records
     used = records["dynamic_nbytes"]
@@ -428,75 +418,107 @@ def _sound(group: _Group, data: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int
     )
 
 
-class _Owned:
-    """A batch of all windows, and which tensor each of its rows is of."""
+class _Group(NamedTuple):
+    """Buffers that are decoded together, in order.
 
-    def __init__(
-        self,
-        dtype: DType,
-        rows: npt.NDArray[Any],
-        owners: npt.NDArray[np.int64],
-        windows: Sequence[tuple[int, int]],
-        device: torch.device,
-    ) -> None:
-        order = np.argsort(owners, kind="stable")
-        self._owners = owners[order]
-        self._spans = [np.searchsorted(self._owners, window).tolist() for window in windows]
-        self._batch = Batch(dtype, rows[order], device)
+    Attributes:
+        dtype: By whose kernels.
+        numbers: Of the buffers, (m,).
+        plans: Of the buffers.
+        starts: Where their chunks' dynamic parts start in them, (chunks of all,).
+        used: Bytes of those, (chunks of all,).
+        firsts: Numbers of the first chunks, (m + 1,).
+        statuses: Status words on the device, int64, (m,).
+    """
 
-    def decode(self, number: int, staging: torch.Tensor) -> None:
+    dtype: DType
+    numbers: npt.NDArray[np.int64]
+    plans: list[Plan]
+    starts: npt.NDArray[np.int64]
+    used: npt.NDArray[np.int64]
+    firsts: npt.NDArray[np.int64]
+    statuses: torch.Tensor
+
+    def decode(self, queue: Queue, number: int, staging: torch.Tensor, outs: Sequence[Any]) -> None:
         """Launch what decodes window `number`."""
-        first, stop = self._spans[number]
-        if first < stop:
-            self._batch.decode(first, stop, staging)
+        first, stop = np.searchsorted(self.numbers, queue.windows[number]).tolist()
+        if first == stop:
+            return
+        numbers = self.numbers[first:stop]
+        chunks = slice(*self.firsts[[first, stop]].tolist())
+        decode_places(
+            self.dtype,
+            self.plans[first:stop],
+            staging.data_ptr() + queue.places[numbers],
+            [outs[i] for i in numbers.tolist()],
+            self.statuses.data_ptr() + 8 * np.arange(first, stop),
+            packed=(self.starts[chunks], self.used[chunks]),
+        )
 
     def settle(self, queue: Queue) -> None:
-        """Raise FormatError for the first damage that kernels found. Waits for the device."""
-        code = int(self._batch.status.item())
-        error = problem(code)
-        if error is not None:
-            row = (STATUS_TOP.value - code) >> 8 & 0xFFFFFFFF
-            with queue.naming(int(self._owners[row])):
+        """Raise FormatError for the first buffer in which kernels found damage. Waits for the
+        device.
+        """
+        words = self.statuses.cpu().numpy()
+        for i in np.flatnonzero(words)[:1].tolist():
+            error = problem(int(words[i]))
+            assert error is not None
+            with queue.naming(int(self.numbers[i])):
                 raise FormatError(error.reason, "found on the device")
 
 
-def _batches(
+def _grouped(
     queue: Queue,
     heads: Sequence[Heads],
     outs: Sequence[torch.Tensor],
     straight: npt.NDArray[np.bool_],
     device: torch.device,
-) -> tuple[list[_Owned], list[list[int]]]:
+) -> tuple[list[_Group], list[list[int]]]:
     """What is decoded together, and for each window the numbers of buffers that are not."""
     pointers = np.array([x.data_ptr() for x in outs], np.int64)
     possible = straight & (pointers % DEVICE_ALIGN == 0)
-    parts: dict[DType, list[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]] = {}
+    parts: dict[DType, list[tuple[_Alike, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]] = {}
     together = np.zeros(len(outs), bool)
     for head, base in zip(heads, queue.bases, strict=False):
-        for group in head.groups:
-            plan, kind = group.plan, _kind(group.plan)
-            step = plan.chunk_nelem * plan.dtype.itemsize
-            if kind is None or (plan.chunks > 1 and step % DEVICE_ALIGN):
-                continue
-            chosen = possible[base + group.numbers]
-            numbers = base + group.numbers[chosen]
-            together[numbers] = True
-            records, places = group.records[chosen], queue.places[numbers]
-            rows = _rows(plan, kind, records, places, pointers[numbers])
-            parts.setdefault(kind, []).append((rows, np.repeat(numbers, plan.chunks)))
-    batches = [
-        _Owned(
-            kind,
-            np.concatenate([r for r, _ in found]),
-            np.concatenate([o for _, o in found]),
-            queue.windows,
-            device,
-        )
-        for kind, found in parts.items()
-    ]
+        for alike in head.groups:
+            kind = _kind(alike.plan)
+            if kind is not None:
+                chosen = possible[base + alike.numbers]
+                numbers = base + alike.numbers[chosen]
+                together[numbers] = True
+                parts.setdefault(kind, []).append((alike, chosen, numbers))
+    groups = [_group(kind, found, device) for kind, found in parts.items()]
     others = np.flatnonzero(~together)
     cuts = [np.searchsorted(others, window).tolist() for window in queue.windows]
-    return batches, [others[first:stop].tolist() for first, stop in cuts]
+    return groups, [others[first:stop].tolist() for first, stop in cuts]
+
+
+def _group(
+    kind: DType,
+    found: list[tuple[_Alike, npt.NDArray[np.bool_], npt.NDArray[np.int64]]],
+    device: torch.device,
+) -> _Group:
+    """A group of some buffers of each of `found`, which are `chosen` and have these numbers."""
+    plans, starts, used, sizes = [], [], [], []
+    for alike, chosen, numbers in found:
+        plan, some = alike.plan, alike.records["dynamic_nbytes"][chosen].astype(np.int64)
+        padded = -(-some // ALIGN) * ALIGN
+        plans += [plan] * len(numbers)
+        starts.append((plan.dynamic_offset + padded.cumsum(1) - padded).reshape(-1))
+        used.append(some.reshape(-1))
+        sizes.append(np.full(len(numbers), plan.chunks))
+    numbers = np.concatenate([numbers for _, _, numbers in found])
+    order = np.argsort(numbers)
+    of_chunks = np.argsort(np.repeat(numbers, np.concatenate(sizes)), kind="stable")
+    return _Group(
+        kind,
+        numbers[order],
+        [plans[i] for i in order.tolist()],
+        np.concatenate(starts)[of_chunks],
+        np.concatenate(used)[of_chunks],
+        np.concatenate([[0], np.concatenate(sizes)[order].cumsum()]),
+        torch.zeros(len(numbers), dtype=torch.int64, device=device),
+    )
 
 
 def _kind(plan: Plan) -> DType | None:
@@ -506,46 +528,6 @@ def _kind(plan: Plan) -> DType | None:
     if plan.codec.name == "zipccl" and _kernels_for("zipccl", plan.dtype, False) is not None:
         return plan.dtype
     return None
-
-
-def _rows(
-    plan: Plan,
-    kind: DType,
-    records: npt.NDArray[Any],
-    places: npt.NDArray[np.int64],
-    outs: npt.NDArray[np.int64],
-) -> npt.NDArray[Any]:
-    """Rows (`ROW`), shape (m * chunks,), of m buffers of one plan."""
-    spec = plan.codec
-    fixed = -1
-    if isinstance(spec, Zipccl) and spec.window != "tile":
-        fixed = spec.window if isinstance(spec.window, int) else -2
-    ranges = np.array([plan.chunk_range(i) for i in range(plan.chunks)], np.int64)
-    sizes = ranges[:, 1] - ranges[:, 0]
-    used = records["dynamic_nbytes"].astype(np.int64)
-    padded = -(-used // ALIGN) * ALIGN
-    always_raw = 0 if isinstance(spec, Zipccl) else RAW
-    identity = identity_term(spec.id, spec.version, plan.dtype.id, 0)
-    both = records["flags"] | records["ordinal"].astype(np.uint64) << np.uint64(32)
-    fields = (
-        np.uint64(identity)
-        + sizes.astype(np.uint64) * np.uint64(F_NELEM)
-        + used.astype(np.uint64) * np.uint64(F_DYNAMIC)
-        + both * np.uint64(F_FLAGS)
-    )
-    rows = np.zeros(used.shape, ROW)
-    number = np.arange(plan.chunks)
-    rows["static"] = places[:, None] + plan.static_offset + number * plan.static_stride
-    rows["dynamic"] = places[:, None] + plan.dynamic_offset + padded.cumsum(1) - padded
-    rows["dynamic_nbytes"] = used
-    rows["out"] = outs[:, None] + ranges[:, 0] * plan.dtype.itemsize
-    rows["nelem"] = sizes * (plan.dtype.itemsize // kind.itemsize)
-    rows["static_nbytes"] = plan.static_stride
-    rows["index_at"] = plan.layout.sections[0].nbytes
-    rows["flags"] = records["flags"].astype(np.int64) | always_raw | 2 * plan.checksum
-    rows["words"] = (records["checksum"] - fields).view(np.int64)
-    rows["fixed"] = fixed
-    return rows.reshape(-1)
 
 
 def write_container(

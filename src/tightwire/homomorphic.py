@@ -24,11 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays, engine
+from .arguments import device_for
 from .buffer import Buffer
-from .codec import Codec, as_codec, decode, device_for
+from .codec import Codec, as_codec
 from .codecs.common.base import Bytes, CodecSpec
 from .codecs.common.float_mode import default_floats
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
+from .decoding import decode
 from .formats.dtypes import DType
 from .planning import backend_module
 

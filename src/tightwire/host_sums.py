@@ -114,9 +114,10 @@ def encode_sum(
 ) -> None:
     """Encode the sum of `terms`, as of `sum_into`, into `out` (uint8, plan.nbytes).
 
-    `plan` fuses those of the buffers. Without `stats` a codec whose sums keep statistics takes
-    those of the first buffer, which is the first term; others measure the sum. It is in memory as a
-    whole only where it is measured, or a codec has to see all of a chunk before it encodes any.
+    Where `plan` fuses those of the buffers, and no `stats` are given, a codec whose sums keep
+    statistics takes those of the first buffer, which is the first term; others measure the sum. It
+    is in memory as a whole only if `plan` does not fuse them, where it is measured, or where a
+    codec has to see all of a chunk before it encodes any.
     """
     if is_tiny(plan, backend):
         call_tiny(
@@ -139,61 +140,39 @@ def _encode_sum(
     backend: str | None,
 ) -> None:
     spec, module = plan.codec, backend_module(plan.codec.name, backend)
-    is_pair = len(terms) == 2 and scale is None and stats is None
-    is_pair = is_pair and isinstance(terms[0], Parsed) and isinstance(terms[1], np.ndarray)
-    fuses = is_pair and hasattr(module, "decode_add_encode_chunk")
-    by_pieces = fuses or hasattr(module, "encoder")
+    buffers = _buffers(terms)
+    fuses = all(plan.fuses(buffer.plan) for buffer in buffers)
+    keeps = fuses and spec.sums_keep_stats and stats is None
+    by_pieces = fuses and _is_compiled(module) and hasattr(module, "encoder")
+    total: Bits | None = None
     if not by_pieces or (stats is None and _measures(plan)):
         total = np.empty(plan.nelem, plan.dtype.bits)
         _sum(terms, total, scale, plan.dtype, threads, backend)
-        write_into(plan, total, out, stats, key, threads, backend)
-        return
-    chunks = _check(terms)
+        if not keeps:
+            write_into(plan, total, out, stats, key, threads, backend)
+            return
 
     def encode(i: int, chunk: Chunk) -> ChunkResult:
-        with _damage(terms, i):
-            if fuses:
-                return _encode_pair(plan, terms, i, chunk, key, threads, module)
-            from .codecs.common import driver_cpu
+        kept = buffers[0].chunk(i) if keeps else None
+        if total is not None:
+            found: ChunkResult = module.encode_chunk(spec, chunk, elements(i), key=key, kept=kept)
+            return found
+        from .codecs.common import driver_cpu
 
-            kept = _buffers(terms)[0].chunk(i) if spec.sums_keep_stats and stats is None else None
+        with _damage(terms, i):
             given = driver_cpu.Given(None, stats, key, kept, threads)
             parts = _chunk_terms(terms, i, threads, backend)
             return driver_cpu.encode_sum(module.encoder, spec, chunk, given, parts, scale)
 
     def elements(i: int) -> Bits:
-        lo, hi = plan.chunk_range(i)
-        bits = np.empty(hi - lo, plan.dtype.bits)
+        cut = slice(*plan.chunk_range(i))
+        if total is not None:
+            return total[cut]
+        bits = np.empty(cut.stop - cut.start, plan.dtype.bits)
         _sum_chunk(terms, i, bits, scale, plan.dtype, threads, backend)
         return bits
 
-    write_chunks(plan, out, module, chunks, encode, elements)
-
-
-def _encode_pair(
-    plan: Plan,
-    terms: Sequence[Any],
-    i: int,
-    chunk: Chunk,
-    key: Key | None,
-    threads: int,
-    module: ModuleType,
-) -> ChunkResult:
-    """Encode the sum of chunk `i` of a buffer and of elements, as `decode_add_encode` does."""
-    source, bits = terms
-    found = module.decode_add_encode_chunk(
-        plan.codec,
-        source.plan.codec,
-        _raw_term(source, i) or source.chunk(i),
-        bits[slice(*plan.chunk_range(i))],
-        chunk,
-        key=key,
-        threads=threads,
-    )
-    if isinstance(found, ChunkResult):
-        return found
-    raise_problem(i, found.problem)
-    return ChunkResult(0)
+    write_chunks(plan, out, module, _check(terms), encode, elements)
 
 
 def _measures(plan: Plan) -> bool:
@@ -323,7 +302,4 @@ def _named(terms: Sequence[Term], number: int) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        if len(_buffers(terms)) == 1:
-            raise
-        before = len(_buffers(terms[:number]))
-        raise FormatError(error.reason, f"buffer {before}, {error.detail}") from None
+        raise (error if len(_buffers(terms)) == 1 else error.of_buffer(number)) from None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import engine
+from .arguments import base_of_buffer, device_for
 from .buffer import parsed_source
-from .codec import device_for
 from .codecs.common.threads import cpu_count
 from .formats.container import Directory
 from .formats.dtypes import BY_SAFETENSORS
@@ -299,20 +299,25 @@ def info_of(head: engine.Head) -> Info:
     )
 
 
-def verify(src: Any, *, max_nbytes: int | None = None) -> None:
+def verify(src: Any, *, base: Any = None, max_nbytes: int | None = None) -> None:
     """Check all that ``decode`` checks, with one chunk in memory at a time.
 
     Args:
         src: A ``Buffer``, a bytes-like object, or a uint8 array of any library.
+        base: As in ``decode``. Without it of a buffer that needs one header, records, checksums and
+            padding are checked, and not what was changed.
         max_nbytes: As in ``decode``.
 
     Raises:
         FormatError: At the first thing that is wrong; ``reason`` names it.
         TypeError: If ``src`` is neither of these.
+        ValueError: If ``base`` does not fit.
     """
     if max_nbytes is not None:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     gpu = device_for(None, src)
-    if gpu is not None and gpu.verify(src, max_nbytes) is not NotImplemented:
+    if gpu is not None and base is None and gpu.verify(src, max_nbytes) is not NotImplemented:
         return
-    engine.verify_chunks(parsed_source(src, max_nbytes), threads=cpu_count())
+    parsed = parsed_source(src, max_nbytes)
+    against = None if base is None else base_of_buffer(parsed.plan, base)
+    engine.verify_chunks(parsed, threads=cpu_count(), base=against)

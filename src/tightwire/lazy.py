@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays
-from .codec import decode, thread_count
+from .arguments import thread_count
 from .codecs.common.base import Bytes
 from .contents import Contents, naming
+from .decoding import decode
 from .engine import DEFAULT_MAX_NBYTES, Head, Parsed
 from .formats.container import (
     Entry,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, engine
+from .arguments import thread_count
 from .arrays import ArrayInfo
-from .codec import thread_count
 from .codecs.common.base import Bits
 from .contents import Contents, decode_all, naming
 from .engine import DEFAULT_MAX_NBYTES
@@ -77,7 +77,7 @@ def load_into(
 
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    state = _state(model)
+    state = state_of(model)
     with opened(path) as files, torch.no_grad():
         found = {name for contents in files for name in contents.names()}
         memories = {name: x is not None and arrays.memory_of(x) for name, x in state.items()}
@@ -99,7 +99,7 @@ def load_into(
     return keys
 
 
-def _state(model: Any) -> dict[str, Any]:
+def state_of(model: Any) -> dict[str, Any]:
     """Parameters and persistent buffers by their names in the state_dict; None for other state."""
     own = {id(x) for x in (*model.parameters(), *model.buffers())}
     state: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iter
                 continue
             x, label = out[name], f"{what}[{name!r}]"
             pairs = arrays.is_float4(x)
-            info = _described(x.view(sys.modules["torch"].uint8) if pairs else x, label)
+            info = described(x.view(sys.modules["torch"].uint8) if pairs else x, label)
             goal = _Goal(contents, contents.entry(name), x, info, arrays.memory_of(x), pairs, label)
             _check_kind(goal)
             key = goal.entry.name, goal.memory
@@ -249,7 +249,7 @@ def _goals(files: Sequence[Contents], out: Mapping[str, Any], what: str) -> Iter
                 yield goal
 
 
-def _described(x: Any, what: str) -> ArrayInfo:
+def described(x: Any, what: str) -> ArrayInfo:
     """What an array is that can be written to. Raises TypeError or ValueError."""
     try:
         info = arrays.describe(x)

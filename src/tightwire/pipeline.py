@@ -163,13 +163,15 @@ def _runs(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return runs
 
 
-def grouped(items: Iterable[Item], nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Consecutive items in lists of up to `GROUP_NBYTES`, or of one larger item."""
+def grouped(
+    items: Iterable[Item], nbytes: Callable[[Item], int], most: int = GROUP_NBYTES
+) -> Iterator[list[Item]]:
+    """Consecutive items in lists of up to `most` bytes, or of one larger item."""
     group: list[Item] = []
     total = 0
     for item in items:
         size = nbytes(item)
-        if group and total + size > GROUP_NBYTES:
+        if group and total + size > most:
             yield group
             group, total = [], 0
         group.append(item)

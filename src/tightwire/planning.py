@@ -120,7 +120,8 @@ def call_tiny(plan: Plan, direction: str, call: Callable[[str | None], T]) -> T:
     waiting = _waiting.get(key, _NEW)
     if waiting is None:
         return call(None)
-    if not backend_module(plan.codec.name, None).__name__.endswith("_cpu"):
+    name = plan.codec.name
+    if backend_module(name, None) is backend_module(name, "ref"):
         return call("ref")
     from .codecs.common.compile_cache import NotCompiledError, kernels_taken, only_compiled
 
@@ -167,6 +168,12 @@ def device_module(name: str) -> ModuleType | str:
 def device_engine() -> ModuleType | str:
     """The module `tightwire.gpu`, or the name of the package that it lacks."""
     return _module_or_missing("tightwire.gpu", "torch")
+
+
+@functools.cache
+def device_many() -> ModuleType | str:
+    """The module `tightwire.gpu_many`, or the name of the package that it lacks."""
+    return _module_or_missing("tightwire.gpu_many", "torch", "triton")
 
 
 @functools.cache

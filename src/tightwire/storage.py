@@ -455,8 +455,13 @@ def atomic_file(
                 raise OSError(error.errno, error.strerror, str(path)) from None
             _name_file(error, str(path))
         raise
+    sync_folder(target.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder survive a crash, where its file system can. Raises OSError."""
     try:
-        folder = os.open(target.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:

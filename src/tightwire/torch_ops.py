@@ -23,7 +23,7 @@ import torch
 from .arrays import describe
 from .buffer import Buffer
 from .codec import codec as codec_named
-from .codec import decode
+from .decoding import decode
 
 
 @torch.library.custom_op(

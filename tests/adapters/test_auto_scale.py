@@ -13,10 +13,10 @@ import pytest
 import tightwire as tw
 from lossy import inputs
 from tightwire import arrays
-from tightwire.adapters.auto_scale import AutoScale, Scaling
-from tightwire.adapters.calls import Call
-from tightwire.adapters.group import Topology
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.collectives.auto_scale import AutoScale, Scaling
+from tightwire.adapters.collectives.calls import Call
+from tightwire.adapters.collectives.session import Topology
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 from tightwire.codecs.mx import Mx
 from tightwire.formats.dtypes import BY_NAME
 
@@ -48,7 +48,7 @@ def scaling_of(ranks: int, element: str = "e4m3", **how: float) -> Scaling:
 def next_sum(scaling: Scaling, scales: Array, overflowed: int, library: str = "numpy") -> Array:
     """The scales of a sum after one that did so or did not overflow on another rank."""
     given = as_library(scales.copy(), library)
-    own, log = scaling.beside(given)
+    own, log = scaling.travelling(given)
     assert [own.dtype, log.dtype] == [given.dtype] * 2
     assert (own.shape, log.shape) == ((1,), (4,))
     flag = as_library(np.array([overflowed], np.uint8), library)
@@ -123,14 +123,14 @@ def test_overflows_are_counted(library: str, dtype: str) -> None:
             parts = [sums[a:b] for a, b in itertools.pairwise(cuts)]
             given = [scales[a // 32 : -(-b // 32)] for a, b in itertools.pairwise(cuts)]
             scaling.count(parts, given)
-            flag, _ = scaling.beside(scales)
+            flag, _ = scaling.travelling(scales)
             assert (flag.dtype, flag.shape) == (np.uint8, (1,))
             assert bool(flag[0]) == expected
     scaling.count([sums[:0]], [scales[:0]])
-    assert not scaling.beside(scales)[0][0]
+    assert not scaling.travelling(scales)[0][0]
     # Infinity has no scale that it fits in.
     scaling.count([np.full(n, np.inf, np.float32)], [np.full(32, 247, np.uint8)])
-    assert not scaling.beside(scales)[0][0]
+    assert not scaling.travelling(scales)[0][0]
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_scales_follow_the_sums(topology: Topology) -> None:
     spread = rng.standard_normal((size, n)).astype(np.float32)
     alike = np.abs(np.tile(spread[:1], (size, 1)))
 
-    def task(transport: MemoryTransport) -> tuple[list[float], list[Array]]:
+    def task(transport: ThreadTransport) -> tuple[list[float], list[Array]]:
         how = AutoScale(threshold=0.01, shrink=2**-0.5)
         comm = tw.Communicator(transport, agreed(), topology=topology, scaling=how)
         assert comm.scaling is not None
@@ -177,13 +177,13 @@ def test_scales_follow_the_sums(topology: Topology) -> None:
 def test_nothing_saturates_while_mu_is_the_number_of_ranks(
     algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tightwire.adapters.collectives._PIECE", 512)
+    monkeypatch.setattr("tightwire.adapters.collectives.pipelined._PIECE", 512)
     size = 3
     for dtype in ("float32", "bfloat16"):
         xs = np.abs(np.stack(inputs(agreed(), "float32", size, 7001)))
         xs = xs.astype(BY_NAME[dtype].numpy)
 
-        def task(transport: MemoryTransport, xs: Array = xs) -> Array:
+        def task(transport: ThreadTransport, xs: Array = xs) -> Array:
             comm = tw.Communicator(
                 transport,
                 agreed("e5m2"),
@@ -207,7 +207,7 @@ def test_nothing_saturates_while_mu_is_the_number_of_ranks(
 
 @pytest.mark.slow
 def test_scatters_adapt_too() -> None:
-    def task(transport: MemoryTransport) -> list[float]:
+    def task(transport: ThreadTransport) -> list[float]:
         comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))
         assert comm.scaling is not None
         found = []
@@ -223,7 +223,7 @@ def test_scatters_adapt_too() -> None:
 
 
 def test_data_after_many_sums_of_nothing_fits() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, agreed(), topology="ring", scaling=AutoScale(shrink=0.6))
         x = np.zeros(1000, np.float32)
         for _ in range(9):
@@ -235,9 +235,9 @@ def test_data_after_many_sums_of_nothing_fits() -> None:
 
 def test_pieces_that_are_not_coded_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros in what is coded, and behind them elements that travel as they are."""
-    monkeypatch.setattr("tightwire.adapters.collectives._PIECE", 512)
+    monkeypatch.setattr("tightwire.adapters.collectives.pipelined._PIECE", 512)
 
-    def task(transport: MemoryTransport) -> list[float]:
+    def task(transport: ThreadTransport) -> list[float]:
         comm = tw.Communicator(
             transport,
             agreed(),
@@ -263,7 +263,7 @@ def test_pieces_that_are_not_coded_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_timing_paths_leaves_mu_alone() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(
             transport, agreed(), topology="ring", algorithm="auto", scaling=AutoScale(shrink=0.6)
         )
@@ -283,7 +283,7 @@ def test_in_two_shots_every_term_has_scales_of_its_own(dtype: str, op: Any) -> N
     """So has the sum, which none of its terms' scales would hold."""
     size, kind = 5, BY_NAME[dtype].numpy
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, agreed())
         x = np.full(9001, 1.75, np.float32).astype(kind)
         wanted = 8.75 if op == "sum" else 1.75
@@ -298,15 +298,15 @@ def test_in_two_shots_every_term_has_scales_of_its_own(dtype: str, op: Any) -> N
 def test_statistics_of_scales_are_compared_on_a_device() -> None:
     torch = pytest.importorskip("torch")
 
-    def task(transport: MemoryTransport) -> str:
+    def task(transport: ThreadTransport) -> str:
         comm = tw.Communicator(transport, agreed(), topology="ring")
         stats = torch.arange(5001).to(torch.uint8)
         if transport.rank == 1:
             stats[77] ^= 4
         call = Call(transport.rank, "all_reduce", 0, "")
-        comm._summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
+        comm._statistics.summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
         try:
-            comm._judge(call)
+            comm._statistics.judge(call)
         except tw.CollectiveError as error:
             return error.detail
         return "alike"
@@ -316,12 +316,12 @@ def test_statistics_of_scales_are_compared_on_a_device() -> None:
 
 
 def test_statistics_that_differ_are_refused() -> None:
-    class Changed(MemoryTransport):
+    class Changed(ThreadTransport):
         def all_reduce(self, x: Any, op: Any = "sum") -> None:
             super().all_reduce(x, op)
             x[2] += self.rank == 1
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         changed = Changed(transport.rank, transport._pipes, transport.timeout)
         comm = tw.Communicator(changed, agreed(), topology="ring")
         with pytest.raises(tw.CollectiveError, match="have other sums of statistics"):
@@ -331,7 +331,7 @@ def test_statistics_that_differ_are_refused() -> None:
 
 
 def test_ranks_whose_mu_differs_are_refused() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, agreed(), topology="ring")
         assert comm.scaling is not None
         comm.all_reduce(np.ones(3000, np.float32))
@@ -353,7 +353,7 @@ def test_bad_calls_are_refused() -> None:
         with pytest.raises(TypeError, match=r"threshold is .*allowed"):
             AutoScale(threshold=wrong)
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         with pytest.raises(ValueError, match="scaling is given, codec is Mx"):
             tw.Communicator(transport, "mx", topology="ring", scaling=AutoScale())
         wrong: Any = 2.0

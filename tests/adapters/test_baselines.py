@@ -11,8 +11,8 @@ import pytest
 import tightwire as tw
 from lossy import check_lossy, inputs
 from ranks import exact
-from tightwire.adapters.calls import rounding_key
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.collectives.calls import rounding_key
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 from tightwire.homomorphic import add, seal, sketch
@@ -35,7 +35,7 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
     """All ranks get the same bits: those of the sum of the buffers."""
     xs = inputs(codec, "float32", world, 2501)
 
-    def rank(t: MemoryTransport) -> tuple[bytes, bytes]:
+    def rank(t: ThreadTransport) -> tuple[bytes, bytes]:
         stats = codec.measure(xs[t.rank])
         t.all_reduce(stats, "max")
         buf = codec.encode(xs[t.rank], stats=stats, key=tw.Key(3, 4, t.rank, world))
@@ -57,7 +57,7 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
 @pytest.mark.parametrize(
     ("codec", "topology", "value"),
     [
-        (tw.codec("omnireduce", bits=8), "cells", np.nan),
+        (tw.codec("omnireduce", bits=8), "in-network", np.nan),
         (tw.codec("omnireduce", bits=8), "two-shot", np.nan),
         (tw.codec("tahquant", hidden=192), "two-shot", 2.0**20),
     ],
@@ -65,7 +65,7 @@ def test_sums_of_cells(codec: tw.Codec, world: int) -> None:
 def test_traces_say_what_sums_lose(codec: tw.Codec, topology: Any, value: float) -> None:
     """Of blocks with a NaN as many are kept as the budget allows; of tiles all become NaN."""
 
-    def rank(t: MemoryTransport) -> None:
+    def rank(t: ThreadTransport) -> None:
         comm = tw.Communicator(t, codec, topology=topology)
         x = np.full(192 * 40, value, np.float32)
         comm.all_gather(x)
@@ -79,10 +79,10 @@ def test_traces_say_what_sums_lose(codec: tw.Codec, topology: Any, value: float)
     run_ranks(2, rank)
 
 
-class Counted(MemoryTransport):
+class Counted(ThreadTransport):
     """Counts bytes to others; those of `all_reduce` as a network sends them."""
 
-    def __init__(self, inner: MemoryTransport) -> None:
+    def __init__(self, inner: ThreadTransport) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.sent = 0
 
@@ -118,9 +118,9 @@ def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) ->
         found: npt.NDArray[Any] = tw.decode(bytes(add(*buffers)))
         return found
 
-    def rank(t: MemoryTransport) -> None:
+    def rank(t: ThreadTransport) -> None:
         counted = Counted(t)
-        comm = tw.Communicator(counted, codec, seed=7, topology="cells")
+        comm = tw.Communicator(counted, codec, seed=7, topology="in-network")
         counted.sent = 0
         own = from_bits(xs[t.rank].view(kind.bits), kind, xs[0].shape, Target(library, None))
         exact(comm.all_reduce(own), summed(xs, 0, 0))
@@ -129,7 +129,7 @@ def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) ->
         # Of shares every one has statistics of its own.
         exact(out, summed(shares, 1, t.rank))
         records = comm.trace()
-        assert records[0].algorithm == f"cells, no sizes, {codec.name}"
+        assert records[0].algorithm == f"in-network, no sizes, {codec.name}"
         for record in records:
             assert 0 < record.wire_bytes < record.raw_bytes
         assert counted.sent == sum(record.wire_bytes for record in records)
@@ -141,21 +141,21 @@ def test_a_communicator_sums_cells(codec: tw.Codec, world: int, library: str) ->
 
 
 def test_cells_keep_what_is_not_finite_and_refuse_what_they_cannot_hold() -> None:
-    def rank(t: MemoryTransport) -> None:
+    def rank(t: ThreadTransport) -> None:
         x = np.ones(5000, np.float32)
         if t.rank == 1:
             x[1500] = np.nan
-        total = tw.Communicator(t, "thc", topology="cells").all_reduce(x, op="mean")
+        total = tw.Communicator(t, "thc", topology="in-network").all_reduce(x, op="mean")
         assert np.isnan(total[1024:2048]).all()
         assert np.isfinite(total[2048:]).all()
 
     run_ranks(2, rank)
     with pytest.raises(ValueError, match="adds up at most 8 ranks; the group has 9"):
-        run_ranks(9, lambda t: tw.Communicator(t, "thc", topology="cells"))
+        run_ranks(9, lambda t: tw.Communicator(t, "thc", topology="in-network"))
 
-    def refused(t: MemoryTransport) -> None:
+    def refused(t: ThreadTransport) -> None:
         for name in ("mx", "zipccl", "lhc"):
-            with pytest.raises(ValueError, match="topology is 'cells', codec"):
-                tw.Communicator(t, name, topology="cells")
+            with pytest.raises(ValueError, match="topology is 'in-network', codec"):
+                tw.Communicator(t, name, topology="in-network")
 
     run_ranks(1, refused)

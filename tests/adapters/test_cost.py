@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightwire.adapters import cost
-from tightwire.adapters.cost import (
+from tightwire.adapters.collectives import cost
+from tightwire.adapters.collectives.cost import (
     COLLECTIVES,
     DEVICES,
+    ENTROPY_RATIOS,
     MARGIN,
     RATIOS,
     Collective,
@@ -335,7 +336,7 @@ def test_models_refuse(collective: Collective, world: int) -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = """
 import sys
-import tightwire.adapters.cost, tightwire.adapters.simulate
+import tightwire.adapters.collectives.cost, tightwire.adapters.collectives.simulate
 print(sorted({"torch", "numba", "jax", "triton", "scipy", "matplotlib"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -387,6 +388,7 @@ def test_expected_ratios() -> None:
     assert expected_ratio("zipccl", "bfloat16") == RATIOS["bfloat16"]
     assert expected_ratio("zipccl", "float8_e4m3fnuz") == RATIOS["float8_e4m3fn"]
     assert expected_ratio("zipccl", "int32") == 1.0
+    assert expected_ratio("huffman", "bfloat16") == ENTROPY_RATIOS["bfloat16"]
     assert expected_ratio("raw", "bfloat16") == 1.0
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from ranks import Ranks, exact
+from ranks import Alone, Ranks, exact
 from support import examples
-from tightwire.adapters.dynamic import (
+from tightwire.adapters.collectives import all_to_all_v
+from tightwire.adapters.collectives.all_to_all_v import (
     ABOVE_CAPACITY,
     INVALID,
     OVERFLOWED,
@@ -29,8 +29,8 @@ from tightwire.adapters.dynamic import (
     FixedRateAllToAll,
     Received,
 )
-from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
-from tightwire.adapters.transport import Transport
+from tightwire.adapters.transports.base import Transport
+from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
 
 DTYPES = ("bfloat16", "float32", "int32")
 MAX_SPLITS, MAX_INDICES, CAPACITY = 6, 9, 12
@@ -168,11 +168,11 @@ def check_fixed_rate(
 
 
 def raises_everywhere(
-    world_size: int, match: str, call: Callable[[MemoryTransport], Callable[[bool], Any]]
+    world_size: int, match: str, call: Callable[[ThreadTransport], Callable[[bool], Any]]
 ) -> list[tw.CollectiveError]:
     """What every rank raises of `call(transport)(False)`; after that `(True)` works."""
 
-    def task(transport: MemoryTransport) -> tw.CollectiveError:
+    def task(transport: ThreadTransport) -> tw.CollectiveError:
         exchange = call(transport)
         with pytest.raises(tw.CollectiveError, match=match) as caught:
             exchange(False)
@@ -218,7 +218,7 @@ def test_a_row_may_be_one_element_and_x_in_any_layout() -> None:
     torch = pytest.importorskip("torch")
     everyone = [Metadata(6, [2, 3], [1, 0, 1], [2, 1]), Metadata(6, [6], [0], [0, 1])]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         m = everyone[comm.rank]
         scalars = DynamicAllToAll(comm, (), "int32", max_splits=2, max_indices=3)
@@ -236,11 +236,11 @@ def test_a_row_may_be_one_element_and_x_in_any_layout() -> None:
     run_ranks(2, task)
 
 
-class Watched(MemoryTransport):
+class Watched(ThreadTransport):
     """Counts the bytes that go to other ranks, and lets `damage` see what came."""
 
     def __init__(
-        self, inner: MemoryTransport, damage: Callable[[str, int, Any], None] | None = None
+        self, inner: ThreadTransport, damage: Callable[[str, int, Any], None] | None = None
     ) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.sent = 0
@@ -266,7 +266,7 @@ def test_only_the_rows_that_are_asked_for_travel() -> None:
     n, row = 4, (640,)
     everyone = [random_metadata([5, r], n, 90) for r in range(n)]
 
-    def task(transport: MemoryTransport) -> tuple[int, int]:
+    def task(transport: ThreadTransport) -> tuple[int, int]:
         watched = Watched(transport)
         comm = tw.Communicator(watched)
         me = comm.rank
@@ -312,7 +312,7 @@ BAD = {
 def test_metadata_that_make_no_sense_are_an_error_on_every_rank(name: str, library: str) -> None:
     pytest.importorskip(library)
 
-    def call(transport: MemoryTransport) -> Callable[[bool], None]:
+    def call(transport: ThreadTransport) -> Callable[[bool], None]:
         comm = tw.Communicator(transport)
         exchange = DynamicAllToAll(comm, (3,), "float32", max_splits=5)
         tensors = Ranks(3, library, "float32")
@@ -338,7 +338,7 @@ def test_metadata_that_make_no_sense_are_an_error_on_every_rank(name: str, libra
 def test_metadata_that_make_no_sense_at_a_fixed_rate(name: str) -> None:
     pytest.importorskip("torch")
 
-    def call(transport: MemoryTransport) -> Callable[[bool], None]:
+    def call(transport: ThreadTransport) -> Callable[[bool], None]:
         comm = tw.Communicator(transport)
         exchange = FixedRateAllToAll(comm, (3,), "float32", max_splits=5, capacity=4)
         tensors = Ranks(3, "torch", "float32")
@@ -381,7 +381,7 @@ def test_the_capacity_is_what_one_rank_may_get_of_another(rows: int) -> None:
     fits = Metadata(40, [CAPACITY, CAPACITY, 9], [0, 1], [1, 1])
     everyone = [fits, Metadata(40, [CAPACITY, 5, rows - 5], [0, 1, 2], [1, 2])]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         if rows <= CAPACITY:
             check_fixed_rate(transport, "float32", [everyone], (3,))
         else:
@@ -402,7 +402,7 @@ def test_any_metadata_at_a_fixed_rate(data: st.DataObject) -> None:
         r for r, m in enumerate(everyone) if max(len(m.rows_for(j)) for j in range(n)) > CAPACITY
     ]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         me = comm.rank
         exchange = FixedRateAllToAll(
@@ -436,7 +436,7 @@ def test_data_that_do_not_fit_are_sent_again_by_all_ranks() -> None:
     n, row = 3, (2048,)
     m = Metadata(8, [4, 4], [0, 1], [1, 0, 1])
 
-    def task(transport: MemoryTransport) -> tuple[int, list[int]]:
+    def task(transport: ThreadTransport) -> tuple[int, list[int]]:
         watched = Watched(transport)
         comm = tw.Communicator(watched)
         tensors = Ranks(n, "torch", "bfloat16")
@@ -488,7 +488,7 @@ def test_launch_never_reads_the_device() -> None:
             seen.append(name if name != "_to_copy" or dtype is None else "cast")
             return function(*args, **(kwargs or {}))
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "raw")
         exchange = FixedRateAllToAll(comm, (8,), "float32", max_splits=3, capacity=4)
         tensors = Ranks(1, "torch", "float32")
@@ -504,24 +504,57 @@ def test_launch_never_reads_the_device() -> None:
     assert not set(seen) & set(waits)
 
 
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fixed-rate exchanges on the CPU take the kernels, under the interpreter."""
+    for name in ("prepare_encode_many", "prepare_decode_many"):
+        kernels = functools.partial(getattr(all_to_all_v, name), backend="triton")
+        monkeypatch.setattr(all_to_all_v, name, kernels)
+
+
+def test_as_many_launches_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU here")
+    from tightwire.codecs.common.launch_triton import Variant
+
+    names: list[str] = []
+    launch = Variant.launch
+
+    def noted(self: Variant, *args: Any, **options: Any) -> None:
+        names.append(self._kernel.__name__)
+        launch(self, *args, **options)
+
+    use_kernels(monkeypatch)
+    monkeypatch.setattr(Variant, "launch", noted)
+    found = {}
+    for codec in ("zipccl", "mx"):
+        for ranks in (4, 16, 64):
+            comm = tw.Communicator(Alone(ranks), codec)
+            names.clear()
+            exchange = FixedRateAllToAll(comm, (520,), "bfloat16", max_splits=ranks, capacity=2)
+            found[codec, ranks] = list(names)
+            if ranks > 4:
+                # Interpreted, they would take a minute.
+                continue
+            m = Metadata(ranks, [1] * ranks, list(range(ranks)), [1] * ranks).arrays("torch")
+            x = Ranks(1, "torch", "bfloat16").array(0, (ranks, 520))
+            exchange.launch(x, *m)
+            data = exchange.finish().data[:, 0]
+            assert codec != "zipccl" or torch.equal(data, x)
+        assert found[codec, 4] == found[codec, 16] == found[codec, 64]
+        assert 4 <= len(found[codec, 4]) <= 5
+
+
 def test_what_a_device_finds_is_raised_by_finish_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' way, under the interpreter: decoding raises nothing, and overflow is settled."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU here")
-    from tightwire import gpu
-    from tightwire.adapters import dynamic
-
-    monkeypatch.setattr(dynamic, "decode", functools.partial(tw.decode, backend="triton"))
-    monkeypatch.setattr(dynamic, "Buffer", SimpleNamespace(wrap=gpu.wrap))
+    use_kernels(monkeypatch)
     comm = tw.Communicator(connect(1)[0])
     exchange = FixedRateAllToAll(comm, (250,), "bfloat16", max_splits=3, capacity=7)
-    encode = functools.partial(comm.codec.encode, backend="triton")
-    there = SimpleNamespace(
-        codec=SimpleNamespace(encode=encode), rank=0, all_to_all=comm.all_to_all
-    )
-    exchange._comm = there  # type: ignore[assignment]
     m = Metadata(9, [4, 2, 3], [2, 0], [2]).arrays("torch")
     ranks = Ranks(4, "torch", "bfloat16")
     for source in (2, 0):
@@ -548,7 +581,7 @@ def test_damaged_bytes_are_an_error_on_the_receiver(at: int) -> None:
             out[at] ^= 8
             done.append(at)
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(Watched(transport, damage if transport.rank == 0 else None))
         exchange = FixedRateAllToAll(comm, (64,), "bfloat16", max_splits=1, capacity=4)
         m = Metadata(4, [4], [0], [1, 0] if comm.rank else [0, 1])
@@ -580,7 +613,7 @@ def test_damaged_metadata_are_an_error_on_the_receiver(word: int) -> None:
             out[8 * word + word % 8] ^= 1 << word % 7
             done.append(word)
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(Watched(transport, damage if transport.rank == 0 else None))
         exchange = DynamicAllToAll(comm, (3,), "float32", max_splits=3)
         m = GOOD._replace(lens=[2, 1])
@@ -604,7 +637,7 @@ def test_after_damaged_rows_the_ranks_go_on() -> None:
             out[0] ^= 1
             done.append(out.size)
 
-    def task(transport: MemoryTransport) -> bool:
+    def task(transport: ThreadTransport) -> bool:
         comm = tw.Communicator(Watched(transport, damage if transport.rank == 0 else None))
         exchange = DynamicAllToAll(comm, (3,), "float32", max_splits=3)
         m = GOOD._replace(lens=[2, 1])
@@ -641,7 +674,7 @@ def test_ranks_with_other_parameters_are_named_everywhere(
 ) -> None:
     pytest.importorskip("torch")
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         options: dict[str, Any] = {"row_shape": (8,), "dtype": "bfloat16", "max_splits": 3}
         if fixed:
@@ -658,7 +691,7 @@ def test_ranks_with_other_parameters_are_named_everywhere(
 
 
 def test_a_lost_rank_is_an_error() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         exchange = DynamicAllToAll(comm, (3,), "float32", max_splits=3)
         if comm.rank == 1:
@@ -677,7 +710,7 @@ def test_a_lost_rank_is_an_error() -> None:
 def test_bad_calls_say_what_is_allowed() -> None:
     torch = pytest.importorskip("torch")
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         eager = DynamicAllToAll(comm, (3,), "float32", max_splits=3)
         fixed = FixedRateAllToAll(comm, (3,), "float32", max_splits=3, capacity=4)
@@ -722,7 +755,7 @@ def test_bad_calls_say_what_is_allowed() -> None:
 def test_jax_arrays_are_refused() -> None:
     jax = pytest.importorskip("jax")
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         exchange = DynamicAllToAll(tw.Communicator(transport), (3,), "float32", max_splits=3)
         with pytest.raises(TypeError, match="x is a jax array; allowed"):
             exchange(jax.numpy.zeros((9, 3)), *GOOD.arrays("numpy"))
@@ -761,7 +794,7 @@ def main(store: str, rank: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from tightwire.adapters.torch_dist import TorchDist
+    from tightwire.adapters.transports.torch_dist import TorchDist
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -794,7 +827,7 @@ def main(store: str, rank: str) -> None:
     dist.destroy_process_group()
 
 
-class Loopback(MemoryTransport):
+class Loopback(ThreadTransport):
     """A group of one rank on a GPU: copies on the current stream."""
 
     def __init__(self) -> None:
@@ -885,7 +918,7 @@ if __name__ == "__main__":
 def test_codecs_that_draw_are_refused() -> None:
     """A captured graph would draw the same every time."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, tw.codec("taco", rounding="stochastic"))
         with pytest.raises(ValueError, match="round to nearest"):
             FixedRateAllToAll(comm, (256,), "float32", max_splits=2, capacity=4)

@@ -14,10 +14,10 @@ import tightwire as tw
 from lossy import CODECS, Residuals, inputs
 from ranks import exact
 from support import examples
-from tightwire.adapters import collectives
-from tightwire.adapters.calls import rounding_key
-from tightwire.adapters.error_feedback import ErrorFeedback
-from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
+from tightwire.adapters.collectives import pipelined
+from tightwire.adapters.collectives.calls import rounding_key
+from tightwire.adapters.training.error_feedback import ErrorFeedback
+from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
 from tightwire.arrays import Target, from_bits, host_array
 from tightwire.formats.dtypes import BY_NAME
 
@@ -111,11 +111,11 @@ def test_checkpoints_are_copies_and_cross_libraries() -> None:
 def test_a_state_is_for_as_many_ranks(hook: str) -> None:
     """With more ranks the elements of a residual would be of others, and of the same number."""
     pytest.importorskip("torch")
-    from tightwire.adapters import hooks, sketches
+    from tightwire.adapters.training import hooks, sketches
 
     n = 1 << 17 if hook == "sketches" else 3200
 
-    def call(transport: MemoryTransport, feedback: ErrorFeedback) -> None:
+    def call(transport: ThreadTransport, feedback: ErrorFeedback) -> None:
         comm, parts = tw.Communicator(transport, "mx"), [("a", n)]
         x = array(np.linspace(0, 1, n, dtype=np.float32), "torch")
         if hook == "scatter":
@@ -130,12 +130,12 @@ def test_a_state_is_for_as_many_ranks(hook: str) -> None:
             sums = sketches.Sketches(comm, sketches.Tagc(ratio=4), state)
             sums.sums([("a", x.view(comm.world_size, -1))])
 
-    def save(transport: MemoryTransport) -> Any:
+    def save(transport: ThreadTransport) -> Any:
         feedback = ErrorFeedback()
         call(transport, feedback)
         return feedback.state_dict()
 
-    def load(transport: MemoryTransport, states: Any, error: str) -> None:
+    def load(transport: ThreadTransport, states: Any, error: str) -> None:
         feedback = ErrorFeedback()
         feedback.load_state_dict(states[transport.rank % 2])
         with pytest.raises(ValueError, match=error):
@@ -150,7 +150,7 @@ def test_a_state_is_for_as_many_ranks(hook: str) -> None:
     states = run_ranks(2, save)
     assert [state["ranks"]["a"] for state in states] == [(0, 2), (1, 2)]
 
-    def go_on(transport: MemoryTransport) -> None:
+    def go_on(transport: ThreadTransport) -> None:
         feedback = ErrorFeedback()
         feedback.load_state_dict(states[transport.rank])
         call(transport, feedback)
@@ -218,7 +218,7 @@ def test_codecs_that_decode_to_another_tensor(rotate: str) -> None:
 @pytest.mark.parametrize("feedback", [ErrorFeedback, True, {}])
 def test_hooks_take_nothing_else_for_feedback(feedback: Any) -> None:
     pytest.importorskip("torch")
-    from tightwire.adapters import ddp, fsdp
+    from tightwire.adapters.training import ddp, fsdp
 
     comm = tw.Communicator(connect(1)[0], "mx")
     with pytest.raises(TypeError, match="allowed: an ErrorFeedback"):
@@ -229,7 +229,7 @@ def test_hooks_take_nothing_else_for_feedback(feedback: Any) -> None:
 
 def test_hooks_take_feedback_only_where_something_is_lost() -> None:
     pytest.importorskip("torch")
-    from tightwire.adapters import ddp, fsdp
+    from tightwire.adapters.training import ddp, fsdp
 
     feedback, one, wrong = ErrorFeedback(), connect(1)[0], cast(Any, True)
     hops = {"codec": "mx", "topology": "ring"}
@@ -268,12 +268,12 @@ def test_what_arrives_of_ones_own(
     library: str, algorithm: Any, wire: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(library)
-    monkeypatch.setattr(collectives, "_PIECE", 256)
+    monkeypatch.setattr(pipelined, "_PIECE", 256)
     codec = CODECS[4]
     xs = inputs(codec, "float32", 2, 2 * 401)
     cuts = [(0, 256), (256, 401)] if algorithm == "pipelined" else [(0, 401)]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, codec, algorithm=algorithm, pieces=2)
         me = transport.rank
         x, decoded = array(xs[me], library), array(np.full(802, 9, np.float32), library)
@@ -294,7 +294,7 @@ def test_what_arrives_of_ones_own(
     run_ranks(2, task)
 
 
-class SumsNothing(MemoryTransport):
+class SumsNothing(ThreadTransport):
     """A network that has no sum of its own, as UCX."""
 
     def reduce_scatter(self, out: Any, x: Any) -> None:
@@ -306,7 +306,7 @@ def test_what_arrives_where_the_network_sums_nothing() -> None:
     xs = [np.linspace(1, 2, 202, dtype=np.float32) * (r + 1) for r in range(2)]
     rounded = [x.astype(BY_NAME["bfloat16"].numpy).astype(np.float32) for x in xs]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         transport.__class__ = SumsNothing
         comm = tw.Communicator(transport, "mx", algorithm="native")
         me, decoded = transport.rank, np.empty(202, np.float32)
@@ -328,7 +328,7 @@ def test_means_with_feedback(
     world_size: int, codec: tw.Codec, dtype: str, sizes: tuple[int, int, int]
 ) -> None:
     pytest.importorskip("torch")
-    from tightwire.adapters.hooks import average
+    from tightwire.adapters.training.hooks import average
 
     parts = list(zip("abc", sizes, strict=True))
     reference = Residuals(codec, world_size)
@@ -339,7 +339,7 @@ def test_means_with_feedback(
     ]
     wanted = [reference.average(xs, order) for xs, order in zip(given, orders, strict=True)]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm, feedback = tw.Communicator(transport, codec), ErrorFeedback()
         for xs, order, mean in zip(given, orders, wanted, strict=True):
             x = array(xs[comm.rank].copy(), "torch")
@@ -354,7 +354,7 @@ def test_means_with_feedback(
 def test_nothing_is_lost_for_long() -> None:
     """What all ranks have got after many steps is the sum of the means but for the residuals."""
     pytest.importorskip("torch")
-    from tightwire.adapters.hooks import average
+    from tightwire.adapters.training.hooks import average
 
     codec, n, count = tw.codec("nvfp4"), 999, 20
     steps = [
@@ -363,7 +363,7 @@ def test_nothing_is_lost_for_long() -> None:
     ]
     total = np.sum([xs.mean(axis=0) for xs in steps], axis=0)
 
-    def task(transport: MemoryTransport) -> tuple[Any, Any, Any]:
+    def task(transport: ThreadTransport) -> tuple[Any, Any, Any]:
         comm, feedback = tw.Communicator(transport, codec), ErrorFeedback()
         sums = np.zeros((2, n))
         for xs in steps:

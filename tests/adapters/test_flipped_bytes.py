@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from tightwire.adapters import digests, tensors
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.collectives import digests, tensors
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 WORLD_SIZE = 3
 #: The rank that gets the damaged message.
 VICTIM = 1
 
 
-class Flipping(MemoryTransport):
+class Flipping(ThreadTransport):
     """Flips a bit of the array number `at`, from 0, that other ranks have sent to this one."""
 
-    def __init__(self, inner: MemoryTransport, at: int | None) -> None:
+    def __init__(self, inner: ThreadTransport, at: int | None) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.at = at
         #: Bytes of the arrays that other ranks have sent.
@@ -76,7 +76,7 @@ def run(
 ) -> list[Found]:
     """Of every rank the results of `calls`, the error that ended them, and bytes of messages."""
 
-    def task(inner: MemoryTransport) -> Found:
+    def task(inner: ThreadTransport) -> Found:
         transport = Flipping(inner, at if inner.rank == VICTIM else None)
         results: list[bytes] = []
         try:
@@ -142,8 +142,8 @@ def test_compressed_calls(codec: Any, dtype: str, options: dict[str, Any]) -> No
     [
         ("zipccl", "float32", {"algorithm": "native"}),
         ("zipccl", "int32", {"algorithm": "native"}),
-        ("thc", "float32", {"topology": "cells"}),
-        ("omnireduce", "float32", {"topology": "cells"}),
+        ("thc", "float32", {"topology": "in-network"}),
+        ("omnireduce", "float32", {"topology": "in-network"}),
     ],
 )
 def test_digests_of_calls_without_checksums(
@@ -175,16 +175,16 @@ def test_native_damage_is_not_seen_without_digests() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_digests_that_come_late(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late(tensors.OnTheWay):
+    class Late(tensors.PendingHostCopy):
         def done(self) -> bool:
             return False
 
     if late:
-        monkeypatch.setattr(tensors, "OnTheWay", Late)
+        monkeypatch.setattr(tensors, "PendingHostCopy", Late)
     run_ranks(2, partial(_exchange_with_damage, late=late))
 
 
-def _exchange_with_damage(inner: MemoryTransport, late: bool) -> None:
+def _exchange_with_damage(inner: ThreadTransport, late: bool) -> None:
     transport = Flipping(inner, None)
     comm = tw.Communicator(transport, algorithm="native", verify="digest")
     x = data(comm.rank, 1000, "float32")
@@ -250,7 +250,7 @@ def _signed(number: int) -> int:
     ],
 )
 def test_bad_verify(options: dict[str, Any], message: str) -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         with pytest.raises(ValueError, match=message):
             tw.Communicator(transport, **options)
 
@@ -258,7 +258,7 @@ def test_bad_verify(options: dict[str, Any], message: str) -> None:
 
 
 def test_ranks_agree_on_digests() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         with pytest.raises(tw.CollectiveError, match="digests False"):
             tw.Communicator(transport, verify="digest" if transport.rank else True)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
+from capacities import PATTERNS, Scheduled, schedule
 from lossy import Residuals, check_over_time
 from processes import join, launch, torchrun
 
@@ -26,8 +27,8 @@ if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
-from tightwire.adapters import fsdp  # noqa: E402
-from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
+from tightwire.adapters.training import fsdp  # noqa: E402
+from tightwire.adapters.training.error_feedback import ErrorFeedback  # noqa: E402
 
 STEPS = 3
 
@@ -413,6 +414,61 @@ def refuse(device: Any) -> list[str]:
     return found
 
 
+class Sized:
+    """A hook whose calls fit as a pattern says."""
+
+    def __init__(self, inner: Any, calls: list[None], pattern: str) -> None:
+        self.inner, self.calls, self.pattern = inner, calls, PATTERNS[pattern]
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        room = self.inner.allocate(*args, **kwargs)
+        room.view(torch.uint8).fill_(0xAB)
+        return room
+
+    def __call__(self, **arguments: Any) -> Any:
+        Scheduled.small = self.pattern(len(self.calls))
+        self.calls.append(None)
+        return self.inner(**arguments)
+
+
+def prepared(device: Any) -> dict[str, Any]:
+    """Training by prepared calls has the bits of exact ones, whatever does not fit."""
+    again = schedule()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    found: dict[str, Any] = {}
+    for setup, (_, _, _, extra) in SETUPS.items():
+        reference = make(device, setup, mesh)
+        fsdp.compress(reference)
+        losses = train(reference, device, extra)
+        for pattern in PATTERNS:
+            if setup != "bfloat16, reduced in float32" and pattern not in ("none", "all"):
+                continue
+            again.clear()
+            model = make(device, setup, mesh)
+            hooks = fsdp.compress(model, route="network")
+            gathers: list[None] = []
+            sums: list[None] = []
+            for module in (model[0], model[1], model):
+                module.set_custom_all_gather(Sized(hooks.all_gather, gathers, pattern))
+                scatter = hooks.reduce_scatter.of(module)
+                module.set_custom_reduce_scatter(Sized(scatter, sums, pattern))
+            assert train(model, device, extra) == losses, (setup, pattern)
+            pairs = zip(weights(model), weights(reference), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), (setup, pattern)
+            assert hooks.all_gather.wire_bytes > 0
+            assert not hooks.reduce_scatter._late
+            found[f"{setup}; {pattern}"] = dict(again)
+            hooks.close()
+    model = make(device, "float32", mesh)
+    hooks = fsdp.compress(model, route="auto")
+    train(model, device, "")
+    for hook in hooks:
+        (switch,) = hook.switches.values()
+        assert all(seconds > 0 for pair in switch.seconds.values() for seconds in pair)
+    hooks.close()
+    return found
+
+
 def everything(device: Any) -> dict[str, Any]:
     """All setups."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -453,7 +509,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert 0 < wire < 0.17 * raw
         assert sorted(rank["parameters"]) == [", parameters", "0, parameters", "1, parameters"]
         raw, wire = rank["mixed"]
-        # Two calls, of which the trace has the last only; a card each, and padding.
+        # Two calls, of which the trace has the last only; a descriptor each, and padding.
         shard = 4 * (301 * 9 + 301) + 2 * (7 * 301 + 7)
         assert raw >= 2 * shard * (len(results) - 1) / len(results)
         assert raw < wire < raw + 1000
@@ -467,6 +523,18 @@ def test_training_is_bit_identical_with_fewer_bytes(tmp_path: Path) -> None:
         assert "fully_shard comes first" in module
         assert "sizes is 'never'" in option
         assert "SUM, AVG and PREMUL_SUM" in op
+
+
+@pytest.mark.slow
+def test_prepared_calls_train_bit_for_bit(tmp_path: Path) -> None:
+    for found in launch(__file__, "prepared", 2, tmp_path):
+        assert len(found) == len(SETUPS) * 2 + len(PATTERNS) - 2
+        for case, again in found.items():
+            assert bool(again) == (not case.endswith("; none")), (case, again)
+        assert found["bfloat16, reduced in float32; every other"].keys() == {
+            "all_gather",
+            "reduce_scatter",
+        }
 
 
 @pytest.mark.long

@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from tightwire.adapters import ddp, fsdp, tagc  # noqa: E402
-from tightwire.adapters import tensor_parallel as tp  # noqa: E402
-from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
-from tightwire.adapters.hooks import average, communicator  # noqa: E402
-from tightwire.adapters.memory import MemoryTransport, run_ranks  # noqa: E402
-from tightwire.adapters.torch_dist import TorchDist, _disagreement  # noqa: E402
+from tightwire.adapters.training import ddp, fsdp, tagc  # noqa: E402
+from tightwire.adapters.training import tensor_parallel as tp  # noqa: E402
+from tightwire.adapters.training.error_feedback import ErrorFeedback  # noqa: E402
+from tightwire.adapters.training.hooks import average, communicator  # noqa: E402
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist, disagreement  # noqa: E402
 
 #: A model whose hook goes as it is, so that nothing is compiled.
 RAW: dict[str, Any] = {"codec": "raw"}
@@ -217,7 +217,7 @@ def failures(device: Any) -> None:
                 model(x).sum().backward()
                 assert inner[1].bias.grad.eq(1).all()
             # A peer that is lost.
-            hook._channel.comm._broken = "the peer is gone"
+            hook._channel.comm.session.broken = "the peer is gone"
             for _ in range(2):
                 with pytest.raises(tw.CollectiveError, match="failed: the peer is gone"):
                     model(x).sum().backward()
@@ -231,7 +231,7 @@ def unused(device: Any) -> None:
     step(model)
 
     def fail(bucket: Any) -> None:
-        hook.comm._broken = "damaged"
+        hook.comm.session.broken = "damaged"
         raise tw.CollectiveError(0, "reduce_scatter", 0, "sizes", "damaged")
 
     if dist.get_rank() == 0:
@@ -274,10 +274,10 @@ def everything(device: Any) -> dict[str, Any]:
     return many_models(device) | uneven_groups(device)
 
 
-class Damaging(MemoryTransport):
+class Damaging(ThreadTransport):
     """Flips a bit of the next large array that another rank sends for a reduce-scatter."""
 
-    def __init__(self, inner: MemoryTransport) -> None:
+    def __init__(self, inner: ThreadTransport) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.armed = False
 
@@ -293,7 +293,7 @@ class Damaging(MemoryTransport):
 def test_damage_of_terms(codec: str, fed_back: bool, n: int) -> None:
     """Who gets damaged terms raises, and comes to the all-gather that the others are in."""
 
-    def task(inner: MemoryTransport) -> tuple[str, Any, Any]:
+    def task(inner: ThreadTransport) -> tuple[str, Any, Any]:
         transport = Damaging(inner)
         comm = tw.Communicator(transport, codec)
         feedback, parts = (ErrorFeedback(), [("x", n)]) if fed_back else (None, [])
@@ -370,9 +370,9 @@ def test_a_group_that_is_gone(alone: None) -> None:
 def test_a_late_rank_0() -> None:
     """Who waited for it has given up, which it says at once."""
     store, timeout = dist.HashStore(), timedelta(seconds=0.1)
-    waited = [_disagreement(store, rank, 3, "facts", timeout) for rank in (1, 2)]
+    waited = [disagreement(store, rank, 3, "facts", timeout) for rank in (1, 2)]
     assert waited == ["rank 0 has not come in 0.1 s"] * 2
-    told = [_disagreement(store, rank, 3, "facts", timedelta(hours=1)) for rank in (0, 2)]
+    told = [disagreement(store, rank, 3, "facts", timedelta(hours=1)) for rank in (0, 2)]
     assert told == ["rank 0 has not come in time, other ranks have given up"] * 2
 
 

@@ -17,9 +17,10 @@ from lossy import CODECS, DTYPES, check_lossy, inputs
 from processes import join, launch
 from ranks import exact
 from support import examples
-from tightwire.adapters import collectives, shares, tensors
-from tightwire.adapters.memory import MemoryTransport, run_ranks
-from tightwire.adapters.switch import Measured
+from tightwire.adapters.collectives import chunk_views as shares
+from tightwire.adapters.collectives import pipelined, tensors
+from tightwire.adapters.collectives.path_selection import Measured
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 #: Homomorphic ones are made for sums of their sketches, by hooks and not by a Communicator.
 #: Every lossy codec that does not add up, as it comes.
@@ -49,7 +50,7 @@ def test_results_are_what_decoding_gives(
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: str(c.spec))
 def test_results_in_pieces(codec: tw.Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_PIECE", 512)
+    monkeypatch.setattr(pipelined, "_PIECE", 512)
     run_ranks(2, lambda t: check_lossy(t, codec, "float32", "numpy", 1237, 1, piece=512))
 
 
@@ -60,10 +61,10 @@ def test_results_of_tensors(codec: tw.Codec) -> None:
     run_ranks(3, lambda t: check_lossy(t, codec, "bfloat16", "torch", 577, 2))
 
 
-class Steps(MemoryTransport):
+class Steps(ThreadTransport):
     """Notes its calls and bytes to others; `damage` sees what came."""
 
-    def __init__(self, inner: MemoryTransport, damage: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, inner: ThreadTransport, damage: Callable[[Any], None] | None = None) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.calls: list[str] = []
         self.sent = 0
@@ -92,7 +93,7 @@ CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda c: str(c.name))
 def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         steps = Steps(transport)
         comm = tw.Communicator(steps, codec)
         x = np.random.default_rng(comm.rank).standard_normal(30_000, np.float32)
@@ -115,7 +116,7 @@ def test_one_step_on_the_wire_and_few_bytes(codec: tw.Codec) -> None:
 def test_unequal_splits() -> None:
     codec, splits = CODECS[4], [[5, 0, 700], [31, 64, 1], [0, 0, 3]]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm, me = tw.Communicator(transport, codec), transport.rank
         x = np.arange(sum(splits[me]), dtype=np.float32)
         inward = [row[me] for row in splits]
@@ -131,9 +132,9 @@ def test_unequal_splits() -> None:
 
 
 def test_pieces_follow_from_the_granularity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_PIECE", 256)
+    monkeypatch.setattr(pipelined, "_PIECE", 256)
 
-    def task(transport: MemoryTransport) -> list[str]:
+    def task(transport: ThreadTransport) -> list[str]:
         comm = tw.Communicator(transport, "mx", algorithm="pipelined", granularity=4096)
         for n in (512, 2048, 2 * 4096):
             comm.all_gather(np.ones(n, np.float32))
@@ -151,7 +152,7 @@ def test_random_rounding_is_reproducible_and_independent() -> None:
     codec = tw.codec("taco", rounding="stochastic")
     x = np.random.default_rng(1).standard_normal(4096, np.float32)
 
-    def task(transport: MemoryTransport) -> list[Any]:
+    def task(transport: ThreadTransport) -> list[Any]:
         found = []
         for seed in (3, 3, 4):
             comm = tw.Communicator(transport, codec, seed=seed)
@@ -175,7 +176,7 @@ def test_a_sum_is_rounded_by_words_of_its_own() -> None:
     codec = tw.codec("taco", rounding="stochastic", transform="none", block=32)
     x = np.random.default_rng(1).standard_normal(2 * 1024, np.float32)
 
-    def task(transport: MemoryTransport) -> Any:
+    def task(transport: ThreadTransport) -> Any:
         comm = tw.Communicator(transport, codec)
         return np.mean([comm.all_reduce(x) for _ in range(64)], axis=0, dtype=np.float64)
 
@@ -186,7 +187,7 @@ def test_a_sum_is_rounded_by_words_of_its_own() -> None:
 
 def as_known(comm: tw.Communicator) -> None:
     """As on a GPU, where ranks compare the first call of a kind alone before data move."""
-    comm._compare_new = lambda *_: None  # type: ignore[method-assign]
+    comm._steps.comparisons.compare_new = lambda *_: None  # type: ignore[method-assign]
 
 
 def settled(call: Callable[[], Any]) -> str:
@@ -197,7 +198,7 @@ def settled(call: Callable[[], Any]) -> str:
     return caught.value.stage
 
 
-class Late(tensors.OnTheWay):
+class Late(tensors.PendingHostCopy):
     """As on a GPU: what is copied comes to the host when somebody waits for it."""
 
     def __init__(self, x: Any, room: Any = None) -> None:
@@ -207,17 +208,17 @@ class Late(tensors.OnTheWay):
     def done(self) -> bool:
         return self.came
 
-    def wait(self, timeout: float) -> Any:
+    def wait(self, timeout: float, left: Any = None) -> Any:
         self.came = True
-        return super().wait(timeout)
+        return super().wait(timeout, left)
 
 
 @pytest.mark.parametrize("how", ["at once", "verify", "check", "later"])
 def test_another_call_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how != "at once":
-        monkeypatch.setattr(tensors, "OnTheWay", Late)
+        monkeypatch.setattr(tensors, "PendingHostCopy", Late)
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx", verify=how == "verify")
         x = np.ones((60, 100), np.float32)
         for shaped in (x, x.reshape(100, 60)):
@@ -231,7 +232,7 @@ def test_another_call_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> N
         else:
             comm.all_gather(odd)
             if how == "later":
-                comm._unchecked[0].call.late[0].arriving.came = True  # type: ignore[attr-defined]
+                comm.session.unchecked[0].call.late[0].arriving.came = True  # type: ignore[attr-defined]
                 assert settled(lambda: comm.all_gather(odd)) == "sizes"
             else:
                 assert settled(comm.check) == "sizes"
@@ -241,25 +242,25 @@ def test_another_call_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> N
     run_ranks(2, task)
 
 
-def test_calls_whose_cards_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "OnTheWay", Late)
+def test_calls_whose_descriptors_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PendingHostCopy", Late)
     run_ranks(2, lambda t: check_lossy(t, CODECS[0], "float32", "numpy", 300, 1))
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("at", [0, shares.CARD_NBYTES - 30, shares.CARD_NBYTES - 1])
-def test_damaged_cards(name: str, at: int) -> None:
+@pytest.mark.parametrize("at", [0, shares.DESCRIPTOR_NBYTES - 30, shares.DESCRIPTOR_NBYTES - 1])
+def test_damaged_descriptors(name: str, at: int) -> None:
     """Of digest and of record."""
     armed = False
 
     def damage(outs: Sequence[Sequence[Any]]) -> None:
         nonlocal armed
         for part in outs:
-            if armed and part and part[0].size % shares.CARD_NBYTES == 0 and part[0].size:
+            if armed and part and part[0].size % shares.DESCRIPTOR_NBYTES == 0 and part[0].size:
                 part[0][at] ^= 1
                 armed = False
 
-    def task(transport: MemoryTransport) -> str:
+    def task(transport: ThreadTransport) -> str:
         nonlocal armed
         comm = tw.Communicator(Steps(transport, damage if transport.rank else None), "nvfp4")
         x = np.random.default_rng(0).standard_normal(6000, np.float32)
@@ -288,7 +289,7 @@ def test_damaged_payload(name: str) -> None:
             if len(part) > 1 and part[1].size > 512:
                 part[1][100] ^= 1
 
-    def task(transport: MemoryTransport) -> str:
+    def task(transport: ThreadTransport) -> str:
         comm = tw.Communicator(Steps(transport, damage if transport.rank else None), "mx")
         try:
             CALLS[name][0](comm, np.ones(6000, np.float32))
@@ -332,7 +333,7 @@ def test_widths_of_a_sum_in_two_shots_are_its_own() -> None:
     """Not those of the last rank, which has nothing to add."""
     x = np.random.default_rng(0).standard_normal(3 * 2048, np.float32)
 
-    def task(transport: MemoryTransport) -> Any:
+    def task(transport: ThreadTransport) -> Any:
         own = x if transport.rank == 0 else np.zeros_like(x)
         return tw.Communicator(transport, "dynamiq").all_reduce(own)
 
@@ -341,12 +342,12 @@ def test_widths_of_a_sum_in_two_shots_are_its_own() -> None:
 
 
 def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
-    def task(transport: MemoryTransport) -> list[str]:
+    def task(transport: ThreadTransport) -> list[str]:
         comm = tw.Communicator(transport, "nvfp4", algorithm="auto")
         # Compressing half of the bytes would not pay, compressing a seventh of them does.
         rows = [[1e-4, 1e-4, 1e-1], [1e-1, 9e-2, 1e-1]]
         measured = Measured((1 << 10, 1 << 20), rows, 4, 0.14)
-        comm._switch._measure = lambda collective, like, info, source: measured
+        comm._measure = lambda *_: measured  # type: ignore[method-assign]
         comm.all_gather(np.ones(1 << 16, np.float32))
         return [record.algorithm for record in comm.trace()]
 
@@ -354,7 +355,7 @@ def test_the_switch_knows_what_buffers_without_sizes_take() -> None:
 
 
 def test_native_calls_lose_nothing() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "nvfp4", algorithm="native")
         xs = inputs(comm.codec, "float32", 2, 1001)
         exact(comm.all_gather(xs[comm.rank]), np.concatenate(xs))
@@ -370,7 +371,7 @@ def between_processes(device: Any) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from tightwire.adapters.torch_dist import TorchDist
+    from tightwire.adapters.transports.torch_dist import TorchDist
 
     transport = TorchDist(dist.new_group(), device)
     size, where = transport.world_size, device if device.type == "cuda" else None

@@ -36,7 +36,7 @@ def every_collective(dtypes: tuple[str, ...]) -> Any:
     """All checks, in the group of all ranks, of one, and of every second rank."""
     from mpi4py import MPI
 
-    from tightwire.adapters.mpi import Mpi
+    from tightwire.adapters.transports.mpi import Mpi
 
     transport = Mpi()
     for library in ("numpy", "torch"):
@@ -59,7 +59,7 @@ def every_collective(dtypes: tuple[str, ...]) -> Any:
 
 def two_ranks() -> Any:
     """The checks; then the last rank is silent."""
-    from tightwire.adapters.mpi import Mpi
+    from tightwire.adapters.transports.mpi import Mpi
 
     sizes = every_collective(DTYPES)
     transport = Mpi(timeout=PATIENCE)
@@ -75,7 +75,7 @@ def four_ranks() -> Any:
 
 def killed() -> Any:
     """The last rank is killed in the middle of it."""
-    from tightwire.adapters.mpi import Mpi
+    from tightwire.adapters.transports.mpi import Mpi
 
     x = np.ones(100_000, np.float32)
     return {"error": survive(Mpi(), x, lambda: os.kill(os.getpid(), signal.SIGKILL))}

@@ -22,15 +22,17 @@ from processes import join, launch
 from ranks import exact
 from support import examples
 from tightwire import arrays
-from tightwire.adapters import collectives
-from tightwire.adapters.auto_scale import AutoScale
-from tightwire.adapters.calls import Call, rounding_key
-from tightwire.adapters.error_feedback import ErrorFeedback
-from tightwire.adapters.group import Topology
-from tightwire.adapters.memory import MemoryTransport, run_ranks
-from tightwire.adapters.multihop import Hop, device_summary, hops
-from tightwire.adapters.shares import CARD_NBYTES
-from tightwire.adapters.switch import Measured
+from tightwire.adapters.collectives import pipelined
+from tightwire.adapters.collectives.auto_scale import AutoScale
+from tightwire.adapters.collectives.calls import Call, TraceRecord, rounding_key
+from tightwire.adapters.collectives.chunk_views import DESCRIPTOR_NBYTES
+from tightwire.adapters.collectives.hops import Hop, hops
+from tightwire.adapters.collectives.path_selection import Measured
+from tightwire.adapters.collectives.session import Topology
+from tightwire.adapters.collectives.statistics import device_summary
+from tightwire.adapters.collectives.sums import Op
+from tightwire.adapters.training.error_feedback import ErrorFeedback
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 from tightwire.arrays import Target, from_bits
 from tightwire.codecs.mx import Mx
 from tightwire.formats.dtypes import BY_NAME
@@ -282,7 +284,7 @@ def test_sums_in_pieces(
     at: int, topology: Topology, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = CODECS[at]
-    monkeypatch.setattr(collectives, "_PIECE", 512)
+    monkeypatch.setattr(pipelined, "_PIECE", 512)
     wanted = Wanted(codec, topology, "bfloat16", size, 1300 * size - 1, 512)
     for comm in run_ranks(size, lambda t: check_sums(t, wanted)):
         name = f"{topology}, no sizes, {codec.name}"
@@ -302,7 +304,7 @@ def test_shares_that_lie_anywhere_in_the_input(library: str) -> None:
     if library == "torch":
         pytest.importorskip("torch")
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx", topology="ring")
         given = inputs(comm.codec, "float32", 2, 2000)[comm.rank]
         wanted = comm.reduce_scatter(given)
@@ -315,12 +317,12 @@ def test_shares_that_lie_anywhere_in_the_input(library: str) -> None:
     run_ranks(2, task)
 
 
-class Noted(MemoryTransport):
+class Noted(ThreadTransport):
     """Counts bytes to others; `damage(outs)` sees what came, `change(x)` what was summed."""
 
     def __init__(
         self,
-        inner: MemoryTransport,
+        inner: ThreadTransport,
         damage: Callable[[int, Any], None] | None = None,
         change: Callable[[Any], None] | None = None,
     ) -> None:
@@ -342,10 +344,10 @@ class Noted(MemoryTransport):
             self.change(x)
 
 
-def failures(size: int, task: Callable[[MemoryTransport], Any]) -> list[tw.CollectiveError | None]:
+def failures(size: int, task: Callable[[ThreadTransport], Any]) -> list[tw.CollectiveError | None]:
     """The error of each rank, None of those that had none; a rank that fails leaves the group."""
 
-    def caught(transport: MemoryTransport) -> tw.CollectiveError | None:
+    def caught(transport: ThreadTransport) -> tw.CollectiveError | None:
         try:
             task(transport)
         except tw.CollectiveError as error:
@@ -360,7 +362,7 @@ def failures(size: int, task: Callable[[MemoryTransport], Any]) -> list[tw.Colle
 def test_bytes_on_the_wire(topology: Topology) -> None:
     """Of 4 ranks each sends three of four shares in hops, and its own to three others."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         noted = Noted(transport)
         comm = tw.Communicator(noted, "mx", topology=topology)
         x = np.ones(4 * 8192, np.float32)
@@ -371,7 +373,7 @@ def test_bytes_on_the_wire(topology: Topology) -> None:
         record = comm.trace()[-1]
         others = [(r, nbytes) for r, nbytes in noted.sent if r != comm.rank]
         # On the host every call is compared with the other ranks' first.
-        assert sum(nbytes for _, nbytes in others) == record.wire_bytes - 3 * CARD_NBYTES
+        assert sum(nbytes for _, nbytes in others) == record.wire_bytes - 3 * DESCRIPTOR_NBYTES
         assert record.raw_bytes == 6 * 8192 * 4
         assert record.algorithm == f"{topology}, no sizes, mx"
         assert noted.steps == (3 if topology == "ring" else 2) + 1
@@ -388,7 +390,7 @@ def test_bytes_on_the_wire(topology: Topology) -> None:
 def test_statistics_that_differ_are_refused(topology: Topology, other: str) -> None:
     """By all ranks, before anything is encoded."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         def change(x: Any) -> None:
             x[2] = np.nan if other == "nan" else np.nextafter(x[2], np.float32(np.inf))
 
@@ -407,7 +409,7 @@ def test_statistics_that_differ_are_refused(topology: Topology, other: str) -> N
 
 
 def test_statistics_that_no_codec_takes_are_refused() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         noted = Noted(transport, change=lambda x: x.fill(np.nan))
         comm = tw.Communicator(noted, "dynamiq", topology="ring")
         with pytest.raises(tw.CollectiveError, match="not finite") as caught:
@@ -418,7 +420,7 @@ def test_statistics_that_no_codec_takes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("codec", ["dynamiq", "mx"])
-@pytest.mark.parametrize("in_card", [False, True])
+@pytest.mark.parametrize("in_descriptor", [False, True])
 @pytest.mark.parametrize(
     ("topology", "collective", "at", "source"),
     [
@@ -429,15 +431,15 @@ def test_statistics_that_no_codec_takes_are_refused() -> None:
     ],
 )
 def test_a_damaged_hop_is_named(
-    codec: str, in_card: bool, topology: Topology, collective: str, at: int, source: int
+    codec: str, in_descriptor: bool, topology: Topology, collective: str, at: int, source: int
 ) -> None:
     """Rank 1 receives it, and the others notice that it has left."""
 
     def damage(step: int, outs: Any) -> None:
         if step == at:
-            outs[source][0 if in_card else 1][5] ^= 4
+            outs[source][0 if in_descriptor else 1][5] ^= 4
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         noted = Noted(transport, damage if transport.rank == 1 else None)
         comm = tw.Communicator(noted, codec, topology=topology)
         x = np.random.default_rng(comm.rank).standard_normal(4 * 1000, np.float32)
@@ -448,8 +450,8 @@ def test_a_damaged_hop_is_named(
     assert error is not None
     assert error.rank == 1
     assert f"(hop {at}, from rank {source})" in error.detail
-    assert error.stage == ("sizes" if in_card else "sum")
-    assert ("another call" if in_card else "checksum_mismatch") in error.detail
+    assert error.stage == ("sizes" if in_descriptor else "sum")
+    assert ("another call" if in_descriptor else "checksum_mismatch") in error.detail
     for other in found:
         assert other is error or other is None or other.stage in ("exchange", "sizes")
     # Nobody waits for rank 1 after the last hop of a reduce-scatter.
@@ -463,7 +465,7 @@ def test_damage_of_what_is_handed_on_is_found_by_who_hands_it_on() -> None:
         if step == 2:
             outs[0][1][5] ^= 4
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         noted = Noted(transport, damage if transport.rank == 2 else None)
         comm = tw.Communicator(noted, "dynamiq", topology="butterfly")
         comm.all_reduce(np.ones(3000, np.float32))
@@ -480,7 +482,7 @@ def test_damage_in_the_gather_is_named() -> None:
         if step == 1:
             outs[1][1][5] ^= 4
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         noted = Noted(transport, damage if transport.rank == 0 else None)
         comm = tw.Communicator(noted, "mx", topology="ring")
         comm.all_reduce(np.ones(3000, np.float32))
@@ -499,7 +501,7 @@ def test_damage_in_a_reduce_scatters_last_hop_leaves_ranks_in_step() -> None:
         if armed:
             outs[0][1][5] ^= 4
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         nonlocal armed
         noted = Noted(transport, damage if transport.rank else None)
         comm = tw.Communicator(noted, "mx", topology="ring")
@@ -517,11 +519,11 @@ def test_damage_in_a_reduce_scatters_last_hop_leaves_ranks_in_step() -> None:
 
 
 def test_a_rank_that_has_left_is_named() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx", topology="ring")
         comm.all_reduce(np.ones(3000, np.float32))
         # As on a GPU, where ranks compare the first call of a kind alone before data move.
-        comm._compare_new = lambda *_: None  # type: ignore[method-assign]
+        comm._steps.comparisons.compare_new = lambda *_: None  # type: ignore[method-assign]
         if comm.rank != 1:
             comm.all_reduce(np.ones(3000, np.float32))
         transport.close()
@@ -536,7 +538,7 @@ def test_a_rank_that_has_left_is_named() -> None:
 def test_special_values(topology: Topology) -> None:
     """Of one rank: its super-group is lost, and no other; energies may overflow."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "dynamiq", topology=topology)
         x = np.zeros(3 * 1024, np.float32)
         found = comm.all_reduce(x)
@@ -562,7 +564,7 @@ def test_correlated_rounding_finds_the_other_ranks(topology: Topology) -> None:
     xs = (rng.standard_t(4, (4, scale.size)) * scale).astype(np.float32)
     total = xs.sum(axis=0, dtype=np.float64)
 
-    def task(transport: MemoryTransport) -> list[float]:
+    def task(transport: ThreadTransport) -> list[float]:
         comms = [tw.Communicator(transport, codec, topology=topology) for codec in codecs]
         found = [comm.all_reduce(xs[transport.rank]) for comm in comms]
         return [float(((y - total) ** 2).sum() / (total**2).sum()) for y in found]
@@ -574,14 +576,14 @@ def test_correlated_rounding_finds_the_other_ranks(topology: Topology) -> None:
 
 
 def test_calls_that_are_refused() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         with pytest.raises(ValueError, match="topology is 'tree'; allowed"):
             tw.Communicator(transport, "mx", topology="tree")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"depend on the data; allowed: \['two-shot'\]"):
             tw.Communicator(transport, topology="ring")
         with pytest.raises(ValueError, match="depend on the data"):
             tw.Communicator(transport).all_reduce(np.ones(4), topology="ring")
-        with pytest.raises(ValueError, match=r"codec 'thc'; allowed: .*'cells'"):
+        with pytest.raises(ValueError, match=r"codec 'thc'; allowed: .*'in-network'"):
             tw.Communicator(transport, "thc", topology="ring")
         comm = tw.Communicator(transport, "mx", topology="ring")
         assert comm.topology == "ring"
@@ -601,7 +603,7 @@ def test_calls_that_are_refused() -> None:
 
 
 def test_a_wrong_topology_is_refused_natively_too() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx", algorithm="native")
         x = np.ones(640, np.float32)
         calls: tuple[Callable[..., Any], ...] = (comm.all_reduce, comm.reduce_scatter)
@@ -616,23 +618,23 @@ def test_a_wrong_topology_is_refused_natively_too() -> None:
 def test_statistics_are_summed_up_on_their_device() -> None:
     torch = pytest.importorskip("torch")
     stats = torch.rand(10_001, generator=torch.Generator().manual_seed(0))
-    word, least, most, *sample = device_summary(stats).tolist()
+    word, least, most, *sample = device_summary(stats, 4096).tolist()
     bounds = np.array([least, most], np.int32).view(np.float32)
     assert bounds.tolist() == [stats.min().item(), stats.max().item()]
     assert np.array(sample, np.int32).tobytes() == stats[::3].numpy().tobytes()
     for at in (0, 5000, 10_000):
         other = stats.clone()
         other.view(torch.int32)[at] ^= 1 << at % 31
-        assert device_summary(other)[0].item() != word
+        assert device_summary(other, 4096)[0].item() != word
     swapped = stats.flip(0)
-    assert device_summary(swapped)[0].item() != word
+    assert device_summary(swapped, 4096)[0].item() != word
 
 
 @pytest.mark.parametrize("bad", [None, "other", -1.0, float("inf"), float("nan")])
 def test_statistics_of_a_device_are_judged_in_the_end(bad: Any) -> None:
     torch = pytest.importorskip("torch")
 
-    def task(transport: MemoryTransport) -> str:
+    def task(transport: ThreadTransport) -> str:
         comm = tw.Communicator(transport, "dynamiq", topology="ring")
         stats = torch.ones(5000)
         if isinstance(bad, float):
@@ -640,11 +642,11 @@ def test_statistics_of_a_device_are_judged_in_the_end(bad: Any) -> None:
         elif bad is not None and transport.rank == 1:
             stats[77] = 1 + 2**-20
         call = Call(transport.rank, "all_reduce", 0, "")
-        comm._summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
+        comm._statistics.summarize(call, stats, arrays.describe(np.ones(3, np.float32)))
         assert call.verdict is not None
         call.exchanged = True
         try:
-            comm._judge(call)
+            comm._statistics.judge(call)
         except tw.CollectiveError as error:
             assert error.stage == "statistics"
             # Whatever else has gone well: no rank goes on.
@@ -665,7 +667,7 @@ def test_statistics_of_a_device_are_judged_in_the_end(bad: Any) -> None:
 
 
 def test_topologies_that_differ_are_refused() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx")
         own = HOPS[transport.rank]
         with pytest.raises(tw.CollectiveError, match="make another call"):
@@ -678,9 +680,9 @@ def test_topologies_that_differ_are_refused() -> None:
 
 def test_feedback_is_for_two_shots() -> None:
     torch = pytest.importorskip("torch")
-    from tightwire.adapters import ddp, fsdp, hooks
+    from tightwire.adapters.training import ddp, fsdp, hooks
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "mx", topology="ring")
         feedback = ErrorFeedback()
         for call in (
@@ -697,12 +699,12 @@ def test_feedback_is_for_two_shots() -> None:
 
 
 def test_the_switch_takes_hops_where_they_are_faster() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "dynamiq", algorithm="auto", topology="ring")
         # Small sums are faster natively, large ones by hops.
         rows = [[1e-4, 1e-2, 1e-1], [1e-1, 2e-2, 1e-1]]
         measured = Measured((1 << 10, 1 << 20), rows, 4, 0.14)
-        comm._switch._measure = lambda collective, like, info, source: measured
+        comm._measure = lambda *_: measured  # type: ignore[method-assign]
         for n in (100, 1 << 18):
             comm.all_reduce(np.ones(n, np.float32))
         small, large = comm.trace()
@@ -719,7 +721,7 @@ def test_the_trace_says_when_energies_are_flat(widths: str) -> None:
     alike = rng.standard_normal((2, 10_000)).astype(np.float32)
     local = alike * np.repeat(np.exp(2 * rng.standard_normal(40)), 250).astype(np.float32)
 
-    def task(transport: MemoryTransport) -> list[str]:
+    def task(transport: ThreadTransport) -> list[str]:
         comm = tw.Communicator(transport, tw.codec("dynamiq", widths=widths), topology="ring")
         for xs in (alike, local):
             comm.all_reduce(xs[transport.rank])
@@ -736,7 +738,7 @@ def test_the_trace_says_when_energies_are_flat(widths: str) -> None:
 
 
 def test_means_of_other_paths() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         x = np.arange(5, dtype=np.float32) * (1 + transport.rank)
         for codec, algorithm in (("zipccl", "compressed"), ("mx", "native")):
             comm = tw.Communicator(transport, codec, algorithm=algorithm)  # type: ignore[arg-type]
@@ -752,8 +754,8 @@ def test_means_of_other_paths() -> None:
 def test_ranks_that_want_sum_and_mean_are_refused(topology: Topology, algorithm: Any) -> None:
     """In the first call of a kind as in later ones, which are not compared before they move."""
 
-    def task(transport: MemoryTransport) -> None:
-        ops: tuple[collectives.Op, ...] = ("sum", "mean")
+    def task(transport: ThreadTransport) -> None:
+        ops: tuple[Op, ...] = ("sum", "mean")
         x = np.ones(3000, np.float32)
         for first in (True, False):
             comm = tw.Communicator(transport, "mx", algorithm=algorithm, topology=topology)
@@ -771,7 +773,7 @@ def test_ranks_that_want_sum_and_mean_are_refused(topology: Topology, algorithm:
 
 @pytest.mark.parametrize("topology", ["two-shot", *HOPS])
 def test_one_rank_alone_loses_nothing(topology: Topology) -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, "dynamiq", topology=topology)
         for dtype in ("float32", "bfloat16"):
             x = inputs(comm.codec, dtype, 1, 4001)[0]
@@ -799,7 +801,7 @@ def test_one_rank_alone_loses_nothing(topology: Topology) -> None:
 def test_the_trace_is_of_what_travels(topology: Topology, n: int) -> None:
     """dynamiq codes 400 elements, and their quarters not."""
 
-    def task(transport: MemoryTransport) -> list[tw.adapters.calls.TraceRecord]:
+    def task(transport: ThreadTransport) -> list[TraceRecord]:
         comm = tw.Communicator(transport, "dynamiq", topology=topology)
         for size in (n, n // 16):
             comm.all_reduce(np.ones(size, np.float32))
@@ -821,7 +823,7 @@ def test_the_trace_is_of_what_travels(topology: Topology, n: int) -> None:
 def test_means_that_fit_do_not_overflow(codec: str, topology: Topology) -> None:
     """Though the sum does, in what travels and (float32) in what it is made in."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         size = transport.world_size
         comm = tw.Communicator(transport, codec, topology=topology)
         dtype, value = (np.float32, 1e38) if size == 8 else (np.float16, 40_000)
@@ -837,9 +839,9 @@ def test_means_that_fit_do_not_overflow(codec: str, topology: Topology) -> None:
 
 def test_averages_that_fit_do_not_overflow() -> None:
     torch = pytest.importorskip("torch")
-    from tightwire.adapters import hooks
+    from tightwire.adapters.training import hooks
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         for topology in ("two-shot", *HOPS):
             comm = tw.Communicator(transport, "dynamiq", topology=topology)
             x = torch.full((4096,), 40_000.0, dtype=torch.float16)
@@ -854,10 +856,10 @@ def test_scattered_means_that_fit_do_not_overflow(topology: Topology) -> None:
     torch = pytest.importorskip("torch")
     import torch.distributed as dist
 
-    from tightwire.adapters import fsdp
-    from tightwire.adapters.hooks import Channel
+    from tightwire.adapters.training import fsdp
+    from tightwire.adapters.training.hooks import Channel
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         hook = fsdp.ReduceScatter(codec="dynamiq", topology=topology)
         comm = tw.Communicator(transport, "dynamiq", topology=topology)
         hook._channels[None] = Channel(comm)
@@ -878,7 +880,7 @@ def between_processes(device: Any) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from tightwire.adapters.torch_dist import TorchDist
+    from tightwire.adapters.transports.torch_dist import TorchDist
 
     transport = TorchDist(dist.new_group(), device)
     size, found = transport.world_size, []
@@ -898,7 +900,7 @@ def between_processes(device: Any) -> list[str]:
             assert np.abs(total - sum(xs)).max() < np.abs(xs).max() / 2
             found.append(hashlib.sha256(total.tobytes()).hexdigest())
     for name in ("thc", "omnireduce"):
-        comm = tw.Communicator(transport, name, topology="cells")
+        comm = tw.Communicator(transport, name, topology="in-network")
         xs = inputs(comm.codec, "float32", size, size * 9000)
         own = torch.from_numpy(xs[comm.rank]).to(where) if where else xs[comm.rank]
         for total in (comm.all_reduce(own), comm.reduce_scatter(own)):
@@ -908,7 +910,7 @@ def between_processes(device: Any) -> list[str]:
             # omnireduce has room for half of the blocks.
             assert tw.error(exact_sum, total).vnmse < {"thc": 0.2, "omnireduce": 0.6}[name]
             record = comm.trace()[-1]
-            assert record.algorithm == f"cells, no sizes, {name}"
+            assert record.algorithm == f"in-network, no sizes, {name}"
             assert 0 < record.wire_bytes < 0.6 * record.raw_bytes
         comm.check()
         again = comm.all_reduce(own)
@@ -924,8 +926,8 @@ def trained(device: Any) -> str:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from tightwire.adapters import ddp, fsdp
-    from tightwire.adapters.torch_dist import TorchDist
+    from tightwire.adapters.training import ddp, fsdp
+    from tightwire.adapters.transports.torch_dist import TorchDist
 
     size, me = dist.get_world_size(), dist.get_rank()
 

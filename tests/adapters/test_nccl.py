@@ -95,7 +95,7 @@ def absent(join: Callable[..., Any]) -> float:
     """The last rank does not join."""
     if int(sys.argv[2]) == 1:
         time.sleep(100)
-    from tightwire.adapters.nccl import Nccl
+    from tightwire.adapters.transports.nccl import Nccl
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="not all of 2 ranks took part"):
@@ -107,8 +107,8 @@ def main(task: str, rank: str, world_size: str, port: str) -> None:
     """Run the task, which joins the group; print what it returns."""
     import torch
 
-    from tightwire.adapters.nccl import Nccl
-    from tightwire.adapters.rendezvous import meet
+    from tightwire.adapters.transports.nccl import Nccl
+    from tightwire.adapters.transports.rendezvous import meet
 
     me, n = int(rank), int(world_size)
     torch.cuda.set_device(me)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import tightwire as tw
-from tightwire.adapters.dynamic import FixedRateAllToAll
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.collectives.all_to_all_v import FixedRateAllToAll
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -46,7 +46,7 @@ COLLECTIVES: dict[str, tuple[int, int, Callable[[tw.Communicator, Any, Any], Any
 def test_collectives_write_as_copy_does(name: str, algorithm: Any) -> None:
     read, written, call = COLLECTIVES[name]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport, algorithm=algorithm)
         x = torch.linspace(-1, 1, read * N)
         for _ in range(3):
@@ -78,7 +78,7 @@ def test_collectives_write_as_copy_does(name: str, algorithm: Any) -> None:
 def test_what_a_dynamic_all_to_all_keeps() -> None:
     """Every launch fills the same tensors."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         exchange = FixedRateAllToAll(comm, (100,), "bf16", max_splits=2, capacity=4)
         x = torch.ones(4, 100, dtype=torch.bfloat16)

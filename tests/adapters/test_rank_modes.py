@@ -13,8 +13,8 @@ import pytest
 import float_modes
 import tightwire as tw
 from float_modes import mode
-from tightwire.adapters.error_feedback import ErrorFeedback
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.training.error_feedback import ErrorFeedback
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 
@@ -27,7 +27,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"algorithm": "native"},
     {"codec": "mx"},
     {"codec": "mx", "topology": "ring"},
-    {"codec": "omnireduce", "topology": "cells"},
+    {"codec": "omnireduce", "topology": "in-network"},
 )
 
 
@@ -42,7 +42,7 @@ def array(rank: int, library: str, dtype: str) -> Any:
 def sums(library: str, dtype: str, form: dict[str, Any], modes: tuple[str, ...]) -> list[bytes]:
     """Of each rank, which is in its mode of `modes`: a sum, a mean, a share, residuals."""
 
-    def task(transport: MemoryTransport) -> bytes:
+    def task(transport: ThreadTransport) -> bytes:
         x = array(transport.rank, library, dtype)
         feedback = ErrorFeedback()
         with mode(modes[transport.rank]) if modes else nullcontext():
@@ -68,7 +68,7 @@ def test_ranks_in_different_modes(library: str, dtype: str, form: dict[str, Any]
 #: PyTorch's threads are made, and flush ever after; then they compute beside the caller's thread.
 THREADS = """
 import torch
-from tightwire.adapters import tensors
+from tightwire.adapters.collectives import tensors
 
 torch.set_num_threads(2)
 assert torch.set_flush_denormal(True)

@@ -18,10 +18,11 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
-from tightwire.adapters import sharded
-from tightwire.adapters.calls import CollectiveError, rounding_key
-from tightwire.adapters.memory import MemoryTransport, connect, run_ranks
-from tightwire.adapters.sharded import TwoLevel, WeightDifferences
+from tightwire.adapters.collectives.calls import rounding_key
+from tightwire.adapters.errors import CollectiveError
+from tightwire.adapters.training import sharded
+from tightwire.adapters.training.sharded import TwoLevel, WeightDifferences
+from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 
@@ -73,7 +74,7 @@ def test_replicas_follow_the_weights(dtype: str, library: str) -> None:
         pytest.importorskip("torch")
     steps = shards(dtype)
 
-    def task(transport: MemoryTransport) -> tuple[list[bytes], list[tuple[str, int, int]]]:
+    def task(transport: ThreadTransport) -> tuple[list[bytes], list[tuple[str, int, int]]]:
         gathers = WeightDifferences(tw.Communicator(transport))
         found: list[bytes] = []
         for now in steps:
@@ -114,7 +115,7 @@ def test_replicas_follow_the_weights(dtype: str, library: str) -> None:
         reasons = ["as they are", *["differences"] * 4, "nothing is sent"]
         assert [reason for reason, _, _ in trace] == reasons
         assert {nbytes for _, nbytes, _ in trace} == {raw}
-        # What ranks agree on, a card, codes, the scales of two groups.
+        # What ranks agree on, a descriptor, codes, the scales of two groups.
         each = [24 + 48 + 1280 + 128] * 4
         assert [n // (RANKS - 1) for _, _, n in trace[1:]] == [*each, 24]
 
@@ -123,7 +124,7 @@ def test_replicas_that_differ_are_sent_anew() -> None:
     """Missing on one rank, another one, a NaN, a new shape: exact on all ranks, and said so."""
     steps = shards("float32", 9, 301)
 
-    def task(transport: MemoryTransport) -> tuple[list[bytes], list[str]]:
+    def task(transport: ThreadTransport) -> tuple[list[bytes], list[str]]:
         me, found = transport.rank, []
         gathers = WeightDifferences(tw.Communicator(transport))
 
@@ -171,12 +172,12 @@ def test_replicas_that_differ_are_sent_anew() -> None:
 def test_replicas_are_for_as_many_ranks() -> None:
     """With other ranks they would be of other shards, in another order, and of the same size."""
 
-    def save(transport: MemoryTransport) -> Any:
+    def save(transport: ThreadTransport) -> Any:
         gathers = WeightDifferences(tw.Communicator(transport))
         gathers.gather("w", np.arange(8, dtype=np.float32))
         return gathers.state_dict()
 
-    def load(transport: MemoryTransport, state: Any) -> None:
+    def load(transport: ThreadTransport, state: Any) -> None:
         gathers = WeightDifferences(tw.Communicator(transport))
         with pytest.raises(ValueError, match="state is of 2 ranks; allowed: of 4 ranks, or none"):
             gathers.load_state_dict(state)
@@ -189,7 +190,7 @@ def test_replicas_are_for_as_many_ranks() -> None:
 
 
 def test_other_dtypes_are_sent_as_they_are() -> None:
-    def task(transport: MemoryTransport) -> Any:
+    def task(transport: ThreadTransport) -> Any:
         gathers = WeightDifferences(tw.Communicator(transport))
         x = np.arange(5, dtype=np.int32) + transport.rank
         assert gathers.gather("w", x).tolist() == gathers.gather("w", x).tolist()
@@ -207,7 +208,7 @@ def test_other_dtypes_are_sent_as_they_are() -> None:
 
 
 def test_what_ranks_gather_must_be_the_same() -> None:
-    def task(transport: MemoryTransport) -> list[str]:
+    def task(transport: ThreadTransport) -> list[str]:
         found = []
         calls: list[tuple[str, int, str]] = [
             ("xyz"[transport.rank], 5, "float32"),
@@ -228,10 +229,10 @@ def test_what_ranks_gather_must_be_the_same() -> None:
     assert found[2] == ["agree ranks [0, 1]", "agree ranks [0, 1]", "agree ranks [0]"]
 
 
-class Damaged(MemoryTransport):
+class Damaged(ThreadTransport):
     """Flips a bit of the last array that comes in an exchange, while `on` is true."""
 
-    def __init__(self, inner: MemoryTransport) -> None:
+    def __init__(self, inner: ThreadTransport) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.on = False
 
@@ -246,7 +247,7 @@ def test_after_damage_a_replica_is_sent_anew(damaged: set[int]) -> None:
     """Damage of weights that go as they are, then of differences; ranks stay in step."""
     steps = shards("float32", 5, 301)
 
-    def task(inner: MemoryTransport) -> tuple[list[bytes], list[str]]:
+    def task(inner: ThreadTransport) -> tuple[list[bytes], list[str]]:
         transport, me = Damaged(inner), inner.rank
         gathers = WeightDifferences(tw.Communicator(transport, "raw"))
         found = []
@@ -266,7 +267,7 @@ def test_after_damage_a_replica_is_sent_anew(damaged: set[int]) -> None:
 
 
 def on_grid(
-    nodes: int, size: int, task: Callable[[MemoryTransport, MemoryTransport], Any]
+    nodes: int, size: int, task: Callable[[ThreadTransport, ThreadTransport], Any]
 ) -> list[Any]:
     """What `task(within, between)` returns on every rank of a grid of threads."""
     within = [connect(size) for _ in range(nodes)]
@@ -334,7 +335,7 @@ def test_sums_in_two_levels(nodes: int, size: int, dtype: str, library: str, rou
     ranks = nodes * size
     xs = gradients(ranks, (2 * ranks, 151), dtype)
 
-    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[bytes, bytes]:
+    def task(within: ThreadTransport, between: ThreadTransport) -> tuple[bytes, bytes]:
         levels = TwoLevel(within, between, rounding=rounding)
         assert levels.rank == between.rank * size + within.rank
         x = as_array(xs[levels.rank], library)
@@ -360,13 +361,13 @@ def test_errors_of_two_levels() -> None:
     xs = gradients(ranks, (n,))
     true = np.sum(np.stack(xs), axis=0, dtype=np.float64).astype(np.float32)
 
-    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[Array, int]:
+    def task(within: ThreadTransport, between: ThreadTransport) -> tuple[Array, int]:
         levels = TwoLevel(within, between)
         share = levels.reduce_scatter(xs[levels.rank])
         (sent,) = [r.wire_bytes for r in levels.trace() if r.algorithm.startswith("between nodes")]
         return share, sent
 
-    def one_level(width: int, transport: MemoryTransport) -> tuple[Array, int]:
+    def one_level(width: int, transport: ThreadTransport) -> tuple[Array, int]:
         comm = tw.Communicator(transport, tw.codec("sdp4bit", bits=width))
         return comm.reduce_scatter(xs[comm.rank]), comm.trace()[-1].wire_bytes
 
@@ -389,7 +390,7 @@ def test_all_ranks_get_the_same_sum() -> None:
     xs = gradients(4, (3, 1333), "bfloat16")
     true = np.sum([x.astype(np.float32) for x in xs], axis=0)
 
-    def task(within: MemoryTransport, between: MemoryTransport) -> tuple[bytes, bytes, bytes]:
+    def task(within: ThreadTransport, between: ThreadTransport) -> tuple[bytes, bytes, bytes]:
         levels = TwoLevel(within, between, rounding="stochastic", seed=7)
         x = xs[levels.rank]
         wide = np.full(x.shape, 171, np.float32)
@@ -414,7 +415,7 @@ def test_a_rank_that_is_not_finite_makes_its_group_nan() -> None:
     xs = gradients(4, (4 * 300,))
     xs[3][130] = np.inf
 
-    def task(within: MemoryTransport, between: MemoryTransport) -> Array:
+    def task(within: ThreadTransport, between: ThreadTransport) -> Array:
         levels = TwoLevel(within, between)
         share: Array = levels.reduce_scatter(xs[levels.rank])
         return share
@@ -449,7 +450,7 @@ def test_ranks_that_make_no_grid_are_refused() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(crossed, (0, 0, 1, 1), (0, 1, 0, 1))) == {"agree"}
 
-    def differ(within: MemoryTransport, between: MemoryTransport) -> None:
+    def differ(within: ThreadTransport, between: ThreadTransport) -> None:
         levels = TwoLevel(within, between)
         x = np.zeros(4 * (5 + between.rank), np.float32)
         with pytest.raises(CollectiveError, match="make another call"):
@@ -465,7 +466,7 @@ def test_damage_and_a_lost_rank_are_named(level: int) -> None:
     """Of damage between nodes ranks go on, as all had been exchanged; within nodes they stop."""
     xs = gradients(4, (4 * 151,))
 
-    def task(*inner: MemoryTransport) -> Any:
+    def task(*inner: ThreadTransport) -> Any:
         within, between = map(Damaged, inner)
         levels = TwoLevel(within, between)
         if levels.rank != 2:
@@ -509,7 +510,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_hooks_refuse_what_does_not_go_together() -> None:
     pytest.importorskip("torch.distributed.fsdp")
-    from tightwire.adapters import fsdp
+    from tightwire.adapters.training import fsdp
 
     with pytest.raises(ValueError, match="lossless"):
         fsdp.DifferenceGather(codec="mx")
@@ -527,8 +528,8 @@ def train(device: Any) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from tightwire.adapters import fsdp
-    from tightwire.adapters.torch_dist import TorchDist
+    from tightwire.adapters.training import fsdp
+    from tightwire.adapters.transports.torch_dist import TorchDist
 
     both = init_device_mesh(device.type, (2, 2), mesh_dim_names=("nodes", "node"))
     levels = TwoLevel(*(TorchDist(both[name].get_group()) for name in ("node", "nodes")))

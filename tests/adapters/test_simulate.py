@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from tightwire.adapters.cost import Line, Link, Model
-from tightwire.adapters.simulate import (
+from tightwire.adapters.collectives.cost import Line, Link, Model
+from tightwire.adapters.collectives.simulate import (
     ALGORITHMS,
     NATIVE,
     WORLDS,

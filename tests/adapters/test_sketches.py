@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import tightwire as tw
 from support import examples
-from tightwire.adapters.memory import MemoryTransport, run_ranks
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 torch = pytest.importorskip("torch")
 
-from tightwire.adapters import sketches  # noqa: E402
-from tightwire.adapters.layers import Rule  # noqa: E402
-from tightwire.adapters.sketches import CARD_NBYTES, Report, Sketches, State, Tagc  # noqa: E402
+from tightwire.adapters.training import sketches  # noqa: E402
+from tightwire.adapters.training.layers import Rule  # noqa: E402
+from tightwire.adapters.training.sketches import DESCRIPTOR_NBYTES, Report, Sketches, State, Tagc  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
 
@@ -74,10 +74,10 @@ class Reference:
         return found
 
 
-class Counted(MemoryTransport):
+class Counted(ThreadTransport):
     """Counts the bytes that go to other ranks, and damages message number `damage`."""
 
-    def __init__(self, inner: MemoryTransport, damage: int = -1) -> None:
+    def __init__(self, inner: ThreadTransport, damage: int = -1) -> None:
         super().__init__(inner.rank, inner._pipes, inner.timeout)
         self.sent = 0
         self.messages = 0
@@ -110,7 +110,7 @@ def one(
 ) -> list[tuple[Any, Report, State]]:
     """Like steps of one layer on every rank: the sum of all, the last report and the state."""
 
-    def task(transport: MemoryTransport) -> tuple[Any, Report, State]:
+    def task(transport: ThreadTransport) -> tuple[Any, Report, State]:
         state = State()
         sums = Sketches(tw.Communicator(transport), tagc, state)
         found = sums.sums([("w", xs[transport.rank])], everywhere)[0]
@@ -133,7 +133,7 @@ def test_sums_are_those_of_numpy(ranks: int) -> None:
         {name: gradients(ranks, m, dtype, seed) for name, m in sizes.items()} for seed in range(3)
     ]
 
-    def task(transport: MemoryTransport) -> Any:
+    def task(transport: ThreadTransport) -> Any:
         state = State()
         sums = Sketches(tw.Communicator(transport), tagc, state)
         found = []
@@ -174,7 +174,7 @@ def test_bytes_are_those_of_figure_2(ratio: float, index: str) -> None:
     ranks, m = 4, 20 * 1024
     xs = gradients(ranks, m, torch.float32)
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         counted = Counted(transport)
         comm = tw.Communicator(counted)
         before = counted.sent
@@ -185,13 +185,13 @@ def test_bytes_are_those_of_figure_2(ratio: float, index: str) -> None:
         assert (record.wire_bytes, record.raw_bytes) == (sums.wire_bytes, sums.raw_bytes)
         assert record.algorithm == "reduce-scatter of sketches, lhc"
         assert set(record.seconds) == {"sparsify", "index", "encode", "sketch", "add", "decode"}
-        payload = sums.wire_bytes - 3 * CARD_NBYTES * (ranks - 1)
+        payload = sums.wire_bytes - 3 * DESCRIPTOR_NBYTES * (ranks - 1)
         share = ranks * m * (ranks - 1) / ranks
         assert 8 * payload / share == FIGURE_2[ratio, index]
         assert 8 * sums.raw_bytes / share == 32
         # For all ranks, as in figure 1, the sketches go twice.
         sums.sums([("w", xs[comm.rank])], everywhere=True)
-        twice = sums.wire_bytes - payload - (3 + 4) * CARD_NBYTES * (ranks - 1)
+        twice = sums.wire_bytes - payload - (3 + 4) * DESCRIPTOR_NBYTES * (ranks - 1)
         assert 8 * twice / share == pytest.approx(FIGURE_2[ratio, index] + 32 / ratio)
 
     run_ranks(ranks, task)
@@ -240,7 +240,7 @@ def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"a": 3 * 1024 + 5, "b": 2 * 1024}
     references = {name: Reference(tagc.share_zeroed(1), torch.float32) for name in sizes}
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         sums = Sketches(tw.Communicator(transport), tagc, state)
         for step in range(2):
             xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
@@ -331,7 +331,7 @@ def test_too_dense_an_index_is_warned_of_once() -> None:
     x = gradients(1, 16 * 1024, torch.float32)[0]
     state = State()
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         sums = Sketches(tw.Communicator(transport), Tagc(ratio=4, theta=0.5), state)
         with pytest.warns(RuntimeWarning, match=r"w: .* estimated.*take a ratio of at most 1\.5"):
             sums.sums([("w", x)])
@@ -365,7 +365,7 @@ def test_fall_back_to_the_highest_ratio_that_peels() -> None:
         np.testing.assert_array_equal(found.numpy(), total)
         assert report.ratio is None
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         sums = Sketches(comm, tagc, State())
         before = len(comm.trace())
@@ -448,7 +448,7 @@ def errors(change: Any) -> list[str]:
     xs = gradients(3, 16 * 1024, torch.float32)
     found = [""] * 3
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         tagc, names, damage = change(transport.rank)
         counted = Counted(transport)
         sums = Sketches(tw.Communicator(counted), tagc, State())
@@ -487,7 +487,7 @@ def test_other_layers_are_named() -> None:
 def test_a_choice_of_other_layers_is_named() -> None:
     """Before anything else is sent, also where a rank has chosen none."""
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         counted = Counted(transport)
         sums = Sketches(tw.Communicator(counted), Tagc(), State())
         sums.agree(["a", "b"], ["b"])
@@ -513,7 +513,7 @@ def test_settings_that_differ_are_named() -> None:
     )
     assert settings[0] == settings[1]
 
-    def task(transport: MemoryTransport) -> str:
+    def task(transport: ThreadTransport) -> str:
         for some in (settings[:2] + settings[:1], settings):
             sums = Sketches(tw.Communicator(transport), some[transport.rank], State())
             try:
@@ -576,7 +576,7 @@ def test_no_settings(options: Any, error: type[Exception], text: str) -> None:
 
 
 def test_bad_calls() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         with pytest.raises(ValueError, match="'4bit' for 16 ranks; allowed: at most 15"):
             Sketches(comm, Tagc(index="4bit"), State())

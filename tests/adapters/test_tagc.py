@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from tightwire.adapters import tagc  # noqa: E402
-from tightwire.adapters.hooks import communicator  # noqa: E402
+from tightwire.adapters.training import tagc  # noqa: E402
+from tightwire.adapters.training.hooks import communicator  # noqa: E402
 
 STEPS = 3
 RULE = tagc.Rule(nelem=1 << 15)

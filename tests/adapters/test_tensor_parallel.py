@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -23,11 +22,10 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from tightwire.adapters import tensor_parallel as tp  # noqa: E402
-from tightwire.adapters.error_feedback import ErrorFeedback  # noqa: E402
-from tightwire.adapters.memory import MemoryTransport, connect, run_ranks  # noqa: E402
-
-BATCH, TIME, WIDTH, INNER = 7, 44, 37, 132
+from parallel_layers import batch, digest, made, mine  # noqa: E402
+from tightwire.adapters.training import tensor_parallel as tp  # noqa: E402
+from tightwire.adapters.training.error_feedback import ErrorFeedback  # noqa: E402
+from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
 #: Codecs forward and backward, and what the error of a sum by each may be: at least, at most.
 LOSSY: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
@@ -36,53 +34,6 @@ LOSSY: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 ERRORS = {"taco": (5e-4, 2.5e-3), "mxfp4": (5e-3, 6e-2), "mxfp8": (5e-4, 3e-3)}
 ERRORS |= {"taco int8": (1e-5, 4e-4)}
-
-
-class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Three column-parallel matrices in one layer, something between, and a row-parallel one."""
-
-    def __init__(self, parallel: Any = None, sequence_dim: int | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = torch.nn.Linear(WIDTH, 3 * INNER)
-        self.last = torch.nn.Linear(INNER, WIDTH)
-        if parallel is not None:
-            self.first = tp.ColumnParallelLinear(
-                self.first, parallel, parts=3, sequence_dim=sequence_dim
-            )
-            self.last = tp.RowParallelLinear(self.last, parallel, sequence_dim=sequence_dim)
-
-    def forward(self, x: Any) -> Any:
-        a, b, c = self.first(x).chunk(3, -1)
-        return self.last(a.tanh() * b + c)
-
-
-def made(device: Any, dtype: Any, *arguments: Any) -> Any:
-    """The module of the full model, or of this rank with its arguments; equal weights."""
-    return Half(*arguments).to(device=device, dtype=dtype)
-
-
-def batch(device: Any, dtype: Any) -> tuple[Any, Any]:
-    """An input, and the gradient of the output."""
-    torch.manual_seed(2)
-    shape = (BATCH, TIME, WIDTH)
-    x, gradient = torch.randn(shape, device=device), torch.randn(shape, device=device)
-    return x.to(dtype).requires_grad_(), gradient.to(dtype)
-
-
-def mine(x: Any, dim: int, parts: int = 1) -> Any:
-    """This rank's share of each part along a dimension."""
-    shares = [
-        part.chunk(dist.get_world_size(), dim)[dist.get_rank()] for part in x.chunk(parts, dim)
-    ]
-    return torch.cat(shares, dim)
-
-
-def digest(*tensors: Any) -> str:
-    found = hashlib.blake2b()
-    for x in tensors:
-        found.update(x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def check_against_one_process(device: Any) -> None:
@@ -372,7 +323,7 @@ def test_gather_and_scatter_are_adjoint(world_size: int, shape: list[int], data:
     shares = [torch.randint(-9, 9, shape).float() for _ in range(world_size)]
     wholes = [torch.randint(-9, 9, whole).float() for _ in range(world_size)]
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         parallel = tp.TensorParallel(tw.Communicator(transport))
         rank = transport.rank
         total = torch.stack(wholes).sum(0)
@@ -395,7 +346,7 @@ def test_gather_and_scatter_are_adjoint(world_size: int, shape: list[int], data:
 
 
 def test_gradients_may_be_expanded_and_inputs_frozen() -> None:
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         parallel = tp.TensorParallel(tw.Communicator(transport))
         x = torch.ones(3, 5, requires_grad=True)
         parallel.copy(x).sum().backward()
@@ -418,7 +369,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=r"x has shape \(\); allowed"):
             call(torch.tensor(3.0))
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         comm = tw.Communicator(transport)
         with pytest.raises(ValueError, match=r"\(0, 1\) backward|\(1, 2\) forward"):
             tp.TensorParallel(comm, one)
@@ -441,7 +392,7 @@ def test_what_is_refused() -> None:
 def test_feedback_of_one_direction_and_of_other_sizes() -> None:
     xs = torch.randn(2, 3, 77, generator=torch.Generator().manual_seed(0))
 
-    def task(transport: MemoryTransport) -> None:
+    def task(transport: ThreadTransport) -> None:
         lossy, exact = (tw.Communicator(transport, codec) for codec in ("nvfp4", "zipccl"))
         feedback, x = ErrorFeedback(), xs[transport.rank]
         plain = tp.TensorParallel(lossy, exact)
@@ -481,7 +432,8 @@ def test_what_feedback_is_refused_for() -> None:
     exact = tp.TensorParallel(tw.Communicator(one))
     with pytest.raises(ValueError, match=r"codec is Zipccl.*allowed with it: lossy codecs"):
         exact.with_feedback(feedback, "a")
-    hops = tp.TensorParallel(tw.Communicator(one, "mx", topology="ring"), exact._forward.comm)
+    (forward,) = exact._exact()
+    hops = tp.TensorParallel(tw.Communicator(one, "mx", topology="ring"), forward.comm)
     with pytest.raises(ValueError, match="topology is 'ring'; allowed with it: 'two-shot'"):
         hops.with_feedback(feedback, "a")
     with pytest.raises(ValueError, match="allowed: codecs whose round_trips is True"):
@@ -499,7 +451,7 @@ def test_what_feedback_is_refused_for() -> None:
 
 
 def test_a_lost_peer_is_an_error_of_backward() -> None:
-    def task(transport: MemoryTransport) -> Any:
+    def task(transport: ThreadTransport) -> Any:
         parallel = tp.TensorParallel(tw.Communicator(transport))
         x = torch.ones(4, requires_grad=True)
         y = parallel.all_gather(x)

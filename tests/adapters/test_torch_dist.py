@@ -25,8 +25,8 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
-from tightwire.adapters import collectives  # noqa: E402
-from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.collectives import pipelined  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
 #: In seconds, of the group whose last rank does not come.
 TIMEOUT = 2.0
@@ -72,7 +72,7 @@ def every_collective(transport: TorchDist, dtypes: tuple[str, ...]) -> list[list
     for i, dtype in enumerate(dtypes):
         check_collectives(transport, ("torch", "numpy")[i % 2], dtype, DESIGNS[i % 2], 2, 641)
     check_collectives(transport, "torch", "bfloat16", "between", 2, 300)
-    collectives._PIECE = 4096
+    pipelined._PIECE = 4096
     for algorithm in ("native", "pipelined", "auto"):
         check_collectives(transport, "torch", "bfloat16", "first", 7, 1237, algorithm)
     for op, wanted in (("sum", n * (n - 1) // 2), ("max", n - 1), ("or", n - 1)):
@@ -211,7 +211,7 @@ def test_the_process_waits_for_groups_that_are_being_ended(tmp_path: Path) -> No
     program = """
 import sys, time
 from pathlib import Path
-from tightwire.adapters import torch_dist
+from tightwire.adapters.transports import torch_dist
 
 class Group:
     def name(self):

@@ -24,9 +24,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-from tightwire.adapters import collectives  # noqa: E402
-from tightwire.adapters.sketches import Sketches, State, Tagc  # noqa: E402
-from tightwire.adapters.torch_dist import TorchDist  # noqa: E402
+from tightwire.adapters.collectives import pipelined  # noqa: E402
+from tightwire.adapters.training.sketches import Sketches, State, Tagc  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 from tightwire.formats.dtypes import BY_NAME  # noqa: E402
 from tightwire.sparsify import sparsify_rows  # noqa: E402
 
@@ -75,7 +75,7 @@ def every_collective(transport: TorchDist) -> list[list[int]]:
         check_collectives(transport, "torch", dtype, DESIGNS[i % 2], device=place)
     check_collectives(transport, "torch", "bfloat16", "between", 2, 300, device=place)
     check_collectives(transport, "cupy", "bfloat16", "first", 2, 300, device=place.index)
-    collectives._PIECE = 4096
+    pipelined._PIECE = 4096
     for algorithm in ("pipelined", "native", "auto"):
         check_collectives(
             transport, "torch", "bfloat16", "first", 11, 1237, algorithm, device=place

@@ -16,7 +16,7 @@ import pytest
 
 from ranks import DTYPES, SOME_DTYPES, check_collectives
 from support import needs
-from tightwire.adapters.rendezvous import meet
+from tightwire.adapters.transports.rendezvous import meet
 from tightwire.arrays import Target
 from transports import (
     BOUND,
@@ -33,7 +33,7 @@ from transports import (
 torch = pytest.importorskip("torch")
 
 if TYPE_CHECKING:
-    from tightwire.adapters.ucx import Ucx
+    from tightwire.adapters.transports.ucx import Ucx
 
 Join = Callable[..., "Ucx"]
 
@@ -45,7 +45,7 @@ def every_collective(join: Join, dtypes: tuple[str, ...]) -> list[list[int]]:
         check_transport(transport, Target(library), adds=False)
     sizes = check_communicator(transport, ("torch", "numpy"), dtypes=dtypes)
     if transport.rank == 0:
-        from tightwire.adapters.ucx import Ucx
+        from tightwire.adapters.transports.ucx import Ucx
 
         alone = Ucx(0, 1, ("127.0.0.1", free_port()))
         check_transport(alone, Target("numpy"), adds=False)
@@ -148,7 +148,7 @@ def test_ranks_meet() -> None:
 
 def main(task: str, rank: str, world_size: str, port: str) -> None:
     """Run the task, which joins the group; print what it returns."""
-    from tightwire.adapters.ucx import Ucx
+    from tightwire.adapters.transports.ucx import Ucx
 
     torch.set_num_threads(1)
 

@@ -26,9 +26,9 @@ import pytest
 from click.testing import CliRunner
 
 import tightwire as tw
-from support import write_safetensors
+from support import ALONE, write_safetensors
 from tightwire import bench, conformance, convert, demo
-from tightwire.adapters.cost import COLLECTIVES, DEVICES, RATIOS, codec_lines
+from tightwire.adapters.collectives.cost import COLLECTIVES, DEVICES, RATIOS, codec_lines
 from tightwire.codecs.zipccl import histogram_base
 from tightwire.commands.advise import COLLECTIVES as COLLECTIVE_NAMES
 from tightwire.commands.advise import DEVICES as DEVICE_NAMES
@@ -263,7 +263,7 @@ def test_diff(plain: Path, packed: Path, tensors: Tensors) -> None:
 def test_bench(plain: Path) -> None:
     done = Outcome("bench", plain, "--repeat", 1)
     assert (done.code, done.err) == (0, "")
-    assert all(name in done.out for name in (*tw.list_codecs(), "memcpy", "zstd -1"))
+    assert all(name in done.out for name in (*ALONE, "memcpy", "zstd -1"))
     plot = plain.with_name("b.png")
     options = "--codec", "zipccl", "--cast", "bfloat16", "--threads", 1, "--plot", plot
     document = Outcome("bench", plain, "--json", "--repeat", 1, *options).json
@@ -835,13 +835,13 @@ def test_wrong_usage(plain: Path, packed: Path, buffer: Path) -> None:
 
 def test_codecs_of_compress_and_bench(plain: Path) -> None:
     """What is offered is what is taken: to compress the lossless ones only."""
-    lossless = [name for name in tw.list_codecs() if tw.codec(name).lossless]
+    lossless = [name for name in ALONE if tw.codec(name).lossless]
     assert sorted(lossless) == sorted(CODECS)
     before = listing(plain.parent)
     for command, name, allowed in (
         ("compress", "zip", CODECS),
         ("compress", "mx", CODECS),
-        ("bench", "zstd", tw.list_codecs()),
+        ("bench", "zstd", ALONE),
     ):
         done = Outcome(command, plain, "--codec", name)
         assert (done.code, done.out) == (2, "")
@@ -1104,7 +1104,7 @@ def test_ctrl_c_is_one_line(packed: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "directory_of", interrupted)
+    monkeypatch.setattr(convert, "diff_files", interrupted)
     done = Outcome("diff", packed, packed)
     assert (done.code, done.out, done.err) == (130, "", "tightwire: interrupted\n")
 
@@ -1160,7 +1160,7 @@ def test_narrow_terminal(plain: Path, packed: Path, command: str) -> None:
         while piece := os.read(ours, 1 << 16):
             output += piece
     os.close(ours)
-    names = NAMES if command == "inspect" else [*tw.list_codecs(), "memcpy", "zstd -1"]
+    names = NAMES if command == "inspect" else [*ALONE, "memcpy", "zstd -1"]
     text = output.decode()
     assert all(any(line.startswith(f"{name} ") for line in text.splitlines()) for name in names)
 

@@ -164,7 +164,7 @@ def test_light_checks(name: str) -> None:
 
 def test_a_round_trip_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        sys.modules["tightwire.codec"], "decode", lambda src, **options: np.zeros(3, np.float32)
+        sys.modules["tightwire.decoding"], "decode", lambda src, **options: np.zeros(3, np.float32)
     )
     with pytest.raises(RuntimeError, match="give the input back"):
         doctor._round_trip(np.ones(3, np.float32), {}, "ref")

@@ -75,7 +75,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "weights.tw").write_bytes(bytes(tw.encode(w)))
     Path("model-directory").mkdir()
     shutil.copy(plain, "model-directory/model.safetensors")
-    for words in (["model.safetensors"], ["model-directory"]):
+    for path in ("step1.safetensors", "step2.safetensors", "old.safetensors"):
+        shutil.copy(plain, path)
+    for words in (
+        ["model.safetensors"],
+        ["model-directory"],
+        ["step1.safetensors"],
+        ["step2.safetensors", "--delta-from", "old.safetensors"],
+    ):
         assert CliRunner().invoke(app, ["compress", *words]).exit_code == 0
     shutil.copy(plain, "back.safetensors")
     return tmp_path
@@ -99,6 +106,7 @@ def remove_results(command: str) -> None:
     """What the examples of compress and decompress write is not there yet."""
     if command == "compress":
         Path("model.tw.safetensors").unlink()
+        Path("step2.tw.safetensors").unlink()
         shutil.rmtree("model-directory.tw")
     elif command == "decompress":
         Path("back.safetensors").unlink()

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import tightwire as tw
+from support import ALONE
 from tightwire import convert, planning
 from tightwire.commands.app import app
 from tightwire.formats.container import Entry, directory_bytes
@@ -84,7 +85,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {*HEAVY, "rich"} & imports_of("compress", "--help")
 
 
-@pytest.mark.parametrize("codec", [c for c in tw.list_codecs() if tw.codec(c).lossless])
+@pytest.mark.parametrize("codec", [c for c in ALONE if tw.codec(c).lossless])
 def test_small_files_are_those_of_numba(
     plain: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from tightwire.codecs.common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec, Layout
-from tightwire.codecs.common.minifloat import narrow, widen
+from tightwire.codecs.common.base import Bits, Chunk, ChunkDecoded, ChunkResult, CodecSpec
+from tightwire.codecs.common.minifloat import WIDENED, narrow, widen
+from tightwire.codecs.common.sections import Array
 from tightwire.formats.dtypes import DType
-from tightwire.formats.header import SECTION_KINDS, Section, align
 
 BLOCK = 64
 ID = 32769
@@ -23,26 +23,14 @@ class Blocks8(CodecSpec):
     name = "blocks8"
     id = ID
     lossless = False
-    dtypes = ("bfloat16", "float16", "float32")
+    dtypes = WIDENED
+    weighed_unit: ClassVar[int] = 1
 
-    def layout(self, dtype: DType, nelem: int) -> Layout:
-        payload, scales = align(nelem), align(-(-nelem // BLOCK) * 4)
-        kinds = SECTION_KINDS
-        return Layout((Section(kinds["payload"], payload), Section(kinds["scales"], scales)))
+    def arrays(self, dtype: DType, nelem: int) -> tuple[Array, ...]:
+        return Array("payload", 8, nelem), Array("scales", 32, -(-nelem // BLOCK))
 
-    def static_used(
-        self, dtype: DType, nelem: int, sections: tuple[Section, ...]
-    ) -> tuple[tuple[int, int], ...]:
-        at = sections[0].nbytes
-        return (0, nelem), (at, at - nelem // -BLOCK * 4)
-
-    @property
-    def weighed_unit(self) -> int:
-        return 1
-
-    @classmethod
-    def unpack_params(cls, data: bytes) -> Blocks8:
-        return cls()
+    def accepts(self, dtype: DType, nelem: int) -> bool:
+        return dtype.name in self.dtypes  # every size, so that tests have short tensors
 
 
 SPEC = Blocks8
@@ -51,14 +39,13 @@ SPEC = Blocks8
 def encode_chunk(
     spec: Blocks8, chunk: Chunk, bits: Bits, *, stats: Any = None, key: Any = None, threads: int = 1
 ) -> ChunkResult:
-    blocks = -(-bits.size // BLOCK)
-    x = np.zeros((blocks, BLOCK), np.float32)
+    stored, stored_scales = spec.static_arrays(chunk)
+    x = np.zeros((-(-bits.size // BLOCK), BLOCK), np.float32)
     x.reshape(-1)[: bits.size] = widen(bits, chunk.dtype).view(np.float32)
     top = np.abs(x).max(axis=1, initial=0)
     scales = np.where(top > 0, top / np.float32(127), np.float32(1))
-    codes = np.rint(x / scales[:, None]).astype(np.int8).reshape(-1)[: bits.size]
-    chunk.static[: bits.size] = codes.view(np.uint8)
-    chunk.static[chunk.sections[0].nbytes :][: 4 * blocks] = scales.view(np.uint8)
+    stored.view(np.int8)[:] = np.rint(x / scales[:, None]).reshape(-1)[: bits.size]
+    stored_scales.view(np.float32)[:] = scales
     return ChunkResult(0)
 
 
@@ -66,9 +53,8 @@ def decode_chunk(
     spec: Blocks8, chunk: Chunk, out: Bits, start: int = 0, *, threads: int = 1
 ) -> ChunkDecoded:
     i = np.arange(start, start + out.size)
-    at = chunk.sections[0].nbytes
-    scales = chunk.static[at : at - chunk.nelem // -BLOCK * 4].view(np.float32)[i // BLOCK]
-    codes = chunk.static[i].view(np.int8)
+    stored, stored_scales = spec.static_arrays(chunk)
+    codes, scales = stored.view(np.int8)[i], stored_scales.view(np.float32)[i // BLOCK]
     bad = (codes == -128).any() or not (np.isfinite(scales) & (scales > 0)).all()
     out[:] = narrow((codes.astype(np.float32) * scales).view(np.uint32), chunk.dtype)
     return ChunkDecoded("a code or a scale that no encoder writes" if bad else None)

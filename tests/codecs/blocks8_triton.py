@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tightwire.codecs.common.columns_triton import to_columns
-from tightwire.codecs.common.driver_triton import Driver, Tiling, functions
+from tightwire.codecs.common.driver_triton import Driver, Tiling, functions, many_functions
 from tightwire.codecs.common.frame_triton import weigh, weigh_bytes
 from tightwire.codecs.common.runs_triton import in_rows, lanes
 from tightwire.codecs.common.tiles_triton import Format, no_scale
@@ -63,4 +63,11 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
 
 _FORM = Format(run=32, limited=False, pairs=False, checked=True)
 _DRIVER = Driver(_pack, _unpack, no_scale, _FORM, (Tiling(128, 4),) * 3)
-encode, decode_add_encode, decode = functions(lambda spec: _DRIVER)
+
+
+def driver_of(plan):
+    return _DRIVER
+
+
+encode, decode_add_encode, decode = functions(driver_of)
+encode_many, decode_many, sum, encode_sum = many_functions(driver_of)

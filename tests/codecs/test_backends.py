@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tightwire as tw
-from support import CODEC_PARAMS, PATTERNS, examples, make_bits
+from support import ALONE, CODEC_PARAMS, PATTERNS, examples, make_bits
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
 
@@ -46,7 +46,7 @@ def check_all_backends(
     return packed[0]
 
 
-@pytest.mark.parametrize("name", tw.list_codecs())
+@pytest.mark.parametrize("name", ALONE)
 def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
     for pattern in PATTERNS if any_dtype.is_float else ("random",):
         for n in SIZES:
@@ -56,7 +56,7 @@ def test_backends_agree_and_round_trip(name: str, any_dtype: DType) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 3, 8, 40])
 @pytest.mark.parametrize("pattern", ["normal", "random", "mixed_zeros"])
-@pytest.mark.parametrize("name", tw.list_codecs())
+@pytest.mark.parametrize("name", ALONE)
 def test_chunks(name: str, pattern: str, chunks: int, float_dtype: DType) -> None:
     for n in (17, 4097, 40000):
         bits = make_bits(pattern, float_dtype, n)
@@ -84,7 +84,7 @@ def test_chunks_of_one_buffer_may_fall_back_one_by_one(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tw.list_codecs())
+@pytest.mark.parametrize("name", ALONE)
 def test_any_number_of_threads_gives_the_same_bytes(name: str, float_dtype: DType) -> None:
     n = (6 << 20) // float_dtype.itemsize + 77
     bits = make_bits("mixed_zeros", float_dtype, n)

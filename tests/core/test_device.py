@@ -698,7 +698,7 @@ def test_arrays_of_other_libraries_are_not_copied(
             return call
 
     kernels = Kernels()
-    monkeypatch.setattr(gpu, "_kernels", lambda plan, required: kernels)
+    monkeypatch.setattr(gpu, "_kernels", lambda plan, required, based=False: kernels)
     buf = tw.encode(x)
     assert address(x) in seen
     array = buf.array
@@ -737,12 +737,12 @@ def test_types_of_jax(name: str) -> None:
 @pytest.mark.gpu
 def test_the_default_stream_of_cupy_is_that_of_pytorch() -> None:
     cupy = pytest.importorskip("cupy")
-    from tightwire import gpu
+    from tightwire import gpu_arrays
 
     place = torch.device("cuda", torch.cuda.current_device())
     for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
         with stream:
-            assert gpu._stream(place, "cupy").cuda_stream == stream.ptr
+            assert gpu_arrays._stream(place, "cupy").cuda_stream == stream.ptr
 
 
 @pytest.mark.gpu

@@ -193,6 +193,27 @@ def test_only_tiny_tensors_without_a_named_backend_wait(
     assert [key[2] for key in fresh] == ["encode"]
 
 
+@pytest.mark.parametrize("name", ["zipccl", "mx"])
+def test_numpy_calls_no_kernel_where_numba_has_coded(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Backends share plans, which remember the single calls of Numba."""
+    plan = tw.codec(name).plan(TINY.shape, TINY.dtype)
+    data = bytes(tw.encode(TINY, name, backend="cpu"))
+    decoded = tw.decode(data, backend="cpu")
+    one = plan.__dict__["_one"]
+
+    def called(*args: Any) -> int:
+        raise AssertionError("NumPy called a kernel")
+
+    broken = one._replace(encode=called, decode=called)
+    monkeypatch.setitem(plan.__dict__, "_one", broken)
+    assert bytes(tw.encode(TINY, name, backend="ref")) == data
+    assert tw.decode(data, backend="ref").tobytes() == decoded.tobytes()
+    with pytest.raises(AssertionError, match="called a kernel"):
+        tw.encode(TINY, name, backend="cpu")
+
+
 def test_kernels_are_not_compiled_within() -> None:
     def double(x: Any) -> Any:
         return 2 * x

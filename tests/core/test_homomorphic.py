@@ -77,7 +77,7 @@ def test_sketches_of_what_the_host_encodes_for_a_gpu(monkeypatch: pytest.MonkeyP
     if place.type == "cpu":
         # The interpreter's memory stands for a GPU's.
         monkeypatch.setattr(codec, "device_for", lambda *_: gpu)
-        monkeypatch.setattr(codec, "_on_gpu", lambda a: isinstance(a, torch.Tensor))
+        monkeypatch.setattr(codec, "on_gpu", lambda a: isinstance(a, torch.Tensor))
     monkeypatch.setattr(gpu, "encode", lambda *_, **__: NotImplemented)
     buf = thc.encode(x, key=key, checksum=False)
     monkeypatch.undo()
@@ -340,7 +340,7 @@ def test_what_encoding_has_found(
     """Of chunks on the host, and by kernels, which peel for the diagnosis, and to decode, once."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from tightwire.codecs import lhc_triton
+    from tightwire.codecs import lhc_peeling_triton, lhc_triton
 
     rng = np.random.default_rng(1)
     x = np.where(np.unpackbits(index_with(share), count=N, bitorder="little"), rng.random(N), 0)
@@ -352,13 +352,13 @@ def test_what_encoding_has_found(
     assert hosted.diagnosis(hosted.counts().tolist()) == wanted
     assert hosted.decode(5, N - 7).tobytes() == expected[5 : N - 7].tobytes()
     if rounds:
-        monkeypatch.setattr(lhc_triton, "SMALL_BLOCKS", 0)
-        monkeypatch.setattr(lhc_triton, "ROUNDS", rounds)
+        monkeypatch.setattr(lhc_peeling_triton, "SMALL_BLOCKS", 0)
+        monkeypatch.setattr(lhc_peeling_triton, "ROUNDS", rounds)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensor, stats = (torch.from_numpy(a).to(place) for a in (x, index))
     found = Sketched(CODEC, tensor, stats, chunks=2, backend="triton")
     assert found.diagnosis(found.counts().tolist()) == wanted
-    monkeypatch.setattr(lhc_triton, "_peel_chunks", None)
+    monkeypatch.setattr(lhc_triton, "peel_chunks", None)
     assert found.decode(5, N - 7).cpu().numpy().tobytes() == expected[5 : N - 7].tobytes()
     assert found.counts().tolist() == [wanted.occupied, wanted.peeled, wanted.rounds]
     assert wanted.rounds > 2

@@ -17,6 +17,11 @@ PACKAGES = {
     "tightwire.codecs": ROOT / "codecs",
     "tightwire.codecs.common": ROOT / "codecs" / "common",
     "tightwire.adapters": ROOT / "adapters",
+    **{
+        f"tightwire.adapters.{folder.name}": folder
+        for folder in sorted((ROOT / "adapters").iterdir())
+        if folder.is_dir() and folder.name != "__pycache__"
+    },
     "tightwire.commands": ROOT / "src" / "tightwire" / "commands",
     "tightwire": ROOT / "src" / "tightwire",
 }
@@ -27,12 +32,17 @@ MODULES = {
 }
 STEMS = {stem for _, stem in CODEC_IDS.values()}
 PROGRAMS = {f"tightwire.{name}" for name in ("__main__", "bench", "cli", "demo", "doctor")}
+_LIBRARY = ("formats", "common", "codecs", "core")
 #: Layers that a layer may import, itself included. A stem of codecs is a layer of its own.
 BELOW = {
     "formats": {"formats"},
     "common": {"formats", "common"},
     "core": {"formats", "common", "codecs", "core"},
-    "adapters": {"formats", "common", "codecs", "core", "adapters"},
+    "adapters": {*_LIBRARY, "adapters"},
+    "transports": {*_LIBRARY, "adapters", "transports"},
+    "collectives": {*_LIBRARY, "adapters", "transports", "collectives"},
+    "training": {*_LIBRARY, "adapters", "transports", "collectives", "training"},
+    "weights": {*_LIBRARY, "adapters", "transports", "collectives", "weights"},
 }
 
 
@@ -89,7 +99,7 @@ def test_imports_run_one_way() -> None:
     assert {module: wrong for module, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.fast_cases(10)
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize(
     ("module", "line", "wrong"),
     [
@@ -98,11 +108,24 @@ def test_imports_run_one_way() -> None:
         ("tightwire.codecs.thc_triton", "from .sdp4bit import FLOOR", "codecs.sdp4bit"),
         ("tightwire.codecs.common.norms", "from ..thc import BLOCK", "codecs.thc"),
         ("tightwire.codecs.common.norms", "from .. import thc", "codecs.thc"),
-        ("tightwire.files", "def f():\n    from .adapters import cost", "adapters.cost"),
+        (
+            "tightwire.files",
+            "def f():\n    from .adapters.collectives import cost",
+            "adapters.collectives.cost",
+        ),
         ("tightwire.files", "import tightwire.bench", "bench"),
-        ("tightwire.adapters.cost", "from ..commands.output import say", "commands.output"),
+        (
+            "tightwire.adapters.collectives.cost",
+            "from ...commands.output import say",
+            "commands.output",
+        ),
         ("tightwire.codecs.zipccl_batch_triton", "from .zipccl_triton import f", None),
         ("tightwire.cli", "from .adapters import cost", None),
+        (
+            "tightwire.adapters.collectives.cost",
+            "from ..training import fsdp",
+            "adapters.training.fsdp",
+        ),
     ],
 )
 def test_imports_that_run_the_other_way(module: str, line: str, wrong: str | None) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import tightwire as tw
-from support import make_bits
+from support import ALONE, make_bits
 from tightwire.formats.dtypes import BY_NAME
 
 torch = pytest.importorskip("torch")
 
-from tightwire.adapters.hooks import check_options  # noqa: E402
+from tightwire.adapters.training.hooks import check_options  # noqa: E402
 
 
 def weights(n: int = 9000) -> Any:
@@ -147,7 +147,7 @@ def codec_of_rows(name: str) -> tw.Codec:
     return tw.codec(name, hidden=64) if name == "tahquant" else tw.codec(name)
 
 
-@pytest.mark.parametrize("name", tw.list_codecs())
+@pytest.mark.parametrize("name", ALONE)
 def test_sums_do_not_overwrite_what_they_read(name: str) -> None:
     codec, key = codec_of_rows(name), tw.Key(1)
     x = np.linspace(-1, 1, 4096, dtype=np.float32)
@@ -420,7 +420,7 @@ def test_a_shape_is_a_tuple(shape: Any) -> None:
     ],
 )
 def test_short_names_of_dtypes(short: str, name: str) -> None:
-    from tightwire.adapters.memory import connect
+    from tightwire.adapters.transports.threads import connect
 
     plan = tw.codec("raw").plan((3,), short)
     assert plan.dtype.name == name
@@ -510,7 +510,7 @@ def test_a_message_is_not_a_buffer_and_a_buffer_not_a_message() -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    connect = pytest.importorskip("tightwire.adapters.memory").connect
+    connect = pytest.importorskip("tightwire.adapters.transports.threads").connect
     unknown: dict[str, Any] = {"lossy": True}
     linear = torch.nn.Linear(2, 2)
     calls: list[Callable[[], Any]] = [
@@ -543,7 +543,7 @@ def test_modules_that_need_torch_say_so(monkeypatch: pytest.MonkeyPatch) -> None
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    for name in ("ddp", "fsdp", "tagc", "tensor_parallel"):
+    for name in ("ddp", "fsdp", "moe", "tagc", "tensor_parallel"):
         with pytest.raises(ModuleNotFoundError, match=rf"{name} needs .*tightwire\[torch\]"):
             # As at the first use; a module that is loaded is an attribute.
             tw.__getattr__(name)

@@ -25,7 +25,12 @@ def test_codec_has_an_entry(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ddp", "fsdp", "tagc", "tensor_parallel", "sharded", "hugging_face"]
+    "module",
+    [
+        *(f"training.{name}" for name in ("ddp", "fsdp", "moe", "tagc", "tensor_parallel")),
+        "training.sharded",
+        "weights.hugging_face",
+    ],
 )
 def test_module_of_adapters_has_an_entry(module: str) -> None:
     assert f"tightwire.adapters.{module}" in DOCUMENTED

@@ -42,6 +42,7 @@ DIRECTIVES = ("toctree", "eval-rst", "figure", "image", "note", "tip", "warning"
 NOT_RUN = ("pip install", "python -m pip install", "git clone", "cd ")
 #: The module of what a block needs.
 MODULES = {"MPI": "mpi4py", "UCX": "ucxx", "CuPy": "cupy", "JAX": "jax", "NCCL": "cupy"}
+MODULES |= {name: name for name in ("zarr", "numcodecs")}
 
 _NEEDS = re.compile(r"# needs (?P<what>.+)")
 _LAUNCH = re.compile(r"# (?P<command>(?:torchrun|mpiexec|python) .*?\b(?P<name>\w+\.py)\b.*)")

@@ -12,7 +12,7 @@ from tightwire.formats.errors import REASONS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 #: The code as one text, in which the parts of a string that goes on in the next line are joined.
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "adapters").glob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "adapters").rglob("*.py")))
 SOURCE = re.sub(r'"\s*\n\s*f?"', "", SOURCE)
 
 

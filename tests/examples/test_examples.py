@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -22,12 +23,25 @@ ALONE = {
 }
 PROCESSES = {
     "socket_stream": r"5 tensors came bit for bit: \d+ bytes in place of 130560",
+    "weight_deltas": r"version 5 takes \d{4,5} bytes, the first one \d{6}",
 }
 TORCHRUN = {
     "ddp": r"loss .* to .*; gradients took 0\.\d\d of their bytes",
     "fsdp2": r"parameters took 0\.\d\d of their bytes, gradients 0\.\d\d",
+    "moe": r"tokens and gradients took 0\.[5-7]\d of their bytes; vNMSE .*",
+    "process_group": r"the same weights as over gloo; calls took 0\.\d\d of their bytes",
+    "sharded_checkpoint": r"the checkpoint has 0\.\d\d of the state's bytes",
     "tagc": r"0\.weight: this rank sent \d+ of 256000 elements last",
     "tensor_parallel": r"activations took 0\.5\d of their bfloat16 bytes; vNMSE .*",
+    "weight_transfer": r"version 3: 0\.00\d of the bytes, \d+\.\d ms of pause",
+}
+#: Processes of those that do not run in two.
+RANKS = {"weight_transfer": 3}
+PLUGINS = {
+    "lmcache_round_trip": (
+        "lmcache",
+        r"LMCache stored 0\.7\d of the bytes, and loaded them bit for bit",
+    ),
 }
 
 
@@ -50,16 +64,27 @@ def test_a_program_with_processes_runs(name: str) -> None:
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_a_program_runs_under_torchrun(name: str) -> None:
     pytest.importorskip("torch")
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", str(RANKS.get(name, 2))]
     check_output(run([*words, str(EXAMPLES / f"{name}.py")]), TORCHRUN[name])
+
+
+@pytest.mark.plugins
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_program_with_a_plugin_runs(name: str) -> None:
+    library, wanted = PLUGINS[name]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"could not import {library!r}")
+    check_output(run([str(EXAMPLES / f"{name}.py")]), wanted)
 
 
 def test_every_program_is_tested_short_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*ALONE, *PROCESSES, *TORCHRUN}
+    assert names == {*ALONE, *PROCESSES, *TORCHRUN, *PLUGINS}
     listed = (EXAMPLES / "README.md").read_text()
     for name in names:
-        launcher = "torchrun --nproc-per-node 2" if name in TORCHRUN else "python"
+        torchrun = f"torchrun --nproc-per-node {RANKS.get(name, 2)}"
+        launcher = torchrun if name in TORCHRUN else "python"
         command = f"{launcher} examples/{name}.py"
         text = (EXAMPLES / f"{name}.py").read_text()
         assert len(text.splitlines()) < 80, name

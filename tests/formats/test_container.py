@@ -18,6 +18,7 @@ from hypothesis import given, strategies
 import tightwire as tw
 from tightwire.formats import container
 from tightwire.formats.container import (
+    BASE_KEY,
     BITS,
     DIGEST_KEY,
     LIST_KEY,
@@ -27,6 +28,7 @@ from tightwire.formats.container import (
     OWN_KEYS,
     PLAIN_KEY,
     SOURCE_KEY,
+    STATE_KEY,
     TIED_KEY,
     TREE_KEY,
     Entry,
@@ -204,7 +206,7 @@ def test_limits_of_own_metadata() -> None:
             out = io.BytesIO()
             tw.save_file({"x": x, "y": {"z": x}}, out, metadata=metadata)
             own = read_directory(memoryview(out.getvalue())).metadata.keys() - metadata.keys()
-            assert own == {*OWN_KEYS} - {SOURCE_KEY, LIST_KEY}
+            assert own == {*OWN_KEYS} - {SOURCE_KEY, LIST_KEY, BASE_KEY, STATE_KEY}
             assert tw.load_file(out.getvalue())["y"]["z"].tolist() == [1, 1, 1]
         else:
             with pytest.raises(ValueError, match="metadata entries; allowed: "):

@@ -23,7 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the source distribution is made of; `src` and the folders that packages are mapped to first.
 FOLDERS = ("src", "codecs", "formats", "adapters", "specs", "tests", "docs", "examples")
 MODULES = {"tightwire": "src/tightwire"} | {
-    f"tightwire/{name}": name for name in ("codecs", "codecs/common", "formats", "adapters")
+    f"tightwire/{name}": name
+    for name in (
+        "codecs",
+        "codecs/common",
+        "formats",
+        "adapters",
+        "adapters/collectives",
+        "adapters/training",
+        "adapters/transports",
+        "adapters/weights",
+        "adapters/weights/plugins",
+    )
 }
 SKIPPED = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.nb[ic]", "*.egg-info", "_build")
 ROUND_TRIP = """
@@ -144,6 +155,7 @@ def test_wheel_holds_the_vectors(built: Built) -> None:
     vectors = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
     source = built.source / "specs" / "vectors"
     expected = files_of(source, "*/*.tw") | files_of(source, "*/*.bin")
+    expected |= files_of(source, "*/*.base")
     assert len(expected) > 1000
     assert vectors == expected | files_of(source, "invalid/reasons.json")
 
@@ -176,7 +188,7 @@ def test_command_line_of_the_wheel(built: Built, installed: Path, tmp_path: Path
     tightwire = installed / "tightwire"
     assert run(tightwire, "--version", cwd=tmp_path) == f"tightwire {tw.__version__}\n"
     # A copy of the buffer is never the tensor: all vectors are found, and none passes.
-    command = (tightwire, "conformance", "--decoder", "cp {in} {out}")
+    command = (tightwire, "conformance", "--decoder", "cp {in} {out} {base}")
     last = run(*command, cwd=tmp_path, ok=False).splitlines()[-1]
     count = len(list((ROOT / "specs" / "vectors").rglob("*.tw")))
     assert last == f"0 of {count} vectors passed"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import atheris
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
@@ -41,10 +42,20 @@ with atheris.instrument_imports(include=["tightwire"], exclude=compiled()):
 from support import repair  # noqa: E402
 
 
+def base_for(data: bytes) -> Any:
+    """A base of zeros for buffers that need one."""
+    header = tw.inspect(data).header
+    too_large = header.nelem * header.dtype.itemsize > MAX_NBYTES
+    if too_large or not tw.codec(header.codec).needs_base:
+        return None
+    return np.zeros(header.shape, header.dtype.numpy)
+
+
 def decoded(data: bytes, backend: str) -> Any:
     """The tensor as dtype, shape and bytes, or the reason of the refusal."""
     try:
-        x = tw.decode(data, backend=backend, max_nbytes=MAX_NBYTES)
+        base = base_for(data)
+        x = tw.decode(data, base=base, backend=backend, max_nbytes=MAX_NBYTES)
     except tw.FormatError as error:
         assert error.reason in REASONS
         return error.reason

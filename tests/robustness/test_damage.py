@@ -83,6 +83,8 @@ SAMPLES = {
     "thc": sample("thc", n=700, key=tw.Key(1)),
     "omnireduce": sample(tw.codec("omnireduce", block=64), n=490),
     "lhc": sparse(),
+    "huffman": sample("huffman", n=700),
+    "huffman_float32": sample("huffman", "float32", 400, chunks=2),
     "unsummed": sample("zipccl", n=2600, checksum=False),
     "slotted": bytes(slotted().array),
     "zeros": bytes(

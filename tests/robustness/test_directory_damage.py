@@ -21,7 +21,7 @@ import pytest
 import readers
 import tightwire as tw
 from mutants import Rng, edit_value
-from tightwire import convert
+from tightwire import convert, file_tensors
 from tightwire.formats.container import Entry, directory_bytes
 from tightwire.formats.errors import REASONS
 
@@ -259,7 +259,7 @@ def check_packed(folder: Path, root: Path) -> bool:
         for path in shards_of(back):
             with convert.open_plain(path) as (reader, directory):
                 for e in directory.entries:
-                    data = convert.read_entry(reader, directory, e).tobytes()
+                    data = file_tensors.read_entry(reader, directory, e).tobytes()
                     assert e.name not in VALUES or data == VALUES[e.name][2]
     assert not [p for p in after if p.endswith(".tmp") and p not in before]
     return loaded is None

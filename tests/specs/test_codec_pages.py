@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tightwire as tw
 from tightwire.codecs import dynamiq, lhc, thc
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
-PAGES = ("taco", "sdp4bit", "tahquant", "dynamiq", "thc", "omnireduce", "lhc")
+#: Pages whose sections are not those of HEADS.
+OTHERS = {"raw", "zipccl", "mx", "nvfp4"}
+PAGES = [name for name in tw.list_codecs() if name not in OTHERS]
 HEADS = [
     "Parameters",
     "Layout",
+    "Values",
     "Mapping",
     "Peeling",
     "Arithmetic",

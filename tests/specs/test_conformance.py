@@ -87,6 +87,23 @@ def test_only_vectors_of_chosen_codecs(vectors: Path) -> None:
         names("nope")
 
 
+def test_vectors_with_a_base(vectors: Path) -> None:
+    name = "delta/bfloat16_100"
+    (vectors / "delta").mkdir()
+    for path in (SPECS / "vectors").glob(f"{name}.*"):
+        shutil.copy(path, vectors / "delta")
+    assert details(DECODER, vectors) == {}
+    assert conformance.left_out(DECODER, vectors) == 1
+    assert conformance.left_out(DECODER, vectors, ["raw", "delta"]) == 1
+    assert conformance.left_out(DECODER, vectors, ["raw", "zipccl"]) == 0
+
+    command = f"{DECODER} {{base}}"
+    assert conformance.left_out(command, vectors) == 0
+    results = conformance.run(command, vectors)
+    assert [r.name for r in results] == sorted([*CHOSEN, name])
+    assert all(r.passed for r in results)
+
+
 def test_timeout_fails(vectors: Path, tmp_path: Path) -> None:
     found = details(script(tmp_path, "time.sleep(60)"), vectors, 0.2)
     assert found == dict.fromkeys(CHOSEN, "took more than 0.2 s")

@@ -18,11 +18,13 @@ from .output import print_json, print_table, say, size_text
 from .targets import check_plot
 
 if TYPE_CHECKING:
-    from ..adapters.cost import Collective, Device
+    from ..adapters.collectives.cost import Collective, Device
 
 #: What --collective and --device know; tests compare them with adapters.cost.
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send")
 DEVICES = ("h200", "cpu")
+#: What --codec knows; of zipccl alone there are recorded speeds.
+CODECS = ("zipccl", "huffman", "delta")
 #: What the speeds of --device were recorded on.
 _RECORDED = {"h200": "one NVIDIA H200", "cpu": "one thread of an AMD EPYC CPU"}
 
@@ -78,6 +80,13 @@ def _quantity(
     type=click.Choice(DEVICES),
     help="Where zipccl's speed was recorded; h200 if not given.",
 )
+@click.option(
+    "--codec",
+    "codec_name",
+    type=click.Choice(CODECS),
+    default="zipccl",
+    help="What is sent: huffman needs --encode and --decode too, delta also --ratio.",
+)
 @_quantity(
     "--encode",
     units.parse_speed,
@@ -92,7 +101,7 @@ def _quantity(
 @click.option(
     "--ratio",
     type=click.FloatRange(0.001, 10),
-    help="Packed over raw bytes; zipccl's if not given.",
+    help="Packed over raw bytes; what the codec makes of weights if not given.",
 )
 @click.option(
     "--pieces", type=click.IntRange(1, 1024), default=16, help="Most pieces of a pipeline."
@@ -141,6 +150,7 @@ def advise(
     latency: float,
     gap: float | None,
     device: Device | None,
+    codec_name: str,
     encode: float | None,
     decode: float | None,
     startup: float | None,
@@ -162,14 +172,18 @@ def advise(
     another is sent. --encode, --decode and --ratio describe any codec; without them it is zipccl,
     with the speeds recorded on --device.
     """
-    from ..adapters import advice
-    from ..adapters.cost import Line, Link, Model, codec_lines, expected_ratio
+    from ..adapters.collectives import advice
+    from ..adapters.collectives.cost import Line, Link, Model, codec_lines, expected_ratio
 
     kind = dtype_named(dtype)
     if not message:
         raise click.BadParameter("--message is 0 bytes. Allowed: 1 byte or more")
     if (encode is None) != (decode is None):
         raise click.BadParameter("--encode and --decode: give both or none of them")
+    if codec_name != "zipccl" and encode is None:
+        raise click.BadParameter(f"--codec {codec_name} needs --encode and --decode")
+    if codec_name == "delta" and ratio is None:
+        raise click.BadParameter("--codec delta needs --ratio, as diff or bench gives it")
     if encode is not None and decode is not None:
         if device is not None:
             raise click.BadParameter("--device and --encode: give one of them")
@@ -185,7 +199,7 @@ def advise(
         lines = codec_lines(device, kind.name)
         codec, assumed = "zipccl", f"zipccl, speed recorded on {_RECORDED[device]}"
     if ratio is None:
-        ratio = expected_ratio("zipccl", kind.name)
+        ratio = expected_ratio(codec_name, kind.name)
     network = Link(latency, 1 / link, gap)
     document: dict[str, Any] = {
         "codec": codec,
@@ -236,7 +250,7 @@ def advise(
 
 
 def _show_advice(title: str, nbytes: int, found: Any) -> None:
-    from ..adapters.cost import duration
+    from ..adapters.collectives.cost import duration
 
     times = [("native", found.native_s), ("compressed", found.compressed_s)]
     if found.pipelined_s is not None:
@@ -260,8 +274,15 @@ def _simulate(
     assumed: str | None,
 ) -> None:
     """Print the table, as JSON if `assumed`, the words for the codec, is None."""
-    from ..adapters.cost import duration
-    from ..adapters.simulate import ALGORITHMS, WORLDS, Coding, Node, rounding_error, table
+    from ..adapters.collectives.cost import duration
+    from ..adapters.collectives.simulate import (
+        ALGORITHMS,
+        WORLDS,
+        Coding,
+        Node,
+        rounding_error,
+        table,
+    )
 
     collective, ratio = document["collective"], document["ratio"]
     if collective not in ALGORITHMS:

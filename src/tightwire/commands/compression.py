@@ -12,6 +12,7 @@ import click
 from .. import convert
 from .. import directories as model_directories
 from ..codec import Codec, codec
+from ..formats.container import MAX_DELTAS
 from ..model_index import SUFFIX, compressed_name, restored_name
 from . import directories
 from .command import (
@@ -24,21 +25,23 @@ from .command import (
     input_files,
     json_option,
     output_option,
+    path_option,
     threads_option,
 )
-from .failures import COMPRESSED, PLAIN, about, asking, misuse, writing
-from .output import count_text, progress_bar, say, size_text
+from .failures import COMPRESSED, EITHER, PLAIN, about, asking, misuse, writing
+from .output import STANDARD, count_text, progress_bar, say, size_text
 from .standard import convert_piped, is_piped
 from .targets import check_sources, check_targets, targets_of
 
 #: What --codec knows, the lossless ones; tests compare them with those there are.
-CODECS = ("zipccl", "raw")
+CODECS = ("zipccl", "huffman", "raw")
 
 
 @command(
     "tightwire compress model.safetensors",
     "tightwire compress model.safetensors -o small.safetensors --force",
     "tightwire compress model-directory",
+    "tightwire compress step2.safetensors --delta-from step1.tw.safetensors",
     "tightwire compress - < model.safetensors > small.safetensors",
 )
 @input_files
@@ -47,6 +50,13 @@ CODECS = ("zipccl", "raw")
     "--codec", "codec_name", type=click.Choice(CODECS), default="zipccl", help="Lossless codec."
 )
 @click.option("--window", help="zipccl's window: tile, sigma, histogram, or a first exponent.")
+@path_option("--delta-from", "Code what changed against this file, compressed or not.")
+@click.option(
+    "--chain-limit",
+    type=click.IntRange(1, MAX_DELTAS),
+    default=convert.CHAIN_LIMIT,
+    help="Most files of deltas in a row; the next one is compressed whole.",
+)
 @cast_option
 @force_option
 @threads_option
@@ -56,6 +66,8 @@ def compress(
     output: Path | None,
     codec_name: str,
     window: str | None,
+    delta_from: Path | None,
+    chain_limit: int,
     cast: str | None,
     force: bool,
     threads: int | None,
@@ -70,14 +82,27 @@ def compress(
     and all remaining files are copied (.git and .cache are not). The result is the directory that
     -o names, or DIR.tw. After a kill, run the command again: it goes on where it was.
 
+    With --delta-from OLD, a tensor that OLD has too is coded as what changed since. To decompress,
+    OLD is needed: in the folder of the result under its name, or named by --base. OLD may be such a
+    file of deltas itself.
+
     All inputs and outputs are checked before anything is written. --force overwrites only what
     tightwire compressed: to replace an uncompressed model or another file, remove it yourself.
 
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
     chosen = _codec(codec_name, window)
+    if delta_from is not None:
+        _check_base("--delta-from", files, delta_from)
     if is_piped(files, output):
-        into = partial(convert.compress_file, codec=chosen, cast=cast_dtype(cast), threads=threads)
+        into = partial(
+            convert.compress_file,
+            codec=chosen,
+            cast=cast_dtype(cast),
+            threads=threads,
+            base=delta_from,
+            chain_limit=chain_limit,
+        )
         return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json)
     check_sources(files, output, PLAIN, convert.check_plain)
     targets = targets_of(files, output, _compressed_name)
@@ -101,21 +126,43 @@ def compress(
             progress_bar("compress", source) as progress,
         ):
             reports = convert.compress_file(
-                source, target, chosen, cast=cast_dtype(cast), threads=threads, progress=progress
+                source,
+                target,
+                chosen,
+                cast=cast_dtype(cast),
+                threads=threads,
+                progress=progress,
+                base=delta_from,
+                chain_limit=chain_limit,
             )
         before, after = source.stat().st_size, target.stat().st_size
+        deltas = sum(report.codec == "delta" for report in reports)
         document = {
             "target": target,
             "source_nbytes": before,
             "target_nbytes": after,
             "ratio": after / before,
             "cast": cast,
+            "deltas": deltas,
             "tensors": [asdict(r) | {"ratio": r.ratio} for r in reports],
         }
         sizes = f"{size_text(before)} -> {size_text(after)}, ratio {after / before:.4f}"
-        return document, lambda: say(f"{target}: {count_text(len(reports))}, {sizes}")
+        counts = count_text(len(reports))
+        if delta_from is not None:
+            counts += f", {deltas} of them as deltas against {delta_from}"
+        return document, lambda: say(f"{target}: {counts}, {sizes}")
 
     return each(files, work, as_json)
+
+
+def _check_base(option: str, files: Sequence[Path], base: Path) -> None:
+    """Refuse a base of several files, or of a directory."""
+    if len(files) != 1 or files[0].is_dir() or base.is_dir():
+        raise misuse(f"{option} is for one FILE and one file that it is against")
+    if base == STANDARD:
+        raise misuse(f"{option} is -; name a file")
+    with about(base, EITHER):
+        convert.check_tensors(base)
 
 
 def _compressed_name(source: Path) -> str:
@@ -134,16 +181,19 @@ def _codec(name: str, window: str | None) -> Codec:
 @command(
     "tightwire decompress model.tw.safetensors -o back.safetensors",
     "tightwire decompress model-directory.tw -o back-directory",
+    "tightwire decompress step2.tw.safetensors --base old.safetensors -o back.safetensors",
     "tightwire decompress - < model.tw.safetensors > back.safetensors",
 )
 @input_files
 @output_option
+@path_option("--base", "The file that deltas are against, if it is not next to FILE.")
 @force_option
 @threads_option
 @json_option
 def decompress(
     files: Sequence[Path],
     output: Path | None,
+    base: Path | None,
     force: bool,
     threads: int | None,
     as_json: bool,
@@ -154,15 +204,20 @@ def decompress(
     with .safetensors for .tw.safetensors. Of DIR.tw the result is the directory that -o names, or
     DIR. After a kill, run the command again: it goes on where it was.
 
+    A FILE of deltas needs the file that it is against, which may be such a file too: each is next
+    to the one before, under the name that this one knows. A wrong one is refused.
+
     All inputs and outputs are checked before anything is written. An uncompressed model that is
     there already is never overwritten, not even with --force: remove it yourself.
 
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
+    if base is not None:
+        _check_base("--base", files, base)
     if is_piped(files, output):
-        into = partial(convert.decompress_file, threads=threads)
+        into = partial(convert.decompress_file, threads=threads, base=base)
         return convert_piped(files, output, COMPRESSED, into, force=force, as_json=as_json)
-    check_sources(files, output, COMPRESSED, convert.inspect_file)
+    check_sources(files, output, COMPRESSED, partial(convert.check_compressed, base=base))
     targets = targets_of(files, output, _restored_name)
     prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)
     works = directories.prepared(targets, prepare, COMPRESSED)
@@ -177,7 +232,7 @@ def decompress(
             writing(source, target),
             progress_bar("decompress", source) as progress,
         ):
-            convert.decompress_file(source, target, threads=threads, progress=progress)
+            convert.decompress_file(source, target, threads=threads, progress=progress, base=base)
         before, after = source.stat().st_size, target.stat().st_size
         document = {"target": target, "source_nbytes": before, "target_nbytes": after}
         return document, lambda: say(f"{target}: {size_text(before)} -> {size_text(after)}")

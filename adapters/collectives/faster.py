@@ -1,0 +1,98 @@
+"""Which of two ways of one call is faster on a group: measured at first, and again now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from ..transports.base import Transport
+from . import tensors
+from .agreement import gather_plain
+
+#: Seconds that the measurements of a group may take in all.
+BUDGET = 2.0
+#: Calls after which is measured again.
+AGAIN = 2000
+#: Repetitions of each way, at most.
+_MOST = 7
+#: Ours has to gain so much, as a share of the other's time.
+_GAIN = 0.02
+
+
+class Faster:
+    """Chooses between the network's own call and ours, by key; all ranks choose alike.
+
+    Args:
+        transport: The group's transport.
+        budget: Seconds for all measurements. Later calls are not measured, and ours is taken.
+        again: Calls of a key after which it is measured again.
+    """
+
+    def __init__(self, transport: Transport, *, budget: float = BUDGET, again: int = AGAIN) -> None:
+        self._transport = transport
+        self._left = budget
+        self._again = again
+        #: By key: whether the other way is taken, and for how many calls.
+        self._verdicts: dict[Hashable, list[Any]] = {}
+        #: Seconds of the other way and of ours, by key.
+        self.seconds: dict[Hashable, tuple[float, float]] = {}
+
+    def native(
+        self, key: Hashable, native: Callable[[], object], ours: Callable[[], object], like: Any
+    ) -> bool:
+        """Whether the network's own way is the faster one for calls of this key.
+
+        Args:
+            key: What calls have in common that take as long.
+            native: Makes the call in the network's own way. Both may be made several times.
+            ours: Makes it in ours.
+            like: An array on the device on which calls are timed.
+        """
+        verdict = self._verdicts.get(key)
+        if verdict is None or verdict[1] <= 0:
+            verdict = self._verdicts[key] = [self._measured(key, native, ours, like), self._again]
+        verdict[1] -= 1
+        return bool(verdict[0])
+
+    def _measured(
+        self, key: Hashable, native: Callable[[], object], ours: Callable[[], object], like: Any
+    ) -> bool:
+        if self._left <= 0:
+            known = self.seconds.get(key)
+            return known is not None and _gains_nothing(known)
+        start = time.perf_counter()
+        # Once each before they are timed: kernels are compiled, capacities learnt.
+        rows = []
+        for k in range(_MOST + 2):
+            pair = _seconds(native, like), _seconds(ours, like)
+            if k >= 2:
+                rows.append(pair)
+            spent = self._slowest(time.perf_counter() - start)
+            if rows and spent > self._left / 4:
+                break
+        mine = np.array(np.median(rows, axis=0), np.float64)
+        every = gather_plain(self._transport, mine.view(np.uint8)).view(np.float64)
+        found = float(every[:, 0].max()), float(every[:, 1].max())
+        self.seconds[key] = found
+        self._left -= self._slowest(time.perf_counter() - start)
+        return _gains_nothing(found)
+
+    def _slowest(self, seconds: float) -> float:
+        mine = np.array([seconds], np.float64)
+        return float(gather_plain(self._transport, mine.view(np.uint8)).view(np.float64).max())
+
+
+def _gains_nothing(seconds: tuple[float, float]) -> bool:
+    native, ours = seconds
+    return ours > (1 - _GAIN) * native
+
+
+def _seconds(call: Callable[[], object], like: Any) -> float:
+    tensors.synchronize(like)
+    start = time.perf_counter()
+    call()
+    tensors.synchronize(like)
+    return time.perf_counter() - start

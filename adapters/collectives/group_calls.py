@@ -1,0 +1,275 @@
+"""The calls of a PyTorch process group, made by a communicator.
+
+A function for each, with the arguments that ``torch.distributed`` gives to a process group. What it
+returns says what the policy asks about, and how the call is made. It is None for calls that only
+the network makes: other reductions, sparse tensors, lists of different dtypes, wrong arguments.
+All ranks find the same, since they give equal dtypes and sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .communicator import Communicator
+from .sums import Op
+
+_MEANS: dict[Any, Op] = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean"}
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """A call that a communicator can make.
+
+    Attributes:
+        op: Its name in a policy.
+        tensors: What it reads and writes, 1-D; the first says dtype and device.
+        nbytes: Bytes of this rank's input.
+        result: What the future of its work holds.
+        run: Makes it; ``wire`` is what the rule says, for sums.
+    """
+
+    op: str
+    tensors: list[Any]
+    nbytes: int
+    result: Any
+    run: Callable[[Communicator, str | None], None] = field(repr=False)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype."""
+        return str(self.tensors[0].dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        found: torch.device = self.tensors[0].device
+        return found
+
+
+def all_reduce(tensors: Any, opts: Any = None, *_: Any) -> GroupCall | None:
+    """Sums or means of tensors, in place."""
+    op = _op(opts, (dist.AllreduceOptions, dist.AllreduceCoalescedOptions))
+    flat = _flats(tensors)
+    if op is None or flat is None:
+        return None
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        whole = _joined(flat)
+        comm.all_reduce(whole, whole, op=op, wire=wire)
+        _part(whole, flat)
+
+    return GroupCall("all_reduce", flat, _nbytes(flat), tensors, run)
+
+
+def broadcast(tensors: Any, opts: Any = None, *_: Any) -> GroupCall | None:
+    """One rank's tensor, on all."""
+    flat = _flats(tensors)
+    if flat is None or not isinstance(opts, dist.BroadcastOptions) or len(flat) != 1:
+        return None
+    root = opts.rootRank
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        comm.broadcast(flat[0], root)
+
+    return GroupCall("broadcast", flat, _nbytes(flat), tensors, run)
+
+
+def all_gather(output: Any, x: Any, *_: Any) -> GroupCall | None:
+    """All ranks' tensors in one."""
+    return all_gathers([output], [x]) if isinstance(output, torch.Tensor) else None
+
+
+def all_gathers(outputs: Any, inputs: Any, *_: Any) -> GroupCall | None:
+    """The same of several tensors."""
+    outs, flat = _flats(outputs), _flats(inputs)
+    if outs is None or flat is None or not _fits(outs, flat):
+        return None
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        if len(flat) == 1:
+            comm.all_gather(flat[0], outs[0])
+            return
+        rows = comm.all_gather(_joined(flat)).view(comm.world_size, -1)
+        places = [out.view(comm.world_size, -1) for out in outs]
+        for place, part in zip(places, _columns(rows, places), strict=True):
+            place.copy_(part)
+
+    return GroupCall("all_gather", [*flat, *outs], _nbytes(flat), outputs, run)
+
+
+def all_gather_list(outputs: Any, inputs: Any, *_: Any) -> GroupCall | None:
+    """All ranks' tensors, each in one of its own."""
+    flat = _flats(inputs)
+    outs = _flats(outputs[0]) if _is_list(outputs) and _is_list(outputs[0]) else None
+    if flat is None or outs is None or len(flat) != 1 or len(outputs) != 1:
+        return None
+    # Ranks may give tensors of different sizes, and then do not know all of them.
+    if any(out.numel() != flat[0].numel() for out in outs) or not _alike([*outs, *flat]):
+        return None
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        _part(comm.all_gather(flat[0]), outs)
+
+    return GroupCall("all_gather", [*flat, *outs], _nbytes(flat), outputs, run)
+
+
+def reduce_scatter(output: Any, x: Any, opts: Any = None, *_: Any) -> GroupCall | None:
+    """This rank's share of a sum or mean."""
+    return reduce_scatters([output], [x], opts) if isinstance(output, torch.Tensor) else None
+
+
+def reduce_scatters(outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> GroupCall | None:
+    """The same of several tensors."""
+    op = _op(opts, dist.ReduceScatterOptions)
+    outs, flat = _flats(outputs), _flats(inputs)
+    if op is None or outs is None or flat is None or not _fits(flat, outs):
+        return None
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        if len(flat) == 1:
+            _scatter(comm, flat[0], outs[0], op, wire)
+            return
+        rows = torch.cat([x.view(comm.world_size, -1) for x in flat], 1)
+        share = outs[0].new_empty(rows.shape[1])
+        _scatter(comm, rows.view(-1), share, op, wire)
+        _part(share, outs)
+
+    return GroupCall("reduce_scatter", [*flat, *outs], _nbytes(flat), outputs, run)
+
+
+def reduce_scatter_list(outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> GroupCall | None:
+    """This rank's share of a sum whose shares are tensors of their own."""
+    op = _op(opts, dist.ReduceScatterOptions)
+    outs = _flats(outputs)
+    flat = _flats(inputs[0]) if _is_list(inputs) and _is_list(inputs[0]) else None
+    if op is None or outs is None or flat is None or len(outs) != 1 or len(inputs) != 1:
+        return None
+    if any(x.numel() != outs[0].numel() for x in flat) or not _alike([*outs, *flat]):
+        return None
+
+    def run(comm: Communicator, wire: str | None) -> None:
+        _scatter(comm, _joined(flat), outs[0], op, wire)
+
+    return GroupCall("reduce_scatter", [*flat, *outs], _nbytes(flat), outputs, run)
+
+
+def all_to_all(
+    output: Any, x: Any, out_splits: Any = (), in_splits: Any = (), *_: Any
+) -> GroupCall | None:
+    """Shares of all ranks' tensors; with splits, which are rows, of unequal ones."""
+    found = _flats([output, x])
+    if found is None or not _alike(found):
+        return None
+    out, flat = found
+    if not len(out_splits) and not len(in_splits):
+        if out.numel() != flat.numel():
+            return None
+
+        def run(comm: Communicator, wire: str | None) -> None:
+            comm.all_to_all(flat, out)
+
+        return GroupCall("all_to_all", [flat, out], _nbytes([flat]), output, run)
+    if not output.dim() or output.shape[1:] != x.shape[1:]:
+        return None
+    width = math.prod(x.shape[1:])
+
+    def run_splits(comm: Communicator, wire: str | None) -> None:
+        inward = [n * width for n in out_splits] or _equal(out, comm)
+        outward = [n * width for n in in_splits] or _equal(flat, comm)
+        comm.all_to_all(flat, out, send_splits=outward, receive_splits=inward)
+
+    return GroupCall("all_to_all_v", [flat, out], _nbytes([flat]), output, run_splits)
+
+
+def _equal(x: Any, comm: Communicator) -> list[int]:
+    return [x.numel() // comm.world_size] * comm.world_size
+
+
+def _scatter(comm: Communicator, x: Any, out: Any, op: Op, wire: str | None) -> None:
+    if op == "sum":
+        comm.reduce_scatter(x, out, wire=wire)
+        return
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    total = torch.empty_like(out, dtype=wide)
+    comm.reduce_scatter(x, total, wire=wire)
+    out.copy_(total.div_(comm.world_size))
+
+
+def _op(opts: Any, kind: Any) -> Op | None:
+    """What a communicator calls a reduction; None for those that it has not."""
+    if opts is None:
+        return "sum"
+    # Factors (PREMUL_SUM) are not among the keys.
+    return _MEANS.get(opts.reduceOp.op) if isinstance(opts, kind) else None
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and len(x) > 0
+
+
+def _flats(values: Any) -> list[Any] | None:
+    """The memory of tensors of one dtype and device; None if that is not what they are."""
+    if not _is_list(values) or not all(isinstance(x, torch.Tensor) for x in values):
+        return None
+    found = [_flat(x) for x in values]
+    return found if all(x is not None for x in found) and _alike(found) else None
+
+
+def _flat(x: torch.Tensor) -> Any:
+    """The memory of a dense tensor, 1-D; its dimensions may be in any order."""
+    if x.layout != torch.strided or x.is_neg() or x.is_conj():
+        return None
+    x = x.detach()
+    if x.is_contiguous():
+        return x.view(-1)
+    return x.as_strided((x.numel(),), (1,)) if _is_dense(x) else None
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether elements lie one behind the other in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _alike(values: list[Any]) -> bool:
+    return len({(x.dtype, x.device) for x in values}) == 1
+
+
+def _fits(wholes: list[Any], parts: list[Any]) -> bool:
+    """Whether each is as many times as long as the part of it, and all are of one kind."""
+    if len(wholes) != len(parts) or not _alike([*wholes, *parts]):
+        return False
+    if any(not part.numel() for part in parts):
+        return False
+    times = {whole.numel() / part.numel() for whole, part in zip(wholes, parts, strict=True)}
+    return len(times) == 1
+
+
+def _nbytes(values: list[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in values)
+
+
+def _joined(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else torch.cat(values)
+
+
+def _part(whole: Any, values: list[Any]) -> None:
+    """Copy what lies one behind the other to where it belongs, if it is not there."""
+    if len(values) == 1 and values[0].data_ptr() == whole.data_ptr():
+        return
+    for value, part in zip(values, whole.split([x.numel() for x in values]), strict=True):
+        value.copy_(part)
+
+
+def _columns(rows: Any, places: list[Any]) -> Any:
+    return rows.split([place.shape[1] for place in places], 1)

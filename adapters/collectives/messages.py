@@ -1,0 +1,227 @@
+"""Messages of prepared calls: buffers at fixed places, which ranks exchange or read where they lie.
+
+A *route* moves them. ``NetworkRoute`` has the transport send one contiguous piece for each rank.
+``PeerRoute`` moves nothing: each rank reads its peers' memory.
+
+Over a network a message has a size that all ranks know beforehand (specs/buffer.md, fixed-rate
+buffers). What the dynamic part needs is learnt from earlier messages: see ``Capacity``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ...codecs.common.base import Plan
+from ...formats.header import align
+from ..transports.base import Transport
+from ..transports.peer import PeerMemory, Region
+from . import tensors
+
+#: Place of the dynamic bytes in a record, in units of eight bytes.
+_DYNAMIC_NBYTES = 1
+#: Of the first messages the dynamic part has this share of the tensor's bytes.
+_FIRST_SHARE = 1 / 16
+#: Messages that are remembered.
+_REMEMBERED = 16
+#: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
+_SPARE, _IDLE = 0.25, 3.0
+
+
+class Capacity:
+    """Bytes of the dynamic slot of messages of one call, from what earlier ones needed.
+
+    Equal needs, learnt in the same order, make equal capacities on all ranks.
+
+    Args:
+        bound: Bytes that are enough for any data.
+        raw_nbytes: Bytes of a message's elements.
+    """
+
+    def __init__(self, bound: int, raw_nbytes: int) -> None:
+        self._bound = bound
+        #: Capacities are multiples of this, so that there are few plans.
+        self._unit = align(max(1, bound // 128))
+        self._needs: deque[int] = deque(maxlen=_REMEMBERED)
+        self.nbytes = self._rounded(round(raw_nbytes * _FIRST_SHARE))
+
+    def learn(self, need: int) -> None:
+        """Note the most bytes that a message of one call needed.
+
+        Args:
+            need: Bytes; more than the capacity if the data did not fit.
+        """
+        self._needs.append(need)
+        if need > self.nbytes:
+            self.nbytes = self._rounded(round(need * (1 + 2 * _SPARE)))
+            return
+        wanted = self._rounded(round(max(self._needs) * (1 + _SPARE)))
+        full = len(self._needs) == _REMEMBERED
+        if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
+            self.nbytes = wanted
+
+    def _rounded(self, nbytes: int) -> int:
+        return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)
+
+
+class Layout(NamedTuple):
+    """Where a message has what.
+
+    Attributes:
+        plans: Of its buffers, one for each part.
+        starts: Where these begin.
+        nbytes: Of the whole message, also if its buffers take less.
+    """
+
+    plans: tuple[Plan, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], prefix: int) -> Layout:
+        """Buffers one behind the other, after so many bytes."""
+        ends = list(itertools.accumulate((plan.nbytes for plan in plans), initial=prefix))
+        return cls(tuple(plans), tuple(ends[:-1]), ends[-1])
+
+    @property
+    def certain_nbytes(self) -> int:
+        """Bytes that are read whatever the data: everything except the dynamic parts."""
+        return sum(plan.dynamic_offset for plan in self.plans)
+
+    def record(self, part: int) -> int:
+        """Where a buffer's record has its dynamic bytes, in units of eight bytes."""
+        return (self.starts[part] + self.plans[part].header.nbytes) // 8 + _DYNAMIC_NBYTES
+
+
+class Messages:
+    """Memory for the messages of one call.
+
+    Attributes:
+        sent: Messages of this rank: one, or one for each rank.
+        received: The message of every rank for this one; of a root all that it has spread.
+    """
+
+    def __init__(
+        self, sent: list[Any], received: list[Any], exchange: Callable[[], None], late: Any = None
+    ) -> None:
+        self.sent = sent
+        self.received = received
+        #: A word on a GPU that says which rank did not come; see ``Region.late``.
+        self.late = late
+        #: Has ``received`` show what all ranks have sent; the outputs of earlier exchanges of
+        #: the same messages must have been read.
+        self.exchange = exchange
+
+
+class Route(Protocol):
+    """How messages get from rank to rank."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether messages have the size that is needed, and not that of the worst data."""
+
+    @property
+    def name(self) -> str:
+        """For the trace."""
+
+    def gathered(self, nbytes: int, like: Any) -> Messages:
+        """Memory for a message that every rank sends to all. All ranks call it alike."""
+
+    def swapped(self, nbytes: int, like: Any) -> Messages:
+        """Memory for a message from every rank to every rank. All ranks call it alike."""
+
+    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
+        """Memory for messages of rank `root` to all, as many as ranks. All ranks call it alike."""
+
+
+class NetworkRoute:
+    """Messages that a transport moves, by one call for all of them."""
+
+    learns = True
+    name = "network"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def gathered(self, nbytes: int, like: Any) -> Messages:
+        """See ``Route``."""
+        ranks = self._transport.world_size
+        mine, received = _zeros(nbytes, like), _zeros(ranks * nbytes, like)
+
+        def exchange() -> None:
+            self._transport.all_gather(received, mine)
+
+        return Messages([mine], _rows(received, nbytes), exchange)
+
+    def swapped(self, nbytes: int, like: Any) -> Messages:
+        """See ``Route``."""
+        ranks = self._transport.world_size
+        sent, received = _zeros(ranks * nbytes, like), _zeros(ranks * nbytes, like)
+
+        def exchange() -> None:
+            self._transport.all_to_all(received, sent)
+
+        return Messages(_rows(sent, nbytes), _rows(received, nbytes), exchange)
+
+    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
+        """See ``Route``. Each rank gets one message from the root, and all gather them."""
+        rank, ranks = self._transport.rank, self._transport.world_size
+        sent, received = _zeros(ranks * nbytes, like), _zeros(ranks * nbytes, like)
+        rows = _rows(sent, nbytes)
+        # The root's own share needs no network.
+        is_root = rank == root
+        xs = [[row] if is_root and peer != root else [] for peer, row in enumerate(rows)]
+        outs = [[rows[rank]] if peer == root and not is_root else [] for peer in range(ranks)]
+
+        def exchange() -> None:
+            self._transport.all_to_all_v(outs, xs)
+            self._transport.all_gather(received, rows[rank])
+
+        return Messages(rows, _rows(received, nbytes), exchange)
+
+
+class PeerRoute:
+    """Messages that lie where all ranks read them.
+
+    A rank may write to messages again when all have come to the next barrier but one: callers keep
+    two sets of messages at least, and take them in turn.
+    """
+
+    learns = False
+    name = "peer memory"
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+
+    def gathered(self, nbytes: int, like: Any) -> Messages:
+        """See ``Route``."""
+        region = self._region(nbytes)
+        mine = region.parts[self._memory.rank]
+        return Messages([mine], list(region.parts), region.barrier, region.late())
+
+    def swapped(self, nbytes: int, like: Any) -> Messages:
+        """See ``Route``."""
+        rank, region = self._memory.rank, self._region(self._memory.world_size * nbytes)
+        received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
+        return Messages(_rows(region.parts[rank], nbytes), received, region.barrier, region.late())
+
+    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
+        """See ``Route``."""
+        region = self._region(self._memory.world_size * nbytes)
+        mine, received = region.parts[self._memory.rank], _rows(region.parts[root], nbytes)
+        return Messages(_rows(mine, nbytes), received, region.barrier, region.late())
+
+    def _region(self, nbytes: int) -> Region:
+        return self._memory.region(align(nbytes))
+
+
+def _zeros(nbytes: int, like: Any) -> Any:
+    memory = tensors.empty_bytes(nbytes, like)
+    memory[:] = 0
+    return memory
+
+
+def _rows(memory: Any, nbytes: int) -> list[Any]:
+    return [memory[at : at + nbytes] for at in range(0, memory.shape[0], nbytes)]

@@ -1,0 +1,225 @@
+"""Prepared calls: collectives of one shape, dtype and group, for which everything is ready.
+
+A ``PreparedCalls`` object prepares them. Making one takes time, and all ranks make it together;
+calling it then encodes, has the route exchange messages, and decodes. On a GPU that only queues
+work: the host waits for nothing, and allocates nothing. What it returns, a ``Work``, tells later
+whether all of it was right:
+
+    from tightwire.adapters.collectives.prepared import PreparedCalls
+    from tightwire.adapters.transports.torch_dist import TorchDist
+
+    calls = PreparedCalls(TorchDist.new_group())
+    gather = calls.all_gather(shard)
+    for _ in range(steps):
+        work = gather(shard, whole)
+        ...                 # queue other work
+        work.wait()         # `whole` is right from here on
+
+A CUDA graph can hold calls on peers' memory: make them while it captures, and ``check()`` them
+after replays; such works are not waited for.
+
+Messages over a network have a size that earlier calls taught. Data that do not fit are found when
+the work is waited for, and then exchanged again, exactly. Between GPUs of a host that read one
+another's memory (``peers``) everything fits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ...codec import Codec, as_codec
+from ...planning import integer
+from ..errors import CollectiveError
+from ..transports.base import Transport
+from ..transports.peer import PeerMemory
+from . import running
+from .agreement import agree
+from .arguments import check_round_trips, peer_of
+from .calls import Call, TraceRecord
+from .messages import NetworkRoute, PeerRoute, Route
+from .prepared_exchange import part_of
+from .prepared_gathers import AllGather, AllToAll, Broadcast
+from .prepared_sums import AllReduce, OneShot, ReduceScatter
+
+#: Bytes of a tensor up to which an all-reduce has every rank send all of it.
+ONE_SHOT_NBYTES = 256 << 10
+
+
+class PreparedCalls:
+    """Prepares collectives of a fixed set of ranks.
+
+    All ranks prepare the same calls in the same order, and make them in the same order; they also
+    wait for works in the same order. Sums are made in float32 (float64 for float64) in the order of
+    ranks, with this rank's own term as it is, and rounded once; all ranks that get a result get the
+    same bits. With a lossless codec gathered data arrive bit for bit.
+
+    Args:
+        transport: The transport, for these calls alone.
+        codec: A codec or its name. Tensors of a dtype that it does not compress are sent raw.
+        peers: Memory that the ranks can read from one another, used in place of the transport,
+            which then serves for agreement. None: messages go through the transport.
+        checksum: Whether messages have checksums.
+        depth: Calls of one prepared collective that may be under way, at least 2. The next one
+            waits for the oldest.
+        seed: Seed of codecs that round at random, from 0 to 2^64 - 1.
+        trace: Number of works that ``trace()`` remembers. 0 costs nothing.
+        name: What ``running_calls`` and errors call them.
+
+    Raises:
+        CollectiveError: On all ranks, if they differ in an argument, or prepare different calls.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is not allowed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        codec: str | Codec = "zipccl",
+        *,
+        peers: PeerMemory | None = None,
+        checksum: bool = True,
+        depth: int = 2,
+        seed: int = 0,
+        trace: int = 0,
+        name: str = "",
+    ) -> None:
+        if integer("trace", trace) < 0:
+            raise ValueError(f"trace is {trace}; allowed: at least 0")
+        if integer("depth", depth) < 2:
+            raise ValueError(f"depth is {depth}; allowed: at least 2")
+        self.codec = as_codec(codec)
+        check_round_trips(self.codec)
+        self.transport = transport
+        self.rank, self.world_size = transport.rank, transport.world_size
+        if peers is not None and (peers.rank, peers.world_size) != (self.rank, self.world_size):
+            raise ValueError(
+                f"peers is rank {peers.rank} of {peers.world_size}, transport rank {self.rank} of "
+                f"{self.world_size}; needed: the same ranks"
+            )
+        self.route: Route = NetworkRoute(transport) if peers is None else PeerRoute(peers)
+        self.checksum, self.depth, self.seed, self.name = bool(checksum), depth, seed, name
+        #: Calls so far, prepared and made.
+        self.number = 0
+        self.broken = ""
+        self.records: deque[TraceRecord] = deque(maxlen=trace)
+        #: Tells when ranks leave, where the transport knows.
+        self.presence: Any = transport.presence()
+        self.agreed("PreparedCalls", f"{self.codec.spec!r}, {self.route.name}, seed {seed}")
+
+    def all_gather(self, like: Any) -> AllGather:
+        """Prepare an all-gather of tensors like this one.
+
+        Args:
+            like: An array: its dtype, number of elements, library and device count. Or a list of
+                arrays, of any dtypes and sizes: calls take lists then, and are one exchange.
+        """
+        return AllGather(self, like)
+
+    def all_to_all(self, like: Any) -> AllToAll:
+        """Prepare an all-to-all: equal share j of the tensor goes to rank j.
+
+        Args:
+            like: As in ``all_gather``, of ``world_size * n`` elements.
+        """
+        return AllToAll(self, like)
+
+    def reduce_scatter(
+        self, like: Any, *, dtype: Any = None, wire: Any = None, scale: float | None = None
+    ) -> ReduceScatter:
+        """Prepare a sum over ranks, of which each gets its share.
+
+        Args:
+            like: As in ``all_gather``, of ``world_size * n`` elements.
+            dtype: Dtype of the result: None, that of what travels, or float32.
+            wire: Dtype in which terms of other ranks travel, of at most the tensor's precision.
+                None: that of ``like``.
+            scale: A number that sums are multiplied by, such as ``1 / world_size``. None: nothing.
+
+        Raises:
+            TypeError: If the dtype is not a float.
+            ValueError: If a dtype is not allowed, or there are no equal shares.
+        """
+        return ReduceScatter(self, like, dtype=dtype, wire=wire, scale=scale)
+
+    def all_reduce(
+        self,
+        like: Any,
+        *,
+        wire: Any = None,
+        scale: float | None = None,
+        algorithm: str | None = None,
+    ) -> AllReduce | OneShot:
+        """Prepare a sum over ranks, which all of them get.
+
+        Args:
+            like: As in ``all_gather``.
+            wire: As in ``reduce_scatter``. Two-shot sums are rounded to it, one-shot ones are not.
+            scale: As in ``reduce_scatter``.
+            algorithm: ``"two-shot"``, ``"one-shot"``, or None: one-shot for at most
+                ``ONE_SHOT_NBYTES`` bytes.
+
+        Raises:
+            TypeError: If the dtype is not a float.
+            ValueError: For another ``algorithm`` or ``wire``.
+        """
+        if algorithm not in (None, "one-shot", "two-shot"):
+            raise ValueError(f"algorithm is {algorithm!r}; allowed: 'one-shot', 'two-shot', None")
+        likes = like if isinstance(like, (list, tuple)) else [like]
+        small = sum(part_of(x).nbytes for x in likes) <= ONE_SHOT_NBYTES
+        if algorithm == "one-shot" or (algorithm is None and small):
+            return OneShot(self, like, wire=wire, scale=scale)
+        return AllReduce(self, like, wire=wire, scale=scale)
+
+    def broadcast(self, like: Any, *, root: int = 0) -> Broadcast:
+        """Prepare a broadcast: all ranks get the tensor of one.
+
+        Args:
+            like: As in ``all_gather``.
+            root: Number of that rank.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        return Broadcast(self, like, root=peer_of("root", root, self.world_size))
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last works that were waited for, oldest first."""
+        return list(self.records)
+
+    def close(self) -> None:
+        """Close the transport. Later calls raise CollectiveError, on other ranks, too."""
+        self.broken = self.broken or "the calls are closed"
+        if self.presence is not None:
+            self.presence.leave()
+        self.transport.close()
+
+    def exact(self) -> PreparedCalls:
+        """Calls of the same ranks whose messages are not compressed."""
+        found = object.__new__(PreparedCalls)
+        found.__dict__.update(self.__dict__ | {"codec": as_codec("raw")})
+        return found
+
+    def agreed(self, what: str, facts: str) -> None:
+        """Raise CollectiveError, on all ranks, if they prepare something else."""
+        call = Call(self.rank, what, self.number, "", self.name)
+        self.number += 1
+        with running.noted(call), call.stage("agree"):
+            agree(call, self.transport, facts)
+
+    def refusal(self, collective: str) -> CollectiveError | None:
+        """The error of later calls, if an earlier one has failed."""
+        if not self.broken:
+            return None
+        why = f"an earlier call has failed: {self.broken}"
+        return CollectiveError(self.rank, collective, self.number, "start", why)
+
+    def begin(self, collective: str, text: str) -> Call:
+        """Number a call, and refuse it if an earlier one has failed."""
+        refusal = self.refusal(collective)
+        if refusal is not None:
+            raise refusal
+        call = Call(self.rank, collective, self.number, "", self.name)
+        self.number += 1
+        call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
+        return call

@@ -1,0 +1,234 @@
+"""The exchanges of prepared calls: what they move, their messages, and memory of a call."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from ... import arrays
+from ...buffer import Buffer
+from ...formats.dtypes import BY_NAME, DType
+from ...formats.errors import FormatError
+from . import tensors
+from .messages import Layout, Messages
+
+if TYPE_CHECKING:
+    from .prepared_work import Work
+
+INT64 = BY_NAME["int64"]
+#: Shares begin at multiples of this many elements.
+_UNIT = 128
+
+
+class Part(NamedTuple):
+    """One tensor of a prepared call, which has one or a list.
+
+    Attributes:
+        dtype: Its dtype.
+        nelem: Its number of elements.
+    """
+
+    dtype: DType
+    nelem: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.nelem * self.dtype.itemsize
+
+
+class Shares(NamedTuple):
+    """What an exchange moves of one part.
+
+    Attributes:
+        counts: Elements by rank: of the messages to each if they are swapped, else of those that
+            are received.
+        dtype: What they travel as.
+    """
+
+    counts: list[int]
+    dtype: DType
+
+
+class Exchanged(NamedTuple):
+    """What one exchange of a call moves.
+
+    Attributes:
+        kind: ``"gathered"``: each rank's message goes to all; ``"swapped"``: each rank has one for
+            each; ``"spread"``: a root has as many as there are ranks, which all get.
+        parts: What there is of each part.
+        root: The root of messages that are spread.
+    """
+
+    kind: Literal["gathered", "swapped", "spread"]
+    parts: list[Shares]
+    root: int = 0
+
+
+class Given(NamedTuple):
+    """A tensor that is encoded, the number of its message, and which part it is of."""
+
+    x: Any
+    number: int
+    part: int = 0
+
+
+class Exchange:
+    """One exchange of messages of a call, and what is read and written at each call.
+
+    Attributes:
+        what: What it moves.
+        layouts: Of the messages to each rank if they are swapped, else of those that are received.
+        messages: Their memory.
+        buffers: Those that are received, message by message; None if one has no elements.
+        needs: Words that say what buffers needed, and of which part each is.
+    """
+
+    def __init__(
+        self, what: Exchanged, layouts: list[Layout], messages: Messages, rank: int, ranks: int
+    ) -> None:
+        self.what, self.layouts, self.messages = what, layouts, messages
+        self._rank, self._ranks = rank, ranks
+        own = [layouts[rank]] * ranks if what.kind == "swapped" else layouts
+        self.buffers = [
+            Buffer.wrap(plan, data[start:]) if plan.nelem else None
+            for layout, data in zip(own, messages.received, strict=True)
+            for plan, start in zip(layout.plans, layout.starts, strict=True)
+        ]
+        sent = [tensors.view(m, INT64) for m in messages.sent]
+        received = [tensors.view(m, INT64) for m in messages.received]
+        parts = range(len(what.parts))
+        #: By part, where every rank is told what this rank's messages needed, and what says it.
+        self._told: list[tuple[list[Any], list[Any]]] = []
+        if layouts[0].starts[0]:
+            for part in parts:
+                needed = [
+                    _word(words, layout.record(part))
+                    for j, (words, layout) in enumerate(zip(sent, layouts, strict=True))
+                    if j != rank and layout.plans[part].nelem
+                ]
+                if needed:
+                    self._told.append(([_word(words, part) for words in sent], needed))
+            self.needs = [(part, _word(words, part)) for words in received for part in parts]
+        else:
+            self.needs = [
+                (part, _word(words, layout.record(part)))
+                for words, layout in zip(received, own, strict=True)
+                for part in parts
+                if layout.plans[part].nelem
+            ]
+
+    def layout(self, number: int) -> Layout:
+        """The layout of message `number` of this rank."""
+        return self.layouts[self._rank if self.what.kind == "gathered" else number]
+
+    def memory(self, number: int, part: int) -> Any:
+        """Where a part is encoded as message `number`."""
+        layout = self.layout(number)
+        start = layout.starts[part]
+        return self.messages.sent[number][start : start + layout.plans[part].nbytes]
+
+    def sender(self, number: int) -> int:
+        """The rank that has sent the received buffer `number`."""
+        spread = self.what.kind == "spread"
+        return self.what.root if spread else number // len(self.what.parts)
+
+    def sends(self, by_network: bool) -> int:
+        """How many messages this rank sends, or others read of it."""
+        others, is_root = self._ranks - 1, self._rank == self.what.root
+        if self.what.kind != "spread":
+            return others
+        if not by_network:
+            return self._ranks * others if is_root else 0
+        # Every rank gives its share, which the root has sent it, to all.
+        return 2 * others if is_root else others
+
+    def tell_needs(self) -> None:
+        """Tell every rank what the messages to all of them needed, if it is learnt."""
+        for words, needed in self._told:
+            most = _largest(needed)
+            for word in words:
+                tensors.put(word, most)
+
+
+class Slot:
+    """Memory of one call that is under way."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+        #: By part, bytes of the largest dynamic part of a message.
+        self.capacities: list[int] = []
+        #: On a GPU what decoding found, what messages needed, who did not come.
+        self.words: Any = None
+        self.needs_at = self.late_at = 0
+        self.scratch: Any = None
+        self.work: Work | None = None
+        #: A CUDA graph has it.
+        self.captured = False
+        #: What decoding has found on the host: the exchange, the sender, the error.
+        self.found: list[tuple[int, int, FormatError]] = []
+        #: By part, the most dynamic bytes that a message needed.
+        self.needs: list[int] = []
+        self.pending: tensors.PendingHostCopy | None = None
+
+    def set_needs(self, needs: Sequence[int]) -> None:
+        """Keep the most of each part; `needs` are what the words of all exchanges say."""
+        self.needs = [0] * len(self.capacities)
+        parts = (part for exchange in self.exchanges for part, _ in exchange.needs)
+        for part, need in zip(parts, needs, strict=True):
+            self.needs[part] = max(self.needs[part], need)
+
+
+def part_of(x: Any) -> Part:
+    """What is prepared for an array."""
+    info = arrays.describe(x)
+    return Part(info.dtype, math.prod(info.shape))
+
+
+def shares_of(x: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+    """The elements of `x` from bound to bound."""
+    return [x[start:stop] for start, stop in bounds]
+
+
+def bounds_of(nelem: int, ranks: int) -> list[tuple[int, int]]:
+    """Where the shares of the ranks begin and end; only the last ones are shorter."""
+    each = -(-nelem // (ranks * _UNIT)) * _UNIT
+    return list(itertools.pairwise(min(nelem, i * each) for i in range(ranks + 1)))
+
+
+def equal_bounds(nelem: int, ranks: int) -> list[tuple[int, int]]:
+    """Where the equal shares of the ranks begin and end; ValueError if there are none."""
+    if nelem % ranks:
+        raise ValueError(
+            f"like has {nelem} elements; needed: a multiple of {ranks}, one share for each rank"
+        )
+    each = nelem // ranks
+    return [(i * each, (i + 1) * each) for i in range(ranks)]
+
+
+def lengths(bounds: Sequence[tuple[int, int]]) -> list[int]:
+    """Elements from bound to bound."""
+    return [stop - start for start, stop in bounds]
+
+
+def need_apart(outs: Sequence[Any], xs: Sequence[Any]) -> None:
+    """Raise ValueError if results lie over inputs."""
+    if any(tensors.overlap(x, out) for x in xs for out in outs):
+        raise ValueError("out overlaps x; needed: memory of its own")
+
+
+def _word(words: Any, at: int) -> Any:
+    return words[at : at + 1]
+
+
+def _largest(words: list[Any]) -> Any:
+    """The largest of int64 words, shape (1,)."""
+    if not tensors.is_torch(words[0]):
+        return np.max(words, axis=0)
+    import torch
+
+    return words[0] if len(words) == 1 else torch.cat(words).amax().reshape(1)

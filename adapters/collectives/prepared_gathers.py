@@ -1,0 +1,192 @@
+"""Prepared collectives that add nothing up: all-gather, all-to-all and broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import tensors
+from .calls import Call
+from .prepared_exchange import (
+    Exchanged,
+    Given,
+    Shares,
+    Slot,
+    bounds_of,
+    equal_bounds,
+    lengths,
+    need_apart,
+    shares_of,
+)
+from .prepared_work import Prepared, Work
+
+if TYPE_CHECKING:
+    from .prepared import PreparedCalls
+
+
+class AllGather(Prepared):
+    """``call(x, out)``: ``out``, shape ``(world_size * n,)``, gets the tensors of all ranks.
+
+    ``x`` may be this rank's share of ``out``.
+    """
+
+    collective = "all_gather"
+
+    def __init__(self, calls: PreparedCalls, like: Any) -> None:
+        super().__init__(calls, like)
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        shares = [Shares([part.nelem] * self._ranks, part.dtype) for part in self._parts]
+        return [Exchanged("gathered", shares)]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return AllGather(calls, self._alike())
+
+    def __call__(self, x: Any, out: Any) -> Work:
+        """Make the call.
+
+        Args:
+            x: This rank's tensor, contiguous, of ``n`` elements. It stays as it is until the work
+                has been waited for.
+            out: The result, contiguous, of ``world_size * n`` elements of the same dtype.
+
+        Returns:
+            The work. ``out`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        counts = [part.nelem for part in self._parts]
+        xs = self._flat(x, counts, "x")
+        outs = self._flat(out, [self._ranks * n for n in counts], "out")
+        # Of every rank its share of every result.
+        rows = [
+            [whole[rank * n : (rank + 1) * n] for whole, n in zip(outs, counts, strict=True)]
+            for rank in range(self._ranks)
+        ]
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            self._encode(slot, call, 0, [Given(v, 0, part) for part, v in enumerate(xs)])
+            self._exchange(slot, call, 0)
+            wanted: list[Any] = [share for row in rows for share in row]
+            if self._calls.codec.lossless:
+                first = self._rank * len(xs)
+                wanted[first : first + len(xs)] = [None] * len(xs)
+                for own, values in zip(rows[self._rank], xs, strict=True):
+                    if not tensors.same_memory(own, values):
+                        tensors.put(own, values)
+            self._decode(slot, call, 0, wanted)
+            call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
+            return lambda _: self._exactly()(x, out).wait()
+
+        return self._run(body)
+
+
+class AllToAll(Prepared):
+    """``call(x, out)``: share i of ``out`` is share ``rank`` of rank i's ``x``."""
+
+    collective = "all_to_all"
+
+    def __init__(self, calls: PreparedCalls, like: Any) -> None:
+        super().__init__(calls, like)
+        self._bounds = [equal_bounds(part.nelem, self._ranks) for part in self._parts]
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        rows = zip(self._parts, self._bounds, strict=True)
+        return [Exchanged("swapped", [Shares(lengths(b), part.dtype) for part, b in rows])]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return AllToAll(calls, self._alike())
+
+    def __call__(self, x: Any, out: Any) -> Work:
+        """Make the call.
+
+        Args:
+            x: Contiguous, of ``world_size * n`` elements. It stays as it is until the work has been
+                waited for.
+            out: The result, as large; it does not overlap ``x``.
+
+        Returns:
+            The work. ``out`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        counts = [part.nelem for part in self._parts]
+        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+        need_apart(outs, xs)
+        sent = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
+        got = [shares_of(v, bounds) for v, bounds in zip(outs, self._bounds, strict=True)]
+        ranks, me = range(self._ranks), self._rank
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            given = [Given(s[j], j, part) for j in ranks if j != me for part, s in enumerate(sent)]
+            self._encode(slot, call, 0, given)
+            self._exchange(slot, call, 0)
+            for own, into in zip(sent, got, strict=True):
+                tensors.put(into[me], own[me])
+            self._decode(slot, call, 0, [None if i == me else g[i] for i in ranks for g in got])
+            nbytes = sum(part.nbytes for part in self._parts)
+            call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
+            return lambda _: self._exactly()(x, out).wait()
+
+        return self._run(body)
+
+
+class Broadcast(Prepared):
+    """``call(x)``: ``x`` of all ranks gets the values of that of one, the root.
+
+    Over a network each rank gets a share from the root, and all gather the shares. With a lossy
+    codec ``x`` of the root is overwritten too, with what the others decode.
+    """
+
+    collective = "broadcast"
+
+    def __init__(self, calls: PreparedCalls, like: Any, *, root: int) -> None:
+        super().__init__(calls, like, f" from rank {root}")
+        self._root = root
+        self._bounds = [bounds_of(part.nelem, self._ranks) for part in self._parts]
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        rows = zip(self._parts, self._bounds, strict=True)
+        shares = [Shares(lengths(bounds), part.dtype) for part, bounds in rows]
+        return [Exchanged("spread", shares, self._root)]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return Broadcast(calls, self._alike(), root=self._root)
+
+    def __call__(self, x: Any) -> Work:
+        """Make the call.
+
+        Args:
+            x: Contiguous, of as many elements as were prepared for. That of the root stays as it is
+                until the work has been waited for.
+
+        Returns:
+            The work. ``x`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        xs = self._flat(x, [part.nelem for part in self._parts], "x")
+        shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
+        is_root, ranks = self._rank == self._root, range(self._ranks)
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            given = [Given(s[i], i, part) for i in ranks for part, s in enumerate(shares)]
+            if is_root:
+                self._encode(slot, call, 0, given)
+            self._exchange(slot, call, 0)
+            if not (is_root and self._calls.codec.lossless):
+                self._decode(slot, call, 0, [one.x for one in given])
+            sends = slot.exchanges[0].sends(self._calls.route.learns)
+            call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
+            return lambda _: self._exactly()(x).wait()
+
+        return self._run(body)

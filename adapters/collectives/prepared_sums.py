@@ -1,0 +1,299 @@
+"""Prepared sums over ranks: reduce-scatter, and all-reduce, one-shot or two-shot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ... import arrays
+from ...formats.dtypes import BY_NAME, DType
+from . import tensors
+from .calls import Call
+from .prepared_exchange import (
+    Exchanged,
+    Given,
+    Part,
+    Shares,
+    Slot,
+    bounds_of,
+    equal_bounds,
+    lengths,
+    need_apart,
+    part_of,
+    shares_of,
+)
+from .prepared_work import Prepared, Work
+
+if TYPE_CHECKING:
+    from .prepared import PreparedCalls
+
+_FLOAT32 = BY_NAME["float32"]
+
+
+class _Sums(Prepared):
+    """What prepared sums share: what travels, and what sums are multiplied by."""
+
+    def __init__(
+        self, calls: PreparedCalls, like: Any, facts: str, wire: Any, scale: float | None
+    ) -> None:
+        likes = list(like) if isinstance(like, (list, tuple)) else [like]
+        self._wires = [_wire_of(part_of(x), wire) for x in likes]
+        self._scale = scale
+        names = dict.fromkeys(dtype.name for dtype in self._wires)
+        travels = "" if wire is None else f", {' and '.join(names)} travels"
+        super().__init__(calls, like, f"{facts}{travels}, times {scale}")
+
+    @property
+    def _wire(self) -> str | None:
+        """The dtype that was asked for, of which some parts may be already."""
+        pairs = zip(self._wires, self._parts, strict=True)
+        return next((wire.name for wire, part in pairs if wire != part.dtype), None)
+
+    @property
+    def _dtypes(self) -> list[DType | None]:
+        """Of results that are wider than what travels."""
+        pairs = zip(self._wires, self._parts, strict=True)
+        return [part.dtype if wire != part.dtype else None for wire, part in pairs]
+
+    def _as_given(self, xs: list[Any]) -> Any:
+        """Tensors as callers give them."""
+        return xs if self._listed else xs[0]
+
+    def _sent(self, part: int, values: Any) -> Any:
+        """`values` of a part as they travel."""
+        return tensors.cast(values, self._wires[part])
+
+
+class ReduceScatter(_Sums):
+    """``call(x, out)``: ``out`` gets this rank's share of the sum of all ranks' ``x``."""
+
+    collective = "reduce_scatter"
+
+    def __init__(
+        self, calls: PreparedCalls, like: Any, *, dtype: Any, wire: Any, scale: float | None
+    ) -> None:
+        self._dtype = None if dtype is None else arrays.as_dtype(dtype)
+        facts = "" if self._dtype is None else f", {self._dtype.name} sums"
+        super().__init__(calls, like, facts, wire, scale)
+        #: Dtypes of the results.
+        self._sum_dtypes = [self._dtype or wire for wire in self._wires]
+        for wire_dtype, sum_dtype in zip(self._wires, self._sum_dtypes, strict=True):
+            if sum_dtype not in (wire_dtype, _FLOAT32):
+                raise ValueError(
+                    f"dtype is {sum_dtype.name}; allowed: {wire_dtype.name}, float32, None"
+                )
+        self._bounds = [equal_bounds(part.nelem, self._ranks) for part in self._parts]
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        rows = zip(self._wires, self._bounds, strict=True)
+        return [Exchanged("swapped", [Shares(lengths(bounds), wire) for wire, bounds in rows])]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        dtype = None if self._dtype is None else self._dtype.name
+        return ReduceScatter(calls, self._alike(), dtype=dtype, wire=self._wire, scale=self._scale)
+
+    def __call__(self, x: Any, out: Any, late: Callable[[Any], None] | None = None) -> Work:
+        """Make the call.
+
+        Args:
+            x: Contiguous, of ``world_size * n`` elements. It stays as it is until the work has been
+                waited for.
+            out: The result, of ``n`` elements of the result's dtype; it does not overlap ``x``.
+
+            late: Called with the exact result, like ``out``, by the work, if terms did not fit on
+                this rank; then ``out`` has been -0.0, to which sums can be added later without a
+                change of bits. None: ``out`` is overwritten.
+
+        Returns:
+            The work. ``out`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        ranks, me = range(self._ranks), self._rank
+        xs = self._flat(x, [part.nelem for part in self._parts], "x")
+        counts = [part.nelem // self._ranks for part in self._parts]
+        totals = self._flat(out, counts, "out", self._sum_dtypes)
+        need_apart(totals, xs)
+        shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            given = [
+                Given(self._sent(part, own[j]), j, part)
+                for j in ranks
+                if j != me
+                for part, own in enumerate(shares)
+            ]
+            self._encode(slot, call, 0, given)
+            self._exchange(slot, call, 0)
+            for part, (own, total) in enumerate(zip(shares, totals, strict=True)):
+                dtype = self._sum_dtypes[part]
+                self._sum(slot, call, 0, own[me], total, part=part, dtype=dtype, scale=self._scale)
+            nbytes = sum(part.nbytes for part in self._parts)
+            call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
+            return lambda wrong: self._again(x, out, totals, late, wrong)
+
+        return self._run(body)
+
+    def _again(
+        self,
+        x: Any,
+        out: Any,
+        totals: Sequence[Any],
+        late: Callable[[Any], None] | None,
+        wrong: bool,
+    ) -> None:
+        """The sum once more, exactly; `wrong` on this rank if `out` is."""
+        if late is None:
+            self._exactly()(x, out).wait()
+            return
+        rows = zip(totals, self._sum_dtypes, strict=True)
+        fresh = [tensors.empty(total.shape, dtype, total) for total, dtype in rows]
+        total = fresh if self._listed else fresh[0]
+        self._exactly()(x, total).wait()
+        if wrong:
+            late(total)
+
+
+class OneShot(_Sums):
+    """``call(x, out)``: every rank sends all of ``x``, and adds up what all have sent."""
+
+    collective = "all_reduce"
+
+    def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
+        super().__init__(calls, like, ", one-shot", wire, scale)
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        rows = zip(self._parts, self._wires, strict=True)
+        shares = [Shares([part.nelem] * self._ranks, wire) for part, wire in rows]
+        return [Exchanged("gathered", shares)]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return OneShot(calls, self._alike(), wire=self._wire, scale=self._scale)
+
+    def __call__(self, x: Any, out: Any) -> Work:
+        """Make the call.
+
+        Args:
+            x: Contiguous, of as many elements as were prepared for.
+            out: The result, as large, of the same dtype; it may be ``x``.
+
+        Returns:
+            The work. ``out`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        counts = [part.nelem for part in self._parts]
+        xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            kept = _kept(xs, totals) if self._learns else xs
+            given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(xs)]
+            self._encode(slot, call, 0, given)
+            self._exchange(slot, call, 0)
+            for part, (total, dtype) in enumerate(zip(totals, self._dtypes, strict=True)):
+                if total.shape[0]:
+                    self._sum(slot, call, 0, None, total, part=part, dtype=dtype, scale=self._scale)
+            call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
+            return lambda _: self._exactly()(self._as_given(kept), out).wait()
+
+        return self._run(body)
+
+
+class AllReduce(_Sums):
+    """``call(x, out)``: a two-shot sum: a reduce-scatter, and an all-gather of the sums."""
+
+    collective = "all_reduce"
+
+    def __init__(self, calls: PreparedCalls, like: Any, *, wire: Any, scale: float | None) -> None:
+        super().__init__(calls, like, ", two-shot", wire, scale)
+        self._bounds = [bounds_of(part.nelem, self._ranks) for part in self._parts]
+        self._start()
+
+    def _exchanges(self) -> list[Exchanged]:
+        rows = zip(self._wires, self._bounds, strict=True)
+        shares = [Shares(lengths(bounds), wire) for wire, bounds in rows]
+        return [Exchanged("swapped", shares), Exchanged("gathered", shares)]
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        return AllReduce(calls, self._alike(), wire=self._wire, scale=self._scale)
+
+    def __call__(self, x: Any, out: Any) -> Work:
+        """Make the call.
+
+        Args:
+            x: Contiguous, of as many elements as were prepared for.
+            out: The result, as large, of the same dtype; it may be ``x``.
+
+        Returns:
+            The work. ``out`` is right when it has been waited for.
+
+        Raises:
+            CollectiveError: If the exchange fails.
+            ValueError: If an array is not what was prepared for. Nothing has been sent then.
+        """
+        counts = [part.nelem for part in self._parts]
+        xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
+        ranks, me = range(self._ranks), self._rank
+
+        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+            # All is read again if it is sent again, and own terms while sums are written.
+            kept = _kept(xs, outs) if self._learns else xs
+            owns = [v[slice(*bounds[me])] for v, bounds in zip(kept, self._bounds, strict=True)]
+            owns = _kept(owns, outs)
+            wholes = [
+                whole if dtype is None else tensors.empty(whole.shape, wire, whole)
+                for whole, dtype, wire in zip(outs, self._dtypes, self._wires, strict=True)
+            ]
+            terms, sums = (
+                [shares_of(v, bounds) for v, bounds in zip(values, self._bounds, strict=True)]
+                for values in (xs, wholes)
+            )
+            given = [
+                Given(self._sent(part, own[j]), j, part)
+                for j in ranks
+                if j != me
+                for part, own in enumerate(terms)
+            ]
+            self._encode(slot, call, 0, given)
+            self._exchange(slot, call, 0)
+            for part, (own, total) in enumerate(zip(owns, sums, strict=True)):
+                if own.shape[0]:
+                    self._sum(slot, call, 0, own, total[me], part=part, scale=self._scale)
+            self._encode(slot, call, 1, [Given(t[me], 0, part) for part, t in enumerate(sums)])
+            self._exchange(slot, call, 1)
+            lossless = self._calls.codec.lossless
+            wanted = [None if i == me and lossless else total[i] for i in ranks for total in sums]
+            self._decode(slot, call, 1, wanted)
+            for whole, result in zip(wholes, outs, strict=True):
+                if whole is not result:
+                    tensors.put(result, whole)
+            nbytes = sum(part.nbytes for part in self._parts)
+            call.raw_bytes += 2 * nbytes * (self._ranks - 1) // self._ranks
+            return lambda _: self._exactly()(self._as_given(kept), out).wait()
+
+        return self._run(body)
+
+
+def _wire_of(part: Part, wire: Any) -> DType:
+    """The dtype that a part travels as where `wire` is asked for."""
+    if not part.dtype.is_float:
+        raise TypeError(f"like is {part.dtype.name}; allowed in sums: floats")
+    found = part.dtype if wire is None else arrays.as_dtype(wire)
+    narrower = found.is_float and found.itemsize < _FLOAT32.itemsize
+    if found != part.dtype and not (part.dtype == _FLOAT32 and narrower):
+        raise ValueError(
+            f"wire is {found.name}, the tensor {part.dtype.name}; allowed: its dtype, or "
+            "a narrower one for float32"
+        )
+    return found
+
+
+def _kept(xs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """`xs`, as copies of those that results lie over."""
+    return [tensors.copied(x) if any(tensors.overlap(x, o) for o in outs) else x for x in xs]

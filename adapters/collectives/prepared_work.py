@@ -1,0 +1,514 @@
+"""What prepared collectives share: memory, encoding, decoding, and works that are judged later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ... import arrays
+from ...codecs.common.base import Plan
+from ...decoding import decode
+from ...formats.dtypes import DType
+from ...formats.errors import FormatError
+from ...formats.header import align
+from ...many import decode_many, decode_sum
+from ...prepared import prepare_encode_many
+from ..errors import CollectiveError
+from . import running, tensors
+from .calls import Call, TraceRecord, rounding_key
+from .messages import Capacity, Layout, Messages
+from .prepared_exchange import INT64, Exchange, Exchanged, Given, Slot, part_of
+
+if TYPE_CHECKING:
+    from .prepared import PreparedCalls
+
+
+class Work:
+    """A prepared call that was made. ``wait`` makes its result right, or raises."""
+
+    def __init__(
+        self, owner: Prepared | None, call: Call, report: Any, again: Callable[[bool], Any]
+    ) -> None:
+        #: None when it has been waited for, and in a captured graph.
+        self._owner = owner
+        self._call = call
+        #: Bytes to other ranks, without compression and as they were sent.
+        self.raw_bytes, self.wire_bytes = call.raw_bytes, call.wire_bytes
+        #: What decoding found, or a copy of it that is under way.
+        self._report = report
+        #: Makes the call once more, exactly. It is told whether this rank's result was wrong.
+        self._again: Callable[[bool], Any] | None = again
+        #: Whether the call was made once more, as a message did not fit.
+        self.repeated = False
+        #: By part, the most dynamic bytes that a message needed, when that is known.
+        self.needs: list[int] = []
+        self._error: CollectiveError | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether ``wait`` may have to make the call once more."""
+        return self._owner is not None and self._owner._learns
+
+    @property
+    def judged(self) -> bool:
+        """Whether it has been waited for."""
+        return self._owner is None
+
+    def done(self) -> bool:
+        """True if ``wait`` would not wait for the device."""
+        pending = isinstance(self._report, tensors.PendingHostCopy)
+        return self._owner is None or not pending or bool(self._report.done())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all has been decoded, and see to it that it is right.
+
+        On a GPU the host waits for the queued call. Ranks wait for works in the same order. The
+        first ``wait`` does all; later ones raise what it raised.
+
+        Args:
+            timeout: Seconds. None: the transport's.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: If a rank was late or gone, or bytes were damaged; the error names it.
+        """
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            try:
+                owner._judge(self, timeout)
+            except CollectiveError as error:
+                self._error = error
+            finally:
+                running.end(self._call)
+                owner._remember(self._call, self._error)
+                self._report = self._again = None
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class Prepared:
+    """What prepared collectives share: memory, encoding, decoding, and the judgement of works."""
+
+    #: How errors name it.
+    collective = ""
+
+    def __init__(self, calls: PreparedCalls, like: Any, facts: str = "") -> None:
+        self._calls = calls
+        self._rank, self._ranks = calls.rank, calls.world_size
+        self._listed = isinstance(like, (list, tuple))
+        likes = list(like) if self._listed else [like]
+        if not likes:
+            raise ValueError("like is an empty list; needed: at least one array")
+        self._parts = [part_of(x) for x in likes]
+        self._like = tensors.empty((0,), self._parts[0].dtype, tensors.as_input(likes[0])[0])
+        texts = ", ".join(f"{part.dtype.name} ({part.nelem},)" for part in self._parts)
+        self._text = f"{texts} {self.collective}{facts}"
+        self._slots = [Slot() for _ in range(calls.depth)]
+        self._made = 0
+        self._exact: Any = None
+        #: By part what is learnt; None where messages fit any data.
+        self._capacities: list[Capacity | None] = []
+        #: Whether a message may not fit.
+        self._learns = False
+        calls.agreed(f"prepare {self.collective}", self._text)
+
+    # What a collective says of itself.
+
+    def _exchanges(self) -> list[Exchanged]:
+        """The exchanges of a call."""
+        raise NotImplementedError
+
+    def _prepared_exactly(self, calls: PreparedCalls) -> Any:
+        """This collective without compression."""
+        raise NotImplementedError
+
+    # Memory.
+
+    def _start(self) -> None:
+        """Lay out the memory, once a subclass knows all."""
+        learns = self._calls.route.learns and self._calls.codec.lossless
+        exchanges = self._exchanges()
+        for part in range(len(self._parts)):
+            raw, nelem, dtype = max(
+                (max(shares.counts) * shares.dtype.itemsize, max(shares.counts), shares.dtype)
+                for shares in (exchanged.parts[part] for exchanged in exchanges)
+            )
+            bound = self._plan(nelem, dtype, None).dynamic_stride
+            self._capacities.append(Capacity(bound, raw) if learns and bound else None)
+        self._learns = any(capacity is not None for capacity in self._capacities)
+        for slot in self._slots:
+            self._lay_out(slot)
+
+    def _plan(self, nelem: int, dtype: DType, capacity: Capacity | None) -> Plan:
+        return self._calls.codec.plan(
+            (nelem,),
+            dtype.name,
+            dynamic_capacity=None if capacity is None else capacity.nbytes,
+            checksum=self._calls.checksum,
+        )
+
+    @tensors.kept
+    def _lay_out(self, slot: Slot) -> None:
+        """Give a slot memory for messages of the present capacities."""
+        slot.exchanges = []
+        slot.capacities = [0] * len(self._parts)
+        plans: list[Plan] = []
+        for what in self._exchanges():
+            layouts = self._layouts(what)
+            messages = self._messages(what, layouts[0].nbytes)
+            slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
+            for layout in layouts:
+                plans += layout.plans
+                for part, plan in enumerate(layout.plans):
+                    slot.capacities[part] = max(slot.capacities[part], plan.dynamic_stride)
+        if not tensors.is_cuda(self._like):
+            return
+        scratch = max(1, *(plan.scratch_nbytes for plan in plans))
+        slot.scratch = tensors.empty_bytes(scratch, self._like)
+        slot.needs_at = self._width * len(slot.exchanges)
+        slot.late_at = slot.needs_at + sum(len(e.needs) for e in slot.exchanges)
+        slot.words = tensors.empty((slot.late_at + len(slot.exchanges),), INT64, self._like)
+        slot.words[...] = 0
+        flat = [buffer for exchange in slot.exchanges for buffer in exchange.buffers]
+        for k, buffer in enumerate(flat):
+            if buffer is not None and buffer._memory is not None:
+                buffer._memory.report_to(slot.words[k : k + 1])
+
+    def _layouts(self, what: Exchanged) -> list[Layout]:
+        """The messages of an exchange, by rank, all as long as the longest."""
+        # Other ranks do not see what messages to one another needed.
+        tells = self._learns and what.kind == "swapped"
+        prefix = align(INT64.itemsize * len(self._parts)) if tells else 0
+        capacities = list(zip(what.parts, self._capacities, strict=True))
+        found = [
+            Layout.of([self._plan(p.counts[rank], p.dtype, most) for p, most in capacities], prefix)
+            for rank in range(self._ranks)
+        ]
+        nbytes = max(layout.nbytes for layout in found)
+        return [layout._replace(nbytes=nbytes) for layout in found]
+
+    def _messages(self, what: Exchanged, nbytes: int) -> Messages:
+        route = self._calls.route
+        if what.kind == "gathered":
+            return route.gathered(nbytes, self._like)
+        if what.kind == "swapped":
+            return route.swapped(nbytes, self._like)
+        return route.spread(nbytes, self._like, what.root)
+
+    @property
+    def _width(self) -> int:
+        """Buffers that one exchange receives."""
+        return self._ranks * len(self._parts)
+
+    # A call.
+
+    def _take(self) -> tuple[Slot, Call]:
+        """A slot that nobody uses, and the call."""
+        slot = self._slots[self._made % len(self._slots)]
+        if slot.work is not None:
+            if not slot.work.judged:
+                slot.work.wait()
+            for capacity, need in zip(self._capacities, slot.work.needs, strict=False):
+                if capacity is not None:
+                    capacity.learn(need)
+            slot.work = None
+        call = self._calls.begin(self.collective, self._text)
+        if self._calls.records.maxlen and tensors.is_cuda(self._like):
+            call.events = []
+        learnt = zip(slot.capacities, self._capacities, strict=True)
+        if any(known is not None and size != known.nbytes for size, known in learnt):
+            self._lay_out(slot)
+        self._made += 1
+        slot.found.clear()
+        slot.needs.clear()
+        return slot, call
+
+    def _encode(self, slot: Slot, call: Call, at: int, given: Sequence[Given]) -> None:
+        """Encode tensors as messages of exchange `at`."""
+        exchange = slot.exchanges[at]
+        wanted = [one for one in given if one.x.shape[0]]
+        with call.stage("encode"):
+            if len(wanted) == 1 or self._calls.codec.spec.draws:
+                for one in wanted:
+                    self._encode_one(slot, call, exchange, one)
+            else:
+                # A batch has one dtype.
+                for dtype in dict.fromkeys(exchange.what.parts[one.part].dtype for one in wanted):
+                    batch = [one for one in wanted if exchange.what.parts[one.part].dtype == dtype]
+                    plans = [exchange.layout(one.number).plans[one.part] for one in batch]
+                    outs = [exchange.memory(one.number, one.part) for one in batch]
+                    prepare_encode_many(plans, [one.x for one in batch], outs)()
+            exchange.tell_needs()
+
+    def _encode_one(self, slot: Slot, call: Call, exchange: Exchange, one: Given) -> None:
+        calls = self._calls
+        plan = exchange.layout(one.number).plans[one.part]
+        key = rounding_key(calls.seed, call.sequence, call.encodings, self._rank, self._ranks)
+        call.encodings += 1
+        calls.codec.encode(
+            one.x,
+            out=exchange.memory(one.number, one.part),
+            scratch=slot.scratch,
+            dynamic_capacity=plan.dynamic_stride,
+            checksum=calls.checksum,
+            key=key,
+        )
+
+    def _exchange(self, slot: Slot, call: Call, at: int) -> None:
+        exchange = slot.exchanges[at]
+        with call.stage("exchange"):
+            exchange.messages.exchange()
+        # Peers read what there is of the dynamic part, and nobody knows here how much that is.
+        layout, by_network = exchange.layouts[0], self._calls.route.learns
+        nbytes = layout.nbytes if by_network else layout.certain_nbytes
+        call.wire_bytes += exchange.sends(by_network) * nbytes
+
+    def _decode(self, slot: Slot, call: Call, at: int, outs: Sequence[Any]) -> None:
+        """Decode what exchange `at` received into `outs`, one for each buffer; None: not wanted."""
+        exchange = slot.exchanges[at]
+        wanted = [
+            (number, buffer, out)
+            for number, (buffer, out) in enumerate(zip(exchange.buffers, outs, strict=True))
+            if buffer is not None and out is not None
+        ]
+        if not wanted:
+            return
+        numbers, buffers, into = zip(*wanted, strict=True)
+        with call.stage("decode"):
+            try:
+                if len(wanted) == 1:
+                    decode(buffers[0], out=into[0], scratch=slot.scratch)
+                else:
+                    decode_many(buffers, out=into, scratch=slot.scratch)
+            except FormatError as error:
+                sender = exchange.sender(numbers[error.number or 0])
+                slot.found.append((at, sender, error))
+
+    def _sum(
+        self,
+        slot: Slot,
+        call: Call,
+        at: int,
+        own: Any,
+        out: Any,
+        *,
+        part: int = 0,
+        dtype: DType | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """Fill `out` with the sum of what exchange `at` received of a part, and of `own`.
+
+        `own` is this rank's term; None: its message is one, too. If a message did not fit `out` is
+        -0.0.
+        """
+        exchange, parts = slot.exchanges[at], len(self._parts)
+        terms: list[Any] = list(exchange.buffers[part::parts])
+        if own is not None:
+            terms[self._rank] = own
+        with call.stage("sum"):
+            if len(terms) == 1 and own is not None:
+                # A group of one.
+                travels = dtype or exchange.what.parts[part].dtype
+                terms = [self._calls.codec.encode(tensors.cast(own, travels))]
+            try:
+                decode_sum(terms, scale=scale, dtype=dtype and dtype.name, out=out)
+            except FormatError as error:
+                source = error.number if error.number is not None else self._only_peer()
+                slot.found.append((at, source, error))
+                tensors.fill(out, -0.0)
+            if slot.words is not None and self._learns:
+                words = slot.words[at * self._width : (at + 1) * self._width]
+                out.masked_fill_(words[part::parts].any(), -0.0)
+
+    def _only_peer(self) -> int:
+        return 1 - self._rank if self._ranks == 2 else self._rank
+
+    def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any]) -> Work:
+        """The work of what was queued; `again` makes the call once more, exactly."""
+        self._note_needs(slot)
+        report: Any = None
+        if slot.words is not None:
+            late_words = [e.messages.late for e in slot.exchanges if e.messages.late is not None]
+            if late_words:
+                _join(late_words, slot.words[slot.late_at :])
+            if _capturing():
+                # A replay may follow at once, and write what others still read.
+                for exchange in slot.exchanges:
+                    exchange.messages.exchange()
+                running.end(call)
+                slot.captured = True
+                return Work(None, call, None, again)
+            report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
+        slot.work = Work(self, call, report, again)
+        return slot.work
+
+    def _note_needs(self, slot: Slot) -> None:
+        """What messages needed: on the host now, on a GPU in the words that are copied."""
+        if not self._learns:
+            return
+        words = [word for exchange in slot.exchanges for _, word in exchange.needs]
+        if slot.words is None:
+            slot.set_needs([int(arrays.host_array(word)[0]) for word in words])
+        else:
+            _join(words, slot.words[slot.needs_at : slot.late_at])
+
+    def _judge(self, work: Work, timeout: float | None) -> None:
+        """Wait for a work, have it made again if a message did not fit, raise what is wrong."""
+        slot = next(slot for slot in self._slots if slot.work is work)
+        call = work._call
+        seconds = self._calls.transport.timeout if timeout is None else timeout
+        if work._report is not None:
+            with self._failing(call), call.stage("wait"):
+                presence = self._calls.presence
+                words = work._report.wait(seconds, presence and presence.left)
+                self._check_late(slot, words)
+            self._read(slot, words)
+        work.needs = list(slot.needs)
+        if self._lacks(slot):
+            with self._failing(call):
+                assert work._again is not None
+                work._again(bool(slot.found))
+            work.repeated = True
+            return
+        if slot.found:
+            _, source, error = slot.found[0]
+            raise call.failure("decode", f"{error} (from rank {source})") from error
+
+    def _lacks(self, slot: Slot) -> bool:
+        """Whether a message did not fit."""
+        rows = zip(slot.needs, slot.capacities, self._capacities, strict=False)
+        return any(known is not None and need > most for need, most, known in rows)
+
+    def _remember(self, call: Call, error: CollectiveError | None) -> None:
+        """Keep a call's record, where there is a trace."""
+        records = self._calls.records
+        if records.maxlen:
+            late = error is not None and error.stage == "wait"
+            seconds = {} if late else call.device_seconds()
+            text = None if error is None else str(error)
+            records.append(TraceRecord(*call.record(text), device_seconds=seconds))
+
+    def _check_late(self, slot: Slot, words: Any) -> None:
+        """Raise TimeoutError if a rank did not come to a barrier."""
+        for late in words[slot.late_at :].tolist():
+            if late:
+                raise TimeoutError(f"rank {late - 1} did not come in time")
+
+    def check(self) -> None:
+        """Raise what calls that a CUDA graph holds have found so far. Waits for the device.
+
+        Raises:
+            CollectiveError: If a rank was late or gone, or bytes were damaged.
+        """
+        for slot in self._slots:
+            if not slot.captured:
+                continue
+            call = Call(self._rank, self.collective, self._calls.number, "", self._calls.name)
+            with self._failing(call), call.stage("wait"):
+                words = slot.words.cpu().numpy()
+                self._check_late(slot, words)
+            slot.found.clear()
+            self._read(slot, words)
+            if slot.found:
+                _, source, error = slot.found[0]
+                raise call.failure("decode", f"{error} (from rank {source})") from error
+
+    def _read(self, slot: Slot, words: Any) -> None:
+        """What the words on a GPU say."""
+        from ...codecs.common.frame_triton import problem
+
+        if self._learns:
+            slot.set_needs(words[slot.needs_at : slot.late_at].tolist())
+        statuses = words[: slot.needs_at]
+        if not statuses.any():
+            return
+        for k in np.flatnonzero(statuses).tolist():
+            error = problem(int(words[k]))
+            if error is not None:
+                at, number = divmod(k, self._width)
+                slot.found.append((at, slot.exchanges[at].sender(number), error))
+        slot.words[: slot.needs_at] = 0
+
+    def _failing(self, call: Call) -> Failing:
+        return Failing(self._calls, call)
+
+    def _exactly(self) -> Any:
+        """This collective without compression, prepared when it is first needed, by all ranks."""
+        if self._exact is None:
+            self._exact = self._prepared_exactly(self._calls.exact())
+        return self._exact
+
+    def _run(self, body: Callable[[Slot, Call], Callable[[bool], Any]]) -> Work:
+        slot, call = self._take()
+        running.begin(call)
+        try:
+            with self._failing(call):
+                again = body(slot, call)
+                return self._end(slot, call, again)
+        except BaseException:
+            running.end(call)
+            raise
+
+    def _alike(self) -> Any:
+        """Arrays like those that it was prepared for."""
+        found = [tensors.empty((part.nelem,), part.dtype, self._like) for part in self._parts]
+        return found if self._listed else found[0]
+
+    def _flat(
+        self, x: Any, counts: Sequence[int], name: str, dtypes: Sequence[DType] | None = None
+    ) -> list[Any]:
+        """`x`, an array or a list of them, as tensors of one dimension, without a copy."""
+        given = list(x) if self._listed and isinstance(x, (list, tuple)) else [x]
+        if len(given) != len(self._parts):
+            raise ValueError(f"{name} has {len(given)} arrays; needed: {len(self._parts)}")
+        wanted = dtypes or [part.dtype for part in self._parts]
+        return [
+            _flat(values, nelem, f"{name}[{i}]" if self._listed else name, dtype)
+            for i, (values, nelem, dtype) in enumerate(zip(given, counts, wanted, strict=True))
+        ]
+
+
+def _flat(x: Any, nelem: int, name: str, dtype: DType) -> Any:
+    values, info, _ = tensors.as_input(x)
+    if info.dtype != dtype or math.prod(info.shape) != nelem:
+        raise ValueError(
+            f"{name} is {info.dtype.name} of {math.prod(info.shape)} elements; needed: "
+            f"{dtype.name} of {nelem}, as was prepared"
+        )
+    if not tensors.is_contiguous(values):
+        raise ValueError(f"{name} is not contiguous; needed: contiguous memory")
+    return values.reshape(-1)
+
+
+class Failing:
+    """Errors of what is exchanged leave ranks out of step: no later call is made."""
+
+    __slots__ = ("_call", "_calls")
+
+    def __init__(self, calls: PreparedCalls, call: Call) -> None:
+        self._calls, self._call = calls, call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and not isinstance(error, (TypeError, ValueError)):
+            self._calls.broken = self._calls.broken or str(error)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _join(words: list[Any], out: Any) -> None:
+    import torch
+
+    torch.cat(words, out=out)

@@ -1,0 +1,183 @@
+"""Rows that go where a router has sent them: all ranks tell how many, then exactly those travel.
+
+The numbers are made on the device, and the host reads them once, together with those of the other
+ranks. Whoever sends the rows back, or their gradients, knows them already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays import ArrayInfo
+from ...formats.dtypes import BY_NAME
+from . import running, tensors
+from .agreement import agree
+from .all_to_all_v import checksum_keys
+from .calls import Call
+from .chunk_views import split
+from .communicator import ALONE, Communicator
+from .compressed import Compressed
+from .cost import Choice
+from .native import Native, sent_plain
+from .steps import Steps
+
+_INT64 = BY_NAME["int64"]
+_NAME = "row_counts"
+#: Counts go as they are.
+_PLAIN = Choice("native", 1, 0.0, 0.0, "counts of rows")
+
+
+class Counts(NamedTuple):
+    """The rows of an exchange.
+
+    Attributes:
+        sends: Rows for each rank.
+        receives: Rows from each rank.
+        table: Rows from each rank for each bin of this one: int64, shape ``(ranks, bins)``.
+        on_device: The same on the device of the rows.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    table: npt.NDArray[np.int64]
+    on_device: Any
+
+
+class RowExchange:
+    """Exchanges of rows between ranks, each of which has as many bins that rows go to.
+
+    All ranks make it together.
+
+    Args:
+        comm: The communicator, whose calls these are.
+        bins: Bins of all ranks, a multiple of their number: rank 0 has the first ones.
+        faults: What the bits of a fault mean, from the lowest one on.
+
+    Raises:
+        CollectiveError: On every rank, if the number of bins differs; by calls, if anything goes
+            wrong on the wire.
+    """
+
+    def __init__(self, comm: Communicator, bins: int, faults: Sequence[str]) -> None:
+        self._comm = comm
+        self._session = comm.session
+        self._transport = comm.transport
+        self._size = comm.world_size
+        self._steps = Steps(self._session)
+        self._compressed = Compressed(self._steps)
+        self._native = Native(self._steps)
+        self._each = bins // self._size
+        self._faults = faults
+        #: Behind a seal and what is wrong there are the counts.
+        self._words = 2 + self._each
+        self._keys = checksum_keys(self._words - 1)
+        self._keys_on: dict[Any, Any] = {}
+        call = Call(comm.rank, "RowExchange", 0, "", comm.name)
+        with running.noted(call), call.stage("agree"):
+            agree(call, self._transport, f"{bins} bins of rows")
+
+    def counts(self, info: ArrayInfo, counts: Any, fault: Any) -> Counts:
+        """Tell every rank how many rows it will get; the host waits for their numbers.
+
+        Args:
+            info: What the rows are. Only their number, the first dimension, may differ by rank.
+            counts: Rows for each bin of all ranks: int64, shape ``(bins,)``, on their device.
+            fault: Bits of what is wrong on this rank, 0 if nothing: int64, shape ``(1,)``.
+
+        Raises:
+            CollectiveError: On every rank, if one has told of a fault: it is named, and the next
+                call is fine. Also if ranks exchange other rows.
+        """
+        n, row = self._size, info._replace(shape=info.shape[1:])
+        with self._session.call(_NAME, "all-to-all", row, _PLAIN) as call:
+            both = tensors.empty((2, n, self._words), _INT64, counts)
+            mine, theirs = both
+            digest = call.digest(row, row.shape)
+            mine[:, 1] = fault
+            mine[:, 2:] = counts.reshape(n, -1)
+            with np.errstate(over="ignore"):
+                mine[:, 0] = (mine[:, 1:] * self._keys_for(counts)).sum(1) + digest
+            with call.stage("counts"):
+                self._transport.all_to_all(tensors.as_bytes(theirs), tensors.as_bytes(mine))
+                arriving = tensors.PendingHostCopy(both)
+                # It lies in memory that may be used again.
+                sent, told = np.array(arriving.wait(self._transport.timeout))
+            sent_plain(call, 8 * self._words * (n - 1))
+            with np.errstate(over="ignore"):
+                strange = (told[:, 1:] * self._keys).sum(1) + digest != told[:, 0]
+            if strange.any():
+                ranks = np.flatnonzero(strange).tolist()
+                what = "make another call, or one with other rows, or their data were damaged"
+                here = f"{row.dtype.name}, rows of shape {list(row.shape)}"
+                raise call.failure("counts", f"ranks {ranks}{self._group} {what}; here: {here}")
+            call.exchanged = True
+            if told[:, 1].any():
+                raise call.failure("counts", self._told(told[:, 1].tolist()))
+        table = told[:, 2:]
+        return Counts(sent[:, 2:].sum(1).tolist(), table.sum(1).tolist(), table, theirs[:, 2:])
+
+    def move(self, x: Any, out: Any, sends: Sequence[int], receives: Sequence[int]) -> None:
+        """Send rows to ranks and receive theirs, as many as ``counts`` has told all of them.
+
+        A rank's own rows are not encoded. Codecs without a dynamic part make nobody wait.
+
+        Args:
+            x: Those for rank 0 first: shape ``(sum(sends), ...)``.
+            out: Contiguous; those from rank 0 first: shape ``(sum(receives), ...)``.
+            sends: Rows for each rank.
+            receives: Rows from each rank.
+
+        Raises:
+            CollectiveError: If anything goes wrong on the wire.
+        """
+        paths, rank = self._session.paths, self._comm.rank
+        if paths.chooses and self._size > 1:
+            # Ranks choose by what they tell each other when they compare splits.
+            self._comm.all_to_all(x, out, send_splits=sends, receive_splits=receives)
+            return
+        x, info, _ = tensors.as_input(x)
+        row = info.shape[1:]
+        width = math.prod(row)
+        choice = ALONE if self._size == 1 else paths.choose_splits(x, info, _never, _never)
+        share = max(sends) * width
+        with self._session.call("all_to_all", "all-to-all", info, choice, share=share) as call:
+            flat, result = tensors.contiguous(x).reshape(-1), out.reshape(-1)
+            leaving, coming = [k * width for k in sends], [k * width for k in receives]
+            if choice.algorithm == "native":
+                self._native.all_to_all(call, flat, result, leaving, coming, False)
+                return
+            parts, outs = split(flat, leaving), split(result, coming)
+            tensors.put(outs[rank], parts[rank])
+            parts[rank], outs[rank] = parts[rank][:0], outs[rank][:0]
+            there = [call.digest(info, (k, *row)) for k in sends]
+            here = [call.digest(info, (k, *row)) for k in receives]
+            self._compressed.all_to_all_parts(call, parts, outs, info, there, here, agreed=True)
+
+    @property
+    def _group(self) -> str:
+        return f" of {self._comm.name!r}" if self._comm.name else ""
+
+    def _told(self, faults: list[int]) -> str:
+        found = [
+            f"rank {rank}{self._group}: {what}"
+            for rank, word in enumerate(faults)
+            for bit, what in enumerate(self._faults)
+            if word >> bit & 1
+        ]
+        return "; ".join(found)
+
+    def _keys_for(self, like: Any) -> Any:
+        """Factors of the checksum, on the device of `like`."""
+        device = tensors.device_of(like)
+        if device not in self._keys_on:
+            self._keys_on[device] = tensors.on_device(self._keys, device)
+        return self._keys_on[device]
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("nothing is measured for a path that is given")

@@ -1,0 +1,161 @@
+"""The calls that are under way in this process: which stage each is in, and since when.
+
+A call is noted when it begins and forgotten when it ends, whatever thread makes it. Reading takes
+no lock that a call holds, so that it works while all calls hang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .calls import Call
+
+#: By identity. Single operations of a dict are atomic; nothing here takes two that belong together.
+_running: dict[int, Call] = {}
+
+
+@dataclass(frozen=True)
+class RunningCall:
+    """A call that has not ended.
+
+    Attributes:
+        name: The ``name`` of its communicator.
+        rank: This rank in its group.
+        collective: Name of the collective.
+        sequence: Number of the call.
+        algorithm: As in ``TraceRecord``; ``""`` before it is chosen.
+        text: Dtype and shape.
+        stage: The stage that it is in, ``""`` between stages.
+        seconds: Since the call began.
+        stage_seconds: Since the stage began.
+        thread: Name of the thread that made the call.
+    """
+
+    name: str
+    rank: int
+    collective: str
+    sequence: int
+    algorithm: str
+    text: str
+    stage: str
+    seconds: float
+    stage_seconds: float
+    thread: str
+
+    def __str__(self) -> str:
+        name = f"{self.name}: " if self.name else ""
+        stage = f"stage {self.stage!r} for {self.stage_seconds:.1f} s" if self.stage else "no stage"
+        return (
+            f"{name}rank {self.rank}, {self.collective} #{self.sequence} {self.text}, {stage}, "
+            f"{self.seconds:.1f} s in all, thread {self.thread}"
+        )
+
+
+def begin(call: Call) -> None:
+    """Note a call."""
+    _running[id(call)] = call
+
+
+def end(call: Call) -> None:
+    """Forget a call."""
+    _running.pop(id(call), None)
+
+
+@contextmanager
+def noted(call: Call) -> Iterator[None]:
+    """Note a call while the context lasts."""
+    begin(call)
+    try:
+        yield
+    finally:
+        end(call)
+
+
+def running_calls() -> list[RunningCall]:
+    """The calls of this process that have not ended, the oldest first.
+
+    Any thread may ask, at any time: it waits for nothing. A call on a GPU that has queued its work
+    has ended.
+    """
+    return [_told(call) for call in sorted(_running.values(), key=lambda call: call.since)]
+
+
+def _told(call: Call) -> RunningCall:
+    now = time.perf_counter()
+    return RunningCall(
+        call.name,
+        call.rank,
+        call.collective,
+        call.sequence,
+        call.algorithm,
+        call.text,
+        call.stage_name,
+        now - call.since,
+        now - call.stage_since,
+        call.thread,
+    )
+
+
+def others(call: Call) -> str:
+    """What calls of other named communicators wait for, for the error of `call`; ``""`` if none."""
+    waiting = [str(_told(c)) for c in list(_running.values()) if c.name not in ("", call.name)]
+    return f"; here also: {'; '.join(waiting)}" if waiting else ""
+
+
+def dump_calls(file: IO[str]) -> None:
+    """Write a line for every call that has not ended to ``file``, and one that says how many.
+
+    Args:
+        file: An open text file, such as ``sys.stderr``.
+    """
+    calls = running_calls()
+    lines = [f"tightwire, process {os.getpid()}: {len(calls)} calls", *map(str, calls)]
+    file.write("\n".join(lines) + "\n")
+    file.flush()
+
+
+def dump_on_signal(number: int = signal.SIGUSR1, file: IO[str] | None = None) -> None:
+    """Have ``dump_calls`` write to ``file`` whenever this process gets a signal.
+
+    A thread of its own writes: it works while the main thread waits for a network and runs no
+    Python code. Call it once, in the main thread.
+
+    Args:
+        number: Number of the signal, as of ``kill -USR1``.
+        file: An open text file. None: ``sys.stderr`` as it is when the signal comes.
+
+    Raises:
+        ValueError: Outside of the main thread, if the signal has a handler, or if the process has a
+            wake-up file descriptor for signals already, as while asyncio runs in the main thread.
+    """
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+        raise ValueError(f"signal {number} has a handler. Allowed: a signal without one")
+    # Signals reach the descriptor below only if Python handles them.
+    signal.signal(number, lambda *_: None)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        signal.signal(number, signal.SIG_DFL)
+        reader.close()
+        writer.close()
+        raise ValueError("this process has a wake-up file descriptor for signals already")
+
+    def listen() -> None:
+        with reader, writer:
+            while numbers := reader.recv(64):
+                if number in numbers:
+                    dump_calls(sys.stderr if file is None else file)
+
+    threading.Thread(target=listen, name="tightwire-dump", daemon=True).start()

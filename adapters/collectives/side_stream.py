@@ -1,0 +1,46 @@
+"""Streams for collectives of PyTorch tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class SideStream:
+    """On a GPU a stream that one kind of call has to itself.
+
+    Calls come from the main thread and from autograd's, and from several streams; a lock orders
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._streams: dict[torch.device, Any] = {}
+
+    def run(self, tensor: Any, call: Callable[[], None]) -> Any:
+        """A torch Future of `tensor`, which `call()` fills.
+
+        On a GPU `call` is queued on the own stream, behind the current one; who waits for the
+        future has his current stream wait. Work memory thus never changes streams.
+        """
+        with self.lock:
+            if tensor.device.type != "cuda":
+                call()
+                return finished_future(tensor, None)
+            own = self._streams.get(tensor.device)
+            if own is None:
+                own = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            own.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(own):
+                call()
+                return finished_future(tensor, [tensor.device])
+
+
+def finished_future(tensor: Any, devices: Any) -> Any:
+    """A Future of `tensor` that the current streams of `devices` have filled when they get here."""
+    future: Any = torch.futures.Future(devices=devices)
+    future.set_result(tensor)
+    return future

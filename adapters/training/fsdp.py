@@ -1,0 +1,651 @@
+"""Compressed collectives for FSDP2, ``torch.distributed.fsdp.fully_shard``.
+
+To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
+
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from tightwire import fsdp
+
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 10))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    hooks = fsdp.compress(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 1000)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for hook in hooks:
+        print(hook.raw_bytes, hook.wire_bytes)
+    dist.destroy_process_group()
+
+With ``fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())`` parameters arrive
+bit for bit, and gradients take 4.5 bits each. With ``fsdp.compress(model, gradients="dynamiq",
+topology="ring")`` gradients take 5 bits, summed around a ring.
+
+SDP4Bit on nodes of two ranks, with ``mesh = init_device_mesh("cpu", (2, 2),
+mesh_dim_names=("nodes", "node"))``: make ``levels = TwoLevel(*(TorchDist(mesh[name].get_group())
+for name in ("node", "nodes")))`` and call ``fsdp.compress(model, weight_differences=True,
+two_level=levels)``, where the model is sharded over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from ...arrays import as_dtype
+from ...codec import Codec, as_codec
+from ..collectives import tensors
+from ..collectives.auto_scale import AutoScale
+from ..collectives.calls import TraceRecord
+from ..collectives.communicator import Communicator
+from ..collectives.session import Topology
+from ..errors import CollectiveError
+from ..transports.threads import connect
+from .error_feedback import ErrorFeedback
+from .hooks import (
+    Channel,
+    Closing,
+    average,
+    check_feedback,
+    check_gradients,
+    check_options,
+    collectives_of_average,
+    communicator,
+    finished,
+    gather,
+    scatter,
+    wide,
+)
+from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
+from .prepared_hooks import Route, check_route
+from .sharded import TwoLevel, WeightDifferences
+
+
+class _Hook(Closing):
+    """A communicator for every process group of the modules, made by its ranks at the first call.
+
+    Args:
+        **options: Arguments of ``Communicator``.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._alone = Communicator(connect(1)[0], **options)
+        self._options = options
+        self._channels: dict[Any, Channel] = {}
+        self._closed = False
+
+    def _open(self) -> Iterable[Channel]:
+        return self._channels.values()
+
+    def close(self) -> None:
+        """Close the communicators. Later calls raise CollectiveError; closing twice is fine."""
+        self._closed = True
+        super().close()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks without compression, in all calls so far."""
+        return sum(channel.raw_bytes for channel in self._channels.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks, in all calls so far."""
+        return sum(channel.wire_bytes for channel in self._channels.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls of every communicator, group by group."""
+        return [record for c in self._channels.values() for record in c.comm.trace()]
+
+    def _run(
+        self, group: Any, tensor: Any, call: Callable[[Communicator], None], collectives: int = 1
+    ) -> Any:
+        channel = self._channels.get(group)
+        if channel is None:
+            kind = type(self).__name__
+            if self._closed:
+                raise CollectiveError(group.rank(), kind, 0, "start", "the hook is closed")
+            comm = communicator(group, tensor.device, f"FSDP: {kind}", **self._options)
+            channel = self._channels[group] = Channel(comm)
+        comm = channel.comm
+        return channel.run(tensor, lambda: call(comm), collectives)
+
+
+class CommHook(_Hook):
+    """A hook of FSDP2 that allocates the memory of its collective."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Uninitialised memory for FSDP to communicate from or to.
+
+        Args:
+            size: Shape.
+            dtype: Element type.
+            device: Device.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(CommHook):
+    """Compressed all-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
+
+    With a lossless codec parameters arrive bit for bit. With a lossy one layers compute with
+    decoded parameters, the same on all ranks, while the shards that are trained stay exact. One
+    object serves all modules and process groups, and nothing else than all-gathers. Parameters of
+    different dtypes in one FSDP module are bytes to FSDP and are sent raw.
+    """
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """Fill `output_tensor`, shape (ranks * n,), with all ranks' `input_tensor`, shape (n,).
+
+        The input may lie in the output. Returns a Work with `async_op`, else None; on a GPU both
+        concern the current stream alone. Raises CollectiveError.
+        """
+        done = self._run(
+            group, output_tensor, lambda comm: comm.all_gather(input_tensor, output_tensor)
+        )
+        return finished(done, async_op)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str, module: Any) -> Any:
+        """This object with error feedback for one FSDP module.
+
+        What encoding loses of a parameter shard is added to it at the next gather: the mean over
+        gathers of the weights that layers compute with becomes right, and they follow changes that
+        are smaller than a step of the codec. A single gather does not improve, and two gathers of
+        the same weights differ. So this makes sense where weights are gathered once a step and
+        change little from step to step. It does not where backward gathers them again and so
+        computes with other weights than forward (``reshard_after_forward=False`` avoids that), and
+        little with gradient accumulation. ``DifferenceGather`` keeps what is lost in a replica
+        instead, and gives the same weights as long as shards stay the same.
+
+        Residuals are not used or changed while ``module`` is in evaluation mode
+        (``module.eval()``). FSDP gathers without gradients in training too, so ``no_grad`` makes no
+        difference. A shard whose size changes starts at zero. Parameters of several dtypes, which
+        are sent raw, have no residual.
+
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have.
+            module: The FSDP module.
+
+        Raises:
+            ValueError: If the codec is lossless.
+        """
+        check_feedback(feedback, self._alone)
+        return _Named(self, self._corrected, feedback=feedback, name=name, module=module)
+
+    def _corrected(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        async_op: bool = False,
+        *,
+        feedback: ErrorFeedback,
+        name: str,
+        module: Any,
+    ) -> Any:
+        if not module.training or not input_tensor.is_floating_point():
+            return self(output_tensor, input_tensor, group, async_op)
+        parts = [(name, input_tensor.numel())]
+        done = self._run(
+            group,
+            output_tensor,
+            lambda comm: gather(comm, input_tensor, output_tensor, feedback, parts),
+        )
+        return finished(done, async_op)
+
+
+class DifferenceGather(AllGather):
+    """All-gather of parameters as weight differences, for ``FSDPModule.set_custom_all_gather``.
+
+    Parameters are sent by ``sharded.WeightDifferences``: layers compute with replicas of the
+    parameters, while the shards that are trained stay exact. Every rank keeps a replica of the
+    unsharded parameters: this saves traffic and no memory. Where forward and backward both gather,
+    the second gather sends nothing.
+
+    Source: SDP4Bit (NeurIPS 2024), quantization of weight differences.
+
+    Args:
+        **options: Arguments of ``Communicator``, with a lossless codec.
+
+    Raises:
+        ValueError: If the codec is lossy.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        WeightDifferences(Communicator(connect(1)[0], **options))
+        self._differences: dict[Communicator, WeightDifferences] = {}
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks without compression, in all calls so far."""
+        return sum(one.raw_bytes for one in self._differences.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks, in all calls so far."""
+        return sum(one.wire_bytes for one in self._differences.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last gathers, group by group."""
+        return [record for one in self._differences.values() for record in one.trace()]
+
+    def reset(self) -> None:
+        """Send all parameters in full once more, as after loading others; on all ranks."""
+        for one in self._differences.values():
+            one.reset()
+
+    def close(self) -> None:
+        """Close the communicators and free the replicas."""
+        for one in self._differences.values():
+            one.close()
+        super().close()
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """As of an `AllGather`, for a single FSDP module; `named` is for more."""
+        return self._gather(output_tensor, input_tensor, group, async_op)
+
+    def named(self, name: str) -> Any:
+        """This object for one FSDP module.
+
+        Args:
+            name: Name of the module's replica.
+        """
+        return _Named(self, self._gather, name=name)
+
+    def _gather(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        async_op: bool = False,
+        name: str = "",
+    ) -> Any:
+        def call(comm: Communicator) -> None:
+            if comm not in self._differences:
+                self._differences[comm] = WeightDifferences(comm)
+            self._differences[comm].gather(name, input_tensor, output_tensor)
+
+        return finished(self._run(group, output_tensor, call), async_op)
+
+
+class ReduceScatter(CommHook):
+    """Compressed reduce-scatter of gradients, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    Gradients are encoded in ``reduce_dtype``. One object serves all modules and process groups, and
+    nothing else than reduce-scatters.
+    """
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """Fill `output_tensor`, shape (n,), with this rank's share of all ranks' `input_tensor`.
+
+        This has shape (ranks * n,). Sums are made in float32 (float64 in float64) in the order of
+        ranks; they are scaled there too, for ReduceOp.AVG and PREMUL_SUM, and rounded once. With
+        another topology the input is scaled instead, in float32 (float64), and by hops partial sums
+        are rounded to the input's dtype at each, whose order is that of the terms.
+        Returns like `AllGather`. Raises CollectiveError, and ValueError for another `op`.
+        """
+        return self._reduce(output_tensor, input_tensor, group, op, async_op)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str) -> Any:
+        """This object with error feedback for one FSDP module.
+
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have.
+
+        Raises:
+            ValueError: If the codec is lossless, or sums are not two-shot.
+        """
+        check_feedback(feedback, self._alone)
+        return _Named(self, self._reduce, feedback=feedback, name=name)
+
+    def _reduce(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+        feedback: ErrorFeedback | None = None,
+        name: str = "",
+    ) -> Any:
+        kind, factor = kind_and_factor(op)
+
+        def call(comm: Communicator) -> None:
+            total = wide(output_tensor.numel(), output_tensor)
+            if total.dtype == output_tensor.dtype:
+                total = output_tensor
+
+            def scale(x: Any) -> None:
+                if kind == dist.ReduceOp.AVG:
+                    tensors.change(lambda v: v.div_(comm.world_size), x)
+                elif kind == dist.ReduceOp.PREMUL_SUM:
+                    tensors.change(lambda v: v.mul_(factor), x)
+
+            if kind == dist.ReduceOp.SUM or comm.topology == "two-shot":
+                self._sum(comm, input_tensor, total, feedback, name)
+                scale(total)
+            else:
+                # Partial sums travel in the input's dtype, which they must not overflow.
+                terms = wide(input_tensor.numel(), input_tensor).copy_(input_tensor)
+                scale(terms)
+                self._sum(comm, terms.to(input_tensor.dtype), total, feedback, name)
+            if total is not output_tensor:
+                output_tensor.copy_(total)
+
+        return finished(self._run(group, output_tensor, call), async_op)
+
+    def _sum(
+        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
+    ) -> None:
+        scatter(comm, x, total, feedback, [(name, x.numel())])
+
+
+class TwoLevelScatter(ReduceScatter):
+    """A ``ReduceScatter`` that sums by ``sharded.TwoLevel``.
+
+    Args:
+        levels: The sums, of the ranks of the modules' process group with the same numbers.
+
+    Raises:
+        ValueError: By the first call, if ranks or their number differ.
+    """
+
+    def __init__(self, levels: TwoLevel) -> None:
+        super().__init__()
+        self._levels = levels
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks without compression, in all calls so far."""
+        return self._levels.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks, in all calls so far."""
+        return self._levels.wire_bytes
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last sums, level by level."""
+        return self._levels.trace()
+
+    def _sum(
+        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
+    ) -> None:
+        place = self._levels.rank, self._levels.world_size
+        if place != (comm.rank, comm.world_size):
+            found = comm.rank, comm.world_size
+            raise ValueError(f"rank and world size are {found} in FSDP, {place} in the levels")
+        self._levels.reduce_scatter(x, total)
+
+
+class _Named:
+    """An all-gather or reduce-scatter of one FSDP module: `call`, with its `own` arguments."""
+
+    def __init__(self, inner: CommHook, call: Callable[..., Any], **own: Any) -> None:
+        self._inner, self._call, self._own = inner, call, own
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call(*args, **options, **self._own)
+
+
+class AllReduce(_Hook):
+    """Compressed mean over replicas for HSDP, for ``FSDPModule.set_all_reduce_hook``.
+
+    Shard with a one-dimensional mesh, and pass the process group of the other dimension. On a
+    two-dimensional mesh FSDP itself makes the all-reduce, uncompressed, before it calls the hook.
+
+    Args:
+        group: The process group of the ranks that hold the same shard.
+        **options: Arguments of ``Communicator``.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
+    """
+
+    def __init__(self, group: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self._group = group
+
+    def __call__(self, reduce_output: Any) -> None:
+        """Overwrite a module's sharded gradients, 1-D, with their mean over the group.
+
+        Sums are made in float32, divided there and rounded once; with another topology terms are
+        divided in float32 instead, and by hops partial sums rounded to the gradients' dtype at
+        each. Raises CollectiveError.
+        """
+        self._average(reduce_output)
+
+    def with_feedback(self, feedback: ErrorFeedback, name: str) -> Callable[[Any], None]:
+        """This hook with error feedback for one FSDP module.
+
+        What encoding loses of a module's sharded gradients, and of this rank's share of their sum,
+        is added to the next ones. Gradients whose number changes start at zero.
+
+        Args:
+            feedback: Where the residual is kept.
+            name: Its name, which no other tensor in ``feedback`` may have, that of the module's
+                ``ReduceScatter`` included.
+
+        Returns:
+            The hook.
+
+        Raises:
+            ValueError: If the codec is lossless, or sums are not two-shot.
+        """
+        check_feedback(feedback, self._alone)
+        return functools.partial(self._average, feedback=feedback, name=name)
+
+    def _average(
+        self, reduce_output: Any, feedback: ErrorFeedback | None = None, name: str = ""
+    ) -> None:
+        parts = [(name, reduce_output.numel())]
+        done = self._run(
+            self._group,
+            reduce_output,
+            lambda comm: average(comm, reduce_output, feedback, parts),
+            collectives_of_average(self._alone.topology),
+        )
+        done.wait()
+
+
+class Hooks(NamedTuple):
+    """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
+
+    Attributes:
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        reduce_scatter: The hook of gradients, with the same.
+    """
+
+    all_gather: Any
+    reduce_scatter: Any
+
+    def close(self) -> None:
+        """Close both hooks. Later calls raise CollectiveError."""
+        self.all_gather.close()
+        self.reduce_scatter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
+
+
+def compress(
+    module: Any,
+    *,
+    gradients: str | Codec | None = None,
+    error_feedback: ErrorFeedback | None = None,
+    parameter_feedback: ErrorFeedback | None = None,
+    topology: Topology = "two-shot",
+    scaling: AutoScale | None = None,
+    weight_differences: bool = False,
+    two_level: TwoLevel | None = None,
+    route: Route = "exact",
+    wire: str | None = None,
+    **options: Any,
+) -> Hooks:
+    """Compress all-gather and reduce-scatter of every FSDP module in a model.
+
+    All ranks call it, before training. Each process group gets two communicators with connections
+    of their own when it is first used, which all its ranks must do in the same order. The mean of
+    gradients needs no divide factor or forced sum; those that are set are respected.
+
+    Args:
+        module: The model, after ``fully_shard``; it may be an FSDP module itself.
+        gradients: Codec of the reduce-scatter. None: the codec of ``options``. A lossy one, say,
+            while parameters arrive bit for bit.
+        error_feedback: Adds what is lost of a module's gradients to the next ones. Each rank passes
+            an object of its own; its residuals, one per module by name, are as large as the
+            unsharded gradients, and start at zero when other parameters get gradients.
+        parameter_feedback: The same for shards of parameters, where the codec of ``options`` is
+            lossy; ``AllGather.with_feedback`` says when that helps. It may be the same object.
+        topology: How gradients are summed. Over hops partial sums are rounded to ``reduce_dtype``
+            and encoded at each hop, without error feedback.
+        scaling: For mx with ``scale_rule="agreed"``, as in ``Communicator``.
+        weight_differences: Whether parameters are sent by ``DifferenceGather``; not with
+            ``parameter_feedback``.
+        two_level: Sums of ``TwoLevelScatter``; not with ``gradients``, ``error_feedback``,
+            ``scaling`` or ``topology``.
+        route: ``"exact"``: a ``Communicator`` sends every tensor in as many bytes as it needs, and
+            the host waits for them. Else prepared calls are made, and the host waits for nothing:
+            ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
+            of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
+            leaves calls to the process group for as long as that is faster. With these the
+            only other arguments are ``gradients``, ``wire``, and ``codec``, ``checksum`` and
+            ``seed``.
+        wire: Dtype in which gradients of ``reduce_dtype`` float32 travel, such as ``"bfloat16"``;
+            not with the route ``"exact"``.
+        **options: Arguments of ``Communicator``.
+
+    Returns:
+        The hooks.
+
+    Raises:
+        TypeError: If ``module`` is not a module, or has complex parameters; for unknown options.
+        ValueError: If there is no FSDP module, or one with several meshes; for the codecs lhc and
+            omnireduce, which ruin dense gradients; if error feedback is
+            given with a lossless codec or another topology than two-shot; for arguments that
+            exclude each other.
+    """
+    check_route(route, options)
+    given = (error_feedback, parameter_feedback, scaling, two_level, weight_differences, topology)
+    if route != "exact":
+        if given != (None, None, None, None, False, "two-shot"):
+            raise ValueError(
+                f"route is {route!r}, given with error feedback, scaling, weight_differences, "
+                "two_level or topology; allowed with those: 'exact'"
+            )
+        return _compress_prepared(module, route, gradients, wire, options)
+    if wire is not None:
+        raise ValueError(f"wire is {wire!r}, route 'exact'; allowed with wire: other routes")
+    reducing = options | {"topology": topology}
+    if gradients is not None:
+        reducing["codec"] = gradients
+    if scaling is not None:
+        reducing["scaling"] = scaling
+    reduced = (gradients, error_feedback, scaling, topology)
+    if two_level is not None and reduced != (None, None, None, "two-shot"):
+        raise ValueError(
+            "two_level is given with gradients, error_feedback, scaling or topology; allowed: "
+            "either"
+        )
+    if weight_differences and parameter_feedback is not None:
+        raise ValueError(
+            "weight_differences is given with parameter_feedback; allowed: either, as replicas "
+            "keep what is lost"
+        )
+    check_options(compress, options)
+    gathers = DifferenceGather(**options) if weight_differences else AllGather(**options)
+    scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
+    check_gradients(scatters._alone.codec)
+    check_feedback(error_feedback, scatters._alone)
+    check_feedback(parameter_feedback, gathers._alone)
+    modules = fsdp_modules(module)
+    hooks = Hooks(gathers, scatters)
+    for name, m in modules:
+        own: Any = gathers
+        if isinstance(gathers, DifferenceGather):
+            own = gathers.named(name)
+        elif parameter_feedback is not None:
+            own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
+        m.set_custom_all_gather(own)
+        reduce = hooks.reduce_scatter
+        if error_feedback is not None:
+            reduce = reduce.with_feedback(error_feedback, name)
+        m.set_custom_reduce_scatter(reduce)
+    return hooks
+
+
+def _compress_prepared(
+    module: Any, route: Route, gradients: str | Codec | None, wire: str | None, options: Any
+) -> Hooks:
+    """`compress` by prepared calls."""
+    if wire is not None:
+        as_dtype(wire)
+    gathers = PreparedGather(route, **options)
+    codec = options.get("codec", "zipccl") if gradients is None else gradients
+    check_gradients(as_codec(codec))
+    scatters = PreparedScatter(route, wire, gathers=gathers, **options | {"codec": codec})
+    for _, m in fsdp_modules(module):
+        m.set_custom_all_gather(gathers)
+        m.set_custom_reduce_scatter(scatters.of(m))
+    return Hooks(gathers, scatters)
+
+
+def fsdp_modules(module: Any) -> list[tuple[str, Any]]:
+    """The FSDP modules of a model, itself included, with their names.
+
+    Args:
+        module: The model.
+
+    Raises:
+        TypeError: If ``module`` is not a module, or has complex parameters.
+        ValueError: If there is no FSDP module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; allowed: a module after fully_shard")
+    modules = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        raise ValueError("module has no FSDP modules; fully_shard comes first")
+    for name, p in module.named_parameters():
+        if p.is_complex():
+            raise TypeError(
+                f"parameter {name!r} is {p.dtype}, which no codec takes; allowed: parameters of "
+                "real dtypes, as torch.view_as_real() makes them"
+            )
+    return modules

@@ -1,0 +1,373 @@
+"""Shared parts of the training hooks: a communicator for several streams, means over ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from ...codec import Codec
+from ..collectives import tensors
+from ..collectives.communicator import Communicator
+from ..collectives.communicator import check_options as check_arguments
+from ..collectives.session import Topology
+from ..collectives.side_stream import SideStream, finished_future
+from ..errors import CollectiveError
+from ..transports.threads import connect
+from ..transports.torch_dist import TorchDist
+from .error_feedback import ErrorFeedback, Parts
+
+
+class Channel:
+    """A communicator, and on a GPU a stream, that one kind of call has to itself.
+
+    `raw_bytes` and `wire_bytes` add up those of the communicator's trace, which therefore
+    must remember a call or two.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self._stream = SideStream()
+
+    def close(self) -> None:
+        """Close the communicator, once the call under way is over."""
+        with self._stream.lock:
+            self.comm.close()
+
+    def run(self, tensor: Any, call: Callable[[], None], collectives: int = 1) -> Any:
+        """A torch Future of `tensor`, which `call()` fills by so many `collectives`.
+
+        See `SideStream.run`.
+        """
+
+        def counted() -> None:
+            call()
+            for record in self.comm.trace(last=collectives):
+                self.raw_bytes += record.raw_bytes
+                self.wire_bytes += record.wire_bytes
+
+        return self._stream.run(tensor, counted)
+
+
+def communicator(
+    group: Any, device: torch.device, purpose: str = "a communicator", **options: Any
+) -> Communicator:
+    """A communicator of the ranks of `group`, which all call this, on connections of its own.
+
+    Other ranks take no part. `group` None is the default group, `purpose` is what all ranks want it
+    for, `options` are `Communicator`'s. Raises CollectiveError as `TorchDist.new_group`.
+    """
+    transport = TorchDist.new_group(group, device, purpose=purpose)
+    try:
+        return Communicator(transport, **{"name": purpose} | options)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def two_communicators(
+    purpose: str,
+    forward: str | Codec | None,
+    backward: str | Codec | None,
+    group: Any,
+    device: Any,
+    options: Mapping[str, Any],
+) -> tuple[Communicator, Communicator]:
+    """Communicators of what travels forward and of gradients, each on connections of its own.
+
+    A codec of None leaves a direction uncompressed. Else as `communicator`.
+    """
+    comms = []
+    for direction, codec in (("forward", forward), ("backward", backward)):
+        path = {"algorithm": "native"} if codec is None else {"codec": codec}
+        own = {**options, **path}
+        comms.append(communicator(group, torch.device(device), f"{purpose}, {direction}", **own))
+    return comms[0], comms[1]
+
+
+class Collective(torch.autograd.Function):  # type: ignore[misc]
+    """`forward(x)`, whose gradient is `backward(gradient)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, forward: Any, backward: Any) -> Any:
+        """Call `forward`."""
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Call `backward`."""
+        return ctx.of_gradient(gradient), None, None
+
+
+def check_options(call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for options of `call` that no `Communicator` takes.
+
+    Those that `call` itself names are allowed too. Nothing is sent.
+    """
+    own = [p.name for p in inspect.signature(call).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    check_arguments(options, own)
+    check_gradients(Communicator(connect(1)[0], **options).codec)
+
+
+def check_gradients(codec: Codec) -> None:
+    """Raise ValueError for a codec that is not fit for dense gradients."""
+    if codec.spec.ruins_dense:
+        raise ValueError(
+            f"codec is {codec.name!r}; {codec.spec.ruins_dense}. Allowed: codecs for dense "
+            "gradients, such as 'mx', 'nvfp4' and 'dynamiq'"
+        )
+
+
+class Closing:
+    """A context manager that ends with ``close()``, which closes the communicators of a hook."""
+
+    #: Why a model cannot make another step, if it has not ended its last.
+    _unended: CollectiveError | None = None
+
+    def _refuses(self) -> CollectiveError | None:
+        """What every later call will raise, if ranks are out of step."""
+        for channel in self._open():
+            problem = channel.comm.refusal("backward")
+            if problem is not None:
+                return problem
+        return None
+
+    def _open(self) -> Iterable[Channel]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the communicators: their threads, connections and memory are freed.
+
+        Later calls raise CollectiveError; counts and traces stay. Closing again does nothing. A
+        hook whose model is garbage-collected closes by itself.
+        """
+        for channel in self._open():
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
+
+
+def distributed(model: Any) -> DistributedDataParallel:
+    """`model`; raises TypeError if it is not a DistributedDataParallel."""
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model is a {type(model).__name__}; allowed: DistributedDataParallel")
+    return model
+
+
+def trained_device(model: DistributedDataParallel) -> torch.device:
+    """Where the gradients of a model are, which DistributedDataParallel wants to be one place."""
+    return next(p.device for p in model.parameters() if p.requires_grad)
+
+
+def install(model: DistributedDataParallel, state: Closing, hook: Callable[..., Any]) -> None:
+    """Register the communication hook `hook` of `state` on `model`."""
+    model.register_comm_hook(state, hook)
+    model.register_forward_pre_hook(functools.partial(_go_on, state))
+
+
+def _go_on(state: Closing, model: Any, args: Any) -> None:
+    """Raise before a step if the last has not been ended, which the model would complain of."""
+    if state._unended is not None and torch.is_grad_enabled() and model.require_backward_grad_sync:
+        raise state._unended
+
+
+def in_backward(state: Closing, tensor: Any, call: Callable[[], Any]) -> Any:
+    """The Future that `call()` returns for a bucket, or one of `tensor` as it is if it fails.
+
+    Then backward() raises in the end what failed first. Raised at once, it would leave
+    DistributedDataParallel in the middle of a step, and other ranks waiting for later buckets.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise_at_the_end(state, error)
+        return finished_future(tensor, [tensor.device] if tensor.device.type == "cuda" else None)
+
+
+def raise_at_the_end(state: Closing, error: Exception) -> None:
+    """Have backward() raise `error` behind all callbacks that it knows when it comes to them.
+
+    DistributedDataParallel queues its own, which ends the step, when the last bucket is ready. If
+    ranks are out of step `error` comes before it: with find_unused_parameters=True it waits for a
+    collective of all ranks, and would raise what gloo says of that.
+    """
+
+    def raise_it() -> None:
+        raise error
+
+    def choose() -> None:
+        problem = state._refuses()
+        if problem is None:
+            queue(raise_it)
+            return
+        state._unended = problem
+        raise_it()
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    try:
+        queue(choose)
+    except RuntimeError:
+        # Nobody is in backward().
+        raise error from None
+
+
+def collectives_of_average(topology: Topology) -> int:
+    """Two for two-shot, a reduce-scatter and an all-gather; else one, an all-reduce."""
+    return 2 if topology == "two-shot" else 1
+
+
+def check_feedback(feedback: ErrorFeedback | None, comm: Communicator) -> None:
+    """Raise TypeError if `feedback` is not an ErrorFeedback, ValueError if it has no effect.
+
+    A lossless codec loses nothing, and only two-shot sums decode a rank's own tensor.
+    """
+    if feedback is None:
+        return
+    if not isinstance(feedback, ErrorFeedback):
+        raise TypeError(f"error_feedback is {feedback!r}; allowed: an ErrorFeedback() or None")
+    if comm.topology != "two-shot":
+        raise ValueError(
+            f"error_feedback is given, topology is {comm.topology!r}; allowed with it: 'two-shot'"
+        )
+    if comm.codec.lossless:
+        raise ValueError(
+            f"error_feedback is given, codec is {comm.codec.spec!r}; allowed with it: lossy codecs"
+        )
+
+
+def average(
+    comm: Communicator,
+    x: Any,
+    feedback: ErrorFeedback | None = None,
+    parts: Parts = (),
+) -> None:
+    """Overwrite the 1-D floating-point tensor `x` with its mean over all ranks.
+
+    That is as many collectives as `collectives_of_average` says. Over hops and
+    in-network it is an all-reduce, whose terms are divided in float32 (float64); over hops partial
+    sums are rounded to the dtype of `x` at each. Two-shot is as `two_shots` says. Raises TypeError
+    for another dtype and for sparse tensors, ValueError for `feedback` that has no effect.
+    """
+    if x.layout != torch.strided or not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
+    check_feedback(feedback, comm)
+    if comm.topology != "two-shot":
+        comm.all_reduce(x, x, op="mean")
+        return
+    two_shots(comm, x, x, feedback, parts, divisor=comm.world_size)
+
+
+def two_shots(
+    comm: Communicator,
+    x: Any,
+    out: Any,
+    feedback: ErrorFeedback | None,
+    parts: Parts,
+    divisor: int = 1,
+) -> None:
+    """Fill `out`, 1-D, with the sum over all ranks' `x`, as long, divided by `divisor`.
+
+    A reduce-scatter and an all-gather. Sums are made in float32 (float64 in float64) in the order
+    of ranks, divided there and rounded once; all ranks get the same bits. `out` may be `x`, and is
+    of its dtype. With `feedback` it may be of another, which then is what travels, and the
+    residuals of `parts`, which `x` is made of, are added to what this rank sends, and become what
+    its encoding loses of that, and of this rank's share of the sum.
+
+    If decoding terms fails on a rank, that rank raises CollectiveError, and the others get NaN for
+    its share; all stay in step.
+    """
+    padding = -x.numel() % comm.world_size
+    each = (x.numel() + padding) // comm.world_size
+    total = wide(each, x)
+    try:
+        scatter(comm, x, total, feedback, parts, padding, out.dtype)
+    except CollectiveError:
+        if comm.session.broken is None:
+            # The others go on to the all-gather, and are not to add damaged sums unnoticed.
+            comm.all_gather(total.fill_(math.nan).to(out.dtype))
+        raise
+    tensors.change(lambda v: v.div_(divisor), total)
+    result = tensors.cast(total, tensors.dtype_of(out))
+    if feedback is None and not padding:
+        comm.all_gather(result, out)
+        return
+    gathered = comm.all_gather(result)
+    if feedback is not None:
+        first = comm.rank * each
+        # A share of the sum is in the hands of one rank, which makes good for all.
+        own = gathered[first : first + each]
+        tensors.change(lambda v, w: v.sub_(w).mul_(divisor), total, own)
+        feedback.add(parts, first, total)
+    out.copy_(gathered[: x.numel()])
+
+
+def scatter(
+    comm: Communicator,
+    x: Any,
+    total: Any,
+    feedback: ErrorFeedback | None,
+    parts: Parts,
+    padding: int = 0,
+    dtype: Any = None,
+) -> None:
+    """Fill `total` with this rank's share, by rows, of the sum of `x`, and of zeros behind it.
+
+    With `padding` zeros `x` is 1-D. `feedback` as `two_shots` says, except for losses of the sum;
+    with it `dtype` is what travels, None for that of `x`.
+    """
+    if feedback is None:
+        comm.reduce_scatter(_padded(x, padding), total)
+        return
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
+    corrected = feedback.corrected(x.reshape(-1), parts)
+    sent = _padded(corrected.reshape(x.shape), padding)
+    decoded = torch.empty_like(sent)
+    wire = str(dtype or x.dtype).removeprefix("torch.")
+    comm.reduce_scatter(sent, total, wire=wire, decoded=decoded)
+    feedback.keep(parts, corrected, decoded.reshape(-1)[: x.numel()])
+
+
+def gather(comm: Communicator, x: Any, out: Any, feedback: ErrorFeedback, parts: Parts) -> None:
+    """Fill `out`, 1-D, with all ranks' `x`, 1-D, each with the residuals of its `parts` added.
+
+    These become what encoding loses of that. The dtype of `out` is what travels; `x` may lie in it.
+    """
+    feedback.belongs((name for name, _ in parts), comm.rank, comm.world_size)
+    corrected = feedback.corrected(x, parts)
+    comm.all_gather(corrected.to(out.dtype), out)
+    first = comm.rank * x.numel()
+    feedback.keep(parts, corrected, out[first : first + x.numel()])
+
+
+def _padded(x: Any, padding: int) -> Any:
+    return torch.nn.functional.pad(x, (0, padding)) if padding else x
+
+
+def wide(n: int, like: Any) -> Any:
+    """An uninitialised tensor of n sums of such elements."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return like.new_empty(n, dtype=dtype)
+
+
+def finished(done: Any, async_op: bool) -> Any:
+    """Return ``done``, the work of a collective, if ``async_op``; else wait for it."""
+    if async_op:
+        return _create_work_from_future(done)
+    done.wait()
+    return None

@@ -1,0 +1,451 @@
+"""Pipeline parallelism whose activations and gradients travel encoded, after TahQuant.
+
+``connect`` gives the ranks of a pipeline what they send by. Its ``stage`` is for the schedules of
+``torch.distributed.pipelining``; ``send`` and ``receive`` are for loops of your own, and autograd
+differentiates them:
+
+    from tightwire import pipeline
+
+    boundary = pipeline.connect("tahquant", "tahquant")
+    if boundary.rank == 0:
+        sent = boundary.send(first(x), to=1)
+        sent.backward()                     # waits for the gradient of what was sent
+    else:
+        y = boundary.receive((8, 256), torch.bfloat16, source=0)
+        second(y).sum().backward()          # sends the gradient of y
+    boundary.flush()
+
+An encoded tensor is one message, of a size that both sides know from its shape and dtype. So
+messages are as non-blocking as those of PyTorch, and the same schedules work. Codecs whose size
+depends on the data (lossless ones) are not for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ...codec import Codec, as_codec
+from ...codecs.tahquant import Tahquant
+from ...decoding import decode
+from ...formats.errors import FormatError
+from ..collectives.calls import rounding_key
+from ..errors import CollectiveError
+
+#: Works of sends that nobody has waited for, of one direction, beyond which the oldest is.
+_PENDING = 64
+
+
+class Messages:
+    """Non-blocking messages between the ranks of a process group, in one direction of a pipeline.
+
+    Tensors of a dtype that the codec does not compress travel as they are, and those that it would
+    not make smaller. Receivers know shape and dtype.
+
+    Args:
+        codec: A codec; None: nothing is encoded.
+        group: The process group; None: the default one.
+        seed: Seed of codecs that round at random.
+        name: How errors call them.
+
+    Raises:
+        ValueError: If the size of what the codec encodes depends on the data.
+    """
+
+    def __init__(
+        self, codec: Codec | None, group: Any = None, *, seed: int = 0, name: str = "messages"
+    ) -> None:
+        if codec is not None:
+            _check_fixed(codec)
+        self.codec = codec
+        self.group = dist.group.WORLD if group is None else group
+        self.rank: int = self.group.rank()
+        self.world_size: int = self.group.size()
+        self.name = name
+        #: Bytes of tensors that this rank has sent, and of what was sent of them.
+        self.raw_bytes = self.wire_bytes = 0
+        self._seed = seed
+        self._counts: Counter[str] = Counter()
+
+    def memory_for(self, like: Any) -> Any:
+        """Make memory for what is encoded of a tensor.
+
+        Args:
+            like: A tensor: its shape, dtype and device count.
+
+        Returns:
+            A tensor, uint8; None if such tensors travel as they are.
+        """
+        if self.codec is None or not like.numel():
+            return None
+        dtype = str(like.dtype).removeprefix("torch.")
+        if dtype not in self.codec.dtypes:
+            return None
+        nbytes = self.codec.plan(tuple(like.shape), dtype).nbytes
+        if nbytes >= like.numel() * like.element_size():
+            return None
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+
+    def encode(self, x: Any) -> Any:
+        """Encode a tensor that is about to be sent.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            A contiguous tensor of uint8, or ``x`` if it travels as it is.
+        """
+        x = x.detach()
+        memory = self.memory_for(x)
+        if memory is None or self.codec is None:
+            x = x.contiguous()
+            memory = x
+        else:
+            number = self._counts["encoded"]
+            self._counts["encoded"] += 1
+            key = rounding_key(self._seed, number, 0, self.rank, self.world_size)
+            self.codec.encode(x, key=key, out=memory)
+        self.raw_bytes += x.numel() * x.element_size()
+        self.wire_bytes += memory.numel() * memory.element_size()
+        return memory
+
+    def decode(self, data: Any, out: Any, source: int | str) -> None:
+        """Decode what was received.
+
+        Args:
+            data: What ``memory_for`` returned, filled.
+            out: The tensor to fill.
+            source: The sender, for the error.
+
+        Raises:
+            CollectiveError: If the bytes are damaged, or encoded by another codec.
+        """
+        try:
+            decode(data, out=out.detach())
+        except (FormatError, ValueError, TypeError) as error:
+            raise self._failure("recv", "decode", f"from {_named(source)}: {error}") from error
+
+    def isend(self, x: Any, to: int) -> Message:
+        """Begin to send a tensor, which may be overwritten at once unless it travels as it is.
+
+        Args:
+            x: The tensor.
+            to: Number of the receiver in the group.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            CollectiveError: If the network fails.
+        """
+        data = self.encode(x)
+        with self._naming("send", f"to rank {to}"):
+            work = self.group.send([data], to, 0)
+        return Message(self, work, "send", to, [data])
+
+    def irecv(self, out: Any, source: int) -> Message:
+        """Begin to receive a tensor, which is right when the message was waited for.
+
+        Args:
+            out: A contiguous tensor of the shape and dtype that the sender has.
+            source: Number of the sender in the group.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            CollectiveError: If the network fails.
+        """
+        memory = self.memory_for(out)
+        with self._naming("recv", f"from rank {source}"):
+            work = self.group.recv([out.detach() if memory is None else memory], source, 0)
+        return Message(self, work, "recv", source, [memory, out])
+
+    def sendrecv(self, x: Any, to: int, out: Any, source: int) -> None:
+        """Send a tensor and receive another one; ranks that do so to each other do not deadlock.
+
+        Args:
+            x: The tensor to send.
+            to: Number of its receiver in the group.
+            out: The tensor to fill, contiguous.
+            source: Number of its sender.
+
+        Raises:
+            CollectiveError: If the network fails, or bytes are damaged.
+        """
+        data, memory = self.encode(x), self.memory_for(out)
+        into = out.detach() if memory is None else memory
+        # NCCL makes one launch of them: separate ones would wait for each other.
+        ops = [
+            dist.P2POp(dist.isend, data, group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, into, group=self.group, group_peer=source),
+        ]
+        with self._naming("sendrecv", f"to rank {to}, from rank {source}"):
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        if memory is not None:
+            self.decode(memory, out, source)
+
+    @contextmanager
+    def _naming(self, what: str, peer: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._failure(what, "payload", f"{peer}: {error}") from error
+
+    def _failure(self, what: str, stage: str, detail: str) -> CollectiveError:
+        return CollectiveError(self.rank, what, self._counts[what], stage, f"{self.name} {detail}")
+
+
+class Message:
+    """A message under way, which ``Messages`` returns.
+
+    Args:
+        of: What it is one of.
+        work: PyTorch's work.
+        what: ``"send"`` or ``"recv"``.
+        peer: Number of the other rank.
+        held: Memory that the network reads or writes; of what is received also where it belongs.
+    """
+
+    def __init__(self, of: Messages, work: Any, what: str, peer: int, held: list[Any]) -> None:
+        self._of, self._work, self._what, self._peer = of, work, what, peer
+        self._held = held
+
+    def wait(self) -> None:
+        """Wait until the tensor was sent, or is received and decoded. Again: nothing happens.
+
+        Raises:
+            CollectiveError: If the network fails, or bytes are damaged; it names the other rank.
+        """
+        if self._work is None:
+            return
+        peer = f"{'to' if self._what == 'send' else 'from'} rank {self._peer}"
+        with self._of._naming(self._what, peer):
+            self._work.wait()
+        self._of._counts[self._what] += 1
+        self._work = None
+        held, self._held = self._held, []
+        if self._what == "recv" and held[0] is not None:
+            self._of.decode(held[0], held[1], self._peer)
+
+
+class Boundary:
+    """What the ranks of a pipeline send by; ``connect`` makes it.
+
+    Args:
+        forward: Messages of activations.
+        backward: Messages of their gradients, between the same ranks.
+
+    Raises:
+        ValueError: If the groups are not of the same ranks.
+    """
+
+    def __init__(self, forward: Messages, backward: Messages) -> None:
+        places = [(m.rank, m.world_size) for m in (forward, backward)]
+        if places[0] != places[1]:
+            raise ValueError(f"rank and world size are {places[0]} forward, {places[1]} backward")
+        self.forward = forward
+        self.backward = backward
+        self._sent: deque[Message] = deque()
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the group."""
+        return self.forward.rank
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent so far."""
+        return self.forward.raw_bytes + self.backward.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.forward.wire_bytes + self.backward.wire_bytes
+
+    def stage(self, module: Any, index: int, count: int, device: Any, **options: Any) -> Any:
+        """Make a stage for the schedules of ``torch.distributed.pipelining``.
+
+        Args:
+            module: What the stage computes.
+            index: Number of the stage, from 0.
+            count: Number of stages.
+            device: Where it computes.
+            **options: Other arguments of ``torch.distributed.pipelining.PipelineStage``, except
+                ``group``.
+
+        Returns:
+            A ``PipelineStage`` whose messages are encoded.
+
+        Raises:
+            TypeError: If an option is not one of ``PipelineStage``.
+        """
+        from .pipeline_stage import Stage
+
+        return Stage(self, module, index, count, torch.device(device), **options)
+
+    def send(self, x: Any, to: int) -> Any:
+        """Send an activation; backward receives its gradient.
+
+        Args:
+            x: The activation.
+            to: Number of the rank that calls ``receive``.
+
+        Returns:
+            A tensor without dimensions, 0. Call its ``backward()``, or add it to a loss.
+
+        Raises:
+            CollectiveError: If the network fails.
+        """
+        return _Send.apply(x, self, to)
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, source: int, device: Any = "cpu"
+    ) -> Any:
+        """Receive an activation; backward sends its gradient.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            source: Number of the rank that calls ``send``.
+            device: Where it is to be.
+
+        Returns:
+            The activation, which requires a gradient where gradients are on.
+
+        Raises:
+            CollectiveError: If the network fails, or bytes are damaged.
+        """
+        empty = torch.empty(tuple(shape), dtype=dtype, device=device)
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        return _Receive.apply(anchor, empty, self, source)
+
+    def flush(self) -> None:
+        """Wait for everything that was sent, at the end of a step.
+
+        Raises:
+            CollectiveError: If the network fails.
+        """
+        while self._sent:
+            self._sent.popleft().wait()
+
+    def keep(self, message: Message) -> None:
+        """Keep a message for ``flush``; of many the oldest is waited for.
+
+        Args:
+            message: What was sent.
+
+        Raises:
+            CollectiveError: If the network fails.
+        """
+        self._sent.append(message)
+        if len(self._sent) > _PENDING:
+            self._sent.popleft().wait()
+
+
+def connect(
+    forward: str | Codec | None = "tahquant",
+    backward: str | Codec | None = "tahquant",
+    *,
+    group: Any = None,
+    backward_group: Any = None,
+    seed: int = 0,
+) -> Boundary:
+    """Make what the ranks of a pipeline send by; all of them call it.
+
+    Args:
+        forward: Codec of activations; None: they travel as they are.
+        backward: Codec of their gradients. The name ``"tahquant"`` means its own codec for them.
+        group: The process group of the pipeline; None: the default one.
+        backward_group: Another group of the same ranks, for gradients. None: the same group, which
+            ``send`` and ``receive`` do not allow over NCCL, where each would wait for the other.
+        seed: Seed of codecs that round at random.
+
+    Returns:
+        The boundary.
+
+    Raises:
+        CollectiveError: On all ranks, if their codecs differ.
+        TypeError: If a codec is something else.
+        ValueError: If the size of what a codec encodes depends on the data, or the groups differ.
+    """
+    there = None if forward is None else as_codec(forward)
+    back = None if backward is None else as_codec(backward)
+    if backward == "tahquant":
+        back = Codec(replace(Tahquant(), direction="backward"))
+    found = Boundary(
+        Messages(there, group, seed=seed, name="forward"),
+        Messages(back, backward_group or group, seed=seed + 1, name="backward"),
+    )
+    text = f"forward {there and there.spec!r}, backward {back and back.spec!r}, seed {seed}"
+    texts: list[Any] = [None] * found.forward.world_size
+    dist.all_gather_object(texts, text, group=found.forward.group)
+    if len(set(texts)) > 1:
+        groups = {t: [rank for rank, other in enumerate(texts) if other == t] for t in texts}
+        differ = "; ".join(f"ranks {ranks}: {t}" for t, ranks in groups.items())
+        raise CollectiveError(found.rank, "connect", 0, "agree", f"ranks differ: {differ}")
+    return found
+
+
+def _check_fixed(codec: Codec) -> None:
+    """Raise ValueError for a codec whose messages have sizes that receivers do not know."""
+    dtype = "float32" if "float32" in codec.dtypes else codec.dtypes[0]
+    fixed = not codec.needs_base and not codec.plan((4096,), dtype).dynamic_stride
+    if not fixed or not codec.round_trips or codec.spec.ruins_dense:
+        raise ValueError(
+            f"codec is {codec.name!r}; allowed: codecs for dense tensors whose number of bytes "
+            "follows from the shape, such as 'tahquant', 'mx' and 'taco', or None"
+        )
+
+
+def _named(peer: int | str) -> str:
+    return f"rank {peer}" if isinstance(peer, int) else peer
+
+
+def _check_groups(boundary: Boundary, x: Any) -> None:
+    if x.device.type != "cpu" and boundary.forward.group is boundary.backward.group:
+        raise ValueError(
+            "backward_group is that of activations; needed on a GPU: another group of these ranks"
+        )
+
+
+class _Send(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Any, boundary: Boundary, to: int) -> Any:
+        _check_groups(boundary, x)
+        ctx.boundary, ctx.to = boundary, to
+        ctx.like = x.shape, x.dtype, x.device
+        boundary.keep(boundary.forward.isend(x, to))
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, _: Any) -> Any:
+        shape, dtype, device = ctx.like
+        gradient = torch.empty(shape, dtype=dtype, device=device)
+        ctx.boundary.backward.irecv(gradient, ctx.to).wait()
+        return gradient, None, None
+
+
+class _Receive(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, empty: Any, boundary: Boundary, source: int) -> Any:
+        _check_groups(boundary, empty)
+        ctx.boundary, ctx.source = boundary, source
+        boundary.forward.irecv(empty, source).wait()
+        ctx.mark_dirty(empty)
+        return empty
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Any) -> Any:
+        ctx.boundary.keep(ctx.boundary.backward.isend(gradient, ctx.source))
+        return None, None, None, None

@@ -1,0 +1,141 @@
+"""A hook for DistributedDataParallel that waits for nothing until the end of backward.
+
+``ddp.register(model, route=...)`` sets it.
+"""
+
+# DDP compares the annotations of a hook, which must therefore not be strings.
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..collectives.prepared_work import Work
+from ..collectives.side_stream import SideStream
+from ..errors import CollectiveError
+from .hooks import Channel, Closing, in_backward, raise_at_the_end
+from .prepared_hooks import PreparedHook, Route
+
+
+class _Sent(NamedTuple):
+    """A bucket whose mean is under way."""
+
+    work: Work
+    gradients: Any
+    parameters: list[Any]
+
+
+class PreparedDdpHook(PreparedHook, Closing):
+    """The state of ``prepared_ddp_hook``. A context manager, which ends with ``close()``.
+
+    A bucket takes an all-reduce: two-shot, or one-shot if it is small. Whether all messages fitted
+    is looked at before backward returns; a bucket of which one did not is summed again, exactly.
+
+    Args:
+        route: How bytes travel.
+        group: The process group of the model.
+        **options: Arguments of ``PreparedCalls``.
+    """
+
+    purpose = "DDP"
+
+    def __init__(self, route: Route, group: Any, **options: Any) -> None:
+        super().__init__(route, **options)
+        self._group = group
+        self._stream = SideStream()
+        self._sent: list[_Sent] = []
+
+    def _open(self) -> Iterable[Channel]:
+        return ()
+
+    def _refuses(self) -> CollectiveError | None:
+        return next((c.refusal("backward") for c in self._calls.values() if c.broken), None)
+
+    def average(self, bucket: Any) -> Any:
+        """A Future of the gradients of a bucket, overwritten with their mean."""
+        x = bucket.buffer()
+        if x.layout != torch.strided or not x.dtype.is_floating_point:
+            raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
+        key = x.device, x.numel(), x.dtype
+        scale = 1 / self._group.size()
+
+        def ours() -> None:
+            copy = x.clone()
+            self._prepared[(self._group, *key)](copy, copy).wait()
+
+        def call() -> None:
+            group = self._group
+            reduce = self._get(group, key, lambda calls: calls.all_reduce(x, scale=scale))
+            # Measured on copies: sums of sums would grow.
+            if self._native(group, key, lambda: self._mean(x.clone()), ours, x):
+                self._mean(x)
+                return
+            work = reduce(x, x)
+            self._count(work)
+            if self._queued():
+                self._sent.append(_Sent(work, x, bucket.parameters()))
+            else:
+                work.wait()
+
+        return self._stream.run(x, call)
+
+    def _mean(self, x: Any) -> None:
+        """Overwrite `x` with its mean over the ranks, by the process group itself."""
+        self._calls[self._group].transport.all_reduce(x.div_(self._group.size()))
+
+    def _queued(self) -> bool:
+        """Whether works are judged before backward returns; False if nobody is in backward.
+
+        DistributedDataParallel queues what copies gradients out of buckets later, with the last
+        bucket, unless its graph is static.
+        """
+        if self._sent:
+            return True
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self._judge)
+        except RuntimeError:
+            return False
+        return True
+
+    def _judge(self) -> None:
+        sent, self._sent = self._sent, []
+        problem: CollectiveError | None = None
+        for work, gradients, parameters in sent:
+            try:
+                work.wait()
+            except CollectiveError as error:
+                problem = problem or error
+                continue
+            if work.repeated:
+                _copy_out(gradients, parameters)
+        if problem is not None:
+            raise_at_the_end(self, problem)
+
+
+def _copy_out(bucket: Any, parameters: list[Any]) -> None:
+    """Copy a bucket to gradients that have been copied out of it already."""
+    place, at = bucket.untyped_storage().data_ptr(), 0
+    for p in parameters:
+        part = bucket[at : at + p.numel()].view(p.shape)
+        at += p.numel()
+        if p.grad is not None and p.grad.untyped_storage().data_ptr() != place:
+            p.grad.copy_(part)
+
+
+def prepared_ddp_hook(
+    state: PreparedDdpHook, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: averages the gradients of a bucket over ranks, compressed.
+
+    Args:
+        state: The state.
+        bucket: Gradients, one-dimensional, of any float dtype, which are overwritten.
+
+    Returns:
+        A Future of the averaged gradients. They are right when backward has returned.
+
+    Raises:
+        TypeError: For sparse or complex gradients.
+        CollectiveError: If anything goes wrong on the wire; ``backward()`` raises it at its end.
+    """
+    return in_backward(state, bucket.buffer(), lambda: state.average(bucket))

@@ -1,0 +1,295 @@
+"""Hooks for FSDP2 that wait for nothing: prepared calls, judged when their results are needed.
+
+``fsdp.compress(model, route=...)`` sets them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives.prepared_work import Work
+from .prepared_hooks import PreparedHook, Route
+
+#: Reduce-scatters whose terms are kept until they are known to be right. FSDP keeps as many.
+_LATE = 2
+
+
+class GatherWork(dist.Work):  # type: ignore[misc, unused-ignore]
+    """What FSDP waits for before it uses gathered parameters.
+
+    The host waits only if they may turn out to be wrong. FSDP itself has its stream wait.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        """See ``prepared_work.Work``."""
+        return not self._work.may_change or self._work.wait()
+
+
+class PreparedGather(PreparedHook):
+    """All-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
+
+    Modules of one size share memory. FSDP waits for what the hook returns before it uses the
+    parameters; then they are known to fit. Damage is raised before backward returns, by the hook of
+    gradients, or by a later gather.
+
+    Args:
+        route: How bytes travel.
+        **options: Arguments of ``PreparedCalls``.
+    """
+
+    purpose = "FSDP: PreparedGather"
+
+    def __init__(self, route: Route, **options: Any) -> None:
+        super().__init__(route, **options)
+        self._made: deque[Work] = deque()
+
+    def judge(self) -> None:
+        """Raise what is wrong with gathers that were made so far; waits for them.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        while self._made:
+            self._made.popleft().wait()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Uninitialised memory for FSDP to communicate from or to.
+
+        Args:
+            size: Shape.
+            dtype: Element type.
+            device: Device.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """Fill ``output_tensor``, shape ``(ranks * n,)``, with all ranks' ``input_tensor``.
+
+        Args:
+            output_tensor: The result.
+            input_tensor: Shape ``(n,)``; it may lie in the output.
+            group: The process group.
+            async_op: Ignored: the result is a Work in any case.
+
+        Returns:
+            A Work, which raises ``CollectiveError`` if a rank was late, or bytes were damaged; None
+            if the process group itself has made the call.
+        """
+        key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
+        with self._lock:
+            gather = self._get(group, key, lambda calls: calls.all_gather(input_tensor))
+
+            def native() -> None:
+                self._calls[group].transport.all_gather(output_tensor, input_tensor)
+
+            def ours() -> None:
+                gather(input_tensor, output_tensor).wait()
+
+            if self._native(group, key, native, ours, input_tensor):
+                native()
+                return None
+            work = gather(input_tensor, output_tensor)
+            self._count(work)
+            # Not others, however far they are: all ranks make calls once more at the same place.
+            while self._made and self._made[0].done() and not self._made[0].may_change:
+                self._made.popleft().wait()
+            self._made.append(work)
+        return GatherWork(work)
+
+
+class PreparedScatter(PreparedHook):
+    """Reduce-scatter of gradients, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    Sums are made in float32 in the order of ranks, scaled there and rounded once. Whether all terms
+    fitted is looked at two modules later, and for the last ones before backward returns. What did
+    not fit is summed again, exactly, and put or added where it belongs: gradients have the same
+    bits. Modules whose gradients go elsewhere at once are judged at once: those with an all-reduce
+    hook, with gradients on the CPU, and with hooks of gradients.
+
+    Args:
+        route: How bytes travel.
+        wire: Dtype in which float32 gradients travel. None: as they are.
+        gathers: The hook of the same modules' parameters, which is judged with this one.
+        **options: Arguments of ``PreparedCalls``.
+    """
+
+    purpose = "FSDP: PreparedScatter"
+
+    def __init__(
+        self,
+        route: Route,
+        wire: str | None = None,
+        *,
+        gathers: PreparedGather | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(route, **options)
+        self._wire = wire
+        self._gathers = gathers
+        self._late: deque[Work] = deque()
+
+    def of(self, module: Any) -> Callable[..., None]:
+        """This hook for one FSDP module.
+
+        Args:
+            module: The module.
+        """
+        return _Scatter(self, module)
+
+    def reduce(self, module: Any, output: Any, x: Any, group: Any, op: Any) -> None:
+        """Fill `output`, shape (n,), with this rank's share of the sum of `x`."""
+        kind, factor = kind_and_factor(op)
+        scale = {dist.ReduceOp.SUM: None, dist.ReduceOp.AVG: 1 / group.size()}.get(kind, factor)
+        wide = x.dtype == torch.float32 and self._wire is not None
+        key = x.device, x.numel(), x.dtype, scale
+        with self._lock:
+            scatter = self._get(
+                group,
+                key,
+                lambda calls: calls.reduce_scatter(
+                    x,
+                    scale=scale,
+                    wire=self._wire if wide else None,
+                    dtype="float32" if wide else None,
+                ),
+            )
+
+            def native() -> None:
+                self._calls[group].transport.reduce_scatter(output, x)
+                if scale is not None:
+                    output.mul_(scale)
+
+            def ours() -> None:
+                scatter(x, output).wait()
+
+            if self._native(group, key, native, ours, x):
+                native()
+                return
+            correct = _correction(module, output, scale)
+            work = scatter(x, output, correct)
+            self._count(work)
+        if correct is None or not self._queued():
+            work.wait()
+            return
+        self._late.append(work)
+        while len(self._late) > _LATE:
+            self._late.popleft().wait()
+
+    def _queued(self) -> bool:
+        """Whether works are judged before backward returns; False if nobody is in backward."""
+        if self._late:
+            return True
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self._judge)
+        except RuntimeError:
+            return False
+        return True
+
+    def _judge(self) -> None:
+        while self._late:
+            self._late.popleft().wait()
+        if self._gathers is not None:
+            self._gathers.judge()
+
+
+class _Scatter:
+    """A ``PreparedScatter`` for one module."""
+
+    def __init__(self, hook: PreparedScatter, module: Any) -> None:
+        self._hook = hook
+        self._module = module
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See ``PreparedGather``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor``, shape ``(n,)``, with this rank's share of the sum.
+
+        Args:
+            output_tensor: The result.
+            input_tensor: Shape ``(ranks * n,)``.
+            group: The process group.
+            op: ReduceOp.SUM, AVG or PREMUL_SUM.
+            async_op: Ignored.
+
+        Raises:
+            CollectiveError: If the exchange fails; for damage here, or before backward returns.
+            ValueError: For another ``op``.
+        """
+        self._hook.reduce(self._module, output_tensor, input_tensor, group, op)
+
+
+def _correction(module: Any, output: Any, scale: float | None) -> Callable[[Any], None] | None:
+    """What puts an exact sum where FSDP has put `output`, which was -0.0; None if nobody can."""
+    group = _param_group(module)
+    # Sums that FSDP divides afterwards, or hands on.
+    if group is None or scale is None or group._all_reduce_hook is not None:
+        return None
+    params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if sum(p.padded_sharded_param_size.numel() for p in params) != output.numel():
+        return None
+    if _is_replicated(group) or any(_goes_elsewhere(p) for p in params):
+        return None
+
+    def correct(exact: Any) -> None:
+        output.copy_(exact)
+        at, place = 0, output.untyped_storage().data_ptr()
+        for p in params:
+            grad = p.sharded_param.grad._local_tensor
+            if grad.untyped_storage().data_ptr() != place:
+                part = exact.to(grad.dtype).as_strided(
+                    p.sharded_size, p.contiguous_sharded_stride, at
+                )
+                grad += part
+            at += p.padded_sharded_param_size.numel()
+
+    return correct
+
+
+def _param_group(module: Any) -> Any:
+    """FSDP's parameter group of a module; None where this PyTorch has it elsewhere."""
+    try:
+        groups = module._get_fsdp_state()._fsdp_param_groups
+    except AttributeError:
+        return None
+    return groups[0] if len(groups) == 1 else None
+
+
+def _is_replicated(group: Any) -> bool:
+    """Whether FSDP sums a group's gradients over replicas, too."""
+    return bool(group.mesh_info.mesh.ndim > 1)
+
+
+def _goes_elsewhere(p: Any) -> bool:
+    """Whether somebody takes a parameter's gradient before backward returns."""
+    hooks = getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or p.offload_to_cpu
+
+
+def kind_and_factor(op: Any) -> tuple[Any, Any]:
+    """The kind of a ReduceOp, and the factor of PREMUL_SUM."""
+    for kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        if op == kind:
+            return kind, None
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # The factor shows nowhere else.
+        return dist.ReduceOp.PREMUL_SUM, op.__getstate__()[1]
+    raise ValueError(f"op is {op}; allowed: SUM, AVG and PREMUL_SUM")

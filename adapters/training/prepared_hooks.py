@@ -1,0 +1,111 @@
+"""What hooks by prepared calls share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ..collectives.faster import Faster
+from ..collectives.prepared import PreparedCalls
+from ..collectives.prepared_work import Work
+from ..errors import CollectiveError
+from ..transports.peer import PeerMemory
+from ..transports.torch_dist import TorchDist
+
+#: How bytes travel: as ``Communicator`` sends them, or by prepared calls.
+Route = Literal["exact", "network", "peers", "auto"]
+ROUTES: tuple[Route, ...] = ("exact", "network", "peers", "auto")
+#: Options of ``PreparedCalls`` that hooks take.
+_OPTIONS = ("codec", "checksum", "seed")
+
+
+def check_route(route: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unknown route, TypeError for options that prepared calls have not."""
+    if route not in ROUTES:
+        raise ValueError(f"route is {route!r}; allowed: {ROUTES}")
+    strange = sorted(set(options) - set(_OPTIONS))
+    if route != "exact" and strange:
+        raise TypeError(f"options are {strange}; allowed with route {route!r}: {_OPTIONS}")
+
+
+class PreparedHook:
+    """Prepared calls for every process group, made when it is first used.
+
+    Args:
+        route: How bytes travel.
+        **options: Arguments of ``PreparedCalls``.
+    """
+
+    #: How errors name it.
+    purpose = ""
+
+    def __init__(self, route: Route, **options: Any) -> None:
+        self._route = route
+        self._options = options
+        self._calls: dict[Any, PreparedCalls] = {}
+        self._prepared: dict[Any, Any] = {}
+        #: By group, with the route "auto".
+        self.switches: dict[Any, Faster] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
+        self.raw_bytes = self.wire_bytes = 0
+
+    def close(self) -> None:
+        """Free the memory of the calls. Later calls raise CollectiveError."""
+        self._closed = True
+        self._prepared.clear()
+        self._calls.clear()
+
+    def _get(self, group: Any, key: tuple[Any, ...], make: Callable[[PreparedCalls], Any]) -> Any:
+        """The prepared call of a group under `key`; all its ranks make it alike."""
+        found = self._prepared.get((group, *key))
+        if found is not None:
+            return found
+        if self._closed:
+            raise CollectiveError(group.rank(), self.purpose, 0, "start", "the hook is closed")
+        device = key[0]
+        calls = self._calls.get(group)
+        if calls is None:
+            peers = _peers(self._route, group, device)
+            transport = TorchDist(group, device)
+            # Messages of peers are a rank's own alone: more of them cost little.
+            depth = 2 if peers is None else 4
+            calls = PreparedCalls(
+                transport, peers=peers, depth=depth, name=self.purpose, **self._options
+            )
+            self._calls[group] = calls
+            if self._route == "auto":
+                self.switches[group] = Faster(transport)
+        found = self._prepared[(group, *key)] = make(calls)
+        return found
+
+    def _native(
+        self,
+        group: Any,
+        key: tuple[Any, ...],
+        native: Callable[[], object],
+        ours: Callable[[], object],
+        like: Any,
+    ) -> bool:
+        """Whether the network's own call is the faster one; never if a route was asked for."""
+        switch = self.switches.get(group)
+        return switch is not None and switch.native(key, native, ours, like)
+
+    def _count(self, work: Work) -> None:
+        self.raw_bytes += work.raw_bytes
+        self.wire_bytes += work.wire_bytes
+
+
+def _peers(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
+    """Memory that the ranks of a group can read from one another, if that is the route."""
+    if route == "network" or (route == "auto" and device.type != "cuda"):
+        return None
+    from ..transports.symmetric import SymmetricMemory, why_not
+
+    if route == "auto" and why_not(group, device):
+        return None
+    return SymmetricMemory(group, device)

@@ -1,0 +1,545 @@
+"""Gradients of large layers by index and sketch, for FSDP2 and DistributedDataParallel.
+
+After TAGC (EuroMLSys '25), algorithm 1. To try it, run ``torchrun --nproc-per-node 2 train.py``
+with::
+
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from tightwire import tagc
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 999), torch.nn.ReLU(), torch.nn.Linear(999, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    hooks = tagc.compress(model, tagc.Tagc(ratio=10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(64, 512), torch.randint(8, (64,))
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(loss.item(), hooks.reduce_scatter.wire_bytes / hooks.reduce_scatter.raw_bytes)
+
+``hooks.state.reports`` has the numbers of peeled, estimated and lost elements of each layer and
+step.
+
+Layers that ``Tagc.layers`` does not select, and parameters, are sent by the codec of a
+``Communicator``, which is lossless by default.
+
+On the CPU backward waits for the hooks, and nothing overlaps. On a GPU the hook of a unit has a
+stream of its own, which follows its gradients: sparsification, index and sketch overlap the
+all-gather of the next unit's parameters, which FSDP has queued before, and the queued part of the
+backward pass. The host waits for the agreed index when the device has sketches to make, for the
+sums and their reports, and with ``fallback`` for the diagnosis before it sends. Where the codec lhc
+has no kernels, index, sketch and peeling are on the host.
+"""
+
+# DDP compares the annotations of a hook, which must therefore not be strings.
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import tensors
+from ..collectives.calls import TraceRecord
+from ..collectives.communicator import Communicator
+from .fsdp import AllGather, CommHook, fsdp_modules
+from .hooks import (
+    Channel,
+    Closing,
+    average,
+    check_gradients,
+    check_options,
+    communicator,
+    distributed,
+    finished,
+    in_backward,
+    install,
+    trained_device,
+    wide,
+)
+from .layers import Rule
+from .prepared_fsdp import kind_and_factor
+from .sketches import Report, Sketches, State, Tagc
+
+__all__ = [
+    "DdpHook",
+    "Hooks",
+    "Parameter",
+    "ReduceScatter",
+    "Report",
+    "Rule",
+    "State",
+    "Tagc",
+    "compress",
+    "ddp_hook",
+    "register",
+]
+
+
+class Parameter(NamedTuple):
+    """A parameter of an FSDP module.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        nelem: Number of padded elements of a rank's share.
+    """
+
+    name: str
+    shape: Sequence[int]
+    nelem: int
+
+
+class _Counted:
+    """A communicator that adds up the bytes of its calls, which remembers one at least."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self._next = 0
+        for record in comm.trace(last=1):
+            self._next = record.sequence + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, *args: Any, **options: Any) -> Any:
+        return self._call(self._comm.all_gather, args, options)
+
+    def all_reduce(self, *args: Any, **options: Any) -> Any:
+        return self._call(self._comm.all_reduce, args, options)
+
+    def reduce_scatter(self, *args: Any, **options: Any) -> Any:
+        return self._call(self._comm.reduce_scatter, args, options)
+
+    def _call(self, collective: Callable[..., Any], args: Any, options: Any) -> Any:
+        try:
+            return collective(*args, **options)
+        finally:
+            for record in self._comm.trace(last=1):
+                # A call that was refused has no record.
+                if record.sequence >= self._next:
+                    self._next = record.sequence + 1
+                    self.raw_bytes += record.raw_bytes
+                    self.wire_bytes += record.wire_bytes
+
+
+class _Sums:
+    """Sums over the ranks of a communicator, of some layers by sketch; bytes of both count."""
+
+    def __init__(self, comm: Communicator, tagc: Tagc, state: State) -> None:
+        # Like a communicator.
+        self.comm = cast(Any, _Counted(comm))
+        self.sketches = Sketches(self.comm, tagc, state)
+
+    @property
+    def raw_bytes(self) -> int:
+        return int(self.comm.raw_bytes) + self.sketches.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        return int(self.comm.wire_bytes) + self.sketches.wire_bytes
+
+
+class ReduceScatter(CommHook):
+    """The reduce-scatters of all FSDP modules of a model. ``compress`` makes it and its units.
+
+    Args:
+        tagc: The settings.
+        state: The state of this rank.
+        **options: Arguments of ``Communicator``, for what is not sent by sketch. Bytes are counted
+            whatever ``trace`` is.
+
+    Raises:
+        TypeError: As ``Communicator``.
+        ValueError: As ``Communicator``.
+    """
+
+    def __init__(self, tagc: Tagc, state: State, **options: Any) -> None:
+        super().__init__(**options)
+        self._tagc, self._state = tagc, state
+        self._sums: dict[Communicator, _Sums] = {}
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks without compression, in all calls so far."""
+        return sum(sums.raw_bytes for sums in self._sums.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks, in all calls so far."""
+        return sum(sums.wire_bytes for sums in self._sums.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls, group by group: of the communicator, then of sketches."""
+        return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
+
+    def unit(self, parameters: Callable[[], list[Parameter]]) -> Any:
+        """The object for ``set_custom_reduce_scatter`` of one FSDP module.
+
+        Args:
+            parameters: Returns the parameters that require gradients when it is called, in FSDP's
+                order.
+        """
+        return _Unit(self, parameters)
+
+    def _reduce(
+        self,
+        parameters: Sequence[Parameter],
+        changed: bool,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        op: Any,
+        async_op: bool,
+    ) -> Any:
+        kind, factor = kind_and_factor(op)
+
+        def call(comm: Communicator) -> None:
+            sums = self._sums.get(comm)
+            if sums is None:
+                sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
+            total = self._total(sums, parameters, changed, output_tensor, input_tensor)
+            if kind == dist.ReduceOp.AVG:
+                tensors.change(lambda v: v.div_(comm.world_size), total)
+            elif kind == dist.ReduceOp.PREMUL_SUM:
+                tensors.change(lambda v: v.mul_(factor), total)
+            output_tensor.copy_(total)
+
+        return finished(self._run(group, output_tensor, call, collectives=0), async_op)
+
+    def _total(
+        self,
+        sums: _Sums,
+        parameters: Sequence[Parameter],
+        changed: bool,
+        output_tensor: Any,
+        input_tensor: Any,
+    ) -> Any:
+        """This rank's share of the sum of a unit's gradients, whose columns are parameters.
+
+        FSDP passes those that have a gradient, and does not say which. They are among those that
+        require one now, unless that has changed since gradients began to accumulate: these are
+        all if the sizes add up.
+        """
+        total = wide(output_tensor.numel(), output_tensor)
+        rows = input_tensor.view(sums.comm.world_size, -1)
+        missing = ""
+        if changed:
+            missing = "other parameters of its FSDP module require gradients than before"
+        elif sum(n for _, _, n in parameters) != rows.shape[1]:
+            missing = "parameters of its FSDP module have no gradient"
+        layers, places, others, at = [], [], [], 0
+        for name, shape, n in parameters:
+            if self._tagc.layers(name, shape):
+                obstacle = missing or sums.sketches.obstacle(n, rows.dtype)
+                if not obstacle:
+                    layers.append((name, rows[:, at : at + n].contiguous()))
+                    places.append(slice(at, at + n))
+                    at += n
+                    continue
+                _skip(self._state, name, n * len(rows), obstacle)
+            others.append(slice(at, at + n))
+            at += n
+        if missing:
+            others = [slice(0, rows.shape[1])]
+        sums.sketches.agree([name for name, _, _ in parameters], [name for name, _ in layers])
+        for place, part in zip(places, sums.sketches.sums(layers), strict=True):
+            total[place] = part
+        if others:
+            rest = torch.cat([rows[:, place] for place in others], 1).view(-1)
+            share = sums.comm.reduce_scatter(rest, total.new_empty(rest.numel() // len(rows)))
+            sizes = [place.stop - place.start for place in others]
+            for place, part in zip(others, share.split(sizes), strict=True):
+                total[place] = part
+        return total
+
+
+class _Unit:
+    """The reduce-scatter of one FSDP module."""
+
+    def __init__(self, inner: ReduceScatter, parameters: Callable[[], list[Parameter]]) -> None:
+        self._inner, self._parameters = inner, parameters
+        self._before = parameters()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        now, before = self._parameters(), self._before
+        self._before = now
+        changed = [p.name for p in now] != [p.name for p in before]
+        tensors = output_tensor, input_tensor
+        return self._inner._reduce(now, changed, *tensors, group, op, async_op)
+
+
+class Hooks(NamedTuple):
+    """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
+
+    Attributes:
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
+        reduce_scatter: The hook of gradients, with the same.
+        state: The state of this rank: residuals and reports.
+    """
+
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    #: `reports` of layers and steps; `residuals.state_dict()` belongs in the rank's checkpoint.
+    state: State
+
+    def close(self) -> None:
+        """Close both hooks. Later calls raise CollectiveError."""
+        self.all_gather.close()
+        self.reduce_scatter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """`close()`."""
+        self.close()
+
+
+def compress(
+    module: Any, tagc: Tagc | None = None, *, state: State | None = None, **options: Any
+) -> Hooks:
+    """Sum the gradients of large layers of every FSDP module in a model by sketch.
+
+    All ranks call it, before training, while parameters are sharded. Layers are selected within
+    FSDP modules too. Other layers and the all-gather of parameters use a ``Communicator``, lossless
+    by default. FSDP calls no hook in a group of one rank.
+
+    Index and sketch are sent once: an element of a large layer takes 5.2 bits at a ratio of 10 for
+    float32 gradients, 3.6 bits for bfloat16 and float16. For small layers it is more, as sketches
+    have whole rows of 1024 buckets: 6 bits in a share of 32 x 1024 elements.
+
+    Parameters may be frozen and unfrozen between steps, on all ranks alike, but not while gradients
+    accumulate without communication. In a step in which a parameter that requires a gradient gets
+    none, and in the first step after other parameters require gradients, its unit is sent by the
+    communicator, which the reports say.
+
+    Source: TAGC (EuroMLSys 2025), section 3 and algorithm 1.
+
+    Args:
+        module: The model, after ``fully_shard``.
+        tagc: The settings, equal on all ranks; None: ``Tagc()``.
+        state: State of this rank of an earlier run. None: a new one.
+        **options: Arguments of ``Communicator``.
+
+    Returns:
+        The hooks.
+
+    Raises:
+        TypeError: For unknown options, another kind of module, or complex parameters.
+        ValueError: For a value that is not allowed; if there is no FSDP module, or one with several
+            meshes; by the first call, if the index mode does not allow so many ranks.
+    """
+    state, tagc, options = _checked(compress, state, tagc, options)
+    modules = fsdp_modules(module)
+    hooks = Hooks(AllGather(**options), ReduceScatter(tagc, state, **options), state)
+    names = {id(p): name for name, p in module.named_parameters()}
+    for _, m in modules:
+        m.set_custom_all_gather(hooks.all_gather)
+        m.set_custom_reduce_scatter(hooks.reduce_scatter.unit(_parameters(m, names)))
+    return hooks
+
+
+def _parameters(module: Any, names: Mapping[int, str]) -> Callable[[], list[Parameter]]:
+    """See `ReduceScatter.unit`; nothing public tells which parameters are a unit, and in order."""
+    fsdp = module._get_fsdp_state()
+    groups = getattr(fsdp, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [fsdp._fsdp_param_group] if fsdp._fsdp_param_group is not None else []
+    params = [p for group in groups for p in group.fsdp_params]
+    if any(id(p.sharded_param) not in names for p in params):
+        raise ValueError("a parameter is not sharded; allowed: before forward, or after reshard()")
+    # FSDP has other sharded tensors after load_state_dict() or to(), of the same parameter.
+    named = [(p, names[id(p.sharded_param)]) for p in params]
+
+    def now() -> list[Parameter]:
+        return [
+            Parameter(name, p.sharded_param.shape, p.padded_sharded_param_size.numel())
+            for p, name in named
+            if p.sharded_param.requires_grad
+        ]
+
+    return now
+
+
+class DdpHook(Closing):
+    """The state of ``ddp_hook``: a communicator of the model's ranks, used by nothing else.
+
+    Args:
+        comm: The communicator, with a trace, by which bytes are counted.
+        tagc: The settings, equal on all ranks.
+        state: The state of this rank.
+        names: Parameters of the model to their names.
+
+    Raises:
+        ValueError: If the communicator has ``trace=0``, or the index mode does not allow so many
+            ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, tagc: Tagc, state: State, names: Mapping[Any, str]
+    ) -> None:
+        if comm.session.records.maxlen == 0:
+            raise ValueError(
+                "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
+            )
+        self._channel = Channel(comm)
+        self._sums = _Sums(comm, tagc, state)
+        self._tagc, self._names = tagc, names
+        self.state = state
+
+    def _open(self) -> Iterable[Channel]:
+        return [self._channel]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks of an uncompressed reduce-scatter and all-gather, so far."""
+        return self._sums.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks so far."""
+        return self._sums.wire_bytes
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls: those of the communicator, then those by sketch."""
+        return [*self._sums.comm.trace(), *self._sums.sketches.trace()]
+
+    def _average(self, bucket: Any) -> None:
+        x, comm = bucket.buffer(), self._sums.comm
+        if x.layout != torch.strided or not x.dtype.is_floating_point:
+            raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
+        ranks, layers, places, others, at = comm.world_size, [], [], [], 0
+        for p in bucket.parameters():
+            name, part = self._names[p], x[at : at + p.numel()]
+            at += p.numel()
+            if self._tagc.layers(name, p.shape):
+                share = -(-p.numel() // ranks)
+                obstacle = self._sums.sketches.obstacle(share, x.dtype)
+                if not obstacle:
+                    padded = torch.nn.functional.pad(part, (0, share * ranks - part.numel()))
+                    layers.append((name, padded.view(ranks, share)))
+                    places.append(part)
+                    continue
+                _skip(self.state, name, p.numel(), obstacle)
+            others.append(part)
+        names = [self._names[p] for p in bucket.parameters()]
+        self._sums.sketches.agree(names, [name for name, _ in layers])
+        sums = self._sums.sketches.sums(layers, everywhere=True)
+        for part, total in zip(places, sums, strict=True):
+            part.copy_(total.div_(ranks).view(-1)[: part.numel()])
+        if others:
+            rest = torch.cat(others)
+            average(comm, rest)
+            for part, mean in zip(others, rest.split([o.numel() for o in others]), strict=True):
+                part.copy_(mean)
+
+
+def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: averages a bucket's gradients over ranks, large layers by sketch.
+
+    For ``model.register_comm_hook(DdpHook(...), ddp_hook)``. The sums of layers that are sent by
+    sketch are made by their owners; all ranks get and peel the sketches of the sums, so sketches
+    are sent twice (TAGC, section 3.1). An element of a large layer takes 8.4 bits at a ratio of 10
+    for float32 gradients, of the 64 bits of a reduce-scatter and an all-gather; for bfloat16 and
+    float16 5.2 of 32. All ranks get the same bits.
+
+    Args:
+        state: The state.
+        bucket: Gradients, one-dimensional, of any float dtype, which are overwritten.
+
+    Returns:
+        A Future of the averaged gradients.
+
+    Raises:
+        TypeError: For sparse or complex gradients.
+        CollectiveError: If anything goes wrong on the wire. ``backward()`` raises errors at its
+            end, as with ``ddp.ddp_hook``.
+    """
+    x = bucket.buffer()
+
+    def call() -> Any:
+        return state._channel.run(x, lambda: state._average(bucket), collectives=0)
+
+    return in_backward(state, x, call)
+
+
+def register(
+    model: Any,
+    tagc: Tagc | None = None,
+    comm: Communicator | None = None,
+    *,
+    state: State | None = None,
+    **options: Any,
+) -> DdpHook:
+    """Register ``ddp_hook`` on a DistributedDataParallel model.
+
+    All ranks of the model call it; other ranks take no part.
+
+    Args:
+        model: The DistributedDataParallel model.
+        tagc: The settings, equal on all ranks; None: ``Tagc()``.
+        comm: A communicator of the model's ranks, whose codec the other layers use. None: one is
+            made with connections of its own.
+        state: State of this rank of an earlier run. None: a new one.
+        **options: Arguments of ``Communicator``; not with ``comm``.
+
+    Returns:
+        The state of the hook.
+
+    Raises:
+        TypeError: For another kind of model, settings, communicator or option.
+        ValueError: If ``comm`` and options are given, a value is not allowed, or the index mode
+            does not allow so many ranks.
+        CollectiveError: If ranks differ, or do not all call it within the timeout.
+    """
+    model = distributed(model)
+    if comm is not None and not isinstance(comm, Communicator):
+        raise TypeError(f"comm is {comm!r}; allowed: a Communicator, or None")
+    given = sorted(options)
+    state, tagc, options = _checked(register, state, tagc, options)
+    if comm is None:
+        device = trained_device(model)
+        comm = communicator(model.process_group, device, "tagc.register", **options)
+    elif given:
+        raise ValueError(f"comm and {given} are given; allowed: one or the other")
+    else:
+        check_gradients(comm.codec)
+    names = {p: name for name, p in model.module.named_parameters()}
+    hook = DdpHook(comm, tagc, state, names)
+    install(model, hook, ddp_hook)
+    return hook
+
+
+def _checked(
+    call: Callable[..., Any], state: State | None, tagc: Tagc | None, options: dict[str, Any]
+) -> tuple[State, Tagc, dict[str, Any]]:
+    """What was given or is the default; TypeError or ValueError, before there is a process group.
+
+    Options let a communicator remember a call at least, by whose record its bytes are counted.
+    """
+    tagc = Tagc() if tagc is None else tagc
+    if not isinstance(tagc, Tagc):
+        raise TypeError(f"tagc is {tagc!r}; allowed: a Tagc(), or None")
+    state = State() if state is None else state
+    if not isinstance(state, State):
+        raise TypeError(f"state is {state!r}; allowed: a State(), or None")
+    check_options(call, options)
+    return state, tagc, options | ({"trace": 1} if options.get("trace") == 0 else {})
+
+
+def _skip(state: State, name: str, nelem: int, reason: str) -> None:
+    """Report a layer that the rule names and that goes by the communicator, as it is."""
+    facts: dict[str, Any] = {"theta": 0.0, "kept": nelem, "lost": 0}
+    state.note(name, nelem=nelem, reason=reason, diagnosis=None, ratio=None, **facts)

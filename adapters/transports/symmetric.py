@@ -1,0 +1,189 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Memory of GPUs of one host that all of them read: ``PeerMemory`` by PyTorch's symmetric memory.
+
+Multicast is not used. Set ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` where a driver cannot make it.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+import triton
+import triton.language as tl
+
+#: Bytes at the end of a rank's memory for its flags, one int64 for each rank.
+_FLAGS_NBYTES = 1024
+_MOST_RANKS = _FLAGS_NBYTES // 8
+
+
+@triton.jit
+def _now():
+    """Nanoseconds of the device's clock."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def barrier_kernel(
+    flags_ptr,
+    peers_ptr,
+    state_ptr,
+    rank,
+    limit_ns: tl.int64,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Tell all ranks that this one is here, and wait for them, for `limit_ns` at most.
+
+    `flags_ptr` has this rank's flags, int64, one that each rank writes; `peers_ptr` has the
+    addresses of all ranks' flags. `state_ptr` has the number of barriers so far, and 1 + a rank
+    that has not come.
+    """
+    number = tl.load(state_ptr) + 1
+    tl.store(state_ptr, number)
+    i = tl.arange(0, SIZE)
+    used = i < RANKS
+    peers = tl.load(peers_ptr + i, used, 0) + rank * 8
+    here = tl.zeros([SIZE], tl.int64) + number
+    places = peers.to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.atomic_xchg(places, here, mask=used, sem="release", scope="sys")
+    zero = tl.zeros([SIZE], tl.int64)
+    seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
+    missing = tl.max((used & (seen < number)).to(tl.int32), 0)
+    until = _now() + limit_ns
+    while (missing > 0) & (_now() < until):
+        seen = tl.atomic_add(flags_ptr + i, zero, mask=used, sem="acquire", scope="sys")
+        missing = tl.max((used & (seen < number)).to(tl.int32), 0)
+    if missing > 0:
+        late = tl.max(tl.where(used & (seen < number), i + 1, 0), 0)
+        tl.store(state_ptr + 1, late.to(tl.int64))
+
+
+class SymmetricRegion:
+    """A ``Region`` in the memory of GPUs."""
+
+    def __init__(self, nbytes: int, group: Any, device: torch.device, timeout: float) -> None:
+        self._memory = symm.empty(nbytes + _FLAGS_NBYTES, dtype=torch.uint8, device=device)
+        self._memory.zero_()
+        torch.cuda.current_stream(device).synchronize()
+        self._handle = symm.rendezvous(self._memory, group.group_name)
+        ranks = range(self._handle.world_size)
+        self._rank: int = self._handle.rank
+        self._parts = [
+            self._memory[:nbytes]
+            if rank == self._rank
+            else self._handle.get_buffer(rank, (nbytes,), torch.uint8)
+            for rank in ranks
+        ]
+        self._flags = self._memory[nbytes:].view(torch.int64)
+        addresses = [self._handle.buffer_ptrs[rank] + nbytes for rank in ranks]
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        #: Barriers so far, and who did not come.
+        self._state = torch.zeros(2, dtype=torch.int64, device=device)
+        self._limit_ns = round(timeout * 1e9)
+        self._size = triton.next_power_of_2(len(ranks))
+
+    @property
+    def parts(self) -> list[Any]:
+        """See ``Region``."""
+        return self._parts
+
+    def barrier(self) -> None:
+        """See ``Region``; one small kernel, which a CUDA graph can hold."""
+        barrier_kernel[(1,)](
+            self._flags,
+            self._peers,
+            self._state,
+            self._rank,
+            self._limit_ns,
+            RANKS=len(self._parts),
+            SIZE=self._size,
+            num_warps=1,
+        )
+
+    def late(self) -> Any:
+        """See ``Region``."""
+        return self._state[1:]
+
+
+class SymmetricMemory:
+    """``PeerMemory`` of a process group whose ranks are on GPUs of one host.
+
+    All ranks of the group make it together. It opens no connections: the group's store is used.
+
+    Args:
+        group: The process group. None: the default one.
+        device: The GPU. None: the current one.
+        timeout: Seconds after which waiting ends.
+
+    Raises:
+        RuntimeError: If a rank is on another host, or its GPU cannot be read from here: on all
+            ranks, which says why.
+    """
+
+    def __init__(self, group: Any = None, device: Any = None, *, timeout: float = 30.0) -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        index = torch.cuda.current_device() if device is None else torch.device(device).index
+        self._device = torch.device("cuda", index)
+        self._timeout = timeout
+        problem = why_not(self._group, self._device)
+        if problem:
+            raise RuntimeError(f"no peer memory: {problem}")
+
+    @property
+    def rank(self) -> int:
+        """See ``PeerMemory``."""
+        return int(self._group.rank())
+
+    @property
+    def world_size(self) -> int:
+        """See ``PeerMemory``."""
+        return int(self._group.size())
+
+    def region(self, nbytes: int) -> SymmetricRegion:
+        """See ``PeerMemory``."""
+        return SymmetricRegion(nbytes, self._group, self._device, self._timeout)
+
+
+def why_not(group: Any, device: torch.device) -> str:
+    """Why the ranks of a group cannot read one another's memory, the same on all; else ``""``.
+
+    All ranks call it.
+
+    Args:
+        group: The process group.
+        device: This rank's GPU.
+    """
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, (socket.gethostname(), uuid), group=group)
+    problem = _problem(places, device)
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    return next((p for p in problems if p), "")
+
+
+def _problem(places: list[tuple[str, str]], device: torch.device) -> str:
+    hosts = sorted({host for host, _ in places})
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts: {', '.join(hosts)}"
+    uuids = [uuid for _, uuid in places]
+    if len(set(uuids)) < len(uuids):
+        return "several ranks use one GPU"
+    if len(places) > _MOST_RANKS:
+        return f"there are {len(places)} ranks; allowed: at most {_MOST_RANKS}"
+    here = range(torch.cuda.device_count())
+    known = {str(torch.cuda.get_device_properties(i).uuid): i for i in here}
+    for rank, uuid in enumerate(uuids):
+        other = known.get(uuid)
+        # A process may see its own GPU alone; then the rendezvous finds out.
+        if other in (None, device.index):
+            continue
+        if not torch.cuda.can_device_access_peer(device.index, other):
+            return f"{device} cannot read the memory of rank {rank}'s GPU"
+    return ""

@@ -1,0 +1,507 @@
+"""torch.distributed as a transport: any process group, NCCL or gloo."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from .base import Op, Transport
+from .presence import Presence
+
+#: Seconds that a rank whose call failed waits for the others to say the same.
+_REPORT = 1.0
+#: What rank 0 has to tell the others that somebody did not come.
+_GRACE = timedelta(seconds=5)
+
+
+#: Seconds that the exit of the process waits for groups that are being ended.
+_EXIT = 30.0
+
+#: Non-empty once the interpreter exits.
+_exiting: list[bool] = []
+#: Threads that end groups.
+_ending: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_noting = threading.Lock()
+
+
+def _note_exit() -> None:
+    """Have `_exit` called before finalizers run: what is registered last is called first."""
+    if _noting.acquire(blocking=False):
+        atexit.register(_exit)
+
+
+def _exit() -> None:
+    """Wait for the threads that end groups: one within NCCL would abort the process."""
+    _exiting.append(True)
+    until = time.monotonic() + _EXIT
+    for thread in list(_ending):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _end(group: Any) -> None:
+    """End a group whose transport is dropped.
+
+    NCCL waits there for the other ranks, whose garbage collectors may find theirs much later, and
+    this may be anywhere, in a call that they wait for: so it is done on a thread of its own. At the
+    end of the process all ranks are here.
+    """
+    if _exiting or group.name() != "nccl":
+        group.shutdown()
+    else:
+        thread = threading.Thread(target=group.shutdown, name="tightwire-close", daemon=True)
+        thread.start()
+        _ending.add(thread)
+
+
+#: How errors name the call that connects ranks.
+_NEW_GROUP = "new_group"
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _names_silent_ranks(method: _Method) -> _Method:
+    """Have errors of the network say which ranks have not noticed any."""
+
+    @functools.wraps(method)
+    def call(self: TorchDist, *args: Any, **options: Any) -> None:
+        try:
+            method(self, *args, **options)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            # Of the backends' errors these are about peers.
+            if self._store is None or not re.search("(?i)connection|timed out|timeout", str(error)):
+                raise
+            raise RuntimeError(f"{error}; {self._silent_ranks()}") from error
+
+    return cast(_Method, call)
+
+
+class TorchDist(Transport):
+    """The ranks of a ``torch.distributed`` process group, over NCCL or gloo.
+
+    Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
+    Give the communicator a group of its own (``TorchDist.new_group()`` or ``dist.new_group()``):
+    other traffic on it must not interfere. All-gathers and equal all-to-alls take tensors of any
+    shape and ``plain_dtypes``. gloo raises after the timeout, and the error names ranks that have
+    not noticed a failure a second later; NCCL's own watchdog ends the process.
+
+    Call ``dist.init_process_group()`` first.
+
+    Args:
+        group: The process group. None: the default one.
+        device: Device of the tensors. None: the current GPU for NCCL, else the CPU.
+        timeout: Seconds, which become the timeout of the group. None: the group keeps its own; if
+            that is PyTorch's default (30 minutes, NCCL: 10), which ``dist.new_group()`` uses
+            whatever ``dist.init_process_group(timeout=...)`` was given, it gets that of the default
+            group.
+
+    Raises:
+        ValueError: If this process is not in the group, the group was destroyed, or ``timeout`` is
+            not above 0.
+    """
+
+    #: Dtypes that the backends know: small calls of them need not become uint8 first.
+    plain_dtypes = frozenset(
+        {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+        | {torch.int8, torch.uint8, torch.int32, torch.int64}
+    )
+
+    def __init__(
+        self, group: Any = None, device: Any = None, *, timeout: float | None = None
+    ) -> None:
+        self._given, self._device = _member(group, device)
+        backend = _backend(self._given, self._device)
+        before = backend.options._timeout
+        wanted = _timeout(self._given, self._device, timeout)
+        if wanted != before:
+            backend._set_default_timeout(wanted)
+        self._rank: int = self._given.rank()
+        self._size: int = self._given.size()
+        self._store: Any = _store(self._given)
+        self._timeout = wanted.total_seconds()
+        self._prepare()
+
+    @classmethod
+    def new_group(
+        cls,
+        group: Any = None,
+        device: Any = None,
+        *,
+        timeout: float | None = None,
+        purpose: str = "TorchDist.new_group",
+    ) -> Self:
+        """Make a transport of the ranks of a process group, on connections of its own.
+
+        All ranks of the group call it, and no others; ranks may be in any number of other groups.
+        PyTorch does not list the connections among its process groups: ``close()`` ends them, or
+        the end of the last reference to the transport.
+
+        Args:
+            group: The process group, which keeps its timeout. None: the default one.
+            device: As in ``TorchDist``.
+            timeout: As in ``TorchDist``.
+            purpose: What all ranks want it for: ranks that call with different purposes raise.
+
+        Returns:
+            The transport.
+
+        Raises:
+            CollectiveError: At once if ranks differ in purpose, backend or timeout; within the
+                timeout if a rank does not call it.
+            TypeError: If the backend is neither gloo nor NCCL.
+            ValueError: If this process is not in the group, or the group was destroyed.
+        """
+        given, device = _member(group, device)
+        kind = _backend(given, device).name()
+        if kind not in _CONNECT:
+            raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
+        wanted = _timeout(given, device, timeout)
+        rank, size = given.rank(), given.size()
+        store = _store(given)
+        # The same on all ranks whatever else each of them has made: a rank counts its own calls.
+        number = store.add(f"calls/{rank}", 1) - 1
+        store = dist.PrefixStore(f"{number}", store)
+        with _stage(rank, number, "agree"):
+            facts = f"{purpose}, {kind}, timeout {wanted.total_seconds():g} s"
+            problem = disagreement(store, rank, size, facts, wanted)
+        if problem:
+            raise CollectiveError(rank, _NEW_GROUP, number, "agree", problem)
+        found = cls.__new__(cls)
+        found._device, found._rank, found._size = device, rank, size
+        found._store, found._timeout = store, wanted.total_seconds()
+        with _stage(rank, number, "connect"):
+            found._given = _CONNECT[kind](store, rank, size, wanted)
+        # NCCL is to be told, also if nobody calls close().
+        found._let_go = weakref.finalize(found, _end, found._given)
+        _note_exit()
+        found._prepare()
+        return found
+
+    #: Ends what `new_group` has made, if the transport is dropped.
+    _let_go: weakref.finalize[..., Any] | None = None
+
+    def _prepare(self) -> None:
+        self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
+        self._swap = _in_order(dist.AllToAllOptions)
+        self._nothing = self.empty(0)
+
+    @property
+    def _group(self) -> Any:
+        if self._given is None:
+            raise RuntimeError("the transport is closed")
+        return self._given
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the group; see ``Transport``."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """See ``Transport``."""
+        return self._size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds: the group's timeout, or a tenth less where NCCL's watchdog ends the process."""
+        return self._timeout if self._device.type == "cpu" else 0.9 * self._timeout
+
+    def close(self) -> None:
+        """End the connections that ``new_group`` has made. A group that was passed stays as it is.
+
+        Not while another thread is in a call. Over NCCL ranks wait for one another here: all close
+        their transports in the same order.
+        """
+        given, self._given, self._store = self._given, None, None
+        if self._let_go is not None and self._let_go.detach() is not None:
+            given.shutdown()
+
+    def _silent_ranks(self) -> str:
+        """What is known of the other ranks, when a call has failed here."""
+        store, ranks, found = self._store, range(self._size), []
+        keys = [f"failed/{rank}" for rank in ranks]
+
+        def ask() -> None:
+            store.set(keys[self._rank], "")
+            try:
+                store.wait(keys, timedelta(seconds=_REPORT))
+            except RuntimeError:
+                found.append([rank for rank in ranks if not store.check([keys[rank]])])
+            else:
+                found.append([])
+
+        # The store may itself be a rank's that has stopped; then its calls never return.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * _REPORT + 1)
+        if not found:
+            return "the store does not answer either: the process that holds it has stopped"
+        if not found[0]:
+            return "all ranks have failed here"
+        return f"ranks {found[0]} have not noticed: stopped, gone, or not in this call"
+
+    def presence(self) -> Presence:
+        """Have the other ranks know when this one leaves; all ranks call it.
+
+        Raises:
+            RuntimeError: If the group's store does not answer.
+        """
+        return Presence(self._store, self._rank, self._size)
+
+    def empty(self, nbytes: int) -> Any:
+        """See ``Transport``; a tensor."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    # The methods of the group itself, and not the functions of torch.distributed: these are renamed
+    # (all_gather_into_tensor), and take global ranks.
+
+    @_names_silent_ranks
+    def all_gather(self, out: Any, x: Any) -> None:
+        """See ``Transport``."""
+        _finish(self._group._allgather_base(_tensor(out), _tensor(x), self._gather))
+
+    @_names_silent_ranks
+    def all_to_all(self, out: Any, x: Any) -> None:
+        """See ``Transport``."""
+        _finish(self._group.alltoall_base(_tensor(out), _tensor(x), [], [], self._swap))
+
+    @_names_silent_ranks
+    def all_to_all_v(self, outs: Sequence[Sequence[Any]], xs: Sequence[Sequence[Any]]) -> None:
+        """See ``Transport``; NCCL makes one launch of the first pieces, one of the second."""
+        if self._device.type != "cpu":
+            for into, pieces in itertools.zip_longest(_rounds(outs), _rounds(xs)):
+                got = self._pieces(into), self._pieces(pieces)
+                _finish(self._group.alltoall(*got, self._swap))
+            return
+        # gloo's own all-to-all takes one tensor a side: it would need all pieces side by side.
+        works = []
+        for peer, (receives, sends) in enumerate(zip(outs, xs, strict=True)):
+            if peer == self._rank:
+                for out, x in zip(receives, sends, strict=True):
+                    _tensor(out).copy_(_tensor(x))
+                continue
+            for move, arrays in ((self._group.recv, receives), (self._group.send, sends)):
+                works += [move([_tensor(x)], peer, 0) for x in arrays if x.shape[0]]
+        for work in works:
+            self._received(work)
+
+    def _pieces(self, pieces: Sequence[Any] | None) -> list[Any]:
+        """A tensor for every rank, empty where there is none."""
+        found = pieces or [None] * self.world_size
+        return [self._nothing if piece is None else _tensor(piece) for piece in found]
+
+    @_names_silent_ranks
+    def send(self, x: Any, to: int) -> None:
+        """See ``Transport``."""
+        self._received(self._group.send([_tensor(x)], to, 0))
+
+    @_names_silent_ranks
+    def recv(self, out: Any, source: int) -> None:
+        """See ``Transport``."""
+        self._received(self._group.recv([_tensor(out)], source, 0))
+
+    def _received(self, work: Any) -> None:
+        """Wait for a message."""
+        if self._device.type == "cpu":
+            # gloo's messages know no other timeout than that of the group when it was made.
+            work.wait(timedelta(seconds=self._timeout))
+        else:
+            work.wait()
+
+    @_names_silent_ranks
+    def all_reduce(self, x: Any, op: Op = "sum") -> None:
+        """See ``Transport``; NCCL has no "or"."""
+        options = _in_order(dist.AllreduceOptions)
+        options.reduceOp = {
+            "sum": dist.ReduceOp.SUM,
+            "max": dist.ReduceOp.MAX,
+            "or": dist.ReduceOp.BOR,
+        }[op]
+        _finish(self._group.allreduce([_tensor(x)], options))
+
+    @_names_silent_ranks
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """See ``Transport``."""
+        options = _in_order(dist.ReduceScatterOptions)
+        _finish(self._group._reduce_scatter_base(_tensor(out), _tensor(x), options))
+
+    @_names_silent_ranks
+    def broadcast(self, x: Any, root: int) -> None:
+        """See ``Transport``."""
+        options = _in_order(dist.BroadcastOptions)
+        options.rootRank, options.rootTensor = root, 0
+        _finish(self._group.broadcast([_tensor(x)], options))
+
+    @_names_silent_ranks
+    def barrier(self) -> None:
+        """See ``Transport``."""
+        options = dist.BarrierOptions()
+        if self._device.type != "cpu":
+            # NCCL would have to guess.
+            options.device_ids = [self._device.index]
+        self._group.barrier(options).wait()
+
+
+@contextmanager
+def _stage(rank: int, number: int, name: str) -> Iterator[None]:
+    """Make a CollectiveError of what fails while ranks connect."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise CollectiveError(rank, _NEW_GROUP, number, name, str(error)) from error
+
+
+def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
+    """The process group, which this process is in, and the device of its tensors."""
+    found = dist.group.WORLD if group is None else group
+    if found is None or found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("no process group, or this process is not in it")
+    if found not in dist.distributed_c10d._world.pg_map:
+        raise ValueError("the process group has been destroyed")
+    if device is None:
+        on_gpu = dist.get_backend(found) == "nccl"
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return found, device
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What a group moves tensors of a device by; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it."""
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta:
+    """See `TorchDist`."""
+    if asked is not None:
+        if not asked > 0:
+            raise ValueError(f"timeout is {asked}; allowed: seconds above 0, or None")
+        return timedelta(seconds=asked)
+    own, is_default = _timeout_of(group, device)
+    if not is_default:
+        return own
+    world = dist.group.WORLD
+    devices = [d for d in world._device_types if d.type == device.type] or world._device_types
+    inherited, is_default = _timeout_of(world, devices[0])
+    return own if is_default else inherited
+
+
+def _timeout_of(group: Any, device: torch.device) -> tuple[timedelta, bool]:
+    """The timeout of a group's backend, and whether it is what PyTorch takes if none is given."""
+    backend = _backend(group, device)
+    found: timedelta = backend.options._timeout
+    return found, found == dist.distributed_c10d._get_default_timeout(backend.name())
+
+
+def _store(group: Any) -> Any:
+    """The key-value store by which a group's ranks have met; every group has keys of its own."""
+    return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
+
+
+def disagreement(store: Any, rank: int, size: int, facts: str, timeout: timedelta) -> str:
+    """Compare what ranks say by a store, before they have connections.
+
+    Args:
+        store: A store of these ranks, with keys of its own for this comparison.
+        rank: Number of this rank.
+        size: Number of ranks.
+        facts: What this rank says.
+        timeout: How long ranks wait for one another.
+
+    Returns:
+        What is wrong if ranks differ or do not come, the same on all of them; else "".
+
+    Raises:
+        RuntimeError: If the store does not answer.
+    """
+    store.set(f"facts/{rank}", facts)
+    late = f"rank 0 has not come in {timeout.total_seconds():g} s"
+    if rank != 0:
+        # Rank 0 may come when this rank gives up: who is first to say so decides.
+        in_time = _told(store, ["facts/0"], timeout)
+        if not in_time and store.compare_set("first", "", "late") == b"late":
+            return late
+        # It waits as long for the others.
+        if _told(store, ["verdict"], timeout + _GRACE):
+            return str(store.get("verdict").decode())
+        return late
+    keys = [f"facts/{r}" for r in range(size)]
+    if store.compare_set("first", "", "in time") == b"late":
+        problem = "rank 0 has not come in time, other ranks have given up"
+    elif _told(store, keys, timeout):
+        said = [store.get(key).decode() for key in keys]
+        groups = {text: [r for r in range(size) if said[r] == text] for text in said}
+        differ = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())
+        problem = f"ranks differ: {differ}" if len(groups) > 1 else ""
+    else:
+        missing = [r for r in range(size) if not store.check([keys[r]])]
+        problem = f"ranks {missing} have not come in {timeout.total_seconds():g} s"
+    store.set("verdict", problem)
+    return problem
+
+
+def _told(store: Any, keys: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        # Stores differ in what they raise when time is up.
+        return bool(store.check(keys))
+    return True
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+#: How to connect the ranks of a group once more, by backend. Not `dist.new_group()`, which wants
+#: all ranks of the default group, or (`use_local_synchronization`) ranks that have made equally
+#: many groups before, and with NCCL splits the default group, which its other ranks have to join.
+_CONNECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+def _rounds(pieces: Sequence[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """The first pieces of all ranks, then the second; None for those that have no more."""
+    return itertools.zip_longest(*pieces)
+
+
+def _in_order(kind: Any) -> Any:
+    """Options of a call that NCCL queues on the caller's stream, where nobody waits for another."""
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for what has not been queued on the caller's stream."""
+    if work is not None:
+        work.wait()
+
+
+def _tensor(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x
+    # PyTorch warns about memory that it may not write to.
+    return torch.from_numpy(x if x.flags.writeable else x.copy())

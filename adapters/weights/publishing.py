@@ -1,0 +1,339 @@
+"""The side of weight transfer that sends: by a transport, or to a delta directory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ... import arrays
+from ...arguments import thread_count
+from ...codec import Codec
+from ...codecs.common.base import Bytes
+from ...delta_directory import save_delta
+from ...delta_files import check_version, newest_version
+from ...files import Against, encode_shorter
+from ...formats.dtypes import DType
+from ...formats.header import align
+from ...pipeline import Job, Memory, in_order
+from ...planning import make_plan
+from ...state_tensors import (
+    ArrayState,
+    bytes_of,
+    digests_of,
+    is_module,
+    memory_key,
+    opened_state,
+)
+from ...storage import PathLike
+from ..collectives import tensors
+from ..errors import CollectiveError
+from ..transports.base import Transport
+from .announcement import DIGEST_NBYTES, Announced, Announcement, Stream, state_digest
+from .rounds import NONE, Group, Meeting, Message, Status
+
+#: Bytes of tensors that share a message, and on a GPU, which waits for the host after each.
+BUCKET_NBYTES, BUCKET_NBYTES_ON_GPU = 32 << 20, 256 << 20
+
+
+class TransportPublisher:
+    """Sends by a transport; see `transfer.Publisher`."""
+
+    def __init__(
+        self,
+        source: Any,
+        transport: Transport,
+        codec: Codec,
+        delta: Codec,
+        keep: bool,
+        bucket_nbytes: int | None,
+        threads: int | None,
+    ) -> None:
+        check_source(source)
+        self.version: int | None = None
+        self._source = source
+        self._group = Group(transport)
+        self._codec, self._delta = codec, delta
+        self._keep, self._bucket_nbytes = keep, bucket_nbytes
+        self._threads = thread_count(threads)
+        #: What was sent last, and its digests.
+        self._base: ArrayState | None = None
+        self._digests: dict[str, str] = {}
+
+    def send(self, version: int | None = None) -> int:
+        """See `transfer.Publisher`."""
+        asked = NONE if version is None else check_version(version)
+        with opened_state(self._source, "source", 0) as state:
+            assert isinstance(state, ArrayState)
+            digests = digests_of(state, self._threads)
+            nbytes = self._bucket_nbytes
+            if nbytes is None:
+                there = any(map(arrays.on_gpu, state.arrays.values()))
+                nbytes = BUCKET_NBYTES_ON_GPU if there else BUCKET_NBYTES
+            announcement = Announcement.of(state, digests, self._base, self._digests, nbytes)
+            text = announcement.pack()
+            mine = Status(
+                True,
+                NONE if self.version is None else self.version,
+                state_digest(state, digests),
+                asked,
+                len(text),
+                self._base_digest(),
+                hashlib.blake2b(text, digest_size=DIGEST_NBYTES).digest(),
+            )
+            meeting = self._group.meet(mine)
+            if meeting.streams:
+                self._send(state, announcement, text, meeting)
+            self.version = meeting.version
+            if self._keep:
+                self._remember(state, digests)
+        return meeting.version
+
+    def _base_digest(self) -> bytes:
+        """The digest of what was sent last; zeros, which no state has, if it has not been kept."""
+        if self._base is None:
+            return bytes(DIGEST_NBYTES)
+        return state_digest(self._base, self._digests)
+
+    def _send(
+        self, state: ArrayState, announcement: Announcement, text: bytes, meeting: Meeting
+    ) -> None:
+        """Everything from the announcement on."""
+        group = self._group
+        data = np.frombuffer(bytearray(text), np.uint8)
+        group.spread("announce", data, data.size, meeting.root)
+        group.agree("announce")
+        encoder = Encoder(state, self._base, self._codec, self._delta, self._threads)
+        counts = [len(bucket) for _, bucket in announcement.messages(meeting.streams)]
+        sent, problem = 0, None
+        try:
+            with closing(encoder.messages(announcement, meeting.streams)) as messages:
+                for message in messages:
+                    group.send(message)
+                    sent += 1
+        except CollectiveError:
+            raise
+        except Exception as error:
+            # The others learn of it in place of the next message.
+            problem = error
+            if sent < len(counts):
+                group.give_up(counts[sent])
+        group.agree("verify", problem)
+
+    def _remember(self, state: ArrayState, digests: dict[str, str]) -> None:
+        """Copy what has changed: the next version is against it."""
+        old, self._base = self._base, None
+        same = {}
+        if old is not None:
+            for name in set(old.names) & set(state.names):
+                if old.kind(name) == state.kind(name) and digests[name] == self._digests[name]:
+                    same[name] = old.arrays[name]
+        # What changes is freed before it is copied.
+        del old
+        self._base = ArrayState(_copies(state, same), "what was sent last")
+        self._digests = digests
+
+
+class Encoder:
+    """Makes the messages of a round: buffers of a state, against a base or whole."""
+
+    def __init__(
+        self,
+        state: ArrayState,
+        base: ArrayState | None,
+        codec: Codec,
+        delta: Codec,
+        threads: int,
+    ) -> None:
+        self._state, self._base = state, base
+        self._codec, self._delta = codec, delta
+        self._threads = threads
+
+    def messages(
+        self, announcement: Announcement, streams: Sequence[Stream]
+    ) -> Generator[Message, None, None]:
+        """The messages; one is valid until the next is asked for."""
+        found = announcement.messages(streams)
+        if any(map(arrays.on_gpu, self._state.arrays.values())):
+            # A GPU encodes many times faster than networks move bytes: nothing is to overlap.
+            for stream, bucket in found:
+                yield self.on_device(stream, bucket)
+            return
+        jobs = [
+            Job(sum(map(_needed, bucket)), partial(self._on_host, stream, bucket))
+            for stream, bucket in found
+        ]
+        with in_order(jobs, self._threads) as results:
+            yield from results
+
+    def _is_based(self, tensor: Announced, stream: Stream) -> bool:
+        """Whether a tensor is to be coded against the base."""
+        named = isinstance(tensor.dtype, DType) and tensor.dtype.name in self._delta.dtypes
+        return stream == "delta" and tensor.before is not None and named and not tensor.is_plain
+
+    def _on_host(
+        self, stream: Stream, bucket: list[Announced], memory: Memory, threads: int
+    ) -> Message:
+        """A message, encoded by `threads` threads into memory of a job."""
+        data = memory.take(sum(align(_bound(t, self._codec, self._delta)) for t in bucket))
+        sizes, against, at = [], [], 0
+        for tensor in bucket:
+            name, dtype = tensor.names[0], tensor.dtype
+            if tensor.is_plain or not isinstance(dtype, DType):
+                size, based = tensor.nbytes, False
+                data[at : at + size] = bytes_of(self._state, name)
+            else:
+                plan = whole = make_plan(self._codec.spec, dtype, tensor.shape, None)
+                given = None
+                if self._is_based(tensor, stream) and self._base is not None:
+                    plan = make_plan(self._delta.spec, dtype, tensor.shape, None)
+                    if plan.needs_base:
+                        given = Against(self._base.bits(name), whole)
+                part = data[at : at + plan.nbytes]
+                plan, size = encode_shorter(plan, given, self._state.bits(name), part, threads)
+                based = plan.needs_base
+            data[at + size : at + align(size)] = 0
+            sizes.append(size)
+            against.append(based)
+            at += align(size)
+        return Message(sizes, against, data[:at])
+
+    def on_device(self, stream: Stream, bucket: list[Announced]) -> Message:
+        """A message, encoded where the tensors are: whole ones of a kind in one batch."""
+        buffers: dict[str, Any] = {}
+        alike: dict[Any, list[str]] = {}
+        for tensor in bucket:
+            name = tensor.names[0]
+            x = self._state.arrays[name]
+            if tensor.is_plain:
+                buffers[name] = bytes_of(self._state, name)
+                continue
+            if self._is_based(tensor, stream) and self._base is not None:
+                buffer = self._delta.encode(x, base=self._base.arrays[name], chunks=None)
+                if 2 * buffer.nbytes <= tensor.nbytes:
+                    buffers[name] = buffer
+                    continue
+            if math.prod(tensor.shape) > self._codec.spec.max_chunk_nelem(arrays.describe(x).dtype):
+                buffers[name] = self._codec.encode(x, chunks=None)
+                continue
+            alike.setdefault(arrays.describe(x)[:3], []).append(name)
+        for names in alike.values():
+            found = self._codec.encode_many([self._state.arrays[name] for name in names])
+            buffers.update(zip(names, found, strict=True))
+        ordered = [buffers[tensor.names[0]] for tensor in bucket]
+        packed = [x if isinstance(x, np.ndarray) else x.packed() for x in ordered]
+        against = [not isinstance(x, np.ndarray) and x.plan.needs_base for x in ordered]
+        sizes = [int(x.shape[0]) for x in packed]
+        return Message(sizes, against, _joined(packed))
+
+
+class DirectoryPublisher:
+    """Writes to a delta directory; see `transfer.Publisher`."""
+
+    def __init__(
+        self,
+        source: Any,
+        directory: PathLike,
+        codec: Codec,
+        form: str,
+        keep: bool,
+        threads: int | None,
+    ) -> None:
+        check_source(source)
+        self.version: int | None = None
+        self._source, self._directory = source, directory
+        self._codec, self._form = codec, form
+        self._keep, self._threads = keep, threads
+        self._base: dict[str, Any] | None = None
+
+    def send(self, version: int | None = None) -> int:
+        """See `transfer.Publisher`."""
+        base: Any = self._base
+        newest = newest_version(self._directory)
+        if self.version is not None and newest != self.version:
+            raise ValueError(
+                f"this publisher sent version {self.version}, and {self._directory} has {newest}: "
+                "another one writes there. Only one may; a new one goes on from the newest version"
+            )
+        if base is None and newest is not None:
+            base = self._directory
+        self.version = save_delta(
+            self._source,
+            base,
+            self._directory,
+            version=version,
+            form=self._form,
+            codec=self._codec,
+            threads=self._threads,
+        )
+        if self._keep:
+            self._base = None
+            with opened_state(self._source, "source", 0) as state:
+                assert isinstance(state, ArrayState)
+                self._base = _copies(state, {})
+        return self.version
+
+
+def check_source(source: Any) -> None:
+    """Refuse what is neither names to arrays nor a module. Raises TypeError or ValueError."""
+    if not isinstance(source, Mapping) and not is_module(source):
+        kind = type(source).__name__
+        raise TypeError(f"source is a {kind}; allowed: names to arrays, a torch.nn.Module")
+    with opened_state(source, "source", 0):
+        return
+
+
+def _bound(tensor: Announced, codec: Codec, delta: Codec) -> int:
+    """Bytes that are enough to encode a tensor to, in any way."""
+    if tensor.is_plain or not isinstance(tensor.dtype, DType):
+        return tensor.nbytes
+    plans = [make_plan(c.spec, tensor.dtype, tensor.shape, None) for c in (codec, delta)]
+    return max(plan.nbytes for plan in plans)
+
+
+def _needed(tensor: Announced) -> int:
+    """Bytes of memory that encoding a tensor takes, about."""
+    return 2 * tensor.nbytes
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """Bytes one behind the other, each at a multiple of 128, where the first of a GPU is."""
+    sizes = [int(x.shape[0]) for x in pieces]
+    *starts, end = accumulate(map(align, sizes), initial=0)
+    there = [x for x in pieces if tensors.is_cuda(x)]
+    if not there:
+        joined: Bytes = np.zeros(end, np.uint8)
+        for at, x in zip(starts, pieces, strict=True):
+            joined[at : at + x.shape[0]] = arrays.host_array(x)
+        return joined
+    found = there[0].new_zeros(end)
+    for at, size, x in zip(starts, sizes, pieces, strict=True):
+        found[at : at + size] = x if tensors.is_torch(x) else tensors.on_device(x, found.device)
+    return found
+
+
+def _copies(state: ArrayState, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of all arrays by name, some of which are known."""
+    made: dict[Any, Any] = {}
+    for name, x in state.arrays.items():
+        key = memory_key(state, name)
+        if key not in made:
+            made[key] = known[name] if name in known else _copied(x)
+    return {name: made[memory_key(state, name)] for name in state.names}
+
+
+def _copied(x: Any) -> Any:
+    """The values of an array in memory of their own, where it is."""
+    library = arrays.library_of(x)
+    if library == "torch":
+        return x.detach().clone()
+    if library == "jax":
+        # It does not change.
+        return x
+    return arrays.host_array(x).copy() if library == "numpy" else x.copy()

@@ -1,0 +1,275 @@
+"""Dispatch and combine of a layer of experts: with codecs, exactly without, and padded.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_moe.py
+
+and with NCCL_P2P_DISABLE=1 for 25 GB/s. Over NCCL where there are GPUs, else over gloo on the CPU;
+options give other sizes. Rows are appended to results/moe.jsonl.
+
+Experts return their rows, so that what is timed is what the layer does besides: tokens are sorted
+by expert, exchanged, sorted back and added up by the router's weights. A time is that of the
+slowest rank, from a barrier until the device has finished. Forms take turns, call by call; the
+median of each counts. With --backward a call is forward and backward.
+
+"padded" sends as many rows to every rank as the largest pair of ranks needs, which is told
+beforehand: the equal all-to-all that a static shape asks for. "exact, torch" reads its splits on
+the host, as Megatron-LM does, and calls all_to_all_single twice. Both are uncompressed. The results
+of lossless forms are compared with those of "exact, torch" bit for bit, those of others by vNMSE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from recording import Record, facts
+
+import tightwire as tw
+from tightwire.adapters.training import moe
+
+RESULTS = Path(__file__).parent / "results"
+#: Codecs forward and backward.
+CODECS: dict[str, tuple[str | None, str | None]] = {
+    "native": (None, None),
+    "zipccl": ("zipccl", "zipccl"),
+    "taco": ("taco", "taco"),
+    "mx": ("mx", "mx"),
+    "zipccl, mx": ("zipccl", "mx"),
+}
+FORMS = ("padded", "exact, torch", *CODECS)
+#: Calls that compile and measure, before those that are timed.
+WARM = 3
+#: Largest vNMSE of a lossy form.
+BOUND = 1e-2
+
+
+class Form(NamedTuple):
+    """A way to exchange.
+
+    Attributes:
+        call: Tokens to results.
+        wire_bytes: Bytes that this rank has sent to others so far; None where they are not counted.
+    """
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+    wire_bytes: Callable[[], int] | None
+
+
+class Layer:
+    """The routing of this rank's tokens, and the forms that exchange them."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.experts, self.device = options.experts, device
+        generator = torch.Generator(device).manual_seed(self.rank)
+        shape = options.tokens, options.hidden
+        x = torch.randn(shape, generator=generator, device=device)
+        self.x = x.to(torch.bfloat16).requires_grad_(options.backward)
+        logits = torch.randn(options.tokens, self.experts, generator=generator, device=device)
+        # Some experts are better liked than others.
+        logits += torch.linspace(0, options.skew, self.experts, device=device)
+        self.routing = moe.route(logits, options.top_k)
+        self.weights = self.routing.weights.to(torch.bfloat16).unsqueeze(1)
+        index = self.routing.experts.reshape(-1).argsort(stable=True)
+        self.source = index // options.top_k
+        self.inverse = torch.empty_like(index)
+        self.inverse[index] = torch.arange(index.shape[0], device=device)
+        counts = torch.bincount(self.routing.experts.reshape(-1), minlength=self.experts)
+        self.counts = counts.view(self.world, -1).sum(1)
+        largest = self.counts.max().clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self.capacity = int(largest)
+        self.row_nbytes = 2 * options.hidden
+
+    def form(self, name: str) -> Form:
+        """The form of this name."""
+        if name == "padded":
+            nbytes = 2 * (self.world - 1) * self.capacity * self.row_nbytes
+            return Form(self._padded_form(), self._counted(nbytes))
+        if name == "exact, torch":
+            others = int(self.counts.sum() - self.counts[self.rank])
+            came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
+            return Form(self._exact, self._counted((others + came) * self.row_nbytes))
+        parallel = moe.connect(self.experts, *CODECS[name], device=self.device)
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            found = parallel.dispatch(x, self.routing)
+            return parallel.combine(found.rows, found)
+
+        return Form(call, lambda: parallel.wire_bytes)
+
+    def _counted(self, nbytes: int) -> Callable[[], int]:
+        """As `wire_bytes` of a form whose every call sends so many."""
+        calls = [0]
+
+        def sent() -> int:
+            calls[0] += 1
+            return nbytes * (calls[0] - 1)
+
+        return sent
+
+    def _padded_form(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Slots of ranks are filled from the front; the rest are copies of a row."""
+        first = self.counts.cumsum(0) - self.counts
+        slots = torch.arange(self.capacity, device=self.device)
+        last = (first + self.counts - 1).clamp(min=0)
+        rows = torch.minimum(first[:, None] + slots, last[:, None]).reshape(-1)
+        target = torch.repeat_interleave(torch.arange(self.world, device=self.device), self.counts)
+        place = torch.arange(target.shape[0], device=self.device) - first[target]
+        # Where each copy of a token is when it has come back.
+        back = (target * self.capacity + place)[self.inverse]
+        source = self.source[rows]
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            sent = _Exchanged.apply(x.index_select(0, source), None, None)
+            came = _Exchanged.apply(sent, None, None)
+            return self._weighted(came.index_select(0, back))
+
+        return call
+
+    def _told(self, counts: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts)
+        return received
+
+    def _exact(self, x: torch.Tensor) -> torch.Tensor:
+        sends, receives = torch.stack([self.counts, self._told(self.counts)]).tolist()
+        came = _Exchanged.apply(x.index_select(0, self.source), receives, sends)
+        return self._weighted(_Exchanged.apply(came, sends, receives).index_select(0, self.inverse))
+
+    def _weighted(self, copies: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(self.weights, copies.view(*self.routing.experts.shape, -1)).squeeze(1)
+
+
+class _Exchanged(torch.autograd.Function):
+    """PyTorch's all-to-all, and that of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, receives: Any, sends: Any) -> torch.Tensor:
+        ctx.splits = sends, receives
+        out = x.new_empty((x.shape[0] if receives is None else sum(receives), *x.shape[1:]))
+        dist.all_to_all_single(out, x, receives, sends)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Exchanged.forward(ctx, gradient.contiguous(), *ctx.splits), None, None
+
+
+def measured(layer: Layer, forms: dict[str, Form], options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of every form, bytes of a call, and how far its result is from the exact one."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    found: dict[str, Any] = {}
+    wanted = layer.form("exact, torch").call(layer.x).detach()
+    for name, form in forms.items():
+        result = form.call(layer.x).detach()
+        before = 0 if form.wire_bytes is None else form.wire_bytes()
+        form.call(layer.x)
+        after = 0 if form.wire_bytes is None else form.wire_bytes()
+        error = tw.error(wanted, result).vnmse
+        codecs = CODECS.get(name, (None, None))
+        if codecs[0] in (None, "zipccl"):
+            assert torch.equal(result.view(torch.int16), wanted.view(torch.int16)), name
+        assert error < BOUND, (name, error)
+        found[name] = {"wire_nbytes": after - before, "vnmse": error}
+    end = time.monotonic() + options.seconds
+    calls = -WARM
+    while calls < options.calls and _everywhere(float(time.monotonic() < end or calls < 1)) > 0:
+        for name, form in forms.items():
+            taken = _timed(layer, form, options.backward)
+            if calls >= 0:
+                seconds[name].append(taken)
+        calls += 1
+    for name, taken in seconds.items():
+        found[name] |= {
+            "ms": round(1e3 * statistics.median(taken), 4),
+            "least_ms": round(1e3 * min(taken), 4),
+            "calls": len(taken),
+        }
+    return found
+
+
+def _timed(layer: Layer, form: Form, backward: bool) -> float:
+    """Seconds of a call, on the slowest rank."""
+    _synchronize(layer.device)
+    dist.barrier()
+    _synchronize(layer.device)
+    start = time.perf_counter()
+    y = form.call(layer.x)
+    if backward:
+        layer.x.grad = None
+        y.backward(y.detach())
+    _synchronize(layer.device)
+    return _everywhere(time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _everywhere(value: float) -> float:
+    """The largest of all ranks' values."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _options(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time dispatch and combine of experts.")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--skew", type=float, default=0.5, help="of the last expert's logit")
+    parser.add_argument("--backward", action="store_true", help="time the backward pass too")
+    parser.add_argument("--only", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of all timed calls")
+    parser.add_argument("--out", type=Path, default=RESULTS / "moe.jsonl")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> None:
+    """Measure, print a table on rank 0, and append rows."""
+    options = _options(words)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        import os
+
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=datetime.timedelta(minutes=5),
+        device_id=device if on_gpu else None,
+    )
+    layer = Layer(options, device)
+    found = measured(layer, {name: layer.form(name) for name in options.only}, options)
+    record = Record(options.out, facts(device, layer.world), layer.rank == 0)
+    setting = {
+        name: getattr(options, name)
+        for name in ("experts", "hidden", "top_k", "tokens", "skew", "backward")
+    }
+    for name, row in found.items():
+        record.add(f"moe, {name}{', backward' if options.backward else ''}", **row, **setting)
+    if layer.rank == 0:
+        print(f"{'form':<14}{'ms':>10}{'least':>10}{'MB sent':>10}{'vNMSE':>10}")
+        for name, row in found.items():
+            sent = row["wire_nbytes"] / 1e6
+            print(f"{name:<14}{row['ms']:>10.3f}{row['least_ms']:>10.3f}{sent:>10.3f}", end="")
+            print(f"{row['vnmse']:>10.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,379 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""Tables of codecs/common/huffman.py on a GPU, and where kernels look them up.
+
+Every symbol costs a look-up that waits for the one before, so they are in shared memory. Triton has
+no addresses there: PTX declares the memory, and reads and writes it. Elsewhere they are in work
+memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import huffman
+from .minifloat_triton import by_ptx
+
+TABLE_NBYTES = tl.constexpr(huffman.TABLE_NBYTES)
+#: Entries of a decoder, and behind them in work memory symbols in the order of their codes.
+_CODES, _SORTED = tl.constexpr(1 << huffman.LIMIT), tl.constexpr(512)
+_LIMIT, _ESCAPE = tl.constexpr(huffman.LIMIT), tl.constexpr(huffman.ESCAPE)
+_WHOLE = tl.constexpr(1 << huffman.WEIGHT_BITS)
+_LEAST = tl.constexpr(1 << huffman.WEIGHT_BITS - huffman.RARE)
+_SCALE, _SAVED = tl.constexpr(huffman.SCALE), tl.constexpr(huffman.SAVED)
+_COMMON, _SAMPLED = tl.constexpr(huffman.COMMON), tl.constexpr(huffman.SAMPLED)
+#: Of an entry: the code, or what it stands for; the flag of the escape; the bits that it takes.
+ESCAPED, BITS_AT = tl.constexpr(1 << 23), tl.constexpr(24)
+#: Work memory of a plane of a group, in bytes: whether it is coded, its table, an encoder's entries
+#: by symbol and classes by value.
+FLAG_AT, TABLE_AT, ENTRIES_AT = tl.constexpr(0), tl.constexpr(128), tl.constexpr(512)
+#: Bytes of shared memory of an encoder and of a decoder.
+ENCODING, DECODING = tl.constexpr("3072"), tl.constexpr("16384")
+#: Words of an encoder's entries; of these and the classes of values behind them; of a decoder's.
+ENTRIES, ENCODER, DECODER = tl.constexpr(512), tl.constexpr(768), tl.constexpr(1 << huffman.LIMIT)
+
+
+@triton.jit
+def words_at(ptr, at):
+    """The 32-bit words from byte `at` on."""
+    return (ptr + at).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def table_memory(NBYTES: tl.constexpr, PTX: tl.constexpr):
+    """The address of shared memory for a table of so many bytes, such as "512".
+
+    A program that has more than 48 KiB in all, with what Triton takes, does not start.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .shared .align 16 .b8 codes[" + NBYTES + "]; mov.u32 $0, codes; }",
+            "=r,r",
+            (tl.program_id(0),),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return 0
+
+
+@triton.jit
+def look_up(table, at, PTX: tl.constexpr):
+    """The words number `at` of a table, int32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.shared.b32 $0, [$1];",
+            "=r,r",
+            (table + at * 4,),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(table + at)
+
+
+@triton.jit
+def put(table, at, value):
+    """Write words of shared memory."""
+    tl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.u32 $0, $2;",
+        "=r,r,r",
+        (table + at * 4, value),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def reversed_bits(x, PTX: tl.constexpr):
+    """12 bits in reverse order, int32."""
+    if PTX:
+        found = by_ptx("brev.b32 $0, $1;", "=r,r", (x.to(tl.uint32, bitcast=True),))
+        return (found >> 20).to(tl.int32, bitcast=True)
+    else:
+        x = ((x & 0x555) << 1) | ((x >> 1) & 0x555)
+        x = ((x & 0x333) << 2) | ((x >> 2) & 0x333)
+        return ((x & 0xF) << 8) | (x & 0xF0) | (x >> 8)
+
+
+@triton.jit
+def wide(v, ITEM: tl.constexpr):
+    """Elements, or bytes of some, as uint32, of 8 bytes as uint64."""
+    if ITEM == 8:
+        return v.to(tl.uint64)
+    else:
+        return v.to(tl.uint32)
+
+
+@triton.jit
+def byte_of(v, k, ITEM: tl.constexpr, ROTATED: tl.constexpr):
+    """Byte `k` of elements, which are rotated to the left first if ROTATED, int32."""
+    w = wide(v, ITEM)
+    if ROTATED:
+        w = (w << 1) | (w >> (8 * ITEM - 1))
+    return ((w >> (k * 8)) & 255).to(tl.int32)
+
+
+@triton.jit
+def counts_of(x, n, k, ITEM: tl.constexpr, ROTATED: tl.constexpr):
+    """Counts of the values of plane `k` of `n` elements, or of the sample: int64, [256]."""
+    n_sampled = tl.where(n > _SAMPLED, (n + 255) // 256 * 32, n)
+    counts = tl.zeros([256], tl.int32)
+    v = tl.arange(0, 256)
+    for at in range(0, n_sampled, 2048):
+        j = at + tl.arange(0, 2048)
+        block = j >> 5
+        part = (block ^ (block >> 3) ^ (block >> 6)) & 7
+        i = tl.where(n > _SAMPLED, (block << 8) | (part << 5) | (j & 31), j)
+        use = (j < n_sampled) & (i < n)
+        byte = tl.where(use, byte_of(tl.load(x + i, mask=use, other=0), k, ITEM, ROTATED), 0)
+        # What is not used counts as zero.
+        others = 2048 - tl.sum(use.to(tl.int32), 0)
+        counts += tl.histogram(byte, 256) - tl.where(v == 0, others, 0)
+    return counts.to(tl.int64)
+
+
+@triton.jit
+def _pick(numbers, table):
+    """`table[numbers]` of a table of 16."""
+    hit = numbers[:, None] == tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(hit, table[None, :], 0), 1)
+
+
+@triton.jit
+def _ranks(order, work_ptr):
+    """How many are larger, of [256] different numbers, int32; they pass through work memory."""
+    memory = words_at(work_ptr, ENTRIES_AT)
+    tl.debug_barrier()
+    tl.store(memory + tl.arange(0, 256), order)
+    tl.debug_barrier()
+    found = order * 0
+    for at in range(0, 256, 16):
+        others = tl.load(memory + at + tl.arange(0, 16))
+        found += tl.sum((others[None, :] > order[:, None]).to(tl.int32), 1)
+    return found
+
+
+@triton.jit
+def _weights_of(counts, work_ptr, UNIT: tl.constexpr):
+    """(classes of values, 256 if none; weights of symbols; that of the escape).
+
+    See `huffman.weights_of`.
+    """
+    v = tl.arange(0, 256)
+    total = tl.sum(counts, 0)
+    seen = tl.sum((counts > 0).to(tl.int32), 0)
+    least = tl.min(tl.where(counts > 0, counts, 1 << 40), 0)
+    all_common = (seen > 1) & ((least << _COMMON) >= total)
+    ranks = v
+    w = tl.zeros([256], tl.int64) + _WHOLE
+    if UNIT == 1:
+        w = w * counts // total
+    else:
+        CLASSES: tl.constexpr = 16 if UNIT == 2 else 2
+        ranks = _ranks(counts.to(tl.int32) * 256 + (255 - v), work_ptr)
+        ranks = tl.where((counts > 0) & (ranks < CLASSES), ranks, 256)
+        hit = ranks[:, None] == tl.arange(0, 16)[None, :]
+        kept = tl.sum(tl.where(hit, counts[:, None], 0), 0)
+        for j in tl.static_range(UNIT):
+            w = w * _pick((v >> (j * (8 // UNIT))) & (CLASSES - 1), kept) // total
+    w = tl.where(w < _LEAST, 0, w)
+    rest = (_WHOLE - tl.sum(w, 0)) >> _SCALE
+    rest = tl.maximum(rest, tl.where(all_common, 0, 1)).to(tl.int32)
+    return ranks, (w >> _SCALE).to(tl.int32), rest
+
+
+@triton.jit
+def _length_for(weights, s):
+    """The least length with weight * 2^length at least `s`, at most 12; 0 for weight 0."""
+    length = weights * 0 + 1
+    for k in tl.static_range(1, _LIMIT):
+        length += ((weights.to(tl.uint32) << k) < s).to(tl.int32)
+    return tl.where(weights > 0, length, 0)
+
+
+@triton.jit
+def _width(length):
+    """How many of 2^12 a code of a length takes; 0 for no code."""
+    return tl.where(length > 0, _CODES >> length, 0)
+
+
+@triton.jit
+def _taken(lengths, of_escape):
+    """How many of 2^12 all codes take."""
+    return tl.sum(_width(lengths), 0) + _width(of_escape)
+
+
+@triton.jit
+def _lengths_of(weights, escape, work_ptr):
+    """(lengths of symbols, that of the escape); see `huffman.lengths_of`."""
+    low = escape.to(tl.uint32) * 0 + 1
+    # With 2^21 any code fits: weights add up to 2^20 + 1 at most.
+    high = low << 21
+    while low < high:
+        middle = (low + high) // 2
+        fits = _taken(_length_for(weights, middle), _length_for(escape, middle)) <= _CODES
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    lengths, of_escape = _length_for(weights, low), _length_for(escape, low)
+    rest = _CODES - _taken(lengths, of_escape)
+    # Places by weight, of one weight by symbol. No lighter symbol has a shorter code, so that those
+    # of a length lie side by side.
+    order = weights * 512 + (511 - tl.arange(0, 256))
+    order_of_escape = escape * 512 + (511 - _ESCAPE)
+    place = _ranks(order, work_ptr) + (order_of_escape > order).to(tl.int32)
+    place_of_escape = tl.sum((order > order_of_escape).to(tl.int32), 0)
+    while rest > 0:
+        before = rest * 0
+        for length in range(1, _LIMIT + 1):
+            here = lengths == length
+            n = tl.sum(here.to(tl.int32), 0) + (of_escape == length).to(tl.int32)
+            if length > 1:
+                cost = _CODES >> length
+                most = before + tl.minimum(rest // cost, n)
+                lengths -= (here & (place < most)).to(tl.int32)
+                of_escape -= ((of_escape == length) & (place_of_escape < most)).to(tl.int32)
+                rest -= (most - before) * cost
+            before += n
+    return lengths, of_escape
+
+
+@triton.jit
+def _per_length(packed, PACKED_FROM: tl.constexpr, length):
+    """What 10 bits of a word say of a length; a word has six, from number PACKED_FROM on."""
+    found = packed >> ((length - PACKED_FROM) * 10).to(tl.int64)
+    return (found & 1023).to(tl.int32)
+
+
+@triton.jit
+def _codes_of(lengths, of_escape):
+    """Codes by length, and of one length by symbol: the 12 bits, first one highest, with which they
+    start, and their places in the order. Those of symbols, then those of the escape.
+    """
+    # Two words count codes of all lengths.
+    low, high = (lengths > 0) & (lengths <= 6), lengths > 6
+    one = lengths.to(tl.int64) * 0 + 1
+    in_low = tl.where(low, one << (tl.where(low, lengths - 1, 0) * 10).to(tl.int64), 0)
+    in_high = tl.where(high, one << (tl.where(high, lengths - 7, 0) * 10).to(tl.int64), 0)
+    of_low = _per_length(tl.cumsum(in_low, 0), 1, tl.where(low, lengths, 1))
+    of_high = _per_length(tl.cumsum(in_high, 0), 7, tl.where(high, lengths, 7))
+    within = tl.where(high, of_high, of_low) - 1
+    all_low, all_high = tl.sum(in_low, 0), tl.sum(in_high, 0)
+    starts, places = lengths * 0, lengths * 0
+    start_of_escape, place_of_escape = of_escape * 0, of_escape * 0
+    start, place = of_escape * 0, of_escape * 0
+    for length in tl.static_range(1, _LIMIT + 1):
+        n = (
+            _per_length(all_low, 1, of_escape * 0 + length)
+            if length <= 6
+            else _per_length(all_high, 7, of_escape * 0 + length)
+        )
+        here = lengths == length
+        starts = tl.where(here, start + within * (_CODES >> length), starts)
+        places = tl.where(here, place + within, places)
+        mine = of_escape == length
+        start_of_escape = tl.where(mine, start + n * (_CODES >> length), start_of_escape)
+        place_of_escape = tl.where(mine, place + n, place_of_escape)
+        n += mine.to(tl.int32)
+        start += n * (_CODES >> length)
+        place += n
+    return starts, places, start_of_escape, place_of_escape
+
+
+@triton.jit
+def find_table(counts, work_ptr, UNIT: tl.constexpr, PTX: tl.constexpr):
+    """Write a plane's table and an encoder's entries to work memory, if coding saves enough."""
+    ranks, weights, escape = _weights_of(counts, work_ptr, UNIT)
+    coded = tl.sum((weights > 0).to(tl.int32), 0) > 0
+    if coded:
+        lengths, of_escape = _lengths_of(weights, escape, work_ptr)
+        all_weights = tl.sum(weights, 0).to(tl.int64) + escape
+        bits = tl.sum(weights.to(tl.int64) * lengths, 0)
+        bits += escape.to(tl.int64) * (of_escape + 8 * UNIT)
+        coded = bits * _SAVED <= all_weights * (8 * UNIT * (_SAVED - 1))
+        starts, _, start_of_escape, _ = _codes_of(lengths, of_escape)
+        # An escape without a code is an entry of no bits.
+        escape_entry = reversed_bits(start_of_escape, PTX) | (of_escape << BITS_AT) | ESCAPED
+        escape_entry = tl.where(of_escape > 0, escape_entry, ESCAPED)
+        entry = reversed_bits(starts, PTX) | (lengths << BITS_AT)
+        s = tl.arange(0, 256)
+        entries = words_at(work_ptr, ENTRIES_AT)
+        tl.debug_barrier()
+        tl.store(entries + s, tl.where(lengths > 0, entry, escape_entry))
+        tl.store(entries + _ESCAPE + s, s * 0 + escape_entry)
+        tl.store(entries + ENTRIES + s, ranks)
+        table_ptr = work_ptr + TABLE_AT
+        c = tl.arange(0, 16)
+        values = c * 0
+        if UNIT > 1:
+            values = tl.sum(tl.where(ranks[:, None] == c[None, :], s[:, None], 0), 0)
+        tl.store(table_ptr + c, values.to(tl.uint8))
+        low, high = tl.split(tl.reshape(lengths, [128, 2]))
+        tl.store(table_ptr + 16 + tl.arange(0, 128), (low | (high << 4)).to(tl.uint8))
+        e = tl.arange(0, 8)
+        tl.store(table_ptr + 144 + e, tl.where(e == 0, of_escape, 0).to(tl.uint8))
+    tl.store(words_at(work_ptr, FLAG_AT), coded.to(tl.int32))
+
+
+@triton.jit
+def load_words(source, table, COUNT: tl.constexpr, PTX: tl.constexpr):
+    """COUNT words of work memory, a multiple of 256, where `look_up` takes them from."""
+    if PTX:
+        tl.debug_barrier()
+        for at in range(0, COUNT, 256):
+            i = at + tl.arange(0, 256)
+            put(table, i, tl.load(source + i))
+        tl.debug_barrier()
+        return table
+    else:
+        return source
+
+
+@triton.jit
+def read_table(table_ptr, work_ptr, UNIT: tl.constexpr, PTX: tl.constexpr):
+    """Write a decoder's entries, by the next 12 bits, to work memory; whether a table is wrong.
+
+    An entry is the symbol, or 2 bytes, and the bits that it takes, those of an escape's bytes with
+    it unless these are 8.
+    """
+    s = tl.arange(0, 256)
+    half = tl.load(table_ptr + 16 + (s >> 1)).to(tl.int32)
+    lengths = (half >> ((s & 1) * 4)) & 15
+    of_escape = tl.load(table_ptr + 144).to(tl.int32)
+    c = tl.arange(0, 8)
+    behind = tl.load(table_ptr + 145 + c, mask=c < 7, other=0).to(tl.int32)
+    bad = (tl.max(lengths, 0) > _LIMIT) | (of_escape > _LIMIT) | (tl.max(behind, 0) > 0)
+    of_escape = tl.minimum(of_escape, _LIMIT)
+    lengths = tl.minimum(lengths, _LIMIT)
+    bad = bad | (_taken(lengths, of_escape) != _CODES)
+    if bad == 0:
+        table = words_at(work_ptr, 0)
+        _, places, _, place_of_escape = _codes_of(lengths, of_escape)
+        entry = s
+        if UNIT == 2:
+            entry = tl.load(table_ptr + (s & 15)).to(tl.int32)
+            entry |= tl.load(table_ptr + (s >> 4)).to(tl.int32) << 8
+        entry |= lengths << BITS_AT
+        # Symbols without codes are behind all others.
+        tl.store(table + _CODES + tl.where(lengths > 0, places, _SORTED - 1), entry)
+        raw = 0 if UNIT == 8 else 8 * UNIT
+        entry = ESCAPED | ((of_escape + raw) << BITS_AT)
+        tl.store(table + _CODES + tl.where(of_escape > 0, place_of_escape, _SORTED - 1), entry)
+        tl.debug_barrier()
+        # Of each 12 bits the place of their code: what starts codes of each length is known.
+        x = tl.arange(0, _CODES)
+        bits = reversed_bits(x, PTX)
+        place = x * 0
+        first, before = of_escape * 0, of_escape * 0
+        for length in tl.static_range(1, _LIMIT + 1):
+            n = tl.sum((lengths == length).to(tl.int32), 0) + (of_escape == length).to(tl.int32)
+            here = before + ((bits - first) >> (_LIMIT - length))
+            place = tl.where(bits >= first, here, place)
+            first += n << (_LIMIT - length)
+            before += n
+        tl.store(table + x, tl.load(table + _CODES + place))
+    return bad

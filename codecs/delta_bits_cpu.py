@@ -1,0 +1,418 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Parts of delta's kernels: bits of codes, flags of elements, and memory for one tile.
+
+Flags of elements are bits, 64 elements in a word. Vector instructions make them; all that comes
+after looks at words, and at elements that have changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from ..formats.checksum import KEY_STEP
+from ..formats.dtypes import DType
+from .common.arrays_cpu import view_as
+from .common.checksum_cpu import sum_part
+from .common.compile_cache import part
+from .delta import LIMITS, TILE, kind_of, plain_words
+
+U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
+_STEP = np.uint32(KEY_STEP)
+BLOCK = 64
+BLOCKS = TILE // BLOCK
+#: Numbers that `not_above` looks at.
+ROW = 16
+#: Blocks, the end, and what is behind it.
+STARTS = BLOCKS + 1 + ROW
+CLASSES = len(LIMITS) + 1
+#: More exponents, and scales, than any dtype has.
+SCALES = (1 << 11) + 128
+
+
+def _load_block(context, builder, array_type, array, at, lanes=BLOCK):
+    """Elements of an array as a vector of `lanes`, and its type."""
+    from numba.np.arrayobj import make_array
+
+    data = make_array(array_type)(context, builder, array).data
+    element = context.get_value_type(array_type.dtype)
+    vector = ir.VectorType(element, lanes)
+    pointer = builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
+    loaded = builder.load(pointer)
+    loaded.align = array_type.dtype.bitwidth // 8
+    return loaded, vector
+
+
+def _splat(builder, value, vector):
+    """A vector of one value."""
+    first = builder.insert_element(
+        ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+    )
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+@intrinsic
+def differ(typingctx, a, b, at):
+    """Which of 64 elements from `at` on differ in two arrays: a bit each."""
+
+    def codegen(context, builder, signature, args):
+        x, _ = _load_block(context, builder, signature.args[0], args[0], args[2])
+        y, _ = _load_block(context, builder, signature.args[1], args[1], args[2])
+        found = builder.icmp_unsigned("!=", x, y)
+        return builder.bitcast(found, ir.IntType(64))
+
+    return types.uint64(a, b, types.int64), codegen
+
+
+@intrinsic
+def below(typingctx, a, at, mask, shift, limit):
+    """Which of 64 exponents from `at` on are below `limit`, 0 to 255 or 2047: a bit each.
+
+    The exponents are the bits of `mask`, shifted right. They are compared as signed bytes where
+    they have 8 bits: that takes the fewest instructions.
+    """
+
+    def codegen(context, builder, signature, args):
+        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1])
+        field = builder.and_(x, _splat(builder, args[2], vector))
+        field = builder.lshr(field, _splat(builder, args[3], vector))
+        limit = args[4]
+        width = signature.args[0].dtype.bitwidth
+        if 8 < width < 64:
+            byte = ir.IntType(8)
+            field = builder.trunc(field, ir.VectorType(byte, BLOCK))
+            limit = builder.trunc(limit, byte)
+        if width < 64:
+            sign = ir.Constant(ir.IntType(8), 128)
+            limit = builder.xor(limit, sign)
+            field = builder.xor(field, _splat(builder, sign, field.type))
+        found = builder.icmp_signed("<", field, _splat(builder, limit, field.type))
+        return builder.bitcast(found, ir.IntType(64))
+
+    return types.uint64(a, types.int64, a.dtype, a.dtype, a.dtype), codegen
+
+
+@intrinsic
+def not_above(typingctx, a, at, limit):
+    """How many of 16 rising numbers from `at` on are at most `limit`."""
+
+    def codegen(context, builder, signature, args):
+        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], ROW)
+        found = builder.icmp_unsigned("<=", x, _splat(builder, args[2], vector))
+        bits = builder.bitcast(found, ir.IntType(ROW))
+        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+
+    return types.int64(a, types.int64, a.dtype), codegen
+
+
+@intrinsic
+def _clz(typingctx, x):
+    """Number of leading zero bits; 64 for zero."""
+
+    def codegen(context, builder, signature, args):
+        return builder.ctlz(args[0], context.get_constant(types.boolean, False))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def ctz(typingctx, x):
+    """Number of trailing zero bits; 64 for zero."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], context.get_constant(types.boolean, False))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def popcount(typingctx, x):
+    """Number of set bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+@part(nogil=True)
+def bit_length(x):
+    """Bit length of a number; 0 of 0."""
+    return I8(64) - I8(_clz(x))
+
+
+@part(nogil=True)
+def low_mask(nbits):
+    """So many low bits."""
+    return (U8(1) << U8(nbits)) - U8(1) if nbits < 64 else ~U8(0)
+
+
+@part(nogil=True)
+def put(words, at, value, nbits):
+    """Write a number of up to 64 bits into words that are 0; where the next one goes."""
+    w, shift = at >> 6, U8(at & 63)
+    words[w] |= value << shift
+    # No branch: one in eight would go the other way.
+    words[w + 1] |= value >> U8(1) >> (U8(63) - shift)
+    return at + nbits
+
+
+@part(nogil=True)
+def get(words, at, nbits):
+    """Read a number of up to 64 bits; a word more than it needs has to be there."""
+    w, shift = at >> 6, U8(at & 63)
+    value = words[w] >> shift | words[w + 1] << U8(1) << (U8(63) - shift)
+    return value & low_mask(nbits)
+
+
+@part(nogil=True)
+def next_one(words, at, end):
+    """Number of the first set bit from `at` on; `end` or more if there is none before."""
+    w = at >> 6
+    value = words[w] >> U8(at & 63)
+    if value:
+        return at + I8(ctz(value))
+    w += 1
+    while w << 6 < end:
+        if words[w]:
+            return (w << 6) + I8(ctz(words[w]))
+        w += 1
+    return end
+
+
+@part(nogil=True)
+def _copy_block(x, at, n, block):
+    """The last elements of a tile, fewer than 64, to a block whose others are 0."""
+    for i in range(BLOCK):
+        block[i] = x[at + i] if i < n else 0
+
+
+@part(nogil=True)
+def exponent_of(v, kind):
+    """Biased exponent of an element; 0 of what has none."""
+    return I8(U8(v) >> U8(kind[2])) & ((1 << kind[1]) - 1)
+
+
+@part(nogil=True)
+def set_limits(center, kind, limits):
+    """Where classes end: clipped to the exponents, so that none or all are below."""
+    for c in range(CLASSES - 1):
+        limit = center + LIMITS[c]
+        limits[c] = limit if limit > 0 else 0
+
+
+@part(nogil=True)
+def _end_starts(before, at, size):
+    """The last number of a class: how many elements it has; above all others are those behind."""
+    before[at] = size
+    for i in range(ROW):
+        before[at + 1 + i] = 0xFFFF
+
+
+@part(nogil=True)
+def sort_classes(x, at, n, kind, space):
+    """Which of a tile's elements, `n` from `at` on, are of each class, and how many before a block.
+
+    `space.sizes` gets how many elements each class has.
+    """
+    one = x.dtype.type
+    classes, before, limits = space.classes, space.before, space.limits
+    largest = (1 << kind[1]) - 1
+    mask, shift = one(U8(largest) << U8(kind[2])), one(kind[2])
+    # Of the first limit alone all exponents may be below.
+    all0 = U8(0) - U8(limits[0] > largest)
+    limit0 = one(limits[0] if limits[0] <= largest else 0)
+    limit1, limit2, limit3 = one(limits[1]), one(limits[2]), one(limits[3])
+    n0, n1, n2, n3, n4 = U2(0), U2(0), U2(0), U2(0), U2(0)
+    blocks = -(-n // BLOCK)
+    for k in range(blocks):
+        left = n - k * BLOCK
+        there = ~U8(0)
+        if left < BLOCK:
+            _copy_block(x, at + k * BLOCK, left, space.block)
+            there = low_mask(left)
+            b0 = below(space.block, I8(0), mask, shift, limit0) | all0
+            b1 = below(space.block, I8(0), mask, shift, limit1)
+            b2 = below(space.block, I8(0), mask, shift, limit2)
+            b3 = below(space.block, I8(0), mask, shift, limit3)
+        else:
+            b0 = below(x, at + k * BLOCK, mask, shift, limit0) | all0
+            b1 = below(x, at + k * BLOCK, mask, shift, limit1)
+            b2 = below(x, at + k * BLOCK, mask, shift, limit2)
+            b3 = below(x, at + k * BLOCK, mask, shift, limit3)
+        c0, c1, c2, c3, c4 = ~b0 & there, b0 & ~b1 & there, b1 & ~b2 & there, b2 & ~b3 & there, b3
+        c4 &= there
+        classes[k] = c0
+        classes[BLOCKS + k] = c1
+        classes[2 * BLOCKS + k] = c2
+        classes[3 * BLOCKS + k] = c3
+        classes[4 * BLOCKS + k] = c4
+        before[k] = n0
+        before[STARTS + k] = n1
+        before[2 * STARTS + k] = n2
+        before[3 * STARTS + k] = n3
+        before[4 * STARTS + k] = n4
+        n0 += U2(popcount(c0))
+        n1 += U2(popcount(c1))
+        n2 += U2(popcount(c2))
+        n3 += U2(popcount(c3))
+        n4 += U2(popcount(c4))
+    sizes = space.sizes
+    sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] = I8(n0), I8(n1), I8(n2), I8(n3), I8(n4)
+    for c in range(CLASSES):
+        _end_starts(before, c * STARTS + blocks, sizes[c])
+
+
+@part(nogil=True)
+def one_class(n, space):
+    """As `sort_classes`, where there is one class."""
+    blocks = -(-n // BLOCK)
+    for k in range(blocks):
+        left = n - k * BLOCK
+        space.classes[k] = low_mask(left if left < BLOCK else BLOCK)
+        space.before[k] = k * BLOCK
+    _end_starts(space.before, blocks, n)
+    space.sizes[0] = n
+
+
+@part(nogil=True)
+def ordered_bits(v, kind):
+    """Bits of an element as a number of its order; of a number its bits are `unordered_bits`.
+
+    As in all that looks at one change after the other there is no branch on what is at random.
+    """
+    top = U8(1) << U8(kind[0] - 1)
+    if kind[1]:
+        return v ^ (top | (U8(0) - (v >> U8(kind[0] - 1))) & (top - U8(1)))
+    return v ^ top if kind[5] else v
+
+
+@part(nogil=True)
+def unordered_bits(v, kind):
+    """The inverse of `ordered_bits`."""
+    top = U8(1) << U8(kind[0] - 1)
+    if kind[1]:
+        return v ^ (top | ((v >> U8(kind[0] - 1)) - U8(1)) & (top - U8(1)))
+    return v ^ top if kind[5] else v
+
+
+@part(nogil=True)
+def digest_gain(old, new, i, itemsize):
+    """What the digest of a chunk gains where element `i` becomes `new` instead of `old`."""
+    at = U8(i) * U8(itemsize)
+    key = U8(U4(U4(U4(at >> U8(2)) * _STEP) + U4(1)))
+    if itemsize < 8:
+        return key * ((new - old) << (U8(8) * (at & U8(3))))
+    following = U8(U4(U4(key) + _STEP))
+    low = U8(0xFFFFFFFF)
+    return key * ((new & low) - (old & low)) + following * ((new >> U8(32)) - (old >> U8(32)))
+
+
+@part(nogil=True)
+def list_positions(changed, n, positions):
+    """The numbers of the set bits; how many there are. There is place for two more."""
+    m = I8(0)
+    for k in range(-(-n // BLOCK)):
+        bits = changed[k]
+        # Two steps without a branch cover most blocks.
+        for _ in range(2):
+            positions[m] = k * BLOCK + I8(ctz(bits))
+            m += I8(bits != U8(0))
+            bits &= bits - U8(1)
+        while bits:
+            positions[m] = k * BLOCK + I8(ctz(bits))
+            m += 1
+            bits &= bits - U8(1)
+    return m
+
+
+@part(nogil=True, error_model="numpy")
+def gap_low_bits(size, listed):
+    """Low bits of the gaps between `listed` of `size` elements."""
+    return bit_length(U8(size // listed)) - 1 if listed else I8(0)
+
+
+@part(nogil=True)
+def size_low_bits(e, scale, width):
+    """Low bits of the size of a hot element."""
+    low = scale - 1 - e
+    return low if low < width else width
+
+
+class Space(NamedTuple):
+    """Memory of the kernels for one tile."""
+
+    #: Bits of elements that have changed, and of those of each class; how many before a block.
+    changed: Any
+    classes: Any
+    before: Any
+    #: Of each class: its limit, elements, changes, gaps, and the last number listed.
+    limits: Any
+    sizes: Any
+    counts: Any
+    listed: Any
+    last: Any
+    gaps: Any
+    #: Of each change: its place, exponent, and what the two forms keep.
+    positions: Any
+    exponents: Any
+    lengths: Any
+    changes: Any
+    negative: Any
+    hist: Any
+    words: Any
+    block: Any
+    #: Where low bits of gaps start, and how many changes a tile has.
+    places: Any
+
+
+def space_for(dtype: DType) -> Space:
+    """New memory; what is not written to takes none."""
+    return Space(
+        np.empty(BLOCKS, np.uint64),
+        np.empty(CLASSES * BLOCKS, np.uint64),
+        np.empty(CLASSES * STARTS, np.uint16),
+        np.empty(CLASSES, np.int64),
+        np.empty(CLASSES, np.int64),
+        np.empty(CLASSES, np.int64),
+        np.empty(CLASSES, np.int64),
+        np.empty(CLASSES, np.int64),
+        np.empty(CLASSES * TILE, np.uint16),
+        np.empty(TILE + 2, np.uint16),
+        np.empty(TILE, np.uint16),
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint64),
+        np.empty(BLOCKS, np.uint64),
+        np.zeros(3 * SCALES, np.int32),
+        np.empty(plain_words(TILE, dtype.itemsize) // 2 + 6, np.uint64),
+        np.empty(BLOCK, dtype.bits),
+        np.empty(2, np.int64),
+    )
+
+
+@part(nogil=True)
+def add_digest(total, x, first_byte):
+    """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 8.
+
+    Two words at a time: both products then are ones of the lower halves of 64 bits.
+    """
+    pairs = view_as(x, np.uint64)
+    low = U8(0xFFFFFFFF)
+    key = U8(first_byte >> 2) * U8(KEY_STEP) + U8(1)
+    for i in range(pairs.size):
+        v = pairs[i]
+        total += (v & low) * (key & low)
+        total += (v >> U8(32)) * ((key + U8(KEY_STEP)) & low)
+        key += U8(2 * KEY_STEP)
+    rest = view_as(x, np.uint8)[8 * pairs.size :]
+    return sum_part(total, rest, U8(first_byte >> 2) + U8(2 * pairs.size))
+
+
+def kind_numbers(dtype: DType) -> tuple[int, ...]:
+    """The fields of `delta.Kind`, as kernels get them."""
+    return tuple(map(int, kind_of(dtype)))

@@ -1,0 +1,165 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""What the GPU kernels of delta share: elements, classes, bits of tiles, work memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from . import delta
+from .common.frame_triton import weigh, weigh_bytes
+
+LOG_TILE, TILE = tl.constexpr(delta.LOG_TILE), tl.constexpr(delta.TILE)
+_L0, _L1, _L2, _L3 = (tl.constexpr(limit) for limit in delta.LIMITS)
+DIGESTS = tl.constexpr(delta.DIGESTS_NBYTES)
+#: Elements of a piece.
+PIECE = tl.constexpr(256)
+#: Words of work memory of a tile, and where its parts start: what is known of it, then counts of
+#: exponents or, to decode, a bit for each element and places of quotients.
+WORDS, COUNTS = tl.constexpr(delta.TILE_SCRATCH // 4), tl.constexpr(64)
+PLACES = tl.constexpr(64 + delta.TILE // 32)
+#: Words of 8 bytes of work memory of a chunk: checksum, digest of the base, digest of the result.
+SUMS = tl.constexpr(4)
+FAR = tl.constexpr(1 << 30)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the kernels know of a call; see `delta.Kind`.
+
+    `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
+    elements are wanted, `sums`: so are checksum terms. `packed`: dynamic parts are where they are
+    said to start.
+    """
+
+    item: int
+    exponent: int
+    mantissa: int
+    scale_bits: int
+    classes: int
+    lanes: int
+    signed: bool
+    overwrite: bool
+    store: bool = True
+    sums: bool = False
+    packed: bool = False
+
+
+@triton.jit
+def terms_of(v, i, ITEM: tl.constexpr):
+    """Checksum terms of elements `i` of a chunk, uint32."""
+    if ITEM == 4:
+        found = weigh(v, i)
+    else:
+        found = weigh_bytes(v, i * ITEM)
+    return found
+
+
+@triton.jit
+def exponents_of(v, L: tl.constexpr):
+    """Biased exponents, int32; 0 of what has none."""
+    found = v.to(tl.int32, bitcast=True) * 0
+    if L.exponent > 0:
+        found = ((v >> L.mantissa) & ((1 << L.exponent) - 1)).to(tl.int32, bitcast=True)
+    return found
+
+
+@triton.jit
+def ordered(v, L: tl.constexpr):
+    """See `delta.ordered`; uint32."""
+    WIDTH: tl.constexpr = 8 * L.item
+    TOP: tl.constexpr = 1 << (WIDTH - 1)
+    ALL: tl.constexpr = (1 << WIDTH) - 1
+    top = (v * 0 + TOP).to(tl.uint32)
+    found = v
+    if L.exponent > 0:
+        found = tl.where((v & top) != 0, (v ^ 0xFFFFFFFF) & ALL, v | top)
+    elif L.signed:
+        found = v ^ top
+    return found.to(tl.uint32)
+
+
+@triton.jit
+def unordered(v, L: tl.constexpr):
+    """Inverse of `ordered`."""
+    WIDTH: tl.constexpr = 8 * L.item
+    TOP: tl.constexpr = 1 << (WIDTH - 1)
+    ALL: tl.constexpr = (1 << WIDTH) - 1
+    top = (v * 0 + TOP).to(tl.uint32)
+    found = v
+    if L.exponent > 0:
+        found = tl.where((v & top) != 0, v ^ top, (v ^ 0xFFFFFFFF) & ALL)
+    elif L.signed:
+        found = v ^ top
+    return found.to(tl.uint32)
+
+
+@triton.jit
+def log16(v):
+    """The bit length of numbers below 2^16, int32."""
+    bits = v.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(v > 0, (bits >> 23) - 126, 0)
+
+
+@triton.jit
+def length_of(v):
+    """The bit length of uint32 numbers, int32."""
+    high = (v >> 16).to(tl.int32, bitcast=True)
+    low = (v & 0xFFFF).to(tl.int32, bitcast=True)
+    return tl.where(high > 0, 16 + log16(high), log16(low))
+
+
+@triton.jit
+def members_of(e, center, inside, L: tl.constexpr):
+    """Which elements belong to which class, int32, shape [lanes, piece]."""
+    LANES: tl.constexpr = L.lanes
+    of = e * 0
+    if L.classes > 1:
+        of += (e < center + _L0).to(tl.int32) + (e < center + _L1).to(tl.int32)
+        of += (e < center + _L2).to(tl.int32) + (e < center + _L3).to(tl.int32)
+    c = tl.arange(0, LANES)
+    return ((of[None, :] == c[:, None]) & inside[None, :]).to(tl.int32)
+
+
+@triton.jit
+def low_bits(sizes, listed):
+    """Low bits of the gaps of classes; see `delta.rice_bits`."""
+    return tl.where(listed > 0, log16(sizes // tl.maximum(listed, 1)) - 1, 0)
+
+
+@triton.jit
+def low_of(e, scale, WIDTH: tl.constexpr):
+    """(whether changes are hot, low bits of their sizes), int32."""
+    hot = (e < scale).to(tl.int32)
+    return hot, tl.minimum(scale - 1 - e, WIDTH) * hot
+
+
+@triton.jit
+def get_bits(words, count, at, n):
+    """`n` bits, at most 32, from bit `at` on, of `count` words; behind them are zeros."""
+    k = at >> 5
+    low = tl.load(words + k, mask=(k >= 0) & (k < count), other=0).to(tl.uint64)
+    high = tl.load(words + k + 1, mask=(k + 1 >= 0) & (k + 1 < count), other=0).to(tl.uint64)
+    both = (low | (high << 32)) >> (at & 31).to(tl.uint64)
+    return (both & ((low * 0 + 1 << n.to(tl.uint64)) - 1)).to(tl.uint32)
+
+
+@triton.jit
+def tile_at(nelem, chunk_nelem, tiles):
+    """(chunk, tile, first element, first in the chunk, elements) of this program's tile."""
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    begin = tile.to(tl.int64) * TILE
+    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
+    m = tl.maximum(tl.minimum(n - begin, TILE), 0).to(tl.int32)
+    return chunk, tile, chunk * chunk_nelem + begin, begin, m
+
+
+@triton.jit
+def info_at(work_ptr, sums_words, chunk, tile, tiles):
+    """Work memory of a tile, int32."""
+    found = work_ptr.to(tl.pointer_type(tl.int32)) + sums_words
+    return found + (chunk * tiles + tile) * WORDS

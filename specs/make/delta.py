@@ -1,0 +1,331 @@
+"""delta.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import tightwire as tw
+from tightwire.codecs.delta import Delta, Writer, ordered, unordered
+from tightwire.formats.checksum import MASK64, words_sum
+from tightwire.formats.dtypes import BY_NAME
+
+from . import common, data
+from .data import Array
+
+#: The last file of a vector is the base.
+GIVEN = "base"
+
+
+def coded(name: str, x: Array, base: Array, form: str = "difference", **options: Any) -> Any:
+    """A vector: its tensor and the base that it was coded against."""
+    buffer = tw.codec("delta", form=form).encode(x, base=base, backend="ref", **options)
+    common.check_codec(buffer, "delta", name)
+    return f"delta/{name}", bytes(buffer), x.tobytes(), base.tobytes()
+
+
+def moved(seed: int, dtype: str, base: Array, share: float, size: int) -> Array:
+    """`base` with a share of its elements moved by up to `size` units, up or down."""
+    rng = np.random.default_rng(seed)
+    kind = BY_NAME[dtype]
+    old = ordered(base.view(kind.bits), kind)
+    top = (1 << 8 * kind.itemsize) - 1
+    new = [
+        min(max(v + int(d), 0), top)
+        for v, d in zip(old.tolist(), rng.integers(-size, size + 1, base.size), strict=True)
+    ]
+    chosen = rng.random(base.size) < share
+    bits = unordered(np.where(chosen, np.array(new, kind.bits), old), kind)
+    return bits.view(kind.numpy)
+
+
+def random(seed: int, dtype: str, n: int) -> Array:
+    """All bit patterns."""
+    kind = BY_NAME[dtype]
+    rng = np.random.default_rng(seed)
+    found = rng.integers(0, 256, n * kind.itemsize, dtype=np.uint8)
+    return (found & 1 if dtype == "bool" else found).view(kind.numpy)
+
+
+def step(seed: int, dtype: str, n: int, rate: float) -> tuple[Array, Array]:
+    """Weights before and after a step of about `rate`."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(0, 0.02, n)
+    kind = BY_NAME[dtype].numpy
+    return w.astype(kind), (w - rate * rng.normal(0, 0.5, n)).astype(kind)
+
+
+def valid() -> Iterator[Any]:
+    """Vectors of codec delta."""
+    ones = np.ones(100, BY_NAME["bfloat16"].numpy)
+    example = ones.copy()
+    example.view(np.uint16)[70] += 1
+    yield coded("bfloat16_100", example, ones)
+    for i, dtype in enumerate(Delta.dtypes):
+        base = random(900 + i, dtype, 300)
+        if BY_NAME[dtype].is_float and BY_NAME[dtype].itemsize > 1:
+            base = data.bell(900 + i, dtype, 300)
+        x = base ^ (np.arange(300) % 37 == 5) if dtype == "bool" else moved(i, dtype, base, 0.1, 3)
+        yield coded(f"{dtype}_few", x, base)
+        yield coded(f"{dtype}_overwrite", x, base, "overwrite")
+    base, x = step(940, "bfloat16", 33000, 1e-6)
+    yield coded("bfloat16_33000", x, base)
+    base, x = step(941, "bfloat16", 3000, 1e-3)
+    yield coded("bfloat16_most", x, base)
+    yield coded("bfloat16_most_overwrite", x, base, "overwrite")
+    base, x = step(942, "float32", 2000, 1e-5)
+    yield coded("float32_dense", x, base)
+    # Plain tiles, the whole one and the last, each beside one with a single change.
+    base = random(943, "uint8", 33001)
+    x = base.copy()
+    x[:32768] = random(944, "uint8", 32768)
+    x[33000] ^= 255
+    yield coded("uint8_plain_tile", x, base)
+    base = random(954, "uint8", 37000)
+    x = base.copy()
+    x[32768:] = random(955, "uint8", 4232)
+    x[20000] ^= 255
+    yield coded("uint8_plain_tile_overwrite", x, base, "overwrite")
+    yield from rules()
+
+
+def rules() -> Iterator[Any]:
+    """Chunks, special values, exceptions, and centers at the ends of the exponents."""
+    base, x = step(945, "bfloat16", 1500, 1e-5)
+    x[500:1000] = base[500:1000]
+    yield coded("bfloat16_3_chunks", x, base, chunks=3)
+    yield coded("bfloat16_unchanged", base, base)
+    yield coded("bfloat16_empty_chunk", *step(953, "bfloat16", 4356, 1e-6)[::-1], chunks=67)
+    yield coded("bfloat16_no_checksum", x, base, checksum=False)
+    y = x.copy()
+    y[:500] = random(946, "bfloat16", 500)
+    yield coded("bfloat16_raw_chunk", y, base, chunks=3)
+    buffer = tw.codec("delta").encode(x, base=base, backend="ref", chunks=3)
+    slotted = buffer.array.copy()
+    slotted[buffer.plan.dynamic_offset :] = 0
+    for i in range(3):
+        at = buffer.plan.dynamic_offset + i * buffer.plan.dynamic_stride
+        slotted[at : at + buffer.dynamic(i).size] = buffer.dynamic(i)
+    yield "delta/bfloat16_slotted", slotted.tobytes(), x.tobytes(), base.tobytes()
+    for dtype in ("bfloat16", "float64"):
+        special = data.specials(dtype, 600)
+        yield coded(f"{dtype}_specials", moved(947, dtype, special, 0.05, 2), special)
+        weights = data.bell(948, dtype, 600)
+        outliers = weights.copy()
+        outliers[::150] = data.specials(dtype, 600)[::150] * 0 - 1
+        outliers[7] = -outliers[7]
+        yield coded(f"{dtype}_exceptions", moved(949, dtype, outliers, 0.05, 1), weights)
+        zeros = data.with_zeros(950, dtype, 600)
+        yield coded(f"{dtype}_from_zero", moved(951, dtype, zeros, 0.1, 40), zeros)
+    infinite = np.full(200, np.inf, BY_NAME["bfloat16"].numpy)
+    yield coded("bfloat16_center_255", moved(952, "bfloat16", infinite, 0.1, 1), infinite)
+    for dtype in ("int64", "uint64", "uint8"):
+        info = np.iinfo(dtype)
+        base = np.full(200, info.min, dtype)
+        x = base.copy()
+        x[[3, 150]] = info.max, info.min + 1
+        yield coded(f"{dtype}_ends", x, base)
+
+
+# Invalid vectors
+
+
+def ones(n: int = 100, dtype: str = "bfloat16") -> Array:
+    """The base of most invalid vectors."""
+    return np.ones(n, BY_NAME[dtype].numpy)
+
+
+def parts(n: int = 2000, chunks: int = 1, form: str = "difference", dtype: str = "bfloat16") -> Any:
+    """A buffer in which of `n` ones every 97th moved up by one."""
+    base, kind = ones(n, dtype), BY_NAME[dtype]
+    x = base.copy()
+    x.view(kind.bits)[::97] += kind.bits.type(1)
+    buffer = tw.codec("delta", form=form).encode(x, base=base, chunks=chunks, backend="ref")
+    return common.Parts.of(buffer)
+
+
+def edit(change: Callable[[common.Parts], object], **options: Any) -> tuple[bytes, bytes]:
+    """A buffer of `parts` after a change, and its base."""
+    made = parts(**options)
+    change(made)
+    return made.join(), ones(options.get("n", 2000), options.get("dtype", "bfloat16")).tobytes()
+
+
+def tile(dtype: str, x: Array, *fields: tuple[str, Any]) -> tuple[bytes, bytes]:
+    """A buffer with one tile, made of these codes, whose result is to be `x`; base: see `ones`.
+
+    Checksum and digests are right: where the tile is wrong the digest of the result is not looked
+    at.
+    """
+    made = parts(x.size, dtype=dtype)
+    out = Writer()
+    for name, value in fields:
+        if name == "unary":
+            out.unary(np.array(value, np.int64))
+        elif name == "gamma":
+            out.gamma(value)
+        else:
+            out.number(value, int(name))
+    made.dynamic[0] = bytearray(out.done().tobytes())
+    made.static[0][8:16] = (words_sum(x.view(np.uint8)) & MASK64).to_bytes(8, "little")
+    return made.join(), ones(x.size, dtype).tobytes()
+
+
+def codes(dtype: str = "uint8", **wrong: Any) -> list[tuple[str, Any]]:
+    """The codes of a tile of 200 integers of which number 150 becomes 2, in their order."""
+    scale_bits = {"uint8": 4, "int8": 4, "uint16": 5}[dtype]
+    found: dict[str, Any] = {
+        "plain": ("1", 0),
+        "scale": (str(scale_bits), 0),
+        "count": ("gamma", 2),
+        "exceptions": ("gamma", 1),
+        "low": ("7", 22),
+        "sign": ("1", 0),
+        "quotient": ("unary", [1]),
+        "hot": ("unary", []),
+        "hot_low": ("0", 0),
+        "places": ("0", 0),
+    }
+    for name, value in wrong.items():
+        found[name] = value
+    listed: list[tuple[str, Any]] = []
+    for value in found.values():
+        listed += value if isinstance(value, list) else [value]
+    return listed
+
+
+def one_changed(n: int = 200, dtype: str = "uint8") -> Array:
+    """What `codes` is about."""
+    x = ones(n, dtype)
+    x[150] = 2
+    return x
+
+
+def plain(first: int, values: bytes) -> tuple[bytes, bytes]:
+    """A buffer whose second tile, of 233 integers, is a first word and these bytes."""
+    made = parts(33001, dtype="uint8")
+    made.dynamic[0] = bytearray(first.to_bytes(4, "little") + values)
+    made.dynamic[0] += bytes(-len(values) % 4)
+    made.static[0][16:24] = bytes(8)
+    return made.join(), ones(33001, "uint8").tobytes()
+
+
+def bad_tiles() -> dict[str, tuple[bytes, bytes]]:
+    """delta.md, "Checks", 3 to 9."""
+    x = one_changed()
+    right = tile("uint8", x, *codes())
+    if tw.decode(right[0], base=ones(200, "uint8")).tobytes() != x.tobytes():
+        raise AssertionError("the tile without damage is not right")
+    other = x.copy()
+    other[151] = 2
+    exceptions = [("15", 0), ("8", 5), ("15", 0), ("8", 5)]
+    return {
+        "delta_tile_word_left": tile("uint8", x, *codes(), ("32", 0)),
+        "delta_tile_bits_left": tile("uint8", x, *codes(), ("1", 1)),
+        "delta_plain_bits": plain(3, bytes(233)),
+        "delta_plain_short": plain(1, bytes(232)),
+        "delta_plain_long": plain(1, bytes(240)),
+        "delta_plain_padding": plain(1, bytes(233) + b"\1"),
+        "delta_gamma_large": tile("uint8", x, *codes(count=("gamma", 1 << 16))),
+        "delta_gamma_endless": tile("uint8", x, ("32", 0), ("32", 0)),
+        "delta_count_above_class": tile("uint8", x, *codes(count=("gamma", 202))),
+        "delta_count_zero": tile("uint8", x, *codes(count=("gamma", 1))),
+        "delta_gap_beyond": tile("uint8", x, *codes(low=("7", 72))),
+        "delta_gap_far_beyond": tile("uint8", x, *codes(quotient=("unary", [40]))),
+        "delta_gaps_end_early": tile("uint8", x, *codes(quotient=("12", 0))),
+        "delta_quotient_16": tile("uint8", x, *codes(scale=("4", 1), hot=("unary", [16]))),
+        "delta_quotient_beyond_width": tile(
+            "uint8", x, *codes(scale=("4", 8), hot=("unary", [2]), hot_low=("7", 0))
+        ),
+        "delta_exceptions_equal": tile(
+            "uint8", x, *codes(exceptions=("gamma", 3), places=exceptions)
+        ),
+        "delta_exception_of_none": tile(
+            "uint8", x, *codes(exceptions=("gamma", 2), places=[("15", 1), ("8", 5)])
+        ),
+        "delta_exceptions_missing": tile("uint8", x, *codes(exceptions=("gamma", 5))),
+        "delta_below_zero": tile(
+            "uint8",
+            x,
+            *codes(sign=("1", 1), exceptions=("gamma", 2), places=[("15", 0), ("8", 1)]),
+        ),
+        "delta_above_largest": tile(
+            "uint8", x, *codes(exceptions=("gamma", 2), places=[("15", 0), ("8", 254)])
+        ),
+        "delta_result_digest": tile("uint8", other, *codes()),
+    }
+
+
+def invalid() -> dict[str, tuple[bytes, str, bytes]]:
+    """What is wrong in delta buffers only."""
+    base = ones(2000).tobytes()
+    other = ones(2000)
+    other[1999] = 2
+    index, changes = parts().header.sections
+    wrong = {
+        "form_2": (0, b"\2"),
+        "tile_size_14": (1, b"\x0e"),
+        "parameters_reserved": (7, b"\1"),
+    }
+    headers = common.with_params(parts, wrong) | common.refused(
+        "bad_header",
+        {
+            "sections_swapped": common.sectioned(parts(), 1, 0),
+            "no_changes_section": common.sectioned(parts(), 0),
+            "changes_too_large": common.changed(
+                parts(), sections=(index, replace(changes, nbytes=changes.nbytes + 128))
+            ),
+            "of_complex64": common.changed(parts(), dtype=BY_NAME["complex64"]),
+            "gains_nothing": common.changed(parts(), shape=(64,)),
+        },
+    )
+    headers |= {"version_2": (common.changed(parts(), codec_version=2), "unsupported_version")}
+    found = {f"delta_{name}": (*pair, base) for name, pair in headers.items()}
+
+    zeros = {
+        "delta_padding_of_index": edit(lambda p: common.put(p, 0, 20, b"\1")),
+        "delta_padding_behind_changes": (
+            common.poked(parts().join(), len(parts().join()) - 1, b"\1"),
+            base,
+        ),
+    }
+    mismatch = {
+        "delta_other_base": (parts().join(), other.tobytes()),
+        "delta_other_base_of_last_chunk": (parts(chunks=3).join(), other.tobytes()),
+        "delta_other_base_before_payload": (
+            edit(lambda p: p.dynamic[0].append(1), chunks=3)[0],
+            other.tobytes(),
+        ),
+        "delta_base_digest": edit(lambda p: common.put(p, 0, 3, b"\1")),
+        "delta_other_base_overwrite": (parts(form="overwrite").join(), other.tobytes()),
+    }
+    many = 40000
+    bad = bad_tiles() | {
+        "delta_half_word": edit(lambda p: p.dynamic[0].extend(b"\0\0")),
+        "delta_ends_early": edit(lambda p: p.dynamic[0].__delitem__(slice(-4, None))),
+        "delta_first_offset": edit(lambda p: common.put(p, 0, 16, b"\1")),
+        "delta_offset_falls": edit(lambda p: common.put(p, 0, 16, b"\2\0\0\0\1"), n=many),
+        "delta_offset_beyond": edit(lambda p: common.put(p, 0, 20, b"\xff\xff\xff\xff"), n=many),
+        "delta_overwrite_gap_beyond": edit(overwrite_beyond, form="overwrite", n=300),
+    }
+    for reason, group in (
+        ("reserved_not_zero", zeros),
+        ("base_mismatch", mismatch),
+        ("bad_payload", bad),
+    ):
+        found |= {name: (buffer, reason, given) for name, (buffer, given) in group.items()}
+    return found
+
+
+def overwrite_beyond(made: common.Parts) -> None:
+    """A quotient of 50 in the place of the first."""
+    out = Writer()
+    out.number(0, 1)
+    out.gamma(2)
+    out.number(0, 8)
+    out.unary(np.array([50]))
+    out.number(7, 16)
+    made.dynamic[0] = bytearray(out.done().tobytes())

@@ -1,0 +1,691 @@
+"""Many tensors in GPU memory in a call: batches of tensors and of buffers, and sums of buffers.
+
+The GPU module of a codec may have functions for them, beside those of `tightwire.gpu`. Tensors are
+contiguous, buffers uint8 with slots, all on torch's current device; plans are of one codec and
+dtype, and nothing waits:
+
+- `encode_many(plans, xs, outs, stats, key)` encodes tensors into buffers; `stats`: a tensor of
+  statistics for each, or None where none are needed.
+- `measure_many(spec, dtype, xs)` gives such, the rows of a tensor, or None.
+- `decode_many(plans, srcs, outs, statuses, planned)` decodes whole buffers. Each has a status word
+  of its own, int64, shape (1,), and its header is compared with its plan's if it is `planned`.
+- `sum(plan, places, out, *, x, place, factor, planned)` stores the sum of the buffers of `Places`
+  (frame_triton), with the tensor `x`, or None, before number `place`, times `factor`, or None, in
+  `out`, of the plan's dtype or float32; codecs/common/sums.py says what a sum is.
+- `encode_sum(plan, places, out, *, x, place, factor, stats, key, planned)` encodes it into `out`.
+
+Codecs that lack one take a call for each tensor or buffer. So do buffers that are bytes in host
+memory or uint8 arrays, whose headers the host reads; those in memory of another GPU are copied. A
+`Buffer` is decoded from where it lies if its array is a tensor of the GPU that decodes: such are
+views of other GPUs' memory that is mapped there, as PyTorch's symmetric memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import arrays
+from .arguments import check_added, check_apart, need_float, source_target
+from .arrays import Target, describe
+from .buffer import Buffer
+from .codecs.common.base import CodecSpec, Key, Plan
+from .codecs.common.frame_triton import Places, places_of
+from .codecs.common.sums import FLOAT32, rounded, wide_dtype
+from .decoding import decode
+from .engine import Parsed, check_limit
+from .formats.dtypes import BY_NAME, DType
+from .formats.errors import FormatError
+from .formats.header import ALIGN
+from .gpu import (
+    _FUSED_ADD,
+    _UINT8,
+    _is_host,
+    _kernels,
+    _library_of,
+    _measured,
+    _output_memory,
+    _stats,
+    _takes_stats,
+    _workspace,
+    decode_add_encode,
+    head,
+)
+from .gpu_arrays import (
+    _TORCH,
+    _as_torch,
+    _check_apart,
+    _export,
+    _output,
+    _place,
+    _scope,
+    _span,
+    _values,
+    _writable_bytes,
+)
+from .gpu_memory import Memory
+from .planning import DEVICE_BACKEND, make_plan
+
+#: What sums are rounded to here; other dtypes are the host's.
+_ROUNDED = (*_FUSED_ADD, *(BY_NAME[name] for name in ("float64", "float8_e4m3fn", "float8_e5m2")))
+#: Integers as wide as elements, by their bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode_many(
+    spec: CodecSpec,
+    tensors: Sequence[Any],
+    *,
+    out: Sequence[Any] | None,
+    stats: Sequence[Any] | None,
+    key: Key | None,
+    scratch: Any,
+    checksum: bool,
+    required: bool,
+) -> Any:
+    """As `Codec.encode_many`, on the device of the tensors, which are of one library and dtype.
+
+    NotImplemented where that is the host's to do; if it is `required` here, ValueError says what is
+    missing instead.
+    """
+    infos = [describe(x) for x in tensors]
+    outs = [None] * len(infos) if out is None else out
+    if not infos:
+        return []
+    library, device, dtype, _ = infos[0]
+    place = _place(library, device, "tensors[0]" if required else None)
+    if place is None or any(o is not None and _is_host(o, required) for o in outs):
+        return NotImplemented
+    plan_of: dict[tuple[int, ...], Plan] = {}
+    for info in infos:
+        if info.shape not in plan_of:
+            plan_of[info.shape] = make_plan(spec, dtype, info.shape, checksum=checksum)
+    if any(_kernels(plan, required) is None for plan in plan_of.values()):
+        return NotImplemented
+    plans = [plan_of[info.shape] for info in infos]
+    with _scope(place, library, next((_library_of(o) for o in outs if o is not None), library)):
+        given = [_as_torch(x, info) for x, info in zip(tensors, infos, strict=True)]
+        xs = [x if x.is_contiguous() else x.contiguous() for x in given]
+        memories = _memories(plans, outs, place)
+        work = _Work(scratch, place)
+        own = None
+        if stats is not None:
+            own = [None if s is None else _stats(spec, s, dtype, place) for s in stats]
+        if out is not None or scratch is not None:
+            check_apart(
+                {"out[{}]": _spans(memories, plans), "scratch": list(map(_span, work.given))},
+                {
+                    "tensors[{}]": list(map(_span, given)),
+                    "stats[{}]": [(0, 0) if s is None else _span(s) for s in own or ()],
+                },
+            )
+        for numbers in _alike(plans):
+            plan = plans[numbers[0]]
+            # Buffers of another codec than that asked for are raw.
+            some = None if own is None or plan.codec != spec else [own[i] for i in numbers]
+            _encode_alike(
+                [plans[i] for i in numbers],
+                [xs[i] for i in numbers],
+                [memories[i].data for i in numbers],
+                some,
+                key,
+                work,
+            )
+        if library == "jax":
+            for memory, x in zip(memories, given, strict=True):
+                memory.lease(x)
+    target = Target(library, device)
+    return [
+        o
+        if isinstance(o, Buffer) and o.plan is plan and o.target == target
+        else Buffer(plan, None, target, memory)
+        for o, plan, memory in zip(outs, plans, memories, strict=True)
+    ]
+
+
+def encode_into(
+    plans: Sequence[Plan],
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    key: Key | None,
+) -> bool:
+    """Encode tensors by plans into their memory; False if the host is to encode any of them.
+
+    For callers that own this memory, and have checked what `encode_many` checks at every call, as
+    for `tightwire.gpu.encode_into`.
+    """
+    if any(_kernels(plan, False) is None for plan in plans):
+        return False
+    place = outs[0].device
+    work = _Work(None, place)
+    with _scope(place, "torch"):
+        for numbers in _alike(plans):
+            _encode_alike(
+                [plans[i] for i in numbers],
+                [xs[i] for i in numbers],
+                [outs[i] for i in numbers],
+                None,
+                key,
+                work,
+            )
+    return True
+
+
+def decode_into(buffers: Sequence[Buffer], outs: Sequence[torch.Tensor]) -> bool:
+    """Decode Buffers to their memory; False if that takes a call for any of them.
+
+    For callers as those of `encode_into`.
+    """
+    plans = [buffer.plan for buffer in buffers]
+    if not all(hasattr(_kernels(plan, False), "decode_many") for plan in plans):
+        return False
+    with _scope(outs[0].device, "torch"):
+        for numbers in _alike(plans):
+            _decode_alike([buffers[i] for i in numbers], [outs[i] for i in numbers])
+    return True
+
+
+def _alike(plans: Sequence[Plan]) -> list[list[int]]:
+    """Numbers of the plans that a launch may have together: of one codec and dtype."""
+    groups: dict[Any, list[int]] = {}
+    group_of: dict[int, list[int]] = {}
+    for i, plan in enumerate(plans):
+        group = group_of.get(id(plan))
+        if group is None:
+            group = group_of[id(plan)] = groups.setdefault(_kind(plan), [])
+        group.append(i)
+    return list(groups.values())
+
+
+def _kind(plan: Plan) -> tuple[Any, ...]:
+    """What plans have in common whose tensors kernels take together."""
+    return plan.codec, plan.dtype, plan.checksum
+
+
+class _Work:
+    """Workspace of single calls: the caller's, or as much as the largest call so far took."""
+
+    def __init__(self, scratch: Any, place: torch.device) -> None:
+        self.given = []
+        if scratch is not None:
+            self.given.append(_writable_bytes(scratch, 0, "scratch", place))
+        self._place = place
+        self._last: torch.Tensor | None = None
+
+    def of(self, plan: Plan) -> torch.Tensor | None:
+        """What `_workspace` gives for `plan`."""
+        if self.given:
+            return _workspace(plan, self.given[0], self._place)
+        if self._last is None or self._last.numel() < plan.scratch_nbytes:
+            self._last = _workspace(plan, None, self._place)
+        return self._last
+
+
+def _encode_alike(
+    plans: list[Plan],
+    xs: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    stats: list[torch.Tensor | None] | None,
+    key: Key | None,
+    work: _Work,
+) -> None:
+    """Encode tensors by plans of one codec and dtype, with statistics of all, some or none."""
+    kernels: Any = _kernels(plans[0], False)
+    if stats is not None and all(s is None for s in stats):
+        stats = None
+    given = stats is None or all(s is not None for s in stats)
+    if len(plans) > 1 and given and hasattr(kernels, "encode_many"):
+        found: Any = _measured_many(kernels, plans[0], xs) if stats is None else stats
+        kernels.encode_many(plans, xs, outs, found, key)
+        return
+    for i, (plan, x, encoded) in enumerate(zip(plans, xs, outs, strict=True)):
+        own = None if stats is None else stats[i]
+        if own is None:
+            own = _measured(kernels, plan, x)
+        kernels.encode(plan, x, encoded, work.of(plan), own, key)
+
+
+def _measured_many(
+    kernels: Any, plan: Plan, xs: list[torch.Tensor]
+) -> Sequence[torch.Tensor] | torch.Tensor | None:
+    """As `_measured`, of tensors of one dtype; the rows of a tensor are those of each."""
+    if plan.codec.measures_in_encode or not hasattr(kernels, "measure"):
+        return None
+    if hasattr(kernels, "measure_many"):
+        found: torch.Tensor | None = kernels.measure_many(plan.codec, plan.dtype, xs)
+        return found
+    first = kernels.measure(plan.codec, plan.dtype, xs[0])
+    if first is None:
+        return None
+    return [first, *[kernels.measure(plan.codec, plan.dtype, x) for x in xs[1:]]]
+
+
+def _memories(plans: Sequence[Plan], outs: Sequence[Any], place: torch.device) -> list[Memory]:
+    """Memory for buffers: what is given, else one allocation, each at a multiple of ALIGN in it."""
+    sizes = [
+        -(-plan.nbytes // ALIGN) * ALIGN for plan, o in zip(plans, outs, strict=True) if o is None
+    ]
+    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, device=place).split(sizes))
+    return [
+        Memory(next(parts)) if o is None else _output_memory(o, plan, place)
+        for plan, o in zip(plans, outs, strict=True)
+    ]
+
+
+def decode_many(
+    buffers: Sequence[Any],
+    *,
+    out: Sequence[Any] | None,
+    scratch: Any,
+    max_nbytes: int | None,
+    required: bool,
+) -> Any:
+    """As `tightwire.decode_many`; NotImplemented where no buffer is for kernels of many.
+
+    Damage in a Buffer is found when that is checked. The FormatError that is raised here is that of
+    the first source whose header the host reads, after all others were decoded.
+    """
+    outs = [None] * len(buffers) if out is None else out
+    groups: dict[Any, list[int]] = {}
+    alone = []
+    kinds: dict[int, Any] = {}
+    for i, (src, given) in enumerate(zip(buffers, outs, strict=True)):
+        group = _group_of(src, given, kinds, required)
+        if group is None:
+            alone.append(i)
+        else:
+            groups.setdefault(group, []).append(i)
+    if not groups:
+        return NotImplemented
+    results = list(outs)
+    failed: dict[int, FormatError] = {}
+    parts: list[_Part] = []
+    for (place, _, target), numbers in groups.items():
+        kept = []
+        for i in numbers:
+            try:
+                if max_nbytes is not None:
+                    check_limit(buffers[i].plan, max_nbytes)
+                kept.append(i)
+            except FormatError as error:
+                failed[i] = error
+        if kept:
+            with _scope(place, target.library):
+                plans = [buffers[i].plan for i in kept]
+                elements = _elements(plans, {i: outs[i] for i in kept}, place)
+            parts.append(_Part(kept, elements, target, place))
+    if out is not None:
+        _check_outs_apart(parts, alone, buffers, outs)
+    for numbers, elements, target, place in parts:
+        with _scope(place, target.library):
+            _decode_alike([buffers[i] for i in numbers], elements)
+            for i, x in zip(numbers, elements, strict=True):
+                if outs[i] is None:
+                    results[i] = _export(x, buffers[i].plan.dtype, target)
+    options: dict[str, Any] = {"scratch": scratch, "max_nbytes": max_nbytes}
+    options["backend"] = DEVICE_BACKEND if required else None
+    for i in alone:
+        try:
+            results[i] = decode(buffers[i], out=outs[i], **options)
+        except FormatError as error:
+            failed[i] = error
+    if failed:
+        raise failed[min(failed)].of_buffer(min(failed)) from None
+    return results
+
+
+def _group_of(src: Any, out: Any, kinds: dict[int, Any], required: bool) -> Any:
+    """What buffers have in common that are decoded at a time; None for one that is not among them.
+
+    (device, codec and dtype, library and device of results). `kinds` keeps the second by plan.
+    """
+    if not isinstance(src, Buffer) or src._memory is None:
+        return None
+    plan, target = src.plan, src.target
+    if id(plan) not in kinds:
+        batched = hasattr(_kernels(plan, required), "decode_many")
+        kinds[id(plan)] = (plan.codec, plan.dtype) if batched else None
+    place, kind = _place(target.library, target.device, None), kinds[id(plan)]
+    if kind is None or place is None or src._memory.data.device != place:
+        return None
+    if out is not None and describe(out)[:2] != (target.library, target.device):
+        return None
+    return place, kind, target
+
+
+class _Part(NamedTuple):
+    """Buffers that are decoded at a time, by number, what to, and where that is."""
+
+    numbers: list[int]
+    elements: list[torch.Tensor]
+    target: Target
+    place: torch.device
+
+
+def _check_outs_apart(
+    parts: list[_Part], alone: list[int], buffers: Sequence[Any], outs: Sequence[Any]
+) -> None:
+    """Raise ValueError if memory of `outs` overlaps other, or a Buffer; and if one does not fit."""
+    written, read = [(0, 0)] * len(outs), [(0, 0)] * len(outs)
+    for part in parts:
+        for i, x in zip(part.numbers, part.elements, strict=True):
+            written[i] = _span(x)
+    for i in alone:
+        if outs[i] is not None:
+            info = describe(outs[i])
+            place = _place(info.library, info.device, None)
+            if place is not None and isinstance(buffers[i], Buffer):
+                plan = buffers[i].plan
+                x = _output(outs[i], info, plan.dtype, plan.shape, f"out[{i}]", place)
+                written[i] = _span(x)
+    for i, src in enumerate(buffers):
+        if isinstance(src, Buffer) and src._memory is not None:
+            read[i] = _span(src._memory.data, src.plan.nbytes)
+    check_apart({"out[{}]": written}, {"buffers[{}]": read})
+
+
+def _decode_alike(buffers: list[Any], results: list[torch.Tensor]) -> None:
+    """Decode Buffers of one codec and dtype."""
+    plans = [buffer.plan for buffer in buffers]
+    memories: list[Memory] = [buffer._memory for buffer in buffers]
+    srcs = [memory.data for memory in memories]
+    Memory.have_statuses(memories)
+    kernels: Any = _kernels(plans[0], False)
+    statuses = [memory.status for memory in memories]
+    planned = [not memory.assembled for memory in memories]
+    kernels.decode_many(plans, srcs, results, statuses, planned)
+    for memory in memories:
+        if memory.foreign:
+            memory.lease(memory.data)
+
+
+def _elements(plans: list[Plan], outs: dict[int, Any], place: torch.device) -> list[torch.Tensor]:
+    """Memory for tensors: what is given, else one allocation, each at a multiple of ALIGN in it."""
+    dtype = plans[0].dtype
+    unit = ALIGN // dtype.itemsize
+    sizes = [
+        0 if o is not None else -(-plan.nelem // unit) * unit
+        for plan, o in zip(plans, outs.values(), strict=True)
+    ]
+    memory = torch.empty(sum(sizes), dtype=_TORCH[dtype], device=place)
+    found, at = [], 0
+    for plan, size, (number, o) in zip(plans, sizes, outs.items(), strict=True):
+        if o is None:
+            found.append(memory.as_strided(plan.shape, _strides(plan.shape), at))
+        else:
+            info = describe(o)
+            found.append(_output(o, info, dtype, plan.shape, f"out[{number}]", place))
+        at += size
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of elements side by side."""
+    return tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
+
+
+class _Terms(NamedTuple):
+    """The terms of a sum: buffers and their plan, and a tensor, or None, before number `place`."""
+
+    plan: Plan
+    buffers: list[Any]
+    x: Any
+    place: int
+
+    @property
+    def library(self) -> str | None:
+        """The library in whose order buffers in device memory are written."""
+        return next((b.target.library for b in self.buffers if isinstance(b, Buffer)), None)
+
+    def memory(self, place: torch.device) -> list[torch.Tensor]:
+        """The bytes of the buffers that are on a device."""
+        found = [b._memory for b in self.buffers if isinstance(b, Buffer)]
+        return [_within(m, self.plan) for m in found if m is not None and m.data.device == place]
+
+    def target(self, out: Any) -> Target:
+        """Where the sum goes: where `out` is, else the tensor, else what a buffer decodes to."""
+        if out is not None and not isinstance(out, Buffer):
+            info = describe(out)
+            return Target(info.library, info.device)
+        if self.x is not None:
+            return Target(*describe(self.x)[:2])
+        return source_target(self.buffers[0])
+
+    def planned(self, place: torch.device) -> bool | None:
+        """Whether headers are compared with the plan's; None if kernels cannot take the buffers.
+
+        They take Buffers of one plan there, all assembled or none.
+        """
+        memories = [b._memory if isinstance(b, Buffer) else None for b in self.buffers]
+        for buffer, memory in zip(self.buffers, memories, strict=True):
+            if memory is None or memory.data.device != place or buffer.plan != self.plan:
+                return None
+        assembled = {memory.assembled for memory in memories if memory is not None}
+        return None if len(assembled) > 1 else True not in assembled
+
+
+def _terms(terms: Sequence[Any]) -> _Terms:
+    """The terms of a sum, checked. FormatError names a buffer whose header the host reads."""
+    tensors = [i for i, x in enumerate(terms) if _is_tensor(x)]
+    numbers = [i for i in range(len(terms)) if i not in tensors]
+    buffers = [terms[i] for i in numbers]
+    if not buffers or len(tensors) > 1:
+        raise ValueError(
+            f"terms are {len(buffers)} buffers and {len(tensors)} tensors; allowed: at least one "
+            "buffer, at most one tensor"
+        )
+    plans = []
+    for number, src in zip(numbers, buffers, strict=True):
+        with _named(number, len(buffers) > 1):
+            plans.append(src.plan if isinstance(src, (Buffer, Parsed)) else head(src).plan)
+    plan = plans[0]
+    need_float(plan.dtype, "the buffer")
+    for number, other in zip(numbers, plans, strict=True):
+        if other is not plan and _what(other) != _what(plan):
+            raise ValueError(
+                f"terms[{number}] is of {_what(other)}; needed: {_what(plan)}, as the first buffer"
+            )
+    x = terms[tensors[0]] if tensors else None
+    if x is not None:
+        check_added(describe(x), plan.shape, plan.dtype)
+    return _Terms(plan, buffers, x, tensors[0] if tensors else 0)
+
+
+def _what(plan: Plan) -> tuple[Any, ...]:
+    return plan.codec, plan.dtype.name, plan.shape, plan.chunks
+
+
+def _is_tensor(x: Any) -> bool:
+    if isinstance(x, (Buffer, Parsed)) or arrays.is_bytes(x):
+        return False
+    return describe(x).dtype != _UINT8
+
+
+@contextmanager
+def _named(number: int, several: bool) -> Iterator[None]:
+    """A FormatError within is that of term `number`, if there are `several` buffers."""
+    try:
+        yield
+    except FormatError as error:
+        raise (error.of_buffer(number) if several else error) from None
+
+
+def decode_sum(
+    terms: Sequence[Any], *, scale: float | None, dtype: Any, out: Any, scratch: Any, required: bool
+) -> Any:
+    """As `tightwire.decode_sum`, on the device of the result; NotImplemented where that is the
+    host's.
+    """
+    given = _terms(terms)
+    plan, target = given.plan, given.target(out)
+    wanted = plan.dtype if dtype is None else arrays.as_dtype(dtype)
+    if wanted not in (plan.dtype, FLOAT32):
+        raise ValueError(f"dtype is {wanted.name}; allowed: {plan.dtype.name}, float32, None")
+    place = _place(target.library, target.device, "the result" if required else None)
+    if place is None or wanted not in _ROUNDED:
+        return NotImplemented
+    with _scope(place, target.library, given.library):
+        if out is None:
+            result = torch.empty(plan.shape, dtype=_TORCH[wanted], device=place)
+        else:
+            result = _output(out, describe(out), wanted, plan.shape, "out", place)
+        x = _local(given, place)
+        for read in [*given.memory(place), *([] if x is None else [x])]:
+            _check_apart(("a term", *_span(read)), ("out", *_span(result)))
+        _sum_into(given, x, result, wanted, scale, scratch)
+        return _export(result, wanted, target) if out is None else out
+
+
+def encode_sum(
+    spec: CodecSpec,
+    terms: Sequence[Any],
+    *,
+    scale: float | None,
+    stats: Any,
+    key: Key | None,
+    out: Any,
+    scratch: Any,
+    checksum: bool,
+    required: bool,
+) -> Any:
+    """As `Codec.encode_sum`, on the device of the tensor, or of the first buffer; NotImplemented
+    where that is the host's.
+
+    It is one pass where the codec has kernels for it, the buffers have the plan of the sum, and
+    nothing has to be measured.
+    """
+    given = _terms(terms)
+    source, target = given.plan, given.target(None)
+    place = _place(target.library, target.device, "the first term" if required else None)
+    dtype = source.dtype
+    if place is None or dtype not in _ROUNDED or (out is not None and _is_host(out, required)):
+        return NotImplemented
+    plan = make_plan(spec, dtype, source.shape, source.chunks, checksum=checksum)
+    kernels: Any = _kernels(plan, required)
+    if kernels is None:
+        return NotImplemented
+    measures = stats is None and not spec.sums_keep_stats and _takes_stats(spec, dtype)
+    planned = given.planned(place) if plan == source else None
+    fused = planned is not None and not measures and hasattr(kernels, "encode_sum")
+    fused = fused and plan.dtype in _FUSED_ADD
+    if not fused and stats is None and spec.sums_keep_stats:
+        # What a buffer has of them only kernels keep, and the host.
+        total = NotImplemented
+        if given.x is not None and (given.place, len(given.buffers), scale) == (1, 1, None):
+            options = {"key": key, "out": out, "scratch": scratch, "checksum": checksum}
+            options |= {"stats": None, "chunks": plan.chunks}
+            total = decode_add_encode(spec, given.buffers[0], given.x, **options)
+        if total is NotImplemented and required:
+            raise ValueError(
+                f"backend 'triton' encodes no such sum with {spec.name}; allowed: None"
+            )
+        return total
+    with _scope(place, target.library, target.library if out is None else _library_of(out)):
+        x = _local(given, place)
+        memory = _output_memory(out, plan, place)
+        first, last = _span(memory.data, plan.nbytes)
+        if x is not None:
+            _check_apart(("the array that is added", *_span(x)), ("out", first, last))
+        if stats is not None:
+            stats = _stats(spec, stats, dtype, place)
+            _check_apart(("stats", *_span(stats)), ("out", first, last))
+        if planned is not None and fused:
+            srcs = [
+                data.clone() if _span(data)[0] < last and first < _span(data)[1] else data
+                for data in given.memory(place)
+            ]
+            kernels.encode_sum(
+                plan,
+                _places(given, srcs),
+                memory.data,
+                x=x,
+                place=given.place,
+                factor=scale,
+                planned=planned,
+                stats=stats,
+                key=key,
+            )
+        else:
+            total = torch.empty(plan.shape, dtype=_TORCH[dtype], device=place)
+            _sum_into(given, x, total, dtype, scale, scratch)
+            if stats is None or plan.codec != spec:
+                stats = _measured(kernels, plan, total)
+            work = _workspace(plan, scratch, place)
+            kernels.encode(plan, total, memory.data, work, stats, key)
+    if isinstance(out, Buffer) and out.plan is plan and out.target == target:
+        return out
+    return Buffer(plan, None, target, memory)
+
+
+def _local(given: _Terms, place: torch.device) -> torch.Tensor | None:
+    """The tensor among the terms, contiguous; it must be on the device."""
+    if given.x is None:
+        return None
+    x = _values(given.x, describe(given.x))
+    if x.device != place:
+        raise ValueError(f"the array that is added is on {x.device}; needed: {place}")
+    return x.contiguous()
+
+
+def _places(given: _Terms, srcs: Sequence[torch.Tensor]) -> Places:
+    """Where the buffers of a sum are that its kernels take."""
+    memories = [buffer._memory for buffer in given.buffers]
+    Memory.have_statuses(memories)
+    sums = torch.empty((len(memories), given.plan.chunks), dtype=torch.int64, device=srcs[0].device)
+    return places_of(srcs, sums, [memory.status for memory in memories])
+
+
+def _sum_into(
+    given: _Terms,
+    x: torch.Tensor | None,
+    out: torch.Tensor,
+    dtype: DType,
+    scale: float | None,
+    scratch: Any,
+) -> None:
+    """Write a sum, of `dtype`, to `out`; by one launch, or by decoding one buffer after another."""
+    plan, place = given.plan, out.device
+    kernels: Any = _kernels(plan, False)
+    planned = given.planned(place)
+    if planned is not None and plan.dtype in _FUSED_ADD and hasattr(kernels, "sum"):
+        places = _places(given, given.memory(place))
+        kernels.sum(plan, places, out, x=x, place=given.place, factor=scale, planned=planned)
+        return
+    wide = torch.float64 if wide_dtype(plan.dtype).itemsize == 8 else torch.float32
+    decoded = torch.empty(plan.shape, dtype=_TORCH[plan.dtype], device=place)
+    terms = list(given.buffers)
+    if x is not None:
+        terms.insert(given.place, x)
+    total: torch.Tensor | None = None
+    for number, src in enumerate(terms):
+        values = src
+        if src is not x:
+            with _named(number, len(given.buffers) > 1):
+                values = decode(src, out=decoded, scratch=scratch)
+        # Never in place: a term of float32 is not copied by `to`.
+        total = values.to(wide, copy=True) if total is None else total + values.to(wide)
+    assert total is not None
+    if scale is not None:
+        total = total * scale
+    bits = total.to(out.dtype).view(_INTEGERS[out.element_size()])
+    if dtype.name == "float8_e4m3fn":
+        # What rounds to more than its largest number is NaN; PyTorch has changed its mind on that.
+        bits = torch.where(total.abs() > 464, bits | 0x7F, bits)
+    quiet = int(rounded(np.array([np.nan], wide_dtype(dtype)), dtype)[0])
+    out.copy_(bits.masked_fill_(total.isnan(), quiet).view(out.dtype))
+
+
+def _within(memory: Memory, plan: Plan) -> torch.Tensor:
+    return memory.data[: plan.nbytes]
+
+
+def _spans(memories: Sequence[Memory], plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """Start and end of buffers."""
+    return [_span(m.data, plan.nbytes) for m, plan in zip(memories, plans, strict=True)]

@@ -1,0 +1,170 @@
+"""Memory of buffers on a GPU, and what decoding them has found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .arrays import Target
+from .codecs.common.base import Bytes, Plan
+from .engine import Head, check_plan, parse_head
+from .formats.dtypes import BY_NAME
+from .formats.header import ALIGN, RECORD
+from .gpu_arrays import _download, _export, _scope, _upload
+
+_UINT8, _INT64 = BY_NAME["uint8"], BY_NAME["int64"]
+_status_lock = threading.Lock()
+
+
+class Memory:
+    """A buffer's bytes in device memory, and what decoding them found wrong.
+
+    `data` is uint8, shape (n,), n >= plan.nbytes. Buffers that share the one share the other.
+    """
+
+    __slots__ = ("_leases", "_status", "assembled", "data", "foreign")
+
+    def __init__(
+        self, data: torch.Tensor, *, foreign: bool = False, assembled: bool = False
+    ) -> None:
+        self.data = data
+        self.assembled = assembled
+        #: The memory is JAX's, which does not know what reads it.
+        self.foreign = foreign
+        self._status: torch.Tensor | None = None
+        self._leases: list[_Lease] = []
+
+    @property
+    def status(self) -> torch.Tensor:
+        """The status word of decoding, int64, shape (1,); 0 while nothing is wrong."""
+        if self._status is None:
+            with _status_lock:
+                if self._status is None:
+                    # It outlives this call, and is cleared outside of inference mode.
+                    with torch.inference_mode(False):
+                        self._status = _new_status(self.data.device)
+        return self._status
+
+    @staticmethod
+    def have_statuses(memories: Sequence[Memory]) -> None:
+        """Give those of one device that have no status word yet one each, by one fill."""
+        lacking = [memory for memory in memories if memory._status is None]
+        if not lacking:
+            return
+        with torch.inference_mode(False):
+            words = torch.zeros(len(lacking), dtype=torch.int64, device=lacking[0].data.device)
+        with _status_lock:
+            for memory, word in zip(lacking, words.split(1), strict=True):
+                if memory._status is None:
+                    memory._status = word
+
+    def report_to(self, word: torch.Tensor) -> None:
+        """Have `word`, int64, shape (1,), zero so far, for status word; buffers may share it."""
+        self._status = word
+
+    def check(self, target: Target) -> None:
+        """Raise FormatError for damage found so far."""
+        if self._status is not None:
+            with _scope(self.data.device, target.library):
+                _settle(self._status)
+
+    def lease(self, tensor: torch.Tensor) -> None:
+        """Keep `tensor`, which is in JAX's memory, until what is queued now has read it."""
+        self._leases = [lease for lease in self._leases if not lease.event.query()]
+        self._leases.append(_Lease(tensor))
+
+    def array(self, target: Target, start: int, stop: int) -> Any:
+        """Bytes `start` to `stop` in `target`'s library, in the same memory."""
+        with _scope(self.data.device, target.library):
+            return _export(self.data[start:stop], _UINT8, target)
+
+    def sizes(self, target: Target, plan: Plan) -> Any:
+        """Dynamic bytes of every chunk, int64, shape (chunks,), in `target`'s library."""
+        start = plan.header.nbytes
+        records = self.data[start : start + RECORD.itemsize * plan.chunks].view(torch.int64)
+        sizes = records.view(plan.chunks, -1)[:, 1]
+        with _scope(self.data.device, target.library):
+            if target.library == "jax":
+                import jax
+
+                # XLA asks for arrays at multiples of 16 bytes.
+                return jax.dlpack.from_dlpack(sizes.clone())
+            return _export(sizes, _INT64, target)
+
+    def head(self, target: Target, plan: Plan) -> Head:
+        """Header and records. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _checked_head(self.data[: plan.nbytes], plan)
+
+    def read(self, target: Target, start: int, stop: int) -> Bytes:
+        """Bytes `start` to `stop` on the host. Raises FormatError for damage found so far."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _download(self.data[start:stop])
+
+    def packed(self, target: Target, plan: Plan) -> Any:
+        """The canonical bytes in `target`'s library. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _export(_packed(self.data[: plan.nbytes], plan), _UINT8, target)
+
+    def packed_on_host(self, target: Target, plan: Plan) -> Bytes:
+        """The canonical bytes in host memory. Raises FormatError."""
+        self.check(target)
+        with _scope(self.data.device, target.library):
+            return _download(_packed(self.data[: plan.nbytes], plan))
+
+
+class _Lease:
+    """Keeps memory that its owner would reuse without a look at the stream that reads it."""
+
+    __slots__ = ("event", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def __del__(self) -> None:
+        self.event.synchronize()
+
+
+def _new_status(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _settle(status: torch.Tensor) -> None:
+    """Raise FormatError for what `status` says, and clear it. Waits for the device."""
+    found = int(status.item())
+    if found:
+        from .codecs.common.frame_triton import problem
+
+        status.zero_()
+        error = problem(found)
+        if error is not None:
+            raise error
+
+
+def _read_head(data: torch.Tensor, max_nbytes: int) -> Head:
+    return parse_head(lambda nbytes: _download(data[:nbytes]), data.numel(), max_nbytes)
+
+
+def _checked_head(data: torch.Tensor, plan: Plan) -> Head:
+    head = _read_head(data, 1 << 63)
+    check_plan(head, plan)
+    return head
+
+
+def _packed(data: torch.Tensor, plan: Plan) -> torch.Tensor:
+    head = _checked_head(data, plan)
+    zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=data.device)
+    header = _upload(head.packed_header, data.device)
+    pieces = [header, data[header.numel() : plan.dynamic_offset]]
+    for record, at in zip(head.records, head.dynamic_at, strict=True):
+        pieces.append(data[at : at + record.dynamic_nbytes])
+        pieces.append(zeros[: -record.dynamic_nbytes % ALIGN])
+    return torch.cat(pieces)

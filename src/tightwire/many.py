@@ -1,0 +1,559 @@
+"""Calls for many tensors: batches, each tensor a buffer of its own, and sums of buffers.
+
+`Codec.encode_many` and `Codec.encode_sum` are implemented here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import arrays, engine, host_many, host_sums
+from .arguments import (
+    check_added,
+    check_apart,
+    check_like,
+    check_scratch,
+    device_for,
+    host_stats,
+    need_float,
+    need_key,
+    need_no_base,
+    number,
+    on_gpu,
+    output_memory,
+    source_target,
+    spans_of,
+    thread_count,
+)
+from .arrays import Target
+from .buffer import Buffer, parsed_source
+from .codecs.common.base import Bits, Bytes, CodecSpec, Key, Plan
+from .codecs.common.float_mode import default_floats
+from .codecs.common.sums import FLOAT32
+from .codecs.common.threads import cpu_count
+from .engine import Parsed
+from .formats.dtypes import BY_NAME, DType
+from .formats.errors import FormatError
+from .formats.header import ALIGN
+from .planning import device_many, integer, make_plan
+
+if TYPE_CHECKING:
+    from .codec import Codec
+
+_UINT8 = BY_NAME["uint8"]
+
+
+def encode_many(
+    codec: Codec,
+    tensors: Sequence[Any],
+    *,
+    out: Sequence[Any] | None,
+    stats: Sequence[Any] | None,
+    key: Key | None,
+    scratch: Any,
+    checksum: bool,
+    threads: int | None,
+    backend: str | None,
+) -> list[Buffer]:
+    """See `Codec.encode_many`."""
+    tensors = _listed("tensors", tensors)
+    outs = _one_each("out", out, len(tensors))
+    given = _one_each("stats", stats, len(tensors))
+    count = thread_count(threads)
+    check_scratch(scratch)
+    if not tensors:
+        return []
+    infos = [_described(i, x) for i, x in enumerate(tensors)]
+    first = infos[0]
+    for i, info in enumerate(infos):
+        if info[:3] != first[:3]:
+            raise ValueError(
+                f"tensors[{i}] is {_kind(info)}; needed: {_kind(first)}, as tensors[0]"
+            )
+    codec.require_key(tensors[0], key)
+    gpu = device_for(backend, tensors[0], *outs)
+    if gpu is not None:
+        on_device, found = device_many(), NotImplemented
+        if isinstance(on_device, ModuleType):
+            found = on_device.encode_many(
+                codec.spec,
+                tensors,
+                out=out if out is None else outs,
+                stats=stats if stats is None else given,
+                key=key,
+                scratch=scratch,
+                checksum=checksum,
+                required=backend is not None,
+            )
+        if found is not NotImplemented:
+            return found
+        options = {"key": key, "scratch": scratch, "checksum": checksum}
+        options |= {"threads": threads, "backend": backend}
+        return [
+            codec.encode(x, stats=s, out=o, **options)
+            for x, s, o in zip(tensors, given, outs, strict=True)
+        ]
+    plans = [make_plan(codec.spec, info.dtype, info.shape, checksum=checksum) for info in infos]
+    bits = [arrays.host_bits(x, first.dtype) for x in tensors]
+    if out is None:
+        memory = _side_by_side(plans)
+    else:
+        memory = list(map(_output, range(len(outs)), plans, outs))
+        check_apart({"out[{}]": spans_of(memory)}, {"tensors[{}]": spans_of(bits)})
+    checked = [
+        host_stats(codec.spec, plan, s, encoded)
+        for plan, s, encoded in zip(plans, given, memory, strict=True)
+    ]
+    items = list(map(host_many.Encoding, plans, bits, memory, checked))
+    for i, error in enumerate(host_many.encode_all(items, key, count, backend)):
+        if error is not None:
+            error.add_note(f"tensors[{i}] was encoded")
+            raise error
+    target = Target(first.library, first.device)
+    return [Buffer(plan, encoded, target) for plan, encoded in zip(plans, memory, strict=True)]
+
+
+def _described(i: int, x: Any) -> arrays.ArrayInfo:
+    if isinstance(x, Buffer):
+        raise TypeError(f"tensors[{i}] is a Buffer, which is encoded already. Allowed: arrays")
+    try:
+        return arrays.describe(x)
+    except TypeError as error:
+        raise TypeError(f"tensors[{i}]: {error}") from None
+
+
+def _kind(info: arrays.ArrayInfo) -> str:
+    return f"{info.library} {info.dtype.name} on {info.device or 'the host'}"
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """The elements of a sequence; one array is none."""
+    single = isinstance(values, (str, dict, Buffer)) or arrays.is_array(values)
+    if single or arrays.is_bytes(values):
+        raise TypeError(f"{name} is {type(values).__name__}; allowed: a list or tuple")
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}; allowed: a list or tuple") from None
+
+
+def _one_each(name: str, values: Any, n: int) -> list[Any]:
+    """The `n` elements of a sequence, or of None as many times None."""
+    if values is None:
+        return [None] * n
+    found = _listed(name, values)
+    if len(found) != n:
+        raise ValueError(f"{name} has {len(found)} elements; needed: {n}")
+    return found
+
+
+def _output(i: int, plan: Plan, out: Any) -> Bytes:
+    try:
+        return output_memory(plan, out)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"out[{i}]: {error}") from None
+
+
+def _side_by_side(plans: Sequence[Plan]) -> list[Bytes]:
+    """Memory for buffers in one allocation, each at a multiple of ALIGN bytes in it."""
+    sizes = [-(-plan.nbytes // ALIGN) * ALIGN for plan in plans]
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    memory = np.empty(end, np.uint8)
+    return [memory[at : at + plan.nbytes] for at, plan in zip(starts, plans, strict=True)]
+
+
+def decode_many(
+    buffers: Sequence[Any],
+    *,
+    out: Sequence[Any] | None = None,
+    scratch: Any = None,
+    max_nbytes: int | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> list[Any]:
+    """Decode many buffers, of any codecs, dtypes and sizes, faster than one by one.
+
+    Each is checked as ``decode`` checks it. If some are damaged the others are decoded all the
+    same; then the error of the first damaged one is raised.
+
+    Args:
+        buffers: A list or tuple of what ``decode`` takes: ``Buffer`` objects, bytes-like objects
+            and uint8 arrays.
+        out: Arrays to fill, one for each buffer, of its dtype and shape; None in their place, or in
+            place of the list, allocates. Their contents are undefined for damaged buffers.
+        scratch: As in ``Codec.encode``.
+        max_nbytes: Most bytes that each of the tensors may have. None is 64 GiB, and for a
+            ``Buffer`` no limit.
+        threads: Most threads on the host. None: every processor where the size is worth it.
+        backend: As in ``Codec.encode``.
+
+    Returns:
+        A list of arrays, in the order of ``buffers``. They are those of ``out``, or new ones, each
+        in the library that ``decode`` returns.
+
+    Raises:
+        FormatError: If a buffer is damaged; its ``number`` is the place of the first such buffer in
+            ``buffers``, and its ``detail`` starts with it. Buffers on a GPU raise by
+            ``Buffer.check()``, each its own error.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is out of range, or an array of ``out`` does not fit, or overlaps a
+            buffer or another array. Nothing has been decoded then.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> tensors = [np.arange(n, dtype=np.float32) for n in (3, 1000)]
+        >>> buffers = tw.codec("zipccl").encode_many(tensors)
+        >>> [x.shape for x in tw.decode_many(buffers)]
+        [(3,), (1000,)]
+    """
+    buffers = _listed("buffers", buffers)
+    outs = _one_each("out", out, len(buffers))
+    count = thread_count(threads)
+    check_scratch(scratch)
+    if max_nbytes is not None:
+        max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+    failed: dict[int, FormatError] = {}
+    there: list[int] = []
+    known: dict[int, tuple[Parsed, Bits]] = {}
+    for i, (src, given) in enumerate(zip(buffers, outs, strict=True)):
+        if device_for(backend, src, given) is not None:
+            there.append(i)
+            continue
+        try:
+            parsed = parsed_source(src, max_nbytes)
+        except FormatError as error:
+            failed[i] = error
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"buffers[{i}]: {error}") from None
+        else:
+            known[i] = parsed, _elements(f"out[{i}]", given, parsed.plan)
+    if out is not None:
+        check_apart(
+            {"out[{}]": _placed(known, [bits for _, bits in known.values()], len(buffers))},
+            {"buffers[{}]": _placed(known, [p.data for p, _ in known.values()], len(buffers))},
+        )
+    results = list(outs)
+    if there:
+        sources, given = [buffers[i] for i in there], [outs[i] for i in there]
+        options = {"scratch": scratch, "max_nbytes": max_nbytes}
+        found, wrong = _decode_there(sources, given, options, threads, backend)
+        for k, i in enumerate(there):
+            results[i] = found[k]
+            failed |= {i: wrong[k]} if k in wrong else {}
+    errors = host_many.decode_all(list(known.values()), count, backend)
+    for (i, (parsed, bits)), problem in zip(known.items(), errors, strict=True):
+        if problem is not None:
+            failed[i] = problem
+        elif results[i] is None:
+            plan = parsed.plan
+            results[i] = arrays.from_bits(bits, plan.dtype, plan.shape, source_target(buffers[i]))
+    if failed:
+        first = min(failed)
+        raise failed[first].of_buffer(first) from None
+    return results
+
+
+def _placed(numbers: Iterable[int], read: Sequence[Bits], n: int) -> list[tuple[int, int]]:
+    """Where the arrays of these numbers are among `n`, of which the others have no memory."""
+    found = [(0, 0)] * n
+    for i, span in zip(numbers, spans_of(read), strict=True):
+        found[i] = span
+    return found
+
+
+def _elements(name: str, out: Any, plan: Plan, dtype: DType | None = None) -> Bits:
+    """Memory for the elements of a tensor of `plan`: `out`, or new if it is None.
+
+    `dtype` is theirs if it is not the plan's.
+    """
+    dtype = plan.dtype if dtype is None else dtype
+    if out is None:
+        return np.empty(plan.nelem * dtype.itemsize, np.uint8).view(dtype.bits)
+    return arrays.writable_bits(out, dtype, plan.shape, name)
+
+
+def _decode_there(
+    buffers: list[Any],
+    outs: list[Any],
+    options: dict[str, Any],
+    threads: int | None,
+    backend: str | None,
+) -> tuple[list[Any], dict[int, FormatError]]:
+    """Arrays of the buffers that a GPU decodes, and errors by place in `buffers`."""
+    on_device = device_many()
+    if isinstance(on_device, ModuleType):
+        out = outs if any(x is not None for x in outs) else None
+        required = backend is not None
+        try:
+            done = on_device.decode_many(buffers, out=out, **options, required=required)
+        except FormatError as error:
+            number = error.number or 0
+            detail = error.detail.removeprefix(f"buffer {number}: ")
+            return outs, {number: FormatError(error.reason, detail)}
+        if done is not NotImplemented:
+            return done, {}
+    from .decoding import decode
+
+    found = list(outs)
+    failed = {}
+    for i, src in enumerate(buffers):
+        try:
+            found[i] = decode(src, out=outs[i], **options, threads=threads, backend=backend)
+        except FormatError as error:
+            failed[i] = error
+    return found, failed
+
+
+class _Terms(NamedTuple):
+    """The terms of a sum on the host, the first buffer's plan, and where the result goes."""
+
+    terms: list[Parsed | Bits]
+    plan: Plan
+    target: Target
+
+
+def _is_tensor(x: Any) -> bool:
+    return not isinstance(x, (Buffer, Parsed)) and (
+        arrays.is_array(x) and not arrays.is_bytes(x) and arrays.describe(x).dtype != _UINT8
+    )
+
+
+def _terms(terms: list[Any]) -> _Terms:
+    """Check the terms of a sum. Raises FormatError, whose number is the place of a buffer."""
+    places = [i for i, x in enumerate(terms) if not _is_tensor(x)]
+    if not places or len(terms) > len(places) + 1:
+        raise ValueError(
+            f"terms are {len(places)} buffers and {len(terms) - len(places)} tensors; allowed: at "
+            "least one buffer, at most one tensor"
+        )
+    found: list[Any] = list(terms)
+    for i in places:
+        try:
+            found[i] = parsed_source(terms[i], None)
+        except FormatError as error:
+            raise (error if len(places) == 1 else error.of_buffer(i)) from None
+    plan = found[places[0]].plan
+    need_float(plan.dtype, "the buffer")
+    for i in places:
+        other = found[i].plan
+        need_no_base(other.codec)
+        if _alike(other) != _alike(plan):
+            brief = "{} of {.name}{} in {} chunks"
+            raise ValueError(
+                f"terms[{i}] is {brief.format(*_alike(other))}; needed: "
+                f"{brief.format(*_alike(plan))}, as terms[{places[0]}]"
+            )
+    target = source_target(terms[places[0]])
+    for i, x in enumerate(terms):
+        if i not in places:
+            info = arrays.describe(x)
+            check_added(info, plan.shape, plan.dtype)
+            target, found[i] = Target(info.library, info.device), arrays.host_bits(x, info.dtype)
+    return _Terms(found, plan, target)
+
+
+def _alike(plan: Plan) -> tuple[CodecSpec, DType, list[int], int]:
+    """What is equal in all buffers of a sum."""
+    return plan.codec, plan.dtype, list(plan.shape), plan.chunks
+
+
+def decode_sum(
+    terms: Sequence[Any],
+    *,
+    scale: float | None = None,
+    dtype: Any = None,
+    out: Any = None,
+    scratch: Any = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Decode the sum of buffers and of at most one tensor, in one pass.
+
+    Terms are added in the order given, in float32 (float64 for float64), multiplied by ``scale``,
+    and rounded once. NaNs in the result are the quiet, positive one.
+
+    Args:
+        terms: A list or tuple of what ``decode`` takes, of one codec, float dtype, shape and number
+            of chunks, and at most one array of that shape: of that dtype, or float32 where that is
+            wider. A uint8 array is a buffer.
+        scale: A number that the sum is multiplied by, such as ``1 / len(terms)``. None: nothing.
+        dtype: Dtype of the result: None, that of the buffers, or ``"float32"``.
+        out: An array of the result's dtype and shape to fill, which overlaps no term. After an
+            error its contents are undefined.
+        scratch: As in ``Codec.encode``.
+        threads: As in ``Codec.encode``.
+        backend: As in ``Codec.encode``.
+
+    Returns:
+        ``out``, or a new array of the buffers' shape. That is in the library and on the device of
+        the tensor among the terms, or as ``decode`` of the first buffer returns it.
+
+    Raises:
+        FormatError: If a buffer is damaged. If there are several, its ``number`` is the place of
+            the buffer in ``terms``. Buffers on a GPU raise by ``Buffer.check()``.
+        TypeError: If an argument has a wrong type, or the buffers' dtype is not a float.
+        ValueError: If a value is out of range, the terms do not fit one another, or ``out`` does
+            not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> import tightwire as tw
+        >>> x = np.linspace(-1, 1, 4096, dtype=np.float32)
+        >>> bufs = [tw.encode(x), tw.encode(3 * x)]
+        >>> bool((tw.decode_sum(bufs, scale=0.5) == 2 * x).all())
+        True
+    """
+    terms = _listed("terms", terms)
+    factor, count = number("scale", scale), thread_count(threads)
+    check_scratch(scratch)
+    wanted = None if dtype is None else arrays.as_dtype(dtype)
+    gpu = device_for(backend, *terms, out)
+    if gpu is not None:
+        on_device, found = device_many(), NotImplemented
+        if isinstance(on_device, ModuleType):
+            found = on_device.decode_sum(
+                terms,
+                scale=factor,
+                dtype=dtype,
+                out=out,
+                scratch=scratch,
+                required=backend is not None,
+            )
+        if found is not NotImplemented:
+            return found
+    given, plan, target = _terms(terms)
+    if wanted is None:
+        wanted = plan.dtype
+    if wanted not in (plan.dtype, FLOAT32):
+        allowed = ", ".join(dict.fromkeys((plan.dtype.name, "float32", "None")))
+        raise ValueError(f"dtype is {wanted.name}; allowed: {allowed}")
+    to_gpu = gpu is not None and on_gpu(out)
+    bits = _elements("out", None if to_gpu else out, plan, wanted)
+    if out is not None and not to_gpu:
+        read = [term.data if isinstance(term, Parsed) else term for term in given]
+        check_apart({"out": spans_of([bits])}, {"terms[{}]": spans_of(read)})
+    host_sums.sum_into(
+        given, bits, scale=factor, wide=wanted != plan.dtype, threads=count, backend=backend
+    )
+    if gpu is not None and to_gpu:
+        gpu.copy_into(out, arrays.from_bits(bits, wanted, plan.shape, arrays.target_of(out)))
+    if out is not None:
+        return out
+    return arrays.from_bits(bits, wanted, plan.shape, target)
+
+
+def add_here(src: Any, acc: Any, info: arrays.ArrayInfo) -> None:
+    """`Codec.decode_add` on the host; `info` describes `acc`."""
+    acc_bits = arrays.writable_bits(acc, info.dtype, info.shape, "acc")
+    need_float(info.dtype, "acc")
+    values = acc_bits.view(info.dtype.numpy)
+    parsed = parsed_source(src, None)
+    need_no_base(parsed.plan.codec)
+    if np.may_share_memory(values, parsed.data):
+        raise ValueError("acc overlaps the buffer that is decoded")
+    plan = parsed.plan
+    check_like(info._replace(dtype=plan.dtype, shape=plan.shape), info)
+    # Sums in the buffer's dtype are rounded once.
+    own = info.dtype == plan.dtype and info.dtype != FLOAT32
+    if not engine.decode_add(parsed, acc_bits if own else values, threads=cpu_count()):
+        decoded = np.empty(plan.nelem, plan.dtype.bits)
+        engine.decode_range(parsed, decoded, 0, threads=cpu_count())
+        with default_floats():
+            values += decoded.view(plan.dtype.numpy).astype(values.dtype)
+
+
+def encode_sum(
+    codec: Codec,
+    terms: Sequence[Any],
+    *,
+    scale: float | None,
+    stats: Any,
+    key: Key | None,
+    out: Any,
+    scratch: Any,
+    checksum: bool,
+    threads: int | None,
+    backend: str | None,
+) -> Buffer:
+    """See `Codec.encode_sum`."""
+    terms = _listed("terms", terms)
+    factor, count = number("scale", scale), thread_count(threads)
+    check_scratch(scratch)
+    gpu = device_for(backend, *terms, out)
+    if gpu is not None:
+        on_device, found = device_many(), NotImplemented
+        if isinstance(on_device, ModuleType):
+            found = on_device.encode_sum(
+                codec.spec,
+                terms,
+                scale=factor,
+                stats=stats,
+                key=key,
+                out=out,
+                scratch=scratch,
+                checksum=checksum,
+                required=backend is not None,
+            )
+        if found is not NotImplemented:
+            return found
+    given = _terms(terms)
+    need_key(codec.spec, given.plan.dtype, key)
+    to_gpu = gpu is not None and on_gpu(out)
+    plan = make_plan(
+        codec.spec, given.plan.dtype, given.plan.shape, given.plan.chunks, checksum=checksum
+    )
+    encoded = encode_sum_here(
+        codec.spec,
+        plan,
+        given.terms,
+        None if to_gpu else out,
+        scale=factor,
+        stats=stats,
+        key=key,
+        threads=count,
+        backend=backend,
+    )
+    buffer = Buffer(plan, encoded, given.target)
+    if gpu is not None and to_gpu:
+        buffer = gpu.to_device(buffer, out)
+    return buffer
+
+
+def encode_sum_here(
+    spec: CodecSpec,
+    plan: Plan,
+    terms: Sequence[Parsed | Bits],
+    out: Any,
+    *,
+    stats: Any,
+    key: Key | None,
+    threads: int,
+    backend: str | None,
+    scale: float | None = None,
+) -> Bytes:
+    """Encode a sum by `plan`, that of `spec`, into `out` or new memory, which is returned.
+
+    `out` may be memory of a buffer among the terms, and is then written last.
+    """
+    need_no_base(spec)
+    memory = output_memory(plan, out)
+    shared = False
+    for term in terms if out is not None else ():
+        if isinstance(term, Parsed):
+            shared = shared or np.may_share_memory(memory, term.data)
+        elif np.may_share_memory(memory, term):
+            raise ValueError("out overlaps the array that is added")
+    encoded = np.empty_like(memory) if shared else memory
+    stats = host_stats(spec, plan, stats, memory)
+    host_sums.encode_sum(
+        plan, terms, encoded, scale=scale, stats=stats, key=key, threads=threads, backend=backend
+    )
+    if shared:
+        memory[:] = encoded
+    return memory

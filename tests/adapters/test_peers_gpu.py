@@ -1,0 +1,185 @@
+"""Prepared calls on the GPUs of a host: out of peers' memory, over NCCL, eager and in graphs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tightwire as tw
+from processes import join, launch
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("triton")
+if not dist.is_available():
+    pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
+
+from tightwire.adapters.collectives.prepared import PreparedCalls  # noqa: E402
+from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
+
+CODECS = ("zipccl", "mx", "taco", "nvfp4", "raw")
+ROUTES = ("peers", "network")
+COUNTS = (1, 4099, 1 << 20)
+
+
+def make(device: Any, route: str, **options: Any) -> PreparedCalls:
+    """Calls of all ranks."""
+    from tightwire.adapters.transports.symmetric import SymmetricMemory
+
+    peers = SymmetricMemory(None, device, timeout=10) if route == "peers" else None
+    return PreparedCalls(TorchDist(dist.group.WORLD, device), peers=peers, **options)
+
+
+def tensor(device: Any, n: int, call: int = 0, wild: bool = False) -> Any:
+    generator = torch.Generator(device).manual_seed(1000 * dist.get_rank() + call)
+    if wild:
+        bits = torch.randint(0, 1 << 15, (n,), device=device, generator=generator)
+        return bits.to(torch.int16).view(torch.bfloat16)
+    return (torch.randn(n, device=device, generator=generator) * 0.02).bfloat16()
+
+
+def same(x: Any, y: Any) -> bool:
+    return bool(torch.equal(x.view(torch.int16), y.view(torch.int16)))
+
+
+def gathered(x: Any) -> list[Any]:
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x)
+    return found
+
+
+def summed(parts: list[Any]) -> Any:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
+
+
+def near(x: Any, y: Any, codec: str) -> bool:
+    """The same bits, or with a lossy codec close to that."""
+    if codec in ("zipccl", "raw"):
+        return same(x, y)
+    error = (x.float() - y.float()).square().sum() / y.float().square().sum().clamp(min=1e-30)
+    return bool(error < 0.05)
+
+
+def everything(device: Any) -> list[str]:
+    """Every collective, codec, route and size, several calls, some of data that do not compress."""
+    done = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for route in ROUTES:
+        for codec in CODECS:
+            calls = make(device, route, codec=codec)
+            for n in COUNTS:
+                whole = world * n
+                gather = calls.all_gather(tensor(device, n))
+                swap = calls.all_to_all(tensor(device, whole))
+                scatter = calls.reduce_scatter(tensor(device, whole), scale=0.5)
+                ones = calls.all_reduce(tensor(device, n), algorithm="one-shot")
+                twos = calls.all_reduce(tensor(device, n), algorithm="two-shot")
+                spread = calls.broadcast(tensor(device, n), root=world - 1)
+                listed = calls.all_gather([tensor(device, n), tensor(device, 77)])
+                for k in range(5):
+                    wild = codec in ("zipccl", "raw") and k in (1, 3) and rank == 0
+                    x, big = tensor(device, n, k, wild), tensor(device, whole, k, wild)
+                    parts, bigs = gathered(x), gathered(big)
+                    mine = slice(rank * n, (rank + 1) * n)
+                    swapped = torch.cat([part[mine] for part in bigs])
+                    cases = (
+                        (gather, x, torch.cat(parts)),
+                        (swap, big, swapped),
+                        (scatter, big, (summed([p[mine] for p in bigs]) * 0.5).bfloat16()),
+                        (ones, x, summed(parts).bfloat16()),
+                        (twos, x, summed(parts).bfloat16()),
+                    )
+                    for call, given, wanted in cases:
+                        out = torch.full_like(wanted, float("nan"))
+                        call(given, out).wait()
+                        text = f"{route} {codec} {call.collective} {n} call {k}"
+                        assert near(out, wanted, codec), text
+                        if call.collective in ("all_gather", "all_reduce"):
+                            assert all(same(out, other) for other in gathered(out)), text
+                    text = f"{route} {codec} {n} call {k}"
+                    copy = x.clone()
+                    spread(copy).wait()
+                    assert near(copy, parts[-1], codec), f"broadcast {text}"
+                    assert all(same(copy, other) for other in gathered(copy)), text
+                    short = tensor(device, 77, k)
+                    outs = [torch.full_like(torch.cat(gathered(t)), torch.nan) for t in (x, short)]
+                    listed([x, short], outs).wait()
+                    for out, one in zip(outs, (x, short), strict=True):
+                        assert near(out, torch.cat(gathered(one)), codec), f"list {text}"
+            done.append(f"{route} {codec}")
+    return done
+
+
+def graphs(device: Any) -> list[str]:
+    """Calls out of peers' memory are captured, and replayed with other data."""
+    done = []
+    for codec in CODECS:
+        calls = make(device, "peers", codec=codec)
+        x = tensor(device, 1 << 18)
+        out = torch.empty(dist.get_world_size() * (1 << 18), dtype=x.dtype, device=device)
+        total = torch.empty_like(x)
+        gather = calls.all_gather(x)
+        reduce = calls.all_reduce(x, algorithm="two-shot")
+        for _ in range(3):
+            gather(x, out).wait()
+            reduce(x, total).wait()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gather(x, out)
+            reduce(x, total)
+        for k in range(4):
+            x.copy_(tensor(device, 1 << 18, k))
+            out.fill_(float("nan"))
+            graph.replay()
+            assert near(out, torch.cat(gathered(x)), codec)
+            assert near(total, summed(gathered(x)).bfloat16(), codec)
+        gather.check()
+        reduce.check()
+        done.append(codec)
+    return done
+
+
+def late(device: Any) -> float:
+    """A rank that does not come is named within the timeout, and the device goes on."""
+    from tightwire.adapters.transports.symmetric import SymmetricMemory
+
+    memory = SymmetricMemory(None, device, timeout=2)
+    calls = PreparedCalls(TorchDist(dist.group.WORLD, device), peers=memory)
+    x = tensor(device, 1000)
+    out = torch.empty(dist.get_world_size() * 1000, dtype=x.dtype, device=device)
+    gather = calls.all_gather(x)
+    gather(x, out).wait()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        work = gather(x, out)
+        with pytest.raises(tw.CollectiveError, match="rank 1 did not come"):
+            work.wait()
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            gather(x, out)
+    spent = time.monotonic() - start
+    torch.cuda.synchronize()
+    return spent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", ["everything", "graphs", "late"])
+def test_on_two_gpus(task: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    found = launch(__file__, task, 2, tmp_path, "cuda", "default")
+    if task == "late":
+        assert found[0] < 10
+    else:
+        assert len(found[0]) >= len(CODECS)
+
+
+if __name__ == "__main__":
+    join(globals(), sys.argv[1:])

@@ -1,0 +1,152 @@
+"""Encoded messages between the stages of a pipeline, and autograd through them, in one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+import pytest
+
+import tightwire as tw
+from tightwire.adapters.transports.threads import run_ranks
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
+
+from tightwire.adapters.training import pipeline  # noqa: E402
+
+
+class Work:
+    def __init__(self, group: Group, source: int, out: Any) -> None:
+        self.group, self.source, self.out = group, source, out
+
+    def wait(self) -> None:
+        if self.source >= 0:
+            queue = self.group.queues[self.source, self.group.number]
+            if not queue:
+                raise RuntimeError("Connection closed by peer")
+            self.out.copy_(queue.popleft())
+
+
+class Group:
+    """One of two ranks that take turns in a thread: what is sent waits in a queue."""
+
+    def __init__(self, number: int, queues: Any) -> None:
+        self.number, self.queues = number, queues
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, tensors: list[Any], to: int, tag: int) -> Work:
+        self.queues[self.number, to].append(tensors[0].clone())
+        return Work(self, -1, None)
+
+    def recv(self, tensors: list[Any], source: int, tag: int) -> Work:
+        tensors[0].fill_(171)
+        return Work(self, source, tensors[0])
+
+
+def pair(forward: Any, backward: Any) -> tuple[list[pipeline.Boundary], Any]:
+    queues: Any = defaultdict(deque)
+    boundaries = []
+    for rank in range(2):
+        group = Group(rank, queues)
+        there = pipeline.Messages(forward, group, name="forward")
+        boundaries.append(pipeline.Boundary(there, pipeline.Messages(backward, group)))
+    return boundaries, queues
+
+
+def tensor(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autograd_crosses_the_boundary(dtype: Any) -> None:
+    forward = tw.codec("tahquant")
+    backward = tw.codec("tahquant", direction="backward")
+    (first, last), _ = pair(forward, backward)
+    x = tensor(5, 7, 96, dtype=dtype).requires_grad_()
+    token = first.send(x * 2, to=1)
+    y = last.receive((5, 7, 96), dtype, source=0)
+    assert torch.equal(y, tw.decode(forward.encode(x.detach() * 2)))
+    weight = tensor(5, 7, 96, dtype=dtype) * 0.01
+    (y * weight).sum().backward()
+    (token + 1.5).backward()
+    assert torch.equal(x.grad, tw.decode(backward.encode(weight)) * 2)
+    for boundary, bits in ((first, 6.0), (last, 8.0)):
+        boundary.flush()
+        # Rows of 96 are two tiles of 64 forward, and three of 32 backward.
+        assert boundary.wire_bytes < bits / 8 / x.element_size() * boundary.raw_bytes + 1024
+        assert boundary.raw_bytes == x.numel() * x.element_size()
+
+
+def test_nothing_is_encoded_where_it_does_not_pay_or_may_not() -> None:
+    (first, last), queues = pair(tw.codec("mx"), None)
+    for x in (torch.arange(500), tensor(3), tensor(0, 4), tensor(40, 40).double()):
+        first.forward.isend(x, 1).wait()
+        assert queues[0, 1][0].dtype == x.dtype
+        out = torch.full_like(x, 7)
+        message = last.forward.irecv(out, 0)
+        message.wait()
+        message.wait()
+        assert torch.equal(out, x)
+    last.backward.isend(tensor(64, 64), 0)
+    assert queues[1, 0][0].dtype == torch.float32
+    assert last.raw_bytes == last.wire_bytes == 64 * 64 * 4
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    (first, last), _ = pair(None, None)
+    with torch.no_grad():
+        first.send(tensor(4, 4), 1)
+        assert not last.receive((4, 4), torch.float32, 0).requires_grad
+
+
+def test_random_rounding_differs_from_message_to_message() -> None:
+    (first, _), queues = pair(tw.codec("thc"), None)
+    for _ in range(2):
+        first.forward.isend(tensor(64, 64), 1)
+    one, other = queues[0, 1]
+    assert not torch.equal(one, other)
+
+
+def test_damage_and_peers_that_are_gone_name_the_rank() -> None:
+    (first, last), queues = pair(tw.codec("mx"), tw.codec("mx"))
+    out = torch.zeros(64, 64)
+    first.forward.isend(tensor(64, 64), 1)
+    queues[0, 1][0][2000] ^= 1
+    with pytest.raises(tw.CollectiveError, match=r"stage 'decode': forward from rank 0") as caught:
+        last.forward.irecv(out, 0).wait()
+    assert isinstance(caught.value.__cause__, tw.FormatError)
+    with pytest.raises(tw.CollectiveError, match=r"recv #\d.*from rank 0: Connection closed"):
+        last.forward.irecv(out, 0).wait()
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "huffman", "delta", "lhc", "omnireduce"])
+def test_codecs_whose_sizes_the_receiver_does_not_know_are_refused(codec: str) -> None:
+    with pytest.raises(ValueError, match=f"codec is {codec!r}; allowed: .*'tahquant'"):
+        pair(tw.codec(codec), None)
+
+
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_send_in_a_ring_do_not_deadlock(codec: str, ranks: int) -> None:
+    def task(transport: Any) -> None:
+        comm = tw.Communicator(transport, codec)
+        for step in (1, ranks - 1):
+            x, out = tensor(100, 10 + comm.rank), torch.zeros(100, 10 + (comm.rank - step) % ranks)
+            found = comm.sendrecv(x, (comm.rank + step) % ranks, out, (comm.rank - step) % ranks)
+            assert found is out
+            wanted = tensor(*out.shape)
+            if codec != "zipccl":
+                wanted = tw.decode(tw.codec(codec).encode(wanted.flatten())).view(out.shape)
+            assert torch.equal(out, wanted)
+        with pytest.raises(ValueError, match="out may overlap x"):
+            comm.sendrecv(x, (comm.rank + 1) % ranks, x, (comm.rank - 1) % ranks)
+
+    run_ranks(ranks, task)

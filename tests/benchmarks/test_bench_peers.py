@@ -1,0 +1,119 @@
+"""benchmarks/bench_peers.py: both routes between threads, wrong results, and the page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("numba")
+
+pytestmark = pytest.mark.slow
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bench_peers")
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each key."""
+    return {row["key"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def test_calls_are_recorded_and_shown(bench: Any, tmp_path: Path) -> None:
+    record = tmp_path / "prepared.jsonl"
+    words = ["--threads", "2", "--out", str(record), "--sizes", "64", "--codecs", "zipccl", "mx"]
+    bench.main(words)
+    found = rows(record)
+    assert len(found) == 1 + 2 * len(bench.ROUTES) * len(bench.COLLECTIVES)
+    for key, row in found.items():
+        if key == "run":
+            continue
+        assert "error" not in row, row
+        assert row["speedup"] == row["native"]["ms"] / row["eager"]["ms"]
+        assert 0 < row["eager"]["host_us"] <= row["eager"]["ms"] * 1001
+        assert row["wire_bytes"] > 0
+        assert (row["error_vnmse"] == 0) == (row["codec"] == "zipccl")
+        assert ("native_float32_ms" in row) == (row["collective"] == "all_reduce")
+    before = record.read_text()
+    bench.main(words)
+    after = record.read_text().removeprefix(before).splitlines()
+    assert [json.loads(line)["key"] for line in after] == ["run"], "results are kept"
+    assert importlib.import_module("prepared_report").write_page(tmp_path)
+    shown = (tmp_path / "prepared.md").read_text()
+    row = found["all_gather, mx, peers, 64 KiB"]
+    assert f"| mx, peers | {row['speedup']:.2f}; -; {row['eager']['host_us']:.0f} us |" in shown
+    assert "| nvfp4, network | not measured |" in shown
+
+
+def test_wrong_results_have_no_times(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = bench.expected
+
+    def wrong(place: Any, case: Any, x: Any) -> Any:
+        found = right(place, case, x)
+        if place.ranks.rank == 1:
+            found[-1] += 1
+        return found
+
+    monkeypatch.setattr(bench, "expected", wrong)
+    record = tmp_path / "prepared.jsonl"
+    words = ["--threads", "2", "--out", str(record), "--sizes", "4", "--codecs", "raw"]
+    bench.main([*words, "--collectives", "all_gather", "all_reduce"])
+    found = rows(record)
+    assert len(found) == 5
+    for key, row in found.items():
+        if key != "run":
+            assert row["error"] == (
+                "rank 1: RuntimeError: the result has other bits than the sum in float32"
+            )
+            assert "eager" not in row
+
+
+def test_no_time_is_said(bench: Any, tmp_path: Path) -> None:
+    record = tmp_path / "prepared.jsonl"
+    words = ["--threads", "2", "--out", str(record), "--codecs", "raw", "--seconds", "0"]
+    bench.main(words)
+    skipped = [row["skipped"] for key, row in rows(record).items() if key != "run"]
+    assert skipped == ["no time was left"] * (2 * len(bench.KIB) * len(bench.COLLECTIVES))
+
+
+#: The program, whose calls do not end on one rank.
+HANGING = """
+import sys, time
+import bench_peers
+
+def measure(place, case):
+    if place.ranks.rank == 1:
+        time.sleep(300)
+    return place.ranks.gather(None)
+
+bench_peers.measure = measure
+bench_peers.main(sys.argv[1:])
+"""
+
+
+def test_what_does_not_end_is_recorded(tmp_path: Path) -> None:
+    script, record = tmp_path / "hanging.py", tmp_path / "prepared.jsonl"
+    script.write_text(HANGING)
+    words = ["--threads", "2", "--out", str(record), "--sizes", "4", "--limit", "1"]
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(script), *words, "--codecs", "raw", "--collectives", "all_gather"],
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=120,
+    )
+    assert done.returncode == 70
+    assert rows(record)["all_gather, raw, peers, 4 KiB"]["error"] == "no end after 1 s"

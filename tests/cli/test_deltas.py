@@ -1,0 +1,249 @@
+"""Files of deltas: compress --delta-from, decompress of chains, what diff and bench say of them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import tightwire as tw
+from tightwire import bench, convert
+from tightwire.commands.app import app
+from tightwire.contents import Contents, read_header
+from tightwire.file_tensors import file_tensors
+from tightwire.formats.container import BASE_KEY, MAX_DELTAS, base_note
+from tightwire.storage import reading
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+N = 40_000
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def done(*words: object) -> str:
+    result = call(*words)
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> list[Path]:
+    """Five versions: w changes a little in each, v wholly in the last, where n is new."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "w": rng.normal(0, 0.02, N).astype(ml_dtypes.bfloat16),
+        "v": rng.normal(0, 0.02, N).astype(np.float32),
+        "ids": np.arange(2000),
+        "tiny": np.ones(3, np.float32),
+    }
+    paths = []
+    for i in range(5):
+        if i == 4:
+            tensors["v"] = rng.normal(0, 0.02, N).astype(np.float32)
+            tensors["n"] = rng.normal(0, 0.02, N).astype(np.float32)
+        paths.append(tmp_path / f"s{i}.safetensors")
+        safetensors.save_file(tensors, paths[-1])
+        bits = tensors["w"].view(np.int16).copy()
+        bits[rng.integers(0, N, N // 100)] += 1
+        tensors["w"] = bits.view(ml_dtypes.bfloat16)
+    return paths
+
+
+def packed(path: Path) -> Path:
+    return path.with_suffix(".tw.safetensors")
+
+
+def chain(steps: list[Path], *words: object) -> None:
+    done("compress", steps[0])
+    for old, new in itertools.pairwise(steps):
+        done("compress", new, "--delta-from", packed(old), *words)
+
+
+def codecs(path: Path) -> dict[str, str]:
+    _, infos = convert.inspect_file(path)
+    return {name: info.as_dict().get("codec") or "plain" for name, info in infos.items()}
+
+
+def test_a_chain_comes_back(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps)
+    for i, path in enumerate(steps):
+        back = tmp_path / "back.safetensors"
+        done("decompress", packed(path), "-o", back)
+        assert back.read_bytes() == path.read_bytes()
+        back.unlink()
+        done("verify", packed(path))
+        assert "identical" in done("diff", path, packed(path))
+        note = base_note(read_header(packed(path)))
+        assert note == (None if i == 0 else (packed(steps[i - 1]).name, i))
+    assert codecs(packed(steps[3])) == {"w": "delta", "v": "delta", "ids": "delta", "tiny": "plain"}
+    assert packed(steps[3]).stat().st_size < 0.02 * steps[3].stat().st_size
+    # What has no base, or shares nothing with it, is coded alone.
+    last = codecs(packed(steps[4]))
+    assert (last["w"], last["v"], last["n"]) == ("delta", "zipccl", "zipccl")
+
+
+def test_the_limit_of_a_chain(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps, "--chain-limit", 2)
+    notes = [base_note(read_header(packed(path))) for path in steps]
+    assert [0 if note is None else note.deltas for note in notes] == [0, 1, 2, 0, 1]
+    done("decompress", packed(steps[3]), "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == steps[3].read_bytes()
+    for bad in (0, MAX_DELTAS + 1):
+        assert call("compress", steps[0], "--chain-limit", bad).exit_code == 2
+        with pytest.raises(ValueError, match="chain_limit"):
+            convert.compress_file(steps[0], tmp_path / "x", chain_limit=bad)
+
+
+def test_a_base_that_is_not_compressed(steps: list[Path], tmp_path: Path) -> None:
+    out = done("compress", steps[1], "--delta-from", steps[0], "--codec", "huffman")
+    assert "as deltas against" in out
+    assert base_note(read_header(packed(steps[1]))) == (steps[0].name, 1)
+    done("decompress", packed(steps[1]), "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == steps[1].read_bytes()
+
+
+def test_json_counts_deltas(steps: list[Path]) -> None:
+    document = json.loads(done("compress", steps[1], "--delta-from", steps[0], "--json"))
+    (file,) = document["files"]
+    assert file["deltas"] == 3
+    assert sum(tensor["codec"] == "delta" for tensor in file["tensors"]) == 3
+
+
+def test_a_truncated_chain(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps)
+    gone = packed(steps[1]).rename(tmp_path / "elsewhere")
+    result = call("decompress", packed(steps[3]), "-o", tmp_path / "back")
+    assert result.exit_code == 4
+    assert packed(steps[1]).name in result.stderr
+    assert "holds deltas against it" in result.stderr
+    assert not (tmp_path / "back").exists()
+    assert call("verify", packed(steps[3])).exit_code == 4
+    # The base of a file itself may be elsewhere.
+    done("decompress", packed(steps[2]), "--base", gone, "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == steps[2].read_bytes()
+
+
+def test_a_wrong_base(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps)
+    back = tmp_path / "back"
+    result = call("decompress", packed(steps[2]), "--base", steps[0], "-o", back)
+    assert (result.exit_code, back.exists()) == (3, False)
+    assert "base_mismatch" in result.stderr
+    # Of other tensors.
+    for tensors in ({"w": np.ones(N, np.float32)}, {"x": np.ones(N, np.float32)}):
+        other = tmp_path / "other.safetensors"
+        safetensors.save_file(tensors, other)
+        result = call("decompress", packed(steps[2]), "--base", other, "-o", back)
+        assert (result.exit_code, back.exists()) == (3, False)
+        assert "base_mismatch" in result.stderr
+    # A file that takes none.
+    result = call("decompress", packed(steps[0]), "--base", steps[0], "-o", back)
+    assert "no deltas" in result.stderr
+    assert result.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"file":"a"}',
+        '{"file":"a","deltas":0}',
+        '{"file":"a","deltas":257}',
+        '{"file":"a","deltas":true}',
+        '{"file":"../a","deltas":1}',
+        '{"file":"a\\\\b","deltas":1}',
+        '{"file":"..","deltas":1}',
+        '{"file":"","deltas":1}',
+        '{"file":1,"deltas":1}',
+        '{"file":"a","deltas":1,"more":1}',
+    ],
+)
+def test_bad_notes(steps: list[Path], tmp_path: Path, text: str) -> None:
+    done("compress", steps[0])
+    with reading(packed(steps[0])) as reader:
+        directory = Contents(reader).directory
+        directory = replace(directory, metadata={**directory.metadata, BASE_KEY: text})
+        with pytest.raises(tw.FormatError, match=r"tightwire\.base") as caught:
+            base_note(directory)
+    assert caught.value.reason == "bad_container"
+
+
+def test_a_file_that_is_its_own_base(steps: list[Path]) -> None:
+    done("compress", steps[0])
+    done("compress", steps[1], "--delta-from", packed(steps[0]))
+    packed(steps[1]).rename(packed(steps[0]))
+    with (
+        pytest.raises(tw.FormatError, match="files of deltas") as caught,
+        file_tensors(packed(steps[0]), 1 << 40),
+    ):
+        pass
+    assert caught.value.reason == "bad_container"
+
+
+def test_what_reads_files_says_that_a_base_is_needed(steps: list[Path]) -> None:
+    done("compress", steps[1], "--delta-from", steps[0])
+    with pytest.raises(ValueError, match="codes against a base"):
+        tw.load_file(packed(steps[1]))
+    with pytest.raises(ValueError, match="codes against a base"):
+        tw.save_file({"a": np.arange(9000)}, io.BytesIO(), "delta")
+    with pytest.raises(ValueError, match="Needed: base"):
+        convert.decompress_file(io.BytesIO(packed(steps[1]).read_bytes()), io.BytesIO())
+
+
+def test_misuse(steps: list[Path], tmp_path: Path) -> None:
+    for words in (
+        ("compress", steps[0], steps[1], "--delta-from", steps[0]),
+        ("compress", tmp_path, "--delta-from", steps[0]),
+        ("compress", steps[1], "--delta-from", tmp_path),
+        ("compress", steps[1], "--delta-from", "-"),
+        ("decompress", steps[0], steps[1], "--base", steps[0]),
+    ):
+        result = call(*words)
+        assert result.exit_code == 2, words
+    assert call("compress", steps[1], "--delta-from", tmp_path / "none").exit_code == 4
+
+
+def test_what_a_delta_would_cost(steps: list[Path]) -> None:
+    result = call("diff", steps[0], steps[1])
+    assert result.exit_code == 1
+    assert "as a delta" in result.stdout
+    assert "deltas of what differs" in result.stdout
+    document = json.loads(call("diff", steps[0], steps[1], "--json").stdout)
+    w = [safetensors.load_file(path)["w"] for path in steps[:2]]
+    cost = len(tw.encode(w[1], "delta", base=w[0]).packed())
+    assert document["delta_nbytes"] == cost
+    assert document["nbytes"] == w[1].nbytes
+    assert document["differences"][0]["delta_nbytes"] == cost
+
+
+def test_bench_of_deltas(steps: list[Path]) -> None:
+    report = bench.bench_file(steps[4], base=steps[3], repeat=1, threads=1)
+    names = [speed.name for speed in report.speeds]
+    assert names[:2] == ["memcpy", "delta"]
+    assert all(name.endswith("of XOR") for name in names[2:])
+    assert all(speed.identical for speed in report.speeds)
+    out = done("bench", steps[1], "--delta-from", steps[0], "--repeat", 1)
+    assert "delta" in out
+
+
+def test_advise_of_other_codecs() -> None:
+    call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4", "--json"]
+    speeds = ["--encode", "3GB/s", "--decode", "5GB/s"]
+    document = json.loads(done(*call_of, "--codec", "huffman", *speeds))
+    assert document["ratio"] == pytest.approx(0.662)
+    document = json.loads(done(*call_of, "--codec", "delta", *speeds, "--ratio", "0.01"))
+    assert document["ratio"] == 0.01
+    for words in (["huffman"], ["delta", *speeds], ["delta", "--ratio", "0.01"]):
+        assert call(*call_of, "--codec", *words).exit_code == 2

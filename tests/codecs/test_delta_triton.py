@@ -1,0 +1,177 @@
+"""delta's kernels by public calls, under the interpreter: bases, places in memory, damage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import tightwire as tw
+from support import repair
+from tightwire.engine import parse
+from tightwire.formats.dtypes import BY_NAME
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are compiled for the GPU here", allow_module_level=True)
+
+FORMS = ("difference", "overwrite")
+Bits = npt.NDArray[Any]
+
+
+def pair(dtype: str, n: int, share: float, most: int, seed: int = 0) -> tuple[Bits, Bits]:
+    """Bits of a base, and of a tensor of which a share differs by up to so many units."""
+    rng = np.random.default_rng(seed)
+    kind = BY_NAME[dtype]
+    if kind.is_float:
+        base = rng.normal(0, 0.02, n).astype(np.float32).astype(kind.numpy).view(kind.bits)
+    else:
+        base = rng.integers(0, 256, n * kind.itemsize, dtype=np.uint8).view(kind.bits)
+    x = base.copy()
+    chosen = rng.random(n) < share
+    step = rng.integers(1, most + 1, n) * rng.choice([-1, 1], n)
+    x[chosen] += step[chosen].astype(kind.bits)
+    return base, x
+
+
+def tensor(bits: Bits, dtype: str) -> Any:
+    """A tensor of its own memory."""
+    kind = getattr(torch, dtype)
+    return torch.from_numpy(bits.view(np.uint8).copy()).view(kind)
+
+
+CASES = [
+    ("bfloat16", 900, 0.02, 2, 1),
+    ("bfloat16", 1, 1.0, 2, 1),
+    ("bfloat16", 1301, 0.7, 60, 3),
+    ("float16", 800, 0.95, 9000, 1),
+    ("float32", 700, 0.3, 3, 1),
+    ("float32", 257, 0.9, 1 << 30, 1),
+    ("float8_e4m3fn", 1100, 0.1, 9, 2),
+    ("float8_e5m2", 600, 0.5, 100, 1),
+    ("int8", 999, 0.2, 100, 1),
+    ("int32", 300, 0.4, 1 << 30, 1),
+    ("bool", 800, 0.0, 1, 1),
+]
+
+
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "n", "share", "most", "chunks"), CASES)
+def test_the_bytes_of_the_host(
+    form: str, dtype: str, n: int, share: float, most: int, chunks: int
+) -> None:
+    base, x = pair(dtype, n, share, most)
+    if dtype == "bool":
+        base, x = base & 1, x & 1
+    codec = tw.codec("delta", form=form)
+    old, new = tensor(base, dtype), tensor(x, dtype)
+    buf = codec.encode(new, base=old, chunks=chunks, backend="triton")
+    host = codec.encode(new, base=old, chunks=chunks, backend="ref")
+    assert bytes(buf) == bytes(host)
+    for src in (buf, bytes(host)):
+        y = tw.decode(src, base=old, like=old, backend="triton")
+        assert torch.equal(y.view(torch.uint8), new.view(torch.uint8))
+    live = old.clone()
+    assert tw.decode(buf, base=live, out=live, backend="triton") is live
+    buf.check()
+    assert torch.equal(live.view(torch.uint8), new.view(torch.uint8))
+    if form == "overwrite":
+        tw.decode(buf, base=live, out=live, backend="triton")
+        buf.check()
+        assert torch.equal(live.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.slow
+def test_several_tiles() -> None:
+    base, x = pair("bfloat16", 33_000, 0.01, 2)
+    old, new = tensor(base, "bfloat16"), tensor(x, "bfloat16")
+    buf = tw.encode(new, "delta", base=old, backend="triton")
+    assert bytes(buf) == bytes(tw.encode(new, "delta", base=old))
+    assert torch.equal(tw.decode(buf, base=old, backend="triton"), new)
+    part = tw.decode(buf, base=old, start=32_700, stop=32_900, backend="triton")
+    assert torch.equal(part, new[32_700:32_900])
+
+
+def test_a_wrong_base_is_refused_before_anything_is_written() -> None:
+    base, x = pair("bfloat16", 900, 0.02, 2)
+    old, new = tensor(base, "bfloat16"), tensor(x, "bfloat16")
+    data = bytes(tw.encode(new, "delta", base=old, chunks=3))
+    other = old.clone()
+    other.view(torch.int16)[-1] ^= 1
+    live, out = other.clone(), torch.full_like(other, 7.0)
+    for given, target in ((live, live), (other, out)):
+        with pytest.raises(tw.FormatError) as caught:
+            tw.decode(data, base=given, out=target, backend="triton")
+        assert caught.value.reason == "base_mismatch"
+    assert torch.equal(live.view(torch.int16), other.view(torch.int16))
+    assert (out == 7).all()
+    # A Buffer tells when it is asked.
+    buf = tw.encode(new, "delta", base=old, backend="triton")
+    tw.decode(buf, base=live, out=live, backend="triton")
+    with pytest.raises(tw.FormatError, match="base_mismatch"):
+        buf.check()
+    assert torch.equal(live.view(torch.int16), other.view(torch.int16))
+
+
+def test_calls_that_cannot_be() -> None:
+    base, x = pair("bfloat16", 900, 0.02, 2)
+    old, new = tensor(base, "bfloat16"), tensor(x, "bfloat16")
+    buf = tw.encode(new, "delta", base=old, backend="triton")
+    memory = torch.zeros(1000, dtype=torch.bfloat16)
+    for call, message in (
+        (lambda: tw.encode(new, "delta", backend="triton"), "Needed: base"),
+        (lambda: tw.decode(buf, backend="triton"), "Needed: base"),
+        (lambda: tw.decode(buf, base=old[1:], backend="triton"), "base is bfloat16"),
+        (lambda: tw.encode(new, "delta", base=old.float(), backend="triton"), "base is float32"),
+        (
+            lambda: tw.decode(buf, base=memory[:900], out=memory[8:908], backend="triton"),
+            "overlaps base",
+        ),
+        (
+            lambda: tw.encode(new, "delta", base=old, out=old.view(torch.uint8), backend="triton"),
+            "out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+    """Bytes of the parts changed, and checksums right again."""
+    found = bytearray(data)
+    plan = parse(np.frombuffer(data, np.uint8)).plan
+    for _ in range(int(rng.integers(1, 4))):
+        start = plan.dynamic_offset if rng.random() < 0.9 else plan.static_offset
+        at = int(rng.integers(start, len(found)))
+        found[at] ^= 1 << int(rng.integers(8))
+    repair(found)
+    return bytes(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "n", "most"), [("bfloat16", 500, 3), ("int8", 300, 90)])
+def test_damage_that_checksums_do_not_tell(dtype: str, n: int, most: int, form: str) -> None:
+    base, x = pair(dtype, n, 0.1, most)
+    data = bytes(tw.codec("delta", form=form).encode(tensor(x, dtype), base=tensor(base, dtype)))
+    rng = np.random.default_rng(0)
+    reasons = set()
+    for _ in range(40):
+        damaged = mutated(data, rng)
+        results = []
+        for backend in ("cpu", "triton"):
+            live = tensor(base, dtype)
+            try:
+                tw.decode(damaged, base=live, out=live, backend=backend)
+                results.append(live.view(torch.uint8).numpy().tobytes())
+            except tw.FormatError as error:
+                results.append(error.reason)
+                assert torch.equal(live.view(torch.uint8), tensor(base, "uint8"))
+        assert results[0] == results[1]
+        reasons.add(results[0] if isinstance(results[0], str) else "decoded")
+    assert "bad_payload" in reasons

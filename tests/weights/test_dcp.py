@@ -1,0 +1,440 @@
+"""Checkpoints of torch.distributed.checkpoint, also between real processes, which run this file."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from processes import join, launch
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import state_dict as state_dicts  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+Reader, Writer = tw.dcp.Reader, tw.dcp.Writer
+DTYPES = (
+    *("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+)
+LOSSLESS = [c.name for c in map(tw.codec, tw.list_codecs()) if c.lossless and not c.needs_base]
+SHAPES = [(), (0,), (1,), (3, 0, 2), (17,), (255, 33), (3, 5, 700)]
+
+
+@pytest.fixture(autouse=True)
+def _one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to")
+        yield
+
+
+def tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Random values, normal for floats."""
+    rng = np.random.default_rng([seed, len(shape)])
+    if "float" in dtype:
+        values = np.asarray(rng.standard_normal(shape) * 0.02, np.float32)
+    else:
+        values = np.asarray(rng.integers(0, 2, shape))
+    return torch.from_numpy(values).to(getattr(torch, dtype))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two tensors, or two other values, are the same bits."""
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    bits = [torch.cat([x.detach().reshape(-1)]).view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(*bits))
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    """What `state` is loaded into: tensors of ones, other values."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found[name] = "nothing"
+        if isinstance(value, torch.Tensor):
+            found[name] = torch.ones_like(value)
+    return found
+
+
+def save(state: dict[str, Any], path: Path, codec: str = "zipccl", **options: Any) -> None:
+    dcp.save(state, storage_writer=Writer(path, codec, **options), no_dist=True)
+
+
+def load(state: dict[str, Any], path: Path, **options: Any) -> None:
+    dcp.load(state, storage_reader=Reader(path, **options), no_dist=True)
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    state = {f"{d}{list(s)}": tensor(d, s, seed) for d in DTYPES for s in SHAPES}
+    tied = tensor("bfloat16", (300, 200), seed)
+    strided = tensor("float32", (40, 60), seed).t()
+    extra = {"steps": 7, "notes": "é", "a@0": tied, "b": tied, "t": strided, "empty": b""}
+    return state | extra
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_what_is_saved_is_loaded(tmp_path: Path, codec: str) -> None:
+    state = state_of()
+    save(state, tmp_path / "a", codec)
+    found = blank(state)
+    load(found, tmp_path / "a")
+    assert [name for name in state if not same(state[name], found[name])] == []
+
+
+def test_files_are_compressed_safetensors(tmp_path: Path) -> None:
+    state = {"w": tensor("bfloat16", (512, 512)), "w@1": tensor("bfloat16", (512, 512), 1)}
+    save(state, tmp_path)
+    (path,) = tmp_path.glob("*.tw.safetensors")
+    with tw.open(path, like="torch") as file:
+        assert sorted(file) == ["w", "w@@1"]
+        assert same(file["w@@1"].load(), state["w@1"])
+    assert path.stat().st_size < 0.72 * 2 * 512 * 512 * 2
+
+
+def test_strided_and_other_dtypes_are_filled(tmp_path: Path) -> None:
+    x = tensor("bfloat16", (64, 48))
+    save({"x": x, "y": x}, tmp_path)
+    found = {"x": torch.zeros(48, 64, dtype=torch.bfloat16).t(), "y": torch.zeros(64, 48)}
+    load(found, tmp_path)
+    assert same(found["x"].contiguous(), x)
+    assert same(found["y"], x.float())
+
+
+def test_checkpoints_of_the_plain_writer_are_read(tmp_path: Path) -> None:
+    state = state_of()
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    found = blank(state)
+    load(found, tmp_path)
+    assert all(same(state[name], found[name]) for name in state)
+
+
+def test_the_plain_reader_refuses(tmp_path: Path) -> None:
+    save({"x": tensor("bfloat16", (64, 48))}, tmp_path)
+    with pytest.raises(CheckpointException, match=r"extension.*tightwire"):
+        dcp.load({"x": torch.zeros(64, 48)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_an_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(31, 127), torch.nn.Linear(127, 3)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 31, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    state = dict(zip(("model", "optim"), state_dicts.get_state_dict(model, optimizer), strict=True))
+    want = copy.deepcopy(state)
+    save(state, tmp_path)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load(state, tmp_path)
+    assert want["model"].keys() == state["model"].keys()
+    assert all(same(want["model"][n], state["model"][n]) for n in want["model"])
+    flat = want["optim"]["state"]
+    assert all(same(flat[n][k], state["optim"]["state"][n][k]) for n in flat for k in flat[n])
+
+
+class Pieces(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+    """Asks for a part of a stored tensor."""
+
+    def __init__(self, at: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._at, self._shape = at, shape
+
+    def create_local_plan(self) -> Any:
+        from dataclasses import replace
+
+        plan = super().create_local_plan()
+        (item,) = plan.items
+        zeros = torch.Size([0] * len(self._at))
+        return replace(
+            plan,
+            items=[
+                replace(
+                    item,
+                    storage_offsets=torch.Size(self._at),
+                    dest_offsets=zeros,
+                    lengths=torch.Size(self._shape),
+                )
+            ],
+        )
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("at", "shape"), [((0, 0), (1, 33)), ((254, 3), (1, 7)), ((7, 0), (100, 1)), ((3, 3), (0, 2))]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int64"])
+def test_parts(
+    tmp_path: Path, dtype: str, at: tuple[int, int], shape: tuple[int, int], verify: bool
+) -> None:
+    x = tensor(dtype, (255, 33))
+    save({"x": x}, tmp_path)
+    found = {"x": torch.ones_like(x)}
+    reader = Reader(tmp_path, verify=verify)
+    dcp.load(found, storage_reader=reader, planner=Pieces(at, shape), no_dist=True)
+    want = torch.ones_like(x)
+    rows, columns = (slice(a, a + n) for a, n in zip(at, shape, strict=True))
+    want[: shape[0], : shape[1]] = x[rows, columns]
+    assert same(found["x"], want)
+
+
+def test_parts_decode_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tensor("bfloat16", (4096, 512))
+    save({"x": x}, tmp_path)
+    ranges = []
+    decode = sys.modules["tightwire.lazy"].decode
+
+    def counting(*args: Any, **options: Any) -> Any:
+        ranges.append((options["start"], options["stop"]))
+        return decode(*args, **options)
+
+    monkeypatch.setattr(sys.modules["tightwire.lazy"], "decode", counting)
+    found = {"x": torch.zeros_like(x)}
+    planner = Pieces((1000, 5), (10, 7))
+    dcp.load(found, storage_reader=Reader(tmp_path), planner=planner, no_dist=True)
+    assert ranges == [(1000 * 512, 1010 * 512)]
+    assert same(found["x"][:10, :7].contiguous(), x[1000:1010, 5:12].contiguous())
+
+
+def damaged(path: Path, at: float = 0.6) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    save(state, tmp_path)
+    (path,) = tmp_path.glob("*.tw.safetensors")
+    damaged(path)
+    with pytest.raises(CheckpointException, match=r"FormatError.*'x'"):
+        load(blank(state), tmp_path)
+
+
+def test_another_file_in_its_place(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    save(state, tmp_path)
+    (path,) = tmp_path.glob("*.tw.safetensors")
+    tw.save_file({"y": state["x"]}, path)
+    with pytest.raises(CheckpointException, match="'x' is missing"):
+        load(blank(state), tmp_path)
+    tw.save_file({"x": state["x"][:5].clone()}, path)
+    with pytest.raises((CheckpointException, ValueError), match="shape"):
+        load(blank(state), tmp_path)
+
+
+def test_a_later_save_replaces_an_earlier_one(tmp_path: Path) -> None:
+    first, second = state_of(0), state_of(1)
+    save(first, tmp_path)
+    earlier = set(tmp_path.glob("*.safetensors"))
+    with pytest.warns(UserWarning, match="overwriting"):
+        save(second, tmp_path)
+    assert not any(path.exists() for path in earlier)
+    found = blank(second)
+    load(found, tmp_path)
+    assert all(same(second[name], found[name]) for name in second)
+    with pytest.raises(CheckpointException, match="already exists"):
+        save(first, tmp_path, overwrite=False)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("step", ["save_file", "atomic_file"])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_fails_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, late: bool
+) -> None:
+    first = state_of(0)
+    save(first, tmp_path)
+    module = sys.modules["tightwire.adapters.weights.dcp"]
+    real: Callable[..., Any] = getattr(module, step)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if late and step == "save_file":
+            real(*args, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, step, fails)
+    with pytest.raises((CheckpointException, OSError), match="No space left"):
+        save(state_of(1), tmp_path)
+    monkeypatch.undo()
+    found = blank(first)
+    load(found, tmp_path)
+    assert all(same(first[name], found[name]) for name in first)
+
+
+def test_metadata_that_names_files_elsewhere(tmp_path: Path) -> None:
+    """Files of an earlier checkpoint are removed from its directory alone."""
+    state = {"x": tensor("bfloat16", (512, 512))}
+    outside = tmp_path / "precious"
+    outside.write_bytes(b"1")
+    save(state, tmp_path / "a")
+    path = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../precious"
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.warns(UserWarning, match="overwriting"):
+        save(state, tmp_path / "a")
+    assert outside.exists()
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lossy"):
+        Writer(tmp_path, "mx")
+    with pytest.raises(ValueError, match="'delta' needs a base"):
+        Writer(tmp_path, "delta")
+    with pytest.raises(ValueError, match="threads"):
+        Writer(tmp_path, threads=0)
+    with pytest.raises(ValueError, match="max_nbytes"):
+        Reader(tmp_path, max_nbytes=-1)
+    save({"x": tensor("bfloat16", (512, 512))}, tmp_path)
+    with pytest.raises(CheckpointException, match="limit_exceeded"):
+        load({"x": torch.zeros(512, 512)}, tmp_path, max_nbytes=1000)
+
+
+def test_models_of_hugging_face(tmp_path: Path) -> None:
+    state = {n: tensor(d, (255, 33)) for n, d in zip("abc", DTYPES, strict=False)}
+    tw.save(state, tmp_path, max_shard_nbytes=20_000)
+    assert len(list(tmp_path.glob("*.tw.safetensors"))) > 1
+    found = blank(state)
+    dcp.load(found, storage_reader=tw.dcp.HuggingFaceReader(tmp_path), no_dist=True)
+    assert all(same(state[name], found[name]) for name in state)
+    part = {"b": torch.zeros_like(state["b"])}
+    reader = tw.dcp.HuggingFaceReader(tmp_path)
+    dcp.load(part, storage_reader=reader, planner=Pieces((9, 1), (30, 5)), no_dist=True)
+    assert same(part["b"][:30, :5].contiguous(), state["b"][9:39, 1:6].contiguous())
+
+
+SIZES = {"first": (61, 127), "second": (127, 61), "bias": (3,), "one": ()}
+
+
+def full_state() -> dict[str, Any]:
+    return {name: tensor("bfloat16", shape) for name, shape in SIZES.items()}
+
+
+def sharded(device: Any, placement: str) -> dict[str, Any]:
+    """The state on this rank, by FSDP's and tensor parallel placements."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    ranks = dist.get_world_size()
+    shape = (2, ranks // 2) if placement == "2d" else (ranks,)
+    names = ("dp", "tp")[: len(shape)]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    places = {
+        "rows": [Shard(0)],
+        "columns": [Shard(1)],
+        "replicated": [Replicate()],
+        "2d": [Shard(0), Shard(1)],
+    }[placement]
+    state: dict[str, Any] = {"plain": tensor("float32", (40, 9)), "steps": 3}
+    for name, x in full_state().items():
+        kept = [p if not isinstance(p, Shard) or p.dim < x.ndim else Replicate() for p in places]
+        state[name] = distribute_tensor(x.to(device), mesh, kept)
+    return state
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def saves(device: Any) -> list[Any]:
+    """Save with every placement, in the foreground and in the background."""
+    folder = Path(sys.argv[4]).parent
+    for placement in ("rows", "columns", "replicated", "2d"):
+        dcp.save(sharded(device, placement), storage_writer=Writer(folder / placement))
+    future = dcp.async_save(sharded(device, "rows"), storage_writer=Writer(folder / "async"))
+    future.result()
+    return []
+
+
+def loads(device: Any) -> list[str]:
+    """Load what was saved into every placement: what was not as it should be."""
+    folder = Path(sys.argv[4]).parent.parent / "saved"
+    wrong = []
+    for saved in ("rows", "columns", "replicated", "2d", "async"):
+        for placement in ("rows", "columns", "2d"):
+            want = sharded(device, placement)
+            found = sharded(device, placement)
+            for value in found.values():
+                if isinstance(value, torch.Tensor):
+                    local(value).fill_(1)
+            found["steps"] = 0
+            dcp.load(found, storage_reader=Reader(folder / saved))
+            wrong += [
+                f"{saved} as {placement}: {name}"
+                for name in want
+                if not same(local(want[name]), local(found[name]))
+            ]
+    return wrong
+
+
+def trains(device: Any) -> list[str]:
+    """States of DDP and of FSDP2, model and optimizer, saved and loaded."""
+    from torch.distributed.fsdp import fully_shard
+
+    folder = Path(sys.argv[4]).parent
+    wrong = []
+    for kind in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(61, 127), torch.nn.Linear(127, 3))
+        model = torch.nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+        model = fully_shard(model) if kind == "fsdp" else model
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 61)).sum().backward()
+        optimizer.step()
+        pair = state_dicts.get_state_dict(model, optimizer)
+        state = {"model": pair[0], "optim": pair[1]}
+        want = copy.deepcopy(state)
+        dcp.save(state, storage_writer=Writer(folder / kind))
+        for part in (state["model"], *state["optim"]["state"].values()):
+            for value in part.values():
+                local(value).detach().fill_(1)
+        dcp.load(state, storage_reader=Reader(folder / kind))
+        pairs = [("model", want["model"], state["model"])]
+        pairs += [
+            (n, want["optim"]["state"][n], found) for n, found in state["optim"]["state"].items()
+        ]
+        wrong += [
+            f"{kind} {n} {name}"
+            for n, a, b in pairs
+            for name in a
+            if not same(local(a[name]), local(b[name]))
+        ]
+    return wrong
+
+
+TASKS = {"saves": saves, "loads": loads, "trains": trains}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_sharded_states(tmp_path: Path, before: int, after: int) -> None:
+    for name in ("saved", "loaded"):
+        (tmp_path / name).mkdir()
+    launch(__file__, "saves", before, tmp_path / "saved", warnings="default")
+    found = launch(__file__, "loads", after, tmp_path / "loaded", warnings="default")
+    assert found == [[]] * after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_of_training(tmp_path: Path, ranks: int) -> None:
+    assert launch(__file__, "trains", ranks, tmp_path, warnings="default") == [[]] * ranks
+
+
+if __name__ == "__main__":
+    join(TASKS, sys.argv[1:])
