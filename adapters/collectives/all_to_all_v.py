@@ -500,6 +500,8 @@ class FixedRateAllToAll(_Exchange):
             self._transport.all_to_all(self._receive.view(-1), self._send.view(-1))
         self._unpack()
         self._decode_all()
+        # A prepared call does not tell autograd.
+        arrays.mark_written(self._received.data)
         self._launched = True
         return self._received
 

@@ -38,6 +38,7 @@ EXTRAS = {
     "nccl": ("cupy", "torch"),
     "triton": ("torch", "triton"),
     "hf": ("transformers", "torch"),
+    "plugins": ("zarr", "numcodecs", "ml_dtypes"),
     "cli": ("click", "rich"),
     "plot": ("matplotlib",),
 }
