@@ -15,6 +15,7 @@ import delta_report
 import dynamiq_report
 import files_report
 import gpu_report
+import lossless_report
 import lossy_report
 import overview_report
 import prepared_report
@@ -106,6 +107,7 @@ _STUDIES = {
     "[tagc.md](tagc.md)": "study_tagc.py --out benchmarks/results/tagc.json",
     "[dynamiq.md](dynamiq.md)": "study_dynamiq.py --out benchmarks/results/dynamiq.json",
     "[ddp.md](ddp.md)": "study_ddp.py --out benchmarks/results/ddp.json",
+    "[lossless.md](lossless.md)": "study_lossless.py --out benchmarks/results/lossless.json",
     "[delta.md](delta.md)": "study_delta.py --out benchmarks/results/delta.json",
     "[files.md](files.md), the CPU": "bench_files.py --cpu --out benchmarks/results",
     "[files.md](files.md), the GPU": "bench_files.py --gpu --out benchmarks/results",
@@ -198,6 +200,8 @@ def main() -> None:
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
     if (RESULTS / "many.md").exists():
         lines += ["", "## Batches and sums on a GPU", "", "[many.md](many.md)"]
+    if lossless_report.write(RESULTS):
+        lines += ["", "## Beside other lossless libraries", "", "[lossless.md](lossless.md)"]
     if delta_report.write(RESULTS):
         lines += ["", "## Deltas", "", "[delta.md](delta.md)"]
     if files_report.write_page(RESULTS):
