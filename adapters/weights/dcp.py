@@ -9,7 +9,10 @@ that a checkpoint loads into any sharding::
     dcp.save(state, storage_writer=tw.dcp.Writer("step_1000"))
     dcp.load(state, storage_reader=tw.dcp.Reader("step_1000"))
 
-``dcp.async_save`` takes the writer, too.
+``dcp.async_save`` takes the writer, too. With ``base`` a checkpoint holds what changed since an
+earlier one::
+
+    dcp.save(state, storage_writer=tw.dcp.Writer("step_1010", base="step_1000"))
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,11 @@ from torch.futures import Future
 
 from ...arguments import thread_count
 from ...codec import Codec, as_codec
+from ...codec import codec as make_codec
 from ...contents import Contents, naming
-from ...engine import DEFAULT_MAX_NBYTES
+from ...delta_directory import CHAIN_LIMIT
+from ...engine import DEFAULT_MAX_NBYTES, Head
+from ...file_tensors import check_chain_limit
 from ...files import save_file
 from ...formats.dtypes import BY_SAFETENSORS
 from ...formats.errors import FormatError, integer
@@ -56,10 +62,19 @@ from ...lazy import File
 from ...loading import fill
 from ...model_index import SUFFIX
 from ...shards import opened
+from ...state_files import write_state
+from ...state_tensors import ArrayState
 from ...storage import atomic_file, reading
-
-#: What DCP's own reader says that it lacks, when it is given a compressed checkpoint.
-_EXTENSION = "tightwire"
+from .dcp_pieces import (
+    EXTENSION,
+    BaseName,
+    Checkpoint,
+    EarlierTensors,
+    entry_name,
+    files_of,
+    is_ours,
+    set_base,
+)
 
 
 class Writer(FileSystemWriter):  # type: ignore[misc]
@@ -69,16 +84,27 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
     one in one step, names them. Whatever fails before that leaves an earlier checkpoint of the
     directory whole. Files that only the earlier one named are removed last.
 
+    With ``base`` each piece of a tensor that the earlier checkpoint has too, with the same offset,
+    shape and dtype, is coded by codec ``delta`` against it, on the host, where that takes fewer
+    bytes. After a change of the sharding most pieces are stored whole.
+
     Args:
         path: The directory, made if it is not there.
         codec: A lossless codec or its name.
+        base: The directory of an earlier checkpoint of a ``Writer``, which loading then needs.
+            None: all tensors are stored whole.
+        chain_limit: Most checkpoints with deltas in a row, 1 to 256; after so many ``base`` is not
+            used.
         threads: Most threads that encode on the host. None: every processor.
         overwrite: Whether a checkpoint in ``path`` may be replaced.
         cache_staged_state_dict: As in ``torch.distributed.checkpoint.FileSystemWriter``.
 
     Raises:
+        FormatError: If what ``base`` says of its own base is not valid.
+        OSError: If ``base`` cannot be read.
         TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range, or the codec is lossy or needs a base.
+        ValueError: If a value is out of range, the codec is lossy or needs a base, or ``base`` is
+            ``path``.
     """
 
     def __init__(
@@ -86,6 +112,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         path: str | os.PathLike[str],
         codec: str | Codec = "zipccl",
         *,
+        base: str | os.PathLike[str] | None = None,
+        chain_limit: int = CHAIN_LIMIT,
         threads: int | None = None,
         overwrite: bool = True,
         cache_staged_state_dict: bool = False,
@@ -98,6 +126,17 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             raise ValueError(f"codec {self._codec.name!r} needs a base, which checkpoints have not")
         thread_count(threads)
         self._threads = threads
+        check_chain_limit(chain_limit)
+        self._base: Checkpoint | None = None
+        self._base_name: BaseName | None = None
+        if base is not None:
+            if Path(base).resolve() == Path(path).resolve():
+                raise ValueError(f"base is {os.fspath(base)!r}, like path; allowed: another one")
+            found = Reader(base, threads=threads).checkpoint()
+            deltas = 0 if found.note is None else found.note.deltas
+            if deltas < chain_limit:
+                self._base = found
+                self._base_name = BaseName(found.path.resolve().name, deltas + 1)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what ``plan`` gives this rank; DCP calls it.
@@ -110,24 +149,34 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             A future, done, of what was written.
 
         Raises:
-            OSError: If a file cannot be written.
+            FormatError: If a file of the base is damaged.
+            OSError: If a file cannot be written, or one of the base cannot be read.
             TypeError: If safetensors has no name for the dtype of a tensor.
         """
         results = []
         for number, group in enumerate(_by_device(plan.items, planner)):
             name = f"{plan.storage_data.prefix}{self.save_id[:8]}_{number}{SUFFIX}"
             path = Path(self.path) / name
-            tensors = {_name(item.index): tensor for item, tensor in group}
-            save_file(tensors, path, self._codec, threads=self._threads)
+            tensors = {entry_name(item.index): tensor for item, tensor in group}
+            if self._base is None:
+                save_file(tensors, path, self._codec, threads=self._threads)
+            else:
+                with self._base:
+                    self._write_against(EarlierTensors(self._base), tensors, path)
             with reading(path) as reader:
                 contents = Contents(reader)
             for item, _ in group:
-                entry = contents.entry(_name(item.index))
-                stored = filesystem._StorageInfo(name, entry.begin, entry.nbytes, [_EXTENSION])
+                entry = contents.entry(entry_name(item.index))
+                stored = filesystem._StorageInfo(name, entry.begin, entry.nbytes, [EXTENSION])
                 results.append(WriteResult(item.index, entry.nbytes, stored))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_against(self, old: EarlierTensors, tensors: dict[str, Any], path: Path) -> None:
+        """Write a file of tensors, those that the base has too as what changed."""
+        state, count = ArrayState(tensors), thread_count(self._threads)
+        write_state(path, state, self._codec, {}, make_codec("delta"), old, threads=count)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``, then remove the files of the checkpoint that it replaces.
@@ -143,8 +192,10 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = stored
         metadata.storage_meta = self.storage_meta()
+        if self._base_name is not None:
+            set_base(metadata, self._base_name)
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
-        earlier = _files_of(path)
+        earlier = files_of(path)
         with atomic_file(path) as file:
             pickle.dump(metadata, file)
         for name in earlier - {info.relative_path for info in stored.values()}:
@@ -166,43 +217,18 @@ def _by_device(
     return list(groups.values())
 
 
-def _name(index: MetadataIndex) -> str:
-    """The name of a piece of a tensor in a file: ``weight``, or ``weight@512,0`` with its offset.
-
-    ``@`` in names of tensors is doubled, so that no two pieces have the same name.
-    """
-    name = str(index.fqn).replace("@", "@@")
-    if not index.offset or not any(index.offset):
-        return name
-    return f"{name}@{','.join(map(str, index.offset))}"
-
-
-def _files_of(path: os.PathLike[str]) -> set[str]:
-    """Names of the compressed files of a checkpoint, by its metadata, if there is one."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        return set()
-    stored: Mapping[Any, Any] = pickle.loads(data).storage_data or {}
-    return {
-        info.relative_path
-        for info in stored.values()
-        if _is_ours(info) and Path(info.relative_path).name == info.relative_path
-    }
-
-
-def _is_ours(info: Any) -> bool:
-    return _EXTENSION in (info.transform_descriptors or ())
-
-
 class Reader(FileSystemReader):  # type: ignore[misc]
     """Reads checkpoints of ``Writer`` and of DCP's own writer, for ``dcp.load``.
 
     Stored tensors that are wanted whole are decoded straight into the tensors of the state, on
-    GPUs in one pipeline; of others the rows that are needed are decoded.
+    GPUs in one pipeline; of others the rows that are needed are decoded. Where a tensor was coded
+    against an earlier checkpoint, the earlier one is loaded first and then brought up to date: one
+    tensor after the other, each with all of its rows.
 
     Args:
         path: The directory.
+        base: The directory of the checkpoint that deltas are against. None: the one next to
+            ``path`` with the name that ``Writer`` noted.
         threads: Most threads that decode on the host. None: every processor.
         max_nbytes: Most bytes that one stored tensor may have. The default is 64 GiB.
         verify: Whether tensors of which rows are needed are checked whole, checksums included.
@@ -217,11 +243,13 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         self,
         path: str | os.PathLike[str],
         *,
+        base: str | os.PathLike[str] | None = None,
         threads: int | None = None,
         max_nbytes: int = DEFAULT_MAX_NBYTES,
         verify: bool = False,
     ) -> None:
         super().__init__(path)
+        self._base_path = base
         thread_count(threads)
         self._threads = threads
         self._verify = bool(verify)
@@ -242,12 +270,34 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             AssertionError: If ``metadata`` does not say where the tensors are.
         """
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._shapes = {
-            MetadataIndex(name, piece.offsets): tuple(piece.sizes)
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-            for piece in tensor.chunks
-        }
+        self._checkpoint = self._of(metadata)
+
+    def checkpoint(self) -> Checkpoint:
+        """The compressed files of the checkpoint, not open.
+
+        Returns:
+            What ``Writer`` reads its base from.
+
+        Raises:
+            FormatError: If what ``.metadata`` says of its base is not valid.
+            OSError: If ``.metadata`` cannot be read.
+        """
+        return self._of(self.read_metadata())
+
+    def _of(self, metadata: Metadata) -> Checkpoint:
+        return Checkpoint(self.path, metadata, self._find_base, self._max_nbytes, self._threads)
+
+    def _find_base(self, name: str) -> Checkpoint:
+        """The checkpoint called `name` that deltas are against."""
+        path = self._base_path
+        if path is None:
+            path = Path(self.path).resolve().parent / name
+        try:
+            reader = Reader(path, threads=self._threads, max_nbytes=self._max_nbytes)
+            return reader.checkpoint()
+        except FileNotFoundError as error:
+            detail = f"no such checkpoint; {self.path} has deltas against it. Needed: base"
+            raise FileNotFoundError(error.errno, detail, str(path)) from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what ``plan`` asks for; DCP calls it.
@@ -260,69 +310,82 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             A future that is done.
 
         Raises:
-            FormatError: If a file is damaged, or has another tensor than ``.metadata`` says. The
-                tensors of the state are then undefined.
+            FormatError: If a file is damaged, has another tensor than ``.metadata`` says, or was
+                coded against another checkpoint than the base. The tensors of the state are then
+                undefined.
             OSError: If a file cannot be read.
         """
         files: dict[str, list[ReadItem]] = {}
         others = []
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            if _is_ours(info):
+            if is_ours(info):
                 files.setdefault(info.relative_path, []).append(item)
             else:
                 others.append(item)
         if others:
             super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
-        for name, items in files.items():
-            self._read_file(Path(self.path) / name, items, planner)
+        with self._checkpoint, torch.no_grad():
+            for name, items in files.items():
+                self._read_file(name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _entry_name(self, index: MetadataIndex) -> str:
-        return _name(index)
+        return entry_name(index)
 
-    def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_file(self, file: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Fill the tensors that `items`, all of one file, are for."""
+        path, contents = Path(self.path) / file, self._checkpoint.contents(file)
         whole: list[dict[str, torch.Tensor]] = []
         rows: list[tuple[str, ReadItem, torch.Tensor]] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
-        with reading(path) as reader, torch.no_grad():
-            with naming(reader.name):
-                contents = Contents(reader)
-            for item in items:
-                name = self._entry_name(item.storage_index)
-                if name not in contents:
-                    raise FormatError("bad_container", f"{path}: tensor {name!r} is missing")
+        for item in items:
+            name = self._entry_name(item.storage_index)
+            if name not in contents:
+                raise FormatError("bad_container", f"{path}: tensor {name!r} is missing")
+            with naming(contents.reader.name):
+                head = contents.head(name, self._max_nbytes)
                 if item.type == LoadItemType.BYTE_IO:
-                    with naming(reader.name):
-                        head = contents.head(name, self._max_nbytes)
-                        data = contents.tensor(name, head, "numpy", 1)
+                    data = contents.tensor(name, head, "numpy", 1)
                     planner.load_bytes(item, io.BytesIO(data.tobytes()))
                     continue
-                target = planner.resolve_tensor(item).detach()
-                filled.append((item, target))
-                shape = self._shape(contents, name)
-                if shape != self._shapes[item.storage_index]:
-                    found = f"{path}: tensor {name!r} has shape {list(shape)}"
-                    asked = list(self._shapes[item.storage_index])
-                    raise FormatError("bad_container", f"{found}; .metadata says {asked}")
-                if not any(item.storage_offsets) and tuple(item.lengths) == shape:
-                    _first_without(whole, name)[name] = target
-                else:
-                    rows.append((name, item, target))
-            for targets in whole:
-                fill([contents], targets, "state", self._max_nbytes, self._threads)
-            self._read_rows(path, rows)
+            target = planner.resolve_tensor(item).detach()
+            filled.append((item, target))
+            shape = _shape(contents, name, head)
+            if shape != self._checkpoint.shapes[item.storage_index]:
+                found = f"{path}: tensor {name!r} has shape {list(shape)}"
+                asked = list(self._checkpoint.shapes[item.storage_index])
+                raise FormatError("bad_container", f"{found}; .metadata says {asked}")
+            is_whole = not any(item.storage_offsets) and tuple(item.lengths) == shape
+            if head is not None and head.plan.needs_base:
+                self._update(item, getattr(torch, head.plan.dtype.name), shape, is_whole, target)
+            elif is_whole:
+                _first_without(whole, name)[name] = target
+            else:
+                rows.append((name, item, target))
+        for targets in whole:
+            fill([contents], targets, "state", self._max_nbytes, self._threads)
+        self._read_rows(path, rows)
         for item, target in filled:
             planner.commit_tensor(item, target)
 
-    def _shape(self, contents: Contents, name: str) -> tuple[int, ...]:
-        """The shape of a stored tensor, by its own header."""
-        with naming(contents.reader.name):
-            head = contents.head(name, self._max_nbytes)
-        return contents.entry(name).shape if head is None else head.plan.shape
+    def _update(
+        self,
+        item: ReadItem,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        is_whole: bool,
+        target: torch.Tensor,
+    ) -> None:
+        """Fill a tensor from one that was coded against a base, in its own memory if it fits."""
+        if is_whole and target.is_contiguous() and target.dtype == dtype:
+            self._checkpoint.fill(item.storage_index, target)
+            return
+        piece = torch.empty(shape, dtype=dtype, device=target.device)
+        self._checkpoint.fill(item.storage_index, piece)
+        target.copy_(piece[_slices(item)])
 
     def _read_rows(self, path: Path, rows: list[tuple[str, ReadItem, torch.Tensor]]) -> None:
         """Copy parts of stored tensors, of which the rows that are needed are decoded."""
@@ -337,6 +400,11 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             ):
                 for name, item, target in group:
                     target.copy_(file[name][_slices(item)])
+
+
+def _shape(contents: Contents, name: str, head: Head | None) -> tuple[int, ...]:
+    """The shape of a stored tensor, by its own header."""
+    return contents.entry(name).shape if head is None else head.plan.shape
 
 
 def _slices(item: ReadItem) -> tuple[slice, ...]:
@@ -393,7 +461,7 @@ class HuggingFaceReader(Reader):
                 for name in contents.names():
                     entry = contents.entry(name)
                     head = contents.head(name, self._max_nbytes)
-                    shape = torch.Size(self._shape(contents, name))
+                    shape = torch.Size(_shape(contents, name, head))
                     dtype = BY_SAFETENSORS[entry.dtype] if head is None else head.plan.dtype
                     zeros = torch.Size([0] * len(shape))
                     tensors[name] = TensorStorageMetadata(
@@ -402,7 +470,7 @@ class HuggingFaceReader(Reader):
                         [ChunkStorageMetadata(zeros, shape)],
                     )
                     stored[MetadataIndex(name, zeros)] = filesystem._StorageInfo(
-                        path, entry.begin, entry.nbytes, [_EXTENSION]
+                        path, entry.begin, entry.nbytes, [EXTENSION]
                     )
         metadata = Metadata(tensors, storage_data=stored)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)

@@ -8,17 +8,14 @@ specs/delta_directory.md.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .arguments import thread_count
 from .codec import Codec, as_codec
 from .codec import codec as make_codec
-from .codecs.common.base import Bits
 from .delta_apply import goal_of, version_opened
 from .delta_files import (
     DeltaFile,
@@ -30,23 +27,16 @@ from .delta_files import (
 )
 from .engine import DEFAULT_MAX_NBYTES
 from .file_tensors import check_chain_limit
-from .files import Against, Draft, Plain, encode_jobs, stored_plain, write_container
 from .formats.container import (
-    BASE_KEY,
     MAX_DELTAS,
     STATE_KEY,
-    TIED_KEY,
     BaseNote,
     StateNote,
-    compressed_metadata,
-    tied_text,
 )
-from .formats.dtypes import DType
 from .formats.errors import integer
-from .pipeline import Memory, in_order
-from .planning import backend_for_once, make_plan
-from .state_tensors import State, bytes_of, differing, digests_of, memory_key, opened_state
-from .storage import PathLike, atomic_file, is_path, remove_leftovers
+from .state_files import write_state
+from .state_tensors import State, differing, digests_of, opened_state
+from .storage import PathLike, is_path
 
 #: Files of deltas in a row, before one has a version whole.
 CHAIN_LIMIT = 16
@@ -321,49 +311,7 @@ def _write_version(
     before = old_digests or {}
     names = [*state.names, *(name for name in before if name not in digests)]
     pairs = {name: (before.get(name), digests.get(name)) for name in names}
-    draft = Draft(metadata=compressed_metadata({}))
-    draft.metadata[STATE_KEY] = StateNote(target.version, target.base_version, pairs).text
-    known = {} if old is None else {name: old.kind(name) for name in old.names}
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name in state.names:
-        stored = first.setdefault(memory_key(state, name), name)
-        if stored != name:
-            tied[name] = stored
-            continue
-        dtype, shape = state.kind(name)
-        if not isinstance(dtype, DType) or stored_plain(dtype, shape):
-            label = dtype.safetensors or "" if isinstance(dtype, DType) else dtype
-            draft.add(name, Plain(label, shape, partial(bytes_of, state, name)))
-            continue
-        same = delta is not None and known.get(name) == (dtype, shape)
-        same = same and delta is not None and dtype.name in delta.dtypes
-        chosen = delta if same and delta is not None else codec
-        draft.add(name, make_plan(chosen.spec, dtype, shape, None))
-    if tied:
-        draft.metadata[TIED_KEY] = tied_text(tied)
-    if chain is not None and any(plan.needs_base for plan in draft.plans.values()):
-        draft.metadata[BASE_KEY] = chain.text
-
-    def elements(part: Sequence[str], memory: Memory) -> Iterator[Bits]:
-        for name in part:
-            yield state.bits(name)
-
-    def against(name: str, threads: int) -> Against | None:
-        plan = draft.plans[name]
-        if old is None or not plan.needs_base:
-            return None
-        whole = make_plan(codec.spec, plan.dtype, plan.shape, None)
-        return Against(old.bits(name, threads), whole)
-
-    def needed(name: str) -> int:
-        plan = draft.plans[name]
-        return plan.nelem * plan.dtype.itemsize * (3 if plan.needs_base else 1)
-
-    backend = backend_for_once(draft.plans.values())
-    jobs = encode_jobs(draft.plans, elements, needed, backend, against)
+    metadata = {STATE_KEY: StateNote(target.version, target.base_version, pairs).text}
     path = folder / file_name(target.version, target.base_version)
-    remove_leftovers([path], time.time_ns())
-    with atomic_file(path) as file, in_order(jobs, threads) as buffers:
-        write_container(file, draft, buffers)
+    write_state(path, state, codec, metadata, delta, old, chain, threads=threads)
     return path

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -275,6 +277,39 @@ def test_what_fails_leaves_the_earlier_checkpoint(
     assert all(same(first[name], found[name]) for name in first)
 
 
+KILLED = """
+import os, signal, sys
+import torch, torch.distributed.checkpoint as dcp
+import tightwire as tw
+from tightwire import storage
+replace, left = os.replace, [int(sys.argv[2])]
+def stop(*args):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    replace(*args)
+storage.os.replace = stop
+state = {"x": torch.zeros(512, 512)}
+dcp.save(state, storage_writer=tw.dcp.Writer(sys.argv[1]), no_dist=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("renamed", [0, 1])
+def test_a_killed_save(tmp_path: Path, renamed: int) -> None:
+    """Before its first file is there, and before ``.metadata`` names it."""
+    state = {"x": tensor("float32", (512, 512))}
+    save(state, tmp_path)
+    words = [sys.executable, "-c", KILLED, str(tmp_path), str(renamed)]
+    ended = subprocess.run(words, capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    found = blank(state)
+    load(found, tmp_path)
+    assert same(found["x"], state["x"])
+    save(state, tmp_path)
+
+
 def test_metadata_that_names_files_elsewhere(tmp_path: Path) -> None:
     """Files of an earlier checkpoint are removed from its directory alone."""
     state = {"x": tensor("bfloat16", (512, 512))}
@@ -291,7 +326,149 @@ def test_metadata_that_names_files_elsewhere(tmp_path: Path) -> None:
     assert outside.exists()
 
 
+def changed(state: dict[str, Any], share: float = 0.01, seed: int = 0) -> dict[str, Any]:
+    """A copy of which a share of the elements of each tensor of floats is one unit higher."""
+    rng = np.random.default_rng([7, seed])
+    found = dict(state)
+    for name, x in state.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+            found[name] = torch.clone(x, memory_format=torch.contiguous_format)
+            chosen = torch.from_numpy(np.asarray(rng.random(tuple(x.shape)) < share))
+            found[name].view(kind)[chosen] += 1
+    return found
+
+
+def of(path: Path) -> int:
+    """Bytes of the tensors' files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.glob("*.tw.safetensors"))
+
+
+def test_deltas(tmp_path: Path) -> None:
+    """Three checkpoints, each against the one before."""
+    states = [state_of()]
+    states += [changed(states[0], seed=1)]
+    states += [changed(states[1], seed=2)]
+    states[2]["bfloat16[17]"] = tensor("bfloat16", (18,))
+    del states[2]["float32[17]"]
+    states[2]["new"] = tensor("float16", (9, 9))
+    for i, state in enumerate(states):
+        save(state, tmp_path / f"{i}", base=tmp_path / f"{i - 1}" if i else None)
+    for i, state in enumerate(states):
+        found = blank(state)
+        load(found, tmp_path / f"{i}")
+        assert [name for name in state if not same(state[name], found[name])] == []
+    # What is wanted in another layout or dtype.
+    x = states[2]["bfloat16[255, 33]"]
+    found = {"bfloat16[255, 33]": torch.zeros(33, 255).t()}
+    load(found, tmp_path / "2")
+    assert same(found["bfloat16[255, 33]"].contiguous(), x.float())
+
+
+def test_deltas_are_small(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (1 << 10, 1 << 10))}
+    save(state, tmp_path / "a")
+    later = changed(state)
+    save(later, tmp_path / "b", base=tmp_path / "a")
+    assert of(tmp_path / "b") < 0.02 * of(tmp_path / "a")
+    # Where nothing is equal, it is stored whole.
+    other = {"x": tensor("bfloat16", (1 << 10, 1 << 10), 1)}
+    save(other, tmp_path / "c", base=tmp_path / "a")
+    assert of(tmp_path / "c") == pytest.approx(of(tmp_path / "a"), rel=0.01)
+    (tmp_path / "a").rename(tmp_path / "d")
+    found = blank(state)
+    load(found, tmp_path / "c")
+    assert same(found["x"], other["x"])
+    load(found, tmp_path / "b", base=tmp_path / "d")
+    assert same(found["x"], later["x"])
+    with pytest.raises(CheckpointException, match=r"no such checkpoint.*Needed: base"):
+        load(found, tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("at", "shape"),
+    [((0, 0), (1, 33)), ((254, 3), (1, 7)), ((7, 0), (100, 1)), ((0, 0), (255, 33))],
+)
+def test_parts_of_deltas(tmp_path: Path, at: tuple[int, int], shape: tuple[int, int]) -> None:
+    x = tensor("bfloat16", (255, 33))
+    y = changed({"x": x})["x"]
+    save({"x": x}, tmp_path / "a")
+    save({"x": y}, tmp_path / "b", base=tmp_path / "a")
+    found = {"x": torch.ones_like(x)}
+    reader = Reader(tmp_path / "b")
+    dcp.load(found, storage_reader=reader, planner=Pieces(at, shape), no_dist=True)
+    want = torch.ones_like(x)
+    rows, columns = (slice(a, a + n) for a, n in zip(at, shape, strict=True))
+    want[: shape[0], : shape[1]] = y[rows, columns]
+    assert same(found["x"], want)
+
+
+def test_another_base(tmp_path: Path) -> None:
+    """Refused by its digest, and a missing tensor by its name."""
+    x = tensor("bfloat16", (512, 512))
+    save({"x": x}, tmp_path / "a")
+    save(changed({"x": x}), tmp_path / "b", base=tmp_path / "a")
+    save(changed({"x": x}, seed=1), tmp_path / "c")
+    save({"y": x}, tmp_path / "d")
+    for other in "cd":
+        with pytest.raises(CheckpointException, match="base_mismatch"):
+            load({"x": torch.zeros_like(x)}, tmp_path / "b", base=tmp_path / other)
+    (path,) = (tmp_path / "a").glob("*.tw.safetensors")
+    damaged(path)
+    with pytest.raises(CheckpointException, match=r"FormatError.*'x'"):
+        load({"x": torch.zeros_like(x)}, tmp_path / "b")
+    with pytest.raises(CheckpointException, match=r"FormatError.*'x'"):
+        save(changed({"x": x}), tmp_path / "e", base=tmp_path / "a")
+
+
+def test_after_some_deltas_all_is_whole(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    for i in range(5):
+        base = tmp_path / f"{i - 1}" if i else None
+        save(state, tmp_path / f"{i}", base=base, chain_limit=2)
+    sizes = [of(tmp_path / f"{i}") for i in range(5)]
+    assert [size > sizes[0] / 2 for size in sizes] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"name": "../a", "deltas": 1},
+        {"name": "..", "deltas": 1},
+        {"name": 3, "deltas": 1},
+        {"name": "a", "deltas": 0},
+        {"name": "a", "deltas": 257},
+        {"name": "a"},
+        ["a", 1],
+    ],
+)
+def test_a_base_that_is_none(tmp_path: Path, note: Any) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    save(state, tmp_path / "a")
+    save(state, tmp_path / "b", base=tmp_path / "a")
+    path = tmp_path / "b" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.tightwire_base = note
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises((CheckpointException, tw.FormatError), match="bad_container"):
+        load(blank(state), tmp_path / "b")
+
+
+def test_bases_in_a_circle(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    save(state, tmp_path / "a")
+    save(state, tmp_path / "b", base=tmp_path / "a")
+    with pytest.raises(CheckpointException, match="in a row"):
+        load(blank(state), tmp_path / "b", base=tmp_path / "b")
+
+
 def test_bad_calls(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="base is"):
+        Writer(tmp_path, base=tmp_path / "x" / "..")
+    with pytest.raises(ValueError, match="chain_limit"):
+        Writer(tmp_path, chain_limit=0)
+    with pytest.raises(FileNotFoundError):
+        Writer(tmp_path, base=tmp_path / "none")
     with pytest.raises(ValueError, match="lossy"):
         Writer(tmp_path, "mx")
     with pytest.raises(ValueError, match="'delta' needs a base"):
@@ -358,6 +535,9 @@ def saves(device: Any) -> list[Any]:
         dcp.save(sharded(device, placement), storage_writer=Writer(folder / placement))
     future = dcp.async_save(sharded(device, "rows"), storage_writer=Writer(folder / "async"))
     future.result()
+    for kind, placement in (("deltas", "rows"), ("other_deltas", "columns")):
+        writer = Writer(folder / kind, base=folder / "rows")
+        dcp.async_save(sharded(device, placement), storage_writer=writer).result()
     return []
 
 
@@ -365,7 +545,7 @@ def loads(device: Any) -> list[str]:
     """Load what was saved into every placement: what was not as it should be."""
     folder = Path(sys.argv[4]).parent.parent / "saved"
     wrong = []
-    for saved in ("rows", "columns", "replicated", "2d", "async"):
+    for saved in ("rows", "columns", "replicated", "2d", "async", "deltas", "other_deltas"):
         for placement in ("rows", "columns", "2d"):
             want = sharded(device, placement)
             found = sharded(device, placement)

@@ -1,0 +1,83 @@
+"""Files of the tensors of a state, whole or as what changed since another one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .codec import Codec
+from .codecs.common.base import Bits
+from .file_tensors import Tensors
+from .files import Against, Draft, Plain, encode_jobs, stored_plain, write_container
+from .formats.container import BASE_KEY, TIED_KEY, BaseNote, compressed_metadata, tied_text
+from .formats.dtypes import DType
+from .pipeline import Memory, in_order
+from .planning import backend_for_once, make_plan
+from .state_tensors import State, bytes_of, memory_key
+from .storage import atomic_file, remove_leftovers
+
+
+def write_state(
+    path: Path,
+    state: State,
+    codec: Codec,
+    metadata: Mapping[str, str],
+    delta: Codec | None = None,
+    old: Tensors | None = None,
+    chain: BaseNote | None = None,
+    *,
+    threads: int = 1,
+) -> None:
+    """Write the file of a state; it appears atomically.
+
+    With `delta` and `old` tensors that `old` has too are coded against its, where that takes fewer
+    bytes, and `chain` is what the file says of its base. `metadata` is stored as it is. Raises
+    OSError, TypeError, ValueError, and FormatError if `old` is damaged.
+    """
+    draft = Draft(metadata=compressed_metadata({}))
+    draft.metadata.update(metadata)
+    known = {} if old is None else {name: old.kind(name) for name in old.names}
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name in state.names:
+        stored = first.setdefault(memory_key(state, name), name)
+        if stored != name:
+            tied[name] = stored
+            continue
+        dtype, shape = state.kind(name)
+        if not isinstance(dtype, DType) or stored_plain(dtype, shape):
+            label = dtype.safetensors or "" if isinstance(dtype, DType) else dtype
+            draft.add(name, Plain(label, shape, partial(bytes_of, state, name)))
+            continue
+        same = delta is not None and known.get(name) == (dtype, shape)
+        same = same and delta is not None and dtype.name in delta.dtypes
+        chosen = delta if same and delta is not None else codec
+        draft.add(name, make_plan(chosen.spec, dtype, shape, None))
+    if tied:
+        draft.metadata[TIED_KEY] = tied_text(tied)
+    if chain is not None and any(plan.needs_base for plan in draft.plans.values()):
+        draft.metadata[BASE_KEY] = chain.text
+
+    def elements(part: Sequence[str], memory: Memory) -> Iterator[Bits]:
+        for name in part:
+            yield state.bits(name)
+
+    def against(name: str, threads: int) -> Against | None:
+        plan = draft.plans[name]
+        if old is None or not plan.needs_base:
+            return None
+        whole = make_plan(codec.spec, plan.dtype, plan.shape, None)
+        return Against(old.bits(name, threads), whole)
+
+    def needed(name: str) -> int:
+        plan = draft.plans[name]
+        return plan.nelem * plan.dtype.itemsize * (3 if plan.needs_base else 1)
+
+    backend = backend_for_once(draft.plans.values())
+    jobs = encode_jobs(draft.plans, elements, needed, backend, against)
+    remove_leftovers([path], time.time_ns())
+    with atomic_file(path) as file, in_order(jobs, threads) as buffers:
+        write_container(file, draft, buffers)
