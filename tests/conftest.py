@@ -17,8 +17,8 @@ from support import FLOATS
 from tightwire.formats.dtypes import BY_NAME, DType
 from tightwire.planning import HOST_BACKENDS
 
-#: From the smallest to the largest.
-TIERS = ("slow", "gpu", "long")
+#: From the smallest to the largest; the last needs packages of its own.
+TIERS = ("slow", "gpu", "long", "plugins")
 #: Cases that the fast tier has of one test, more than there are codecs and dtypes. The marker
 #: `fast_cases` says fewer, where each takes long: it is interpreted, or has code compiled. With
 #: `slow_cases` the slow tier has a part of them too, and the others are long.
