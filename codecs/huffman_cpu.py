@@ -36,6 +36,7 @@ from .common.huffman_cpu import (
     find_table_by,
     is_good,
     is_sampled,
+    prefetch,
 )
 from .huffman import GROUP, GROUP_TILES, STEP, Huffman, index_of, index_problem, planes_of
 
@@ -132,6 +133,15 @@ def _encoder(size, rotation, units):
     tile_nbytes = planes * (TILE + TABLE_NBYTES + 16) + 64
 
     @part(nogil=True)
+    def fetch_sample(x):
+        """Have what `count` reads fetched, which is too scattered for the processor to foresee."""
+        if x.size > SAMPLED:
+            for at in range(0, x.size - 31, 32):
+                if is_sampled(at):
+                    for i in range(at, at + 32, 64 // size):
+                        prefetch(x, i)
+
+    @part(nogil=True)
     def count(x, k, plane, counts):
         for v in range(1024):
             counts[v] = 0
@@ -175,6 +185,7 @@ def _encoder(size, rotation, units):
             if t % GROUP_TILES == 0:
                 mask = 0
                 group = x[begin : min(begin + GROUP, x.size)]
+                fetch_sample(group)
                 for k in range(planes):
                     count(group, k, plane, counts)
                     table = space[tables_at + tables_nbytes :][:TABLE_NBYTES]

@@ -111,6 +111,27 @@ def item(typingctx, array, at):
     return array.dtype(array, types.int64), codegen
 
 
+@intrinsic
+def prefetch(typingctx, array, at):
+    """Have the processor fetch the item number `at`, which is read soon."""
+
+    def codegen(context, builder, signature, args):
+        from numba.core.cgutils import ir
+        from numba.np.arrayobj import make_array
+
+        data = make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        kinds = [pointer.type, *[ir.IntType(32)] * 3]
+        call = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds)
+        )
+        # To read, into all caches, data.
+        builder.call(call, [pointer, *(ir.Constant(ir.IntType(32), n) for n in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
 # Tables
 
 
