@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import checkpoints_report
 import collectives_report
 import delta_report
 import dynamiq_report
@@ -115,15 +116,20 @@ _STUDIES = {
     "[many.md](many.md)": "bench_many.py",
     "[collectives.md](collectives.md)": "bench_collectives.py --out benchmarks/results --world 4",
 }
-_TORCHRUN = "torchrun --standalone --nproc-per-node 2 --max-restarts 9"
+_TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+_RANKS = {
+    "[checkpoints.md](checkpoints.md)": "bench_checkpoints.py --out "
+    "benchmarks/results/checkpoints.json",
+    "moe.jsonl": "bench_moe.py",
+}
 _STEPS = {"training.md": "bench_training.py", "prepared.md": "bench_peers.py"}
 COMMANDS = (
     "## How to make them again",
     "",
-    "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. The last "
-    "six need GPUs. accuracy, tagc, dynamiq and ddp keep the runs that their file has: name "
-    "another file to make all of them. So do the last two, without `--again`. Run them with "
-    "`NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
+    "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. Those "
+    "behind files.md need GPUs, but for checkpoints.md. accuracy, tagc, dynamiq and ddp keep the "
+    "runs that their file has: name another file to make all of them. So do the last two, without "
+    "`--again`. Run them with `NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
     "",
     "| page | command |",
     "|---|---|",
@@ -132,7 +138,11 @@ COMMANDS = (
     "| Lossy codecs on the CPU, above | `pytest benchmarks/bench_cpu.py -k lossy "
     "--benchmark-json=benchmarks/results/cpu_lossy.json` |",
     *(f"| {page} | `python benchmarks/{command}` |" for page, command in _STUDIES.items()),
-    *(f"| {page} | `{_TORCHRUN} benchmarks/{command}` |" for page, command in _STEPS.items()),
+    *(f"| {page} | `{_TORCHRUN} benchmarks/{command}` |" for page, command in _RANKS.items()),
+    *(
+        f"| {page} | `{_TORCHRUN} --max-restarts 9 benchmarks/{command}` |"
+        for page, command in _STEPS.items()
+    ),
 )
 
 
@@ -204,6 +214,8 @@ def main() -> None:
         lines += ["", "## Beside other lossless libraries", "", "[lossless.md](lossless.md)"]
     if delta_report.write(RESULTS):
         lines += ["", "## Deltas", "", "[delta.md](delta.md)"]
+    if checkpoints_report.write(RESULTS):
+        lines += ["", "## Distributed checkpoints", "", "[checkpoints.md](checkpoints.md)"]
     if files_report.write_page(RESULTS):
         lines += ["", "## Speed of files", "", "[files.md](files.md)"]
     if collectives_report.write_page(RESULTS):
