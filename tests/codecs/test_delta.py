@@ -60,6 +60,7 @@ def conditional_bits(base: npt.NDArray[Any], x: npt.NDArray[Any], dtype: str) ->
     return total / int(np.count_nonzero(old != new))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("dtype", Delta.dtypes)
 @pytest.mark.parametrize("form", FORMS)
 def test_backends_agree(form: str, dtype: str) -> None:

@@ -63,6 +63,7 @@ def entropy_nbytes(x: Any) -> float:
     return bits / 8
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "sigma", "most"),
     [
@@ -104,6 +105,7 @@ SAMPLES: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_ratio_is_close_to_the_entropy_of_bytes(name: str) -> None:
     draw, over = SAMPLES[name]
@@ -188,6 +190,7 @@ def damaged(data: bytes, kind: DType, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32", "bool"])
 def test_backends_agree_on_damage(dtype: str) -> None:
     kind = BY_NAME[dtype]
