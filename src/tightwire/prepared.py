@@ -44,7 +44,8 @@ class Prepared:
     reads and writes them where they are. On a GPU it launches kernels on the current stream, waits
     for nothing and allocates nothing, so that a captured CUDA graph can have it. As its work memory
     is one, calls of one object follow one another: on one stream, or on streams that wait for each
-    other, and on the host in one thread at a time. Different objects are independent.
+    other, and on the host in one thread at a time. Different objects are independent. Autograd is
+    not told of what a call writes.
 
     Args:
         steps: What a call does, one after the other.
