@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.checksum import MASK64, words_sum
+from ..formats.checksum import MASK64
 from ..formats.codec_ids import CODEC_IDS
 from ..formats.dtypes import DTYPES, DType
 from ..formats.header import SECTION_KINDS, Section, align
@@ -39,8 +39,14 @@ MAX_QUOTIENT = 15
 EXCESS = (2, 5, 11, 23)
 #: Bytes of the index before the tiles' offsets: the digests of base and result.
 DIGESTS_NBYTES = 16
+#: Of digest keys: what a word's number is multiplied by, then shifts and factors that mix its bits.
+KEY_STEP = 0x9E3779B1
+MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 #: Bytes of work memory of a tile on a GPU.
 TILE_SCRATCH = 6400
+
+#: Bytes of which a digest is found at a time.
+_AT_ONCE = 1 << 17
 
 ENDS_EARLY = "a tile ends early"
 RESULT_PROBLEM = "the result has not the digest that it should have"
@@ -158,6 +164,33 @@ def index_of(chunk: Chunk) -> Index:
     """See `Index`; views of the chunk."""
     digests, offsets = Delta().static_arrays(chunk)
     return Index(digests.view("<u8"), offsets.view("<u4"))
+
+
+def digest_keys(first: int, n: int) -> npt.NDArray[np.uint32]:
+    """Keys of the words from number `first` on of a chunk's elements.
+
+    Unlike those of checksums they are no steps of one size: sums of a few are not those of others.
+    """
+    keys = np.arange(first + 1, first + 1 + n, dtype=np.uint64).astype(np.uint32)
+    keys *= np.uint32(KEY_STEP)
+    keys ^= keys >> np.uint32(MIX[0])
+    keys *= np.uint32(MIX[1])
+    keys ^= keys >> np.uint32(MIX[2])
+    keys *= np.uint32(MIX[3])
+    keys ^= keys >> np.uint32(MIX[4])
+    return keys
+
+
+def digest_of(data: Bytes, first_word: int = 0) -> int:
+    """The digest of bytes (1-D) that start with word number `first_word` of a chunk's elements."""
+    total = 0
+    for at in range(0, data.size, _AT_ONCE):
+        part = data[at : at + _AT_ONCE]
+        words = np.zeros(-(-part.size // 4), "<u4")
+        words.view(np.uint8)[: part.size] = part
+        keys = digest_keys(first_word + at // 4, words.size)
+        total += int((words.astype(np.uint64) * keys).sum(dtype=np.uint64))
+    return total & MASK64
 
 
 def fits(spec: Delta, chunk: Chunk, digest: int) -> bool:
@@ -556,7 +589,7 @@ def encode_chunk(
 ) -> ChunkResult:
     """Encode the chunk's elements `bits` (1-D), given those of the base, into its parts."""
     index = index_of(chunk)
-    index.digests[:] = words_sum(base.view(np.uint8)), words_sum(bits.view(np.uint8))
+    index.digests[:] = digest_of(base.view(np.uint8)), digest_of(bits.view(np.uint8))
     used = 0
     for number, start in enumerate(range(0, bits.size, TILE)):
         tile = slice(start, start + TILE)
@@ -570,7 +603,7 @@ def encode_chunk(
 
 def base_fits(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> bool:
     """Whether the chunk can be decoded against this base (1-D, the chunk's elements)."""
-    return fits(spec, chunk, words_sum(base.view(np.uint8)))
+    return fits(spec, chunk, digest_of(base.view(np.uint8)))
 
 
 def ends_of(chunk: Chunk, start: int, stop: int) -> Ints | None:
@@ -616,7 +649,7 @@ def decode_chunk(
     digest = 0
     try:
         for at, bits in _tiles(spec, chunk, base, start, stop):
-            digest += words_sum(bits.view(np.uint8), at * chunk.dtype.itemsize // 4)
+            digest += digest_of(bits.view(np.uint8), at * chunk.dtype.itemsize // 4)
             lo, hi = max(start, at), min(stop, at + TILE)
             out[lo - start : hi - start] = bits[lo - at : hi - at]
     except BadTileError as problem:
@@ -641,7 +674,7 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
     digest, problem = 0, None
     try:
         for at, bits in _tiles(spec, chunk, base, 0, chunk.nelem):
-            digest += words_sum(bits.view(np.uint8), at * chunk.dtype.itemsize // 4)
+            digest += digest_of(bits.view(np.uint8), at * chunk.dtype.itemsize // 4)
     except BadTileError as bad:
         problem = str(bad)
     else:

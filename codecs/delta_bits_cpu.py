@@ -14,15 +14,14 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from ..formats.checksum import KEY_STEP
 from ..formats.dtypes import DType
 from .common.arrays_cpu import view_as
-from .common.checksum_cpu import sum_part
 from .common.compile_cache import part
-from .delta import LIMITS, TILE, kind_of, plain_words
+from .delta import KEY_STEP, LIMITS, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
 _STEP = np.uint32(KEY_STEP)
+_SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = map(np.uint32, MIX)
 BLOCK = 64
 BLOCKS = TILE // BLOCK
 #: Numbers that `not_above` looks at.
@@ -189,7 +188,7 @@ def next_one(words, at, end):
 def _copy_block(x, at, n, block):
     """The last elements of a tile, fewer than 64, to a block whose others are 0."""
     for i in range(BLOCK):
-        block[i] = x[at + i] if i < n else 0
+        block[i] = x[at + i] if i < n else block.dtype.type(0)
 
 
 @part(nogil=True)
@@ -302,13 +301,23 @@ def unordered_bits(v, kind):
 
 
 @part(nogil=True)
+def digest_key(number):
+    """The key of the word number `number` (uint32) of a chunk's elements."""
+    key = U4(U4(number + U4(1)) * _STEP)
+    key = U4(U4(key ^ U4(key >> _SHIFT0)) * _FACTOR0)
+    key = U4(U4(key ^ U4(key >> _SHIFT1)) * _FACTOR1)
+    return U4(key ^ U4(key >> _SHIFT2))
+
+
+@part(nogil=True)
 def digest_gain(old, new, i, itemsize):
     """What the digest of a chunk gains where element `i` becomes `new` instead of `old`."""
     at = U8(i) * U8(itemsize)
-    key = U8(U4(U4(U4(at >> U8(2)) * _STEP) + U4(1)))
+    number = U4(at >> U8(2))
+    key = U8(digest_key(number))
     if itemsize < 8:
         return key * ((new - old) << (U8(8) * (at & U8(3))))
-    following = U8(U4(U4(key) + _STEP))
+    following = U8(digest_key(U4(number + U4(1))))
     low = U8(0xFFFFFFFF)
     return key * ((new & low) - (old & low)) + following * ((new >> U8(32)) - (old >> U8(32)))
 
@@ -389,7 +398,8 @@ def space_for(dtype: DType) -> Space:
         np.empty(TILE, np.uint64),
         np.empty(BLOCKS, np.uint64),
         np.zeros(3 * SCALES, np.int32),
-        np.empty(plain_words(TILE, dtype.itemsize) // 2 + 6, np.uint64),
+        # More than a tile whose elements have all changed, each by an exception, takes.
+        np.empty(TILE * (16 * dtype.itemsize + 40) // 64 + 6, np.uint64),
         np.empty(BLOCK, dtype.bits),
         np.empty(2, np.int64),
     )
@@ -397,20 +407,16 @@ def space_for(dtype: DType) -> Space:
 
 @part(nogil=True)
 def add_digest(total, x, first_byte):
-    """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 8.
-
-    Two words at a time: both products then are ones of the lower halves of 64 bits.
-    """
-    pairs = view_as(x, np.uint64)
-    low = U8(0xFFFFFFFF)
-    key = U8(first_byte >> 2) * U8(KEY_STEP) + U8(1)
-    for i in range(pairs.size):
-        v = pairs[i]
-        total += (v & low) * (key & low)
-        total += (v >> U8(32)) * ((key + U8(KEY_STEP)) & low)
-        key += U8(2 * KEY_STEP)
-    rest = view_as(x, np.uint8)[8 * pairs.size :]
-    return sum_part(total, rest, U8(first_byte >> 2) + U8(2 * pairs.size))
+    """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 4."""
+    words = view_as(x, np.uint32)
+    first = U4(first_byte >> 2)
+    for i in range(words.size):
+        total += U8(words[i]) * U8(digest_key(U4(first + U4(i))))
+    data = view_as(x, np.uint8)
+    last = U8(0)
+    for i in range(4 * words.size, data.size):
+        last |= U8(data[i]) << U8(8 * (i - 4 * words.size))
+    return total + last * U8(digest_key(U4(first + U4(words.size))))
 
 
 def kind_numbers(dtype: DType) -> tuple[int, ...]:

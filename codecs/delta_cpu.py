@@ -57,7 +57,7 @@ from .delta_bits_cpu import (
 )
 from .delta_encode_cpu import encode_chunk
 
-__all__ = ["base_fits", "decode_chunk", "encode_chunk", "prepare"]
+__all__ = ["base_fits", "decode_chunk", "digest_of", "encode_chunk", "prepare"]
 
 _PROBLEMS = (
     None,
@@ -378,6 +378,11 @@ def _digest_of(x, first_byte):
     return add_digest(U8(0), x, I8(first_byte))
 
 
+def digest_of(data: Bits, first_word: int = 0) -> int:
+    """See `delta.digest_of`; `data` may be elements of any size."""
+    return int(_digest_of(as_read_only(data), 4 * first_word)) & MASK64
+
+
 @cached(nogil=True)
 def _write_listed(out, listed, values):
     """Write the changes that `_decode_tiles` has listed."""
@@ -427,9 +432,8 @@ def _decode_span(
 def base_fits(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> bool:
     """Whether the chunk can be decoded against this base (1-D, the chunk's elements)."""
     cuts = spans(-(-base.size // TILE), base.nbytes, threads)
-    base = as_read_only(base)
-    calls = [(base[lo * TILE : hi * TILE], lo * TILE * base.itemsize) for lo, hi in cuts]
-    return fits(spec, chunk, sum(map(int, run(_digest_of, calls))) & MASK64)
+    calls = [(base[lo * TILE : hi * TILE], lo * TILE * base.itemsize // 4) for lo, hi in cuts]
+    return fits(spec, chunk, sum(run(digest_of, calls)) & MASK64)
 
 
 def decode_chunk(
@@ -512,13 +516,15 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
 
     parts = run(check, cuts)
     found = [span for span, _, _ in parts]
-    before = sum(f.before for f in found) & MASK64
     problem = next((f.problem for f in found if f.problem), 0)
     if problem < 0:
         return reference.prepare(spec, chunk, base)
-    told = _PROBLEMS[problem]
-    if not problem:
-        told = _result_problem(chunk, before + sum(f.after for f in found))
+    if problem:
+        # Not all of the base has been read.
+        is_base = base_fits(spec, chunk, base, threads)
+        return Prepared(is_base, _PROBLEMS[problem], lambda out: None)
+    before = sum(f.before for f in found) & MASK64
+    told = _result_problem(chunk, before + sum(f.after for f in found))
     kept = all(f.total <= numbers.size for f, numbers, _ in parts)
 
     def write(out: Bits) -> None:

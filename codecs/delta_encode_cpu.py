@@ -287,7 +287,7 @@ def _encode_differences(base, x, at, n, m, kind, space, out, used):
     n_classes, width = kind[4], kind[0]
     exponents, lengths, changes = space.exponents, space.lengths, space.changes
     negative = space.negative
-    for k in range((m >> 6) + 1):
+    for k in range((m + 63) >> 6):
         negative[k] = 0
     for j in range(m):
         i = at + I8(space.positions[j])

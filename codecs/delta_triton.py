@@ -41,6 +41,7 @@ from .delta_words_triton import (
     DIGESTS,
     FAR,
     LOG_TILE,
+    MOST_WORDS,
     PIECE,
     PLACES,
     SUMS,
@@ -506,7 +507,7 @@ def _decode_kernel(
             behind = tl.load(offsets + 1, mask=more, other=0).to(tl.int64)
             behind = tl.where(more, behind, nbytes // 4)
             bad = (at > behind) | (behind > nbytes // 4) | ((tile == 0) & (at != 0))
-            bad = bad | (nbytes % 4 != 0)
+            bad = bad | (nbytes % 4 != 0) | (behind - at > MOST_WORDS)
             if bad == 0:
                 words = dynamic_ptr.to(tl.pointer_type(tl.uint32)) + at
                 count = (behind - at).to(tl.int32)

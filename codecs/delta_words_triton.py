@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 
 from . import delta
-from .common.frame_triton import weigh, weigh_bytes
 
 LOG_TILE, TILE = tl.constexpr(delta.LOG_TILE), tl.constexpr(delta.TILE)
 _L0, _L1, _L2, _L3 = (tl.constexpr(limit) for limit in delta.LIMITS)
 DIGESTS = tl.constexpr(delta.DIGESTS_NBYTES)
+_KEY_STEP = tl.constexpr(delta.KEY_STEP)
+_SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = (tl.constexpr(n) for n in delta.MIX)
+#: No tile that is valid has more words.
+MOST_WORDS = tl.constexpr(1 << 17)
 #: Elements of a piece.
 PIECE = tl.constexpr(256)
 #: Words of work memory of a tile, and where its parts start: what is known of it, then counts of
@@ -50,12 +53,16 @@ class Launch:
 
 @triton.jit
 def terms_of(v, i, ITEM: tl.constexpr):
-    """Checksum terms of elements `i` of a chunk, uint32."""
-    if ITEM == 4:
-        found = weigh(v, i)
-    else:
-        found = weigh_bytes(v, i * ITEM)
-    return found
+    """Terms of the digest of elements `i` of a chunk, uint32."""
+    at = (i * ITEM).to(tl.int64)
+    key = ((at >> 2) + 1).to(tl.uint32) * _KEY_STEP
+    key = (key ^ (key >> _SHIFT0)) * _FACTOR0
+    key = (key ^ (key >> _SHIFT1)) * _FACTOR1
+    key = key ^ (key >> _SHIFT2)
+    word = v.to(tl.uint32)
+    if ITEM < 4:
+        word = word << ((at & 3).to(tl.uint32) * 8)
+    return word.to(tl.uint64) * key.to(tl.uint64)
 
 
 @triton.jit

@@ -44,10 +44,18 @@ def used(h: Header, nelem: int) -> list[tuple[int, int]]:
     return [(0, 16 + 4 * ceil_div(nelem, TILE))]
 
 
+def key(i: int) -> int:
+    """What word i of a chunk's elements is multiplied by."""
+    v = (i + 1) * 0x9E3779B1 % 2**32
+    v = (v ^ v >> 16) * 0x7FEB352D % 2**32
+    v = (v ^ v >> 15) * 0x846CA68B % 2**32
+    return v ^ v >> 16
+
+
 def digest(data: bytes) -> bytes:
     """The digest of a chunk's elements, as it stands in the index."""
     data += bytes(-len(data) % 4)
-    total = sum(((0x3C6EF372 * i + 1) % 2**32) * u32(data, 4 * i) for i in range(len(data) // 4))
+    total = sum(key(i) * u32(data, 4 * i) for i in range(len(data) // 4))
     return (total % 2**64).to_bytes(8, "little")
 
 

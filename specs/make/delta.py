@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 import tightwire as tw
-from tightwire.codecs.delta import Delta, Writer, ordered, unordered
-from tightwire.formats.checksum import MASK64, words_sum
+from tightwire.codecs.delta import Delta, Writer, digest_of, ordered, unordered
 from tightwire.formats.dtypes import BY_NAME
 
 from . import common, data
@@ -89,6 +88,11 @@ def valid() -> Iterator[Any]:
     x[32768:] = random(955, "uint8", 4232)
     x[20000] ^= 255
     yield coded("uint8_plain_tile_overwrite", x, base, "overwrite")
+    # Mantissas of ones: exponents change if bits are rounded.
+    base = np.full(1000, np.nextafter(1.0, 0.0))
+    x = base.copy()
+    x[[3, 990]] = 1.0
+    yield coded("float64_below_one", x, base)
     yield from rules()
 
 
@@ -170,8 +174,19 @@ def tile(dtype: str, x: Array, *fields: tuple[str, Any]) -> tuple[bytes, bytes]:
         else:
             out.number(value, int(name))
     made.dynamic[0] = bytearray(out.done().tobytes())
-    made.static[0][8:16] = (words_sum(x.view(np.uint8)) & MASK64).to_bytes(8, "little")
+    made.static[0][8:16] = digest_of(x.view(np.uint8)).to_bytes(8, "little")
     return made.join(), ones(x.size, dtype).tobytes()
+
+
+def swapped() -> tuple[bytes, bytes]:
+    """A buffer, and another base than its own: two pairs of neighbours are swapped."""
+    base = np.zeros(4000, np.int32)
+    base[[100, 2001]] = 1
+    x = base.copy()
+    x[3000] = 5
+    other = np.zeros(4000, np.int32)
+    other[[101, 2000]] = 1
+    return bytes(tw.encode(x, "delta", base=base, backend="ref")), other.tobytes()
 
 
 def codes(dtype: str = "uint8", **wrong: Any) -> list[tuple[str, Any]]:
@@ -301,6 +316,7 @@ def invalid() -> dict[str, tuple[bytes, str, bytes]]:
         ),
         "delta_base_digest": edit(lambda p: common.put(p, 0, 3, b"\1")),
         "delta_other_base_overwrite": (parts(form="overwrite").join(), other.tobytes()),
+        "delta_base_with_swaps": swapped(),
     }
     many = 40000
     bad = bad_tiles() | {

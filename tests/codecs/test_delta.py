@@ -14,6 +14,7 @@ import tightwire as tw
 from decoders.buffer import decode as decode_of_the_pages
 from decoders.common import FormatError as DecoderError
 from support import examples, repair
+from tightwire.codecs import delta, delta_cpu
 from tightwire.codecs.delta import Delta
 from tightwire.engine import parse
 from tightwire.formats.dtypes import BY_NAME
@@ -21,6 +22,7 @@ from tightwire.planning import HOST_BACKENDS
 
 Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 FORMS = ("difference", "overwrite")
+BOTH = ("ref", "cpu")
 
 
 def step(dtype: str, n: int, rate: float, seed: int = 0) -> Pair:
@@ -138,6 +140,82 @@ def test_ratio(rate: float, share: float, most: float) -> None:
     base, x = step("bfloat16", 1 << 19, rate)
     assert np.mean(base.view(np.uint16) != x.view(np.uint16)) == pytest.approx(share, rel=0.1)
     assert tw.encode(x, "delta", base=base).nbytes <= most * x.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("n", [1000, 32768 + 37])
+def test_values_just_below_a_power_of_two(dtype: str, n: int) -> None:
+    """Bits that are rounded anywhere on their way have another exponent."""
+    kind = BY_NAME[dtype]
+    one = np.ones(n, kind.numpy)
+    base = (one.view(kind.bits) - kind.bits.type(1)).view(kind.numpy)
+    x = base.copy()
+    x[[3, n - 10]] = 1
+    found = {backend: bytes(tw.encode(x, "delta", base=base, backend=backend)) for backend in BOTH}
+    assert found["ref"] == found["cpu"]
+    for backend in BOTH:
+        assert tw.decode(found["cpu"], base=base, backend=backend).tobytes() == x.tobytes()
+
+
+def test_all_of_a_tile_changes() -> None:
+    base = np.arange(32768, dtype=np.int32)
+    x = base + 1
+    buffer = tw.encode(x, "delta", base=base)
+    assert bytes(buffer) == bytes(tw.encode(x, "delta", base=base, backend="ref"))
+    assert np.array_equal(tw.decode(buffer, base=base), x)
+
+
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "int64"])
+def test_a_base_whose_elements_are_swapped(dtype: str, backend: str) -> None:
+    """Sums of two swaps of neighbours, or of steps up and down, are not those of others."""
+    kind = BY_NAME[dtype]
+    rng = np.random.default_rng(0)
+    n = 5000
+    base = np.zeros(n, kind.bits)
+    x = base.copy()
+    x[4000] = 1
+    packed = [
+        bytes(tw.encode(a.view(kind.numpy), "delta", base=b.view(kind.numpy), backend=backend))
+        for a, b in ((x, base), (base, base))
+    ]
+    for _ in range(40):
+        i, j = 2 * rng.choice(n // 2 - 40, 2, replace=False)
+        step = int(rng.choice([2, 4, 64]))
+        other = base.copy()
+        other[[i, j + step]] += kind.bits.type(1)
+        other[[i + step, j]] -= kind.bits.type(1)
+        for data in packed:
+            with pytest.raises(tw.FormatError, match="base_mismatch"):
+                tw.decode(data, base=other.view(kind.numpy), backend=backend)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 7, 4096, 300_001])
+def test_digests_of_both_backends(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    words = [int.from_bytes(data[i : i + 4].tobytes(), "little") for i in range(0, nbytes, 4)]
+    keys = delta.digest_keys(5, len(words)).tolist()
+    want = sum(k * w for k, w in zip(keys, words, strict=True)) % 2**64
+    assert delta.digest_of(data, 5) == want
+    assert delta_cpu.digest_of(data, 5) == want
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_damage_is_not_taken_for_another_base(backend: str) -> None:
+    """In place, too, where the base is read while it is decoded against."""
+    base = np.arange(70_000, dtype=np.int32)
+    x = base.copy()
+    x[::50] += 1
+    buffer = tw.encode(x, "delta", base=base, checksum=False)
+    data = bytearray(bytes(buffer))
+    data[buffer.plan.dynamic_offset + 2] ^= 255
+    live = base.copy()
+    part: dict[str, Any] = {"start": 60_000, "stop": 60_010, "verify": True}
+    for options in ({}, {"out": live}, part):
+        given = live if "out" in options else base
+        with pytest.raises(tw.FormatError, match="bad_payload"):
+            tw.decode(data, base=given, backend=backend, **options)
+    assert np.array_equal(live, base)
 
 
 def test_an_unchanged_tensor_takes_a_few_bytes() -> None:
