@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_checkpoints.py --out FILE
 
-Each rank has a share of the rows of every tensor. Saves and loads take turns; files are synced, and
-loads read them from the cache of the system. What was loaded is compared. `memory` is what a rank
-took beyond its state, at most.
+Each rank has a share of the rows of every tensor. Saves and loads take turns; each save is to a new
+directory and its files are synced, and loads read them from the cache of the system. What was
+loaded is compared. `memory` is what a rank took beyond its state, at most.
 """
 
 from __future__ import annotations
@@ -84,14 +84,13 @@ def measured(folder: Path, state: Any, later: Any, rounds: int) -> dict[str, Any
     for codec in CODECS:
         writers[codec] = lambda path, codec=codec: tw.dcp.Writer(path, codec)
         readers[codec] = tw.dcp.Reader
-    base = folder / "zipccl"
-    writers[DELTA] = lambda path: tw.dcp.Writer(path, base=base)
+    writers[DELTA] = lambda path: tw.dcp.Writer(path, base=path.with_name("zipccl"))
     readers[DELTA] = tw.dcp.Reader
     rows: dict[str, Any] = {name: {"save": [], "load": [], "memory": []} for name in writers}
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
         for name, writer in writers.items():
             saved = later if name == DELTA else state
-            path = folder / name
+            path = folder / f"{number}" / name
 
             def save(saved: Any = saved, path: Path = path, writer: Any = writer) -> None:
                 dcp.save(saved, storage_writer=writer(path))
@@ -110,6 +109,8 @@ def measured(folder: Path, state: Any, later: Any, rounds: int) -> dict[str, Any
             assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
             rows[name]["nbytes"] = sum(file.stat().st_size for file in path.iterdir())
             dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / f"{number}")
     return {
         name: {
             "save": statistics.median(row["save"][1:]),
@@ -127,11 +128,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tensors", type=int, default=16, help="of 32 MiB each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default="/dev/shm", help="where; default: in memory")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     state, later = made(options.tensors)
-    shared = [tempfile.mkdtemp(dir=".") if dist.get_rank() == 0 else None]
+    shared = [tempfile.mkdtemp(dir=options.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
     folder = Path(str(shared[0]))
     try:
@@ -147,6 +149,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "torch": torch.__version__,
             "world": dist.get_world_size(),
+            "folder": options.folder,
             "nbytes": sum(x.numel() * x.itemsize for x in state.values()),
             "largest": max(x.to_local().numel() * x.itemsize for x in state.values()),
             "rows": rows,

@@ -17,9 +17,9 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         f"{recorded['cores']} cores ({recorded['machine']}), torch {recorded['torch']}. A state of "
         f"{size / 2**20:.0f} MiB of bfloat16, N(0, 0.02), half of the rows of each tensor on a "
         "rank. *deltas*: a later state, of which 1 % changed, against the checkpoint by zipccl. "
-        "Medians of whole calls of `save`, files synced, and of `load`, files in the cache of the "
-        "system; what was loaded was compared. *memory*: what a rank took beyond its state, in "
-        f"pieces of {recorded['largest'] / 2**20:.0f} MiB, the largest on a rank.",
+        f"Medians of whole calls of `save` to a new directory of {recorded['folder']}, files "
+        "synced, and of `load`; what was loaded was compared. *memory*: what a rank took beyond "
+        f"its state, in pieces of {recorded['largest'] / 2**20:.0f} MiB, the largest on a rank.",
         "",
         "| | bytes | save, s | load, s | memory, pieces |",
         "|---|---|---|---|---|",

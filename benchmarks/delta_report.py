@@ -54,8 +54,7 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         "",
         *ratios(recorded["synthetic"]),
         "",
-        "GB/s of tensor bytes, whole calls with checksums and digests, on a machine that was busy "
-        "with other work:",
+        "GB/s of tensor bytes, whole calls with checksums and digests, the fastest of some calls:",
         "",
         f"| changed | {' | '.join(columns)} |",
         "|---|" + "---|" * len(columns),
