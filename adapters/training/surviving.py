@@ -255,7 +255,9 @@ class Group:
                 self._regroup("replicas ask to join")
             return self._repeated(call)
         except BaseException as error:
-            # The one of a process that is lost already changes nothing.
+            if not isinstance(error, CollectiveError):
+                error.add_note(f"replica {self.rank} leaves its group, which goes on without it")
+            # For a process that is lost already this changes nothing.
             self._leave(str(error) or type(error).__name__)
             raise
 
@@ -272,21 +274,23 @@ class Group:
         """
         if isinstance(parameters, torch.nn.Module):
             parameters = parameters.parameters()
-        for bucket in _buckets(_gradients(parameters)):
-            flat = torch.cat([x.reshape(-1) for x in bucket])
-            if self.average_tensor(flat):
-                for x, mean in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
-                    x.copy_(mean.view_as(x))
+        self.average_tensors(_gradients(parameters))
 
-    def average_tensor(self, x: Any) -> bool:
-        """Overwrite a tensor by its mean over the replicas, as ``average`` does.
+    def average_tensors(self, tensors: Iterable[Any]) -> None:
+        """Overwrite tensors by their means over the replicas, as ``average`` does.
 
         Args:
-            x: 1-D, of a float dtype.
-
-        Returns:
-            Whether it was averaged; False once the step has failed, and ``x`` is then undefined.
+            tensors: Of any shapes and float dtypes, the same on all replicas.
         """
+        for bucket in _buckets(tensors):
+            flat = torch.cat([x.reshape(-1) for x in bucket])
+            if not self._average(flat):
+                return
+            for x, mean in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+                x.copy_(mean.view_as(x))
+
+    def _average(self, x: Any) -> bool:
+        """Whether the step goes well so far, and `x`, 1-D, has become its mean."""
         if self._held:
             return False
         try:
@@ -471,35 +475,62 @@ class Group:
 
 
 def register(model: Any, group: Group) -> None:
-    """Have a DistributedDataParallel model average its gradients over a group, while it computes.
+    """Have a DistributedDataParallel model average its gradients over a group.
 
-    The model is one of this replica alone: its process group has one rank, and
-    DistributedDataParallel is there for its buckets and hooks. Then ``backward()`` within ``step``
-    does what ``Group.average`` does.
+    The model is one of this replica alone: its process group has one rank. ``backward()`` within
+    ``step`` then ends as if ``Group.average`` followed. Gradients are averaged when the last bucket
+    is there, and not bucket by bucket: DistributedDataParallel forms its buckets anew after its
+    first step, so that a replica that joins has other ones than those that have trained.
 
     Args:
-        model: The DistributedDataParallel model.
+        model: The DistributedDataParallel model, whose parameters all get gradients in each step.
         group: The group.
 
     Raises:
         TypeError: If ``model`` is another model.
-        ValueError: If its process group has several ranks.
+        ValueError: If its process group has several ranks, or it allows unused parameters.
 
     Example:
         ``dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)`` makes a
-        process group of this process.
+        process group of this process alone.
     """
     size = distributed(model).process_group.size()
     if size != 1:
         raise ValueError(
-            f"the model's process group has {size} ranks; allowed: 1, so that no rank is missed"
+            f"the model's process group has {size} ranks; allowed: 1, so that none is missed"
         )
-    model.register_comm_hook(group, _ddp_hook)
+    if model.find_unused_parameters or model.static_graph:
+        # It asks its own group, which is this replica, whether anybody uses a parameter.
+        raise ValueError(
+            "the model has find_unused_parameters or static_graph; allowed: neither. "
+            "Group.average takes parameters without gradients"
+        )
+    model.register_comm_hook(_Buckets(model, group), _ddp_hook)
+
+
+class _Buckets:
+    """The gradients of a backward pass, until all are there."""
+
+    def __init__(self, model: Any, group: Group) -> None:
+        self._order = {p: i for i, p in enumerate(model.parameters())}
+        self._group = group
+        self._gradients: dict[int, Any] = {}
+
+    def add(self, bucket: Any) -> None:
+        """Take the gradients of a bucket; average all if it is the last."""
+        if bucket.index() == 0:
+            # Another pass may have ended with an error.
+            self._gradients.clear()
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._gradients[self._order[p]] = gradient
+        if bucket.is_last():
+            found, self._gradients = self._gradients, {}
+            self._group.average_tensors([found[i] for i in sorted(found)])
 
 
 # DDP would not take annotations that are strings.
 def _ddp_hook(state, bucket):  # type: ignore[no-untyped-def]
-    state.average_tensor(bucket.buffer())
+    state.add(bucket)
     return finished_future(bucket.buffer(), None)
 
 

@@ -67,7 +67,7 @@ def digest(model: Any) -> str:
 
 def dies_in_backward(model: Any, how: signal.Signals = signal.SIGKILL) -> None:
     """Have this process killed in the middle of the next backward pass."""
-    model[0].weight.register_hook(lambda _: os.kill(os.getpid(), how))
+    model[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), how))
 
 
 class Trainer:
@@ -114,16 +114,170 @@ class Trainer:
         }
 
 
+def lost(trainer: Trainer, until: int, before: Callable[[int], None]) -> tw.CollectiveError:
+    """Train until the others go on without this rank; what it is told."""
+    with pytest.raises(tw.CollectiveError) as caught:
+        trainer.train(until, before)
+    with pytest.raises(tw.CollectiveError, match="the group is closed"):
+        trainer.group.step(trainer.gradients)
+    return caught.value
+
+
 def killed(store: Any, rank: int, world_size: int) -> Any:
-    """The last rank is killed in the third step."""
+    """The last rank is killed in the third step, and some ranks fail where others do not."""
     trainer = Trainer(store, rank, world_size)
-    last = rank == world_size - 1
-    trainer.train(6, lambda step: dies_in_backward(trainer.model) if last and step == 2 else None)
+    group, commit, average = trainer.group, trainer.group._commit, trainer.group.average
+    calls = []
+
+    def before(step: int) -> None:
+        calls.append(step)
+        if step == 2 and rank == world_size - 1:
+            dies_in_backward(trainer.model)
+
+    def fails_late() -> None:
+        commit()
+        if group.steps == 5 and rank == 0:
+            # As if it had not heard that all were here, while the others have.
+            group._steps, group._entered = 4, True
+            raise tw.CollectiveError(rank, "test", 0, "commit", "connection closed")
+
+    def fails_early(parameters: Any) -> None:
+        average(parameters)
+        if group.steps == 5 and group.generation == 2 and rank == 1:
+            group._held = "connection closed"
+
+    group._commit, group.average = fails_late, fails_early  # type: ignore[method-assign]
+    trainer.train(7, before)
+    trainer.group.close()
+    assert calls == list(range(7))
+    return trainer.result()
+
+
+def dwindling(store: Any, rank: int, world_size: int) -> Any:
+    """Two of five are lost at once, one of them while ranks regroup; then the first; then one."""
+    trainer = Trainer(store, rank, world_size)
+    member = trainer.group._membership
+    regroup = member.regroup
+
+    def dies(report: Any) -> Any:
+        regroup(report)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(step: int) -> None:
+        if (step, rank) in ((1, 4), (3, 0), (4, 1)):
+            dies_in_backward(trainer.model)
+        if (step, rank) == (1, 3):
+            member.regroup = dies  # type: ignore[method-assign]
+
+    trainer.train(6, before)
     trainer.group.close()
     return trainer.result()
 
 
-TASKS = {task.__name__: task for task in (killed,)}
+def stopped(store: Any, rank: int, world_size: int) -> Any:
+    """A rank is stopped, the others go on without it; it goes on, is told, and joins again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = Trainer(store, rank, world_size)
+    store.set(f"pid {rank}", str(os.getpid()))
+    told = ""
+
+    def wrap() -> None:
+        trainer.computes = torch.nn.parallel.DistributedDataParallel(
+            trainer.model, bucket_cap_mb=0.002
+        )
+        tw.surviving.register(trainer.computes, trainer.group)
+
+    def before(step: int) -> None:
+        if (rank, step) == (1, 2) and not told:
+            dies_in_backward(trainer.model, signal.SIGSTOP)
+        if (rank, step) == (0, 4):
+            os.kill(int(store.get("pid 1")), signal.SIGCONT)
+        time.sleep(0.02)
+
+    wrap()
+    if rank == 1:
+        error = lost(trainer, 6, before)
+        told = str(error)
+        assert error.stage == "lost"
+        trainer = Trainer(store, None, world_size, wait=30)
+        wrap()
+    # All ranks see the others join in the same step.
+    while trainer.sizes[-2:] != [3, 3] or trainer.group.steps < 6:
+        trainer.train(trainer.group.steps + 1, before)
+    trainer.group.close()
+    return trainer.result() | {"told": told}
+
+
+def without_a_store(store: Any, rank: int, world_size: int) -> Any:
+    """The first rank holds the store, and is killed."""
+    if rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("own", str(own.port))
+    else:
+        own = dist.TCPStore("127.0.0.1", int(store.get("own")), is_master=False)
+    trainer = Trainer(own, rank, world_size)
+    before = lambda step: dies_in_backward(trainer.model) if rank == 0 and step == 1 else None  # noqa: E731
+    start = time.monotonic()
+    error = lost(trainer, 3, before)
+    return {"stage": error.stage, "text": str(error), "seconds": time.monotonic() - start}
+
+
+def sharded(store: Any, rank: int, world_size: int) -> Any:
+    """Two replicas of two processes: one of them is killed. Later a new replica joins."""
+    from torch.distributed.fsdp import fully_shard
+
+    replica, place = divmod(rank, 2)
+    own = dist.PrefixStore(f"replica {replica}", store)
+    dist.init_process_group(
+        "gloo", store=own, rank=place, world_size=2, timeout=timedelta(seconds=20)
+    )
+    if replica == 2:
+        store.wait(["lost"])
+    model = seeded(replica)
+    for module in (*model, model):
+        if list(module.parameters()):
+            fully_shard(module)
+    optimizer = new_optimizer(model)
+    options = OPTIONS | {"state": {"model": model, "optimizer": optimizer}}
+    within = dist.group.WORLD
+    if replica == 2:
+        group = tw.surviving.Group.join(store, within=within, **options)
+    else:
+        group = tw.surviving.Group(store, replica, 2, within=within, **options)
+    sizes: list[int] = []
+
+    def gradients(comm: Any) -> None:
+        optimizer.zero_grad()
+        x = batch(group.steps, 2 * comm.rank + place, 2 * comm.world_size)
+        loss_of(model, x).backward()
+        group.average(model)
+
+    def train() -> None:
+        while len(sizes) < 4 or sizes[-2:] != [2, 2]:
+            if (rank, group.steps) == (3, 2):
+                dies_in_backward(model)
+            group.step(gradients)
+            optimizer.step()
+            sizes.append(group.world_size)
+            time.sleep(0.02)
+            if len(sizes) == 4 and replica == 0:
+                store.set("lost", "")
+
+    if replica == 1:
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        return {"text": str(caught.value), "notes": caught.value.__notes__}
+    if replica == 2:
+        sizes += [0, 0]
+    train()
+    group.close()
+    found = hashlib.sha256()
+    for p in model.parameters():
+        found.update(p.full_tensor().detach().numpy().tobytes())
+    return {"weights": found.hexdigest(), "sizes": sizes, "rank": group.rank}
+
+
+TASKS = {task.__name__: task for task in (killed, dwindling, stopped, without_a_store, sharded)}
 
 
 # The processes.
@@ -185,8 +339,8 @@ def in_rank(task: str, rank: int, world_size: int, home: Path) -> Any:
 # The tests.
 
 
-def by_hand(sizes: Sequence[int]) -> str:
-    """The weights after steps of so many ranks each, in this process and by PyTorch alone."""
+def by_hand(sizes: Sequence[int], width: int = 1) -> str:
+    """The weights after steps of so many replicas each, in this process and by PyTorch alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -194,30 +348,85 @@ def by_hand(sizes: Sequence[int]) -> str:
         optimizer = new_optimizer(model)
         for step, size in enumerate(sizes):
             gradients = []
-            for rank in range(size):
+            for rank in range(size * width):
                 optimizer.zero_grad()
-                loss_of(model, batch(step, rank, size)).backward()
+                loss_of(model, batch(step, rank, size * width)).backward()
                 gradients.append([p.grad.clone() for p in model.parameters()])
-            for p, *terms in zip(model.parameters(), *gradients, strict=True):
-                total = torch.full_like(p, -0.0)
-                for term in terms:
-                    total += term
-                p.grad = total / size
+            for i, p in enumerate(model.parameters()):
+                replicas = [
+                    mean([terms[i] for terms in gradients[r * width : (r + 1) * width]])
+                    for r in range(size)
+                ]
+                p.grad = mean(replicas)
             optimizer.step()
         return digest(model)
     finally:
         torch.set_num_threads(threads)
 
 
+def mean(terms: Sequence[Any]) -> Any:
+    total = torch.full_like(terms[0], -0.0)
+    for term in terms:
+        total += term
+    return total / len(terms)
+
+
 @pytest.mark.slow
 def test_a_killed_rank_costs_a_repeated_step(tmp_path: Path) -> None:
     *survivors, lost = launch("killed", 3, tmp_path)
     assert lost == -signal.SIGKILL
-    sizes = [3, 3, 2, 2, 2, 2]
+    sizes = [3, 3, 2, 2, 2, 2, 2]
     for rank, found in enumerate(survivors):
         assert found["sizes"] == sizes
-        assert (found["rank"], found["generation"], found["steps"]) == (rank, 1, 6)
+        # One more for the rank that did not hear of the end of a step, one for a step by halves.
+        assert (found["rank"], found["generation"], found["steps"]) == (rank, 3, 7)
         assert found["weights"] == by_hand(sizes)
+
+
+@pytest.mark.slow
+def test_ranks_are_lost_while_others_regroup_until_one_is_left(tmp_path: Path) -> None:
+    *lost, found = [launch("dwindling", 5, tmp_path)[i] for i in (0, 1, 3, 4, 2)]
+    assert lost == [-signal.SIGKILL] * 4
+    assert found["sizes"] == [5, 3, 3, 2, 1, 1]
+    assert (found["rank"], found["generation"]) == (0, 4)
+    assert found["weights"] == by_hand(found["sizes"])
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_told_and_joins_again(tmp_path: Path) -> None:
+    first, back, last = launch("stopped", 3, tmp_path)
+    assert "rank 1: surviving #1 failed in stage 'lost': this process is not in" in back["told"]
+    assert "generation 1: nothing was heard of it for 1 s; the 2 that are left go" in back["told"]
+    assert [first["rank"], last["rank"], back["rank"]] == [0, 1, 2]
+    sizes = first["sizes"]
+    assert sizes[:4] == [3, 3, 2, 2]
+    assert sizes[-3:] == [2, 3, 3]
+    assert sizes == last["sizes"]
+    assert back["start"] != first["weights"] == last["weights"] == back["weights"] == by_hand(sizes)
+
+
+@pytest.mark.slow
+def test_without_its_store_nobody_survives(tmp_path: Path) -> None:
+    lost, *others = launch("without_a_store", 3, tmp_path)
+    assert lost == -signal.SIGKILL
+    for found in others:
+        assert found["stage"] == "store"
+        assert "the process that holds it has ended or cannot be reached" in found["text"]
+        assert found["seconds"] < TIMEOUT
+
+
+@pytest.mark.slow
+def test_a_replica_that_loses_a_rank_leaves_and_another_joins(tmp_path: Path) -> None:
+    first, second, left, lost, *joined = launch("sharded", 6, tmp_path)
+    assert lost == -signal.SIGKILL
+    assert "Connection closed by peer" in left["text"]
+    assert left["notes"] == ["replica 1 leaves its group, which goes on without it"]
+    sizes = first["sizes"]
+    assert sizes == second["sizes"]
+    assert sizes[:4] == [2, 2, 1, 1]
+    for rank, found in enumerate((first, second, *joined)):
+        assert found["rank"] == rank // 2
+        assert found["weights"] == by_hand(sizes, 2)
 
 
 if __name__ == "__main__":
