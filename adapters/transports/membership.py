@@ -31,6 +31,8 @@ _PAUSE = 0.02
 _LOOK = 5 * _PAUSE
 #: Heartbeats in the time after which a member counts as gone.
 _BEATS = 5
+#: Seconds that an answer of the store may come late.
+_GRACE = 1.0
 #: Seconds that the end of the process waits for the thread of heartbeats.
 _EXIT = 2.0
 
@@ -74,6 +76,46 @@ class Report(NamedTuple):
     joined: bool = False
     leaves: str = ""
     why: str = ""
+
+
+class _Client:
+    """A store whose calls raise RuntimeError if there is no answer in some seconds.
+
+    One whose process was stopped would let them wait for ever.
+    """
+
+    def __init__(self, store: Any, patience: float) -> None:
+        self.store, self._patience = store, patience
+        self._silent = ""
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def call(*args: Any) -> Any:
+            if self._silent:
+                raise RuntimeError(self._silent)
+            answers: list[Any] = []
+            errors: list[RuntimeError] = []
+
+            def ask() -> None:
+                try:
+                    answers.append(method(*args))
+                except RuntimeError as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(self._patience)
+            # If this process itself stood still the answer may be about to come.
+            thread.join(_GRACE)
+            if errors:
+                raise errors[0]
+            if not answers:
+                self._silent = f"no answer in {self._patience:g} s"
+                raise RuntimeError(self._silent)
+            return answers[0]
+
+        return call
 
 
 class _Heart:
@@ -144,7 +186,7 @@ class Membership:
         self.generation = Generation(-1, ())
         with self._asking("start"):
             # Its own connection: the caller's may be in use, or wait for something.
-            self._store = _keys(store).clone()
+            self._store = _Client(_keys(store).clone(), timeout)
             if self._store.add(f"born/{number}", 1) > 1:
                 raise self._error(
                     "start",
@@ -178,7 +220,7 @@ class Membership:
             ValueError: If the replicas have another width.
         """
         try:
-            keys = _keys(store)
+            keys = _Client(_keys(store), timeout)
             until = time.monotonic() + timeout
             while not keys.check(["0/list", "width"]):
                 if time.monotonic() > until:
@@ -208,7 +250,7 @@ class Membership:
 
     def prefix(self, what: str) -> Any:
         """A store for something that members of this generation do once."""
-        return dist.PrefixStore(f"{self.generation.number}/{what}", self._store)
+        return dist.PrefixStore(f"{self.generation.number}/{what}", self._store.store)
 
     def check(self) -> None:
         """Raise CollectiveError if the store has gone."""

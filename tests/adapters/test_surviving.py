@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -286,9 +288,11 @@ TASKS = {task.__name__: task for task in (killed, dwindling, stopped, without_a_
 def launch(task: str, world_size: int, folder: Path, seconds: float = 60) -> list[Any]:
     """What `task` returns on every rank; the signal's number of one that was killed."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    # PyTorch asks for names of addresses, which may take long where no server knows them.
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, task, str(world_size), str(folder)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -319,10 +323,15 @@ def main(task: str, world_size: str, folder: str) -> None:
     (home / "port.part").write_text(str(store.port))
     (home / "port.part").rename(home / "port")
     results: list[Any] = []
-    for rank, pid in enumerate(children):
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code <= 0, f"rank {rank} has ended with {code}"
-        results.append(code or json.loads((home / f"{rank}.json").read_text()))
+    try:
+        for rank, pid in enumerate(children):
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert code <= 0, f"rank {rank} has ended with {code}"
+            results.append(code or json.loads((home / f"{rank}.json").read_text()))
+    finally:
+        for pid in children[len(results) :]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     (home / "results").write_text(json.dumps(results))
 
 
@@ -419,7 +428,7 @@ def test_without_its_store_nobody_survives(tmp_path: Path) -> None:
 def test_a_replica_that_loses_a_rank_leaves_and_another_joins(tmp_path: Path) -> None:
     first, second, left, lost, *joined = launch("sharded", 6, tmp_path)
     assert lost == -signal.SIGKILL
-    assert "Connection closed by peer" in left["text"]
+    assert re.search("closed by peer|reset by peer", left["text"])
     assert left["notes"] == ["replica 1 leaves its group, which goes on without it"]
     sizes = first["sizes"]
     assert sizes == second["sizes"]
