@@ -40,7 +40,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..collectives.agreement import gather_plain
 from ..collectives.communicator import Communicator
@@ -217,6 +216,16 @@ class Group:
         return self._membership.generation.number
 
     @property
+    def lost(self) -> dict[int, str]:
+        """Replicas that the last change of the group has cost, and why.
+
+        Their numbers are those of the start, or for replicas that had joined later ones.
+        """
+        width = self._membership.width
+        found = self._membership.generation.lost.items()
+        return {int(member) // width: why for member, why in found}
+
+    @property
     def steps(self) -> int:
         """Number of steps that were whole, over all generations."""
         return self._steps
@@ -350,15 +359,16 @@ class Group:
         return bool(self._held) or self._entered or broken
 
     def _commit(self) -> None:
-        """End a step that was whole on all ranks: one that gets past this knows that all came to it.
+        """End a step, here where all ranks have all gradients: who gets past this knows it.
 
-        Ranks that fail here tell so when they regroup, and then the step counts if all that are
-        left have come to it.
+        Ranks that fail here tell so when they regroup. The step then counts if all that are left
+        have come here.
         """
         member = self._membership
         first = member.generation.members[0] == member.number
         asked = first and member.asked()
         with self._connected("commit"):
+            assert self._control is not None
             flags = gather_plain(self._control, np.array([asked], np.uint8))
         self._growing = bool(flags.any())
         self._steps, self._entered, self._vain = self._steps + 1, False, 0
@@ -389,7 +399,7 @@ class Group:
         self._disconnect()
         self._held = ""
         member, before = self._membership, self._membership.generation.members
-        report = Report(self._steps, self._entered, self._fresh, self._joined, why=why)
+        report = Report(self._steps, self._entered, self._fresh, self._joined)
         self._entered = False
         try:
             generation = member.regroup(report)
@@ -419,7 +429,7 @@ class Group:
         self._control = self._link("control", members)
         data = self._link(f"data/{member.number % member.width}", member.column())
         try:
-            comm = Communicator(data, **{"name": NAME} | self._options)
+            comm = Communicator(data, **{"name": NAME, **self._options})
             self._transfer()
         except BaseException:
             data.close()

@@ -55,7 +55,7 @@ class Generation(NamedTuple):
     fresh: tuple[int, ...] = ()
     step: int = 0
     asks: int = 0
-    lost: dict[str, str] = {}  # noqa: RUF012: read only
+    lost: dict[str, str] = {}  # noqa: RUF012 (nobody writes to it)
 
 
 class Report(NamedTuple):
@@ -67,7 +67,6 @@ class Report(NamedTuple):
         fresh: Whether it lacks the state.
         joined: Whether it asked to join: what it has without the state is worth nothing.
         leaves: Why it leaves; empty if it does not.
-        why: What it has seen.
     """
 
     step: int = 0
@@ -75,7 +74,6 @@ class Report(NamedTuple):
     fresh: bool = False
     joined: bool = False
     leaves: str = ""
-    why: str = ""
 
 
 class _Client:
@@ -431,7 +429,8 @@ class Membership:
     def _joining(self) -> tuple[int, list[int]]:
         """How many have asked, and the members of those that are there."""
         before = self.generation
-        count, found = before.asks, []
+        count = before.asks
+        found: list[int] = []
         asked = self._store.add("asks", 0)
         while count < asked and self._store.check([f"ask/{count + 1}"]):
             count += 1

@@ -189,7 +189,7 @@ def test_a_replica_that_asked_and_died_holds_up_nobody(run: Run) -> None:
         all_in(run.regroup({0: Report(), 1: Report()}), [0, 1])
         assert not run.members[0].asked()
         for future in asking:
-            with pytest.raises(tw.CollectiveError, match="have not answered in 0.5 s"):
+            with pytest.raises(tw.CollectiveError, match=r"have not answered in 0\.5 s"):
                 future.result()
 
 
@@ -224,7 +224,7 @@ def test_members_meet_or_hear_who_is_missing(run: Run) -> None:
 
 
 def test_what_does_not_belong_together_is_refused(run: Run) -> None:
-    with pytest.raises(tw.CollectiveError, match="the store has had no members for 0.1 s"):
+    with pytest.raises(tw.CollectiveError, match=r"the store has had no members for 0\.1 s"):
         Membership.new_replica(run.store, 1, 0.1)
     run.start(2)
     with pytest.raises(tw.CollectiveError, match="a rank of this number before"):
@@ -252,8 +252,9 @@ def test_a_store_that_stands_still_is_an_error_and_not_a_wait(
     member._store.store = Stopped()
     start = time.monotonic()
     # Only the first waits.
-    for call in (lambda: member.meet("a"), member.close):
-        with pytest.raises(tw.CollectiveError, match="no answer in 0.6 s") as caught:
+    calls: tuple[Any, ...] = (lambda: member.meet("a"), member.close)
+    for call in calls:
+        with pytest.raises(tw.CollectiveError, match=r"no answer in 0\.6 s") as caught:
             call()
         assert caught.value.stage == "store"
     assert time.monotonic() - start < 1.5

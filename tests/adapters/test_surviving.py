@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ class Trainer:
             "rank": group.rank,
             "generation": group.generation,
             "steps": group.steps,
+            "lost": group.lost,
         }
 
 
@@ -339,9 +341,7 @@ def in_rank(task: str, rank: int, world_size: int, home: Path) -> Any:
     while not (home / "port").exists():
         time.sleep(0.01)
     port = int((home / "port").read_text())
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     return TASKS[task](store, rank, world_size)
 
 
@@ -398,6 +398,7 @@ def test_ranks_are_lost_while_others_regroup_until_one_is_left(tmp_path: Path) -
     assert lost == [-signal.SIGKILL] * 4
     assert found["sizes"] == [5, 3, 3, 2, 1, 1]
     assert (found["rank"], found["generation"]) == (0, 4)
+    assert found["lost"] == {"1": "nothing was heard of it for 1 s"}
     assert found["weights"] == by_hand(found["sizes"])
 
 
@@ -436,6 +437,120 @@ def test_a_replica_that_loses_a_rank_leaves_and_another_joins(tmp_path: Path) ->
     for rank, found in enumerate((first, second, *joined)):
         assert found["rank"] == rank // 2
         assert found["weights"] == by_hand(sizes, 2)
+
+
+# Ranks that are threads of this process.
+
+
+def in_threads(tasks: Sequence[Callable[[Any], Any]]) -> list[Any]:
+    """What tasks return or raise, run at the same time with one store."""
+    store = dist.HashStore()
+
+    def run(task: Callable[[Any], Any]) -> Any:
+        try:
+            return task(store)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(run, tasks))
+
+
+def two_steps(rank: int, before: Callable[[int, int], None], **options: Any) -> Any:
+    """A rank of two that averages its number and 4, twice: means and world sizes, or an error."""
+
+    def task(store: Any) -> list[Any]:
+        found: list[Any] = []
+        with tw.surviving.Group(store, rank, 2, **OPTIONS | options) as group:
+
+            def call(comm: Any) -> float:
+                before(rank, group.steps)
+                x, y = torch.tensor([float(rank)]), torch.tensor([[4.0]], dtype=torch.float64)
+                group.average_tensors([x, y])
+                # Different dtypes are different buckets.
+                return float(x) + float(y) - 4
+
+            while group.steps < 2:
+                found.append((group.step(call), group.world_size, group.rank))
+        return found
+
+    return task
+
+
+def test_a_rank_that_raises_leaves_at_once() -> None:
+    def before(rank: int, step: int) -> None:
+        if (rank, step) == (0, 1):
+            raise KeyError("no such thing")
+
+    start = time.monotonic()
+    error, found = in_threads([two_steps(rank, before) for rank in range(2)])
+    assert time.monotonic() - start < TIMEOUT
+    assert isinstance(error, KeyError)
+    assert error.__notes__ == ["replica 0 leaves its group, which goes on without it"]
+    assert found == [(0.5, 2, 1), (1.0, 1, 0)]
+
+
+def test_a_rank_that_is_too_slow_is_told_that_the_others_went_on() -> None:
+    def before(rank: int, step: int) -> None:
+        if (rank, step) == (1, 1):
+            # It computes, with a heartbeat: longer than a collective and the regrouping wait.
+            time.sleep(2)
+
+    found, error = in_threads([two_steps(rank, before, timeout=0.6) for rank in range(2)])
+    assert found == [(0.5, 2, 0), (0.0, 1, 0)]
+    assert isinstance(error, tw.CollectiveError)
+    assert (error.rank, error.stage) == (1, "lost")
+    assert "it has not reported for 0.6 s; the 1 that are left go on" in error.detail
+
+
+def test_ranks_that_cannot_connect_give_up() -> None:
+    codecs = ("zipccl", "raw")
+    tasks = [two_steps(rank, lambda *_: None, codec=codecs[rank]) for rank in range(2)]
+    for rank, error in enumerate(in_threads(tasks)):
+        assert isinstance(error, tw.CollectiveError)
+        assert (error.rank, error.stage) == (rank, "regroup")
+        assert "3 generations of the same ranks have failed" in error.detail
+        assert "ranks differ" in error.detail
+
+
+def test_gradients_that_are_missing_count_as_zeros() -> None:
+    def task(rank: int) -> Any:
+        def call(store: Any) -> Any:
+            layers = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1)
+            layers[1].bias.requires_grad_(False)
+            with tw.surviving.Group(store, rank, 2, **OPTIONS) as group:
+
+                def gradients(comm: Any) -> None:
+                    layers[rank].weight.grad = torch.ones(1, 1)
+                    group.average(p for layer in layers for p in layer.parameters())
+
+                group.step(gradients)
+            assert layers[1].bias.grad is None
+            return [float(layer.weight.grad) for layer in layers]
+
+        return call
+
+    assert in_threads([task(0), task(1)]) == [[0.5, 0.5]] * 2
+
+
+def test_bad_arguments_are_refused() -> None:
+    store = dist.HashStore()
+    group = tw.surviving.Group(store, 0, 1, **OPTIONS)
+    with pytest.raises(ValueError, match="rank is 2; allowed: 0 to 1"):
+        tw.surviving.Group(store, 2, 2)
+    with pytest.raises(TypeError, match=r"state\['w'\] is a int; allowed: objects with state_dict"):
+        tw.surviving.Group(store, 0, 2, state={"w": 1})
+    with pytest.raises(TypeError, match=r"options are \['codecs'\]"):
+        tw.surviving.Group(store, 0, 2, codecs="raw")
+    with pytest.raises(TypeError, match="model is a Linear; allowed: DistributedDataParallel"):
+        tw.surviving.register(torch.nn.Linear(1, 1), group)
+    with pytest.raises(tw.CollectiveError, match="a rank of this number before"):
+        tw.surviving.Group(store, 0, 1, **OPTIONS)
+    assert group.step(lambda comm: comm.world_size) == 1
+    group.close()
+    group.close()
+    with pytest.raises(tw.CollectiveError, match="the group is closed"):
+        _ = group.comm
 
 
 if __name__ == "__main__":
