@@ -1,6 +1,7 @@
 """Training that goes on when ranks fail: a group that is rebuilt of the ranks that are left.
 
-To try it, run ``torchrun --nproc-per-node 3 example.py``, and kill a process but the first, with::
+To try it, run ``RANK=0 WORLD_SIZE=3 python example.py``, and so for the other ranks, in three
+terminals; then kill one that is not the first. ``example.py`` is::
 
     import os
     import torch
@@ -90,7 +91,7 @@ class Group:
         timeout: Seconds that ranks wait for one another, in collectives and between them. It has to
             be longer than the difference between the slowest and the fastest rank of a step.
         silence: Seconds without a sign of life after which a process that takes no part in
-            regrouping is lost. A thread gives that sign, so computing is no silence.
+            regrouping is lost. A thread gives that sign, so a process may compute for longer.
         **options: Arguments of ``Communicator``, such as ``codec``.
 
     Raises:

@@ -318,7 +318,7 @@ class Membership:
         if self.number not in self.generation.members:
             why = self.generation.lost.get(str(self.number), "it had not asked")
             left = len(self.generation.members)
-            others = f"the {left} that are left go on without it" if left else "nobody is left"
+            others = f"the others ({left}) go on without it" if left else "nobody is left"
             raise self._error(
                 "lost", f"this process is not in generation {before.number + 1}: {why}; {others}"
             )

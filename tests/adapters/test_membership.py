@@ -110,7 +110,7 @@ def test_members_that_are_dead_or_late_are_lost_and_told(run: Run) -> None:
     assert isinstance(late, tw.CollectiveError)
     assert (late.stage, late.sequence) == ("lost", 1)
     assert late.detail == (
-        "this process is not in generation 1: it has not reported for 0.6 s; the 2 that are left "
+        "this process is not in generation 1: it has not reported for 0.6 s; the others (2) "
         "go on without it"
     )
     # What it does then disturbs nobody.
@@ -132,7 +132,7 @@ def test_what_remains_of_a_broken_replica_leaves_with_it(run: Run) -> None:
     found = run.regroup(others)
     broken = found.pop(2)
     assert isinstance(broken, tw.CollectiveError)
-    assert "its replica has lost members [3]; the 4 that are left go on" in broken.detail
+    assert "its replica has lost members [3]; the others (4) go on" in broken.detail
     all_in(found, [0, 1, 4, 5])
     assert [run.members[m].rank for m in (0, 1, 4, 5)] == [0, 0, 1, 1]
     assert run.members[4].column() == [0, 4]

@@ -406,7 +406,7 @@ def test_ranks_are_lost_while_others_regroup_until_one_is_left(tmp_path: Path) -
 def test_a_stopped_rank_is_told_and_joins_again(tmp_path: Path) -> None:
     first, back, last = launch("stopped", 3, tmp_path)
     assert "rank 1: surviving #1 failed in stage 'lost': this process is not in" in back["told"]
-    assert "generation 1: nothing was heard of it for 1 s; the 2 that are left go" in back["told"]
+    assert "generation 1: nothing was heard of it for 1 s; the others (2) go" in back["told"]
     assert [first["rank"], last["rank"], back["rank"]] == [0, 1, 2]
     sizes = first["sizes"]
     assert sizes[:4] == [3, 3, 2, 2]
@@ -500,7 +500,7 @@ def test_a_rank_that_is_too_slow_is_told_that_the_others_went_on() -> None:
     assert found == [(0.5, 2, 0), (0.0, 1, 0)]
     assert isinstance(error, tw.CollectiveError)
     assert (error.rank, error.stage) == (1, "lost")
-    assert "it has not reported for 0.6 s; the 1 that are left go on" in error.detail
+    assert "it has not reported for 0.6 s; the others (1) go on" in error.detail
 
 
 def test_ranks_that_cannot_connect_give_up() -> None:
