@@ -265,7 +265,8 @@ class Group:
                 self._regroup("replicas ask to join")
             return self._repeated(call)
         except BaseException as error:
-            if not isinstance(error, CollectiveError):
+            own = isinstance(error, CollectiveError) and error.collective == NAME
+            if not own:
                 error.add_note(f"replica {self.rank} leaves its group, which goes on without it")
             # For a process that is lost already this changes nothing.
             self._leave(str(error) or type(error).__name__)

@@ -27,6 +27,8 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
+from tightwire.adapters.weights.stateful import load_tensors, tensors_of  # noqa: E402
+
 #: Seconds that ranks wait for one another, and without a sign of life.
 TIMEOUT, SILENCE = 6.0, 1.0
 OPTIONS: dict[str, Any] = {"timeout": TIMEOUT, "silence": SILENCE}
@@ -241,6 +243,9 @@ def sharded(store: Any, rank: int, world_size: int) -> Any:
     for module in (*model, model):
         if list(module.parameters()):
             fully_shard(module)
+    if replica != 1:
+        # What travels within a replica is its own affair.
+        tw.fsdp.compress(model)
     optimizer = new_optimizer(model)
     options = OPTIONS | {"state": {"model": model, "optimizer": optimizer}}
     within = dist.group.WORLD
@@ -477,15 +482,18 @@ def two_steps(rank: int, before: Callable[[int, int], None], **options: Any) -> 
     return task
 
 
-def test_a_rank_that_raises_leaves_at_once() -> None:
+@pytest.mark.parametrize(
+    "error", [KeyError("no such thing"), tw.CollectiveError(0, "another group's", 3, "sizes", "")]
+)
+def test_a_rank_that_raises_leaves_at_once(error: Exception) -> None:
     def before(rank: int, step: int) -> None:
         if (rank, step) == (0, 1):
-            raise KeyError("no such thing")
+            raise error
 
     start = time.monotonic()
-    error, found = in_threads([two_steps(rank, before) for rank in range(2)])
+    raised, found = in_threads([two_steps(rank, before) for rank in range(2)])
     assert time.monotonic() - start < TIMEOUT
-    assert isinstance(error, KeyError)
+    assert raised is error
     assert error.__notes__ == ["replica 0 leaves its group, which goes on without it"]
     assert found == [(0.5, 2, 1), (1.0, 1, 0)]
 
@@ -532,6 +540,45 @@ def test_gradients_that_are_missing_count_as_zeros() -> None:
         return call
 
     assert in_threads([task(0), task(1)]) == [[0.5, 0.5]] * 2
+
+
+class Reader:
+    """Has a state that no module has."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def state_dict(self) -> Any:
+        return {"place": self.found}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.found = state["place"]
+
+
+def test_a_state_of_any_nesting_goes_through_tensors() -> None:
+    nested = {"seen": [torch.arange(3), (None, 2.5, {"x": torch.tensor(True)})], 7: "seven"}
+    giver, taker = Reader(nested), Reader(None)
+    model = new_model()
+    optimizers = new_optimizer(model), new_optimizer(model)
+    loss_of(model, batch(0, 0, 1)).backward()
+    optimizers[0].step()
+    optimizers[0].param_groups[0]["lr"] = 0.125
+    tensors = tensors_of({"optimizer": optimizers[0], "reader": giver})
+    assert {"reader.place.seen.0", "optimizer.state.0.exp_avg", "rest"} < set(tensors)
+    # What travels is read while both are used on.
+    arrived = {name: x.clone() for name, x in tensors.items()}
+    load_tensors({"optimizer": optimizers[1], "reader": taker}, arrived)
+    assert optimizers[1].param_groups[0]["lr"] == 0.125
+    for i in range(4):
+        for name, x in optimizers[0].state_dict()["state"][i].items():
+            assert torch.equal(optimizers[1].state_dict()["state"][i][name], x)
+    assert list(taker.found) == ["seen", 7]
+    first, (nothing, number, last) = taker.found["seen"]
+    assert torch.equal(first, torch.arange(3))
+    assert (nothing, number) == (None, 2.5)
+    assert torch.equal(last["x"], torch.tensor(True))
+    with pytest.raises(KeyError, match="model"):
+        load_tensors({"model": model}, arrived)
 
 
 def test_bad_arguments_are_refused() -> None:
