@@ -581,6 +581,40 @@ def test_a_state_of_any_nesting_goes_through_tensors() -> None:
         load_tensors({"model": model}, arrived)
 
 
+def test_a_replica_that_cannot_take_the_state_leaves_and_another_joins() -> None:
+    def train(group: Any) -> list[int]:
+        with group:
+            sizes: list[int] = []
+            until = time.monotonic() + 20
+            while sizes.count(3) < 2 and time.monotonic() < until:
+                sizes.append(group.step(lambda comm: comm.world_size))
+                time.sleep(0.01)
+        return sizes
+
+    def rank(number: int) -> Any:
+        def task(store: Any) -> Any:
+            # Rank 1 gets that of rank 0.
+            own = Reader(torch.full((3,), 5 + number))
+            group = tw.surviving.Group(store, number, 2, state={"own": own}, **OPTIONS)
+            return own.found.tolist(), set(train(group))
+
+        return task
+
+    def joins(store: Any) -> Any:
+        refuses = Reader(0)
+        refuses.load_state_dict = lambda state: int(state["place"])  # type: ignore[method-assign]
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            tw.surviving.Group.join(store, state={"own": refuses}, wait=20, **OPTIONS)
+        own = Reader(None)
+        group = tw.surviving.Group.join(store, state={"own": own}, wait=20, **OPTIONS)
+        return own.found.tolist(), train(group), group.rank, str(caught.value)
+
+    first, second, (state, sizes, number, why) = in_threads([rank(0), rank(1), joins])
+    assert first == second == ([5, 5, 5], {2, 3})
+    assert (state, sizes, number) == ([5, 5, 5], [3, 3], 2)
+    assert "scalar" in why
+
+
 def test_bad_arguments_are_refused() -> None:
     store = dist.HashStore()
     group = tw.surviving.Group(store, 0, 1, **OPTIONS)
