@@ -602,7 +602,7 @@ def test_a_replica_that_cannot_take_the_state_leaves_and_another_joins() -> None
 
     def joins(store: Any) -> Any:
         refuses = Reader(0)
-        refuses.load_state_dict = lambda state: int(state["place"])  # type: ignore[method-assign]
+        refuses.load_state_dict = lambda x: int(x["place"])  # type: ignore[method-assign, assignment]
         with pytest.raises((ValueError, RuntimeError)) as caught:
             tw.surviving.Group.join(store, state={"own": refuses}, wait=20, **OPTIONS)
         own = Reader(None)
