@@ -180,11 +180,39 @@ class TorchDist(Transport):
             problem = disagreement(store, rank, size, facts, wanted)
         if problem:
             raise CollectiveError(rank, _NEW_GROUP, number, "agree", problem)
+        with _stage(rank, number, "connect"):
+            return cls._connected(kind, store, rank, size, wanted, device)
+
+    @classmethod
+    def by_store(cls, store: Any, rank: int, world_size: int, *, timeout: float) -> Self:
+        """Connect ranks that have nothing in common but a store, over gloo.
+
+        ``dist.init_process_group()`` is not needed. The connections end as those of ``new_group``.
+
+        Args:
+            store: A store of ``torch.distributed``, with keys of its own for these ranks, such as a
+                ``PrefixStore``.
+            rank: Number of this rank.
+            world_size: Number of ranks.
+            timeout: Seconds, for connecting and for every call.
+
+        Returns:
+            The transport.
+
+        Raises:
+            RuntimeError: If a rank is not there within the timeout, or the store does not answer.
+        """
+        wanted = timedelta(seconds=timeout)
+        return cls._connected("gloo", store, rank, world_size, wanted, torch.device("cpu"))
+
+    @classmethod
+    def _connected(
+        cls, kind: str, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
+    ) -> Self:
         found = cls.__new__(cls)
         found._device, found._rank, found._size = device, rank, size
-        found._store, found._timeout = store, wanted.total_seconds()
-        with _stage(rank, number, "connect"):
-            found._given = _CONNECT[kind](store, rank, size, wanted)
+        found._store, found._timeout = store, timeout.total_seconds()
+        found._given = _CONNECT[kind](store, rank, size, timeout)
         # NCCL is to be told, also if nobody calls close().
         found._let_go = weakref.finalize(found, _end, found._given)
         _note_exit()

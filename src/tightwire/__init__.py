@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .adapters.training import fsdp as fsdp
     from .adapters.training import moe as moe
     from .adapters.training import pipeline as pipeline
+    from .adapters.training import surviving as surviving
     from .adapters.training import tagc as tagc
     from .adapters.training import tensor_parallel as tensor_parallel
     from .adapters.training.error_feedback import ErrorFeedback
@@ -139,6 +140,7 @@ _MODULES = {
     "pipeline": "adapters.training.pipeline",
     "prepared": "prepared",
     "process_group": "adapters.collectives.process_group",
+    "surviving": "adapters.training.surviving",
     "tagc": "adapters.training.tagc",
     "tensor_parallel": "adapters.training.tensor_parallel",
 }

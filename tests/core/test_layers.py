@@ -41,7 +41,7 @@ BELOW = {
     "adapters": {*_LIBRARY, "adapters"},
     "transports": {*_LIBRARY, "adapters", "transports"},
     "collectives": {*_LIBRARY, "adapters", "transports", "collectives"},
-    "training": {*_LIBRARY, "adapters", "transports", "collectives", "training"},
+    "training": {*_LIBRARY, "adapters", "transports", "collectives", "weights", "training"},
     "weights": {*_LIBRARY, "adapters", "transports", "collectives", "weights"},
 }
 

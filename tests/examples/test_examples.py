@@ -23,6 +23,7 @@ ALONE = {
 }
 PROCESSES = {
     "socket_stream": r"5 tensors came bit for bit: \d+ bytes in place of 130560",
+    "surviving": r"ranks in a step: 3, then 2, then 3; all have the same weights",
     "weight_deltas": r"version 5 takes \d{4,5} bytes, the first one \d{6}",
 }
 TORCHRUN = {
