@@ -329,7 +329,7 @@ class NodeCommunicator:
             raise ValueError(f"decoded is given, topology is {by!r}; allowed: 'two-shot'")
         wire_dtype(wire, info.dtype, self._size)
         terms = _turned(x, self._nodes, self._locals)
-        arrived = None if kept is None else tensors.empty(terms.shape, info.dtype, x)
+        arrived: Any = None if kept is None else tensors.empty(terms.shape, info.dtype, x)
         total = tensors.empty((self._nodes * math.prod(shape),), wide, x)
         share = tensors.empty((math.prod(shape),), wide, x)
         sent = self._wire(wire, info.dtype, share.shape[0])
