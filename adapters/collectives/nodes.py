@@ -688,6 +688,10 @@ class NodeCommunicator:
             raise call.failure("agree", detail + problem)
 
 
+#: What hooks take.
+AnyCommunicator = Communicator | NodeCommunicator
+
+
 class _Steps:
     """The steps of one call: which communicator makes the last one that was begun."""
 
