@@ -2,7 +2,7 @@
 
 The ranks of M nodes of N ranks each are a grid. A `NodeCommunicator` is given a communicator for
 each of its dimensions, and makes every collective of theirs, so that what a node has to say to
-another one crosses its network card once, encoded.
+another one crosses its NIC once, encoded.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class NodeCommunicator:
             of nodes for each number, for this object alone.
 
     Raises:
-        CollectiveError: On all ranks of a node and of its number, if the communicators make no
-            grid, nodes have different numbers of ranks, or ranks other codecs between nodes.
-        TypeError: If an argument is no ``Communicator``.
+        CollectiveError: If the communicators do not make a grid, nodes have different numbers of
+            ranks, or ranks of a node other codecs between nodes.
+        TypeError: If an argument is not a ``Communicator``.
 
     Example:
         >>> import numpy as np
@@ -648,7 +648,7 @@ class NodeCommunicator:
         )
 
     def _check_grid(self) -> None:
-        """Raise CollectiveError if the ranks of all nodes are no grid.
+        """Raise CollectiveError if the ranks of all nodes are not a grid.
 
         What one node sees the others are told, so that none of them waits for it.
         """

@@ -325,6 +325,9 @@ class ReduceScatter(CommHook):
 
         Args:
             group: The process group of the replicas.
+
+        Returns:
+            The hook, the same for all modules of these replicas.
         """
         if group not in self.replicas:
             self.replicas[group] = AllReduce(group, **self._options)
@@ -630,7 +633,14 @@ def compress(
 
 
 def param_groups(module: Any) -> list[Any]:
-    """What FSDP has of the parameters of an FSDP module; nothing public tells."""
+    """What FSDP itself has of the parameters of an FSDP module; nothing public tells.
+
+    Args:
+        module: The FSDP module.
+
+    Returns:
+        Its ``FSDPParamGroup`` objects.
+    """
     fsdp = module._get_fsdp_state()
     groups = getattr(fsdp, "_fsdp_param_groups", None)
     if groups is not None:

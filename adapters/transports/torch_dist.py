@@ -199,7 +199,7 @@ class TorchDist(Transport):
 
         Raises:
             CollectiveError: As ``new_group``, and if ranks name nodes of different sizes.
-            TypeError: As ``new_group``, and if ``node`` is no integer.
+            TypeError: As ``new_group``, and if ``node`` is not an integer.
             ValueError: As ``new_group``, and if nodes would be uneven.
         """
         given, device = _member(group, device)

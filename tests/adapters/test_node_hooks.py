@@ -70,12 +70,13 @@ def run_ddp(device: Any) -> dict[str, Any]:
     found = {}
     plain = DistributedDataParallel(model_of())
     trained(plain)
-    for name, options in {
+    cases: dict[str, dict[str, Any]] = {
         "raw": {"codec": "raw"},
         "nvfp4": {"codec": "nvfp4"},
         "ring": {"codec": "nvfp4", "topology": "ring"},
         "tagc": {},
-    }.items():
+    }
+    for name, options in cases.items():
         model = DistributedDataParallel(model_of())
         if name == "tagc":
             hook: Any = tw.tagc.register(model, tw.tagc.Tagc(ratio=4), node=SIZE, codec="raw")

@@ -207,9 +207,7 @@ def count_bytes(comm: Any, transport: Any, name: str, x: Any) -> tuple[int, int]
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("nodes", "size"), [(2, 3), (2, 2), (4, 2)])
 @pytest.mark.parametrize("codec", ["mx", "raw", "zipccl"])
-def test_a_nodes_network_card_carries_a_byte_once(
-    name: str, nodes: int, size: int, codec: str
-) -> None:
+def test_a_nodes_nic_carries_a_byte_once(name: str, nodes: int, size: int, codec: str) -> None:
     """Of the raw codec as many bytes as there have to be, and of others by their ratio."""
     shape = (nodes * size, 4096)
 
@@ -344,7 +342,7 @@ def test_bad_calls() -> None:
         tw.NodeCommunicator(connect(1)[0], ring)  # type: ignore[arg-type]
 
 
-def test_ranks_that_make_no_grid() -> None:
+def test_ranks_that_do_not_make_a_grid() -> None:
     """The second node has its ranks in another order; a node has fewer; codecs differ."""
 
     def errors(ranks: Sequence[tuple[Any, Any, str]]) -> list[str]:
@@ -493,7 +491,7 @@ TASKS = {f"every_call_{size}": functools.partial(every_call, size) for size in (
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes(size: int, tmp_path: Path) -> None:
-    """Grids of gloo ranks: all bits, and the bytes of a node's network card."""
+    """Grids of gloo ranks: all bits, and the bytes of a node's NIC."""
     pytest.importorskip("torch.distributed")
     found = launch(__file__, f"every_call_{size}", 2 * size, tmp_path)
     assert all(rank["sums"] == found[0]["sums"] for rank in found)
