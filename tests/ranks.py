@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,18 +71,44 @@ class Ranks:
 
     def sum(self, shape: tuple[int, ...], wide: bool = False) -> npt.NDArray[Any]:
         """The sum over ranks: floats in float32, in order, rounded as the library does."""
+        total = self.added([self.host(rank, shape) for rank in range(self.world_size)])
+        return total if wide else self.rounded(total)
+
+    def added(self, terms: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The sum of terms: floats in float32, in order."""
         dtype = np.dtype(np.float32) if self.dtype.is_float else self.dtype.numpy
-        total = np.full(shape, -0.0 if self.dtype.is_float else 0, dtype)
+        total = np.full(terms[0].shape, -0.0 if self.dtype.is_float else 0, dtype)
         with np.errstate(all="ignore"):
-            for rank in range(self.world_size):
-                total += self.host(rank, shape).astype(dtype)
-            if wide or not self.dtype.is_float:
-                return total
+            for term in terms:
+                total += term.astype(dtype)
+        return total
+
+    def rounded(self, total: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A sum in the dtype of its terms, rounded as the library does."""
+        if not self.dtype.is_float:
+            return total
+        with np.errstate(all="ignore"):
             if self.target.library == "torch":
                 torch = sys.modules["torch"]
                 rounded = torch.from_numpy(total).to(getattr(torch, self.dtype.name))
                 return np.asarray(tw.decode(bytes(tw.encode(rounded, "raw"))))
             return total.astype(self.dtype.numpy)
+
+
+class NodeRanks(Ranks):
+    """The same of nodes, whose sums are rounded to the dtype before they are added."""
+
+    def __init__(self, nodes: int, size: int, library: str, dtype: str) -> None:
+        super().__init__(nodes * size, library, dtype)
+        self.size = size
+
+    def sum(self, shape: tuple[int, ...], wide: bool = False) -> npt.NDArray[Any]:
+        terms = [self.host(rank, shape) for rank in range(self.world_size)]
+        starts = range(0, self.world_size, self.size)
+        nodes = [self.added(terms[at : at + self.size]) for at in starts]
+        # Of one node nothing travels.
+        total = self.added([self.rounded(node) for node in nodes]) if nodes[1:] else nodes[0]
+        return total if wide else self.rounded(total)
 
 
 def same(found: Any, wanted: npt.NDArray[Any]) -> None:
@@ -117,9 +144,19 @@ def check_collectives(
 ) -> list[TraceRecord]:
     """Every collective once or more, with odd sizes, empty shares and poisoned outputs."""
     comm = tw.Communicator(transport, sizes=design, algorithm=algorithm, pieces=4)
+    data = Ranks(comm.world_size, library, dtype, device)
+    check_calls(comm, data, rows, width)
+    for shape in ((rows, width), (3,), (0,)):
+        ring(comm, data, shape)
+    return comm.trace()
+
+
+def check_calls(
+    comm: tw.Communicator | tw.NodeCommunicator, data: Ranks, rows: int, width: int
+) -> None:
+    """Every collective but messages once or more, as `check_collectives` says."""
     n, me = comm.world_size, comm.rank
     everyone = range(n)
-    data = Ranks(n, library, dtype, device)
 
     shape: tuple[int, ...]
     for shape in ((rows, width), (0, 3), ()):
@@ -177,10 +214,6 @@ def check_collectives(
         x = data.array(me, shape) if me == root else data.poison(shape)
         assert comm.broadcast(x, root) is x
         exact(x, data.host(root, shape))
-
-    for shape in ((rows, width), (3,), (0,)):
-        ring(comm, data, shape)
-    return comm.trace()
 
 
 def ring(comm: tw.Communicator, data: Ranks, shape: tuple[int, ...]) -> None:

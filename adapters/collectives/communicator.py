@@ -33,7 +33,7 @@ from .cost import Choice
 from .measuring import measure, tell_sizes
 from .native import Native
 from .path_selection import NATIVE_AGAIN, Algorithm, Measured, NativeCall
-from .point_to_point import PointToPoint
+from .point_to_point import PointToPoint, exchange
 from .session import DESIGNS, TOPOLOGIES, Design, Options, Session, Topology, Verify
 from .statistics import Statistics
 from .steps import Steps
@@ -267,6 +267,17 @@ class Communicator:
         """
         return self._session.refusal(collective, sequence)
 
+    def check_topology(self, topology: Topology) -> None:
+        """Raise ValueError if the codec or the group does not sum like this.
+
+        Args:
+            topology: How a sum would be made.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        self._sums.check(topology)
+
     def close(self) -> None:
         """Free work memory, and close the transport, which no other communicator may then use.
 
@@ -463,7 +474,7 @@ class Communicator:
                 ``wire`` or ``decoded`` is not allowed with the codec.
         """
         if topology is not None:
-            self._sums.check(topology)
+            self.check_topology(topology)
         asked = topology or self.topology
         before = self._paths.native_again("reduce_scatter", x, wire, asked)
         if before is not None and decoded is None:
@@ -542,7 +553,7 @@ class Communicator:
         if op not in OPS:
             raise ValueError(f"op is {op!r}; allowed: {OPS}")
         if topology is not None:
-            self._sums.check(topology)
+            self.check_topology(topology)
         asked = topology or self.topology
         before = self._paths.native_again("all_reduce", x, wire, asked)
         if before is not None and op == "sum":
@@ -666,14 +677,7 @@ class Communicator:
         """
         to = peer_of("to", to, self._size, self.rank)
         source = peer_of("source", source, self._size, self.rank)
-        if tensors.overlap(as_input(x)[0], as_input(out)[0]):
-            raise ValueError("out may overlap x; allowed: memory of its own")
-        if to > self.rank:
-            self.send(x, to)
-            return self.recv(out, source)
-        self.recv(out, source)
-        self.send(x, to)
-        return out
+        return exchange(self, x, to, out, source)
 
     def _choose(
         self,

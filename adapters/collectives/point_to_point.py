@@ -153,3 +153,15 @@ class PointToPoint:
                 move(payload, peer)
         sent_plain(call, int(payload.shape[0]))
         call.wire_bytes += DESCRIPTOR_NBYTES
+
+
+def exchange(comm: Any, x: Any, to: int, out: Any, source: int) -> Any:
+    """`Communicator.sendrecv` by `send` and `recv` of `comm`, of ranks that it has checked."""
+    if tensors.overlap(tensors.as_input(x)[0], tensors.as_input(out)[0]):
+        raise ValueError("out may overlap x; allowed: memory of its own")
+    if to > comm.rank:
+        comm.send(x, to)
+        return comm.recv(out, source)
+    comm.recv(out, source)
+    comm.send(x, to)
+    return out

@@ -53,7 +53,13 @@ class Steps:
         """
         if self.session.fixed:
             send.write_descriptors(there, self._told(call, send))
-            return self._exchange_fixed(call, send, receive, send.parcels, there, here)
+            # Descriptors and static parts in one step.
+            if call.nbytes:
+                self.comparisons.compare_new(call, send.memory, there, here)
+            with call.stage("exchange"):
+                self._transport.all_to_all_v(receive.parcels, send.parcels)
+            self.comparisons.compare_late(call, receive, here)
+            return PendingExchange(send, receive, None, here)
         both = receive.paired(send)
         send.write_descriptors(there, self._told(call, send))
         digests = [*here, *there]
@@ -105,22 +111,29 @@ class Steps:
         receive = self.memory.receive(name, [whole], send.memory)
         send.write_descriptors([digest], self._told(call, send))
         digests = [digest] * self._size
+        mine = send.descriptor_bytes, send.shares[0].static
         if self.session.fixed:
-            parcels = send.parcels * self._size
-            return self._exchange_fixed(call, send, receive, parcels, digests, digests, note)
+            # By the network's own all-gather: a rank's part leaves a node once.
+            if call.nbytes:
+                self.comparisons.compare_new(call, send.memory, digests, digests)
+            with call.stage("exchange", note):
+                self._transport.all_gather(receive.descriptor_bytes, mine[0])
+                self._transport.all_gather(receive.statics, mine[1])
+            self.comparisons.compare_late(call, receive, digests, note=note)
+            return PendingExchange(send, receive, None, digests)
         arriving: tensors.PendingHostCopy | None = None
         if not self.session.sizes_first and call.nbytes:
             self.comparisons.compare_new(call, send.memory, digests, digests)
         for first in (self.session.sizes_first, not self.session.sizes_first):
             if first:
                 with call.stage("sizes"):
-                    self._transport.all_gather(receive.descriptor_bytes, send.descriptor_bytes)
+                    self._transport.all_gather(receive.descriptor_bytes, mine[0])
                     arriving = receive.arriving(receive.descriptors)
                     if arriving.done():
                         self.comparisons.compared(call, arriving, digests)
             else:
                 with call.stage("static"):
-                    self._transport.all_gather(receive.statics, send.shares[0].static)
+                    self._transport.all_gather(receive.statics, mine[1])
         assert arriving is not None
         return PendingExchange(send, receive, arriving, digests)
 
@@ -182,27 +195,6 @@ class Steps:
         else:
             outs[root] = into
         self._transport.all_to_all_v(outs, xs)
-
-    def _exchange_fixed(
-        self,
-        call: Call,
-        send: ChunkViews,
-        receive: ChunkViews,
-        parcels: Sequence[Sequence[Any]],
-        there: Sequence[int],
-        here: Sequence[int],
-        note: str = "",
-    ) -> PendingExchange:
-        """Descriptors and static parts in one step, where there are no dynamic parts.
-
-        `parcels[j]` goes to rank j; digests are those of `begin_swap`, `note` explains errors.
-        """
-        if call.nbytes:
-            self.comparisons.compare_new(call, send.memory, there, here)
-        with call.stage("exchange", note):
-            self._transport.all_to_all_v(receive.parcels, parcels)
-        self.comparisons.compare_late(call, receive, here, note=note)
-        return PendingExchange(send, receive, None, here)
 
     def _account(self, call: Call, dtype: DType, raw: int, wire: int) -> None:
         call.raw_bytes += raw

@@ -21,7 +21,8 @@ To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
 
 With ``ddp.register(model, codec="nvfp4", error_feedback=ErrorFeedback())`` gradients take 4.5 bits
 each, and what that loses is added to the next ones. With ``ddp.register(model, codec="dynamiq",
-topology="ring")`` sums are made around a ring, in 5 bits each.
+topology="ring")`` sums are made around a ring, in 5 bits each; with ``node=8`` besides, among nodes
+of 8 ranks each, whose gradients are summed as they are first.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -31,8 +32,8 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ...codec import as_codec
-from ..collectives.communicator import Communicator
+from ...codec import Codec, as_codec
+from ..collectives.nodes import AnyCommunicator
 from .error_feedback import ErrorFeedback
 from .hooks import (
     Channel,
@@ -40,12 +41,13 @@ from .hooks import (
     average,
     check_feedback,
     check_gradients,
+    check_nodes,
     check_options,
     collectives_of_average,
-    communicator,
     distributed,
     in_backward,
     install,
+    node_communicator,
     trained_device,
 )
 from .prepared_ddp import PreparedDdpHook as PreparedDdpHook
@@ -60,7 +62,7 @@ class DdpHook(Closing):
     hops, one all-reduce (DynamiQ, section 4). A context manager, which ends with ``close()``.
 
     Args:
-        comm: The communicator.
+        comm: The communicator, which may be one of nodes.
         error_feedback: What a lossy codec loses of the gradients of each parameter, kept by its
             name, so that buckets may change. Its ``state_dict()`` on every rank belongs into a
             checkpoint.
@@ -74,7 +76,7 @@ class DdpHook(Closing):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: AnyCommunicator,
         error_feedback: ErrorFeedback | None = None,
         names: Mapping[Any, str] | None = None,
     ) -> None:
@@ -91,9 +93,10 @@ class DdpHook(Closing):
         return [self._channel]
 
     @property
-    def comm(self) -> Communicator:
+    def comm(self) -> AnyCommunicator:
         """The communicator; its ``trace()`` has the calls one by one."""
-        return self._channel.comm
+        comm: AnyCommunicator = self._channel.comm
+        return comm
 
     @property
     def raw_bytes(self) -> int:
@@ -149,8 +152,10 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
 @overload
 def register(
     model: Any,
-    comm: Communicator | None = None,
+    comm: AnyCommunicator | None = None,
     *,
+    node: int | None = None,
+    within: str | Codec | None = None,
     error_feedback: ErrorFeedback | None = None,
     route: Literal["exact"] = "exact",
     **options: Any,
@@ -161,8 +166,10 @@ def register(
 ) -> PreparedDdpHook: ...
 def register(
     model: Any,
-    comm: Communicator | None = None,
+    comm: AnyCommunicator | None = None,
     *,
+    node: int | None = None,
+    within: str | Codec | None = None,
     error_feedback: ErrorFeedback | None = None,
     route: Route = "exact",
     **options: Any,
@@ -173,8 +180,11 @@ def register(
 
     Args:
         model: The DistributedDataParallel model.
-        comm: A communicator of the model's ranks. None: one is made with connections of its own,
-            which ends with ``close()`` of the result or with the model.
+        comm: A communicator of the model's ranks, or a ``NodeCommunicator``. None: one is made with
+            connections of its own, which ends with ``close()`` of the result or with the model.
+        node: Ranks of a node, whose numbers are consecutive: gradients are summed within nodes as
+            they are, and encoded between nodes, as ``NodeCommunicator`` says. Not with ``comm``.
+        within: With ``node``: a codec of gradients within nodes.
         error_feedback: Each rank passes an object of its own. What a lossy codec loses of a
             gradient is then added to the next one, for a float32 of memory per parameter.
         route: How bytes travel, as in ``fsdp.compress``. With another than ``"exact"`` options are
@@ -194,20 +204,23 @@ def register(
     model = distributed(model)
     check_route(route, options)
     if route != "exact":
-        if comm is not None or error_feedback is not None:
+        if (comm, error_feedback, node, within) != (None,) * 4:
             raise ValueError(
-                f"route is {route!r}, given with comm or error_feedback; allowed then: 'exact'"
+                f"route is {route!r}, given with comm, node, within or error_feedback; allowed "
+                "then: 'exact'"
             )
         check_gradients(as_codec(options.get("codec", "zipccl")))
         prepared = PreparedDdpHook(route, model.process_group, **options)
         install(model, prepared, prepared_ddp_hook)
         return prepared
+    given = sorted(options | {k: v for k, v in (("node", node), ("within", within)) if v})
     if comm is None:
         check_options(register, options)
-        device = trained_device(model)
-        comm = communicator(model.process_group, device, "ddp.register", **options)
-    elif options:
-        raise ValueError(f"comm and {sorted(options)} are given; allowed: one or the other")
+        check_nodes(node, within)
+        place = model.process_group, trained_device(model), "ddp.register"
+        comm = node_communicator(*place, node, within, **options)
+    elif given:
+        raise ValueError(f"comm and {given} are given; allowed: one or the other")
     else:
         check_gradients(comm.codec)
     names = {p: name for name, p in model.module.named_parameters()}

@@ -25,7 +25,7 @@ class ExactDirection(Channel):
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls."""
-        return self.comm.trace()
+        return list(self.comm.trace())
 
     def all_reduce(self, x: Any, out: Any) -> None:
         """Fill `out`, of the shape and dtype of `x`, with the sum over ranks."""

@@ -29,10 +29,9 @@ With ``fsdp.compress(model, gradients="nvfp4", error_feedback=ErrorFeedback())``
 bit for bit, and gradients take 4.5 bits each. With ``fsdp.compress(model, gradients="dynamiq",
 topology="ring")`` gradients take 5 bits, summed around a ring.
 
-SDP4Bit on nodes of two ranks, with ``mesh = init_device_mesh("cpu", (2, 2),
-mesh_dim_names=("nodes", "node"))``: make ``levels = TwoLevel(*(TorchDist(mesh[name].get_group())
-for name in ("node", "nodes")))`` and call ``fsdp.compress(model, weight_differences=True,
-two_level=levels)``, where the model is sharded over all ranks.
+On nodes of 8 ranks ``fsdp.compress(model, node=8)`` sends as it is what stays within a node. With
+``node=8, weight_differences=True, gradients=tw.codec("sdp4bit", bits=4), within=tw.codec("sdp4bit",
+bits=8)`` that is SDP4Bit.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from ..collectives import tensors
 from ..collectives.auto_scale import AutoScale
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
+from ..collectives.nodes import AnyCommunicator
 from ..collectives.session import Topology
 from ..errors import CollectiveError
 from ..transports.threads import connect
@@ -61,33 +61,40 @@ from .hooks import (
     average,
     check_feedback,
     check_gradients,
+    check_nodes,
     check_options,
     collectives_of_average,
-    communicator,
     finished,
     gather,
+    node_communicator,
     scatter,
     wide,
 )
 from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
 from .prepared_hooks import Route, check_route
-from .sharded import TwoLevel, WeightDifferences
+from .sharded import WeightDifferences
 
 
 class _Hook(Closing):
     """A communicator for every process group of the modules, made by its ranks at the first call.
 
     Args:
-        **options: Arguments of ``Communicator``.
+        node: Ranks of a node, for a ``NodeCommunicator``. None: a ``Communicator``.
+        within: With ``node``: a codec of terms of sums within nodes. None: they travel as they are.
+        **options: Arguments of ``Communicator``, of nodes that between them.
 
     Raises:
         TypeError: As ``Communicator``.
         ValueError: As ``Communicator``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, *, node: int | None = None, within: str | Codec | None = None, **options: Any
+    ) -> None:
+        check_nodes(node, within)
         self._alone = Communicator(connect(1)[0], **options)
         self._options = options
+        self._levels = node, within
         self._channels: dict[Any, Channel] = {}
         self._closed = False
 
@@ -114,15 +121,16 @@ class _Hook(Closing):
         return [record for c in self._channels.values() for record in c.comm.trace()]
 
     def _run(
-        self, group: Any, tensor: Any, call: Callable[[Communicator], None], collectives: int = 1
+        self, group: Any, tensor: Any, call: Callable[[AnyCommunicator], None], collectives: int = 1
     ) -> Any:
         channel = self._channels.get(group)
         if channel is None:
             kind = type(self).__name__
             if self._closed:
                 raise CollectiveError(group.rank(), kind, 0, "start", "the hook is closed")
-            comm = communicator(group, tensor.device, f"FSDP: {kind}", **self._options)
-            channel = self._channels[group] = Channel(comm)
+            place = group, tensor.device, f"FSDP: {kind}"
+            made = node_communicator(*place, *self._levels, **self._options)
+            channel = self._channels[group] = Channel(made)
         comm = channel.comm
         return channel.run(tensor, lambda: call(comm), collectives)
 
@@ -226,16 +234,17 @@ class DifferenceGather(AllGather):
     Source: SDP4Bit (NeurIPS 2024), quantization of weight differences.
 
     Args:
+        node: As in ``AllGather``; replicas are then those of the shards of a rank's number.
         **options: Arguments of ``Communicator``, with a lossless codec.
 
     Raises:
         ValueError: If the codec is lossy.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        WeightDifferences(Communicator(connect(1)[0], **options))
-        self._differences: dict[Communicator, WeightDifferences] = {}
+    def __init__(self, *, node: int | None = None, **options: Any) -> None:
+        super().__init__(node=node, **options)
+        WeightDifferences(self._alone)
+        self._differences: dict[AnyCommunicator, WeightDifferences] = {}
 
     @property
     def raw_bytes(self) -> int:
@@ -284,7 +293,7 @@ class DifferenceGather(AllGather):
         async_op: bool = False,
         name: str = "",
     ) -> Any:
-        def call(comm: Communicator) -> None:
+        def call(comm: AnyCommunicator) -> None:
             if comm not in self._differences:
                 self._differences[comm] = WeightDifferences(comm)
             self._differences[comm].gather(name, input_tensor, output_tensor)
@@ -297,7 +306,52 @@ class ReduceScatter(CommHook):
 
     Gradients are encoded in ``reduce_dtype``. One object serves all modules and process groups, and
     nothing else than reduce-scatters.
+
+    Args:
+        node: As in ``AllGather``.
+        within: As there.
+        **options: As there.
     """
+
+    def __init__(
+        self, *, node: int | None = None, within: str | Codec | None = None, **options: Any
+    ) -> None:
+        super().__init__(node=node, within=within, **options)
+        #: Of HSDP, by the process group of replicas: the hooks that ``compress`` has set besides.
+        self.replicas: dict[Any, AllReduce] = {}
+
+    def mean_over(self, group: Any) -> AllReduce:
+        """The hook of the mean over replicas, whose bytes and calls count here.
+
+        Args:
+            group: The process group of the replicas.
+
+        Returns:
+            The hook, the same for all modules of these replicas.
+        """
+        if group not in self.replicas:
+            self.replicas[group] = AllReduce(group, **self._options)
+        return self.replicas[group]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to other ranks without compression, in all calls so far."""
+        return super().raw_bytes + sum(hook.raw_bytes for hook in self.replicas.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent to other ranks, in all calls so far."""
+        return super().wire_bytes + sum(hook.wire_bytes for hook in self.replicas.values())
+
+    def trace(self) -> list[TraceRecord]:
+        """Records of the last calls, group by group; of replicas last."""
+        return super().trace() + [r for hook in self.replicas.values() for r in hook.trace()]
+
+    def close(self) -> None:
+        """Close the communicators, those of replicas too. Later calls raise CollectiveError."""
+        for hook in self.replicas.values():
+            hook.close()
+        super().close()
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
@@ -337,7 +391,7 @@ class ReduceScatter(CommHook):
     ) -> Any:
         kind, factor = kind_and_factor(op)
 
-        def call(comm: Communicator) -> None:
+        def call(comm: AnyCommunicator) -> None:
             total = wide(output_tensor.numel(), output_tensor)
             if total.dtype == output_tensor.dtype:
                 total = output_tensor
@@ -362,47 +416,9 @@ class ReduceScatter(CommHook):
         return finished(self._run(group, output_tensor, call), async_op)
 
     def _sum(
-        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
+        self, comm: AnyCommunicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
     ) -> None:
         scatter(comm, x, total, feedback, [(name, x.numel())])
-
-
-class TwoLevelScatter(ReduceScatter):
-    """A ``ReduceScatter`` that sums by ``sharded.TwoLevel``.
-
-    Args:
-        levels: The sums, of the ranks of the modules' process group with the same numbers.
-
-    Raises:
-        ValueError: By the first call, if ranks or their number differ.
-    """
-
-    def __init__(self, levels: TwoLevel) -> None:
-        super().__init__()
-        self._levels = levels
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes to other ranks without compression, in all calls so far."""
-        return self._levels.raw_bytes
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that were sent to other ranks, in all calls so far."""
-        return self._levels.wire_bytes
-
-    def trace(self) -> list[TraceRecord]:
-        """Records of the last sums, level by level."""
-        return self._levels.trace()
-
-    def _sum(
-        self, comm: Communicator, x: Any, total: Any, feedback: ErrorFeedback | None, name: str
-    ) -> None:
-        place = self._levels.rank, self._levels.world_size
-        if place != (comm.rank, comm.world_size):
-            found = comm.rank, comm.world_size
-            raise ValueError(f"rank and world size are {found} in FSDP, {place} in the levels")
-        self._levels.reduce_scatter(x, total)
 
 
 class _Named:
@@ -424,11 +440,12 @@ class AllReduce(_Hook):
     """Compressed mean over replicas for HSDP, for ``FSDPModule.set_all_reduce_hook``.
 
     Shard with a one-dimensional mesh, and pass the process group of the other dimension. On a
-    two-dimensional mesh FSDP itself makes the all-reduce, uncompressed, before it calls the hook.
+    two-dimensional mesh FSDP itself makes the all-reduce, uncompressed, before it calls the hook,
+    unless ``compress`` is told of nodes.
 
     Args:
         group: The process group of the ranks that hold the same shard.
-        **options: Arguments of ``Communicator``.
+        **options: Arguments of ``Communicator``, ``node`` and ``within`` as in ``AllGather``.
 
     Raises:
         TypeError: As ``Communicator``.
@@ -514,7 +531,8 @@ def compress(
     topology: Topology = "two-shot",
     scaling: AutoScale | None = None,
     weight_differences: bool = False,
-    two_level: TwoLevel | None = None,
+    node: int | None = None,
+    within: str | Codec | None = None,
     route: Route = "exact",
     wire: str | None = None,
     **options: Any,
@@ -539,8 +557,12 @@ def compress(
         scaling: For mx with ``scale_rule="agreed"``, as in ``Communicator``.
         weight_differences: Whether parameters are sent by ``DifferenceGather``; not with
             ``parameter_feedback``.
-        two_level: Sums of ``TwoLevelScatter``; not with ``gradients``, ``error_feedback``,
-            ``scaling`` or ``topology``.
+        node: Ranks of a node, whose numbers in each process group are consecutive. Calls are then
+            those of a ``NodeCommunicator``: as they are within nodes, encoded between them. A
+            process group that lies in one node has nothing encoded. On a two-dimensional mesh
+            (HSDP) the hooks also take over the mean over replicas, which are in other nodes each;
+            FSDP makes it at every reduction, and ``set_requires_all_reduce`` has no effect.
+        within: With ``node``: a codec of gradients within nodes.
         route: ``"exact"``: a ``Communicator`` sends every tensor in as many bytes as it needs, and
             the host waits for them. Else prepared calls are made, and the host waits for nothing:
             ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
@@ -563,12 +585,12 @@ def compress(
             exclude each other.
     """
     check_route(route, options)
-    given = (error_feedback, parameter_feedback, scaling, two_level, weight_differences, topology)
+    given = (error_feedback, parameter_feedback, scaling, node, within)
     if route != "exact":
-        if given != (None, None, None, None, False, "two-shot"):
+        if given != (None,) * 5 or weight_differences or topology != "two-shot":
             raise ValueError(
                 f"route is {route!r}, given with error feedback, scaling, weight_differences, "
-                "two_level or topology; allowed with those: 'exact'"
+                "node, within or topology; allowed with those: 'exact'"
             )
         return _compress_prepared(module, route, gradients, wire, options)
     if wire is not None:
@@ -578,37 +600,72 @@ def compress(
         reducing["codec"] = gradients
     if scaling is not None:
         reducing["scaling"] = scaling
-    reduced = (gradients, error_feedback, scaling, topology)
-    if two_level is not None and reduced != (None, None, None, "two-shot"):
-        raise ValueError(
-            "two_level is given with gradients, error_feedback, scaling or topology; allowed: "
-            "either"
-        )
     if weight_differences and parameter_feedback is not None:
         raise ValueError(
             "weight_differences is given with parameter_feedback; allowed: either, as replicas "
             "keep what is lost"
         )
     check_options(compress, options)
-    gathers = DifferenceGather(**options) if weight_differences else AllGather(**options)
-    scatters = ReduceScatter(**reducing) if two_level is None else TwoLevelScatter(two_level)
+    kind = DifferenceGather if weight_differences else AllGather
+    gathers = kind(node=node, **options)
+    scatters = ReduceScatter(node=node, within=within, **reducing)
     check_gradients(scatters._alone.codec)
     check_feedback(error_feedback, scatters._alone)
     check_feedback(parameter_feedback, gathers._alone)
-    modules = fsdp_modules(module)
-    hooks = Hooks(gathers, scatters)
-    for name, m in modules:
+    for name, m in fsdp_modules(module):
         own: Any = gathers
         if isinstance(gathers, DifferenceGather):
             own = gathers.named(name)
         elif parameter_feedback is not None:
             own = gathers.with_feedback(parameter_feedback, f"{name}, parameters", m)
         m.set_custom_all_gather(own)
-        reduce = hooks.reduce_scatter
+        reduce: Any = scatters
         if error_feedback is not None:
-            reduce = reduce.with_feedback(error_feedback, name)
+            reduce = scatters.with_feedback(error_feedback, name)
         m.set_custom_reduce_scatter(reduce)
-    return hooks
+        group = None if node is None else _take_replicas(m)
+        if group is not None:
+            mean: Any = scatters.mean_over(group)
+            if error_feedback is not None:
+                mean = mean.with_feedback(error_feedback, f"{name}, replicas")
+            m.set_all_reduce_hook(mean)
+    return Hooks(gathers, scatters)
+
+
+def param_groups(module: Any) -> list[Any]:
+    """What FSDP itself has of the parameters of an FSDP module; nothing public tells.
+
+    Args:
+        module: The FSDP module.
+
+    Returns:
+        Its ``FSDPParamGroup`` objects.
+    """
+    fsdp = module._get_fsdp_state()
+    groups = getattr(fsdp, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if fsdp._fsdp_param_group is None else [fsdp._fsdp_param_group]
+
+
+def _take_replicas(module: Any) -> Any:
+    """The process group of the replicas of an FSDP module, which FSDP sums over no longer.
+
+    None if there are none.
+    """
+    # Nothing public has FSDP leave its sums over replicas to a hook.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    found = None
+    for group in param_groups(module):
+        info = group.mesh_info
+        if isinstance(info, HSDPMeshInfo):
+            found = info.replicate_process_group
+            alone = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+            if group.post_forward_mesh_info == info:
+                group.post_forward_mesh_info = alone
+            group.mesh_info = alone
+    return found
 
 
 def _compress_prepared(

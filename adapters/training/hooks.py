@@ -13,10 +13,12 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from ...codec import Codec
+from ...codec import Codec, as_codec
+from ...planning import integer
 from ..collectives import tensors
 from ..collectives.communicator import Communicator
 from ..collectives.communicator import check_options as check_arguments
+from ..collectives.nodes import AnyCommunicator, NodeCommunicator
 from ..collectives.session import Topology
 from ..collectives.side_stream import SideStream, finished_future
 from ..errors import CollectiveError
@@ -32,8 +34,9 @@ class Channel:
     must remember a call or two.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, comm: AnyCommunicator) -> None:
+        #: Those who made it know of which kind.
+        self.comm: Any = comm
         self.raw_bytes = 0
         self.wire_bytes = 0
         self._stream = SideStream()
@@ -72,6 +75,43 @@ def communicator(
     except BaseException:
         transport.close()
         raise
+
+
+def node_communicator(
+    group: Any,
+    device: torch.device,
+    purpose: str,
+    node: int | None,
+    within: str | Codec | None,
+    **options: Any,
+) -> AnyCommunicator:
+    """`communicator` for nodes of `node` ranks, between which `options` hold.
+
+    Within them calls are native, or terms of sums encoded by the codec `within`. `node` None: there
+    are no nodes. Raises as `TorchDist.new_grid`.
+    """
+    if node is None:
+        return communicator(group, device, purpose, **options)
+    near, far = TorchDist.new_grid(node, group, device, purpose=purpose)
+    outer = {"name": purpose} | options
+    inner: dict[str, Any] = {"algorithm": "native"} if within is None else {"codec": within}
+    inner |= {key: outer[key] for key in ("name", "seed", "checksum") if key in outer}
+    try:
+        return NodeCommunicator(Communicator(near, **inner), Communicator(far, **outer))
+    except BaseException:
+        near.close()
+        far.close()
+        raise
+
+
+def check_nodes(node: int | None, within: str | Codec | None) -> None:
+    """Raise TypeError or ValueError for arguments that `communicator` does not take."""
+    if node is not None and integer("node", node) < 1:
+        raise ValueError(f"node is {node}; allowed: the number of ranks of a node, or None")
+    if within is not None:
+        if node is None:
+            raise ValueError(f"within is {within!r}, node None; needed: both, or node alone")
+        check_gradients(as_codec(within))
 
 
 def two_communicators(
@@ -138,7 +178,7 @@ class Closing:
     def _refuses(self) -> CollectiveError | None:
         """What every later call will raise, if ranks are out of step."""
         for channel in self._open():
-            problem = channel.comm.refusal("backward")
+            problem: CollectiveError | None = channel.comm.refusal("backward")
             if problem is not None:
                 return problem
         return None
@@ -232,7 +272,7 @@ def collectives_of_average(topology: Topology) -> int:
     return 2 if topology == "two-shot" else 1
 
 
-def check_feedback(feedback: ErrorFeedback | None, comm: Communicator) -> None:
+def check_feedback(feedback: ErrorFeedback | None, comm: AnyCommunicator) -> None:
     """Raise TypeError if `feedback` is not an ErrorFeedback, ValueError if it has no effect.
 
     A lossless codec loses nothing, and only two-shot sums decode a rank's own tensor.
@@ -252,7 +292,7 @@ def check_feedback(feedback: ErrorFeedback | None, comm: Communicator) -> None:
 
 
 def average(
-    comm: Communicator,
+    comm: AnyCommunicator,
     x: Any,
     feedback: ErrorFeedback | None = None,
     parts: Parts = (),
@@ -274,7 +314,7 @@ def average(
 
 
 def two_shots(
-    comm: Communicator,
+    comm: AnyCommunicator,
     x: Any,
     out: Any,
     feedback: ErrorFeedback | None,
@@ -298,7 +338,7 @@ def two_shots(
     try:
         scatter(comm, x, total, feedback, parts, padding, out.dtype)
     except CollectiveError:
-        if comm.session.broken is None:
+        if comm.refusal("all_gather") is None:
             # The others go on to the all-gather, and are not to add damaged sums unnoticed.
             comm.all_gather(total.fill_(math.nan).to(out.dtype))
         raise
@@ -318,7 +358,7 @@ def two_shots(
 
 
 def scatter(
-    comm: Communicator,
+    comm: AnyCommunicator,
     x: Any,
     total: Any,
     feedback: ErrorFeedback | None,
@@ -343,7 +383,7 @@ def scatter(
     feedback.keep(parts, corrected, decoded.reshape(-1)[: x.numel()])
 
 
-def gather(comm: Communicator, x: Any, out: Any, feedback: ErrorFeedback, parts: Parts) -> None:
+def gather(comm: AnyCommunicator, x: Any, out: Any, feedback: ErrorFeedback, parts: Parts) -> None:
     """Fill `out`, 1-D, with all ranks' `x`, 1-D, each with the residuals of its `parts` added.
 
     These become what encoding loses of that. The dtype of `out` is what travels; `x` may lie in it.

@@ -44,18 +44,20 @@ import torch.distributed as dist
 from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
-from .fsdp import AllGather, CommHook, fsdp_modules
+from ..collectives.nodes import AnyCommunicator, NodeCommunicator
+from .fsdp import AllGather, CommHook, fsdp_modules, param_groups
 from .hooks import (
     Channel,
     Closing,
     average,
     check_gradients,
+    check_nodes,
     check_options,
-    communicator,
     distributed,
     finished,
     in_backward,
     install,
+    node_communicator,
     trained_device,
     wide,
 )
@@ -95,7 +97,7 @@ class Parameter(NamedTuple):
 class _Counted:
     """A communicator that adds up the bytes of its calls, which remembers one at least."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: AnyCommunicator) -> None:
         self._comm = comm
         self.raw_bytes = 0
         self.wire_bytes = 0
@@ -128,20 +130,52 @@ class _Counted:
 
 
 class _Sums:
-    """Sums over the ranks of a communicator, of some layers by sketch; bytes of both count."""
+    """Sums over the ranks of a communicator, of some layers by sketch; bytes of both count.
 
-    def __init__(self, comm: Communicator, tagc: Tagc, state: State) -> None:
-        # Like a communicator.
+    Of nodes sketches are those of sums of a node, and go between nodes.
+    """
+
+    def __init__(self, comm: AnyCommunicator, tagc: Tagc, state: State) -> None:
+        # Like communicators.
         self.comm = cast(Any, _Counted(comm))
-        self.sketches = Sketches(self.comm, tagc, state)
+        self._nodes = comm if isinstance(comm, NodeCommunicator) else None
+        self._peers = self.comm if self._nodes is None else cast(Any, _Counted(self._nodes.between))
+        self.sketches = Sketches(self._peers, tagc, state)
 
     @property
     def raw_bytes(self) -> int:
-        return int(self.comm.raw_bytes) + self.sketches.raw_bytes
+        return sum(counted.raw_bytes for counted in self._counted)
 
     @property
     def wire_bytes(self) -> int:
-        return int(self.comm.wire_bytes) + self.sketches.wire_bytes
+        return sum(counted.wire_bytes for counted in self._counted)
+
+    @property
+    def _counted(self) -> list[Any]:
+        return [self.sketches, self.comm, *([] if self._nodes is None else [self._peers])]
+
+    def obstacle(self, nelem: int, dtype: torch.dtype) -> str:
+        """Why a layer with so many elements for each rank does not go by sketch, or ""."""
+        if self._nodes is not None and self._nodes.between.world_size == 1:
+            return "there is one node"
+        return self.sketches.obstacle(nelem, dtype)
+
+    def by_sketch(self, layers: Sequence[tuple[str, Any]], everywhere: bool = False) -> list[Any]:
+        """`Sketches.sums`, where of nodes a layer has a row for each rank of the whole."""
+        nodes = self._nodes
+        if nodes is None:
+            return self.sketches.sums(layers, everywhere)
+        found = self.sketches.sums([(name, _node_sum(nodes, x)) for name, x in layers], everywhere)
+        if not everywhere:
+            return found
+        return [nodes.spread_in_node(x.view(-1)).view(nodes.world_size, -1) for x in found]
+
+
+def _node_sum(nodes: NodeCommunicator, x: Any) -> Any:
+    """The sum over this node of rows that ranks of this number own, rounded to the dtype of `x`."""
+    total = wide(x.shape[1] * nodes.between.world_size, x)
+    nodes.sum_of_node(x, total)
+    return total.to(x.dtype).view(-1, x.shape[1])
 
 
 class ReduceScatter(CommHook):
@@ -150,6 +184,7 @@ class ReduceScatter(CommHook):
     Args:
         tagc: The settings.
         state: The state of this rank.
+        node: As in ``compress``.
         **options: Arguments of ``Communicator``, for what is not sent by sketch. Bytes are counted
             whatever ``trace`` is.
 
@@ -158,10 +193,12 @@ class ReduceScatter(CommHook):
         ValueError: As ``Communicator``.
     """
 
-    def __init__(self, tagc: Tagc, state: State, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, tagc: Tagc, state: State, *, node: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(node=node, **options)
         self._tagc, self._state = tagc, state
-        self._sums: dict[Communicator, _Sums] = {}
+        self._sums: dict[AnyCommunicator, _Sums] = {}
 
     @property
     def raw_bytes(self) -> int:
@@ -198,7 +235,7 @@ class ReduceScatter(CommHook):
     ) -> Any:
         kind, factor = kind_and_factor(op)
 
-        def call(comm: Communicator) -> None:
+        def call(comm: AnyCommunicator) -> None:
             sums = self._sums.get(comm)
             if sums is None:
                 sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
@@ -235,7 +272,7 @@ class ReduceScatter(CommHook):
         layers, places, others, at = [], [], [], 0
         for name, shape, n in parameters:
             if self._tagc.layers(name, shape):
-                obstacle = missing or sums.sketches.obstacle(n, rows.dtype)
+                obstacle = missing or sums.obstacle(n, rows.dtype)
                 if not obstacle:
                     layers.append((name, rows[:, at : at + n].contiguous()))
                     places.append(slice(at, at + n))
@@ -247,7 +284,7 @@ class ReduceScatter(CommHook):
         if missing:
             others = [slice(0, rows.shape[1])]
         sums.sketches.agree([name for name, _, _ in parameters], [name for name, _ in layers])
-        for place, part in zip(places, sums.sketches.sums(layers), strict=True):
+        for place, part in zip(places, sums.by_sketch(layers), strict=True):
             total[place] = part
         if others:
             rest = torch.cat([rows[:, place] for place in others], 1).view(-1)
@@ -308,7 +345,12 @@ class Hooks(NamedTuple):
 
 
 def compress(
-    module: Any, tagc: Tagc | None = None, *, state: State | None = None, **options: Any
+    module: Any,
+    tagc: Tagc | None = None,
+    *,
+    state: State | None = None,
+    node: int | None = None,
+    **options: Any,
 ) -> Hooks:
     """Sum the gradients of large layers of every FSDP module in a model by sketch.
 
@@ -331,6 +373,8 @@ def compress(
         module: The model, after ``fully_shard``.
         tagc: The settings, equal on all ranks; None: ``Tagc()``.
         state: State of this rank of an earlier run. None: a new one.
+        node: Ranks of a node, whose numbers are consecutive, as in ``fsdp.compress``: gradients of
+            a node are summed as they are, and index and sketch of the sums go between nodes.
         **options: Arguments of ``Communicator``.
 
     Returns:
@@ -343,7 +387,9 @@ def compress(
     """
     state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
-    hooks = Hooks(AllGather(**options), ReduceScatter(tagc, state, **options), state)
+    hooks = Hooks(
+        AllGather(node=node, **options), ReduceScatter(tagc, state, node=node, **options), state
+    )
     names = {id(p): name for name, p in module.named_parameters()}
     for _, m in modules:
         m.set_custom_all_gather(hooks.all_gather)
@@ -353,11 +399,7 @@ def compress(
 
 def _parameters(module: Any, names: Mapping[int, str]) -> Callable[[], list[Parameter]]:
     """See `ReduceScatter.unit`; nothing public tells which parameters are a unit, and in order."""
-    fsdp = module._get_fsdp_state()
-    groups = getattr(fsdp, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [fsdp._fsdp_param_group] if fsdp._fsdp_param_group is not None else []
-    params = [p for group in groups for p in group.fsdp_params]
+    params = [p for group in param_groups(module) for p in group.fsdp_params]
     if any(id(p.sharded_param) not in names for p in params):
         raise ValueError("a parameter is not sharded; allowed: before forward, or after reshard()")
     # FSDP has other sharded tensors after load_state_dict() or to(), of the same parameter.
@@ -388,9 +430,10 @@ class DdpHook(Closing):
     """
 
     def __init__(
-        self, comm: Communicator, tagc: Tagc, state: State, names: Mapping[Any, str]
+        self, comm: AnyCommunicator, tagc: Tagc, state: State, names: Mapping[Any, str]
     ) -> None:
-        if comm.session.records.maxlen == 0:
+        far = comm.between if isinstance(comm, NodeCommunicator) else comm
+        if far.session.records.maxlen == 0:
             raise ValueError(
                 "comm was made with trace=0; allowed: at least 1, as bytes are counted by it"
             )
@@ -426,7 +469,7 @@ class DdpHook(Closing):
             at += p.numel()
             if self._tagc.layers(name, p.shape):
                 share = -(-p.numel() // ranks)
-                obstacle = self._sums.sketches.obstacle(share, x.dtype)
+                obstacle = self._sums.obstacle(share, x.dtype)
                 if not obstacle:
                     padded = torch.nn.functional.pad(part, (0, share * ranks - part.numel()))
                     layers.append((name, padded.view(ranks, share)))
@@ -436,7 +479,7 @@ class DdpHook(Closing):
             others.append(part)
         names = [self._names[p] for p in bucket.parameters()]
         self._sums.sketches.agree(names, [name for name, _ in layers])
-        sums = self._sums.sketches.sums(layers, everywhere=True)
+        sums = self._sums.by_sketch(layers, everywhere=True)
         for part, total in zip(places, sums, strict=True):
             part.copy_(total.div_(ranks).view(-1)[: part.numel()])
         if others:
@@ -478,9 +521,10 @@ def ddp_hook(state: DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[to
 def register(
     model: Any,
     tagc: Tagc | None = None,
-    comm: Communicator | None = None,
+    comm: AnyCommunicator | None = None,
     *,
     state: State | None = None,
+    node: int | None = None,
     **options: Any,
 ) -> DdpHook:
     """Register ``ddp_hook`` on a DistributedDataParallel model.
@@ -490,9 +534,10 @@ def register(
     Args:
         model: The DistributedDataParallel model.
         tagc: The settings, equal on all ranks; None: ``Tagc()``.
-        comm: A communicator of the model's ranks, whose codec the other layers use. None: one is
-            made with connections of its own.
+        comm: A communicator of the model's ranks, or a ``NodeCommunicator``, whose codec the other
+            layers use. None: one is made with connections of its own.
         state: State of this rank of an earlier run. None: a new one.
+        node: As in ``compress``; not with ``comm``.
         **options: Arguments of ``Communicator``; not with ``comm``.
 
     Returns:
@@ -505,13 +550,14 @@ def register(
         CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     model = distributed(model)
-    if comm is not None and not isinstance(comm, Communicator):
+    if comm is not None and not isinstance(comm, Communicator | NodeCommunicator):
         raise TypeError(f"comm is {comm!r}; allowed: a Communicator, or None")
-    given = sorted(options)
+    given = sorted(options | ({} if node is None else {"node": node}))
     state, tagc, options = _checked(register, state, tagc, options)
     if comm is None:
-        device = trained_device(model)
-        comm = communicator(model.process_group, device, "tagc.register", **options)
+        check_nodes(node, None)
+        place = model.process_group, trained_device(model), "tagc.register"
+        comm = node_communicator(*place, node, None, **options)
     elif given:
         raise ValueError(f"comm and {given} are given; allowed: one or the other")
     else:

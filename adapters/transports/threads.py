@@ -178,18 +178,57 @@ def run_ranks(
         >>> run_ranks(3, lambda transport: transport.rank)
         [0, 1, 2]
     """
+    return _run([(transport,) for transport in connect(world_size, timeout)], task)
+
+
+def run_grid(
+    nodes: int,
+    size: int,
+    task: Callable[[ThreadTransport, ThreadTransport], T],
+    timeout: float = 120.0,
+) -> list[T]:
+    """Run a function on every rank of a grid of nodes, each in a thread of its own.
+
+    Args:
+        nodes: Number of nodes.
+        size: Ranks of a node.
+        task: Called with the transport of the rank's node, and that of the ranks with its number in
+            all nodes.
+        timeout: As in ``run_ranks``.
+
+    Returns:
+        The results, node by node.
+
+    Raises:
+        Exception: As by ``run_ranks``.
+        ValueError: If ``nodes`` or ``size`` is below 1.
+
+    Example:
+        >>> from tightwire.adapters.transports.threads import run_grid
+        >>> run_grid(2, 2, lambda within, between: (between.rank, within.rank))
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    within = [connect(size, timeout) for _ in range(nodes)]
+    between = [connect(nodes, timeout) for _ in range(size)]
+    grid = [(within[m][n], between[n][m]) for m in range(nodes) for n in range(size)]
+    return _run(grid, task)
+
+
+def _run(ranks: Sequence[tuple[ThreadTransport, ...]], task: Callable[..., T]) -> list[T]:
+    """What `task` returns on every rank, given its transports."""
     failures: list[BaseException] = []
 
-    def run(transport: ThreadTransport) -> T:
+    def run(*transports: ThreadTransport) -> T:
         try:
-            return task(transport)
+            return task(*transports)
         except BaseException as error:
             failures.append(error)
-            transport.close()
+            for transport in transports:
+                transport.close()
             raise
 
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, transport) for transport in connect(world_size, timeout)]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(run, *transports) for transports in ranks]
     if failures:
         raise failures[0]
     return [future.result() for future in futures]

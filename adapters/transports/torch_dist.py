@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...planning import integer
 from ..errors import CollectiveError
 from .base import Op, Transport
 from .presence import Presence
@@ -166,6 +167,67 @@ class TorchDist(Transport):
             ValueError: If this process is not in the group, or the group was destroyed.
         """
         given, device = _member(group, device)
+        rank, size = given.rank(), given.size()
+        store, number, wanted = cls._meet(given, device, timeout, purpose)
+        return cls._part(given, device, (store, rank, size), number, wanted)
+
+    @classmethod
+    def new_grid(
+        cls,
+        node: int,
+        group: Any = None,
+        device: Any = None,
+        *,
+        timeout: float | None = None,
+        purpose: str = "TorchDist.new_grid",
+    ) -> tuple[Self, Self]:
+        """Make transports of a node's ranks, and of the ranks of one number in all nodes.
+
+        As ``new_group`` for parts of a group, whose ranks lie node by node: a node's have
+        consecutive numbers.
+
+        Args:
+            node: Ranks of a node, which must divide those of the group.
+            group: As in ``new_group``; all its ranks call this.
+            device: As there.
+            timeout: As there.
+            purpose: As there.
+
+        Returns:
+            The transport of this rank's node, in which it has its number there, and that of the
+            ranks with this number, in which it has the number of its node.
+
+        Raises:
+            CollectiveError: As ``new_group``, and if ranks name nodes of different sizes.
+            TypeError: As ``new_group``, and if ``node`` is not an integer.
+            ValueError: As ``new_group``, and if nodes would be uneven.
+        """
+        given, device = _member(group, device)
+        rank, size = given.rank(), given.size()
+        if integer("node", node) < 1 or size % node:
+            raise ValueError(
+                f"node is {node}; rank {rank} is in a group of {size} ranks, {purpose}; allowed: a "
+                f"divisor of {size}, as nodes have equally many ranks"
+            )
+        store, number, wanted = cls._meet(given, device, timeout, f"{purpose}, nodes of {node}")
+        place, local = divmod(rank, node)
+        near = dist.PrefixStore(f"node {place}", store), local, node
+        far = dist.PrefixStore(f"number {local}", store), place, size // node
+        within = cls._part(given, device, near, number, wanted)
+        try:
+            return within, cls._part(given, device, far, number, wanted)
+        except BaseException:
+            within.close()
+            raise
+
+    @staticmethod
+    def _meet(
+        given: Any, device: torch.device, timeout: float | None, purpose: str
+    ) -> tuple[Any, int, timedelta]:
+        """A store for one set of connections of a group, their number, and their timeout.
+
+        Raises if ranks differ.
+        """
         kind = _backend(given, device).name()
         if kind not in _CONNECT:
             raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
@@ -180,8 +242,20 @@ class TorchDist(Transport):
             problem = disagreement(store, rank, size, facts, wanted)
         if problem:
             raise CollectiveError(rank, _NEW_GROUP, number, "agree", problem)
-        with _stage(rank, number, "connect"):
-            return cls._connected(kind, store, rank, size, wanted, device)
+        return store, number, wanted
+
+    @classmethod
+    def _part(
+        cls,
+        given: Any,
+        device: torch.device,
+        place: tuple[Any, int, int],
+        number: int,
+        wanted: timedelta,
+    ) -> Self:
+        """The transport of ranks of a group that meet by a store; its number and theirs."""
+        with _stage(given.rank(), number, "connect"):
+            return cls._connected(_backend(given, device).name(), *place, wanted, device)
 
     @classmethod
     def by_store(cls, store: Any, rank: int, world_size: int, *, timeout: float) -> Self:
@@ -219,7 +293,7 @@ class TorchDist(Transport):
         found._prepare()
         return found
 
-    #: Ends what `new_group` has made, if the transport is dropped.
+    #: Ends what `new_group` or `new_grid` has made, if the transport is dropped.
     _let_go: weakref.finalize[..., Any] | None = None
 
     def _prepare(self) -> None:
@@ -249,7 +323,7 @@ class TorchDist(Transport):
         return self._timeout if self._device.type == "cpu" else 0.9 * self._timeout
 
     def close(self) -> None:
-        """End the connections that ``new_group`` has made. A group that was passed stays as it is.
+        """End the connections that were made here. A group that was passed stays as it is.
 
         Not while another thread is in a call. Over NCCL ranks wait for one another here: all close
         their transports in the same order.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import delta_folders as delta_folders
     from .adapters.collectives import process_group as process_group
     from .adapters.collectives.communicator import Communicator
+    from .adapters.collectives.nodes import NodeCommunicator
     from .adapters.errors import CollectiveError
     from .adapters.training import ddp as ddp
     from .adapters.training import fsdp as fsdp
@@ -56,6 +57,7 @@ __all__ = [
     "Header",
     "Info",
     "Key",
+    "NodeCommunicator",
     "Plan",
     "apply_delta",
     "codec",
@@ -93,6 +95,7 @@ _HOMES = {
     "Codec": "codec",
     "CollectiveError": "adapters.errors",
     "Communicator": "adapters.collectives.communicator",
+    "NodeCommunicator": "adapters.collectives.nodes",
     "ErrorFeedback": "adapters.training.error_feedback",
     "File": "lazy",
     "FormatError": "formats.errors",

@@ -232,7 +232,7 @@ def test_hooks_take_feedback_only_where_something_is_lost() -> None:
     from tightwire.adapters.training import ddp, fsdp
 
     feedback, one, wrong = ErrorFeedback(), connect(1)[0], cast(Any, True)
-    hops = {"codec": "mx", "topology": "ring"}
+    hops: dict[str, Any] = {"codec": "mx", "topology": "ring"}
     calls: list[tuple[str, Callable[[], Any]]] = [
         (r"codec is Zipccl\(", lambda: ddp.DdpHook(tw.Communicator(one), feedback, {})),
         (r"codec is Zipccl\(", lambda: fsdp.compress(None, error_feedback=feedback)),

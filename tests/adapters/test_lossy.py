@@ -82,10 +82,10 @@ class Steps(ThreadTransport):
 
 #: Calls, and what they exchange once ranks are known to make the same one.
 CALLS: dict[str, tuple[Callable[[tw.Communicator, Any], Any], list[str]]] = {
-    "all_gather": (lambda comm, x: comm.all_gather(x), ["all_to_all_v"]),
+    "all_gather": (lambda comm, x: comm.all_gather(x), ["all_gather"] * 2),
     "all_to_all": (lambda comm, x: comm.all_to_all(x), ["all_to_all_v"]),
     "reduce_scatter": (lambda comm, x: comm.reduce_scatter(x), ["all_to_all_v"]),
-    "all_reduce": (lambda comm, x: comm.all_reduce(x), ["all_to_all_v"] * 2),
+    "all_reduce": (lambda comm, x: comm.all_reduce(x), ["all_to_all_v", *["all_gather"] * 2]),
     "broadcast": (lambda comm, x: comm.broadcast(x), ["all_to_all_v", "all_gather"]),
 }
 
@@ -286,8 +286,9 @@ def test_damaged_descriptors(name: str, at: int) -> None:
 def test_damaged_payload(name: str) -> None:
     def damage(outs: Sequence[Sequence[Any]]) -> None:
         for part in outs:
-            if len(part) > 1 and part[1].size > 512:
-                part[1][100] ^= 1
+            # Behind the descriptors.
+            if part and part[-1].size > 512:
+                part[-1][100] ^= 1
 
     def task(transport: ThreadTransport) -> str:
         comm = tw.Communicator(Steps(transport, damage if transport.rank else None), "mx")

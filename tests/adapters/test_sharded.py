@@ -7,8 +7,6 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from processes import join, launch
 from tightwire.adapters.collectives.calls import rounding_key
 from tightwire.adapters.errors import CollectiveError
 from tightwire.adapters.training import sharded
-from tightwire.adapters.training.sharded import TwoLevel, WeightDifferences
-from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
+from tightwire.adapters.training.sharded import WeightDifferences
+from tightwire.adapters.transports.threads import ThreadTransport, run_grid, run_ranks
 from tightwire.arrays import Target, from_bits
 from tightwire.formats.dtypes import BY_NAME
 
@@ -241,6 +239,12 @@ class Damaged(ThreadTransport):
         if self.on:
             outs[-1][-1][7] ^= 16
 
+    def all_gather(self, out: Any, x: Any) -> None:
+        super().all_gather(out, x)
+        # Behind what ranks agree on, and descriptors.
+        if self.on and out.size > 512:
+            out.reshape(self.world_size, -1)[-1, 7] ^= 16
+
 
 @pytest.mark.parametrize("damaged", [{1}, {0, 1, 2}])
 def test_after_damage_a_replica_is_sent_anew(damaged: set[int]) -> None:
@@ -266,24 +270,18 @@ def test_after_damage_a_replica_is_sent_anew(damaged: set[int]) -> None:
     assert run_ranks(RANKS, task) == [(wanted, reasons)] * RANKS
 
 
-def on_grid(
-    nodes: int, size: int, task: Callable[[ThreadTransport, ThreadTransport], Any]
-) -> list[Any]:
-    """What `task(within, between)` returns on every rank of a grid of threads."""
-    within = [connect(size) for _ in range(nodes)]
-    between = [connect(nodes) for _ in range(size)]
-
-    def run(m: int, n: int) -> Any:
-        try:
-            return task(within[m][n], between[n][m])
-        except BaseException:
-            within[m][n].close()
-            between[n][m].close()
-            raise
-
-    with ThreadPoolExecutor(nodes * size) as pool:
-        futures = [pool.submit(run, m, n) for m in range(nodes) for n in range(size)]
-    return [future.result() for future in futures]
+def two_levels(
+    within: ThreadTransport,
+    between: ThreadTransport,
+    rounding: str = "nearest",
+    seed: int = 0,
+) -> tw.NodeCommunicator:
+    """Eight bits within nodes, four between."""
+    near, far = (
+        tw.Communicator(transport, tw.codec("sdp4bit", bits=bits, rounding=rounding), seed=seed)
+        for transport, bits in ((within, 8), (between, 4))
+    )
+    return tw.NodeCommunicator(near, far)
 
 
 def gradients(ranks: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Array]:
@@ -299,15 +297,20 @@ def gradients(ranks: int, shape: tuple[int, ...], dtype: str = "float32") -> lis
 def by_hand(
     xs: list[Array], nodes: int, size: int, rounding: str = "nearest", call: int = 0
 ) -> Array:
-    """The sums of all shares, one behind the other, by the page."""
-    within = tw.codec("sdp4bit", bits=8, rotate="encode", rounding=rounding)
-    between = tw.codec("sdp4bit", bits=4, rotate="decode", rounding=rounding)
+    """The sums of all shares, one behind the other, encoded at both levels."""
+    within = tw.codec("sdp4bit", bits=8, rounding=rounding)
+    between = tw.codec("sdp4bit", bits=4, rounding=rounding)
     ranks, terms = nodes * size, []
     for rank, x in enumerate(xs):
         m, n = divmod(rank, size)
         key = rounding_key(2 * m + 1 << 32, call, 0, n, size)
-        buf = within.encode(x.reshape(-1).astype(np.float32), chunks=ranks, key=key)
-        terms.append(np.asarray(tw.decode(bytes(buf))).reshape(ranks, -1))
+        # What is for one rank of the node lies together.
+        turned: Array = x.reshape(nodes, size, -1).swapaxes(0, 1).reshape(-1)
+        if size > 1:
+            buf = within.encode(turned, chunks=size, key=key)
+            turned = np.asarray(tw.decode(bytes(buf)))
+        term: Array = turned.astype(np.float32).reshape(size, nodes, -1)
+        terms.append(term.swapaxes(0, 1).reshape(ranks, -1))
     shares = np.zeros_like(terms[0])
     for m in range(nodes):
         for n in range(size):
@@ -329,14 +332,14 @@ def by_hand(
     ],
 )
 def test_sums_in_two_levels(nodes: int, size: int, dtype: str, library: str, rounding: str) -> None:
-    """Bit for bit what the page says, where rank m * N + l owns that share."""
+    """Bit for bit sums of what is decoded, where rank m * N + l owns that share."""
     if library == "torch":
         pytest.importorskip("torch")
     ranks = nodes * size
     xs = gradients(ranks, (2 * ranks, 151), dtype)
 
     def task(within: ThreadTransport, between: ThreadTransport) -> tuple[bytes, bytes]:
-        levels = TwoLevel(within, between, rounding=rounding)
+        levels = two_levels(within, between, rounding=rounding)
         assert levels.rank == between.rank * size + within.rank
         x = as_array(xs[levels.rank], library)
         out = as_array(np.full((2, 151), 171, np.float32), library)
@@ -346,11 +349,10 @@ def test_sums_in_two_levels(nodes: int, size: int, dtype: str, library: str, rou
         assert str(narrow.dtype).endswith(dtype)
         assert bits(x) == xs[levels.rank].tobytes()
         levels.check()
-        assert sum(r.wire_bytes for r in levels.trace()) == levels.wire_bytes
         return bits(out), bits(narrow)
 
     wide, narrow = (by_hand(xs, nodes, size, rounding, call) for call in range(2))
-    for rank, found in enumerate(on_grid(nodes, size, task)):
+    for rank, found in enumerate(run_grid(nodes, size, task)):
         assert found[0] == wide[rank].tobytes()
         assert found[1] == narrow[rank].astype(xs[0].dtype).tobytes()
 
@@ -362,16 +364,15 @@ def test_errors_of_two_levels() -> None:
     true = np.sum(np.stack(xs), axis=0, dtype=np.float64).astype(np.float32)
 
     def task(within: ThreadTransport, between: ThreadTransport) -> tuple[Array, int]:
-        levels = TwoLevel(within, between)
+        levels = two_levels(within, between)
         share = levels.reduce_scatter(xs[levels.rank])
-        (sent,) = [r.wire_bytes for r in levels.trace() if r.algorithm.startswith("between nodes")]
-        return share, sent
+        return share, levels.trace()[-1].wire_bytes
 
     def one_level(width: int, transport: ThreadTransport) -> tuple[Array, int]:
         comm = tw.Communicator(transport, tw.codec("sdp4bit", bits=width))
         return comm.reduce_scatter(xs[comm.rank]), comm.trace()[-1].wire_bytes
 
-    found = on_grid(2, 2, task)
+    found = run_grid(2, 2, task)
     two = tw.error(true, np.concatenate([x for x, _ in found])).vnmse
     plain = {}
     for width in (4, 8):
@@ -391,21 +392,19 @@ def test_all_ranks_get_the_same_sum() -> None:
     true = np.sum([x.astype(np.float32) for x in xs], axis=0)
 
     def task(within: ThreadTransport, between: ThreadTransport) -> tuple[bytes, bytes, bytes]:
-        levels = TwoLevel(within, between, rounding="stochastic", seed=7)
+        levels = two_levels(within, between, rounding="stochastic", seed=7)
         x = xs[levels.rank]
-        wide = np.full(x.shape, 171, np.float32)
-        assert levels.all_reduce(x, wide) is wide
+        wide = levels.all_reduce(x.astype(np.float32))
         again = levels.all_reduce(x)
         assert again.dtype == x.dtype
         scalar = levels.all_reduce(np.float32(levels.rank))
-        raw = sum(r.raw_bytes for r in levels.trace())
-        assert levels.raw_bytes == raw > levels.wire_bytes
         return wide.tobytes(), again.tobytes(), scalar.tobytes()
 
-    found = on_grid(2, 2, task)
+    found = run_grid(2, 2, task)
     assert len(set(found)) == 1
     wide = np.frombuffer(found[0][0], np.float32).reshape(true.shape)
-    assert tw.error(true, wide).vnmse < 3e-2
+    # Of terms and of the sum.
+    assert tw.error(true, wide).vnmse < 8e-2
     # Another call draws other numbers.
     assert wide.astype(xs[0].dtype).tobytes() != found[0][1]
     assert abs(np.frombuffer(found[0][2], np.float32)[0] - 6) < 0.5
@@ -416,96 +415,19 @@ def test_a_rank_that_is_not_finite_makes_its_group_nan() -> None:
     xs[3][130] = np.inf
 
     def task(within: ThreadTransport, between: ThreadTransport) -> Array:
-        levels = TwoLevel(within, between)
+        levels = two_levels(within, between)
         share: Array = levels.reduce_scatter(xs[levels.rank])
         return share
 
-    lost = np.flatnonzero(np.isnan(np.concatenate(on_grid(2, 2, task))))
+    lost = np.flatnonzero(np.isnan(np.concatenate(run_grid(2, 2, task))))
     assert lost.tolist() == list(range(128, 256))
-
-
-def test_bad_calls_of_two_levels() -> None:
-    levels = TwoLevel(connect(1)[0], connect(1)[0])
-    for x in (np.zeros(4), np.zeros(4, np.int32)):
-        with pytest.raises(TypeError, match="allowed: float16"):
-            levels.reduce_scatter(x)
-        with pytest.raises(TypeError, match="allowed: float16"):
-            levels.all_reduce(x)
-    with pytest.raises(ValueError, match="allowed: a multiple of 1 rows"):
-        levels.reduce_scatter(np.float32(1))
-    with pytest.raises(ValueError, match="bits is 5"):
-        TwoLevel(connect(1)[0], connect(1)[0], bits=(8, 5))
-    assert levels.reduce_scatter(np.zeros((0, 2), np.float32)).shape == (0, 2)
-
-
-def test_ranks_that_make_no_grid_are_refused() -> None:
-    """The second node has its ranks in another order; then it has another shape to sum."""
-    within, between = [connect(2), connect(2)], [connect(2), connect(2)]
-
-    def crossed(m: int, n: int) -> str:
-        with pytest.raises(CollectiveError, match="at the other level") as caught:
-            TwoLevel(within[m][n], between[n ^ m][m])
-        return caught.value.stage
-
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(crossed, (0, 0, 1, 1), (0, 1, 0, 1))) == {"agree"}
-
-    def differ(within: ThreadTransport, between: ThreadTransport) -> None:
-        levels = TwoLevel(within, between)
-        x = np.zeros(4 * (5 + between.rank), np.float32)
-        with pytest.raises(CollectiveError, match="make another call"):
-            levels.reduce_scatter(x)
-        with pytest.raises(CollectiveError, match="an earlier call has failed"):
-            levels.reduce_scatter(x)
-
-    on_grid(2, 2, differ)
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_damage_and_a_lost_rank_are_named(level: int) -> None:
-    """Of damage between nodes ranks go on, as all had been exchanged; within nodes they stop."""
-    xs = gradients(4, (4 * 151,))
-
-    def task(*inner: ThreadTransport) -> Any:
-        within, between = map(Damaged, inner)
-        levels = TwoLevel(within, between)
-        if levels.rank != 2:
-            if level == 1:
-                levels.reduce_scatter(xs[levels.rank])
-                return levels.reduce_scatter(xs[levels.rank]).tobytes()
-            with pytest.raises(CollectiveError, match=r"has left|earlier call"):
-                for _ in range(2):
-                    levels.reduce_scatter(xs[levels.rank])
-            within.close()
-            between.close()
-            return None
-        (within, between)[level].on = True
-        with pytest.raises(CollectiveError) as caught:
-            levels.reduce_scatter(xs[2])
-        error = caught.value
-        (within, between)[level].on = False
-        if level == 1:
-            assert (error.rank, error.stage) == (1, "decode")
-            return levels.reduce_scatter(xs[2]).tobytes()
-        assert (error.rank, error.stage) == (0, "sum")
-        assert "from rank 1 of the node" in error.detail
-        within.close()
-        between.close()
-        return None
-
-    found = on_grid(2, 2, task)
-    if level == 1:
-        assert b"".join(found) == by_hand(xs, 2, 2).tobytes()
-    else:
-        assert found == [None] * 4
 
 
 def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = inspect.cleandoc(sharded.__doc__ or "").splitlines()
     names: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
-    assert capsys.readouterr().out == "(10000,)\n"
-    assert [share.shape for share in on_grid(2, 2, names["gradients"])] == [(5000,)] * 4
+    assert capsys.readouterr().out == "(10000,)\n(5000,)\n"
 
 
 def test_hooks_refuse_what_does_not_go_together() -> None:
@@ -514,11 +436,15 @@ def test_hooks_refuse_what_does_not_go_together() -> None:
 
     with pytest.raises(ValueError, match="lossless"):
         fsdp.DifferenceGather(codec="mx")
-    levels = TwoLevel(connect(1)[0], connect(1)[0])
-    more: list[dict[str, Any]] = [{"gradients": "mx"}, {"topology": "ring"}]
-    for options in more:
-        with pytest.raises(ValueError, match="two_level is given"):
-            fsdp.compress(None, two_level=levels, **options)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"node": 0}, "node is 0; allowed"),
+        ({"within": "mx"}, "within is 'mx', node None; needed"),
+        ({"node": 2, "within": "lhc"}, "codec is 'lhc'"),
+        ({"node": 2, "route": "network"}, "allowed with those: 'exact'"),
+    ]
+    for options, match in bad:
+        with pytest.raises(ValueError, match=match):
+            fsdp.compress(None, **options)
 
 
 def train(device: Any) -> dict[str, Any]:
@@ -529,10 +455,7 @@ def train(device: Any) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     from tightwire.adapters.training import fsdp
-    from tightwire.adapters.transports.torch_dist import TorchDist
 
-    both = init_device_mesh(device.type, (2, 2), mesh_dim_names=("nodes", "node"))
-    levels = TwoLevel(*(TorchDist(both[name].get_group()) for name in ("node", "nodes")))
     mesh = init_device_mesh(device.type, (4,))
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(61, 127), torch.nn.ReLU(), torch.nn.Linear(127, 5))
@@ -540,7 +463,10 @@ def train(device: Any) -> dict[str, Any]:
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
     # Raw: zipccl would take a second of each process to load.
-    hooks = fsdp.compress(model, weight_differences=True, two_level=levels, codec="raw")
+    near, far = (tw.codec("sdp4bit", bits=bits) for bits in (8, 4))
+    hooks = fsdp.compress(
+        model, weight_differences=True, node=2, within=near, gradients=far, codec="raw"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(2)
     x, y = torch.randn(64, 61).to(device), torch.randn(64, 5).to(device)
@@ -603,7 +529,7 @@ def check_training(found: list[Any]) -> None:
     for gathers, sums in (f["bytes"] for f in found):
         assert gathers[1] < 0.35 * gathers[0]
         assert sums[1] < 0.35 * sums[0]
-    assert {f["sums"] for f in found} == {2 * 8 * 2}
+    assert {f["sums"] for f in found} == {2 * 8}
 
 
 if __name__ == "__main__":

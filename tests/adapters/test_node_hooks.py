@@ -1,0 +1,230 @@
+"""Hooks on nodes, over gloo, against training without them: this file is also a rank."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+from processes import join, launch
+
+NODES, SIZE = 2, 2
+RANKS = NODES * SIZE
+STEPS = 4
+
+
+def model_of() -> Any:
+    import torch
+
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 7))
+
+
+def trained(model: Any, steps: int = STEPS) -> list[float]:
+    """Losses of this rank, each with data of its own."""
+    import torch
+    import torch.distributed as dist
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(100 + dist.get_rank())
+    x, y = torch.randn(16, 128, generator=data), torch.randn(16, 7, generator=data)
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model: Any) -> list[Any]:
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def digest(tensors: list[Any]) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def outcome(model: Any, plain: Any, hooks: list[Any], losses: list[float]) -> dict[str, Any]:
+    pairs = list(zip(weights(model), weights(plain), strict=True))
+    return {
+        "off": max((a - b).abs().max().item() for a, b in pairs),
+        "weights": digest([a for a, _ in pairs]),
+        "bytes": [[hook.raw_bytes, hook.wire_bytes] for hook in hooks],
+        "losses": losses,
+    }
+
+
+def run_ddp(device: Any) -> dict[str, Any]:
+    """Exact sums; then constant gradients in 4 bits, whose mean error feedback makes right."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = {}
+    plain = DistributedDataParallel(model_of())
+    trained(plain)
+    cases: dict[str, dict[str, Any]] = {
+        "raw": {"codec": "raw"},
+        "nvfp4": {"codec": "nvfp4"},
+        "ring": {"codec": "nvfp4", "topology": "ring"},
+        "tagc": {},
+    }
+    for name, options in cases.items():
+        model = DistributedDataParallel(model_of())
+        if name == "tagc":
+            hook: Any = tw.tagc.register(model, tw.tagc.Tagc(ratio=4), node=SIZE, codec="raw")
+        else:
+            hook = tw.ddp.register(model, node=SIZE, **options)
+        losses = trained(model)
+        found[name] = outcome(model, plain, [hook], losses)
+        if name == "tagc":
+            found[name]["layers"] = sorted({report.name for report in hook.state.reports})
+        hook.close()
+    for name, feedback in (("lost", None), ("kept", tw.ErrorFeedback())):
+        model = DistributedDataParallel(model_of())
+        hook = tw.ddp.register(model, node=SIZE, codec="nvfp4", error_feedback=feedback)
+        true, mean = model_of_gradients(plain), []
+        for _ in range(8):
+            mean.append(model_of_gradients(model))
+        error = torch.stack(mean).mean(0) - true
+        found[name] = {"off": error.abs().max().item()}
+    return found
+
+
+def model_of_gradients(model: Any) -> Any:
+    """Mean gradients of a model at the weights where it begins."""
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        for p, first in zip(model.parameters(), model_of().parameters(), strict=True):
+            p.copy_(first)
+    data = torch.Generator().manual_seed(100 + dist.get_rank())
+    x, y = torch.randn(16, 128, generator=data), torch.randn(16, 7, generator=data)
+    model.zero_grad()
+    (model(x) - y).square().mean().backward()
+    return torch.cat([p.grad.view(-1).clone() for p in model.parameters()])
+
+
+def run_fsdp(device: Any) -> dict[str, Any]:
+    """Shards over all ranks, over those of a node (HSDP), and both by sketch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = init_device_mesh(device.type, (RANKS,))
+    grid = init_device_mesh(device.type, (NODES, SIZE), mesh_dim_names=("nodes", "node"))
+
+    def sharded(mesh: Any) -> Any:
+        model = model_of()
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+        return model
+
+    plain = sharded(whole)
+    trained(plain)
+    found = {}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "raw": (whole, {"codec": "raw"}),
+        "nvfp4": (whole, {"codec": "raw", "gradients": "nvfp4"}),
+        "hsdp raw": (grid, {"codec": "raw"}),
+        "hsdp nvfp4": (grid, {"codec": "raw", "gradients": "nvfp4"}),
+    }
+    for name, (mesh, options) in cases.items():
+        model = sharded(mesh)
+        hooks: Any = tw.fsdp.compress(model, node=SIZE, **options)
+        found[name] = outcome(model, plain, list(hooks), trained(model))
+        hooks.close()
+    model = sharded(whole)
+    hooks = tw.tagc.compress(model, tw.tagc.Tagc(ratio=4), node=SIZE, codec="raw")
+    losses = trained(model)
+    found["tagc"] = outcome(model, plain, list(hooks[:2]), losses)
+    found["tagc"]["layers"] = sorted({report.name for report in hooks.state.reports})
+    hooks.close()
+    with pytest.raises(ValueError, match=r"node is 3; rank . is in a group of 4 ranks, FSDP: AllG"):
+        model = sharded(whole)
+        tw.fsdp.compress(model, node=3)
+        trained(model)
+    return found
+
+
+def run_hooks(device: Any) -> dict[str, Any]:
+    return {"ddp": run_ddp(device), "fsdp": run_fsdp(device)}
+
+
+TASKS: dict[str, Callable[[Any], Any]] = {"run_hooks": run_hooks}
+
+
+def check_alike(found: list[Any], name: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
+    """One rank's outcome, when all have the same weights; bytes of hooks by node."""
+    assert len({rank[name]["weights"] for rank in found}) == 1
+    nodes = [found[:SIZE], found[SIZE:]]
+    return found[0][name], [np.sum([r[name]["bytes"] for r in node], 0).tolist() for node in nodes]
+
+
+@pytest.mark.slow
+def test_hooks(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(getattr(torch.distributed, "fsdp", None), "FSDPModule"):
+        pytest.importorskip("torch.distributed.fsdp")
+    found = launch(__file__, "run_hooks", RANKS, tmp_path)
+    check_ddp([rank["ddp"] for rank in found])
+    check_fsdp([rank["fsdp"] for rank in found])
+
+
+def check_ddp(found: list[Any]) -> None:
+    whole = STEPS * 4 * (128 * 512 + 512 + 512 * 7 + 7)
+    exact, nodes = check_alike(found, "raw")
+    assert exact["off"] < 1e-6
+    for ((raw, wire),) in nodes:
+        # A node sends half of the sums, and then half of the results.
+        assert whole <= raw <= 1.001 * whole
+        assert whole < wire < 1.05 * whole
+    for name in ("nvfp4", "ring"):
+        lossy, nodes = check_alike(found, name)
+        assert 1e-6 < lossy["off"] < 1e-2
+        for ((raw, wire),) in nodes:
+            assert 0.14 * raw < wire < 0.16 * raw
+    sketched, nodes = check_alike(found, "tagc")
+    assert sketched["layers"] == ["0.weight"]
+    assert sketched["losses"][-1] < sketched["losses"][0]
+    for ((raw, wire),) in nodes:
+        assert whole <= raw <= 1.05 * whole
+        # A quarter, two bits of index and what is small.
+        assert 0.3 * raw < wire < 0.45 * raw
+    assert found[0]["kept"]["off"] < 0.4 * found[0]["lost"]["off"]
+
+
+def check_fsdp(found: list[Any]) -> None:
+    whole = STEPS * 4 * (128 * 512 + 512 + 512 * 7 + 7)
+    for name in ("raw", "hsdp raw", "nvfp4", "hsdp nvfp4"):
+        result, nodes = check_alike(found, name)
+        hsdp, exact = name.startswith("hsdp"), name.endswith("raw")
+        assert result["off"] < (1e-6 if exact else 1e-2)
+        assert exact or result["off"] > 1e-6
+        for gathers, (raw, wire) in nodes:
+            # Of replicas a node sends its half of the sums of its shards, and of the results.
+            assert 1 <= raw / whole / (1.0 if hsdp else 0.5) < 1.05
+            assert (1.0 if exact else 0.14) < wire / raw < (1.1 if exact else 0.19)
+            if hsdp:
+                assert gathers == [0, 0]
+            else:
+                # In each forward, and in backward once more.
+                assert 1 < gathers[0] / whole < 2.1
+                assert gathers[0] < gathers[1] < 1.1 * gathers[0]
+    sketched, nodes = check_alike(found, "tagc")
+    assert sketched["layers"] == ["0.weight"]
+    assert sketched["losses"][-1] < sketched["losses"][0]
+    for _, (raw, wire) in nodes:
+        assert 0.5 * whole <= raw <= 0.55 * whole
+        assert 0.3 * raw < wire < 0.5 * raw
+
+
+if __name__ == "__main__":
+    join(TASKS, sys.argv[1:])
