@@ -193,20 +193,26 @@ class Node:
             raise ValueError(f"size is {self.size}; allowed: at least 1")
 
     def share(self, collective: Collective) -> float:
-        """Of a rank's input, how much goes into the call between nodes.
+        """Find how much of a rank's input goes into the call between nodes.
 
         Args:
             collective: Name of the collective.
+
+        Returns:
+            A share of 1.
         """
         summed = collective in ("reduce_scatter", "all_reduce", "broadcast")
         return 1 / self.size if summed else 1.0
 
     def within(self, collective: Collective, nodes: int) -> Line:
-        """The calls within a node, which are native, by bytes of a rank's input.
+        """Find the time of the calls within a node, which are native.
 
         Args:
             collective: Name of the collective.
             nodes: Number of nodes.
+
+        Returns:
+            Their line, by bytes of a rank's input.
         """
         peers = self.size - 1
         others = peers / self.size

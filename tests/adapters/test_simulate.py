@@ -486,7 +486,11 @@ def test_the_library_does_what_formulas_say(algorithm: Between, world: int, size
     node = Node(size, LINK)
     wanted = simulate(chosen, world, 4 * 16_384, LINK, codec, node=node, between=algorithm)
     assert found.vnmse == pytest.approx(wanted.vnmse, rel=0.08)
-    assert wanted.wire_bytes < found.wire_bytes < 1.2 * wanted.wire_bytes + 4000
+    assert found.wire_bytes < 1.2 * wanted.wire_bytes + 4000
+    nodes = world // size
+    if algorithm != "butterfly" or nodes & (nodes - 1) == 0:
+        # Beyond a power of two the model's extra ranks get the result whole, the library's gather.
+        assert found.wire_bytes > wanted.wire_bytes
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
