@@ -173,6 +173,64 @@ class Link(Line):
         return rounds * (self.alpha + (peers - 1) * gap) + self.beta * nbytes
 
 
+@dataclass(frozen=True)
+class Node:
+    """The ranks of one machine, as a ``NodeCommunicator`` uses them.
+
+    Args:
+        size: Number of ranks.
+        link: The link of each rank to the others of the machine.
+
+    Raises:
+        ValueError: If ``size`` is below 1.
+    """
+
+    size: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}; allowed: at least 1")
+
+    def share(self, collective: Collective) -> float:
+        """Find how much of a rank's input goes into the call between nodes.
+
+        Args:
+            collective: Name of the collective.
+
+        Returns:
+            A share of 1.
+        """
+        summed = collective in ("reduce_scatter", "all_reduce", "broadcast")
+        return 1 / self.size if summed else 1.0
+
+    def within(self, collective: Collective, nodes: int) -> Line:
+        """Find the time of the calls within a node, which are native.
+
+        Args:
+            collective: Name of the collective.
+            nodes: Number of nodes.
+
+        Returns:
+            Their line, by bytes of a rank's input.
+        """
+        peers = self.size - 1
+        others = peers / self.size
+        # Calls, and bytes that each rank sends in all of them; of a broadcast two are in the root's
+        # node alone.
+        calls, nbytes = {
+            "all_gather": (1, nodes * peers),
+            "all_to_all": (1, others),
+            "reduce_scatter": (1, others),
+            "all_reduce": (2, 2 * others),
+            "broadcast": (3, 3 * others),
+            "send": (0, 0),
+        }[collective]
+        if not peers:
+            return Line(0.0, 0.0)
+        return Line(self.link.exchange(peers, 0, calls), self.link.beta * nbytes)
+
+
 def fit(samples: Sequence[tuple[float, float]]) -> Line:
     """Fit a line to measurements, with alpha and beta at least 0.
 
@@ -271,6 +329,8 @@ class Model:
         largest: The largest measurement, beyond which time grows in proportion to bytes; None: the
             lines hold everywhere.
         reach: Largest measured input, in bytes; None: no limit.
+        inside: Calls within nodes, which nothing overlaps, by bytes of the input; the native path
+            has them in its line.
     """
 
     native: Line
@@ -283,10 +343,17 @@ class Model:
     largest: Largest | None = None
     #: Bytes of the largest input that was measured at all.
     reach: int | None = None
+    inside: Line = Line(0.0, 0.0)
 
     @classmethod
     def of(
-        cls, collective: Collective, world: int, link: Link, encode: Line, decode: Line
+        cls,
+        collective: Collective,
+        world: int,
+        link: Link,
+        encode: Line,
+        decode: Line,
+        node: Node | None = None,
     ) -> Model:
         """Model a group on equal links, without a measurement of the collective.
 
@@ -300,14 +367,18 @@ class Model:
             link: The link of each rank.
             encode: One call of the codec, by bytes of the tensor.
             decode: One call of the codec, by bytes of the tensor.
+            node: For ranks of several nodes, of which ``link`` is the one between nodes. None: all
+                links are equal.
 
         Raises:
-            ValueError: If the collective is unknown, or ``world`` is below 1.
+            ValueError: If the collective is unknown, ``world`` is below 1, or nodes are uneven.
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is {collective!r}; allowed: {COLLECTIVES}")
         if world < 1:
             raise ValueError(f"world is {world}; allowed: at least 1")
+        if node is not None:
+            return cls._of_nodes(collective, world, link, encode, decode, node)
         others = (world - 1) / world
         # Rounds and bytes moved of the native path, of the compressed one; encoded and decoded in
         # how many calls, and how many bytes: all for each byte of one rank's input.
@@ -325,6 +396,29 @@ class Model:
             return Line(link.exchange(peers, 0, rounds), link.beta * nbytes if peers else 0.0)
 
         return cls(line(*native), line(*wire), encode.times(*encoded), decode.times(*decoded))
+
+    @classmethod
+    def _of_nodes(
+        cls,
+        collective: Collective,
+        world: int,
+        link: Link,
+        encode: Line,
+        decode: Line,
+        node: Node,
+    ) -> Model:
+        """`of` for nodes: the calls between nodes, of a share of the input, and those within."""
+        if world % node.size:
+            raise ValueError(f"world is {world}; allowed: multiples of the node's {node.size}")
+        nodes, share = world // node.size, node.share(collective)
+        inside = node.within(collective, nodes)
+        between = cls.of(collective, nodes, link, encode, decode)
+        native, wire, encoding, decoding = (
+            line.times(1, share)
+            for line in (between.native, between.wire, between.encode, between.decode)
+        )
+        whole = Line(native.alpha + inside.alpha, native.beta + inside.beta)
+        return cls(whole, wire, encoding, decoding, inside=inside)
 
     @classmethod
     def measured(
@@ -397,7 +491,8 @@ class Model:
         wire = self.wire.seconds(each * ratio)
         codec = self.encode.seconds(each) + self.decode.seconds(each)
         slack = self.slack if pieces > 1 else 1.0
-        return slack * (wire + codec + (pieces - 1) * max(wire, codec))
+        inside = self.inside.seconds(nbytes)
+        return slack * (wire + codec + (pieces - 1) * max(wire, codec)) + inside
 
     def _behind(self, nbytes: int) -> float:
         """By how much the compressed path exceeds its line beyond `largest`."""

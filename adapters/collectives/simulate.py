@@ -7,30 +7,28 @@ DynamiQ, section 5: ``E[|X - X'|^2] / |X|^2`` of the result of a collective.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from .cost import Line, Link
+from ...codec import Codec
+from .cost import Line, Link, Node
 
 Collective = Literal["all_reduce", "all_gather", "all_to_all"]
 Between = Literal["ring", "two_shot", "butterfly"]
 Algorithm = Literal["ring", "two_shot", "butterfly", "hierarchical", "direct"]
 ALGORITHMS: dict[Collective, tuple[Algorithm, ...]] = {
     "all_reduce": ("ring", "two_shot", "butterfly", "hierarchical"),
-    "all_gather": ("ring", "direct"),
-    "all_to_all": ("direct",),
+    "all_gather": ("ring", "direct", "hierarchical"),
+    "all_to_all": ("direct", "hierarchical"),
 }
 WORLDS = (8, 64, 1024, 16384, 100_000)
 
 Floats = npt.NDArray[np.floating[Any]]
-_Coded = Callable[[Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -65,26 +63,6 @@ class Coding:
 
 #: No codec: bytes travel as they are.
 NATIVE = Coding(1.0, Line(0.0, 0.0), Line(0.0, 0.0))
-
-
-@dataclass(frozen=True)
-class Node:
-    """The ranks of one machine.
-
-    Args:
-        size: Number of ranks.
-        link: The link of each rank to the others of the machine.
-
-    Raises:
-        ValueError: If ``size`` is below 1.
-    """
-
-    size: int
-    link: Link
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}; allowed: at least 1")
 
 
 @dataclass(frozen=True)
@@ -150,8 +128,7 @@ def simulate(
     errors are unbiased and independent of each other.
 
     Args:
-        algorithm: The algorithm. ``"hierarchical"`` sums shares within a node, uncompressed, then
-            all-reduces them between nodes, and gathers them within.
+        algorithm: The algorithm. ``"hierarchical"`` is that of a ``NodeCommunicator``.
         world: Number of ranks.
         nbytes: Bytes of the input of each rank.
         link: The link of each rank.
@@ -170,11 +147,11 @@ def simulate(
     _check(algorithm, collective, world, node, between)
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; allowed: at least 0")
-    if collective != "all_reduce":
-        return _forwarded(algorithm, collective, world, nbytes, link, codec)
     if algorithm == "hierarchical":
         assert node is not None
-        return _hierarchical(world, nbytes, link, codec, rounding, node, between)
+        return _hierarchical(collective, world, nbytes, link, codec, rounding, node, between)
+    if collective != "all_reduce":
+        return _forwarded(algorithm, collective, world, nbytes, link, codec)
     return _flat(algorithm, world, nbytes, link, codec, rounding, 0.0)
 
 
@@ -253,7 +230,12 @@ def _check(
 
 
 def _forwarded(
-    algorithm: Algorithm, collective: Collective, world: int, nbytes: int, link: Link, codec: Coding
+    algorithm: Algorithm,
+    collective: Collective,
+    world: int,
+    nbytes: float,
+    link: Link,
+    codec: Coding,
 ) -> Result:
     """All-gather and all-to-all: every value is encoded once, and forwarded as it came."""
     gather = collective == "all_gather"
@@ -322,6 +304,7 @@ def _butterfly(world: int, nbytes: float, link: Link, codec: Coding) -> tuple[fl
 
 
 def _hierarchical(
+    collective: Collective,
     world: int,
     nbytes: int,
     link: Link,
@@ -330,10 +313,17 @@ def _hierarchical(
     node: Node,
     between: Between,
 ) -> Result:
-    inside = node.link.exchange(node.size - 1, nbytes * (node.size - 1) / node.size)
-    start = error_two_shot(node.size, 0.0, rounding)
-    across = _flat(between, world // node.size, nbytes / node.size, link, codec, rounding, start)
-    return Result(2 * inside + across.seconds, across.wire_bytes, across.vnmse)
+    nodes = world // node.size
+    inside = node.within(collective, nodes).seconds(nbytes)
+    share = nbytes * node.share(collective)
+    if collective == "all_reduce":
+        start = error_two_shot(node.size, 0.0, rounding)
+        across = _flat(between, nodes, share, link, codec, rounding, start)
+    elif nodes == 1:
+        across = Result(0.0, 0.0, 0.0)
+    else:
+        across = _forwarded("direct", collective, nodes, share, link, codec)
+    return Result(inside + across.seconds, across.wire_bytes, across.vnmse)
 
 
 # Error growth. The sum of k inputs has energy k; `noise` is the energy of the error in it.
@@ -411,70 +401,70 @@ def _spread(world: int, error: float, noise: float) -> float:
     return noise / world
 
 
+class Found(NamedTuple):
+    """What ``monte_carlo`` has found.
+
+    Attributes:
+        wire_bytes: Bytes that the busiest rank has sent over the network, without those within a
+            node.
+        vnmse: vNMSE of the results.
+    """
+
+    wire_bytes: int
+    vnmse: float
+
+
 def monte_carlo(
     algorithm: Algorithm,
     inputs: Floats,
-    quantize: Callable[[Floats], Floats],
+    codec: str | Codec,
     *,
-    dtype: npt.DTypeLike = np.float64,
+    collective: Collective = "all_reduce",
     node_size: int = 1,
     between: Between = "two_shot",
-) -> float:
-    """The vNMSE of an all-reduce that is computed on given inputs.
+) -> Found:
+    """Have the library itself make a collective of given inputs, by a thread for each rank.
 
     Args:
-        algorithm: The algorithm.
-        inputs: Shape ``(ranks, n)``.
-        quantize: Maps an array of shape ``(n,)`` to what encoding and decoding leave of it.
-        dtype: Dtype of the sums; the reference is float64.
+        algorithm: The algorithm, as in ``simulate``; of an all-gather ``"direct"`` or
+            ``"hierarchical"``.
+        inputs: Shape ``(ranks, n)``, of a dtype of the codec.
+        codec: The codec, of nodes that between them.
+        collective: Name of the collective.
         node_size: Ranks of a node, for ``"hierarchical"``.
         between: Algorithm between nodes.
 
     Raises:
-        ValueError: If a value is not allowed.
+        ValueError: If a value is not allowed, or the codec does not sum like this.
     """
-    _check(algorithm, "all_reduce", len(inputs), Node(node_size, Link(0.0, 0.0)), between)
-    exact = inputs.sum(axis=0, dtype=np.float64)
-    parts = [x.astype(dtype) for x in inputs]
-    if algorithm == "hierarchical":
-        parts = [_sum(parts[i : i + node_size]) for i in range(0, len(parts), node_size)]
-        algorithm = between
-    found = parts[0]
-    if len(parts) > 1:
+    from ..transports.threads import run_grid
+    from .communicator import Communicator
+    from .nodes import NodeCommunicator
 
-        def coded(x: Floats) -> Floats:
-            return quantize(x).astype(dtype)
+    world, nodes = len(inputs), algorithm == "hierarchical"
+    _check(algorithm, collective, world, Node(node_size, Link(0.0, 0.0)), between)
+    if collective == "all_gather" and algorithm == "ring":
+        raise ValueError('algorithm of all_gather is "ring", which the library leaves to networks')
+    size = node_size if nodes else 1
+    by: Any = "two-shot"
+    if collective == "all_reduce":
+        by = (between if nodes else algorithm).replace("_", "-")
 
-        add = {"ring": _ring_sum, "two_shot": _two_shot_sum, "butterfly": _butterfly_sum}[algorithm]
-        shares = zip(*(np.array_split(x, len(parts)) for x in parts), strict=True)
-        found = np.concatenate([coded(add(share, r, coded)) for r, share in enumerate(shares)])
-    return float(((found - exact) ** 2).sum(dtype=np.float64) / (exact**2).sum())
+    def task(near: Any, far: Any) -> tuple[Floats, int]:
+        comm: Any = Communicator(far, codec, topology=by)
+        if nodes:
+            comm = NodeCommunicator(Communicator(near, algorithm="native"), comm)
+        found = getattr(comm, collective)(inputs[comm.rank])
+        return found, comm.trace()[-1].wire_bytes
 
-
-# The sum of the ranks' `parts` of share number `owner`, in the order of each algorithm.
-
-
-def _sum(parts: Sequence[Floats]) -> Floats:
-    return functools.reduce(operator.add, parts)
-
-
-def _ring_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
-    order = [*parts[owner + 1 :], *parts[: owner + 1]]
-    return functools.reduce(lambda total, x: coded(total) + x, order)
-
-
-def _two_shot_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
-    return _sum([coded(x) for x in parts])
-
-
-def _butterfly_sum(parts: Sequence[Floats], owner: int, coded: _Coded) -> Floats:
-    n = 1 << (len(parts).bit_length() - 1)
-    folded = [*parts[:n]]
-    for i, x in enumerate(parts[n:]):
-        folded[i] = folded[i] + coded(x)
-    # Number i counts from the owner, who keeps 0: what is sent there has been kept at its sender.
-    folded = [folded[i ^ (owner % n)] for i in range(n)]
-    while len(folded) > 1:
-        n //= 2
-        folded = [x + coded(y) for x, y in zip(folded[:n], folded[n:], strict=True)]
-    return folded[0]
+    results = run_grid(world // size, size, task)
+    exact = np.asarray(inputs, np.float64)
+    if collective == "all_reduce":
+        wanted = np.stack([exact.sum(axis=0)] * world)
+    elif collective == "all_gather":
+        wanted = np.stack([exact.reshape(-1)] * world)
+    else:
+        wanted = exact.reshape(world, world, -1).swapaxes(0, 1).reshape(world, -1)
+    error = np.stack([found for found, _ in results]).astype(np.float64) - wanted
+    vnmse = float((error**2).sum() / (wanted**2).sum())
+    return Found(max(wire for _, wire in results), vnmse)

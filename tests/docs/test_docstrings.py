@@ -94,6 +94,8 @@ RAISES_NOTHING = {
     "adapters.collectives.cost:Link.seconds",
     "adapters.collectives.cost:Link.times",
     "adapters.collectives.cost:Model.compressed",
+    "adapters.collectives.cost:Node.share",
+    "adapters.collectives.cost:Node.within",
     "adapters.collectives.cost:Ratios.ratio",
     "adapters.collectives.cost:Ratios.update",
     "adapters.collectives.cost:duration",

@@ -126,12 +126,13 @@ def _quantity(
     "--node",
     type=click.IntRange(min=1),
     default=8,
-    help="With --simulate and --node-link: ranks of one node.",
+    help="With --node-link: ranks of one node.",
 )
 @_quantity(
     "--node-link",
     units.parse_speed,
-    "With --simulate: speed inside a node; adds the hierarchical all-reduce.",
+    "Speed inside a node: between nodes alone it is that of --link. With --simulate it adds the "
+    "algorithm of nodes.",
 )
 @_quantity(
     "--node-latency",
@@ -173,7 +174,7 @@ def advise(
     with the speeds recorded on --device.
     """
     from ..adapters.collectives import advice
-    from ..adapters.collectives.cost import Line, Link, Model, codec_lines, expected_ratio
+    from ..adapters.collectives.cost import Line, Link, Model, Node, codec_lines, expected_ratio
 
     kind = dtype_named(dtype)
     if not message:
@@ -201,6 +202,7 @@ def advise(
     if ratio is None:
         ratio = expected_ratio(codec_name, kind.name)
     network = Link(latency, 1 / link, gap)
+    nodes = None if node_link is None else Node(node, Link(node_latency, 1 / node_link))
     document: dict[str, Any] = {
         "codec": codec,
         "device": device,
@@ -209,29 +211,30 @@ def advise(
         "dtype": kind.name,
         "ratio": ratio,
         "link": asdict(network),
+        "node": nodes and asdict(nodes),
         "encode": asdict(lines[0]),
         "decode": asdict(lines[1]),
     }
     if simulate:
         if plot is not None:
             raise click.BadParameter("--plot and --simulate: give one of them")
-        inside = None if node_link is None else (node, Link(node_latency, 1 / node_link))
         sums = sum_dtype or "float32"
-        _simulate(
-            document, world, network, lines, error, sums, inside, None if as_json else assumed
-        )
+        _simulate(document, world, network, lines, error, sums, nodes, None if as_json else assumed)
         return
-    if error or node_link is not None or sum_dtype is not None:
-        raise click.BadParameter("--error, --node-link and --sum-dtype need --simulate")
+    if error or sum_dtype is not None:
+        raise click.BadParameter("--error and --sum-dtype need --simulate")
     if len(world) != 1:
         raise click.BadParameter(
             f"--world is given {len(world)} times. Needed: once, or any number with --simulate"
         )
+    if nodes is not None and world[0] % node:
+        raise click.BadParameter(f"--world is {world[0]}. Allowed: multiples of --node, {node}")
     if plot is not None:
         check_plot(None, plot)
-    model = Model.of(collective, world[0], network, *lines)
+    model = Model.of(collective, world[0], network, *lines, node=nodes)
     found = advice.advise(model, message, ratio, pieces)
-    title = f"{collective} of {kind.name}, {world[0]} ranks, ratio {ratio:.3f}"
+    ranks = f"{world[0]} ranks" + ("" if nodes is None else f" in nodes of {node}")
+    title = f"{collective} of {kind.name}, {ranks}, ratio {ratio:.3f}"
     if plot is not None:
         with writing(None, plot):
             advice.plot_speedups(model, ratio, pieces, message, title, plot)
@@ -270,7 +273,7 @@ def _simulate(
     lines: tuple[Any, Any],
     error: float,
     sum_dtype: str,
-    inside: tuple[int, Any] | None,
+    node: Any,
     assumed: str | None,
 ) -> None:
     """Print the table, as JSON if `assumed`, the words for the codec, is None."""
@@ -279,7 +282,6 @@ def _simulate(
         ALGORITHMS,
         WORLDS,
         Coding,
-        Node,
         rounding_error,
         table,
     )
@@ -295,7 +297,6 @@ def _simulate(
         raise click.BadParameter(f"--sum-dtype is {sums.name}. Allowed: floats, as bfloat16")
     # Where sizes depend on the data, chunk descriptors, static and dynamic parts are sent in turn.
     codec = Coding(ratio, *lines, error=error, rounds=1 if error else 3)
-    node = None if inside is None else Node(*inside)
     rows = table(
         collective,
         document["message_nbytes"],
@@ -315,7 +316,7 @@ def _simulate(
             }
             for row in rows
         ]
-        more = {"error": error, "sum_dtype": sums.name, "node": node and asdict(node)}
+        more = {"error": error, "sum_dtype": sums.name}
         print_json(document | more | {"rows": shown})
         return
     say(
