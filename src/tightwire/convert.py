@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,17 +239,20 @@ def check_plain(path: Any) -> None:
         pass
 
 
-def check_tensors(path: Any) -> None:
-    """Raise what reading the headers of a safetensors file, and of its bases, raises."""
-    with file_tensors(path, DEFAULT_MAX_NBYTES):
-        pass
+def base_files(path: Any) -> list[Path]:
+    """The files that deltas of a safetensors file are against, each followed by its own base.
+
+    Raises what reading the headers of all of them raises.
+    """
+    with file_tensors(path, DEFAULT_MAX_NBYTES) as tensors:
+        return tensors.base_files
 
 
-def check_compressed(path: Any, base: Any = None) -> None:
-    """Raise what `decompress_file` would raise for the headers of a file and of its bases."""
+def check_compressed(path: Any, base: Any = None) -> list[Path]:
+    """As `base_files`; raises what `decompress_file` would raise for the headers."""
     with ExitStack() as files:
         reader = files.enter_context(reading(path))
-        _compressed_tensors(files, reader, path, DEFAULT_MAX_NBYTES, base)
+        return _compressed_tensors(files, reader, path, DEFAULT_MAX_NBYTES, base).base_files
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from .arrays import aligned_bytes
@@ -88,6 +89,13 @@ class FileTensors:
     def base_note(self) -> BaseNote | None:
         """What a file of deltas says of its base."""
         return None if self.contents is None else base_note(self._directory)
+
+    @property
+    def base_files(self) -> list[Path]:
+        """The file that deltas are against, followed by its own base and so on."""
+        if not isinstance(self.base, FileTensors):
+            return []
+        return [Path(self.base.label), *self.base.base_files]
 
     def kind(self, name: str) -> Kind:
         """See `Tensors`."""

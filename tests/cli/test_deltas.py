@@ -247,3 +247,24 @@ def test_advise_of_other_codecs() -> None:
     assert document["ratio"] == 0.01
     for words in (["huffman"], ["delta", *speeds], ["delta", "--ratio", "0.01"]):
         assert call(*call_of, "--codec", *words).exit_code == 2
+
+
+def test_no_base_is_overwritten(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps[:3])
+    s0, s1, s2 = map(packed, steps[:3])
+    before = {path: path.read_bytes() for path in (s0, s1, s2)}
+    link = tmp_path / "link.tw.safetensors"
+    link.symlink_to(s0)
+    for words in (
+        ("compress", steps[3], "-o", s2, "--delta-from", s2),
+        ("compress", steps[3], "-o", s0, "--delta-from", s2),
+        ("compress", steps[3], "-o", link, "--delta-from", s1),
+        ("compress", "-", "-o", s0, "--delta-from", s1),
+        ("decompress", s2, "-o", s0),
+        ("decompress", s1, "-o", link),
+        ("decompress", s1, "-o", s0, "--base", s0),
+        ("decompress", "-", "-o", s0, "--base", s1),
+    ):
+        result = call(*words, "--force")
+        assert (result.exit_code, "deltas are against" in result.stderr) == (2, True), words
+        assert {path: path.read_bytes() for path in before} == before

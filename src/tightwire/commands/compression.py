@@ -92,8 +92,7 @@ def compress(
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
     chosen = _codec(codec_name, window)
-    if delta_from is not None:
-        _check_base("--delta-from", files, delta_from)
+    bases = _checked_base("--delta-from", files, delta_from)
     if is_piped(files, output):
         into = partial(
             convert.compress_file,
@@ -103,7 +102,7 @@ def compress(
             base=delta_from,
             chain_limit=chain_limit,
         )
-        return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json)
+        return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json, bases=bases)
     check_sources(files, output, PLAIN, convert.check_plain)
     targets = targets_of(files, output, _compressed_name)
     prepare = partial(
@@ -114,7 +113,7 @@ def compress(
         force=force,
     )
     works = directories.prepared(targets, prepare, PLAIN)
-    check_targets(directories.without(targets, works), force)
+    check_targets(directories.without(targets, works), force, bases)
 
     def work(source: Path) -> Done:
         if source in works:
@@ -155,14 +154,19 @@ def compress(
     return each(files, work, as_json)
 
 
-def _check_base(option: str, files: Sequence[Path], base: Path) -> None:
-    """Refuse a base of several files, or of a directory."""
+def _checked_base(option: str, files: Sequence[Path], base: Path | None) -> list[Path]:
+    """`base` and the files that it is against itself, if it is given.
+
+    Refuses a base of several files, or of a directory.
+    """
+    if base is None:
+        return []
     if len(files) != 1 or files[0].is_dir() or base.is_dir():
         raise misuse(f"{option} is for one FILE and one file that it is against")
     if base == STANDARD:
         raise misuse(f"{option} is -; name a file")
     with about(base, EITHER):
-        convert.check_tensors(base)
+        return [base, *convert.base_files(base)]
 
 
 def _compressed_name(source: Path) -> str:
@@ -212,16 +216,21 @@ def decompress(
 
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
-    if base is not None:
-        _check_base("--base", files, base)
+    bases = _checked_base("--base", files, base)
     if is_piped(files, output):
         into = partial(convert.decompress_file, threads=threads, base=base)
-        return convert_piped(files, output, COMPRESSED, into, force=force, as_json=as_json)
-    check_sources(files, output, COMPRESSED, partial(convert.check_compressed, base=base))
+        return convert_piped(
+            files, output, COMPRESSED, into, force=force, as_json=as_json, bases=bases
+        )
+
+    def check(source: Path) -> None:
+        bases.extend(convert.check_compressed(source, base))
+
+    check_sources(files, output, COMPRESSED, check)
     targets = targets_of(files, output, _restored_name)
     prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)
     works = directories.prepared(targets, prepare, COMPRESSED)
-    check_targets(directories.without(targets, works), force)
+    check_targets(directories.without(targets, works), force, bases)
 
     def work(source: Path) -> Done:
         if source in works:
