@@ -46,7 +46,6 @@ from .files import (
     write_container,
 )
 from .formats.container import (
-    BASE_KEY,
     VERSION_KEY,
     BaseNote,
     Directory,
@@ -199,9 +198,8 @@ def _drafted(
         if isinstance(what, Plan) and known.get(e.name) == (what.dtype, what.shape):
             what = make_plan(delta.spec, what.dtype, what.shape, None)
         draft.add(e.name, what)
-    if old is not None and any(plan.needs_base for plan in draft.plans.values()):
-        note = BaseNote(os.path.basename(old.label), old.deltas + 1)
-        draft.metadata[BASE_KEY] = note.text
+    if old is not None:
+        draft.base = BaseNote(os.path.basename(old.label), old.deltas + 1)
     return draft
 
 

@@ -268,3 +268,16 @@ def test_no_base_is_overwritten(steps: list[Path], tmp_path: Path) -> None:
         result = call(*words, "--force")
         assert (result.exit_code, "deltas are against" in result.stderr) == (2, True), words
         assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_file_without_a_delta_names_no_base(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"s{i}.safetensors" for i in range(2)]
+    for path in paths:
+        safetensors.save_file({"w": rng.normal(size=N).astype(np.float32)}, path)
+    done("compress", paths[1], "--delta-from", paths[0])
+    assert codecs(packed(paths[1])) == {"w": "zipccl"}
+    assert base_note(read_header(packed(paths[1]))) is None
+    paths[0].unlink()
+    done("decompress", packed(paths[1]), "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == paths[1].read_bytes()

@@ -78,8 +78,8 @@ def check_targets(targets: Mapping[Path, Path], force: bool, bases: Collection[P
             continue
         if target.exists():
             found = target.stat()
-            if what := taken.get((found.st_dev, found.st_ino)):
-                raise misuse(f"{target}: is {what}; name another output with -o")
+            if use := taken.get((found.st_dev, found.st_ino)):
+                raise misuse(f"{target}: is {use}; name another output with -o")
         with about(target):
             obstacle = convert.obstacle(target)
         if obstacle is not None:
