@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +98,10 @@ class FileTensors:
             return []
         return [Path(self.base.label), *self.base.base_files]
 
+    @cached_property
+    def _base_names(self) -> frozenset[str]:
+        return frozenset(() if self.base is None else self.base.names)
+
     def kind(self, name: str) -> Kind:
         """See `Tensors`."""
         if self.contents is not None:
@@ -129,7 +134,7 @@ class FileTensors:
             detail = f"tensor {name!r} was coded against a base, and the file names none"
             raise FormatError("bad_container", detail)
         where = f"tensor {name!r} was coded against one of {self.base.label}"
-        if name not in self.base.names:
+        if name not in self._base_names:
             raise FormatError("base_mismatch", f"{where}, which is not there")
         found = self.base.kind(name)
         if found != (head.plan.dtype, head.plan.shape):

@@ -17,7 +17,7 @@ import tightwire as tw
 from tightwire import bench, convert
 from tightwire.commands.app import app
 from tightwire.contents import Contents, read_header
-from tightwire.file_tensors import file_tensors
+from tightwire.file_tensors import FileTensors, file_tensors
 from tightwire.formats.container import BASE_KEY, MAX_DELTAS, base_note
 from tightwire.storage import reading
 
@@ -281,3 +281,20 @@ def test_a_file_without_a_delta_names_no_base(tmp_path: Path) -> None:
     paths[0].unlink()
     done("decompress", packed(paths[1]), "-o", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == paths[1].read_bytes()
+
+
+def test_names_of_a_base_are_listed_once(steps: list[Path]) -> None:
+    done("compress", steps[1], "--delta-from", steps[0])
+    listed = []
+
+    class Counted(FileTensors):
+        @property
+        def names(self) -> list[str]:
+            listed.append(self.label)
+            return super().names
+
+    with file_tensors(packed(steps[1]), 1 << 40) as tensors, reading(steps[0]) as reader:
+        tensors.base = Counted(reader, 1 << 40)
+        for name in ("w", "v", "ids"):
+            assert tensors.base_bits(name) is not None
+    assert len(listed) == 1
