@@ -284,7 +284,7 @@ def forecast_compress(
         directory.names,
         directory.data_nbytes,
         plain + sum(p.nelem * p.dtype.itemsize for p in draft.plans.values()),
-        plain + sum(p.static_offset + p.chunks * p.static_stride for p in draft.plans.values()),
+        plain + sum(p.dynamic_offset for p in draft.plans.values()),
         _same_time(source, target)
         and _holds(target, draft, None if cast else directory)
         and (_exact_time(source) or _same_tensors(source, target, cast)),
