@@ -534,14 +534,15 @@ def verify_file(
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress = no_progress,
+    base: Any = None,
 ) -> int:
     """Check every tensor of a compressed file as decode() would: how many there are.
 
-    Raises FormatError.
+    `base` as in `decompress_file`. Raises FormatError.
     """
     with ExitStack() as files:
         reader = files.enter_context(reading(path))
-        return verify_tensors(_compressed_tensors(files, reader, path, max_nbytes), progress)
+        return verify_tensors(_compressed_tensors(files, reader, path, max_nbytes, base), progress)
 
 
 def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no_progress) -> int:

@@ -314,3 +314,43 @@ def test_what_is_shorter_whole_is_stored_whole(tmp_path: Path) -> None:
     # By zipccl, which stores integers as they are, the deltas are shorter.
     done("compress", paths[1], "--delta-from", paths[0], "--force")
     assert codecs(packed(paths[1])) == {"mask": "delta", "count": "delta"}
+
+
+def test_verify_with_a_base_that_is_elsewhere(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps[:3])
+    gone = packed(steps[1]).rename(tmp_path / "elsewhere")
+    assert call("verify", packed(steps[2])).exit_code == 4
+    assert "ok, 4 tensors" in done("verify", packed(steps[2]), "--base", gone)
+    result = call("verify", packed(steps[2]), "--base", steps[0])
+    assert (result.exit_code, "base_mismatch" in result.stderr) == (3, True)
+    assert call("verify", packed(steps[0]), "--base", steps[0]).exit_code == 5
+    assert call("verify", packed(steps[0]), packed(steps[2]), "--base", gone).exit_code == 2
+
+
+def test_verify_of_a_bare_delta(tmp_path: Path) -> None:
+    x = np.arange(70_000, dtype=np.int32)
+    y = x.copy()
+    y[::50] += 1
+    old, new, summed = (tmp_path / name for name in ("old.tw", "new.tw", "summed.tw"))
+    old.write_bytes(bytes(tw.encode(x)))
+    data = bytearray(bytes(tw.encode(y, "delta", base=x, checksum=False)))
+    new.write_bytes(data)
+    summed.write_bytes(bytes(tw.encode(y, "delta", base=x)))
+    assert done("verify", new, "--base", old) == f"{new}: ok, 1 tensor\n"
+    assert done("verify", summed, "--base", old) == f"{summed}: ok, 1 tensor\n"
+    # Without the base.
+    assert "not decoded" in done("verify", summed)
+    (file,) = json.loads(done("verify", summed, "--json"))["files"]
+    assert (file["tensors"], file["decoded"]) == (1, False)
+    result = call("verify", new)
+    assert (result.exit_code, "Needed: --base" in result.stderr) == (2, True)
+    # Damaged; another base; none that it could be.
+    data[-200:-128] = bytes(byte ^ 255 for byte in data[-200:-128])
+    new.write_bytes(data)
+    assert call("verify", new, "--base", old).exit_code == 3
+    old.write_bytes(bytes(tw.encode(y)))
+    assert "base_mismatch" in call("verify", summed, "--base", old).stderr
+    assert call("verify", summed, "--base", summed).exit_code == 5
+    assert call("verify", old, "--base", old).exit_code == 5
+    assert call("verify", summed, "--base", __file__).exit_code == 2
+    assert call("verify", summed, "--base", tmp_path / "none").exit_code == 4

@@ -29,9 +29,9 @@ from .command import (
     threads_option,
 )
 from .failures import COMPRESSED, EITHER, PLAIN, about, asking, misuse, writing
-from .output import STANDARD, count_text, progress_bar, say, size_text
+from .output import count_text, progress_bar, say, size_text
 from .standard import convert_piped, is_piped
-from .targets import check_sources, check_targets, targets_of
+from .targets import check_base, check_sources, check_targets, targets_of
 
 #: What --codec knows, the lossless ones; tests compare them with those there are.
 CODECS = ("zipccl", "huffman", "raw")
@@ -155,16 +155,10 @@ def compress(
 
 
 def _checked_base(option: str, files: Sequence[Path], base: Path | None) -> list[Path]:
-    """`base` and the files that it is against itself, if it is given.
-
-    Refuses a base of several files, or of a directory.
-    """
+    """`base` and the files that it is against itself, if it is given; see `check_base`."""
     if base is None:
         return []
-    if len(files) != 1 or files[0].is_dir() or base.is_dir():
-        raise misuse(f"{option} is for one FILE and one file that it is against")
-    if base == STANDARD:
-        raise misuse(f"{option} is -; name a file")
+    check_base(option, files, base)
     with about(base, EITHER):
         return [base, *convert.base_files(base)]
 

@@ -61,6 +61,14 @@ def check_sources(
             check(source)
 
 
+def check_base(option: str, files: Sequence[Path], base: Path) -> None:
+    """Refuse a base of several files, or of a directory."""
+    if len(files) != 1 or files[0].is_dir() or base.is_dir():
+        raise misuse(f"{option} is for one FILE and one file that it is against")
+    if base == STANDARD:
+        raise misuse(f"{option} is -; name a file")
+
+
 def check_targets(targets: Mapping[Path, Path], force: bool, bases: Collection[Path] = ()) -> None:
     """Refuse, before any work is done, targets that cannot or should not be written.
 
