@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from .files import (
     Encoded,
     Plain,
     encode_jobs,
+    encode_shorter,
     stored_plain,
     write_container,
 )
@@ -602,8 +603,8 @@ def _info(contents: Contents, name: str) -> Info | PlainInfo:
 class Difference:
     """How one tensor differs between two files; `n_elements` counts where types agree.
 
-    `nbytes` is then the size of the tensor, and `delta_nbytes` that of the buffer by codec delta of
-    the second given the first; None of types that it does not code.
+    `nbytes` is then the size of the tensor, and `delta_nbytes` what `compress_file` would store of
+    the second given the first.
     """
 
     name: str
@@ -611,6 +612,17 @@ class Difference:
     n_elements: int | None = None
     delta_nbytes: int | None = None
     nbytes: int | None = None
+
+
+class Comparison(NamedTuple):
+    """How tensors differ from others, and what `compress_file` would store of all of the second.
+
+    `delta_nbytes` are the bytes of these tensors given the first, `nbytes` those that they have.
+    """
+
+    differences: list[Difference]
+    delta_nbytes: int
+    nbytes: int
 
 
 def diff_files(
@@ -621,41 +633,55 @@ def diff_files(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
+    return compare_files(a, b, progress, max_nbytes=max_nbytes).differences
+
+
+def compare_files(
+    a: Any,
+    b: Any,
+    progress: Progress = no_progress,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> Comparison:
+    """As `diff_files`, and what the second takes given the first."""
     with file_tensors(a, max_nbytes) as first, file_tensors(b, max_nbytes) as second:
-        return differences(first, second, progress)
+        return compared(first, second, progress)
 
 
-def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Difference]:
+def compared(left: Tensors, right: Tensors, progress: Progress) -> Comparison:
     """How these tensors differ bit by bit."""
     a, b = left.label, right.label
     in_a, in_b = dict.fromkeys(left.names), dict.fromkeys(right.names)
     found = [Difference(name, f"only in {a}") for name in in_a if name not in in_b]
     found += [Difference(name, f"only in {b}") for name in in_b if name not in in_a]
-    for name in in_a:
-        if name not in in_b:
-            continue
-        kind_a, kind_b = left.kind(name), right.kind(name)
-        if kind_a != kind_b:
+    total = nbytes = 0
+    for name in [*filter(in_b.__contains__, in_a), *(n for n in in_b if n not in in_a)]:
+        kind_b, y = right.kind(name), right.bits(name)
+        kind_a = left.kind(name) if name in in_a else None
+        x = left.bits(name) if kind_a == kind_b else None
+        cost = _stored_nbytes(*kind_b, x, y)
+        total += cost
+        nbytes += y.nbytes
+        if x is not None:
+            differing = int(np.count_nonzero(x != y))
+            if differing:
+                what = f"{differing} of {x.size} elements differ"
+                found.append(Difference(name, what, differing, cost, y.nbytes))
+            progress(name, x.nbytes)
+        elif kind_a is not None:
             found.append(Difference(name, f"{kind_text(*kind_a)} and {kind_text(*kind_b)}"))
-            continue
-        x, y = left.bits(name), right.bits(name)
-        differing = int(np.count_nonzero(x != y))
-        if differing:
-            what = f"{differing} of {x.size} elements differ"
-            cost = _delta_nbytes(*kind_a, x, y)
-            found.append(Difference(name, what, differing, cost, y.nbytes))
-        progress(name, x.nbytes)
-    return found
+    return Comparison(found, total, nbytes)
 
 
-def _delta_nbytes(dtype: DType | str, shape: tuple[int, ...], x: Bits, y: Bits) -> int | None:
-    """Size of the buffer of `y` against `x` by codec delta; None of types that it does not code."""
-    delta = make_codec("delta")
-    if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
-        return None
-    plan = make_plan(delta.spec, dtype, shape, None)
+def _stored_nbytes(dtype: DType | str, shape: tuple[int, ...], x: Bits | None, y: Bits) -> int:
+    """Bytes that `compress_file` stores of `y`, against `x` if given."""
+    if not isinstance(dtype, DType) or stored_plain(dtype, shape):
+        return y.nbytes
+    whole = make_plan(make_codec("zipccl").spec, dtype, shape, None)
+    plan = whole if x is None else make_plan(make_codec("delta").spec, dtype, shape, None)
+    given = Against(x, whole) if x is not None and plan.needs_base else None
     out = np.empty(plan.nbytes, np.uint8)
-    return engine.encode_packed(plan, y, out, cpu_count(), backend_for_once([plan]), x)
+    return encode_shorter(plan, given, y, out, cpu_count(), backend_for_once([plan]))[1]
 
 
 __all__ = [

@@ -216,16 +216,29 @@ def test_misuse(steps: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_a_delta_would_cost(steps: list[Path]) -> None:
-    result = call("diff", steps[0], steps[1])
-    assert result.exit_code == 1
-    assert "as a delta" in result.stdout
-    assert "deltas of what differs" in result.stdout
-    document = json.loads(call("diff", steps[0], steps[1], "--json").stdout)
-    w = [safetensors.load_file(path)["w"] for path in steps[:2]]
-    cost = len(tw.encode(w[1], "delta", base=w[0]).packed())
-    assert document["delta_nbytes"] == cost
-    assert document["nbytes"] == w[1].nbytes
-    assert document["differences"][0]["delta_nbytes"] == cost
+    for old, new in (steps[:2], steps[3:]):
+        result = call("diff", old, new)
+        assert result.exit_code == 1
+        assert f"{new} against {old} (compress --delta-from): " in result.stdout
+        document = json.loads(call("diff", old, new, "--json").stdout)
+        reports = {r.name: r for r in convert.compress_file(new, io.BytesIO(), base=old)}
+        assert document["delta_nbytes"] == sum(r.packed_nbytes for r in reports.values())
+        assert document["nbytes"] == sum(r.raw_nbytes for r in reports.values())
+        both = [d for d in document["differences"] if d["n_elements"] is not None]
+        assert both
+        for found in both:
+            report = reports[found["name"]]
+            assert (found["delta_nbytes"], found["nbytes"]) == (
+                report.packed_nbytes,
+                report.raw_nbytes,
+            )
+
+
+def test_what_is_stored_plain_costs_its_bytes(tmp_path: Path) -> None:
+    paths = [tmp_path / f"s{i}.safetensors" for i in range(2)]
+    for i, path in enumerate(paths):
+        safetensors.save_file({"step": np.array(i)}, path)
+    assert "step: 1 of 1 elements differ; takes 8 B of 8 B\n" in call("diff", *paths).stdout
 
 
 def test_bench_of_deltas(steps: list[Path]) -> None:

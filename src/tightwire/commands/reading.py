@@ -328,46 +328,44 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
 
     A and B are safetensors files or directories of models, compressed or not. Tensors are compared
     by name, also where they are in different shards. One of A and B can be - for standard input.
-    For tensors that differ it says what B would take as a delta against A (compress --delta-from).
+    For tensors that differ, and for B as a whole, it says what would be stored by compress
+    --delta-from A.
     """
     if a == b == STANDARD:
         raise misuse("A and B are both -. Allowed: one of them, as there is one standard input")
     if STANDARD not in (a, b) and (a.is_dir() or b.is_dir()):
-        differences = directories.diff(a, b)
+        found = directories.diff(a, b)
     else:
         with about(None, EITHER), progress_bar("diff", a) as progress:
             x, y = (standard_input() if path == STANDARD else path for path in (a, b))
-            differences = convert.diff_files(x, y, progress)
+            found = convert.compare_files(x, y, progress)
+    differences = found.differences
     if as_json:
         print_json(
-            {"a": a, "b": b, "identical": not differences, "differences": dicts(differences)}
-            | dict(zip(("delta_nbytes", "nbytes"), _costs(differences), strict=True))
+            {
+                "a": a,
+                "b": b,
+                "identical": not differences,
+                "differences": dicts(differences),
+                "delta_nbytes": found.delta_nbytes,
+                "nbytes": found.nbytes,
+            }
         )
     elif differences:
         for difference in differences:
             say(f"{difference.name}: {difference.what}{_cost(difference)}")
-        _say_total(differences)
+        if found.nbytes:
+            sizes = f"{size_text(found.delta_nbytes)} of {size_text(found.nbytes)}"
+            ratio = found.delta_nbytes / found.nbytes
+            say(f"{b} against {a} (compress --delta-from): {sizes}, ratio {ratio:.4f}")
     else:
         say("identical tensors")
     return DIFFERENT if differences else 0
 
 
 def _cost(difference: convert.Difference) -> str:
-    """What a tensor takes as a delta, as text."""
+    """What a tensor would take, as text."""
     cost, nbytes = difference.delta_nbytes, difference.nbytes
     if cost is None or nbytes is None:
         return ""
-    return f"; as a delta {size_text(cost)} of {size_text(nbytes)}"
-
-
-def _costs(differences: Sequence[convert.Difference]) -> tuple[int, int]:
-    """Bytes of all deltas, and of the tensors that they are of."""
-    found = [d for d in differences if d.delta_nbytes is not None]
-    return sum(d.delta_nbytes or 0 for d in found), sum(d.nbytes or 0 for d in found)
-
-
-def _say_total(differences: Sequence[convert.Difference]) -> None:
-    cost, nbytes = _costs(differences)
-    if nbytes:
-        sizes = f"{size_text(cost)} of {size_text(nbytes)}, ratio {cost / nbytes:.4f}"
-        say(f"deltas of what differs: {sizes}")
+    return f"; takes {size_text(cost)} of {size_text(nbytes)}"
