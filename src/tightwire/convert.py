@@ -238,6 +238,12 @@ def check_plain(path: Any) -> None:
         pass
 
 
+def deltas_in_a_row(path: Any) -> int:
+    """Files of deltas in a row, a safetensors file the last of them; 0 without deltas."""
+    with file_tensors(path, DEFAULT_MAX_NBYTES) as tensors:
+        return tensors.deltas
+
+
 def base_files(path: Any) -> list[Path]:
     """The files that deltas of a safetensors file are against, each followed by its own base.
 

@@ -367,3 +367,12 @@ def test_verify_of_a_bare_delta(tmp_path: Path) -> None:
     assert call("verify", old, "--base", old).exit_code == 5
     assert call("verify", summed, "--base", __file__).exit_code == 2
     assert call("verify", summed, "--base", tmp_path / "none").exit_code == 4
+
+
+def test_compress_says_why_there_are_no_deltas(steps: list[Path]) -> None:
+    chain(steps[:3])
+    words = "compress", steps[3], "--force", "--delta-from", packed(steps[2]), "--chain-limit"
+    assert "3 of them as deltas against" in done(*words, 3)
+    out = done(*words, 2)
+    assert f"4 tensors, all whole as {packed(steps[2])} is number 2 of files of deltas" in out
+    assert "--chain-limit 2" in out

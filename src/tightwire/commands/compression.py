@@ -93,6 +93,7 @@ def compress(
     """
     chosen = _codec(codec_name, window)
     bases = _checked_base("--delta-from", files, delta_from)
+    in_a_row = 0 if delta_from is None else convert.deltas_in_a_row(delta_from)
     if is_piped(files, output):
         into = partial(
             convert.compress_file,
@@ -147,7 +148,10 @@ def compress(
         }
         sizes = f"{size_text(before)} -> {size_text(after)}, ratio {after / before:.4f}"
         counts = count_text(len(reports))
-        if delta_from is not None:
+        if delta_from is not None and in_a_row >= chain_limit:
+            why = f"{delta_from} is number {in_a_row} of files of deltas in a row"
+            counts += f", all whole as {why} (--chain-limit {chain_limit})"
+        elif delta_from is not None:
             counts += f", {deltas} of them as deltas against {delta_from}"
         return document, lambda: say(f"{target}: {counts}, {sizes}")
 
