@@ -244,9 +244,12 @@ def test_what_is_stored_plain_costs_its_bytes(tmp_path: Path) -> None:
 def test_bench_of_deltas(steps: list[Path]) -> None:
     report = bench.bench_file(steps[4], base=steps[3], repeat=1, threads=1)
     names = [speed.name for speed in report.speeds]
-    assert names[:2] == ["memcpy", "delta"]
+    assert names[:3] == ["memcpy", "delta", "huffman of XOR"]
     assert all(name.endswith("of XOR") for name in names[2:])
     assert all(speed.identical for speed in report.speeds)
+    chain(steps[:4])
+    again = bench.bench_file(steps[4], base=packed(steps[3]), repeat=1, threads=1)
+    assert [s.ratio for s in again.speeds] == [s.ratio for s in report.speeds]
     out = done("bench", steps[1], "--delta-from", steps[0], "--repeat", 1)
     assert "delta" in out
 
