@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import tightwire as tw
 from tightwire import bench, convert
+from tightwire.commands.advise import HUFFMAN_CPU
 from tightwire.commands.app import app
 from tightwire.contents import Contents, read_header
 from tightwire.file_tensors import FileTensors, file_tensors
@@ -255,14 +256,34 @@ def test_bench_of_deltas(steps: list[Path]) -> None:
 
 
 def test_advise_of_other_codecs() -> None:
-    call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4", "--json"]
+    call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4"]
     speeds = ["--encode", "3GB/s", "--decode", "5GB/s"]
-    document = json.loads(done(*call_of, "--codec", "huffman", *speeds))
-    assert document["ratio"] == pytest.approx(0.662)
-    document = json.loads(done(*call_of, "--codec", "delta", *speeds, "--ratio", "0.01"))
-    assert document["ratio"] == 0.01
-    for words in (["huffman"], ["delta", *speeds], ["delta", "--ratio", "0.01"]):
-        assert call(*call_of, "--codec", *words).exit_code == 2
+    document = json.loads(done(*call_of, "--json", "--codec", "huffman", *speeds))
+    assert (document["codec"], document["ratio"]) == ("huffman", pytest.approx(0.662))
+    out = done(*call_of, "--codec", "huffman", *speeds)
+    assert out.startswith("codec: huffman, encode 3 GB/s, decode 5 GB/s\n")
+    words = [*call_of, "--codec", "delta", *speeds, "--ratio", "0.01"]
+    document = json.loads(done(*words, "--json"))
+    assert (document["codec"], document["ratio"]) == ("delta", 0.01)
+    document = json.loads(done(*call_of, "--json", *speeds))
+    assert (document["codec"], document["ratio"]) == (None, pytest.approx(0.698))
+    # Recorded on a CPU alone, for floats alone; of integers the ratio is nobody's to know.
+    words = [*call_of, "--codec", "huffman", "--device", "cpu"]
+    assert done(*words).startswith("codec: huffman, speed recorded on one thread of a CPU\n")
+    document = json.loads(done(*words, "--json"))
+    gbps = [1e-9 / document[what]["beta"] for what in ("encode", "decode")]
+    assert gbps == pytest.approx(HUFFMAN_CPU["bfloat16"])
+    for more, message in (
+        (["--codec", "huffman"], "--device cpu, or --encode and --decode"),
+        (["--codec", "huffman", "--device", "cpu", "--dtype", "int64"], "speed of huffman"),
+        (["--codec", "huffman", *speeds, "--dtype", "int64"], "Needed: --ratio"),
+        (["--codec", "huffman", *speeds, "--dtype", "bool"], "Needed: --ratio"),
+        (["--codec", "delta", *speeds], "needs --ratio"),
+        (["--codec", "delta", "--ratio", "0.01"], "Needed: --encode and --decode"),
+    ):
+        result = call(*call_of, *more)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
 
 
 def test_no_base_is_overwritten(steps: list[Path], tmp_path: Path) -> None:
