@@ -19,9 +19,11 @@ from .bench_others import Other, others
 from .codec import Codec, codec, list_codecs
 from .codecs.common.base import Bytes, Key
 from .codecs.common.threads import cpu_count
-from .convert import plain_tensors
+from .convert import cast_bits, cast_dtype, plain_tensors
 from .decoding import decode
-from .formats.dtypes import DType
+from .engine import DEFAULT_MAX_NBYTES, parse
+from .file_tensors import FileTensors, file_tensors
+from .formats.dtypes import DType, dtype_named
 from .storage import PathLike, save_figure
 
 #: Fills outputs before they are written, so that a byte left out does not go unseen.
@@ -103,8 +105,8 @@ def bench_file(
     """Measure the codecs called `names` on a plain safetensors file, in this order.
 
     Without names: the lossless codecs that code a type of the file, other libraries, and then the
-    lossy ones. With `base`, a plain file too: codec delta against its tensors of the same names,
-    and what other libraries make of the XOR.
+    lossy ones. With `base`, a safetensors file, compressed or not: codec delta against its tensors
+    of the same names, and what codec huffman and other libraries make of the XOR.
     Encoding and decoding are whole calls per tensor into buffers allocated before; the fastest of
     `repeat` passes counts. `limit_nbytes` cuts off the tensors' data. Of other libraries those
     are measured that are installed: zstd, ZipNN, OpenZL, blosc2. Raises FormatError, OSError,
@@ -117,8 +119,12 @@ def bench_file(
     arrays = list(named.values())
     bases: list[Array | None] = [None] * len(arrays)
     if base is not None:
-        known = _load(base, cast, None)
-        bases = [_base(a, known.get(name)) for name, a in named.items()]
+        with file_tensors(base, DEFAULT_MAX_NBYTES) as known:
+            names_there = set(known.names)
+            bases = [
+                _base(a, known, name, cast) if name in names_there else None
+                for name, a in named.items()
+            ]
     raw_nbytes = sum(a.nbytes for a in arrays)
     if not raw_nbytes:
         raise ValueError("no tensor data to measure")
@@ -131,6 +137,7 @@ def bench_file(
     made += [partial(_codec, c, arrays, n_threads) for c in chosen]
     if base is not None:
         made.append(partial(_delta, arrays, bases, n_threads))
+        made.append(partial(_other, _huffman(n_threads), arrays, bases))
     lossless = len(made) if names or base else 1 + sum(c.lossless for c in chosen)
     made[lossless:lossless] = [partial(_other, o, arrays, bases) for o in others(n_threads)]
     # A pass to check, and `repeat` passes each of encoding and decoding.
@@ -165,9 +172,14 @@ def fitting(dtypes: Collection[str]) -> tuple[list[Codec], list[str]]:
     return chosen, left_out
 
 
-def _base(x: Array, found: Array | None) -> Array | None:
+def _base(x: Array, known: FileTensors, name: str, cast: DType | None) -> Array | None:
     """What of a tensor of the other file goes with `x`, its first elements; None if none does."""
-    if found is None or found.dtype != x.dtype or found.size < x.size:
+    dtype, _ = known.kind(name)
+    if not isinstance(dtype, DType):
+        return None
+    target = cast_dtype(dtype, cast)
+    found: Array = cast_bits(known.bits(name).view(np.uint8), dtype, target).view(target.numpy)
+    if found.dtype != x.dtype or found.size < x.size:
         return None
     return found[: x.size]
 
@@ -238,6 +250,21 @@ def _delta(arrays: list[Array], bases: list[Array | None], threads: int) -> _Con
         return sum(buffer.nbytes for buffer in buffers)
 
     return _Contestant("delta", encode_one, decode_one, packed_nbytes, outs)
+
+
+def _huffman(threads: int) -> Other:
+    """Codec huffman as a compressor of bytes."""
+    chosen = codec("huffman")
+
+    def compress(data: Bytes, dtype: str) -> bytes:
+        x = data.view(dtype_named(dtype).numpy)
+        return bytes(chosen.encode(x, chunks=None, threads=threads))
+
+    def decompress(packed: bytes, out: Bytes) -> None:
+        dtype = parse(np.frombuffer(packed, np.uint8)).plan.dtype
+        decode(packed, out=out.view(dtype.numpy), threads=threads)
+
+    return Other(chosen.name, compress, decompress)
 
 
 def _other(other: Other, arrays: list[Array], bases: list[Array | None]) -> _Contestant:

@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,11 +42,11 @@ from .files import (
     Encoded,
     Plain,
     encode_jobs,
+    encode_shorter,
     stored_plain,
     write_container,
 )
 from .formats.container import (
-    BASE_KEY,
     VERSION_KEY,
     BaseNote,
     Directory,
@@ -198,9 +199,8 @@ def _drafted(
         if isinstance(what, Plan) and known.get(e.name) == (what.dtype, what.shape):
             what = make_plan(delta.spec, what.dtype, what.shape, None)
         draft.add(e.name, what)
-    if old is not None and any(plan.needs_base for plan in draft.plans.values()):
-        note = BaseNote(os.path.basename(old.label), old.deltas + 1)
-        draft.metadata[BASE_KEY] = note.text
+    if old is not None:
+        draft.base = BaseNote(os.path.basename(old.label), old.deltas + 1)
     return draft
 
 
@@ -238,17 +238,26 @@ def check_plain(path: Any) -> None:
         pass
 
 
-def check_tensors(path: Any) -> None:
-    """Raise what reading the headers of a safetensors file, and of its bases, raises."""
-    with file_tensors(path, DEFAULT_MAX_NBYTES):
-        pass
+def deltas_in_a_row(path: Any) -> int:
+    """Files of deltas in a row, a safetensors file the last of them; 0 without deltas."""
+    with file_tensors(path, DEFAULT_MAX_NBYTES) as tensors:
+        return tensors.deltas
 
 
-def check_compressed(path: Any, base: Any = None) -> None:
-    """Raise what `decompress_file` would raise for the headers of a file and of its bases."""
+def base_files(path: Any) -> list[Path]:
+    """The files that deltas of a safetensors file are against, each followed by its own base.
+
+    Raises what reading the headers of all of them raises.
+    """
+    with file_tensors(path, DEFAULT_MAX_NBYTES) as tensors:
+        return tensors.base_files
+
+
+def check_compressed(path: Any, base: Any = None) -> list[Path]:
+    """As `base_files`; raises what `decompress_file` would raise for the headers."""
     with ExitStack() as files:
         reader = files.enter_context(reading(path))
-        _compressed_tensors(files, reader, path, DEFAULT_MAX_NBYTES, base)
+        return _compressed_tensors(files, reader, path, DEFAULT_MAX_NBYTES, base).base_files
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,7 @@ def forecast_compress(
         directory.names,
         directory.data_nbytes,
         plain + sum(p.nelem * p.dtype.itemsize for p in draft.plans.values()),
-        plain + sum(p.static_offset + p.chunks * p.static_stride for p in draft.plans.values()),
+        plain + sum(p.dynamic_offset for p in draft.plans.values()),
         _same_time(source, target)
         and _holds(target, draft, None if cast else directory)
         and (_exact_time(source) or _same_tensors(source, target, cast)),
@@ -532,14 +541,15 @@ def verify_file(
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress = no_progress,
+    base: Any = None,
 ) -> int:
     """Check every tensor of a compressed file as decode() would: how many there are.
 
-    Raises FormatError.
+    `base` as in `decompress_file`. Raises FormatError.
     """
     with ExitStack() as files:
         reader = files.enter_context(reading(path))
-        return verify_tensors(_compressed_tensors(files, reader, path, max_nbytes), progress)
+        return verify_tensors(_compressed_tensors(files, reader, path, max_nbytes, base), progress)
 
 
 def verify_contents(contents: Contents, max_nbytes: int, progress: Progress = no_progress) -> int:
@@ -599,8 +609,8 @@ def _info(contents: Contents, name: str) -> Info | PlainInfo:
 class Difference:
     """How one tensor differs between two files; `n_elements` counts where types agree.
 
-    `nbytes` is then the size of the tensor, and `delta_nbytes` that of the buffer by codec delta of
-    the second given the first; None of types that it does not code.
+    `nbytes` is then the size of the tensor, and `delta_nbytes` what `compress_file` would store of
+    the second given the first.
     """
 
     name: str
@@ -608,6 +618,17 @@ class Difference:
     n_elements: int | None = None
     delta_nbytes: int | None = None
     nbytes: int | None = None
+
+
+class Comparison(NamedTuple):
+    """How tensors differ from others, and what `compress_file` would store of all of the second.
+
+    `delta_nbytes` are the bytes of these tensors given the first, `nbytes` those that they have.
+    """
+
+    differences: list[Difference]
+    delta_nbytes: int
+    nbytes: int
 
 
 def diff_files(
@@ -618,41 +639,55 @@ def diff_files(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
 ) -> list[Difference]:
     """How the tensors of two safetensors files, each compressed or not, differ bit by bit."""
+    return compare_files(a, b, progress, max_nbytes=max_nbytes).differences
+
+
+def compare_files(
+    a: Any,
+    b: Any,
+    progress: Progress = no_progress,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> Comparison:
+    """As `diff_files`, and what the second takes given the first."""
     with file_tensors(a, max_nbytes) as first, file_tensors(b, max_nbytes) as second:
-        return differences(first, second, progress)
+        return compared(first, second, progress)
 
 
-def differences(left: Tensors, right: Tensors, progress: Progress) -> list[Difference]:
+def compared(left: Tensors, right: Tensors, progress: Progress) -> Comparison:
     """How these tensors differ bit by bit."""
     a, b = left.label, right.label
     in_a, in_b = dict.fromkeys(left.names), dict.fromkeys(right.names)
     found = [Difference(name, f"only in {a}") for name in in_a if name not in in_b]
     found += [Difference(name, f"only in {b}") for name in in_b if name not in in_a]
-    for name in in_a:
-        if name not in in_b:
-            continue
-        kind_a, kind_b = left.kind(name), right.kind(name)
-        if kind_a != kind_b:
+    total = nbytes = 0
+    for name in [*filter(in_b.__contains__, in_a), *(n for n in in_b if n not in in_a)]:
+        kind_b, y = right.kind(name), right.bits(name)
+        kind_a = left.kind(name) if name in in_a else None
+        x = left.bits(name) if kind_a == kind_b else None
+        cost = _stored_nbytes(*kind_b, x, y)
+        total += cost
+        nbytes += y.nbytes
+        if x is not None:
+            differing = int(np.count_nonzero(x != y))
+            if differing:
+                what = f"{differing} of {x.size} elements differ"
+                found.append(Difference(name, what, differing, cost, y.nbytes))
+            progress(name, x.nbytes)
+        elif kind_a is not None:
             found.append(Difference(name, f"{kind_text(*kind_a)} and {kind_text(*kind_b)}"))
-            continue
-        x, y = left.bits(name), right.bits(name)
-        differing = int(np.count_nonzero(x != y))
-        if differing:
-            what = f"{differing} of {x.size} elements differ"
-            cost = _delta_nbytes(*kind_a, x, y)
-            found.append(Difference(name, what, differing, cost, y.nbytes))
-        progress(name, x.nbytes)
-    return found
+    return Comparison(found, total, nbytes)
 
 
-def _delta_nbytes(dtype: DType | str, shape: tuple[int, ...], x: Bits, y: Bits) -> int | None:
-    """Size of the buffer of `y` against `x` by codec delta; None of types that it does not code."""
-    delta = make_codec("delta")
-    if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
-        return None
-    plan = make_plan(delta.spec, dtype, shape, None)
+def _stored_nbytes(dtype: DType | str, shape: tuple[int, ...], x: Bits | None, y: Bits) -> int:
+    """Bytes that `compress_file` stores of `y`, against `x` if given."""
+    if not isinstance(dtype, DType) or stored_plain(dtype, shape):
+        return y.nbytes
+    whole = make_plan(make_codec("zipccl").spec, dtype, shape, None)
+    plan = whole if x is None else make_plan(make_codec("delta").spec, dtype, shape, None)
+    given = Against(x, whole) if x is not None and plan.needs_base else None
     out = np.empty(plan.nbytes, np.uint8)
-    return engine.encode_packed(plan, y, out, cpu_count(), backend_for_once([plan]), x)
+    return encode_shorter(plan, given, y, out, cpu_count(), backend_for_once([plan]))[1]
 
 
 __all__ = [

@@ -357,9 +357,10 @@ def check_fit(target: Any, state: ArrayState, new: Tensors) -> None:
             raise TypeError("target cannot be changed, and the version has other names or shapes")
         return
     kind = type(target).__name__
+    known = set(new.names)
     for name in [*state.names, *(n for n in new.names if n not in state.arrays)]:
-        if name not in state.arrays or name not in new.names:
-            where = "the version" if name in new.names else kind
+        if name not in state.arrays or name not in known:
+            where = "the version" if name in known else kind
             raise ValueError(f"{name!r} is only in {where}: names of a module must match")
         if state.kind(name) != new.kind(name):
             found, needed = kind_text(*state.kind(name)), kind_text(*new.kind(name))

@@ -23,7 +23,7 @@ from typing import Any
 from . import convert
 from .codec import Codec, as_codec
 from .contents import Contents, naming, naming_call, read_header
-from .convert import Difference, Forecast, Progress, TensorReport, no_progress
+from .convert import Comparison, Difference, Forecast, Progress, TensorReport, no_progress
 from .engine import DEFAULT_MAX_NBYTES
 from .file_tensors import FileTensors, file_tensors
 from .formats.container import VERSION_KEY, directory_of
@@ -599,6 +599,17 @@ def diff_directories(
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
 ) -> list[Difference]:
+    """As `compare_directories`, the differences alone."""
+    return compare_directories(a, b, progress, max_nbytes=max_nbytes).differences
+
+
+def compare_directories(
+    a: PathLike,
+    b: PathLike,
+    progress: Progress = no_progress,
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> Comparison:
     """How the tensors of two models differ bit by bit.
 
     Each is a directory or a safetensors file, compressed or not. Tensors are compared by name,
@@ -608,7 +619,7 @@ def diff_directories(
     with ExitStack() as files:
         left = _ModelTensors(a, files, max_nbytes)
         right = _ModelTensors(b, files, max_nbytes)
-        return convert.differences(left, right, progress)
+        return convert.compared(left, right, progress)
 
 
 class _ModelTensors:

@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from .arrays import aligned_bytes
@@ -89,6 +91,17 @@ class FileTensors:
         """What a file of deltas says of its base."""
         return None if self.contents is None else base_note(self._directory)
 
+    @property
+    def base_files(self) -> list[Path]:
+        """The file that deltas are against, followed by its own base and so on."""
+        if not isinstance(self.base, FileTensors):
+            return []
+        return [Path(self.base.label), *self.base.base_files]
+
+    @cached_property
+    def _base_names(self) -> frozenset[str]:
+        return frozenset(() if self.base is None else self.base.names)
+
     def kind(self, name: str) -> Kind:
         """See `Tensors`."""
         if self.contents is not None:
@@ -121,7 +134,7 @@ class FileTensors:
             detail = f"tensor {name!r} was coded against a base, and the file names none"
             raise FormatError("bad_container", detail)
         where = f"tensor {name!r} was coded against one of {self.base.label}"
-        if name not in self.base.names:
+        if name not in self._base_names:
             raise FormatError("base_mismatch", f"{where}, which is not there")
         found = self.base.kind(name)
         if found != (head.plan.dtype, head.plan.shape):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import engine
-from .arguments import base_bits, source_target, thread_count
+from .arguments import base_of_buffer, source_target, thread_count
 from .buffer import Buffer, parsed_source
 from .codecs.common.base import Bits, Bytes, Chunk, ChunkResult, Plan
 from .codecs.delta import BadTileError, Delta, index_of
@@ -26,12 +26,15 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
     are then still in the result, and other encoders would write fewer bytes. With ``base`` the
     bytes are those of encoding against it, whatever the form.
 
+    Either may be of codec ``raw``, as ``delta`` encodes tensors of up to 128 bytes. Without a base
+    the result is then too.
+
     Args:
-        first: A buffer of codec ``delta``, as in ``tightwire.decode``.
+        first: A buffer of codec ``delta`` or ``raw``, as in ``tightwire.decode``.
         second: One that was encoded against the result of the first: with the same parameters,
             dtype, shape and number of chunks.
         base: The base of the first. Needed for the form ``"difference"``, and where the result is
-            so long that it has to be stored raw.
+            so long that it has to be stored raw; not if one of the buffers is of ``raw``.
         threads: As in ``encode``.
 
     Returns:
@@ -57,27 +60,36 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
     buffers = [parsed_source(src, None) for src in (first, second)]
     plan = buffers[0].plan
     for i, found in enumerate(buffers):
-        if found.plan.codec.name != "delta":
-            raise ValueError(f"buffer {i} is of {found.plan.codec.name}; allowed: delta")
-    if _alike(buffers[0]) != _alike(buffers[1]):
+        if found.plan.codec.name not in ("delta", "raw"):
+            raise ValueError(f"buffer {i} is of {found.plan.codec.name}; allowed: delta, raw")
+    specs = {found.plan.codec for found in buffers if found.plan.needs_base}
+    if len(specs) > 1 or _alike(buffers[0]) != _alike(buffers[1]):
         raise ValueError("the buffers differ in form, dtype, shape, chunks or checksums")
     for i, found in enumerate(buffers):
         try:
             engine.check_chunks(found)
         except FormatError as error:
             raise error.of_buffer(i) from None
-    _check_order(buffers[0], buffers[1])
+    whole = [found for found in buffers if not found.plan.needs_base]
+    if not whole:
+        _check_order(buffers[0], buffers[1])
     n_threads = thread_count(threads)
-    spec = plan.codec
+    spec = next(iter(specs), plan.codec)
+    if base is None and whole:
+        spec = whole[0].plan.codec
+        if not buffers[1].plan.needs_base:
+            # The first cannot be decoded, and need not be.
+            buffers = buffers[1:]
     plan = make_plan(spec, plan.dtype, plan.shape, plan.chunks, checksum=plan.checksum)
     out = np.empty(plan.nbytes, np.uint8)
-    given = None if base is None else base_bits(spec, plan, base)
-    if given is not None:
+    given = None if base is None else base_of_buffer(plan, base)
+    if given is not None or whole:
         bits = given
         for found in buffers:
-            after = np.empty_like(given)
+            after = np.empty(plan.nelem, plan.dtype.bits)
             engine.decode_range(found, after, 0, threads=n_threads, base=bits)
             bits = after
+        assert bits is not None
         engine.encode_into(plan, bits, out, threads=n_threads, base=given)
     else:
         if not isinstance(spec, Delta) or spec.form != "overwrite":
@@ -88,7 +100,7 @@ def fold(first: Any, second: Any, *, base: Any = None, threads: int | None = Non
 
 def _alike(parsed: Parsed) -> tuple[Any, ...]:
     plan = parsed.plan
-    return plan.codec, plan.dtype, plan.shape, plan.chunks, plan.checksum
+    return plan.dtype, plan.shape, plan.chunks, plan.checksum
 
 
 def _check_order(first: Parsed, second: Parsed) -> None:

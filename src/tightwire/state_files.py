@@ -12,7 +12,7 @@ from .codec import Codec
 from .codecs.common.base import Bits
 from .file_tensors import Tensors
 from .files import Against, Draft, Plain, encode_jobs, stored_plain, write_container
-from .formats.container import BASE_KEY, TIED_KEY, BaseNote, compressed_metadata, tied_text
+from .formats.container import TIED_KEY, BaseNote, compressed_metadata, tied_text
 from .formats.dtypes import DType
 from .pipeline import Memory, in_order
 from .planning import backend_for_once, make_plan
@@ -37,7 +37,7 @@ def write_state(
     bytes, and `chain` is what the file says of its base. `metadata` is stored as it is. Raises
     OSError, TypeError, ValueError, and FormatError if `old` is damaged.
     """
-    draft = Draft(metadata=compressed_metadata({}))
+    draft = Draft(metadata=compressed_metadata({}), base=chain)
     draft.metadata.update(metadata)
     known = {} if old is None else {name: old.kind(name) for name in old.names}
     tied: dict[str, str] = {}
@@ -58,8 +58,6 @@ def write_state(
         draft.add(name, make_plan(chosen.spec, dtype, shape, None))
     if tied:
         draft.metadata[TIED_KEY] = tied_text(tied)
-    if chain is not None and any(plan.needs_base for plan in draft.plans.values()):
-        draft.metadata[BASE_KEY] = chain.text
 
     def elements(part: Sequence[str], memory: Memory) -> Iterator[Bits]:
         for name in part:

@@ -1106,7 +1106,7 @@ def test_ctrl_c_is_one_line(packed: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "diff_files", interrupted)
+    monkeypatch.setattr(convert, "compare_files", interrupted)
     done = Outcome("diff", packed, packed)
     assert (done.code, done.out, done.err) == (130, "", "tightwire: interrupted\n")
 

@@ -15,9 +15,10 @@ from click.testing import CliRunner, Result
 
 import tightwire as tw
 from tightwire import bench, convert
+from tightwire.commands.advise import HUFFMAN_CPU
 from tightwire.commands.app import app
 from tightwire.contents import Contents, read_header
-from tightwire.file_tensors import file_tensors
+from tightwire.file_tensors import FileTensors, file_tensors
 from tightwire.formats.container import BASE_KEY, MAX_DELTAS, base_note
 from tightwire.storage import reading
 
@@ -216,34 +217,186 @@ def test_misuse(steps: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_a_delta_would_cost(steps: list[Path]) -> None:
-    result = call("diff", steps[0], steps[1])
-    assert result.exit_code == 1
-    assert "as a delta" in result.stdout
-    assert "deltas of what differs" in result.stdout
-    document = json.loads(call("diff", steps[0], steps[1], "--json").stdout)
-    w = [safetensors.load_file(path)["w"] for path in steps[:2]]
-    cost = len(tw.encode(w[1], "delta", base=w[0]).packed())
-    assert document["delta_nbytes"] == cost
-    assert document["nbytes"] == w[1].nbytes
-    assert document["differences"][0]["delta_nbytes"] == cost
+    for old, new in (steps[:2], steps[3:]):
+        result = call("diff", old, new)
+        assert result.exit_code == 1
+        assert f"{new} against {old} (compress --delta-from): " in result.stdout
+        document = json.loads(call("diff", old, new, "--json").stdout)
+        reports = {r.name: r for r in convert.compress_file(new, io.BytesIO(), base=old)}
+        assert document["delta_nbytes"] == sum(r.packed_nbytes for r in reports.values())
+        assert document["nbytes"] == sum(r.raw_nbytes for r in reports.values())
+        both = [d for d in document["differences"] if d["n_elements"] is not None]
+        assert both
+        for found in both:
+            report = reports[found["name"]]
+            assert (found["delta_nbytes"], found["nbytes"]) == (
+                report.packed_nbytes,
+                report.raw_nbytes,
+            )
+
+
+def test_what_is_stored_plain_costs_its_bytes(tmp_path: Path) -> None:
+    paths = [tmp_path / f"s{i}.safetensors" for i in range(2)]
+    for i, path in enumerate(paths):
+        safetensors.save_file({"step": np.array(i)}, path)
+    assert "step: 1 of 1 elements differ; takes 8 B of 8 B\n" in call("diff", *paths).stdout
 
 
 def test_bench_of_deltas(steps: list[Path]) -> None:
     report = bench.bench_file(steps[4], base=steps[3], repeat=1, threads=1)
     names = [speed.name for speed in report.speeds]
-    assert names[:2] == ["memcpy", "delta"]
+    assert names[:3] == ["memcpy", "delta", "huffman of XOR"]
     assert all(name.endswith("of XOR") for name in names[2:])
     assert all(speed.identical for speed in report.speeds)
+    chain(steps[:4])
+    again = bench.bench_file(steps[4], base=packed(steps[3]), repeat=1, threads=1)
+    assert [s.ratio for s in again.speeds] == [s.ratio for s in report.speeds]
     out = done("bench", steps[1], "--delta-from", steps[0], "--repeat", 1)
     assert "delta" in out
 
 
 def test_advise_of_other_codecs() -> None:
-    call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4", "--json"]
+    call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4"]
     speeds = ["--encode", "3GB/s", "--decode", "5GB/s"]
-    document = json.loads(done(*call_of, "--codec", "huffman", *speeds))
-    assert document["ratio"] == pytest.approx(0.662)
-    document = json.loads(done(*call_of, "--codec", "delta", *speeds, "--ratio", "0.01"))
-    assert document["ratio"] == 0.01
-    for words in (["huffman"], ["delta", *speeds], ["delta", "--ratio", "0.01"]):
-        assert call(*call_of, "--codec", *words).exit_code == 2
+    document = json.loads(done(*call_of, "--json", "--codec", "huffman", *speeds))
+    assert (document["codec"], document["ratio"]) == ("huffman", pytest.approx(0.662))
+    out = done(*call_of, "--codec", "huffman", *speeds)
+    assert out.startswith("codec: huffman, encode 3 GB/s, decode 5 GB/s\n")
+    words = [*call_of, "--codec", "delta", *speeds, "--ratio", "0.01"]
+    document = json.loads(done(*words, "--json"))
+    assert (document["codec"], document["ratio"]) == ("delta", 0.01)
+    document = json.loads(done(*call_of, "--json", *speeds))
+    assert (document["codec"], document["ratio"]) == (None, pytest.approx(0.698))
+    # Recorded on a CPU alone, for floats alone; of integers the ratio is nobody's to know.
+    words = [*call_of, "--codec", "huffman", "--device", "cpu"]
+    assert done(*words).startswith("codec: huffman, speed recorded on one thread of a CPU\n")
+    document = json.loads(done(*words, "--json"))
+    gbps = [1e-9 / document[what]["beta"] for what in ("encode", "decode")]
+    assert gbps == pytest.approx(HUFFMAN_CPU["bfloat16"])
+    for more, message in (
+        (["--codec", "huffman"], "--device cpu, or --encode and --decode"),
+        (["--codec", "huffman", "--device", "cpu", "--dtype", "int64"], "speed of huffman"),
+        (["--codec", "huffman", *speeds, "--dtype", "int64"], "Needed: --ratio"),
+        (["--codec", "huffman", *speeds, "--dtype", "bool"], "Needed: --ratio"),
+        (["--codec", "delta", *speeds], "needs --ratio"),
+        (["--codec", "delta", "--ratio", "0.01"], "Needed: --encode and --decode"),
+    ):
+        result = call(*call_of, *more)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+
+
+def test_no_base_is_overwritten(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps[:3])
+    s0, s1, s2 = map(packed, steps[:3])
+    before = {path: path.read_bytes() for path in (s0, s1, s2)}
+    link = tmp_path / "link.tw.safetensors"
+    link.symlink_to(s0)
+    for words in (
+        ("compress", steps[3], "-o", s2, "--delta-from", s2),
+        ("compress", steps[3], "-o", s0, "--delta-from", s2),
+        ("compress", steps[3], "-o", link, "--delta-from", s1),
+        ("compress", "-", "-o", s0, "--delta-from", s1),
+        ("decompress", s2, "-o", s0),
+        ("decompress", s1, "-o", link),
+        ("decompress", s1, "-o", s0, "--base", s0),
+        ("decompress", "-", "-o", s0, "--base", s1),
+    ):
+        result = call(*words, "--force")
+        assert (result.exit_code, "deltas are against" in result.stderr) == (2, True), words
+        assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_file_without_a_delta_names_no_base(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"s{i}.safetensors" for i in range(2)]
+    for path in paths:
+        safetensors.save_file({"w": rng.normal(size=N).astype(np.float32)}, path)
+    done("compress", paths[1], "--delta-from", paths[0])
+    assert codecs(packed(paths[1])) == {"w": "zipccl"}
+    assert base_note(read_header(packed(paths[1]))) is None
+    paths[0].unlink()
+    done("decompress", packed(paths[1]), "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == paths[1].read_bytes()
+
+
+def test_names_of_a_base_are_listed_once(steps: list[Path]) -> None:
+    done("compress", steps[1], "--delta-from", steps[0])
+    listed = []
+
+    class Counted(FileTensors):
+        @property
+        def names(self) -> list[str]:
+            listed.append(self.label)
+            return super().names
+
+    with file_tensors(packed(steps[1]), 1 << 40) as tensors, reading(steps[0]) as reader:
+        tensors.base = Counted(reader, 1 << 40)
+        for name in ("w", "v", "ids"):
+            assert tensors.base_bits(name) is not None
+    assert len(listed) == 1
+
+
+def test_what_is_shorter_whole_is_stored_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    old = {"mask": rng.random(N) < 0.5, "count": rng.integers(0, 1 << 40, N)}
+    new = {"mask": np.zeros(N, bool), "count": np.zeros(N, np.int64)}
+    paths = [tmp_path / f"s{i}.safetensors" for i in range(2)]
+    for tensors, path in zip((old, new), paths, strict=True):
+        safetensors.save_file(tensors, path)
+    alone = tmp_path / "alone"
+    done("compress", paths[1], "--codec", "huffman", "-o", alone)
+    done("compress", paths[1], "--codec", "huffman", "--delta-from", paths[0])
+    assert packed(paths[1]).stat().st_size <= alone.stat().st_size
+    # By zipccl, which stores integers as they are, the deltas are shorter.
+    done("compress", paths[1], "--delta-from", paths[0], "--force")
+    assert codecs(packed(paths[1])) == {"mask": "delta", "count": "delta"}
+
+
+def test_verify_with_a_base_that_is_elsewhere(steps: list[Path], tmp_path: Path) -> None:
+    chain(steps[:3])
+    gone = packed(steps[1]).rename(tmp_path / "elsewhere")
+    assert call("verify", packed(steps[2])).exit_code == 4
+    assert "ok, 4 tensors" in done("verify", packed(steps[2]), "--base", gone)
+    result = call("verify", packed(steps[2]), "--base", steps[0])
+    assert (result.exit_code, "base_mismatch" in result.stderr) == (3, True)
+    assert call("verify", packed(steps[0]), "--base", steps[0]).exit_code == 5
+    assert call("verify", packed(steps[0]), packed(steps[2]), "--base", gone).exit_code == 2
+
+
+def test_verify_of_a_bare_delta(tmp_path: Path) -> None:
+    x = np.arange(70_000, dtype=np.int32)
+    y = x.copy()
+    y[::50] += 1
+    old, new, summed = (tmp_path / name for name in ("old.tw", "new.tw", "summed.tw"))
+    old.write_bytes(bytes(tw.encode(x)))
+    data = bytearray(bytes(tw.encode(y, "delta", base=x, checksum=False)))
+    new.write_bytes(data)
+    summed.write_bytes(bytes(tw.encode(y, "delta", base=x)))
+    assert done("verify", new, "--base", old) == f"{new}: ok, 1 tensor\n"
+    assert done("verify", summed, "--base", old) == f"{summed}: ok, 1 tensor\n"
+    # Without the base.
+    assert "not decoded" in done("verify", summed)
+    (file,) = json.loads(done("verify", summed, "--json"))["files"]
+    assert (file["tensors"], file["decoded"]) == (1, False)
+    result = call("verify", new)
+    assert (result.exit_code, "Needed: --base" in result.stderr) == (2, True)
+    # Damaged; another base; none that it could be.
+    data[-200:-128] = bytes(byte ^ 255 for byte in data[-200:-128])
+    new.write_bytes(data)
+    assert call("verify", new, "--base", old).exit_code == 3
+    old.write_bytes(bytes(tw.encode(y)))
+    assert "base_mismatch" in call("verify", summed, "--base", old).stderr
+    assert call("verify", summed, "--base", summed).exit_code == 5
+    assert call("verify", old, "--base", old).exit_code == 5
+    assert call("verify", summed, "--base", __file__).exit_code == 2
+    assert call("verify", summed, "--base", tmp_path / "none").exit_code == 4
+
+
+def test_compress_says_why_there_are_no_deltas(steps: list[Path]) -> None:
+    chain(steps[:3])
+    words = "compress", steps[3], "--force", "--delta-from", packed(steps[2]), "--chain-limit"
+    assert "3 of them as deltas against" in done(*words, 3)
+    out = done(*words, 2)
+    assert f"4 tensors, all whole as {packed(steps[2])} is number 2 of files of deltas" in out
+    assert "--chain-limit 2" in out

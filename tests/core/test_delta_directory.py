@@ -18,8 +18,16 @@ import pytest
 
 import tightwire as tw
 from tightwire import delta_files
+from tightwire.contents import read_header
 from tightwire.delta_files import DeltaFile, file_name, route
-from tightwire.formats.container import STATE_KEY, BaseNote, StateNote, read_directory, state_note
+from tightwire.formats.container import (
+    STATE_KEY,
+    BaseNote,
+    StateNote,
+    base_note,
+    read_directory,
+    state_note,
+)
 from tightwire.patches import patch_of
 
 N = 40_007
@@ -711,3 +719,13 @@ def test_patches() -> None:
     assert patch is not None
     assert patch.places is not None
     assert patch.places.tolist() == [2]
+
+
+def test_a_version_without_a_delta_names_no_base(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    states = [{"w": rng.normal(size=N).astype(np.float32)} for _ in range(2)]
+    tw.save_delta(states[0], None, tmp_path)
+    tw.save_delta(states[1], states[0], tmp_path)
+    assert base_note(read_header(tmp_path / file_name(1, 0))) is None
+    assert tw.apply_delta(states[0], tmp_path) == 1
+    assert states[0]["w"].tobytes() == states[1]["w"].tobytes()

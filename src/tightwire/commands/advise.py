@@ -18,15 +18,27 @@ from .output import print_json, print_table, say, size_text
 from .targets import check_plot
 
 if TYPE_CHECKING:
-    from ..adapters.collectives.cost import Collective, Device
+    from ..adapters.collectives.cost import Collective, Device, Line
 
 #: What --collective and --device know; tests compare them with adapters.cost.
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send")
 DEVICES = ("h200", "cpu")
-#: What --codec knows; of zipccl alone there are recorded speeds.
+#: What --codec knows.
 CODECS = ("zipccl", "huffman", "delta")
-#: What the speeds of --device were recorded on.
-_RECORDED = {"h200": "one NVIDIA H200", "cpu": "one thread of an AMD EPYC CPU"}
+#: GB/s of encode and of decode by huffman on one thread of a CPU, N(0, 0.02):
+#: benchmarks/results/lossless.md. None are recorded on a GPU.
+HUFFMAN_CPU = {
+    "bfloat16": (1.47, 4.01),
+    "float16": (1.32, 2.63),
+    "float32": (1.64, 5.80),
+    "float8_e4m3fn": (0.64, 1.01),
+}
+#: What the speeds of a codec on --device were recorded on.
+_RECORDED = {
+    ("zipccl", "h200"): "one NVIDIA H200",
+    ("zipccl", "cpu"): "one thread of an AMD EPYC CPU",
+    ("huffman", "cpu"): "one thread of a CPU",
+}
 
 
 def _quantity(
@@ -78,14 +90,13 @@ def _quantity(
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
-    help="Where zipccl's speed was recorded; h200 if not given.",
+    help="Where the codec's speed was recorded; h200 if not given. huffman's is known on cpu.",
 )
 @click.option(
     "--codec",
     "codec_name",
     type=click.Choice(CODECS),
-    default="zipccl",
-    help="What is sent: huffman needs --encode and --decode too, delta also --ratio.",
+    help="What is sent; zipccl if not given. delta needs --encode, --decode and --ratio.",
 )
 @_quantity(
     "--encode",
@@ -151,7 +162,7 @@ def advise(
     latency: float,
     gap: float | None,
     device: Device | None,
-    codec_name: str,
+    codec_name: str | None,
     encode: float | None,
     decode: float | None,
     startup: float | None,
@@ -170,37 +181,31 @@ def advise(
 
     It uses the cost model that collectives choose by: a latency and a speed for link and codec. It
     compares the native call, the compressed one, and a pipeline, where one piece is encoded while
-    another is sent. --encode, --decode and --ratio describe any codec; without them it is zipccl,
+    another is sent. --encode, --decode and --ratio describe any codec; without them it is --codec,
     with the speeds recorded on --device.
     """
     from ..adapters.collectives import advice
-    from ..adapters.collectives.cost import Line, Link, Model, Node, codec_lines, expected_ratio
+    from ..adapters.collectives.cost import Line, Link, Model, Node
 
     kind = dtype_named(dtype)
     if not message:
         raise click.BadParameter("--message is 0 bytes. Allowed: 1 byte or more")
     if (encode is None) != (decode is None):
         raise click.BadParameter("--encode and --decode: give both or none of them")
-    if codec_name != "zipccl" and encode is None:
-        raise click.BadParameter(f"--codec {codec_name} needs --encode and --decode")
-    if codec_name == "delta" and ratio is None:
-        raise click.BadParameter("--codec delta needs --ratio, as diff or bench gives it")
     if encode is not None and decode is not None:
         if device is not None:
             raise click.BadParameter("--device and --encode: give one of them")
         lines = Line(startup or 0.0, 1 / encode), Line(startup or 0.0, 1 / decode)
-        codec, assumed = (
-            None,
-            f"as given, encode {encode / 1e9:.4g} GB/s, decode {decode / 1e9:.4g} GB/s",
-        )
+        speeds = f"encode {encode / 1e9:.4g} GB/s, decode {decode / 1e9:.4g} GB/s"
+        codec, assumed = codec_name, f"{codec_name or 'as given'}, {speeds}"
     else:
         if startup is not None:
             raise click.BadParameter("--startup needs --encode and --decode")
-        device = device or "h200"
-        lines = codec_lines(device, kind.name)
-        codec, assumed = "zipccl", f"zipccl, speed recorded on {_RECORDED[device]}"
+        device, codec = device or "h200", codec_name or "zipccl"
+        lines = _recorded_lines(codec, device, kind.name)
+        assumed = f"{codec}, speed recorded on {_RECORDED[codec, device]}"
     if ratio is None:
-        ratio = expected_ratio(codec_name, kind.name)
+        ratio = _ratio(codec_name or "zipccl", kind.name)
     network = Link(latency, 1 / link, gap)
     nodes = None if node_link is None else Node(node, Link(node_latency, 1 / node_link))
     document: dict[str, Any] = {
@@ -250,6 +255,40 @@ def advise(
     _show_advice(title, message, found)
     if plot is not None:
         say(f"plot: {plot}")
+
+
+def _recorded_lines(codec_name: str, device: Device, dtype: str) -> tuple[Line, Line]:
+    """Times of encoding and decoding one tensor."""
+    from ..adapters.collectives.cost import Line, codec_lines
+
+    if codec_name == "zipccl":
+        return codec_lines(device, dtype)
+    if (codec_name, device) not in _RECORDED:
+        here = "--device cpu, or " if codec_name == "huffman" else ""
+        raise click.BadParameter(
+            f"no speed of {codec_name} on {device} is recorded. Needed: {here}--encode and --decode"
+        )
+    if dtype not in HUFFMAN_CPU:
+        raise click.BadParameter(
+            f"no speed of huffman for {dtype} is recorded; there are {', '.join(HUFFMAN_CPU)}. "
+            "Needed: --encode and --decode"
+        )
+    encode, decode = HUFFMAN_CPU[dtype]
+    return Line(0.0, 1e-9 / encode), Line(0.0, 1e-9 / decode)
+
+
+def _ratio(codec_name: str, dtype: str) -> float:
+    """Packed over raw bytes of weights."""
+    from ..adapters.collectives.cost import ENTROPY_RATIOS, expected_ratio
+
+    if codec_name == "delta":
+        raise click.BadParameter("--codec delta needs --ratio, as diff or bench gives it")
+    known = dtype.replace("fnuz", "fn") in ENTROPY_RATIOS
+    if codec_name == "huffman" and not known:
+        raise click.BadParameter(
+            f"what huffman makes of {dtype} depends on the data. Needed: --ratio, as bench gives it"
+        )
+    return expected_ratio(codec_name, dtype)
 
 
 def _show_advice(title: str, nbytes: int, found: Any) -> None:

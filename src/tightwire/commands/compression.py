@@ -29,9 +29,9 @@ from .command import (
     threads_option,
 )
 from .failures import COMPRESSED, EITHER, PLAIN, about, asking, misuse, writing
-from .output import STANDARD, count_text, progress_bar, say, size_text
+from .output import count_text, progress_bar, say, size_text
 from .standard import convert_piped, is_piped
-from .targets import check_sources, check_targets, targets_of
+from .targets import check_base, check_sources, check_targets, targets_of
 
 #: What --codec knows, the lossless ones; tests compare them with those there are.
 CODECS = ("zipccl", "huffman", "raw")
@@ -92,8 +92,8 @@ def compress(
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
     chosen = _codec(codec_name, window)
-    if delta_from is not None:
-        _check_base("--delta-from", files, delta_from)
+    bases = _checked_base("--delta-from", files, delta_from)
+    in_a_row = 0 if delta_from is None else convert.deltas_in_a_row(delta_from)
     if is_piped(files, output):
         into = partial(
             convert.compress_file,
@@ -103,7 +103,7 @@ def compress(
             base=delta_from,
             chain_limit=chain_limit,
         )
-        return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json)
+        return convert_piped(files, output, PLAIN, into, force=force, as_json=as_json, bases=bases)
     check_sources(files, output, PLAIN, convert.check_plain)
     targets = targets_of(files, output, _compressed_name)
     prepare = partial(
@@ -114,7 +114,7 @@ def compress(
         force=force,
     )
     works = directories.prepared(targets, prepare, PLAIN)
-    check_targets(directories.without(targets, works), force)
+    check_targets(directories.without(targets, works), force, bases)
 
     def work(source: Path) -> Done:
         if source in works:
@@ -148,21 +148,23 @@ def compress(
         }
         sizes = f"{size_text(before)} -> {size_text(after)}, ratio {after / before:.4f}"
         counts = count_text(len(reports))
-        if delta_from is not None:
+        if delta_from is not None and in_a_row >= chain_limit:
+            why = f"{delta_from} is number {in_a_row} of files of deltas in a row"
+            counts += f", all whole as {why} (--chain-limit {chain_limit})"
+        elif delta_from is not None:
             counts += f", {deltas} of them as deltas against {delta_from}"
         return document, lambda: say(f"{target}: {counts}, {sizes}")
 
     return each(files, work, as_json)
 
 
-def _check_base(option: str, files: Sequence[Path], base: Path) -> None:
-    """Refuse a base of several files, or of a directory."""
-    if len(files) != 1 or files[0].is_dir() or base.is_dir():
-        raise misuse(f"{option} is for one FILE and one file that it is against")
-    if base == STANDARD:
-        raise misuse(f"{option} is -; name a file")
+def _checked_base(option: str, files: Sequence[Path], base: Path | None) -> list[Path]:
+    """`base` and the files that it is against itself, if it is given; see `check_base`."""
+    if base is None:
+        return []
+    check_base(option, files, base)
     with about(base, EITHER):
-        convert.check_tensors(base)
+        return [base, *convert.base_files(base)]
 
 
 def _compressed_name(source: Path) -> str:
@@ -212,16 +214,21 @@ def decompress(
 
     A single FILE can be -, standard input; its result goes to standard output, as with -o -.
     """
-    if base is not None:
-        _check_base("--base", files, base)
+    bases = _checked_base("--base", files, base)
     if is_piped(files, output):
         into = partial(convert.decompress_file, threads=threads, base=base)
-        return convert_piped(files, output, COMPRESSED, into, force=force, as_json=as_json)
-    check_sources(files, output, COMPRESSED, partial(convert.check_compressed, base=base))
+        return convert_piped(
+            files, output, COMPRESSED, into, force=force, as_json=as_json, bases=bases
+        )
+
+    def check(source: Path) -> None:
+        bases.extend(convert.check_compressed(source, base))
+
+    check_sources(files, output, COMPRESSED, check)
     targets = targets_of(files, output, _restored_name)
     prepare = partial(model_directories.prepare_decompress, threads=threads, force=force)
     works = directories.prepared(targets, prepare, COMPRESSED)
-    check_targets(directories.without(targets, works), force)
+    check_targets(directories.without(targets, works), force, bases)
 
     def work(source: Path) -> Done:
         if source in works:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import directories as model_directories
-from ..convert import Difference
+from ..convert import Comparison
 from ..directories import DirectoryReport, DirectoryWork, ShardReport
 from ..model_index import PLAIN_SUFFIX
 from ..shards import tensor_names
@@ -160,8 +160,8 @@ def _row(name: str, n: int, sizes: Mapping[str, Any]) -> list[str]:
     return [name, str(n), raw, packed, f"{sizes['ratio']:.4f}"]
 
 
-def diff(a: Path, b: Path) -> list[Difference]:
+def diff(a: Path, b: Path) -> Comparison:
     """Compare two models, of which one at least is a directory."""
     total = partial(model_directories.tensor_nbytes, a)
     with about(None, EITHER), byte_bar("diff", total) as advance:
-        return model_directories.diff_directories(a, b, lambda name, nbytes: advance(nbytes))
+        return model_directories.compare_directories(a, b, lambda name, nbytes: advance(nbytes))

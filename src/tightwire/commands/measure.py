@@ -55,7 +55,7 @@ from .targets import check_plot
 @click.option(
     "--limit-mib", type=click.IntRange(min=1), help="Take only the first MiB of the tensors."
 )
-@path_option("--delta-from", "Measure deltas against this file, which is not compressed either.")
+@path_option("--delta-from", "Measure deltas against this file, compressed or not.")
 @threads_option
 @path_option("--plot", "Draw a PNG.")
 @json_option
@@ -76,7 +76,8 @@ def bench(
     Without --codec, these codecs are measured in turn: lossless ones, then lossy ones, and none
     that codes no element type of FILE. Lossless results are compared bit for bit before they are
     timed. A copy (memcpy) is always measured, to compare with, and zstd, ZipNN, OpenZL and blosc2
-    where they are installed. With --delta-from, delta is measured, and the others of the XOR.
+    where they are installed. With --delta-from, delta is measured, and huffman and the others of
+    the XOR.
     """
     from .. import bench as benchmark
 

@@ -11,15 +11,17 @@ import click
 import numpy as np
 
 from .. import convert, engine, inspection
+from ..arguments import base_of_buffer
 from ..codecs.common.threads import cpu_count
 from ..contents import Contents, read_header
+from ..decoding import decode
 from ..formats.container import VERSION_KEY, Directory, users_metadata
 from ..formats.header import MAGIC
 from ..inspection import Part
 from ..planning import backend_for_once
 from ..storage import reading
 from . import directories
-from .command import Done, command, each, input_file, input_files, json_option
+from .command import Done, command, each, input_file, input_files, json_option, path_option
 from .failures import ANY, COMPRESSED, DIFFERENT, EITHER, about, asking, misuse
 from .output import (
     STANDARD,
@@ -34,6 +36,7 @@ from .output import (
     size_text,
 )
 from .standard import path_or_bytes, standard_input
+from .targets import check_base
 
 AnyInfo = inspection.Info | inspection.PlainInfo
 
@@ -52,37 +55,62 @@ def _buffer_bytes(source: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     "tightwire verify model.tw.safetensors",
     "tightwire verify model-directory.tw",
     "tightwire verify weights.tw --json",
+    "tightwire verify step2.tw.safetensors --base old.safetensors",
 )
 @input_files
+@path_option("--base", "What deltas are against: a file if not next to FILE, a bare buffer.")
 @json_option
-def verify(files: Sequence[Path], as_json: bool) -> int:
+def verify(files: Sequence[Path], base: Path | None, as_json: bool) -> int:
     """Check every byte of compressed files and directories.
 
     FILE may also be a bare buffer, or - for standard input. Header, checksums, padding and payload
     are checked as decompress does, and nothing is written. All files are checked; the exit code is
     that of the first bad one.
+
+    Deltas are decoded against their base. Of a bare buffer that is the bare buffer which --base
+    names; without it only the checksum is checked.
     """
+    if base is not None:
+        check_base("--base", files, base)
 
     def work(path: Path) -> Done:
         if path.is_dir():
             return directories.verify(path, as_json)
         with about(path, COMPRESSED):
-            n = _verify(path)
-        return {"tensors": n}, lambda: say(f"{path}: ok, {count_text(n)}")
+            n, decoded = _verify(path, base)
+        more = "" if decoded else "; not decoded, as its base is not given (--base)"
+        document = {"tensors": n, "decoded": decoded}
+        return document, lambda: say(f"{path}: ok, {count_text(n)}{more}")
 
     return each(files, work, as_json)
 
 
-def _verify(path: Path) -> int:
-    """Check one file; returns how many tensors it holds."""
+def _verify(path: Path, base: Path | None) -> tuple[int, bool]:
+    """Check one file: how many tensors it holds, and whether their payload was decoded."""
     source = path_or_bytes(path)
     data = _buffer_bytes(source)
     if data is not None:
-        parsed = engine.parse(data)
-        engine.verify_chunks(parsed, cpu_count(), backend_for_once([parsed.plan]))
-        return 1
+        return 1, _verify_buffer(engine.parse(data), base)
     with progress_bar("verify", path) as progress:
-        return convert.verify_file(source, progress=progress)
+        return convert.verify_file(source, progress=progress, base=base), True
+
+
+def _verify_buffer(parsed: engine.Parsed, base: Path | None) -> bool:
+    """Check a bare buffer; False if it is a delta, and checked by its checksum alone."""
+    plan = parsed.plan
+    against = None
+    if base is not None:
+        if not plan.needs_base:
+            raise ValueError("is not a delta. Allowed: no --base")
+        with about(base):
+            data = _buffer_bytes(base)
+            if data is None:
+                raise misuse(f"{base}: is not a bare buffer, and FILE is one")
+            against = base_of_buffer(plan, decode(data))
+    elif plan.needs_base and not plan.checksum:
+        raise misuse("is a delta without a checksum: it is checked by decoding. Needed: --base")
+    engine.verify_chunks(parsed, cpu_count(), backend_for_once([plan]), base=against)
+    return against is not None or not plan.needs_base
 
 
 @command(
@@ -300,46 +328,44 @@ def diff(a: Path, b: Path, as_json: bool) -> int:
 
     A and B are safetensors files or directories of models, compressed or not. Tensors are compared
     by name, also where they are in different shards. One of A and B can be - for standard input.
-    For tensors that differ it says what B would take as a delta against A (compress --delta-from).
+    For tensors that differ, and for B as a whole, it says what would be stored by compress
+    --delta-from A.
     """
     if a == b == STANDARD:
         raise misuse("A and B are both -. Allowed: one of them, as there is one standard input")
     if STANDARD not in (a, b) and (a.is_dir() or b.is_dir()):
-        differences = directories.diff(a, b)
+        found = directories.diff(a, b)
     else:
         with about(None, EITHER), progress_bar("diff", a) as progress:
             x, y = (standard_input() if path == STANDARD else path for path in (a, b))
-            differences = convert.diff_files(x, y, progress)
+            found = convert.compare_files(x, y, progress)
+    differences = found.differences
     if as_json:
         print_json(
-            {"a": a, "b": b, "identical": not differences, "differences": dicts(differences)}
-            | dict(zip(("delta_nbytes", "nbytes"), _costs(differences), strict=True))
+            {
+                "a": a,
+                "b": b,
+                "identical": not differences,
+                "differences": dicts(differences),
+                "delta_nbytes": found.delta_nbytes,
+                "nbytes": found.nbytes,
+            }
         )
     elif differences:
         for difference in differences:
             say(f"{difference.name}: {difference.what}{_cost(difference)}")
-        _say_total(differences)
+        if found.nbytes:
+            sizes = f"{size_text(found.delta_nbytes)} of {size_text(found.nbytes)}"
+            ratio = found.delta_nbytes / found.nbytes
+            say(f"{b} against {a} (compress --delta-from): {sizes}, ratio {ratio:.4f}")
     else:
         say("identical tensors")
     return DIFFERENT if differences else 0
 
 
 def _cost(difference: convert.Difference) -> str:
-    """What a tensor takes as a delta, as text."""
+    """What a tensor would take, as text."""
     cost, nbytes = difference.delta_nbytes, difference.nbytes
     if cost is None or nbytes is None:
         return ""
-    return f"; as a delta {size_text(cost)} of {size_text(nbytes)}"
-
-
-def _costs(differences: Sequence[convert.Difference]) -> tuple[int, int]:
-    """Bytes of all deltas, and of the tensors that they are of."""
-    found = [d for d in differences if d.delta_nbytes is not None]
-    return sum(d.delta_nbytes or 0 for d in found), sum(d.nbytes or 0 for d in found)
-
-
-def _say_total(differences: Sequence[convert.Difference]) -> None:
-    cost, nbytes = _costs(differences)
-    if nbytes:
-        sizes = f"{size_text(cost)} of {size_text(nbytes)}, ratio {cost / nbytes:.4f}"
-        say(f"deltas of what differs: {sizes}")
+    return f"; takes {size_text(cost)} of {size_text(nbytes)}"

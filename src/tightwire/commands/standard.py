@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ def convert_piped(
     *,
     force: bool,
     as_json: bool,
+    bases: Collection[Path] = (),
 ) -> int:
     """Convert one file from standard input or to standard output, its default here.
 
     `convert` takes a source and a target: paths or binary files. To standard output goes nothing
-    but the whole result.
+    but the whole result. `bases` as in `check_targets`.
     """
     if len(files) != 1:
         raise misuse("with - there can be one FILE only")
@@ -57,7 +58,7 @@ def convert_piped(
     elif target.is_dir():
         raise Failure(SYSTEM, "os_error", f"{target}: is a folder; name a file")
     else:
-        check_targets({files[0]: target}, force)
+        check_targets({files[0]: target}, force, bases)
 
     def work(path: Path) -> Done:
         source = standard_input() if path == STANDARD else path

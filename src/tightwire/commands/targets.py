@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from .. import convert
@@ -61,18 +61,33 @@ def check_sources(
             check(source)
 
 
-def check_targets(targets: Mapping[Path, Path], force: bool) -> None:
-    """Refuse, before any work is done, targets that cannot or should not be written."""
-    sources = [source.stat() for source in targets if source != STANDARD]
-    taken = {(status.st_dev, status.st_ino) for status in sources}
+def check_base(option: str, files: Sequence[Path], base: Path) -> None:
+    """Refuse a base of several files, or of a directory."""
+    if len(files) != 1 or files[0].is_dir() or base.is_dir():
+        raise misuse(f"{option} is for one FILE and one file that it is against")
+    if base == STANDARD:
+        raise misuse(f"{option} is -; name a file")
+
+
+def check_targets(targets: Mapping[Path, Path], force: bool, bases: Collection[Path] = ()) -> None:
+    """Refuse, before any work is done, targets that cannot or should not be written.
+
+    `bases` are the files that deltas of the sources, or of the results, are against.
+    """
+    taken = {}
+    for what, paths in (("a file that deltas are against", bases), ("an input itself", targets)):
+        for status in (path.stat() for path in paths if path != STANDARD):
+            taken[status.st_dev, status.st_ino] = what
     for target in targets.values():
         if not target.parent.is_dir():
             raise Failure(SYSTEM, "os_error", f"{target.parent}: no such folder; create it first")
         # A symbolic link to nothing is something too: it may be meant for a disk not mounted now.
         if not os.path.lexists(target):
             continue
-        if target.exists() and (target.stat().st_dev, target.stat().st_ino) in taken:
-            raise misuse(f"{target}: is an input itself; name another output with -o")
+        if target.exists():
+            found = target.stat()
+            if use := taken.get((found.st_dev, found.st_ino)):
+                raise misuse(f"{target}: is {use}; name another output with -o")
         with about(target):
             obstacle = convert.obstacle(target)
         if obstacle is not None:

@@ -1,0 +1,41 @@
+"""fold where buffers are of codec raw, as codec delta encodes small tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import tightwire as tw
+
+
+@pytest.mark.parametrize("form", ["difference", "overwrite"])
+@pytest.mark.parametrize("n", [1, 16, 100])
+def test_fold_of_what_is_stored_raw(form: str, n: int) -> None:
+    codec = tw.codec("delta", form=form)
+    base, second, third = (np.arange(n) for _ in range(3))
+    second[-1], third[0] = -1, -2
+    steps = [codec.encode(second, base=base), codec.encode(third, base=second)]
+    expected = codec.encode(third, base=base)
+    assert bytes(tw.fold(*steps, base=base)) == bytes(expected)
+    if n <= 16:
+        assert expected.header.codec == "raw"
+        assert bytes(tw.fold(*steps)) == bytes(steps[1])
+    # One of them alone.
+    raw = tw.encode(second, "raw"), tw.encode(third, "raw")
+    for pair in ((raw[0], steps[1]), (steps[0], raw[1]), raw):
+        assert bytes(tw.fold(*pair)) == bytes(raw[1])
+    for pair in ((raw[0], steps[1]), (steps[0], raw[1])):
+        assert bytes(tw.fold(*pair, base=base)) == bytes(expected)
+
+
+def test_fold_with_raw_refuses_what_does_not_go_together() -> None:
+    x = np.arange(1000)
+    y = x.copy()
+    y[5] = 0
+    step = tw.encode(y, "delta", base=x)
+    with pytest.raises(tw.FormatError, match="base_mismatch"):
+        tw.fold(tw.encode(y, "raw"), step)
+    with pytest.raises(ValueError, match="differ"):
+        tw.fold(tw.encode(x[1:], "raw"), step)
+    with pytest.raises(ValueError, match="buffer 0 is of huffman; allowed: delta, raw"):
+        tw.fold(tw.encode(x, "huffman"), step)
