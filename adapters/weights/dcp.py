@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...arguments import thread_count
-from ...codec import Codec, as_codec
+from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...contents import Contents, naming
 from ...delta_directory import CHAIN_LIMIT
@@ -119,11 +119,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         cache_staged_state_dict: bool = False,
     ) -> None:
         super().__init__(path, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
-        self._codec = as_codec(codec)
-        if not self._codec.lossless:
-            raise ValueError(f"codec {self._codec.name!r} is lossy; allowed: lossless codecs")
-        if self._codec.needs_base:
-            raise ValueError(f"codec {self._codec.name!r} needs a base, which checkpoints have not")
+        self._codec = as_lossless(codec)
         thread_count(threads)
         self._threads = threads
         check_chain_limit(chain_limit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ...codec import Codec, as_codec
+from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...delta_apply import Update
 from ...engine import DEFAULT_MAX_NBYTES
@@ -148,9 +148,7 @@ def publish(
         >>> run_ranks(3, task)
         [0, 5.0, 5.0]
     """
-    chosen = as_codec(codec)
-    if not chosen.lossless or chosen.needs_base:
-        raise ValueError(f"codec is {chosen.name!r}; allowed: lossless codecs that need no base")
+    chosen = as_lossless(codec)
     delta = make_codec("delta", form=form)
     if not isinstance(keep, bool):
         raise TypeError(f"keep is {keep!r}; allowed: True, False")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import thread_count
-from .codec import Codec, as_codec
+from .codec import Codec, as_lossless
 from .codec import codec as make_codec
 from .delta_apply import goal_of, version_opened
 from .delta_files import (
@@ -102,9 +102,7 @@ def save_delta(
         >>> bool((old["w"] == new["w"]).all())
         True
     """
-    chosen = as_codec(codec)
-    if not chosen.lossless or chosen.needs_base:
-        raise ValueError(f"codec is {chosen.name!r}; allowed: lossless codecs that need no base")
+    chosen = as_lossless(codec)
     delta = make_codec("delta", form=form)
     check_chain_limit(chain_limit)
     count = thread_count(threads)
@@ -157,7 +155,7 @@ def fold_deltas(
     """Add a file that leads from one version of a delta directory to a later one in one step.
 
     Receivers that lag read it in place of the files between. Both versions must be there whole, or
-    as deltas from one that is.
+    as deltas from one that is. A file that leads there already is left alone.
 
     Args:
         directory: The delta directory.
@@ -177,7 +175,7 @@ def fold_deltas(
         TypeError: If an argument has a wrong type.
         ValueError: If a version is not there, or ``first`` is not before ``last``.
     """
-    chosen, delta, count = as_codec(codec), make_codec("delta", form=form), thread_count(threads)
+    chosen, delta, count = as_lossless(codec), make_codec("delta", form=form), thread_count(threads)
     folder, first = folder_of(directory), check_version(first)
     with ExitStack() as stack:
         stack.enter_context(writing_to(folder))
@@ -185,9 +183,12 @@ def fold_deltas(
         goal = goal_of(folder, files, last)
         if first >= goal:
             raise ValueError(f"first is {first}, last {goal}; allowed: an earlier version")
+        target = DeltaFile(folder, goal, first, 0)
+        for file in files:
+            if file[1:3] == target[1:3]:
+                return file.path
         old, old_note = stack.enter_context(version_opened(folder, first, DEFAULT_MAX_NBYTES))
         new, note = stack.enter_context(version_opened(folder, goal, DEFAULT_MAX_NBYTES))
-        target = DeltaFile(folder, goal, first, 0)
         return _write_version(
             folder,
             target,

@@ -384,6 +384,17 @@ def test_fold(tmp_path: Path) -> None:
         tw.fold_deltas(tmp_path, 4)
 
 
+def test_a_fold_replaces_no_file(tmp_path: Path) -> None:
+    """The file between two versions in a row is the only one that has the later one."""
+    make(tmp_path, 1)
+    before = files(tmp_path)
+    for codec in ("mx", "delta"):
+        with pytest.raises(ValueError, match=f"codec is '{codec}'; allowed: lossless"):
+            tw.fold_deltas(tmp_path, 0, 1, codec=codec)
+    assert tw.fold_deltas(tmp_path, 0, 1, form="overwrite") == tmp_path / file_name(1, 0)
+    assert files(tmp_path) == before
+
+
 def test_prune(tmp_path: Path) -> None:
     states = make(tmp_path, 7, chain_limit=3)
     assert tw.prune_deltas(tmp_path, keep=7) == []
