@@ -124,7 +124,12 @@ class TransportPublisher:
             problem = error
             if sent < len(counts):
                 group.give_up(counts[sent])
-        group.agree("verify", problem)
+        try:
+            group.agree("verify", problem)
+        except CollectiveError:
+            # If what was announced was at fault, the next round does not repeat it.
+            self._base, self._digests = None, {}
+            raise
 
     def _remember(self, state: ArrayState, digests: dict[str, str]) -> None:
         """Copy what has changed: the next version is against it."""

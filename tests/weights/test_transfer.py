@@ -197,6 +197,68 @@ def test_ties_may_differ() -> None:
 
 
 @pytest.mark.parametrize("hold", ["elements", "buffers"])
+@pytest.mark.parametrize(
+    "ties", ["a=a b=b c=a", "c=a a=a b=b", "a=a b=a", "b=b a=b", "a=d b=d", "a=a", "b=b a=a"]
+)
+def test_names_that_become_ties(ties: str, hold: Any) -> None:
+    """Names are added to a tensor, removed, or given another one, changed or not."""
+    x = {name: np.arange(5000, dtype=np.float32) + i for i, name in enumerate("abd")}
+    later = {name: x[old] for name, old in (tie.split("=") for tie in ties.split())}
+
+    def task(transport: ThreadTransport) -> Any:
+        first = {"a": x["a"], "b": x["b"]}
+        if transport.rank == 0:
+            source = dict(first)
+            publisher = tw.publish(source, transport)
+            publisher.send()
+            source.clear()
+            source.update(later)
+            publisher.send()
+            source.clear()
+            source.update(first)
+            return publisher.send()
+        target = {name: np.zeros_like(y) for name, y in first.items()}
+        subscriber = tw.subscribe(target, transport, hold=hold)
+        subscriber.update()
+        subscriber.update()
+        assert same(target, {name: later[name] for name in target})
+        assert target.keys() == later.keys()
+        update = subscriber.receive()
+        update.write()
+        assert same(target, {name: first[name] for name in target})
+        assert update.since == 1
+        return update.version
+
+    assert ranks(2, task) == [2, 2]
+
+
+def test_what_failed_to_be_checked_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    original = subscribing.Taker.take
+
+    def take(self: Any, bucket: Any, message: Any, threads: int) -> None:
+        sent.extend(message.against)
+        if len(sent) == 1:
+            raise tw.FormatError("bad_container", "not what was announced")
+        original(self, bucket, message, threads)
+
+    monkeypatch.setattr(subscribing.Taker, "take", take)
+
+    def task(transport: ThreadTransport) -> Any:
+        w = {"w": np.zeros(3000, np.float32)}
+        side = tw.publish(w, transport) if transport.rank == 0 else tw.subscribe(w, transport)
+        call: Callable[[], int] = getattr(side, "send" if transport.rank == 0 else "update")
+        assert call() == 0
+        w["w"][5] = 1 - transport.rank
+        with pytest.raises(tw.CollectiveError, match="not what was"):
+            call()
+        return call()
+
+    assert ranks(2, task) == [1, 1]
+    assert sent == [True, False]
+
+
+@pytest.mark.parametrize("hold", ["elements", "buffers"])
 def test_modules(hold: Any) -> None:
     torch = pytest.importorskip("torch")
 
