@@ -17,7 +17,7 @@ from ...arguments import thread_count
 from ...codec import Codec
 from ...codecs.common.base import Bytes
 from ...delta_directory import save_delta
-from ...delta_files import check_version, newest_version
+from ...delta_files import check_version, delta_files, newest_version
 from ...files import Against, encode_shorter
 from ...formats.dtypes import DType
 from ...formats.header import align
@@ -268,21 +268,38 @@ class DirectoryPublisher:
             )
         if base is None and newest is not None:
             base = self._directory
-        self.version = save_delta(
-            self._source,
-            base,
-            self._directory,
-            version=version,
-            form=self._form,
-            codec=self._codec,
-            threads=self._threads,
-        )
+        try:
+            found = save_delta(
+                self._source,
+                base,
+                self._directory,
+                version=version,
+                form=self._form,
+                codec=self._codec,
+                threads=self._threads,
+            )
+        except BaseException:
+            self._look_again()
+            raise
+        self._remember(found)
+        return found
+
+    def _look_again(self) -> None:
+        """After an error, see whether the version is there: its folder may not have been synced."""
+        newest = newest_version(self._directory)
+        if newest is not None and newest != self.version:
+            note = delta_files(self._directory)[0].note()
+            with opened_state(self._source, "source", 0) as state:
+                if digests_of(state, thread_count(self._threads)) == note.digests:
+                    self._remember(newest)
+
+    def _remember(self, version: int) -> None:
+        """Take a version as sent."""
+        self.version, self._base = version, None
         if self._keep:
-            self._base = None
             with opened_state(self._source, "source", 0) as state:
                 assert isinstance(state, ArrayState)
                 self._base = _copies(state, {})
-        return self.version
 
 
 def check_source(source: Any) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tightwire as tw
+from tightwire import storage
 from tightwire.adapters.transports import base as transports
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
 from tightwire.adapters.weights import publishing, subscribing
@@ -657,6 +658,35 @@ def test_directories(tmp_path: Path) -> None:
     assert (folder / "weight_v000004.from_v000003.tw.safetensors").stat().st_size < whole
     # The first publisher is told of the other one.
     with pytest.raises(ValueError, match=r"sent version 3, and .* has 4: another one writes there"):
+        publisher.send()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_publisher_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """Whether the version that it could not write, or not sync, is there or not."""
+    source = {"w": np.arange(2000, dtype=np.float32)}
+    publisher = tw.publish(source, tmp_path, keep=keep)
+    publisher.send()
+
+    def fails(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number, (name, written) in enumerate([("sync_folder", 1), ("_lock", 0)]):
+        source["w"][number] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, name, fails)
+            with pytest.raises(OSError, match="No space"):
+                publisher.send()
+        before = 2 * number + written
+        assert publisher.version == before
+        source["w"][9] += 1
+        assert publisher.send() == before + 1
+        assert same(tw.load_delta(tmp_path), source)
+    # Another one's version is not taken for its own.
+    tw.publish({"w": source["w"] + 1}, tmp_path).send()
+    with pytest.raises(ValueError, match="another one writes there"):
         publisher.send()
 
 
