@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ... import arrays
 from ...arguments import thread_count
 from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
@@ -395,12 +396,35 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 naming(str(path)),
             ):
                 for name, item, target in group:
+                    if arrays.is_float4(target):
+                        # PyTorch copies bytes of them alone.
+                        piece = file[name].load().view(torch.uint8)[_slices(item)]
+                        target.view(torch.uint8).copy_(piece)
+                        continue
                     target.copy_(file[name][_slices(item)])
 
 
 def _shape(contents: Contents, name: str, head: Head | None) -> tuple[int, ...]:
-    """The shape of a stored tensor, by its own header."""
-    return contents.entry(name).shape if head is None else head.plan.shape
+    """The shape of a stored tensor, by its own header; PyTorch counts pairs of 4-bit floats."""
+    if head is not None:
+        return head.plan.shape
+    entry = contents.entry(name)
+    pairs = entry.dtype == "F4" and entry.shape and entry.shape[-1] % 2 == 0
+    return (*entry.shape[:-1], entry.shape[-1] // 2) if pairs else entry.shape
+
+
+def _dtype(contents: Contents, name: str, head: Head | None) -> torch.dtype:
+    """PyTorch's dtype of a stored tensor. Raises FormatError if it has none."""
+    stored = contents.entry(name)
+    known = BY_SAFETENSORS.get(stored.dtype) if head is None else head.plan.dtype
+    label = (
+        "float4_e2m1fn_x2" if known is None and stored.dtype == "F4" else getattr(known, "name", "")
+    )
+    found = getattr(torch, label, None)
+    if found is None:
+        detail = f"tensor {name!r} has the dtype {stored.dtype}, which this PyTorch has not"
+        raise FormatError("bad_container", f"{contents.reader.name}: {detail}")
+    return found
 
 
 def _slices(item: ReadItem) -> tuple[slice, ...]:
@@ -458,10 +482,10 @@ class HuggingFaceReader(Reader):
                     entry = contents.entry(name)
                     head = contents.head(name, self._max_nbytes)
                     shape = torch.Size(_shape(contents, name, head))
-                    dtype = BY_SAFETENSORS[entry.dtype] if head is None else head.plan.dtype
+                    dtype = _dtype(contents, name, head)
                     zeros = torch.Size([0] * len(shape))
                     tensors[name] = TensorStorageMetadata(
-                        TensorProperties(dtype=getattr(torch, dtype.name)),
+                        TensorProperties(dtype=dtype),
                         shape,
                         [ChunkStorageMetadata(zeros, shape)],
                     )

@@ -17,6 +17,7 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
+from tightwire.convert import compress_file
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -493,6 +494,34 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
     reader = tw.dcp.HuggingFaceReader(tmp_path)
     dcp.load(part, storage_reader=reader, planner=Pieces((9, 1), (30, 5)), no_dist=True)
     assert same(part["b"][:30, :5].contiguous(), state["b"][9:39, 1:6].contiguous())
+
+
+def test_pairs_of_4_bit_floats(tmp_path: Path) -> None:
+    kind = getattr(torch, "float4_e2m1fn_x2", None)
+    if kind is None:
+        pytest.skip("this PyTorch has no 4-bit floats")
+    data = torch.arange(64 * 40, dtype=torch.int32).to(torch.uint8).reshape(64, 40)
+    state = {"x": data.view(kind), "w": tensor("bfloat16", (40, 50))}
+    save(state, tmp_path / "a")
+    save(state, tmp_path / "b", base=tmp_path / "a")
+    tw.save(state, tmp_path / "c")
+    readers = [Reader(tmp_path / "a"), Reader(tmp_path / "b")]
+    for reader in [*readers, tw.dcp.HuggingFaceReader(tmp_path / "c")]:
+        found = {"x": torch.zeros_like(data).view(kind), "w": torch.zeros(40, 50).bfloat16()}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert all(same(found[name], x) for name, x in state.items())
+        part = {"x": torch.zeros_like(data).view(kind)}
+        dcp.load(part, storage_reader=reader, planner=Pieces((7, 3), (30, 20)), no_dist=True)
+        assert torch.equal(part["x"].view(torch.uint8)[:30, :20], data[7:37, 3:23])
+
+
+def test_dtypes_of_files_that_pytorch_lacks(tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F6_E2M3","shape":[8],"data_offsets":[0,6]}}'
+    source, path = tmp_path / "model.safetensors", tmp_path / "model.tw.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    compress_file(source, path, tw.codec("zipccl"))
+    with pytest.raises(tw.FormatError, match=r"'x' has the dtype F6_E2M3, which this PyTorch"):
+        tw.dcp.HuggingFaceReader(path).read_metadata()
 
 
 SIZES = {"first": (61, 127), "second": (127, 61), "bias": (3,), "one": ()}
