@@ -268,6 +268,9 @@ class DirectoryPublisher:
             )
         if base is None and newest is not None:
             base = self._directory
+        if version is None and newest is not None:
+            # Also if nothing has changed: subscribers wait for a version.
+            version = newest + 1
         try:
             found = save_delta(
                 self._source,

@@ -318,6 +318,8 @@ def test_a_save_that_is_repeated(tmp_path: Path) -> None:
     before = files(tmp_path)
     assert tw.save_delta(states[2], states[1], tmp_path) == 2
     assert tw.save_delta(states[2], states[1], tmp_path, version=2) == 2
+    assert tw.save_delta(states[2], states[2], tmp_path) == 2
+    assert tw.save_delta(states[2], tmp_path, tmp_path, version=2) == 2
     assert files(tmp_path) == before
     with pytest.raises(ValueError, match=r"base is not version 2, the newest .*base=None"):
         tw.save_delta(states[0], states[1], tmp_path)
@@ -328,6 +330,35 @@ def test_a_save_that_is_repeated(tmp_path: Path) -> None:
     tensors = copied(states[1])
     assert tw.apply_delta(tensors, tmp_path) == 7
     assert same(tensors, states[0])
+    assert tw.save_delta(states[0], tmp_path, tmp_path, version=8) == 8
+    assert tw.save_delta(states[1], tmp_path, tmp_path) == 9
+    assert tw.save_delta(states[1], tmp_path, tmp_path) == 9
+
+
+def test_a_whole_save_that_is_repeated(tmp_path: Path) -> None:
+    states = make(tmp_path, 1)
+    before = files(tmp_path)
+    assert tw.save_delta(states[1], None, tmp_path) == 1
+    assert files(tmp_path).keys() - before.keys() == {file_name(1)}
+    after = files(tmp_path)
+    assert [tw.save_delta(states[1], None, tmp_path, version=v) for v in (None, 1)] == [1, 1]
+    assert files(tmp_path) == after
+    # A damaged one is not these tensors.
+    (tmp_path / file_name(1)).write_bytes(b"damaged")
+    assert tw.save_delta(states[1], None, tmp_path) == 2
+
+
+def test_calls_that_fail_leave_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "versions"
+    with pytest.raises(TypeError):
+        tw.save_delta({"a": object()}, None, folder)
+    with pytest.raises(FileNotFoundError):
+        tw.save_delta(first_state(), tmp_path / "none.safetensors", folder)
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="holds no versions"):
+        tw.fold_deltas(tmp_path, 0)
+    assert tw.prune_deltas(tmp_path) == []
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
