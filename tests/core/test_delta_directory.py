@@ -134,6 +134,17 @@ def test_applied_twice_out_of_order_and_to_another_base(tmp_path: Path) -> None:
     assert same(tensors, states[1])
 
 
+def test_tensors_that_are_several_versions(tmp_path: Path) -> None:
+    a, b = first_state(), stepped(first_state(), 1)
+    for new, base in ((a, None), (b, a), (a, b), (b, a)):
+        tw.save_delta(new, base, tmp_path)
+    for goal, since in ((0, 0), (1, 0), (2, 2), (3, 2), (None, 2)):
+        update = tw.prepare_delta(copied(a), tmp_path, version=goal)
+        assert (update.version, update.since) == (3 if goal is None else goal, since)
+    with pytest.raises(ValueError, match="version 1 of .*, which is after 0"):
+        tw.apply_delta(copied(b), tmp_path, version=0)
+
+
 def test_a_base_that_is_not_stored(tmp_path: Path) -> None:
     old = first_state()
     new = stepped(old, 1)

@@ -699,6 +699,8 @@ def test_a_subscriber_waits_for_a_directory(tmp_path: Path) -> None:
     assert tw.subscribe(target, folder, timeout=PATIENCE).update() == 0
     thread.join()
     assert same(source, target)
+    # Nothing has changed, and it is a version.
+    assert tw.publish(source, folder).send() == 1
 
 
 # Calls
