@@ -141,7 +141,7 @@ def test_tensors_that_are_several_versions(tmp_path: Path) -> None:
     for goal, since in ((0, 0), (1, 0), (2, 2), (3, 2), (None, 2)):
         update = tw.prepare_delta(copied(a), tmp_path, version=goal)
         assert (update.version, update.since) == (3 if goal is None else goal, since)
-    with pytest.raises(ValueError, match="version 1 of .*, which is after 0"):
+    with pytest.raises(ValueError, match=r"version 1 of .*, which is after 0"):
         tw.apply_delta(copied(b), tmp_path, version=0)
 
 
