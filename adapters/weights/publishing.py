@@ -248,13 +248,14 @@ class DirectoryPublisher:
         codec: Codec,
         form: str,
         keep: bool,
+        chain_limit: int,
         threads: int | None,
     ) -> None:
         check_source(source)
         self.version: int | None = None
         self._source, self._directory = source, directory
         self._codec, self._form = codec, form
-        self._keep, self._threads = keep, threads
+        self._keep, self._chain_limit, self._threads = keep, chain_limit, threads
         self._base: dict[str, Any] | None = None
 
     def send(self, version: int | None = None) -> int:
@@ -279,6 +280,7 @@ class DirectoryPublisher:
                 version=version,
                 form=self._form,
                 codec=self._codec,
+                chain_limit=self._chain_limit,
                 threads=self._threads,
             )
         except BaseException:

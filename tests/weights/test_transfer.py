@@ -16,7 +16,7 @@ import tightwire as tw
 from tightwire import storage
 from tightwire.adapters.transports import base as transports
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
-from tightwire.adapters.weights import publishing, subscribing
+from tightwire.adapters.weights import publishing, rounds, subscribing
 from tightwire.formats.dtypes import DTYPES
 from transfers import PATIENCE, State, blank, copied, ranks, raw, same, step, versions
 
@@ -481,6 +481,58 @@ def test_a_subscriber_that_does_not_come() -> None:
     assert run_ranks(3, task, 0.3) == ["meet", "meet", None]
 
 
+def test_a_message_that_cannot_be_placed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No word of it is sent before, so that the others know, and the next round follows."""
+    original, count = rounds.placed, [0]
+
+    def placed(data: Any, device: Any) -> Any:
+        count[0] += data.shape[0] > 2000
+        if count[0] == 1:
+            count[0] += 1
+            raise MemoryError("no memory on the device")
+        return original(data, device)
+
+    monkeypatch.setattr(rounds, "placed", placed)
+
+    def task(transport: ThreadTransport) -> Any:
+        x = {"w": np.random.default_rng(transport.rank).normal(size=3000)}
+        end = tw.publish(x, transport) if transport.rank == 0 else tw.subscribe(x, transport)
+        call: Callable[[], int] = getattr(end, "send" if transport.rank == 0 else "update")
+        with pytest.raises(tw.CollectiveError, match=r"ranks .0.: MemoryError: no memory"):
+            call()
+        return call()
+
+    assert ranks(2, task) == [0, 0]
+
+
+def test_a_worker_without_memory_for_a_message() -> None:
+    """It says so; the others learn of it when it leaves, or at the timeout."""
+
+    def task(transport: ThreadTransport) -> Any:
+        x = {"w": np.random.default_rng(transport.rank).normal(size=3000)}
+        if transport.rank == 0:
+            with pytest.raises(tw.CollectiveError, match="rank 1"):
+                tw.publish(x, transport).send()
+            return None
+        empty = transport.empty
+
+        def failing(nbytes: int) -> Any:
+            if nbytes > 10_000:
+                raise MemoryError("no memory")
+            return empty(nbytes)
+
+        transport.empty = failing  # type: ignore[method-assign]
+        subscriber = tw.subscribe(x, transport)
+        with pytest.raises(tw.CollectiveError, match=r"no memory; nothing has been .* Make a new"):
+            subscriber.update()
+        with pytest.raises(tw.CollectiveError, match="an earlier round failed: no memory"):
+            subscriber.update()
+        transport.close()
+        return None
+
+    assert ranks(2, task) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("publishers", "text"), [((0, 2), "ranks [0, 2] publish"), ((), "no rank")]
 )
@@ -493,6 +545,9 @@ def test_one_rank_publishes(publishers: tuple[int, ...], text: str) -> None:
             else:
                 tw.subscribe(x, transport).update()
         assert (x["w"] == transport.rank).all()
+        assert "the next round may follow" in caught.value.detail
+        with pytest.raises(tw.CollectiveError, match="no rank publishes"):
+            tw.subscribe(x, transport).update()
         return text in caught.value.detail and caught.value.stage
 
     assert ranks(3, task) == ["meet"] * 3
@@ -700,7 +755,10 @@ def test_a_subscriber_waits_for_a_directory(tmp_path: Path) -> None:
     thread.join()
     assert same(source, target)
     # Nothing has changed, and it is a version.
-    assert tw.publish(source, folder).send() == 1
+    assert tw.publish(source, folder, chain_limit=1).send() == 1
+    source["w"][7] = 1
+    assert tw.publish(source, folder, chain_limit=1).send() == 2
+    assert (folder / "weight_v000002.tw.safetensors").exists()
 
 
 # Calls
@@ -723,6 +781,10 @@ def test_bad_calls(tmp_path: Path) -> None:
         (TypeError, "target is a list", lambda: tw.subscribe([1], transport)),
         (ValueError, "hold is 'x'", lambda: tw.subscribe(x, transport, hold="x")),  # type: ignore[arg-type]
         (ValueError, "timeout is 3", lambda: tw.subscribe(x, transport, timeout=3)),
+        (ValueError, "bucket_nbytes is 9", lambda: tw.publish(x, tmp_path, bucket_nbytes=9)),
+        (ValueError, "chain_limit is 3", lambda: tw.publish(x, transport, chain_limit=3)),
+        (ValueError, "chain_limit", lambda: tw.publish(x, tmp_path, chain_limit=0)),
+        (ValueError, "hold is 'elements'", lambda: tw.subscribe(x, tmp_path, hold="elements")),
         (ValueError, "timeout is -1", lambda: tw.subscribe(x, tmp_path, timeout=-1)),
         (ValueError, "max_nbytes", lambda: tw.subscribe(x, transport, max_nbytes=-1)),
     ]
