@@ -33,7 +33,8 @@ _FIELDS = ("names", "dtype", "shape", "digest", "before")
 class Announced(NamedTuple):
     """One tensor: all its names, its digest, and that of the base's tensor of the same kind.
 
-    `before` is None where the base has no such tensor.
+    `before` is None unless the base has it by all its names, of one digest: a tensor that is not
+    sent, or is sent as what changed, is known by each of them.
     """
 
     names: tuple[str, ...]
@@ -88,10 +89,11 @@ class Announcement:
             names.setdefault(memory_key(state, name), []).append(name)
         known = {} if base is None else {name: base.kind(name) for name in base.names}
         tensors = []
-        for first, *others in names.values():
-            kind = state.kind(first)
-            before = base_digests[first] if known.get(first) == kind else None
-            tensors.append(Announced((first, *others), *kind, digests[first], before))
+        for tied in names.values():
+            kind = state.kind(tied[0])
+            old = {base_digests[name] if known.get(name) == kind else None for name in tied}
+            before = old.pop() if len(old) == 1 else None
+            tensors.append(Announced(tuple(tied), *kind, digests[tied[0]], before))
         return cls(tensors, bucket_nbytes)
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ... import arrays
 from ...arguments import thread_count
-from ...codec import Codec, as_codec
+from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...contents import Contents, naming
 from ...delta_directory import CHAIN_LIMIT
@@ -58,14 +59,16 @@ from ...file_tensors import check_chain_limit
 from ...files import save_file
 from ...formats.dtypes import BY_SAFETENSORS
 from ...formats.errors import FormatError, integer
+from ...formats.header import MAX_NBYTES
 from ...lazy import File
 from ...loading import fill
 from ...model_index import SUFFIX
 from ...shards import opened
 from ...state_files import write_state
 from ...state_tensors import ArrayState
-from ...storage import atomic_file, reading
+from ...storage import PathLike, atomic_file, is_path, is_url, reading
 from .dcp_pieces import (
+    DELTA,
     EXTENSION,
     BaseName,
     Checkpoint,
@@ -100,11 +103,11 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         cache_staged_state_dict: As in ``torch.distributed.checkpoint.FileSystemWriter``.
 
     Raises:
-        FormatError: If what ``base`` says of its own base is not valid.
+        FormatError: If ``.metadata`` of ``base``, or what it says of its own base, is not valid.
         OSError: If ``base`` cannot be read.
         TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range, the codec is lossy or needs a base, or ``base`` is
-            ``path``.
+        ValueError: If a value is out of range, the codec is lossy or needs a base, ``base`` is
+            ``path`` or has no compressed tensor, or one of them is a URL.
     """
 
     def __init__(
@@ -118,21 +121,25 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         overwrite: bool = True,
         cache_staged_state_dict: bool = False,
     ) -> None:
+        _check_local("path", path)
         super().__init__(path, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
-        self._codec = as_codec(codec)
-        if not self._codec.lossless:
-            raise ValueError(f"codec {self._codec.name!r} is lossy; allowed: lossless codecs")
-        if self._codec.needs_base:
-            raise ValueError(f"codec {self._codec.name!r} needs a base, which checkpoints have not")
+        self._codec = as_lossless(codec)
         thread_count(threads)
         self._threads = threads
         check_chain_limit(chain_limit)
         self._base: Checkpoint | None = None
         self._base_name: BaseName | None = None
         if base is not None:
+            _check_local("base", base)
             if Path(base).resolve() == Path(path).resolve():
                 raise ValueError(f"base is {os.fspath(base)!r}, like path; allowed: another one")
             found = Reader(base, threads=threads).checkpoint()
+            stored = (found.metadata.storage_data or {}).values()
+            if stored and not any(map(is_ours, stored)):
+                needed = "allowed: a checkpoint of tightwire.dcp.Writer"
+                raise ValueError(
+                    f"base is {os.fspath(base)!r}, with no compressed tensor; {needed}"
+                )
             deltas = 0 if found.note is None else found.note.deltas
             if deltas < chain_limit:
                 self._base = found
@@ -165,10 +172,14 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
                     self._write_against(EarlierTensors(self._base), tensors, path)
             with reading(path) as reader:
                 contents = Contents(reader)
-            for item, _ in group:
-                entry = contents.entry(entry_name(item.index))
-                stored = filesystem._StorageInfo(name, entry.begin, entry.nbytes, [EXTENSION])
-                results.append(WriteResult(item.index, entry.nbytes, stored))
+                for item, _ in group:
+                    entry = contents.entry(entry_name(item.index))
+                    kinds = [EXTENSION]
+                    if self._base is not None:
+                        head = contents.head(entry.name, MAX_NBYTES)
+                        kinds += [DELTA] if head is not None and head.plan.needs_base else []
+                    stored = filesystem._StorageInfo(name, entry.begin, entry.nbytes, kinds)
+                    results.append(WriteResult(item.index, entry.nbytes, stored))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -192,7 +203,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = stored
         metadata.storage_meta = self.storage_meta()
-        if self._base_name is not None:
+        has_deltas = any(DELTA in info.transform_descriptors for info in stored.values())
+        if self._base_name is not None and has_deltas:
             set_base(metadata, self._base_name)
         path = self._get_metadata_path(None if self.use_collectives else self.rank)
         earlier = files_of(path)
@@ -227,8 +239,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
     Args:
         path: The directory.
-        base: The directory of the checkpoint that deltas are against. None: the one next to
-            ``path`` with the name that ``Writer`` noted.
+        base: The directory of the checkpoint that deltas are against, or several: then that of
+            the one which this is against, and so on. None, and of those that are not named: the
+            one next to the later one with the name that ``Writer`` noted.
         threads: Most threads that decode on the host. None: every processor.
         max_nbytes: Most bytes that one stored tensor may have. The default is 64 GiB.
         verify: Whether tensors of which rows are needed are checked whole, checksums included.
@@ -236,20 +249,24 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or a path is a URL.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        base: str | os.PathLike[str] | None = None,
+        base: PathLike | Sequence[PathLike] | None = None,
         threads: int | None = None,
         max_nbytes: int = DEFAULT_MAX_NBYTES,
         verify: bool = False,
     ) -> None:
+        _check_local("path", path)
         super().__init__(path)
-        self._base_path = base
+        one = base is None or isinstance(base, (str, os.PathLike))
+        self._bases: list[Any] = [] if base is None else [base] if one else list(base)
+        for found in self._bases:
+            _check_local("base", found)
         thread_count(threads)
         self._threads = threads
         self._verify = bool(verify)
@@ -272,6 +289,29 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._checkpoint = self._of(metadata)
 
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read ``.metadata``; DCP calls it.
+
+        Args:
+            args: As DCP passes them.
+            kwargs: As DCP passes them.
+
+        Returns:
+            What it says.
+
+        Raises:
+            FormatError: If it is damaged.
+            OSError: If it cannot be read.
+        """
+        try:
+            return super().read_metadata(*args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            # A damaged pickle may raise anything.
+            detail = f"{self.path}: .metadata is damaged: {type(error).__name__}: {error}"
+            raise FormatError("bad_container", detail) from error
+
     def checkpoint(self) -> Checkpoint:
         """The compressed files of the checkpoint, not open.
 
@@ -279,21 +319,25 @@ class Reader(FileSystemReader):  # type: ignore[misc]
             What ``Writer`` reads its base from.
 
         Raises:
-            FormatError: If what ``.metadata`` says of its base is not valid.
+            FormatError: If ``.metadata``, or what it says of its base, is not valid.
             OSError: If ``.metadata`` cannot be read.
         """
         return self._of(self.read_metadata())
 
     def _of(self, metadata: Metadata) -> Checkpoint:
-        return Checkpoint(self.path, metadata, self._find_base, self._max_nbytes, self._threads)
+        return Checkpoint(
+            self._folder(), metadata, self._find_base, self._max_nbytes, self._threads
+        )
+
+    def _folder(self) -> Path:
+        """Where the files are that ``.metadata`` names."""
+        return Path(self.path)
 
     def _find_base(self, name: str) -> Checkpoint:
         """The checkpoint called `name` that deltas are against."""
-        path = self._base_path
-        if path is None:
-            path = Path(self.path).resolve().parent / name
+        path, *others = self._bases or [Path(self.path).resolve().parent / name]
         try:
-            reader = Reader(path, threads=self._threads, max_nbytes=self._max_nbytes)
+            reader = Reader(path, base=others, threads=self._threads, max_nbytes=self._max_nbytes)
             return reader.checkpoint()
         except FileNotFoundError as error:
             detail = f"no such checkpoint; {self.path} has deltas against it. Needed: base"
@@ -337,7 +381,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
     def _read_file(self, file: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Fill the tensors that `items`, all of one file, are for."""
-        path, contents = Path(self.path) / file, self._checkpoint.contents(file)
+        path, contents = self._checkpoint.path / file, self._checkpoint.contents(file)
         whole: list[dict[str, torch.Tensor]] = []
         rows: list[tuple[str, ReadItem, torch.Tensor]] = []
         filled: list[tuple[ReadItem, torch.Tensor]] = []
@@ -399,12 +443,43 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 naming(str(path)),
             ):
                 for name, item, target in group:
+                    if arrays.is_float4(target):
+                        # PyTorch copies bytes of them alone.
+                        piece = file[name].load().view(torch.uint8)[_slices(item)]
+                        target.view(torch.uint8).copy_(piece)
+                        continue
                     target.copy_(file[name][_slices(item)])
 
 
+def _check_local(what: str, path: Any) -> None:
+    """Refuse URLs, and what is no path at all."""
+    if is_url(path):
+        raise ValueError(f"{what} is {path!r}; allowed: paths of this machine, no URLs")
+    if not is_path(path):
+        raise TypeError(f"{what} is a {type(path).__name__}; allowed: a path")
+
+
 def _shape(contents: Contents, name: str, head: Head | None) -> tuple[int, ...]:
-    """The shape of a stored tensor, by its own header."""
-    return contents.entry(name).shape if head is None else head.plan.shape
+    """The shape of a stored tensor, by its own header; PyTorch counts pairs of 4-bit floats."""
+    if head is not None:
+        return head.plan.shape
+    entry = contents.entry(name)
+    pairs = entry.dtype == "F4" and entry.shape and entry.shape[-1] % 2 == 0
+    return (*entry.shape[:-1], entry.shape[-1] // 2) if pairs else entry.shape
+
+
+def _dtype(contents: Contents, name: str, head: Head | None) -> torch.dtype:
+    """PyTorch's dtype of a stored tensor. Raises FormatError if it has none."""
+    stored = contents.entry(name)
+    known = BY_SAFETENSORS.get(stored.dtype) if head is None else head.plan.dtype
+    label = (
+        "float4_e2m1fn_x2" if known is None and stored.dtype == "F4" else getattr(known, "name", "")
+    )
+    found = getattr(torch, label, None)
+    if found is None:
+        detail = f"tensor {name!r} has the dtype {stored.dtype}, which this PyTorch has not"
+        raise FormatError("bad_container", f"{contents.reader.name}: {detail}")
+    return found
 
 
 def _slices(item: ReadItem) -> tuple[slice, ...]:
@@ -457,15 +532,15 @@ class HuggingFaceReader(Reader):
         stored: dict[MetadataIndex, Any] = {}
         with opened(self.path) as files:
             for contents in files:
-                path = os.path.abspath(contents.reader.name)
+                path = os.path.relpath(contents.reader.name, self._folder())
                 for name in contents.names():
                     entry = contents.entry(name)
                     head = contents.head(name, self._max_nbytes)
                     shape = torch.Size(_shape(contents, name, head))
-                    dtype = BY_SAFETENSORS[entry.dtype] if head is None else head.plan.dtype
+                    dtype = _dtype(contents, name, head)
                     zeros = torch.Size([0] * len(shape))
                     tensors[name] = TensorStorageMetadata(
-                        TensorProperties(dtype=getattr(torch, dtype.name)),
+                        TensorProperties(dtype=dtype),
                         shape,
                         [ChunkStorageMetadata(zeros, shape)],
                     )
@@ -475,6 +550,10 @@ class HuggingFaceReader(Reader):
         metadata = Metadata(tensors, storage_data=stored)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def _folder(self) -> Path:
+        path = Path(self.path)
+        return path if path.is_dir() else path.parent
 
     def _entry_name(self, index: MetadataIndex) -> str:
         return str(index.fqn)

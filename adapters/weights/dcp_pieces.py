@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +26,8 @@ from ...storage import reading
 
 #: What DCP's own reader says that it lacks, when it is given a compressed checkpoint.
 EXTENSION = "tightwire"
+#: What pieces that were coded against a base have besides it.
+DELTA = "delta"
 #: The attribute of ``.metadata`` that has a `BaseName`, as a dict.
 _BASE = "tightwire_base"
 
@@ -84,12 +86,18 @@ def files_of(path: str | os.PathLike[str]) -> set[str]:
         data = Path(path).read_bytes()
     except FileNotFoundError:
         return set()
-    stored = pickle.loads(data).storage_data or {}
-    return {
-        info.relative_path
-        for info in stored.values()
-        if is_ours(info) and Path(info.relative_path).name == info.relative_path
-    }
+    try:
+        stored = (pickle.loads(data).storage_data or {}).values()
+        return {i.relative_path for i in stored if is_ours(i) and is_inside(i.relative_path)}
+    except Exception:
+        # A damaged pickle may raise anything. It names no files, and may be replaced.
+        return set()
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file that ``.metadata`` names is in the checkpoint's directory."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def shapes_of(metadata: Metadata) -> dict[MetadataIndex, tuple[int, ...]]:
@@ -142,6 +150,9 @@ class Checkpoint:
 
     def contents(self, file: str) -> Contents:
         """A file, its header read once. Raises FormatError or OSError."""
+        if not is_inside(file):
+            detail = f"{self.path}: .metadata names {file!r:.64}, which is not a file in it"
+            raise FormatError("bad_container", detail)
         with self._lock:
             if file not in self._files:
                 reader = self._stack.enter_context(reading(self.path / file))

@@ -17,7 +17,7 @@ from ...arguments import thread_count
 from ...codec import Codec
 from ...codecs.common.base import Bytes
 from ...delta_directory import save_delta
-from ...delta_files import check_version, newest_version
+from ...delta_files import check_version, delta_files, newest_version
 from ...files import Against, encode_shorter
 from ...formats.dtypes import DType
 from ...formats.header import align
@@ -124,7 +124,12 @@ class TransportPublisher:
             problem = error
             if sent < len(counts):
                 group.give_up(counts[sent])
-        group.agree("verify", problem)
+        try:
+            group.agree("verify", problem)
+        except CollectiveError:
+            # If what was announced was at fault, the next round does not repeat it.
+            self._base, self._digests = None, {}
+            raise
 
     def _remember(self, state: ArrayState, digests: dict[str, str]) -> None:
         """Copy what has changed: the next version is against it."""
@@ -243,13 +248,14 @@ class DirectoryPublisher:
         codec: Codec,
         form: str,
         keep: bool,
+        chain_limit: int,
         threads: int | None,
     ) -> None:
         check_source(source)
         self.version: int | None = None
         self._source, self._directory = source, directory
         self._codec, self._form = codec, form
-        self._keep, self._threads = keep, threads
+        self._keep, self._chain_limit, self._threads = keep, chain_limit, threads
         self._base: dict[str, Any] | None = None
 
     def send(self, version: int | None = None) -> int:
@@ -263,21 +269,42 @@ class DirectoryPublisher:
             )
         if base is None and newest is not None:
             base = self._directory
-        self.version = save_delta(
-            self._source,
-            base,
-            self._directory,
-            version=version,
-            form=self._form,
-            codec=self._codec,
-            threads=self._threads,
-        )
+        if version is None and newest is not None:
+            # Also if nothing has changed: subscribers wait for a version.
+            version = newest + 1
+        try:
+            found = save_delta(
+                self._source,
+                base,
+                self._directory,
+                version=version,
+                form=self._form,
+                codec=self._codec,
+                chain_limit=self._chain_limit,
+                threads=self._threads,
+            )
+        except BaseException:
+            self._look_again()
+            raise
+        self._remember(found)
+        return found
+
+    def _look_again(self) -> None:
+        """After an error, see whether the version is there: its folder may not have been synced."""
+        newest = newest_version(self._directory)
+        if newest is not None and newest != self.version:
+            note = delta_files(self._directory)[0].note()
+            with opened_state(self._source, "source", 0) as state:
+                if digests_of(state, thread_count(self._threads)) == note.digests:
+                    self._remember(newest)
+
+    def _remember(self, version: int) -> None:
+        """Take a version as sent."""
+        self.version, self._base = version, None
         if self._keep:
-            self._base = None
             with opened_state(self._source, "source", 0) as state:
                 assert isinstance(state, ArrayState)
                 self._base = _copies(state, {})
-        return self.version
 
 
 def check_source(source: Any) -> None:

@@ -33,6 +33,7 @@ _STATUS = struct.Struct(f"<8sBqqq{DIGEST_NBYTES}s{DIGEST_NBYTES}s{DIGEST_NBYTES}
 _LAST = "verify"
 #: Bytes of what a rank says went wrong.
 _VERDICT = 512
+_NEXT = "Nothing has been written, and the next round may follow"
 _AFTER = (
     "nothing has been written. Make a new transport of the ranks that are left, and publish and "
     "subscribe again"
@@ -114,28 +115,26 @@ class Group:
         others = [rank for rank, status in enumerate(found) if status is None]
         if others:
             raise self._failure(
-                "meet", f"ranks {others} make another call, or have another tightwire"
+                "meet", f"ranks {others} make another call, or have another tightwire; {_AFTER}"
             )
         statuses = [status for status in found if status is not None]
         roots = [rank for rank, status in enumerate(statuses) if status.publishes]
         if len(roots) != 1:
             who = f"ranks {roots} publish" if roots else "no rank publishes"
-            raise self._failure("meet", f"{who}; needed: one that sends, while all others receive")
+            raise self._refusal(f"{who}; needed: one that sends, while all others receive")
         root = roots[0]
         publisher = statuses[root]
         newest = max(status.version for status in statuses)
         version = newest + 1 if publisher.asked == NONE else publisher.asked
         if version > MAX_VERSION:
-            raise self._failure(
-                "meet", f"version {version} is sent; allowed: at most {MAX_VERSION}"
-            )
+            raise self._refusal(f"version {version} is sent; allowed: at most {MAX_VERSION}")
         if version <= newest:
             who = f"ranks {[r for r, s in enumerate(statuses) if s.version >= version]}"
             detail = f"version {version} is sent, and {who} have {newest} already"
-            raise self._failure("meet", f"{detail}; allowed: version=None or a later one")
+            raise self._refusal(f"{detail}; allowed: version=None or a later one")
         if not 0 < publisher.nbytes <= MAX_NBYTES:
             detail = f"an announcement of {publisher.nbytes} bytes; allowed: 1 to {MAX_NBYTES}"
-            raise self._failure("meet", detail)
+            raise self._refusal(detail)
         needs = tuple(
             None if rank == root else _need(status, publisher)
             for rank, status in enumerate(statuses)
@@ -158,28 +157,35 @@ class Group:
         if groups:
             parts = [f"ranks {ranks}: {text}" for text, ranks in groups.items()]
             self._under_way = False
-            detail = f"{'; '.join(parts)}. Nothing has been written, and the next round may follow"
-            raise self._failure(stage, detail) from problem
+            raise self._failure(stage, f"{'; '.join(parts)}. {_NEXT}") from problem
 
     def spread(self, stage: str, data: Any, nbytes: int, root: int) -> Any:
         """Bytes of the root, which alone gives them, as an array of the transport."""
-        device = tensors.device_of(self.transport.empty(0))
-        if data is None:
-            x = self.transport.empty(nbytes)
-        else:
-            x = placed(data, device)
-        if nbytes:
-            with self._moving(stage):
+        if data is not None:
+            x = self._placed(data)
+        with self._moving(stage):
+            if data is None:
+                # The others wait for the rank that has no memory for it.
+                x = self.transport.empty(nbytes)
+            if nbytes:
                 self.transport.broadcast(x, root)
         return x
+
+    def _placed(self, data: Any) -> Any:
+        """Bytes where the transport has its arrays."""
+        return placed(data, tensors.device_of(self.transport.empty(0)))
 
     def send(self, message: Message) -> None:
         """Send a message; its bytes are on the host, or where the transport has its arrays."""
         me = self.transport.rank
         pairs = zip(message.sizes, message.against, strict=True)
         words = np.array([size << 1 | against for size, against in pairs], np.int64)
-        self.spread("send", words.view(np.uint8), words.nbytes, me)
-        self.spread("send", message.data, message.data.shape[0], me)
+        # What may fail comes before the words, behind which the others wait for the bytes.
+        head, data = self._placed(words.view(np.uint8)), self._placed(message.data)
+        with self._moving("send"):
+            self.transport.broadcast(head, me)
+            if data.shape[0]:
+                self.transport.broadcast(data, me)
 
     def give_up(self, count: int) -> None:
         """Say that the next message, of `count` tensors, and those after it do not come."""
@@ -206,12 +212,16 @@ class Group:
 
     @contextmanager
     def _moving(self, stage: str) -> Iterator[None]:
-        """Make a CollectiveError of what the transport raises."""
+        """Make a CollectiveError of what the transport raises, or a lack of memory."""
         try:
             yield
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             self._broken = str(error) or type(error).__name__
             raise self._failure(stage, f"{self._broken}; {_AFTER}") from error
+
+    def _refusal(self, detail: str) -> CollectiveError:
+        """What all ranks raise alike at the start of a round."""
+        return self._failure("meet", f"{detail}. {_NEXT}")
 
     def _failure(self, stage: str, detail: str) -> CollectiveError:
         return CollectiveError(self.transport.rank, NAME, self._round, stage, detail)

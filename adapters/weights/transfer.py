@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ...codec import Codec, as_codec
+from ...codec import Codec, as_lossless
 from ...codec import codec as make_codec
 from ...delta_apply import Update
+from ...delta_directory import CHAIN_LIMIT
 from ...engine import DEFAULT_MAX_NBYTES
+from ...file_tensors import check_chain_limit
 from ...formats.errors import integer
 from ...storage import PathLike, is_path
 from ..transports.base import Transport
@@ -107,6 +109,7 @@ def publish(
     form: str = "difference",
     keep: bool = True,
     bucket_nbytes: int | None = None,
+    chain_limit: int | None = None,
     threads: int | None = None,
 ) -> Publisher:
     """Make this rank the one that sends weights to the others of a transport, or to a directory.
@@ -125,6 +128,7 @@ def publish(
         bucket_nbytes: Bytes of tensors that share a message of a transport. While one of tensors on
             the host travels, the next ones are encoded. None: 32 MiB, and 256 MiB if any tensor is
             on a GPU, which encodes and sends one after the other.
+        chain_limit: Most deltas in a row in a directory, as in ``save_delta``. None: 16.
         threads: Most threads; None: every processor.
 
     Returns:
@@ -148,16 +152,18 @@ def publish(
         >>> run_ranks(3, task)
         [0, 5.0, 5.0]
     """
-    chosen = as_codec(codec)
-    if not chosen.lossless or chosen.needs_base:
-        raise ValueError(f"codec is {chosen.name!r}; allowed: lossless codecs that need no base")
+    chosen = as_lossless(codec)
     delta = make_codec("delta", form=form)
     if not isinstance(keep, bool):
         raise TypeError(f"keep is {keep!r}; allowed: True, False")
     nbytes = None if bucket_nbytes is None else integer("bucket_nbytes", bucket_nbytes, least=1)
     if is_path(where):
         path: Any = where
-        return DirectoryPublisher(source, path, chosen, form, keep, threads)
+        _check_unused("bucket_nbytes", nbytes, "messages are of transports")
+        limit = CHAIN_LIMIT if chain_limit is None else chain_limit
+        check_chain_limit(limit)
+        return DirectoryPublisher(source, path, chosen, form, keep, limit, threads)
+    _check_unused("chain_limit", chain_limit, "versions are not stored")
     transport = _transport(where)
     return TransportPublisher(source, transport, chosen, delta, keep, nbytes, threads)
 
@@ -181,7 +187,8 @@ def subscribe(
         hold: What an update over a transport holds until it is written. ``"elements"``: new
             elements, so that the pause is short. ``"buffers"``: the bytes that came, which are
             checked, and decoded once more over the tensors: less memory for whole versions. None:
-            buffers on GPUs, which decode at the rate of a copy, elements on the host.
+            buffers on GPUs, which decode at the rate of a copy, elements on the host. From a
+            directory it is always elements.
         timeout: Seconds to wait for a newer version in a directory. None: 600. A transport has a
             timeout of its own.
         max_nbytes: Most bytes that one tensor may have. The default is 64 GiB.
@@ -200,10 +207,16 @@ def subscribe(
     if is_path(where):
         seconds = TIMEOUT if timeout is None else timeout
         path: Any = where
+        _check_unused("hold", hold, "an update from a directory holds elements")
         return DirectorySubscriber(target, path, seconds, max_nbytes, threads)
-    if timeout is not None:
-        raise ValueError(f"timeout is {timeout}; allowed: None, as the transport has its own")
+    _check_unused("timeout", timeout, "the transport has its own")
     return TransportSubscriber(target, _transport(where), hold, max_nbytes, threads)
+
+
+def _check_unused(name: str, value: Any, why: str) -> None:
+    """Refuse an argument that would have no effect."""
+    if value is not None:
+        raise ValueError(f"{name} is {value!r}; allowed: None, as {why}")
 
 
 def _transport(where: Any) -> Transport:

@@ -720,3 +720,11 @@ def as_codec(value: str | Codec) -> Codec:
     if isinstance(value, str):
         return codec(value)
     raise TypeError(f"codec is {value!r}; allowed: a name or a tightwire.Codec")
+
+
+def as_lossless(value: str | Codec) -> Codec:
+    """As `as_codec`, for what is to come back from its own bytes alone."""
+    found = as_codec(value)
+    if not found.lossless or found.needs_base:
+        raise ValueError(f"codec is {found.name!r}; allowed: lossless codecs that need no base")
+    return found

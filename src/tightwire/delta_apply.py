@@ -139,7 +139,7 @@ def prepare_delta(
         files = delta_files(folder)
         goal = goal_of(folder, files, version)
         digests = digests_of(state, count)
-        found = _version_of(files, digests, since)
+        found = _version_of(files, digests, since, goal)
         if found is None and not whole:
             raise _unknown_version(folder, files, digests, since)
         if found == goal:
@@ -307,35 +307,35 @@ def goal_of(folder: Path, files: list[DeltaFile], version: int | None) -> int:
 
 
 def _version_of(
-    files: list[DeltaFile], digests: Mapping[str, str], since: int | None
+    files: list[DeltaFile], digests: Mapping[str, str], since: int | None, goal: int
 ) -> int | None:
-    """The version that tensors of these digests are, the last one of several; None if unknown."""
-    for file in files:
-        if since is not None and since not in (file.version, file.base_version):
-            continue
-        note = file.note()
-        for version, known in (
-            (file.version, note.digests),
-            (file.base_version, note.base_digests),
-        ):
-            if version is not None and since in (None, version) and known == digests:
-                return version
+    """The version that tensors of these digests are; None if unknown.
+
+    Of several it is the last one that is not after `goal`, or else the first one after it.
+    """
+    notes: dict[Path, StateNote] = {}
+    pairs = [(v, file) for file in files for v in (file.version, file.base_version)]
+    known = [(v, file) for v, file in pairs if v is not None and since in (None, v)]
+    for version, file in sorted(known, key=lambda pair: (pair[0] > goal, abs(goal - pair[0]))):
+        note = notes[file.path] = notes.get(file.path) or file.note()
+        if digests == (note.digests if version == file.version else note.base_digests):
+            return version
     return None
 
 
 def _unknown_version(
     folder: Path, files: list[DeltaFile], digests: Mapping[str, str], since: int | None
 ) -> FormatError:
-    found = None if since is None else _version_of(files, digests, None)
+    newest = files[0].version
+    found = None if since is None else _version_of(files, digests, None, newest)
     advice = "whole=True overwrites them, if a version is stored whole"
     if found is not None:
         detail = f"the tensors are version {found} of {folder} and not {since}; leave out since"
     elif since is not None:
         detail = f"the tensors are not version {since} of {folder}; {advice}"
     else:
-        newest = files[0].note()
-        names = differing(newest.digests, digests)
-        detail = f"{folder} lacks the version that the tensors are: of {newest.version} {names}; "
+        names = differing(files[0].note().digests, digests)
+        detail = f"{folder} lacks the version that the tensors are: of {newest} {names}; "
         detail += advice
     return FormatError("base_mismatch", detail)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import thread_count
-from .codec import Codec, as_codec
+from .codec import Codec, as_lossless
 from .codec import codec as make_codec
 from .delta_apply import goal_of, version_opened
 from .delta_files import (
@@ -33,7 +33,7 @@ from .formats.container import (
     BaseNote,
     StateNote,
 )
-from .formats.errors import integer
+from .formats.errors import FormatError, integer
 from .state_files import write_state
 from .state_tensors import State, differing, digests_of, opened_state
 from .storage import PathLike, is_path
@@ -60,8 +60,9 @@ def save_delta(
     or shape are stored whole. After ``chain_limit`` versions in a row that are stored as deltas,
     the version is also stored whole, in a second file.
 
-    A save that is repeated with the same tensors changes nothing. One process at a time may write
-    to a directory.
+    A save that is repeated with the same tensors changes nothing, whatever ``base`` is of those
+    below; where the newest version is these tensors and is only there as a delta, ``base=None``
+    stores it whole as well. One process at a time may write to a directory.
 
     Args:
         new: Names to arrays, a ``torch.nn.Module``, or the path of a safetensors file or of a
@@ -71,8 +72,9 @@ def save_delta(
             itself. In a directory without versions it is the one that receivers have, and is not
             stored. None: the new version is stored whole, and deltas can follow.
         directory: A path; it is created if it does not exist.
-        version: The number of the new version. None: the one after the newest; in a directory
-            without versions 1, or 0 if ``base`` is None.
+        version: The number of the new version, also of one that has the same tensors as the one
+            before. None: the one after the newest, if tensors have changed; in a directory without
+            versions 1, or 0 if ``base`` is None.
         form: That of codec ``delta``: ``"difference"``, or ``"overwrite"``, which takes more bytes
             and whose buffers ``tightwire.fold`` folds without a base.
         codec: A lossless codec or its name, for tensors that are stored whole.
@@ -102,33 +104,35 @@ def save_delta(
         >>> bool((old["w"] == new["w"]).all())
         True
     """
-    chosen = as_codec(codec)
-    if not chosen.lossless or chosen.needs_base:
-        raise ValueError(f"codec is {chosen.name!r}; allowed: lossless codecs that need no base")
+    chosen = as_lossless(codec)
     delta = make_codec("delta", form=form)
     check_chain_limit(chain_limit)
     count = thread_count(threads)
     number = None if version is None else check_version(version)
     folder = folder_of(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(writing_to(folder))
+        # What cannot be opened leaves no folder.
         state = stack.enter_context(_opened(new, "new"))
+        old = None if base is None else stack.enter_context(_opened(base, "base"))
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(writing_to(folder))
         files = delta_files(folder)
         newest = files[0] if files else None
         digests = digests_of(state, count)
-        if base is None:
-            number = _next_number(folder, files, number, 0)
+        may_repeat = newest is not None and number in (None, newest.version)
+        if old is None:
+            repeats = may_repeat and _is_newest(files, digests)
+            number = files[0].version if repeats else _next_number(folder, files, number, 0)
             whole = DeltaFile(folder, number, None, 0)
-            _write_version(folder, whole, state, digests, chosen, threads=count)
+            if not repeats or files[0].base_version is not None:
+                _write_version(folder, whole, state, digests, chosen, threads=count)
             return number
-        old = stack.enter_context(_opened(base, "base"))
         old_digests = digests_of(old, count)
         if newest is not None:
             note = newest.note()
+            if may_repeat and _repeated(files, digests, old_digests):
+                return newest.version
             if note.digests != old_digests:
-                if number in (None, newest.version) and _repeated(files, digests, old_digests):
-                    return newest.version
                 raise ValueError(_not_newest(folder, newest, note, old_digests))
         number = _next_number(folder, files, number, 1)
         base_version = number - 1 if newest is None else newest.version
@@ -157,7 +161,7 @@ def fold_deltas(
     """Add a file that leads from one version of a delta directory to a later one in one step.
 
     Receivers that lag read it in place of the files between. Both versions must be there whole, or
-    as deltas from one that is.
+    as deltas from one that is. A file that leads there already is left alone.
 
     Args:
         directory: The delta directory.
@@ -177,17 +181,22 @@ def fold_deltas(
         TypeError: If an argument has a wrong type.
         ValueError: If a version is not there, or ``first`` is not before ``last``.
     """
-    chosen, delta, count = as_codec(codec), make_codec("delta", form=form), thread_count(threads)
+    chosen, delta, count = as_lossless(codec), make_codec("delta", form=form), thread_count(threads)
     folder, first = folder_of(directory), check_version(first)
     with ExitStack() as stack:
+        # A folder without versions gets no file of a lock.
+        goal_of(folder, delta_files(folder), last)
         stack.enter_context(writing_to(folder))
         files = delta_files(folder)
         goal = goal_of(folder, files, last)
         if first >= goal:
             raise ValueError(f"first is {first}, last {goal}; allowed: an earlier version")
+        target = DeltaFile(folder, goal, first, 0)
+        for file in files:
+            if file[1:3] == target[1:3]:
+                return file.path
         old, old_note = stack.enter_context(version_opened(folder, first, DEFAULT_MAX_NBYTES))
         new, note = stack.enter_context(version_opened(folder, goal, DEFAULT_MAX_NBYTES))
-        target = DeltaFile(folder, goal, first, 0)
         return _write_version(
             folder,
             target,
@@ -224,7 +233,9 @@ def prune_deltas(directory: PathLike, *, keep: int = CHAIN_LIMIT) -> list[Path]:
     """
     keep = integer("keep", keep, least=0)
     folder = folder_of(directory)
-    removed = []
+    removed: list[Path] = []
+    if not delta_files(folder):
+        return removed
     with writing_to(folder):
         files = delta_files(folder)
         versions = sorted({file.version for file in files})
@@ -267,9 +278,18 @@ def _next_number(folder: Path, files: list[DeltaFile], number: int | None, first
 
 
 def _repeated(files: list[DeltaFile], new: Mapping[str, str], old: Mapping[str, str]) -> bool:
-    """True if the newest version is these tensors, and there are deltas to it from the base."""
+    """True if the newest version is these tensors, and the base is it or one that leads to it."""
     newest = [file.note() for file in files if file.version == files[0].version]
-    return newest[0].digests == new and any(note.base_digests == old for note in newest)
+    bases = [new, *(note.base_digests for note in newest)]
+    return newest[0].digests == new and old in bases
+
+
+def _is_newest(files: list[DeltaFile], new: Mapping[str, str]) -> bool:
+    """True if the newest version is these tensors; not if its file is damaged."""
+    try:
+        return files[0].note().digests == new
+    except FormatError:
+        return False
 
 
 def _not_newest(

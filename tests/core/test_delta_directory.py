@@ -142,6 +142,17 @@ def test_applied_twice_out_of_order_and_to_another_base(tmp_path: Path) -> None:
     assert same(tensors, states[1])
 
 
+def test_tensors_that_are_several_versions(tmp_path: Path) -> None:
+    a, b = first_state(), stepped(first_state(), 1)
+    for new, base in ((a, None), (b, a), (a, b), (b, a)):
+        tw.save_delta(new, base, tmp_path)
+    for goal, since in ((0, 0), (1, 0), (2, 2), (3, 2), (None, 2)):
+        update = tw.prepare_delta(copied(a), tmp_path, version=goal)
+        assert (update.version, update.since) == (3 if goal is None else goal, since)
+    with pytest.raises(ValueError, match=r"version 1 of .*, which is after 0"):
+        tw.apply_delta(copied(b), tmp_path, version=0)
+
+
 def test_a_base_that_is_not_stored(tmp_path: Path) -> None:
     old = first_state()
     new = stepped(old, 1)
@@ -326,6 +337,8 @@ def test_a_save_that_is_repeated(tmp_path: Path) -> None:
     before = files(tmp_path)
     assert tw.save_delta(states[2], states[1], tmp_path) == 2
     assert tw.save_delta(states[2], states[1], tmp_path, version=2) == 2
+    assert tw.save_delta(states[2], states[2], tmp_path) == 2
+    assert tw.save_delta(states[2], tmp_path, tmp_path, version=2) == 2
     assert files(tmp_path) == before
     with pytest.raises(ValueError, match=r"base is not version 2, the newest .*base=None"):
         tw.save_delta(states[0], states[1], tmp_path)
@@ -336,6 +349,35 @@ def test_a_save_that_is_repeated(tmp_path: Path) -> None:
     tensors = copied(states[1])
     assert tw.apply_delta(tensors, tmp_path) == 7
     assert same(tensors, states[0])
+    assert tw.save_delta(states[0], tmp_path, tmp_path, version=8) == 8
+    assert tw.save_delta(states[1], tmp_path, tmp_path) == 9
+    assert tw.save_delta(states[1], tmp_path, tmp_path) == 9
+
+
+def test_a_whole_save_that_is_repeated(tmp_path: Path) -> None:
+    states = make(tmp_path, 1)
+    before = files(tmp_path)
+    assert tw.save_delta(states[1], None, tmp_path) == 1
+    assert files(tmp_path).keys() - before.keys() == {file_name(1)}
+    after = files(tmp_path)
+    assert [tw.save_delta(states[1], None, tmp_path, version=v) for v in (None, 1)] == [1, 1]
+    assert files(tmp_path) == after
+    # A damaged one is not these tensors.
+    (tmp_path / file_name(1)).write_bytes(b"damaged")
+    assert tw.save_delta(states[1], None, tmp_path) == 2
+
+
+def test_calls_that_fail_leave_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "versions"
+    with pytest.raises(TypeError):
+        tw.save_delta({"a": object()}, None, folder)
+    with pytest.raises(FileNotFoundError):
+        tw.save_delta(first_state(), tmp_path / "none.safetensors", folder)
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="holds no versions"):
+        tw.fold_deltas(tmp_path, 0)
+    assert tw.prune_deltas(tmp_path) == []
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -390,6 +432,17 @@ def test_fold(tmp_path: Path) -> None:
         tw.apply_delta(copied(states[1]), tmp_path)
     with pytest.raises(ValueError, match="first is 4, last 4"):
         tw.fold_deltas(tmp_path, 4)
+
+
+def test_a_fold_replaces_no_file(tmp_path: Path) -> None:
+    """The file between two versions in a row is the only one that has the later one."""
+    make(tmp_path, 1)
+    before = files(tmp_path)
+    for codec in ("mx", "delta"):
+        with pytest.raises(ValueError, match=f"codec is '{codec}'; allowed: lossless"):
+            tw.fold_deltas(tmp_path, 0, 1, codec=codec)
+    assert tw.fold_deltas(tmp_path, 0, 1, form="overwrite") == tmp_path / file_name(1, 0)
+    assert files(tmp_path) == before
 
 
 def test_prune(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
+from tightwire.convert import compress_file
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -469,9 +470,9 @@ def test_bad_calls(tmp_path: Path) -> None:
         Writer(tmp_path, chain_limit=0)
     with pytest.raises(FileNotFoundError):
         Writer(tmp_path, base=tmp_path / "none")
-    with pytest.raises(ValueError, match="lossy"):
+    with pytest.raises(ValueError, match="codec is 'mx'; allowed: lossless"):
         Writer(tmp_path, "mx")
-    with pytest.raises(ValueError, match="'delta' needs a base"):
+    with pytest.raises(ValueError, match="codec is 'delta'"):
         Writer(tmp_path, "delta")
     with pytest.raises(ValueError, match="threads"):
         Writer(tmp_path, threads=0)
@@ -493,6 +494,116 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
     reader = tw.dcp.HuggingFaceReader(tmp_path)
     dcp.load(part, storage_reader=reader, planner=Pieces((9, 1), (30, 5)), no_dist=True)
     assert same(part["b"][:30, :5].contiguous(), state["b"][9:39, 1:6].contiguous())
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_metadata_that_is_damaged(tmp_path: Path) -> None:
+    """It may be replaced, and is refused by name where it is read."""
+    state = {"x": tensor("bfloat16", (512, 512))}
+    for data in (b"garbage", b"", pickle.dumps({})):
+        save(state, tmp_path / "a")
+        (tmp_path / "a" / ".metadata").write_bytes(data)
+        with pytest.raises(tw.FormatError, match=r"\.metadata is damaged"):
+            Writer(tmp_path / "b", base=tmp_path / "a")
+        with pytest.raises(CheckpointException, match=r"\.metadata is damaged"):
+            load(blank(state), tmp_path / "a")
+        save(state, tmp_path / "a")
+        found = blank(state)
+        load(found, tmp_path / "a")
+        assert same(found["x"], state["x"])
+
+
+def test_bases_that_give_no_deltas(tmp_path: Path) -> None:
+    """They are not noted, so that the chain does not grow and they are not needed."""
+    first, other = ({"x": tensor("bfloat16", (512, 512), seed)} for seed in range(2))
+    save(first, tmp_path / "a")
+    save(other, tmp_path / "b", base=tmp_path / "a")
+    assert Reader(tmp_path / "b").checkpoint().note is None
+    save(changed(other), tmp_path / "c", base=tmp_path / "b")
+    note = Reader(tmp_path / "c").checkpoint().note
+    assert note is not None
+    assert tuple(note) == ("b", 1)
+    dcp.save(first, checkpoint_id=tmp_path / "plain", no_dist=True)
+    with pytest.raises(ValueError, match=r"base is .*plain', with no compressed tensor"):
+        Writer(tmp_path / "d", base=tmp_path / "plain")
+
+
+def test_urls_are_refused(tmp_path: Path) -> None:
+    save({"x": tensor("bfloat16", (512, 512))}, tmp_path / "a")
+    url = "s3://bucket/x"
+    calls: list[Callable[[], Any]] = [
+        lambda: Writer(url),
+        lambda: Writer(tmp_path / "b", base=url),
+        lambda: Reader(url),
+        lambda: Reader(tmp_path / "a", base=[tmp_path, url]),
+        lambda: tw.dcp.HuggingFaceReader(url),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="is 's3://bucket/x'; allowed: paths"):
+            call()
+    with pytest.raises(TypeError, match="base is a int"):
+        Reader(tmp_path / "a", base=[3])  # type: ignore[list-item]
+
+
+def test_bases_that_have_moved(tmp_path: Path) -> None:
+    states = [{"x": tensor("bfloat16", (512, 512))}]
+    save(states[0], tmp_path / "0")
+    for i in (1, 2, 3):
+        states.append(changed(states[-1], seed=i))
+        save(states[-1], tmp_path / f"{i}", base=tmp_path / f"{i - 1}")
+    for i in (0, 1):
+        (tmp_path / f"moved{i}").mkdir()
+        (tmp_path / f"{i}").rename(tmp_path / f"moved{i}" / "here")
+    found = blank(states[3])
+    bases = [tmp_path / "2", tmp_path / "moved1" / "here", tmp_path / "moved0" / "here"]
+    load(found, tmp_path / "3", base=bases)
+    assert same(found["x"], states[3]["x"])
+    with pytest.raises(CheckpointException, match="no such checkpoint"):
+        load(found, tmp_path / "3", base=bases[:2])
+
+
+def test_metadata_that_reads_files_elsewhere(tmp_path: Path) -> None:
+    state = {"x": tensor("bfloat16", (512, 512))}
+    save(state, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.tw.safetensors")
+    path = tmp_path / "a" / ".metadata"
+    for name in (f"../{file.name}", str(tmp_path / file.name), ".", ""):
+        file.rename(tmp_path / file.name)
+        metadata = pickle.loads(path.read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointException, match=r"bad_container.*not a file in it"):
+            load(blank(state), tmp_path / "a")
+        (tmp_path / file.name).rename(file)
+
+
+def test_pairs_of_4_bit_floats(tmp_path: Path) -> None:
+    kind = getattr(torch, "float4_e2m1fn_x2", None)
+    if kind is None:
+        pytest.skip("this PyTorch has no 4-bit floats")
+    data = torch.arange(64 * 40, dtype=torch.int32).to(torch.uint8).reshape(64, 40)
+    state = {"x": data.view(kind), "w": tensor("bfloat16", (40, 50))}
+    save(state, tmp_path / "a")
+    save(state, tmp_path / "b", base=tmp_path / "a")
+    tw.save(state, tmp_path / "c")
+    readers = [Reader(tmp_path / "a"), Reader(tmp_path / "b")]
+    for reader in [*readers, tw.dcp.HuggingFaceReader(tmp_path / "c")]:
+        found = {"x": torch.zeros_like(data).view(kind), "w": torch.zeros(40, 50).bfloat16()}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert all(same(found[name], x) for name, x in state.items())
+        part = {"x": torch.zeros_like(data).view(kind)}
+        dcp.load(part, storage_reader=reader, planner=Pieces((7, 3), (30, 20)), no_dist=True)
+        assert torch.equal(part["x"].view(torch.uint8)[:30, :20], data[7:37, 3:23])
+
+
+def test_dtypes_of_files_that_pytorch_lacks(tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F6_E2M3","shape":[8],"data_offsets":[0,6]}}'
+    source, path = tmp_path / "model.safetensors", tmp_path / "model.tw.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    compress_file(source, path, tw.codec("zipccl"))
+    with pytest.raises(tw.FormatError, match=r"'x' has the dtype F6_E2M3, which this PyTorch"):
+        tw.dcp.HuggingFaceReader(path).read_metadata()
 
 
 SIZES = {"first": (61, 127), "second": (127, 61), "bias": (3,), "one": ()}

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import tightwire as tw
+from tightwire import storage
 from tightwire.adapters.transports import base as transports
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks
-from tightwire.adapters.weights import publishing, subscribing
+from tightwire.adapters.weights import publishing, rounds, subscribing
 from tightwire.formats.dtypes import DTYPES
 from transfers import PATIENCE, State, blank, copied, ranks, raw, same, step, versions
 
@@ -194,6 +195,68 @@ def test_ties_may_differ() -> None:
         assert error.stage == "announce"
         assert "ranks [1]: ValueError: 'a' and 'b' share memory" in error.detail
     assert isinstance(subscriber.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("hold", ["elements", "buffers"])
+@pytest.mark.parametrize(
+    "ties", ["a=a b=b c=a", "c=a a=a b=b", "a=a b=a", "b=b a=b", "a=d b=d", "a=a", "b=b a=a"]
+)
+def test_names_that_become_ties(ties: str, hold: Any) -> None:
+    """Names are added to a tensor, removed, or given another one, changed or not."""
+    x = {name: np.arange(5000, dtype=np.float32) + i for i, name in enumerate("abd")}
+    later = {name: x[old] for name, old in (tie.split("=") for tie in ties.split())}
+
+    def task(transport: ThreadTransport) -> Any:
+        first = {"a": x["a"], "b": x["b"]}
+        if transport.rank == 0:
+            source = dict(first)
+            publisher = tw.publish(source, transport)
+            publisher.send()
+            source.clear()
+            source.update(later)
+            publisher.send()
+            source.clear()
+            source.update(first)
+            return publisher.send()
+        target = {name: np.zeros_like(y) for name, y in first.items()}
+        subscriber = tw.subscribe(target, transport, hold=hold)
+        subscriber.update()
+        subscriber.update()
+        assert same(target, {name: later[name] for name in target})
+        assert target.keys() == later.keys()
+        update = subscriber.receive()
+        update.write()
+        assert same(target, {name: first[name] for name in target})
+        assert update.since == 1
+        return update.version
+
+    assert ranks(2, task) == [2, 2]
+
+
+def test_what_failed_to_be_checked_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    original = subscribing.Taker.take
+
+    def take(self: Any, bucket: Any, message: Any, threads: int) -> None:
+        sent.extend(message.against)
+        if len(sent) == 1:
+            raise tw.FormatError("bad_container", "not what was announced")
+        original(self, bucket, message, threads)
+
+    monkeypatch.setattr(subscribing.Taker, "take", take)
+
+    def task(transport: ThreadTransport) -> Any:
+        w = {"w": np.zeros(3000, np.float32)}
+        side = tw.publish(w, transport) if transport.rank == 0 else tw.subscribe(w, transport)
+        call: Callable[[], int] = getattr(side, "send" if transport.rank == 0 else "update")
+        assert call() == 0
+        w["w"][5] = 1 - transport.rank
+        with pytest.raises(tw.CollectiveError, match="not what was"):
+            call()
+        return call()
+
+    assert ranks(2, task) == [1, 1]
+    assert sent == [True, False]
 
 
 @pytest.mark.parametrize("hold", ["elements", "buffers"])
@@ -418,6 +481,58 @@ def test_a_subscriber_that_does_not_come() -> None:
     assert run_ranks(3, task, 0.3) == ["meet", "meet", None]
 
 
+def test_a_message_that_cannot_be_placed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No word of it is sent before, so that the others know, and the next round follows."""
+    original, count = rounds.placed, [0]
+
+    def placed(data: Any, device: Any) -> Any:
+        count[0] += data.shape[0] > 2000
+        if count[0] == 1:
+            count[0] += 1
+            raise MemoryError("no memory on the device")
+        return original(data, device)
+
+    monkeypatch.setattr(rounds, "placed", placed)
+
+    def task(transport: ThreadTransport) -> Any:
+        x = {"w": np.random.default_rng(transport.rank).normal(size=3000)}
+        end = tw.publish(x, transport) if transport.rank == 0 else tw.subscribe(x, transport)
+        call: Callable[[], int] = getattr(end, "send" if transport.rank == 0 else "update")
+        with pytest.raises(tw.CollectiveError, match=r"ranks .0.: MemoryError: no memory"):
+            call()
+        return call()
+
+    assert ranks(2, task) == [0, 0]
+
+
+def test_a_worker_without_memory_for_a_message() -> None:
+    """It says so; the others learn of it when it leaves, or at the timeout."""
+
+    def task(transport: ThreadTransport) -> Any:
+        x = {"w": np.random.default_rng(transport.rank).normal(size=3000)}
+        if transport.rank == 0:
+            with pytest.raises(tw.CollectiveError, match="rank 1"):
+                tw.publish(x, transport).send()
+            return None
+        empty = transport.empty
+
+        def failing(nbytes: int) -> Any:
+            if nbytes > 10_000:
+                raise MemoryError("no memory")
+            return empty(nbytes)
+
+        transport.empty = failing  # type: ignore[method-assign]
+        subscriber = tw.subscribe(x, transport)
+        with pytest.raises(tw.CollectiveError, match=r"no memory; nothing has been .* Make a new"):
+            subscriber.update()
+        with pytest.raises(tw.CollectiveError, match="an earlier round failed: no memory"):
+            subscriber.update()
+        transport.close()
+        return None
+
+    assert ranks(2, task) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("publishers", "text"), [((0, 2), "ranks [0, 2] publish"), ((), "no rank")]
 )
@@ -430,6 +545,9 @@ def test_one_rank_publishes(publishers: tuple[int, ...], text: str) -> None:
             else:
                 tw.subscribe(x, transport).update()
         assert (x["w"] == transport.rank).all()
+        assert "the next round may follow" in caught.value.detail
+        with pytest.raises(tw.CollectiveError, match="no rank publishes"):
+            tw.subscribe(x, transport).update()
         return text in caught.value.detail and caught.value.stage
 
     assert ranks(3, task) == ["meet"] * 3
@@ -598,6 +716,35 @@ def test_directories(tmp_path: Path) -> None:
         publisher.send()
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_publisher_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """Whether the version that it could not write, or not sync, is there or not."""
+    source = {"w": np.arange(2000, dtype=np.float32)}
+    publisher = tw.publish(source, tmp_path, keep=keep)
+    publisher.send()
+
+    def fails(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number, (name, written) in enumerate([("sync_folder", 1), ("_lock", 0)]):
+        source["w"][number] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, name, fails)
+            with pytest.raises(OSError, match="No space"):
+                publisher.send()
+        before = 2 * number + written
+        assert publisher.version == before
+        source["w"][9] += 1
+        assert publisher.send() == before + 1
+        assert same(tw.load_delta(tmp_path), source)
+    # Another one's version is not taken for its own.
+    tw.publish({"w": source["w"] + 1}, tmp_path).send()
+    with pytest.raises(ValueError, match="another one writes there"):
+        publisher.send()
+
+
 def test_a_subscriber_waits_for_a_directory(tmp_path: Path) -> None:
     source = {"w": np.arange(2000, dtype=np.float32)}
     target = {"w": np.zeros(2000, np.float32)}
@@ -607,6 +754,11 @@ def test_a_subscriber_waits_for_a_directory(tmp_path: Path) -> None:
     assert tw.subscribe(target, folder, timeout=PATIENCE).update() == 0
     thread.join()
     assert same(source, target)
+    # Nothing has changed, and it is a version.
+    assert tw.publish(source, folder, chain_limit=1).send() == 1
+    source["w"][7] = 1
+    assert tw.publish(source, folder, chain_limit=1).send() == 2
+    assert (folder / "weight_v000002.tw.safetensors").exists()
 
 
 # Calls
@@ -629,6 +781,10 @@ def test_bad_calls(tmp_path: Path) -> None:
         (TypeError, "target is a list", lambda: tw.subscribe([1], transport)),
         (ValueError, "hold is 'x'", lambda: tw.subscribe(x, transport, hold="x")),  # type: ignore[arg-type]
         (ValueError, "timeout is 3", lambda: tw.subscribe(x, transport, timeout=3)),
+        (ValueError, "bucket_nbytes is 9", lambda: tw.publish(x, tmp_path, bucket_nbytes=9)),
+        (ValueError, "chain_limit is 3", lambda: tw.publish(x, transport, chain_limit=3)),
+        (ValueError, "chain_limit", lambda: tw.publish(x, tmp_path, chain_limit=0)),
+        (ValueError, "hold is 'elements'", lambda: tw.subscribe(x, tmp_path, hold="elements")),
         (ValueError, "timeout is -1", lambda: tw.subscribe(x, tmp_path, timeout=-1)),
         (ValueError, "max_nbytes", lambda: tw.subscribe(x, transport, max_nbytes=-1)),
     ]

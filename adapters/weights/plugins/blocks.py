@@ -14,7 +14,7 @@ import numpy as np
 from .... import engine
 from ....arguments import number
 from ....arrays import as_dtype
-from ....codec import Codec, as_codec
+from ....codec import Codec, as_lossless
 from ....codecs.common.base import Bytes, Plan
 from ....codecs.common.threads import cpu_count
 from ....formats.errors import FormatError
@@ -44,10 +44,7 @@ class Blocks:
     def __init__(
         self, codec: str | Codec = "zipccl", *, ratio: float | None = None, threads: int | None = 1
     ) -> None:
-        self.codec = as_codec(codec)
-        if not self.codec.lossless or self.codec.needs_base:
-            allowed = "lossless codecs that need no base"
-            raise ValueError(f"codec is {self.codec.name!r}; allowed: {allowed}")
+        self.codec = as_lossless(codec)
         self.ratio = number("ratio", ratio)
         if self.ratio is not None and self.ratio <= 0:
             raise ValueError(f"ratio is {ratio}; allowed: more than 0, or None")

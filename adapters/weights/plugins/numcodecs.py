@@ -17,7 +17,7 @@ from numcodecs.compat import ensure_contiguous_ndarray_like, ndarray_copy
 from numcodecs.registry import register_codec
 
 from ....arrays import as_dtype
-from ....codec import as_codec
+from ....codec import as_lossless
 from ....decoding import decode
 
 
@@ -38,9 +38,7 @@ class Tightwire(Base):  # type: ignore[misc]
 
     def __init__(self, codec: str = "zipccl", dtype: str | None = None) -> None:
         self.codec, self.dtype = codec, dtype
-        self._codec = as_codec(codec)
-        if not self._codec.lossless or self._codec.needs_base:
-            raise ValueError(f"codec is {codec!r}; allowed: lossless codecs without a base")
+        self._codec = as_lossless(codec)
         self._dtype = None if dtype is None else as_dtype(dtype)
 
     def encode(self, buf: Any) -> bytes:

@@ -122,6 +122,8 @@ class DeltaEngine(CheckpointEngine):  # type: ignore[misc]
         if self._rank:
             return
         base: Any = self._weights or (self._directory if self._versions() else None)
+        # After an error the directory tells which version is the newest.
+        self._weights = {}
         await asyncio.to_thread(
             save_delta, new, base, self._directory, version=self._version, codec=self._codec
         )

@@ -127,7 +127,9 @@ class Trainer(TrainerWeightTransferEngine):  # type: ignore[misc]
         if not self.is_sender:
             return
         info = self._info
-        base: Any = self._sent
+        # After an error the directory tells which version is the newest.
+        base: Any
+        base, self._sent = self._sent, None
         if base is None and Path(info.directory).is_dir() and delta_files(info.directory):
             base = info.directory
         version = save_delta(tensors, base, info.directory, codec=info.codec)

@@ -24,7 +24,7 @@ from zarr.core.dtype.npy.float import BaseFloat
 from zarr.registry import register_codec
 
 from ....arrays import as_dtype
-from ....codec import Codec, as_codec
+from ....codec import Codec, as_lossless
 from ....decoding import decode
 from ....formats.errors import FormatError
 
@@ -52,10 +52,7 @@ class TightwireCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):  # typ
         self._lossless()
 
     def _lossless(self) -> Codec:
-        found = as_codec(self.codec)
-        if not found.lossless or found.needs_base:
-            raise ValueError(f"codec is {self.codec!r}; allowed: lossless codecs without a base")
-        return found
+        return as_lossless(self.codec)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TightwireCodec:
