@@ -263,8 +263,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     ) -> None:
         _check_local("path", path)
         super().__init__(path)
-        one = base is None or isinstance(base, (str, os.PathLike))
-        self._bases: list[Any] = [] if base is None else [base] if one else list(base)
+        if base is None or isinstance(base, (str, os.PathLike)):
+            base = [] if base is None else [base]
+        self._bases = list(base)
         for found in self._bases:
             _check_local("base", found)
         thread_count(threads)
