@@ -453,7 +453,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
 
 def _check_local(what: str, path: Any) -> None:
-    """Refuse URLs, and what is no path at all."""
+    """Refuse URLs, and what is not a path."""
     if is_url(path):
         raise ValueError(f"{what} is {path!r}; allowed: paths of this machine, no URLs")
     if not is_path(path):
