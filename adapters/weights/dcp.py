@@ -263,8 +263,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     ) -> None:
         _check_local("path", path)
         super().__init__(path)
-        one = base is None or isinstance(base, (str, os.PathLike))
-        self._bases: list[Any] = [] if base is None else [base] if one else list(base)
+        if base is None or isinstance(base, (str, os.PathLike)):
+            base = [] if base is None else [base]
+        self._bases = list(base)
         for found in self._bases:
             _check_local("base", found)
         thread_count(threads)
@@ -452,7 +453,7 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
 
 def _check_local(what: str, path: Any) -> None:
-    """Refuse URLs, and what is no path at all."""
+    """Refuse URLs, and what is not a path."""
     if is_url(path):
         raise ValueError(f"{what} is {path!r}; allowed: paths of this machine, no URLs")
     if not is_path(path):

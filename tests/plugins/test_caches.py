@@ -170,7 +170,9 @@ def sglang_storage(folder: Path, **extra: Any) -> Any:
 
 
 @pytest.mark.parametrize("extra", [{}, {"codec": "huffman", "enable_metadata_cache": True}])
-def test_sglang_stores_and_loads_pages(tmp_path: Path, extra: dict[str, Any]) -> None:
+def test_sglang_stores_and_loads_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, extra: dict[str, Any]
+) -> None:
     import torch
 
     storage = sglang_storage(tmp_path, **extra)
@@ -182,6 +184,7 @@ def test_sglang_stores_and_loads_pages(tmp_path: Path, extra: dict[str, Any]) ->
     targets = [torch.full_like(page, 7) for page in [*pages, pages[0]]]
     found = storage.batch_get([*keys, "none"], targets)
     assert found[3] is None
+    assert not [r for r in caplog.records if r.name.endswith("plugins.sglang")]
     assert all(
         x is target and x.equal(page)
         for x, target, page in zip(found[:3], targets[:3], pages, strict=True)
@@ -191,6 +194,7 @@ def test_sglang_stores_and_loads_pages(tmp_path: Path, extra: dict[str, Any]) ->
     data[70_000] ^= 1
     file.write_bytes(data)
     assert storage.get("page1", targets[1]) is None
+    assert [r for r in caplog.records if r.name.endswith("plugins.sglang")]
     assert not storage.exists("page1")
     assert storage.set("page1", pages[1])
     assert storage.get("page1", targets[1]).equal(pages[1])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from tightwire import storage
 
 torch = pytest.importorskip("torch")
 
@@ -46,7 +47,11 @@ def same(a: Any, b: Any) -> bool:
     return all(x.equal(y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_vllm_workers_follow_a_trainer(tmp_path: Path) -> None:
+def fails(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_vllm_workers_follow_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import ModuleSource
@@ -104,6 +109,15 @@ def test_vllm_workers_follow_a_trainer(tmp_path: Path) -> None:
     whole, delta = sorted((tmp_path / "versions").glob("*.tw.safetensors"))
     assert delta.stat().st_size < 0.05 * whole.stat().st_size
 
+    # A version that is there, and whose folder could not be synced.
+    train(trained)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "sync_folder", fails)
+        with pytest.raises(OSError, match="No space"):
+            sender.send_weights()
+    sender.send_weights()
+    assert same(trained, served[0])
+
     # A worker that slept through an update, and a trainer that was started again.
     asleep.append(workers[1])
     train(trained)
@@ -150,9 +164,11 @@ def test_sglang_loads_packed_weights() -> None:
     with pytest.raises(tw.FormatError):
         sglang.load(model(2), packed)
     sglang.load(served, [])
+    with pytest.raises(ValueError, match="codec is 'mx'; allowed: lossless"):
+        sglang.pack(trained.named_parameters(), "mx")
 
 
-def test_verl_engines_send_versions(tmp_path: Path) -> None:
+def test_verl_engines_send_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")
     pytest.importorskip("ray")
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
@@ -195,6 +211,13 @@ def test_verl_engines_send_versions(tmp_path: Path) -> None:
     begin()
     with pytest.raises(TimeoutError, match="no version 3 after"):
         asyncio.run(received(engines[2]))
+    # A version that is there, and whose folder could not be synced.
+    train(trained)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "sync_folder", fails)
+        with pytest.raises(OSError, match="No space"):
+            asyncio.run(engines[0].send_weights(gathered()))
+    asyncio.run(step())
     with pytest.raises(ValueError, match="directory is ''"):
         CheckpointEngineRegistry.new("tightwire", bucket_size=1)
 

@@ -203,7 +203,7 @@ def test_ties_may_differ() -> None:
 )
 def test_names_that_become_ties(ties: str, hold: Any) -> None:
     """Names are added to a tensor, removed, or given another one, changed or not."""
-    x = {name: np.arange(5000, dtype=np.float32) + i for i, name in enumerate("abd")}
+    x = {name: np.arange(5000, dtype=np.float32) + i for i, name in enumerate(("a", "b", "d"))}
     later = {name: x[old] for name, old in (tie.split("=") for tie in ties.split())}
 
     def task(transport: ThreadTransport) -> Any:

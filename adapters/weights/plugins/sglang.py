@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from ....codec import Codec, as_codec
+from ....codec import Codec, as_lossless
 from ....formats.errors import FormatError
 from ....many import decode_many
 from .blocks import Blocks
@@ -44,16 +44,16 @@ def pack(
 
     Args:
         tensors: The weights by name.
-        codec: A codec that needs no base, or its name.
+        codec: A lossless codec that needs no base, or its name.
 
     Returns:
         The same names, each with a uint8 tensor of one buffer, on the device of the weight.
 
     Raises:
         TypeError: If buffers do not have a dtype.
-        ValueError: If the codec needs a base or a key.
+        ValueError: If the codec is lossy or needs a base.
     """
-    coder = as_codec(codec)
+    coder = as_lossless(codec)
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     return [(name, coder.encode(x.detach()).packed()) for name, x in pairs]
 
@@ -147,8 +147,8 @@ class Storage(HiCacheFile):  # type: ignore[misc]
         try:
             self._blocks.decode(plan, path.read_bytes(), _bytes_of(target_location))
         except (FileNotFoundError, FormatError) as error:
-            logger.warning("page %s: %s", key, error)
             if isinstance(error, FormatError):
+                logger.warning("page %s: %s", key, error)
                 path.unlink(missing_ok=True)
             if self.metadata_cache is not None:
                 self.metadata_cache.remove(name)
