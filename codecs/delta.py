@@ -169,7 +169,7 @@ def index_of(chunk: Chunk) -> Index:
 def digest_keys(first: int, n: int) -> npt.NDArray[np.uint32]:
     """Keys of the words from number `first` on of a chunk's elements.
 
-    Unlike those of checksums they are no steps of one size: sums of a few are not those of others.
+    Those of checksums rise in equal steps, so that sums of a few are also those of others.
     """
     keys = np.arange(first + 1, first + 1 + n, dtype=np.uint64).astype(np.uint32)
     keys *= np.uint32(KEY_STEP)
