@@ -41,6 +41,7 @@ from .files import (
     Draft,
     Encoded,
     Plain,
+    bases_of,
     encode_jobs,
     encode_shorter,
     stored_plain,
@@ -146,19 +147,11 @@ def compress_file(
                     )
                     progress(name, entries[name].nbytes)
 
-        def against(name: str, threads: int) -> Against | None:
-            plan = draft.plans[name]
-            if old is None or not plan.needs_base:
-                return None
-            return Against(
-                old.bits(name, threads), make_plan(chosen.spec, plan.dtype, plan.shape, None)
-            )
-
         def needed(name: str) -> int:
             # Of a delta also the base, and the other buffer.
             return entries[name].nbytes * (3 if draft.plans[name].needs_base else 1)
 
-        jobs = encode_jobs(draft.plans, elements, needed, backend, against)
+        jobs = encode_jobs(draft.plans, elements, needed, backend, bases_of(draft, old, chosen))
         with (
             new_file(target, *_kept(source, reader)) as file,
             in_order(jobs, thread_count(threads)) as buffers,

@@ -19,6 +19,7 @@ from .codec import Codec, as_codec
 from .codecs.common.base import Bits, Bytes, Plan
 from .contents import Contents, decode_all, naming_call
 from .engine import DEFAULT_MAX_NBYTES
+from .file_tensors import Tensors
 from .formats.container import (
     BASE_KEY,
     BITS,
@@ -169,6 +170,24 @@ class Against(NamedTuple):
 
     base: Bits
     plan: Plan
+
+
+def bases_of(
+    draft: Draft, old: Tensors | None, codec: Codec
+) -> Callable[[str, int], Against | None]:
+    """What gives, by name and a number of threads, what a tensor of `draft` is coded against.
+
+    That is the tensor of `old` of the same name; by `codec` it is stored whole.
+    """
+
+    def against(name: str, threads: int) -> Against | None:
+        plan = draft.plans[name]
+        if old is None or not plan.needs_base:
+            return None
+        whole = make_plan(codec.spec, plan.dtype, plan.shape, None)
+        return Against(old.bits(name, threads), whole)
+
+    return against
 
 
 def encode_shorter(

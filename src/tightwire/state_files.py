@@ -11,7 +11,7 @@ from typing import Any
 from .codec import Codec
 from .codecs.common.base import Bits
 from .file_tensors import Tensors
-from .files import Against, Draft, Plain, encode_jobs, stored_plain, write_container
+from .files import Draft, Plain, bases_of, encode_jobs, stored_plain, write_container
 from .formats.container import TIED_KEY, BaseNote, compressed_metadata, tied_text
 from .formats.dtypes import DType
 from .pipeline import Memory, in_order
@@ -63,19 +63,12 @@ def write_state(
         for name in part:
             yield state.bits(name)
 
-    def against(name: str, threads: int) -> Against | None:
-        plan = draft.plans[name]
-        if old is None or not plan.needs_base:
-            return None
-        whole = make_plan(codec.spec, plan.dtype, plan.shape, None)
-        return Against(old.bits(name, threads), whole)
-
     def needed(name: str) -> int:
         plan = draft.plans[name]
         return plan.nelem * plan.dtype.itemsize * (3 if plan.needs_base else 1)
 
     backend = backend_for_once(draft.plans.values())
-    jobs = encode_jobs(draft.plans, elements, needed, backend, against)
+    jobs = encode_jobs(draft.plans, elements, needed, backend, bases_of(draft, old, codec))
     remove_leftovers([path], time.time_ns())
     with atomic_file(path) as file, in_order(jobs, threads) as buffers:
         write_container(file, draft, buffers)
