@@ -27,6 +27,8 @@ PLACES = tl.constexpr(64 + delta.TILE // 32)
 #: Words of 8 bytes of work memory of a chunk: checksum, digest of the base, digest of the result.
 SUMS = tl.constexpr(4)
 FAR = tl.constexpr(1 << 30)
+#: Bits of a class in a count of all, see `one_of`.
+FIELD, MASK = tl.constexpr(12), tl.constexpr(4095)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,35 @@ def length_of(v):
     high = (v >> 16).to(tl.int32, bitcast=True)
     low = (v & 0xFFFF).to(tl.int32, bitcast=True)
     return tl.where(high > 0, 16 + log16(high), log16(low))
+
+
+@triton.jit
+def class_of(e, center, L: tl.constexpr):
+    """The classes of elements by their exponents, int32; see `members_of`."""
+    found = e * 0
+    if L.classes > 1:
+        # LIMITS fall by 2 from center + 1 on.
+        found = tl.minimum(tl.maximum((center + 2 - e) >> 1, 0), L.classes - 1)
+    return found
+
+
+@triton.jit
+def one_of(c):
+    """One element of class `c` in a count of all classes but the first, a field each, int64.
+
+    A sum of so few that no field overflows, up to 2^FIELD - 1, counts them all at once.
+    """
+    shift = tl.maximum(c - 1, 0) * FIELD
+    return (c > 0).to(tl.int64) << shift.to(tl.int64)
+
+
+@triton.jit
+def count_of(counts, c, n):
+    """How many of class `c` are among `n` elements whose other classes were counted by `one_of`."""
+    here = (counts >> (tl.maximum(c - 1, 0) * FIELD).to(tl.int64)) & MASK
+    others = (counts & MASK) + ((counts >> FIELD) & MASK)
+    others += ((counts >> 2 * FIELD) & MASK) + ((counts >> 3 * FIELD) & MASK)
+    return tl.where(c > 0, here, n - others).to(tl.int32)
 
 
 @triton.jit
