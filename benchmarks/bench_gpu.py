@@ -81,16 +81,17 @@ NVCOMP = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One element type, kind of data and size of tensor."""
+    """One element type, kind of data, size of tensor and codec."""
 
     dtype: str
     data: str
     mib: int
+    name: str = "zipccl"
 
     @property
     def codec(self) -> tw.Codec:
-        """zipccl; for "missed" with a window that holds no element."""
-        return tw.codec("zipccl", window=1) if self.data == "missed" else tw.codec("zipccl")
+        """The codec; of "missed" with a window that holds no element."""
+        return tw.codec(self.name, **({"window": 1} if self.data == "missed" else {}))
 
     @property
     def nelem(self) -> int:

@@ -293,7 +293,8 @@ def nvcomp_lines(recorded: dict[str, Any]) -> list[str]:
             encode, decode = (cold(case, op)["GB/s"] for op in ("encode", "decode"))
             ratio = f"{case['ratio']:.4f}"
             lines.append(
-                f"| tightwire zipccl | {case['mib']} | {ratio} | {encode:.0f} | {decode:.0f} |"
+                f"| tightwire {case.get('name', 'zipccl')} | {case['mib']} | {ratio} | "
+                f"{encode:.0f} | {decode:.0f} |"
             )
     return lines + (["", "What failed:", "", *failures] if failures else [])
 

@@ -14,6 +14,7 @@ import checkpoints_report
 import collectives_report
 import delta_report
 import dynamiq_report
+import entropy_report
 import files_report
 import gpu_report
 import lossless_report
@@ -113,6 +114,7 @@ _STUDIES = {
     "[files.md](files.md), the CPU": "bench_files.py --cpu --out benchmarks/results",
     "[files.md](files.md), the GPU": "bench_files.py --gpu --out benchmarks/results",
     "[gpu.md](gpu.md)": "bench_gpu.py --out benchmarks/results",
+    "[entropy_gpu.md](entropy_gpu.md)": "bench_entropy.py --out benchmarks/results",
     "[many.md](many.md)": "bench_many.py",
     "[collectives.md](collectives.md)": "bench_collectives.py --out benchmarks/results --world 4",
 }
@@ -208,6 +210,8 @@ def main() -> None:
     if (RESULTS / "gpu.json").exists():
         gpu_report.write_page(RESULTS)
         lines += ["", "## Speed on the GPU", "", "[gpu.md](gpu.md)"]
+    if entropy_report.write(RESULTS):
+        lines += ["", "## huffman and delta on the GPU", "", "[entropy_gpu.md](entropy_gpu.md)"]
     if (RESULTS / "many.md").exists():
         lines += ["", "## Batches and sums on a GPU", "", "[many.md](many.md)"]
     if lossless_report.write(RESULTS):

@@ -1,0 +1,88 @@
+"""Turn entropy_gpu.json, which bench_entropy.py writes, into a page; report.py calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpu_report import DATA, cold, fraction, nvcomp_lines, spread, timings
+
+DIETGPU = "DietGPU on an H200, of another run (2026-11-20): 0.674, 535 and 929 GB/s at 256 MiB."
+
+
+def lines(recorded: dict[str, Any]) -> list[str]:
+    """The page."""
+    machine, found = recorded["machine"], recorded["versions"]
+    versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "triton", "tightwire"))
+    page = [
+        "# huffman and delta on the GPU",
+        "",
+        f"By `bench_entropy.py`, {recorded['date']}: {machine['gpu']}, driver "
+        f"{machine['driver']}, {versions}. Median of graph replays into memory given beforehand, "
+        "results checked before and after, bytes compared with the CPU's. GB/s of tensor bytes. "
+        "Fractions are in bytes moved, of the copy of the same tensors and, in brackets, of the "
+        "largest. Checksum off; no tensor is in the cache when its turn comes.",
+        "",
+        "## huffman",
+        "",
+        "| | MiB | ratio | encode GB/s | of copy | decode GB/s | of copy | decode_add to float32, "
+        "of copy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    failures = []
+    for case in recorded["cases"]:
+        name = f"{case['dtype']}, {shown_data(case)}"
+        if "error" in case:
+            failures.append(f"- huffman, {name}, {case['mib']} MiB: {case['error']}")
+            continue
+        encode, decode = cold(case, "encode"), cold(case, "decode")
+        page.append(
+            f"| {name} | {case['mib']} | {case['ratio']:.4f} | {encode['GB/s']:.0f} | "
+            f"{fraction(encode)} | {decode['GB/s']:.0f} | {fraction(decode)} | "
+            f"{fraction(cold(case, 'decode_add'))} |"
+        )
+    page += ["", "A graph of one call, bfloat16, us (p10 to p90):", ""]
+    for t in timings(recorded, how="replay", checksum=False):
+        page.append(f"- {t['op']}, {t['mib']} MiB: {spread(t['us'])}")
+    page += [
+        "",
+        "## delta",
+        "",
+        "A step that changes a share of N(0, 0.02) in bfloat16, 256 MiB. Moved are both tensors "
+        "and the buffer, so that a digest of the base before anything is written counts as lost.",
+        "",
+        "| changed | checksum | ratio | encode GB/s | of copy | apply GB/s | of copy | in place "
+        "GB/s | of copy |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in recorded["deltas"]:
+        if "error" in row:
+            failures.append(f"- delta, {row['share']:g} changed: {row['error']}")
+            continue
+        cells = [
+            f"{row['GB/s'][op]:.0f} | {row['of_copy'][op]:.2f}"
+            for op in ("encode", "apply", "in place")
+        ]
+        page.append(
+            f"| {row['changed']:.2%} | {'on' if row['checksum'] else 'off'} | "
+            f"{row['ratio']:.4f} | {' | '.join(cells)} |"
+        )
+    page += [*nvcomp_lines(recorded), "", DIETGPU]
+    return page + (["", "What failed:", "", *failures] if failures else [])
+
+
+def shown_data(case: dict[str, Any]) -> str:
+    """What the elements of a case are."""
+    narrow = case["data"] == "gaussian" and case["dtype"].startswith("float8")
+    return "N(0, 16)" if narrow else DATA[case["data"]]
+
+
+def write(folder: Path) -> bool:
+    """Write entropy_gpu.md if there is a record; whether there is."""
+    record = folder / "entropy_gpu.json"
+    if not record.exists():
+        return False
+    page = "\n".join(lines(json.loads(record.read_text())))
+    (folder / "entropy_gpu.md").write_text(page + "\n")
+    return True
