@@ -9,7 +9,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1, which this script sets, torch's allocations ar
 tensors, so that memcheck sees a read or write of one byte too far. Run it once without the tool
 first: kernels are then compiled and cached.
 
-tests/codecs/test_triton.py runs the same cases without the tool.
+tests/codecs/test_triton_vectors.py runs the same cases without the tool.
 """
 
 from __future__ import annotations

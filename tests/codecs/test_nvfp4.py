@@ -175,7 +175,7 @@ def test_stats() -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_stats_far_from_the_data_saturate(name: str) -> None:
-    """On the host; tests/codecs/test_triton.py has the kernels."""
+    """On the host; tests/codecs/test_triton_lossy.py has the kernels."""
     codec = tw.codec("nvfp4")
     x = np.random.default_rng(6).standard_normal(4096).astype(BY_NAME[name].numpy)
     for stats in EXTREME_STATS:
