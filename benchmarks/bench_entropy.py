@@ -202,7 +202,7 @@ def main() -> None:
             found = attempt(run_delta, share, checksum)
             result["deltas"].append({"share": share, "checksum": checksum} | found)
             save()
-    result["nvcomp"] = bench_gpu.nvcomp_side_by_side()
+    result["nvcomp"] = bench_gpu.beside_nvcomp()
     save()
     sys.exit(any("error" in found for found in result["cases"] + result["deltas"]))
 
