@@ -339,21 +339,26 @@ class Membership:
         """
         until = time.monotonic() + wait
         replica, place = divmod(self.number, self.width)
+        own = range(replica * self.width, (replica + 1) * self.width)
         with self._asking("join"):
             self._store.add(f"ready/{replica}", 1)
             number = max(self.generation.number, int(self._store.add("generations", 0)))
-            asked = place != 0
+            # Which of all asks is this replica's; 0 before it is made.
+            ask = 0
             while True:
-                if not asked and self._store.add(f"ready/{replica}", 0) >= attempt * self.width:
-                    count = self._store.add("asks", 1)
-                    self._store.set(f"ask/{count}", str(replica))
-                    asked = True
+                all_ready = self._store.add(f"ready/{replica}", 0) >= attempt * self.width
+                if place == 0 and not ask and all_ready:
+                    ask = int(self._store.add("asks", 1))
+                    self._store.set(f"ask/{ask}", str(replica))
                 while self._store.check([f"{number + 1}/list"]):
                     number += 1
                     found = _generation(self._store, number)
                     if self.number in found.members:
                         self.generation = found
                         return found
+                    if 0 < ask <= found.asks and self._beating(own):
+                        # The members did not hear it in time.
+                        ask = 0
                 if time.monotonic() > until:
                     raise self._error("join", f"the members have not answered in {wait:g} s")
                 time.sleep(_LOOK)

@@ -193,6 +193,23 @@ def test_a_replica_that_asked_and_died_holds_up_nobody(run: Run) -> None:
                 future.result()
 
 
+def test_a_replica_that_was_not_heard_asks_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.start(2)
+    (new,) = join(run)
+    for m in (0, 1):
+        monkeypatch.setattr(run.members[m], "_beating", lambda places: False)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(run.members[new].ask, 1, 10.0)
+        while not run.members[0].asked():
+            time.sleep(0.01)
+        all_in(run.regroup({0: Report(1), 1: Report(1)}), [0, 1])
+        monkeypatch.undo()
+        until = time.monotonic() + 5
+        while not run.members[0].asked() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert all_in(run.regroup({0: Report(1), 1: Report(1)}), [0, 1, 2]) == asking.result()
+
+
 def test_nobody_goes_on_without_the_state(run: Run) -> None:
     run.start(1)
     join(run)
