@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common.dynamic_triton import claims, items
+from .common.dynamic_triton import claims, items, load_raw
 from .common.frame_triton import CHUNK_PAYLOAD, LATE, report
 from .common.launch_triton import kernel
 from .delta import MAX_QUOTIENT
@@ -521,13 +521,11 @@ def _find_ends(base, words, count, m, info, total, scale, exceptions, gap_at, L:
 
 
 @triton.jit
-def _change(
-    base, out, words, count, m, begin, info, known, lo, hi, L: tl.constexpr, STORE: tl.constexpr
-):
+def _change(base, out, words, count, m, begin, info, known, lo, hi, L: tl.constexpr):
     """New values of the changed elements of a tile; (their terms without the old ones', bad).
 
-    STORE: those of elements `lo` to `hi` are stored at `out`, which points to the tile's first
-    element; else they are kept in the list, if it has all of them.
+    With `Launch.store` those of elements `lo` to `hi` are stored at `out`, which points to the
+    tile's first element; else they are kept in the list, if it has all of them.
     """
     WIDTH: tl.constexpr = 8 * L.item
     SIZE: tl.constexpr = L.listed
@@ -597,14 +595,14 @@ def _change(
                 bad = bad | (tl.max((use & (size >= left)).to(tl.int32), 0) > 0)
                 new = tl.where(negative, old - size - 1, old + size + 1)
                 y = unordered(new & ((1 << WIDTH) - 1), L)
-            if STORE:
+            if L.store:
                 mask = use & (i >= lo) & (i < hi)
                 tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
-            else:
+            elif total <= SIZE:
+                tl.store(values + here, y.to(values.dtype.element_ty), mask=use)
+            if not L.known:
                 more = terms_of(y, begin + i, L.item) - terms_of(v, begin + i, L.item)
                 terms += tl.where(use, more, 0)
-                if total <= SIZE:
-                    tl.store(values + here, y.to(values.dtype.element_ty), mask=use)
     # The last exception is of a change that there is.
     return tl.sum(terms, 0), bad | (number < exceptions) | (earlier >= total)
 
@@ -620,6 +618,54 @@ def _plain_terms(base, source, m, begin, ITEM: tl.constexpr):
         more = terms_of(y, begin + i, ITEM) - terms_of(v, begin + i, ITEM)
         terms += tl.where(i < m, more, 0)
     return tl.sum(terms, 0)
+
+
+@triton.jit
+def copy(source, out, m, lo, hi, L: tl.constexpr, ALIGNED: tl.constexpr):
+    """Copy elements `lo` to `hi` of a tile of `m`; ALIGNED: to and from multiples of 16 bytes."""
+    if ALIGNED and (hi - lo == TILE):
+        to, words = out.to(tl.pointer_type(tl.uint32)), source.to(tl.pointer_type(tl.uint32))
+        for at in range(0, TILE * L.item // 4, 1024):
+            i = at + tl.arange(0, 1024)
+            tl.store(to + i, tl.load(words + i))
+    else:
+        for at in range(0, m, 512):
+            i = at + tl.arange(0, 512)
+            use = (i >= lo) & (i < hi)
+            tl.store(out + i, tl.load(source + i, mask=use, other=0), mask=use)
+
+
+@triton.jit
+def _check_plain(base, words, count, m, begin, ITEM: tl.constexpr):
+    """(terms of a tile that is stored as it is without those of the base's, whether it is bad)."""
+    used = m * ITEM % 4
+    bad = (tl.load(words) != 1) | (count != 1 + (m * ITEM + 3) // 4)
+    terms = tl.zeros([], tl.uint64)
+    if bad == 0:
+        last = tl.load(words + count - 1)
+        bad = (used != 0) & ((last >> (8 * used).to(tl.uint32)) != 0)
+        terms = _plain_terms(base, items(words + 1, ITEM), m, begin, ITEM)
+    return terms, bad
+
+
+@triton.jit
+def _decode(base, out, words, count, m, begin, info, lo, hi, L: tl.constexpr):
+    """Decode a coded tile, see `change_kernel`; (terms of changes, what is known, bad)."""
+    bad, total, scale, exceptions, sign_at, gap_at = _find(base, words, count, m, info, L)
+    terms = tl.zeros([], tl.uint64)
+    if bad == 0:
+        # fmt: off
+        bad, value_at, exception_at = _find_ends(
+            base, words, count, m, info, total, scale, exceptions, gap_at, L
+        )
+        # fmt: on
+        known = (total, scale, exceptions, sign_at, gap_at, value_at, exception_at)
+        if bad == 0:
+            terms, bad = _change(base, out, words, count, m, begin, info, known, lo, hi, L)
+        if not L.store:
+            for j in tl.static_range(7):
+                tl.store(info + 1 + j, known[j])
+    return terms, tl.where(total > L.listed, MANY, LISTED), bad
 
 
 @kernel
@@ -645,74 +691,70 @@ def change_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """Find what changed in a tile, if nothing has been found wrong so far.
+    """Find what changed in a tile, if nothing has been found wrong so far, and sum up what that
+    adds to the digest of the base.
 
-    What is known of it is kept in its work memory, and what the changes add to the digest of the
-    base is summed up. With `Launch.store` that was done before, and changes that the list could not
-    keep are stored, those of elements `start` to `stop`.
+    With `Launch.store` elements `start` to `stop` are written. Else what is known of the tile is
+    kept in its work memory; with `Launch.known` too that was done before, and only changes that the
+    list could not keep are written, over the base.
     """
     pid = tl.program_id(0).to(tl.int64) + first_tile
     chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
     if (m > 0) & (tl.load(status_ptr) == 0):
         g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
         # fmt: off
-        static_ptr, dynamic_ptr, _, nbytes, raw = parts_of(
+        static_ptr, dynamic_ptr, stride, nbytes, raw = parts_of(
             src_ptr, starts_ptr, chunk, n, g, slot, L
         )
         # fmt: on
         info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+        first = chunk * chunk_nelem + begin
+        lo = tl.minimum(tl.maximum(start - first, 0), m).to(tl.int32)
+        hi = tl.minimum(tl.maximum(stop - first, 0), m).to(tl.int32)
+        to = first - start
+        if L.aligned:
+            first, to = tl.multiple_of(first, 16), tl.multiple_of(to, 16)
+        base = items(from_ptr, L.item) + first
+        out = items(out_ptr, L.item) + to
         if raw:
             if not L.store:
                 tl.store(info, m * 0 + RAW)
+            elif not L.known:
+                # fmt: off
+                load_raw(
+                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, L.item, True
+                )
+                # fmt: on
         else:
-            first = chunk * chunk_nelem + begin
-            if L.aligned:
-                first = tl.multiple_of(first, 16)
-            base = items(from_ptr, L.item) + first
-            out = items(out_ptr, L.item) + (first - start)
-            lo = tl.minimum(tl.maximum(start - first, 0), m).to(tl.int32)
-            hi = tl.minimum(tl.maximum(stop - first, 0), m).to(tl.int32)
             words, count, bad = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
-            if L.store:
+            if L.known:
                 if tl.load(info) == MANY:
                     known = ()
                     for j in tl.static_range(1, 8):
                         known = known + (tl.load(info + j),)
-                    _change(base, out, words, count, m, begin, info, known, lo, hi, L, True)
+                    _change(base, out, words, count, m, begin, info, known, lo, hi, L)
             else:
                 terms = tl.zeros([], tl.uint64)
                 kind = m * 0 + SAME
-                if count > 0:
-                    word = tl.load(words)
-                    if (word & 1) != 0:
-                        kind = m * 0 + PLAIN
-                        used = m * L.item % 4
-                        bad = (word != 1) | (count != 1 + (m * L.item + 3) // 4)
-                        if bad == 0:
-                            last = tl.load(words + count - 1)
-                            bad = (used != 0) & ((last >> (8 * used).to(tl.uint32)) != 0)
-                            terms = _plain_terms(base, items(words + 1, L.item), m, begin, L.item)
-                    else:
+                plain = (tl.load(words, mask=count > 0, other=0) & 1) != 0
+                if plain:
+                    kind = m * 0 + PLAIN
+                    terms, bad = _check_plain(base, words, count, m, begin, L.item)
+                    if L.store:
+                        hi = tl.where(bad, lo, hi)
+                        copy(items(words + 1, L.item), out, m, lo, hi, L, False)
+                else:
+                    if L.store:
+                        copy(base, out, m, lo, hi, L, L.aligned)
+                        tl.debug_barrier()
+                    if count > 0:
                         # fmt: off
-                        bad, total, scale, exceptions, sign_at, gap_at = _find(
-                            base, words, count, m, info, L
+                        terms, kind, bad = _decode(
+                            base, out, words, count, m, begin, info, lo, hi, L
                         )
-                        if bad == 0:
-                            bad, value_at, exception_at = _find_ends(
-                                base, words, count, m, info, total, scale, exceptions, gap_at, L
-                            )
-                            known = (
-                                total, scale, exceptions, sign_at, gap_at, value_at, exception_at
-                            )
-                            if bad == 0:
-                                terms, bad = _change(
-                                    base, out, words, count, m, begin, info, known, lo, hi, L, False
-                                )
-                            for j in tl.static_range(7):
-                                tl.store(info + 1 + j, known[j])
                         # fmt: on
-                        kind = tl.where(total > L.listed, MANY, LISTED)
-                tl.store(info, kind)
+                if not L.store:
+                    tl.store(info, kind)
                 if bad:
                     report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
                 elif count > 0:

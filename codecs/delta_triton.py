@@ -3,9 +3,9 @@
 """delta on a GPU: a program for each tile. specs/delta.md.
 
 Encoding: one launch compares, counts and finds what each tile takes, a second one writes. Decoding:
-one launch reads the base, one checks records, checksums and digests of bases, one finds what
-changed, one compares digests of results. Only then is anything written: by one launch the base and
-what changed, as far as it was listed, by a last one what is more than that.
+one launch reads the base, one checks records, checksums and digests of bases, one decodes, one
+compares digests of results. In the memory of the base only then is anything written: by one launch
+changes that were listed, by a last one those of tiles with more of them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from .delta_decode_triton import (
     PLAIN,
     RAW,
     change_kernel,
+    copy,
     fields_of,
     list_of,
     load_words,
@@ -210,36 +211,16 @@ def _result_kernel(
             report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
 
 
-@triton.jit
-def _copy(source, out, m, lo, hi, L: tl.constexpr, ALIGNED: tl.constexpr):
-    """Copy elements `lo` to `hi` of a tile of `m`; ALIGNED: to and from multiples of 16 bytes."""
-    WORDS: tl.constexpr = 2048
-    if ALIGNED and (hi - lo == TILE):
-        to, words = out.to(tl.pointer_type(tl.uint32)), source.to(tl.pointer_type(tl.uint32))
-        for at in range(0, TILE * L.item // 4, WORDS):
-            i = at + tl.arange(0, WORDS)
-            tl.store(to + i, tl.load(words + i))
-    else:
-        for at in range(0, m, 1024):
-            i = at + tl.arange(0, 1024)
-            use = (i >= lo) & (i < hi)
-            tl.store(out + i, tl.load(source + i, mask=use, other=0), mask=use)
-
-
 @kernel
 def _write_kernel(
     src_ptr,
-    from_ptr,
     out_ptr,
     scratch_ptr,
     status_ptr,
     starts_ptr,
-    start: tl.int64,
-    stop: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     tiles: tl.int32,
-    first_tile: tl.int64,
     sums_words: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
@@ -249,29 +230,21 @@ def _write_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """Write elements `start` to `stop` of a tile, if nothing was found wrong: those of the base
-    (without `Launch.store` they are there) and changes that are listed.
-    """
-    pid = tl.program_id(0).to(tl.int64) + first_tile
+    """Write over a tile of the base, if nothing was found wrong, what is listed, or all of it."""
+    pid = tl.program_id(0).to(tl.int64)
     chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
     if (m > 0) & (tl.load(status_ptr) == 0):
-        first = chunk * chunk_nelem + begin
-        lo = tl.minimum(tl.maximum(start - first, 0), m).to(tl.int32)
-        hi = tl.minimum(tl.maximum(stop - first, 0), m).to(tl.int32)
-        to = first - start
-        if L.aligned:
-            first, to = tl.multiple_of(first, 16), tl.multiple_of(to, 16)
-        base = items(from_ptr, L.item) + first
-        out = items(out_ptr, L.item) + to
+        out = items(out_ptr, L.item) + (chunk * chunk_nelem + begin)
         info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-        kind, count = tl.load(info), tl.load(info + 1)
-        # Before the base is copied, so that the one does not wait for the other.
-        numbers, values = list_of(info, L)
-        k = tl.arange(0, 1024)
-        use = k < tl.where(kind == LISTED, count, 0)
-        i = tl.load(numbers + k, mask=use, other=0).to(tl.int32)
-        y = tl.load(values + k, mask=use, other=0)
-        if (kind == PLAIN) | (kind == RAW):
+        kind = tl.load(info)
+        if kind == LISTED:
+            numbers, values = list_of(info, L)
+            count = tl.load(info + 1)
+            for at in range(0, count, 512):
+                k = at + tl.arange(0, 512)
+                i = tl.load(numbers + k, mask=k < count, other=0).to(tl.int32)
+                tl.store(out + i, tl.load(values + k, mask=k < count, other=0), mask=k < count)
+        elif (kind == PLAIN) | (kind == RAW):
             g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
             # fmt: off
             static_ptr, dynamic_ptr, stride, nbytes, _ = parts_of(
@@ -279,16 +252,13 @@ def _write_kernel(
             )
             if kind == RAW:
                 load_raw(
-                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, L.item, True
+                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, m * 0, m, L.item,
+                    True,
                 )
+            # fmt: on
             else:
                 words, _, _ = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
-                _copy(items(words + 1, L.item), out, m, lo, hi, L, False)
-            # fmt: on
-        elif L.store:
-            _copy(base, out, m, lo, hi, L, L.aligned)
-            tl.debug_barrier()
-        tl.store(out + i, y, mask=use & (i >= lo) & (i < hi))
+                copy(items(words + 1, L.item), out, m, m * 0, m, L, False)
 
 
 @functools.cache
@@ -403,21 +373,23 @@ def decode(
         size = plan.chunk_nelem
         return i // size * g.tiles + i % size // int(TILE.value)
 
-    def tiles(variant: Variant, target) -> None:
+    def change(target, near: bool, **values: bool) -> None:
+        variant = _variant(change_kernel, spec, dtype, packed=packed, aligned=near, **values)
         tensors = src, base, target, scratch, status, starts
         numbers = start, stop, *g.sizes, place(start), g.sums_words, *g.places, slot
         variant.launch(place(stop - 1) + 1 - place(start), tensors, *numbers)
 
-    def change(stored: bool) -> Variant:
-        values = {"store": stored, "packed": packed, "aligned": aligned}
-        return _variant(change_kernel, spec, dtype, **values)
-
+    apart = store and not in_place
     if start < stop:
-        tiles(change(False), src)
+        if apart:
+            change(out, aligned and aligned_for(plan, out, start), store=True)
+        else:
+            change(src, aligned, store=False)
     if first_whole < end_whole:
         numbers = first_whole, *g.places[:3]
         _RESULT.launch(end_whole - first_whole, (src, scratch, status), *numbers)
-    if store and start < stop:
-        values = {"aligned": aligned and aligned_for(plan, out, start), "packed": packed}
-        tiles(_variant(_write_kernel, spec, dtype, store=not in_place, **values), out)
-        tiles(change(True), out)
+    if store and in_place and start < stop:
+        write = _variant(_write_kernel, spec, dtype, packed=packed)
+        tensors, numbers = (src, out, scratch, status, starts), (*g.sizes, g.sums_words, *g.places)
+        write.launch(g.tiles * plan.chunks, tensors, *numbers, slot)
+        change(out, aligned, store=True, known=True)

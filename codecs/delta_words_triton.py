@@ -36,8 +36,9 @@ class Launch:
     """What the kernels know of a call; see `delta.Kind`.
 
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
-    elements are wanted, `sums`: so are checksum terms. `packed`: dynamic parts are where they are
-    said to start. `aligned`: so are chunks' elements, at multiples of 16 bytes.
+    elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
+    `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
+    multiples of 16 bytes.
     """
 
     item: int
@@ -50,6 +51,7 @@ class Launch:
     overwrite: bool
     store: bool = True
     sums: bool = False
+    known: bool = False
     packed: bool = False
     aligned: bool = False
 
