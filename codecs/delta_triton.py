@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""delta on a GPU: a program for each tile, which goes over it in pieces. specs/delta.md.
+"""delta on a GPU: a program for each tile. specs/delta.md.
 
 Encoding: one launch compares, counts and finds what each tile takes, a second one writes. Decoding:
-one launch reads, one checks records, checksums and digests of bases, one decodes. In the memory of
-the base nothing is written before all is checked, so tiles are decoded twice there.
+one launch reads the base, one checks records, checksums and digests of bases, one decodes, one
+compares digests of results. In the memory of the base only then is anything written: by one launch
+changes that were listed, by a last one those of tiles with more of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Plan
-from .common.dynamic_triton import Parts, add_sums, claims, items, load_raw, share
+from .common.dynamic_triton import Parts, add_sums, items, load_raw, share
 from .common.frame_triton import (
     BASE_CHUNK,
     CHUNK,
@@ -34,38 +35,54 @@ from .common.frame_triton import (
     touched,
 )
 from .common.launch_triton import Variant, kernel, options
-from .delta import MAX_QUOTIENT, Delta, kind_of, sums_scratch, tile_count
-from .delta_encode_triton import measure_kernel, pack_kernel
-from .delta_words_triton import (
-    COUNTS,
-    DIGESTS,
-    FAR,
-    LOG_TILE,
-    MOST_WORDS,
-    PIECE,
-    PLACES,
-    SUMS,
-    TILE,
-    Launch,
-    exponents_of,
-    get_bits,
-    info_at,
-    log16,
-    low_bits,
-    low_of,
-    members_of,
-    ordered,
-    terms_of,
-    unordered,
+from .common.minifloat_triton import aligned_for
+from .delta import Delta, kind_of, sums_scratch, tile_count
+from .delta_decode_triton import (
+    GROUP,
+    LISTED,
+    MASKS,
+    PLAIN,
+    RAW,
+    change_kernel,
+    copy,
+    fields_of,
+    list_of,
+    load_words,
+    parts_of,
+    place_of,
+    shift_of,
+    words_of,
 )
-
-_MAX_QUOTIENT = tl.constexpr(MAX_QUOTIENT)
+from .delta_encode_triton import measure_kernel, pack_kernel
+from .delta_words_triton import SUMS, TILE, Launch, info_at, keys_of
 
 
 @triton.jit
-def _pick(v, k, LANES: tl.constexpr):
-    """Number `k` of a vector."""
-    return tl.sum(tl.where(tl.arange(0, LANES) == k, v, 0), 0)
+def _weigh(base, masks, m, first_word, center, L: tl.constexpr, FULL: tl.constexpr):
+    """Terms of the digest of a tile of the base. At `masks` are stored how many elements of each
+    group are in each class.
+    """
+    WORDS: tl.constexpr = 8 * L.item
+    ROWS: tl.constexpr = 128 // L.item
+    PER: tl.constexpr = 4 // L.item
+    terms = tl.zeros([ROWS, WORDS], tl.uint64)
+    for at in range(0, TILE if FULL else m, ROWS * GROUP):
+        group = at // GROUP + tl.arange(0, ROWS)
+        k = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        word = load_words(base, k, m, L, FULL)
+        terms += word.to(tl.uint64) * keys_of(first_word + k.to(tl.uint32)).to(tl.uint64)
+        if L.classes > 1:
+            ones = tl.zeros([ROWS, WORDS], tl.int32)
+            fields = fields_of(word, center, L)
+            for h in tl.static_range(PER):
+                one = (k * 0 + 1) << shift_of(fields, h, center, L)
+                ones += one if FULL else tl.where(k * PER + h < m, one, 0)
+            counts = tl.sum(ones, 1)
+            if FULL:
+                tl.store(masks + group, counts)
+            else:
+                tl.store(masks + group, counts, mask=group * GROUP < m)
+    return tl.sum(tl.sum(terms, 1), 0)
 
 
 @kernel
@@ -78,6 +95,7 @@ def _read_kernel(
     chunk_nelem: tl.int64,
     tiles: tl.int32,
     first_tile: tl.int64,
+    sums_words: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -86,29 +104,35 @@ def _read_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """A tile's share of the digest of a chunk's base, and of the checksum terms."""
+    """A tile's share of the digest of a chunk's base, and of the checksum terms; the classes of its
+    groups.
+    """
     pid = tl.program_id(0).to(tl.int64) + first_tile
-    chunk, tile = pid // tiles, pid % tiles
-    begin = tile * TILE
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
-    m = tl.maximum(tl.minimum(n - begin, TILE), 0).to(tl.int32)
+    chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    base = items(from_ptr, L.item) + (chunk * chunk_nelem + begin)
-    terms = tl.zeros([512], tl.uint64)
-    for at in range(0, m, 512):
-        i = at + tl.arange(0, 512)
-        v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-        terms += tl.where(i < m, terms_of(v, begin + i, L.item), 0)
-    total = tl.sum(terms, 0)
-    tl.atomic_add(sums + 1, total.to(tl.int64, bitcast=True), sem="relaxed")
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    static_ptr, dynamic_ptr, stride, nbytes, raw = parts_of(
+        src_ptr, starts_ptr, chunk, n, g, slot, L
+    )
+    if m > 0:
+        center = m * 0
+        if L.classes > 1:
+            if raw == 0:
+                words, count, _ = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
+                word = tl.load(words, mask=count > 0, other=0).to(tl.int32, bitcast=True)
+                center = (word >> 1) & ((1 << L.exponent) - 1)
+        first = chunk * chunk_nelem + begin
+        if L.aligned:
+            first = tl.multiple_of(first, 16)
+        base = items(from_ptr, L.item) + first
+        masks = info_at(scratch_ptr, sums_words, chunk, tile, tiles) + MASKS
+        first_word = (begin // 4 * L.item).to(tl.uint32)
+        if m == TILE:
+            total = _weigh(base, masks, m, first_word, center, L, True)
+        else:
+            total = _weigh(base, masks, m, first_word, center, L, False)
+        tl.atomic_add(sums + 1, total.to(tl.int64, bitcast=True), sem="relaxed")
     if L.sums:
-        record_ptr = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-        stride = static_stride * 128
-        nbytes, _ = claims(record_ptr, n, stride, slot, L.item)
-        static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-        dynamic_ptr = src_ptr + (dynamic_at + chunk * dynamic_stride) * 128
-        if L.packed:
-            dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
         total = share(static_ptr, stride, stride * 0, tile, tiles)
         total += share(dynamic_ptr, nbytes, stride // 4, tile, tiles)
         tl.atomic_add(sums, total.to(tl.int64, bitcast=True), sem="relaxed")
@@ -181,285 +205,22 @@ def _result_kernel(
     if (tl.load(record_ptr + 2) & 1) == 0:
         static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
         sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-        if tl.load(sums + 2) != tl.load(static_ptr.to(tl.pointer_type(tl.int64)) + 1):
+        # That of the base, and what changes add.
+        found = tl.load(sums + 1) + tl.load(sums + 2)
+        if found != tl.load(static_ptr.to(tl.pointer_type(tl.int64)) + 1):
             report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
 
 
-@triton.jit
-def _unary(words, count, at, end, wanted, L: tl.constexpr):
-    """Where the unary code number `wanted` ends, from bit `at` on; `end` + 1 if it is not there."""
-    found = at * 0
-    while (found < wanted) & (at < end):
-        i = at + tl.arange(0, PIECE)
-        one = get_bits(words, count, i, i * 0 + 1).to(tl.int32, bitcast=True)
-        one = tl.where(i < end, one, 0)
-        rank = found + tl.cumsum(one, 0)
-        last = tl.max(tl.where((one != 0) & (rank <= wanted), i, -1), 0)
-        found += tl.sum(one, 0)
-        at = tl.where(found >= wanted, last + 1, at + PIECE)
-    return tl.where(found >= wanted, at, end + 1)
-
-
-@triton.jit
-def _find_places(words, count, at, end, low_at, low, listed, size, begin, bits):
-    """Set the bits, from number `begin` on, of the listed elements of a class of `size`.
-
-    Gives where the unary codes from bit `at` on end, and whether a gap goes beyond the end or a
-    code is not there.
-    """
-    found, passed = at * 0, (at * 0).to(tl.int64)
-    start, bad = at, at < 0
-    while (found < listed) & (at < end):
-        i = at + tl.arange(0, PIECE)
-        one = get_bits(words, count, i, i * 0 + 1).to(tl.int32, bitcast=True)
-        one = tl.where(i < end, one, 0)
-        rank = found + tl.cumsum(one, 0)
-        use = (one != 0) & (rank <= listed)
-        k = rank - 1
-        part = get_bits(words, count, low_at + k * low, i * 0 + low).to(tl.int32, bitcast=True)
-        part = tl.where(use, part, 0)
-        sums = passed + tl.cumsum(part.to(tl.int64), 0)
-        # What quotients and low bits come to, and the elements before.
-        to = ((i - start - k).to(tl.int64) << low.to(tl.int64)) + sums + k
-        bad = bad | (tl.max((use & (to >= size)).to(tl.int32), 0) > 0)
-        n = (begin + to).to(tl.int32)
-        mark = (i * 0 + 1) << (n & 31)
-        tl.atomic_or(bits + (n >> 5), mark, mask=use & (to < size), sem="relaxed")
-        passed += tl.sum(part.to(tl.int64), 0)
-        last = tl.max(tl.where(use, i, -1), 0)
-        found += tl.sum(one, 0)
-        at = tl.where(found >= listed, last + 1, at + PIECE)
-    return at, bad | (found < listed)
-
-
-@triton.jit
-def _changed_at(base, i, m, center, bits, before, starts, lists, L: tl.constexpr):
-    """(elements, whether they have changed, members counted) of a piece."""
-    LANES: tl.constexpr = L.lanes
-    inside = i < m
-    v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-    members = members_of(exponents_of(v, L), center, inside, L)
-    if L.overwrite:
-        members = tl.where(tl.arange(0, LANES)[:, None] == 0, inside.to(tl.int32)[None, :], 0)
-    n = (starts + before)[:, None] + tl.cumsum(members, 1) - members
-    word = tl.load(bits + (n >> 5), mask=members != 0, other=0)
-    listed = (word >> (n & 31)) & 1
-    changed = tl.sum(tl.where((members != 0) & (listed == lists[:, None]), 1, 0), 0)
-    return v, changed, before + tl.sum(members, 1)
-
-
-@triton.jit
-def _decode_tile(
-    base,
-    out,
-    words,
-    count,
-    m,
-    info,
-    begin,
-    lo,
-    hi,
-    L: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    """Decode a coded tile; (checksum terms of the result, whether it is bad).
-
-    STORE: elements `lo` to `hi` of the tile are stored at `out`, which points to its first one.
-    """
-    LANES: tl.constexpr = L.lanes
-    WIDTH: tl.constexpr = 8 * L.item
-    c = tl.arange(0, LANES)
-    end = count * 32
-    bits, places = info + COUNTS, info + PLACES
-    for at in range(0, TILE // 32, 512):
-        tl.store(bits + at + tl.arange(0, 512), tl.zeros([512], tl.int32))
-    tl.debug_barrier()
-    head = m * 0 + 1
-    center, scale, exceptions = m * 0, m * 0, m * 0
-    if not L.overwrite:
-        center = get_bits(words, count, head, m * 0 + L.exponent).to(tl.int32, bitcast=True)
-        head += L.exponent
-        scale = get_bits(words, count, head, m * 0 + L.scale_bits).to(tl.int32, bitcast=True)
-        head += L.scale_bits
-    changes = tl.zeros([LANES], tl.int32)
-    bad = m < 0
-    CODED: tl.constexpr = 1 if L.overwrite else L.classes
-    for which in tl.static_range(CODED):
-        value, head, odd = _gamma(words, count, head)
-        changes = tl.where(c == which, value - 1, changes)
-        bad = bad | odd
-    if not L.overwrite:
-        value, head, odd = _gamma(words, count, head)
-        exceptions = value - 1
-        bad = bad | odd
-    sizes = tl.zeros([LANES], tl.int32)
-    for at in range(0, m, PIECE):
-        i = at + tl.arange(0, PIECE)
-        v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-        members = members_of(exponents_of(v, L), center, i < m, L)
-        if L.overwrite:
-            members = tl.where(c[:, None] == 0, (i < m).to(tl.int32)[None, :], 0)
-        sizes += tl.sum(members, 1)
-    total = tl.sum(changes, 0)
-    bad = bad | (tl.max((changes > sizes).to(tl.int32), 0) > 0) | (total == 0)
-    terms = tl.zeros([PIECE], tl.uint64)
-    lists = (2 * changes <= sizes).to(tl.int32)
-    listed = tl.minimum(changes, sizes - changes)
-    low = low_bits(sizes, listed)
-    starts = tl.cumsum(sizes, 0) - sizes
-    fields = listed * low
-    low_at = head + tl.cumsum(fields, 0) - fields
-    sign_at = head + tl.sum(fields, 0)
-    gap_at = sign_at
-    if not L.overwrite:
-        gap_at += total
-    value_at, exception_at, quotient_at = gap_at, gap_at, gap_at
-    if bad == 0:
-        for j in range(CODED):
-            # fmt: off
-            gap_at, wrong = _find_places(
-                words, count, gap_at, end, _pick(low_at, j, LANES), _pick(low, j, LANES),
-                _pick(listed, j, LANES), _pick(sizes, j, LANES), _pick(starts, j, LANES), bits,
-            )
-            # fmt: on
-            bad = bad | wrong
-        tl.debug_barrier()
-        value_at, exception_at, quotient_at = gap_at, gap_at, gap_at
-        if L.overwrite:
-            exception_at += total * WIDTH
-        else:
-            hots, low_total = m * 0, m * 0
-            before = tl.zeros([LANES], tl.int32)
-            for at in range(0, m, PIECE):
-                i = at + tl.arange(0, PIECE)
-                # fmt: off
-                v, changed, before = _changed_at(
-                    base, i, m, center, bits, before, starts, lists, L
-                )
-                # fmt: on
-                hot, n = low_of(exponents_of(v, L), scale, WIDTH)
-                hots += tl.sum(hot * changed, 0)
-                low_total += tl.sum(n * changed, 0)
-            value_at = _unary(words, count, gap_at, end, hots, L)
-            exception_at = value_at + low_total
-        last = exception_at
-        if not L.overwrite:
-            last += exceptions * (LOG_TILE + WIDTH)
-        # Less than a word is left, and zeros.
-        bad = bad | (last > end) | (end - last >= 32)
-        rest = get_bits(words, count, last, tl.maximum(tl.minimum(end - last, 32), 0))
-        bad = bad | (rest != 0) | (exceptions > total)
-    if bad == 0:
-        before = tl.zeros([LANES], tl.int32)
-        done, number, earlier = m * 0, m * 0, m * 0 - 1
-        for at in range(0, m, PIECE):
-            i = at + tl.arange(0, PIECE)
-            v, changed, before = _changed_at(base, i, m, center, bits, before, starts, lists, L)
-            k = done + tl.cumsum(changed, 0) - changed
-            use = changed != 0
-            if L.overwrite:
-                y = tl.where(use, get_bits(words, count, value_at + k * WIDTH, changed * WIDTH), v)
-            else:
-                e = exponents_of(v, L)
-                hot, n = low_of(e, scale, WIDTH)
-                hot, n = hot * changed, n * changed
-                hots = tl.sum(hot, 0)
-                h = tl.cumsum(hot, 0) - hot
-                # Places of this piece's codes, each behind the one before.
-                tl.debug_barrier()
-                seen, window = m * 0, quotient_at
-                while (seen < hots) & (window < end):
-                    j = window + tl.arange(0, PIECE)
-                    one = get_bits(words, count, j, j * 0 + 1).to(tl.int32, bitcast=True)
-                    rank = seen + tl.cumsum(one, 0) - 1
-                    tl.store(places + rank, j, mask=(one != 0) & (rank < hots))
-                    seen += tl.sum(one, 0)
-                    window += PIECE
-                tl.debug_barrier()
-                here = tl.load(places + h, mask=hot != 0, other=0)
-                ahead = tl.load(places + h - 1, mask=(hot != 0) & (h > 0), other=0)
-                ahead = tl.where(h > 0, ahead, quotient_at - 1)
-                quotient = tl.where(hot != 0, here - ahead - 1, 0)
-                if hots > 0:
-                    quotient_at = tl.max(tl.where(hot != 0, here, 0), 0) + 1
-                most = (hot * 0 + 1 << tl.minimum(WIDTH - n, 4)) - 1
-                bad = bad | (tl.max(((quotient > most) & (hot != 0)).to(tl.int32), 0) > 0)
-                quotient = tl.minimum(quotient, most)
-                part = get_bits(words, count, value_at + tl.cumsum(n, 0) - n, n)
-                value_at += tl.sum(n, 0)
-                wide = (quotient.to(tl.uint64) << n.to(tl.uint64)) | part.to(tl.uint64)
-                size = (wide & ((1 << WIDTH) - 1)).to(tl.uint32)
-                done_here = done + tl.sum(changed, 0)
-                ahead_of = _exception(words, count, exception_at, number, exceptions, WIDTH)
-                while (number < exceptions) & (ahead_of < done_here):
-                    bad = bad | (ahead_of <= earlier)
-                    where = exception_at + number * (LOG_TILE + WIDTH) + LOG_TILE
-                    given = get_bits(words, count, where, m * 0 + WIDTH)
-                    size = tl.where(use & (k == ahead_of), given, size)
-                    earlier = ahead_of
-                    number += 1
-                    ahead_of = _exception(words, count, exception_at, number, exceptions, WIDTH)
-                old = ordered(v, L)
-                negative = get_bits(words, count, sign_at + k, changed) != 0
-                left = tl.where(negative, old, ((1 << WIDTH) - 1) - old)
-                bad = bad | (tl.max((use & (size >= left)).to(tl.int32), 0) > 0)
-                new = tl.where(negative, old - size - 1, old + size + 1)
-                y = tl.where(use, unordered(new & ((1 << WIDTH) - 1), L), v)
-            done += tl.sum(changed, 0)
-            terms += tl.where(i < m, terms_of(y, begin + i, L.item), 0)
-            if STORE:
-                mask = (i >= lo) & (i < hi)
-                tl.store(out + i, y.to(out.dtype.element_ty), mask=mask)
-        bad = bad | (number < exceptions)
-    return tl.sum(terms, 0), bad
-
-
-@triton.jit
-def _exception(words, count, at, number, exceptions, WIDTH: tl.constexpr):
-    """Which change exception `number` is of; behind the last one none that there is."""
-    here = at + number * (LOG_TILE + WIDTH)
-    found = get_bits(words, count, here, number * 0 + LOG_TILE).to(tl.int32, bitcast=True)
-    return tl.where(number < exceptions, found, FAR)
-
-
-@triton.jit
-def _gamma(words, count, at):
-    """(number, where it ends, whether it is bad): Elias' gamma code from bit `at` on."""
-    ahead = get_bits(words, count, at, at * 0 + 16).to(tl.int32, bitcast=True)
-    below = log16(ahead & (0 - ahead)) - 1
-    bad = ahead == 0
-    below = tl.maximum(below, 0)
-    rest = get_bits(words, count, at + below + 1, below).to(tl.int32, bitcast=True)
-    return (at * 0 + 1 << below) | rest, at + 2 * below + 1, bad
-
-
-@triton.jit
-def _copy_terms(source, out, m, begin, lo, hi, ITEM: tl.constexpr, STORE: tl.constexpr):
-    """Copy elements `lo` to `hi` of a tile; the checksum terms of all."""
-    terms = tl.zeros([512], tl.uint64)
-    for at in range(0, m, 512):
-        i = at + tl.arange(0, 512)
-        v = tl.load(source + i, mask=i < m, other=0)
-        terms += tl.where(i < m, terms_of(v.to(tl.uint32), begin + i, ITEM), 0)
-        if STORE:
-            tl.store(out + i, v, mask=(i >= lo) & (i < hi))
-    return tl.sum(terms, 0)
-
-
 @kernel
-def _decode_kernel(
+def _write_kernel(
     src_ptr,
-    from_ptr,
     out_ptr,
     scratch_ptr,
     status_ptr,
     starts_ptr,
-    start: tl.int64,
-    stop: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     tiles: tl.int32,
-    first_tile: tl.int64,
     sums_words: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
@@ -469,70 +230,35 @@ def _decode_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """Decode a tile, if nothing has been found wrong so far.
-
-    Elements `start` to `stop` go to `out_ptr` if they are wanted, terms of the result's digest are
-    summed up.
-    """
-    STORE: tl.constexpr = L.store
-    pid = tl.program_id(0).to(tl.int64) + first_tile
-    chunk, tile = pid // tiles, pid % tiles
-    begin = tile * TILE
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
-    m = tl.maximum(tl.minimum(n - begin, TILE), 0).to(tl.int32)
+    """Write over a tile of the base, if nothing was found wrong, what is listed, or all of it."""
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
     if (m > 0) & (tl.load(status_ptr) == 0):
-        first = chunk * chunk_nelem + begin
-        lo = tl.minimum(tl.maximum(start - first, 0), m).to(tl.int32)
-        hi = tl.minimum(tl.maximum(stop - first, 0), m).to(tl.int32)
-        base = items(from_ptr, L.item) + first
-        out = items(out_ptr, L.item) + (first - start)
-        record_ptr = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-        stride = static_stride * 128
-        nbytes, raw = claims(record_ptr, n, stride, slot, L.item)
-        static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-        dynamic_ptr = src_ptr + (dynamic_at + chunk * dynamic_stride) * 128
-        if L.packed:
-            dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-        terms = tl.zeros([], tl.uint64)
-        if raw:
+        out = items(out_ptr, L.item) + (chunk * chunk_nelem + begin)
+        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+        kind = tl.load(info)
+        if kind == LISTED:
+            numbers, values = list_of(info, L)
+            count = tl.load(info + 1)
+            for at in range(0, count, 512):
+                k = at + tl.arange(0, 512)
+                i = tl.load(numbers + k, mask=k < count, other=0).to(tl.int32)
+                tl.store(out + i, tl.load(values + k, mask=k < count, other=0), mask=k < count)
+        elif (kind == PLAIN) | (kind == RAW):
+            g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
             # fmt: off
-            load_raw(
-                static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, L.item, STORE
+            static_ptr, dynamic_ptr, stride, nbytes, _ = parts_of(
+                src_ptr, starts_ptr, chunk, n, g, slot, L
             )
+            if kind == RAW:
+                load_raw(
+                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, m * 0, m, L.item,
+                    True,
+                )
             # fmt: on
-        else:
-            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32)) + tile
-            at = tl.load(offsets).to(tl.int64)
-            more = begin + TILE < n
-            behind = tl.load(offsets + 1, mask=more, other=0).to(tl.int64)
-            behind = tl.where(more, behind, nbytes // 4)
-            bad = (at > behind) | (behind > nbytes // 4) | ((tile == 0) & (at != 0))
-            bad = bad | (nbytes % 4 != 0) | (behind - at > MOST_WORDS)
-            if bad == 0:
-                words = dynamic_ptr.to(tl.pointer_type(tl.uint32)) + at
-                count = (behind - at).to(tl.int32)
-                of_plain = 1 + (m * L.item + 3) // 4
-                if count == 0:
-                    terms = _copy_terms(base, out, m, begin, lo, hi, L.item, STORE)
-                elif (tl.load(words) & 1) != 0:
-                    bad = (tl.load(words) != 1) | (count != of_plain)
-                    if bad == 0:
-                        used = m * L.item % 4
-                        last = tl.load(words + count - 1)
-                        bad = (used != 0) & ((last >> (8 * used).to(tl.uint32)) != 0)
-                        source = items(words + 1, L.item)
-                        terms = _copy_terms(source, out, m, begin, lo, hi, L.item, STORE)
-                else:
-                    info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-                    # fmt: off
-                    terms, bad = _decode_tile(
-                        base, out, words, count, m, info, begin, lo, hi, L, STORE
-                    )
-                    # fmt: on
-            if bad:
-                report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
-        sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-        tl.atomic_add(sums + 2, terms.to(tl.int64, bitcast=True), sem="relaxed")
+            else:
+                words, _, _ = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
+                copy(items(words + 1, L.item), out, m, m * 0, m, L, False)
 
 
 @functools.cache
@@ -548,9 +274,13 @@ def launch_of(spec: Delta, dtype: DType, **values: bool) -> Launch:
 
 @functools.cache
 def _variant(which, spec: Delta, dtype: DType, **values: bool) -> Variant:
-    return Variant(which, options(4), L=launch_of(spec, dtype, **values))
+    chosen = _CHANGES if which is change_kernel else options(4)
+    return Variant(which, chosen, L=launch_of(spec, dtype, **values))
 
 
+#: What lanes tell each other of a tile's changes needs no barrier in one warp. With fewer registers
+#: more tiles are in flight.
+_CHANGES = options(1, 128)
 _RESULT = Variant(_result_kernel, options(1))
 
 
@@ -624,8 +354,10 @@ def decode(
     chosen = {"packed": packed, "sums": sums}
     # The digest is that of all of a chunk's base.
     first, programs = begin * g.tiles, (end - begin) * g.tiles
-    read = _variant(_read_kernel, spec, dtype, **chosen)
-    read.launch(programs, (src, base, scratch, starts), *g.sizes, first, *g.places, slot)
+    aligned = aligned_for(plan, base)
+    read = _variant(_read_kernel, spec, dtype, aligned=aligned, **chosen)
+    tensors = src, base, scratch, starts
+    read.launch(programs, tensors, *g.sizes, first, g.sums_words, *g.places, slot)
     table = frame_of(plan).table(src.device)
     _variant(_check_kernel, spec, dtype, **chosen).launch(
         end - begin,
@@ -641,17 +373,23 @@ def decode(
         size = plan.chunk_nelem
         return i // size * g.tiles + i % size // int(TILE.value)
 
-    def tiles(stored: bool) -> None:
-        variant = _variant(_decode_kernel, spec, dtype, store=stored, packed=packed)
-        target = out if stored else src
+    def change(target, near: bool, **values: bool) -> None:
+        variant = _variant(change_kernel, spec, dtype, packed=packed, aligned=near, **values)
         tensors = src, base, target, scratch, status, starts
         numbers = start, stop, *g.sizes, place(start), g.sums_words, *g.places, slot
         variant.launch(place(stop - 1) + 1 - place(start), tensors, *numbers)
 
+    apart = store and not in_place
     if start < stop:
-        tiles(store and not in_place)
+        if apart:
+            change(out, aligned and aligned_for(plan, out, start), store=True)
+        else:
+            change(src, aligned, store=False)
     if first_whole < end_whole:
         numbers = first_whole, *g.places[:3]
         _RESULT.launch(end_whole - first_whole, (src, scratch, status), *numbers)
     if store and in_place and start < stop:
-        tiles(True)
+        write = _variant(_write_kernel, spec, dtype, packed=packed)
+        tensors, numbers = (src, out, scratch, status, starts), (*g.sizes, g.sums_words, *g.places)
+        write.launch(g.tiles * plan.chunks, tensors, *numbers, slot)
+        change(out, aligned, store=True, known=True)

@@ -20,11 +20,11 @@ _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = (tl.constexpr(n) for n in delta.
 MOST_WORDS = tl.constexpr(1 << 17)
 #: Elements of a piece.
 PIECE = tl.constexpr(256)
-#: Words of work memory of a tile, and where its parts start: what is known of it, then counts of
-#: exponents or, to decode, a bit for each element and places of quotients.
+#: Words of work memory of a tile, and where its parts start: what is known of it, then, to encode,
+#: counts of exponents.
 WORDS, COUNTS = tl.constexpr(delta.TILE_SCRATCH // 4), tl.constexpr(64)
-PLACES = tl.constexpr(64 + delta.TILE // 32)
-#: Words of 8 bytes of work memory of a chunk: checksum, digest of the base, digest of the result.
+#: Words of 8 bytes of work memory of a chunk: checksum, digest of the base, digest of the result
+#: or, to decode, what changes add to that of the base.
 SUMS = tl.constexpr(4)
 FAR = tl.constexpr(1 << 30)
 #: Bits of a class in a count of all, see `one_of`.
@@ -36,8 +36,9 @@ class Launch:
     """What the kernels know of a call; see `delta.Kind`.
 
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
-    elements are wanted, `sums`: so are checksum terms. `packed`: dynamic parts are where they are
-    said to start.
+    elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
+    `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
+    multiples of 16 bytes.
     """
 
     item: int
@@ -50,7 +51,14 @@ class Launch:
     overwrite: bool
     store: bool = True
     sums: bool = False
+    known: bool = False
     packed: bool = False
+    aligned: bool = False
+
+    @property
+    def listed(self) -> int:
+        """Changes of a tile that are listed for the kernel that writes it."""
+        return 896 if self.item <= 2 else 512
 
 
 @triton.jit
@@ -65,6 +73,15 @@ def terms_of(v, i, ITEM: tl.constexpr):
     if ITEM < 4:
         word = word << ((at & 3).to(tl.uint32) * 8)
     return word.to(tl.uint64) * key.to(tl.uint64)
+
+
+@triton.jit
+def keys_of(i):
+    """Digest keys of words number `i` of a chunk, uint32."""
+    key = (i + 1) * _KEY_STEP
+    key = (key ^ (key >> _SHIFT0)) * _FACTOR0
+    key = (key ^ (key >> _SHIFT1)) * _FACTOR1
+    return key ^ (key >> _SHIFT2)
 
 
 @triton.jit

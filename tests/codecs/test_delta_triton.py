@@ -97,6 +97,26 @@ def test_several_tiles() -> None:
     assert torch.equal(part, new[32_700:32_900])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "share", "most"), [("bfloat16", 0.08, 3), ("float32", 0.03, 900), ("int8", 0.3, 9)]
+)
+def test_more_changes_than_are_listed(dtype: str, share: float, most: int) -> None:
+    base, x = pair(dtype, 33_000, share, most)
+    old, new = tensor(base, dtype), tensor(x, dtype)
+    codec = tw.codec("delta")
+    data = bytes(codec.encode(new, base=old, backend="cpu"))
+    # Memory that no word starts with, too.
+    apart, odd = (torch.zeros(33_001, dtype=old.dtype)[1:] for _ in range(2))
+    odd[:] = old
+    for given, out in ((old, None), (odd, apart), (old.clone(), ...), (odd, ...)):
+        target = given if out is ... else out
+        y = tw.decode(data, base=given, out=target, like=old, backend="triton")
+        assert torch.equal(y.view(torch.uint8), new.view(torch.uint8))
+    part = tw.decode(data, base=old, like=old, start=9, stop=32_801, backend="triton")
+    assert torch.equal(part.view(torch.uint8), new[9:32_801].view(torch.uint8))
+
+
 def test_a_wrong_base_is_refused_before_anything_is_written() -> None:
     base, x = pair("bfloat16", 900, 0.02, 2)
     old, new = tensor(base, "bfloat16"), tensor(x, "bfloat16")

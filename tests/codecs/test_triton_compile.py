@@ -129,7 +129,7 @@ ALLOWED = (
         0,
         "fewer registers, so more tiles in flight: faster than without the spills",
     ),
-    Allowed("delta._decode_kernel", {}, 16, 0, "a scalar or two of a tile"),
+    Allowed("delta.change_kernel", {}, 16, 16, "places of a tile's parts"),
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
     Allowed("delta.pack_kernel", {}, 0, 64, "places and ends of a tile's parts"),
     Allowed("huffman._pack_kernel", {}, 0, 16, "places and sizes of a tile's blocks"),
