@@ -1,6 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""delta on a GPU: what a tile takes, and how it is written, piece by piece. specs/delta.md."""
+"""delta on a GPU: what a tile takes, and how it is written. specs/delta.md.
+
+A program finds the changed elements of a tile (`delta_scan_triton`), goes over their list, a piece
+at a time, and writes the tile's words to its work memory. A few programs then add up how many there
+are, and a last launch moves them. Tiles whose words are too many are not written before that.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,36 @@ from . import delta
 from .common.dynamic_triton import chunk_at, items, store_raw, write_record
 from .common.frame_triton import clear
 from .common.launch_triton import kernel
+from .delta_scan_triton import (
+    MOST_GROUPS,
+    MOST_LISTED,
+    SECTION,
+    SLOT,
+    SLOT_WORDS,
+    SORTED,
+    STATE,
+    fill_list,
+    listed,
+    scan_tile,
+    sizes_of,
+)
 from .delta_words_triton import (
-    COUNTS,
     DIGESTS,
     FAR,
+    FIELD,
     LOG_TILE,
+    MASK,
     PIECE,
     SUMS,
     TILE,
     WORDS,
+    class_of,
     exponents_of,
     info_at,
     length_of,
     log16,
     low_bits,
     low_of,
-    members_of,
     ordered,
     terms_of,
     tile_at,
@@ -34,8 +53,9 @@ from .delta_words_triton import (
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
 _X0, _X1, _X2, _X3 = (tl.constexpr(excess) for excess in delta.EXCESS)
-#: Scales, at most, and what their costs are told from.
+#: Scales, at most, and what their costs are told from; none is as large as the last.
 BINS = tl.constexpr(512)
+_NONE = tl.constexpr(511)
 
 
 @triton.jit
@@ -71,16 +91,13 @@ def _change(v, y, scale, L: tl.constexpr):
 
 
 @triton.jit
-def _scale(counts, least, L: tl.constexpr):
-    """See `delta.scale_of`. At `counts` are three times as many numbers as there are bins: changes
-    and large changes by exponent, and large ones by exponent and bit length; they are used up.
+def _scale(changes, large, above, least, L: tl.constexpr):
+    """See `delta.scale_of`: from changes and large changes by exponent, and large ones by exponent
+    and bit length.
     """
     WIDTH: tl.constexpr = 8 * L.item
     MOST: tl.constexpr = (1 << L.exponent) - 1 + WIDTH
     s = tl.arange(0, BINS)
-    changes = tl.load(counts + s)
-    large = tl.load(counts + BINS + s)
-    above = tl.load(counts + 2 * BINS + s)
     larges = tl.sum(large, 0)
     top = tl.max(tl.where(above > 0, s, -1), 0)
     last = tl.maximum(tl.where(larges > 0, tl.minimum(top + 1, MOST), 0), least)
@@ -88,26 +105,20 @@ def _scale(counts, least, L: tl.constexpr):
     steps = tl.cumsum(below, 0) - below
     not_below = larges - tl.cumsum(large, 0) + large
     behind = larges - tl.cumsum(above, 0) + above
-    tl.debug_barrier()
-    tl.store(counts + s, steps)
-    tl.store(counts + BINS + s, behind)
-    tl.debug_barrier()
-    far = s - WIDTH - 1
-    cost = 2 * (steps - tl.load(counts + far, mask=far >= 0, other=0))
-    over = tl.load(counts + BINS + s + 4, mask=s + 4 < BINS, other=0)
-    cost += 2 * (LOG_TILE + WIDTH) * (not_below + over)
-    cost += _X0 * above
-    cost += _X1 * tl.load(counts + 2 * BINS + s + 1, mask=s + 1 < BINS, other=0)
-    cost += _X2 * tl.load(counts + 2 * BINS + s + 2, mask=s + 2 < BINS, other=0)
-    cost += _X3 * tl.load(counts + 2 * BINS + s + 3, mask=s + 3 < BINS, other=0)
+    cost = 2 * (steps - _ahead(steps, s - WIDTH - 1))
+    cost += 2 * (LOG_TILE + WIDTH) * (not_below + _ahead(behind, s + 4))
+    cost += _X0 * above + _X1 * _ahead(above, s + 1)
+    cost += _X2 * _ahead(above, s + 2) + _X3 * _ahead(above, s + 3)
     cost = tl.where((s >= least) & (s <= last), cost, FAR)
     best = tl.min(cost, 0)
     return tl.min(tl.where(cost == best, s, BINS), 0)
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+def _ahead(values, at):
+    """Of BINS values those at other places, 0 where there are none."""
+    found = tl.gather(values, tl.minimum(tl.maximum(at, 0), BINS - 1), 0)
+    return tl.where((at >= 0) & (at < BINS), found, 0)
 
 
 @triton.jit
@@ -122,6 +133,102 @@ def _center(base, n, L: tl.constexpr):
     return found
 
 
+@triton.jit
+def _of_class(lanes, c):
+    """For each element the value of its class, of 8 lanes."""
+    same = tl.arange(0, 8)[:, None] == c[None, :]
+    return tl.sum(tl.where(same, lanes[:, None], 0), 0)
+
+
+@triton.jit
+def _by_class(values, c):
+    """Values, shape [8, n], each in the lane of its class."""
+    return tl.where(tl.arange(0, 8)[:, None] == c[None, :], values[None, :], 0)
+
+
+@triton.jit
+def _counts(ones):
+    """How many of each class, 8 lanes, of marks in fields of FIELD bits."""
+    c = tl.arange(0, 8)
+    counts = (tl.sum(ones, 0) >> (tl.minimum(c, 4) * FIELD).to(tl.int64)) & MASK
+    return tl.where(c < 5, counts, 0).to(tl.int32)
+
+
+@triton.jit
+def _marks(use, c):
+    """Marks of elements that are used, in fields of classes; int64."""
+    return use.to(tl.int64) << (c * FIELD).to(tl.int64)
+
+
+@triton.jit
+def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.constexpr):
+    """Count the changes of a list of `n`: by class, for the scale, and for the result's digest."""
+    by_exponent, large_ones, above = bins
+    for at in range(0, n, PIECE):
+        place, _, v, y, changed = listed(base, x, info, at, n, L)
+        e = exponents_of(v, L)
+        changes += _counts(_marks(changed, class_of(e, center, L)))
+        digest += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
+        if not L.overwrite:
+            _, size, _, _, _, _ = _change(v, y, e * 0, L)
+            length = tl.where(changed, length_of(size), 0)
+            large = length > 0
+            by_exponent += tl.histogram(tl.where(changed, e, _NONE), BINS)
+            large_ones += tl.histogram(tl.where(large, e, _NONE), BINS)
+            above += tl.histogram(tl.where(large, e + length, _NONE), BINS)
+            least = tl.minimum(least, tl.min(tl.where(changed, e, BINS), 0))
+    return changes, digest, least, (by_exponent, large_ones, above)
+
+
+@triton.jit
+def _gaps(base, x, info, at, n, center, lists, before, last, L: tl.constexpr):
+    """A piece of a list: changes, gaps, and what is listed of each class.
+
+    Of each class `before` is how many are listed before the piece, `last` how many that are not
+    listed are before the last of those. Gives (base, new, changed, classes, whether listed, number
+    among the listed ones of the class, gap), then what `before` and `last` are behind the piece.
+    """
+    _, rank, v, y, changed = listed(base, x, info, at, n, L)
+    c = class_of(exponents_of(v, L), center, L)
+    use = (at + tl.arange(0, PIECE) < n) & (changed == (((lists >> c) & 1) != 0))
+    marks = _marks(use, c)
+    counts = _counts(marks)
+    shift = (c * FIELD).to(tl.int64)
+    number = ((tl.cumsum(marks, 0) >> shift) & MASK).to(tl.int32) - 1
+    earlier = _of_class(before, c) + number
+    others = rank - earlier
+    # Put in the order of classes, the one before it is that of the same class.
+    lane = tl.arange(0, 8)
+    starts = tl.cumsum(counts, 0) - counts
+    to = info + SORTED + _of_class(starts, c) + number
+    tl.debug_barrier()
+    tl.store(to, others, mask=use)
+    tl.debug_barrier()
+    ahead = tl.load(to - 1, mask=use & (number > 0), other=0)
+    gap = others - tl.where(number > 0, ahead, _of_class(last, c))
+    behind = tl.load(info + SORTED + starts + counts - 1, mask=(counts > 0) & (lane < 5), other=0)
+    last = tl.where(counts > 0, behind, last)
+    return v, y, changed, c, use, earlier, tl.where(use, gap, 0), before + counts, last
+
+
+@triton.jit
+def _weigh_list(base, x, info, n, center, scale, lists, low, state, L: tl.constexpr):
+    """Add up what a list of `n` takes."""
+    before, last, gap_bits, exceptions, quotients, low_total = state
+    for at in range(0, n, PIECE):
+        v, y, changed, c, use, _, gap, before, last = _gaps(
+            base, x, info, at, n, center, lists, before, last, L
+        )
+        codes = tl.where(use, (gap >> _of_class(low, c)) + 1, 0)
+        gap_bits += tl.sum(_by_class(codes, c), 1)
+        if not L.overwrite:
+            _, _, hot, bits, quotient, exception = _change(v, y, scale, L)
+            exceptions += tl.sum((changed & exception).to(tl.int32), 0)
+            quotients += tl.sum(tl.where(changed, hot + quotient, 0), 0)
+            low_total += tl.sum(tl.where(changed, bits, 0), 0)
+    return before, last, gap_bits, exceptions, quotients, low_total
+
+
 @kernel
 def measure_kernel(
     x_ptr,
@@ -133,87 +240,88 @@ def measure_kernel(
     sums_words: tl.int64,
     L: tl.constexpr,
 ):
-    """Compare a tile with the base: digests, and what it takes, which is kept for `pack_kernel`.
+    """Compare a tile with the base: digests, what it takes, and its words if they are not many.
 
     Known of a tile: words, whether it is plain, center, scale, exceptions, bits of quotients, low
-    bits, changes; then of each class size, changes, and bits of quotients of gaps.
+    bits, changes; then of each class size, changes, and bits of quotients of gaps; whether elements
+    are listed section by section, how many there are else, which classes are listed wholly.
     """
-    LANES: tl.constexpr = L.lanes
     WIDTH: tl.constexpr = 8 * L.item
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
+    if L.aligned:
+        first = tl.multiple_of(first, 16)
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
-    counts = info + COUNTS
-    for at in range(0, 3 * BINS, BINS):
-        tl.store(counts + at + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-    tl.debug_barrier()
     center = _center(base, m, L)
-    c = tl.arange(0, LANES)
-    sizes, changes = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
-    of_base, of_result = tl.zeros([PIECE], tl.uint64), tl.zeros([PIECE], tl.uint64)
+    c = tl.arange(0, 8)
+    groups, counts, of_base = scan_tile(base, x, info, m, begin, center, L)
+    sizes = sizes_of(counts, m, L)
+    need = m * 0
+    entries = m * 0
+    dense = (groups > MOST_GROUPS).to(tl.int32)
+    tl.debug_barrier()
+    if (dense == 0) & (groups > 0):
+        entries = fill_list(base, x, info, groups, m * 0, dense, m, center, need, m * 0, L)
+        dense = (entries > MOST_LISTED).to(tl.int32)
+    sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+    changes = tl.zeros([8], tl.int32)
+    of_changes = tl.zeros([PIECE], tl.uint64)
     least = m * 0 + BINS
-    for at in range(0, m, PIECE):
-        i = at + tl.arange(0, PIECE)
-        inside = i < m
-        v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-        y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
-        of_base += tl.where(inside, terms_of(v, begin + i, L.item), 0)
-        of_result += tl.where(inside, terms_of(y, begin + i, L.item), 0)
-        changed = (v != y) & inside
-        e = exponents_of(v, L)
-        members = members_of(e, center, inside, L)
-        if L.overwrite:
-            members = inside.to(tl.int32)[None, :] + tl.zeros([LANES, PIECE], tl.int32)
-            members = tl.where(c[:, None] == 0, members, 0)
-        sizes += tl.sum(members, 1)
-        changes += tl.sum(tl.where(changed[None, :], members, 0), 1)
-        if not L.overwrite:
-            _, size, _, _, _, _ = _change(v, y, e * 0, L)
-            length = tl.where(changed, length_of(size), 0)
-            large = length > 0
-            one = e * 0 + 1
-            tl.atomic_add(counts + e, one, mask=changed, sem="relaxed")
-            tl.atomic_add(counts + BINS + e, one, mask=large, sem="relaxed")
-            tl.atomic_add(counts + 2 * BINS + e + length, one, mask=large, sem="relaxed")
-            least = tl.minimum(least, tl.min(tl.where(changed, e, BINS), 0))
+    none = tl.zeros([BINS], tl.int32)
+    bins = none, none, none
+    for section in range(sections):
+        window, n = m * 0, m * 0 + 1
+        while window < n:
+            n = entries
+            tl.debug_barrier()
+            if dense != 0:
+                n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
+                tl.debug_barrier()
+            many = tl.minimum(n - window, MOST_LISTED)
+            changes, of_changes, least, bins = _tally(
+                base, x, info, many, begin, center, changes, of_changes, least, bins, L
+            )
+            window += MOST_LISTED
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    old, new = tl.sum(of_base, 0), tl.sum(of_result, 0)
-    tl.atomic_add(sums + 1, old.to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums + 2, new.to(tl.int64, bitcast=True), sem="relaxed")
+    of_result = of_base + tl.sum(of_changes, 0)
+    tl.atomic_add(sums + 1, of_base.to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(sums + 2, of_result.to(tl.int64, bitcast=True), sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
     scale, exceptions, quotients, low_total = m * 0, m * 0, m * 0, m * 0
-    gap_bits = tl.zeros([LANES], tl.int32)
+    gap_bits = tl.zeros([8], tl.int32)
     if total > 0:
-        tl.debug_barrier()
         if not L.overwrite:
-            scale = _scale(counts, least, L)
-        listed = tl.minimum(changes, sizes - changes)
-        lists = 2 * changes <= sizes
-        low = low_bits(sizes, listed)
-        before = tl.zeros([LANES], tl.int32)
-        last = tl.zeros([LANES], tl.int32)
-        for at in range(0, m, PIECE):
-            gaps, is_listed, before, last = _gaps_of(base, x, at, m, center, lists, before, last, L)
-            gap_bits += tl.sum(tl.where(is_listed, (gaps >> low[:, None]) + 1, 0), 1)
-            if not L.overwrite:
-                i = at + tl.arange(0, PIECE)
-                v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-                y = tl.load(x + i, mask=i < m, other=0).to(tl.uint32)
-                _, _, hot, bits, quotient, exception = _change(v, y, scale, L)
-                changed = v != y
-                exceptions += tl.sum((changed & exception).to(tl.int32), 0)
-                quotients += tl.sum(tl.where(changed, hot + quotient, 0), 0)
-                low_total += tl.sum(tl.where(changed, bits, 0), 0)
+            by_exponent, large, above = bins
+            s = tl.arange(0, BINS) == _NONE
+            by_exponent, large = tl.where(s, 0, by_exponent), tl.where(s, 0, large)
+            scale = _scale(by_exponent, large, tl.where(s, 0, above), least, L)
+        many = tl.minimum(changes, sizes - changes)
+        lists, low = _lists(changes, sizes)
+        need = tl.sum(tl.where((2 * changes > sizes) & (many > 0), 1 << c, 0), 0)
+        dense = dense | (need != 0).to(tl.int32)
+        sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+        state = c * 0, c * 0, gap_bits, exceptions, quotients, low_total
+        for section in range(sections):
+            window, n = m * 0, m * 0 + 1
+            while window < n:
+                n = entries
+                tl.debug_barrier()
+                if dense != 0:
+                    n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
+                    tl.debug_barrier()
+                upto = tl.minimum(n - window, MOST_LISTED)
+                state = _weigh_list(base, x, info, upto, center, scale, lists, low, state, L)
+                window += MOST_LISTED
+        _, _, gap_bits, exceptions, quotients, low_total = state
         nbits = m * 0 + 1
         gammas = tl.where(c < L.classes, 2 * log16(changes + 1) - 1, 0)
         if L.overwrite:
-            gammas = tl.where(c == 0, gammas, 0)
             nbits += total * WIDTH
         else:
             nbits += L.exponent + L.scale_bits + total + quotients + low_total
             nbits += 2 * log16(exceptions + 1) - 1 + exceptions * (LOG_TILE + WIDTH)
-        nbits += tl.sum(gammas + listed * low + gap_bits, 0)
+        nbits += tl.sum(gammas + many * low + gap_bits, 0)
         words = (nbits + 31) // 32
         of_plain = 1 + (m * L.item + 3) // 4
         plain = (words > of_plain).to(tl.int32)
@@ -229,41 +337,19 @@ def measure_kernel(
     tl.store(info + 8 + c, sizes)
     tl.store(info + 16 + c, changes)
     tl.store(info + 24 + c, gap_bits)
+    tl.store(info + STATE, dense)
+    tl.store(info + STATE + 1, entries)
+    tl.store(info + STATE + 2, need)
+    if (words > 0) & (words <= SLOT_WORDS) & (plain == 0):
+        tl.debug_barrier()
+        _write_tile(base, x, m, info, info + SLOT, words, L)
 
 
 @triton.jit
-def _listed_at(base, x, i, m, center, lists, L: tl.constexpr):
-    """(members, those that are listed) of elements `i`, shape [lanes, piece]."""
-    LANES: tl.constexpr = L.lanes
-    inside = (i >= 0) & (i < m)
-    v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-    y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
-    members = members_of(exponents_of(v, L), center, inside, L)
-    if L.overwrite:
-        members = tl.where(tl.arange(0, LANES)[:, None] == 0, inside.to(tl.int32)[None, :], 0)
-    changed = (v != y).to(tl.int32)
-    listed = (members != 0) & (changed[None, :] == lists.to(tl.int32)[:, None])
-    return members, listed
-
-
-@triton.jit
-def _gaps_of(base, x, at, m, center, lists, before, last, L: tl.constexpr):
-    """Gaps of a piece's elements and whether they are listed, shape [lanes, piece].
-
-    Of each class `before` is the number of elements that are not listed before the piece, and
-    `last` that number at the last listed one; what they are behind the piece is given too.
-    """
-    i = at + tl.arange(0, PIECE)
-    members, listed = _listed_at(base, x, i, m, center, lists, L)
-    _, earlier = _listed_at(base, x, i - 1, m, center, lists, L)
-    others = tl.where(listed, 0, members)
-    here = before[:, None] + tl.cumsum(others, 1) - others
-    # Number at the last listed element before each.
-    seen = tl.associative_scan(tl.where(earlier, here, -1), 1, _larger)
-    seen = tl.maximum(seen, last[:, None])
-    gaps = here - seen
-    after = tl.maximum(last, tl.max(tl.where(listed, here, -1), 1))
-    return gaps, listed, before + tl.sum(others, 1), after
+def _lists(changes, sizes):
+    """(Bits of classes whose changes are listed, low bits of their gaps) of 8 lanes."""
+    lists = tl.sum(tl.where(2 * changes <= sizes, 1 << tl.arange(0, 8), 0), 0)
+    return lists, low_bits(sizes, tl.minimum(changes, sizes - changes))
 
 
 @triton.jit
@@ -287,19 +373,17 @@ def _clear_words(words, count):
 
 @triton.jit
 def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
-    """A coded tile, by what `measure_kernel` has found."""
-    LANES: tl.constexpr = L.lanes
-    WIDTH: tl.constexpr = 8 * L.item
-    c = tl.arange(0, LANES)
+    """A coded tile, by what `measure_kernel` has found of it."""
+    c = tl.arange(0, 8)
     _clear_words(words, count)
     tl.debug_barrier()
     center, scale, exceptions = tl.load(info + 2), tl.load(info + 3), tl.load(info + 4)
     sizes, changes = tl.load(info + 8 + c), tl.load(info + 16 + c)
     gap_bits = tl.load(info + 24 + c)
     total = tl.load(info + 7)
-    listed = tl.minimum(changes, sizes - changes)
-    lists = 2 * changes <= sizes
-    low = low_bits(sizes, listed)
+    dense, entries = tl.load(info + STATE), tl.load(info + STATE + 1)
+    need = tl.load(info + STATE + 2)
+    lists, low = _lists(changes, sizes)
     one = c == 0
     head = m * 0 + 1
     if not L.overwrite:
@@ -308,7 +392,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
         head += L.exponent
         _put(words, zero + head, (zero + scale).to(tl.uint32), zero + L.scale_bits, one)
         head += L.scale_bits
-    coded = (c < L.classes) & (one | (not L.overwrite))
+    coded = c < L.classes
     below = log16(changes + 1) - 1
     lengths = tl.where(coded, 2 * below + 1, 0)
     gamma_at = head + tl.cumsum(lengths, 0) - lengths
@@ -321,7 +405,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
         _put(words, head + more, ones, c * 0 + 1, one)
         _put(words, head + more + 1, (c * 0 + exceptions + 1).to(tl.uint32), more, one & (more > 0))
         head += 2 * tl.max(more, 0) + 1
-    fields = listed * low
+    fields = tl.minimum(changes, sizes - changes) * low
     low_at = head + tl.cumsum(fields, 0) - fields
     head += tl.sum(fields, 0)
     sign_at = head
@@ -335,24 +419,45 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     if not L.overwrite:
         value_at = head + tl.load(info + 5)
         exception_at = value_at + tl.load(info + 6)
-    before, last = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
+    before, last = c * 0, c * 0
     done, number = m * 0, m * 0
-    for start in range(0, m, PIECE):
-        i = start + tl.arange(0, PIECE)
-        gaps, is_listed, before, last = _gaps_of(base, x, start, m, center, lists, before, last, L)
-        marks = is_listed.to(tl.int32)
-        own = low[:, None]
-        to_low = low_at[:, None] + (tl.cumsum(marks, 1) - marks) * own
-        wide = tl.zeros([LANES, PIECE], tl.int32) + own
-        _put(words, to_low, gaps.to(tl.uint32), wide, is_listed & (wide > 0))
-        low_at += tl.sum(marks, 1) * low
-        codes = tl.where(is_listed, (gaps >> own) + 1, 0)
+    sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+    places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
+    state = before, last, done, number
+    for section in range(sections):
+        window, n = m * 0, m * 0 + 1
+        while window < n:
+            n = entries
+            tl.debug_barrier()
+            if dense != 0:
+                n = fill_list(base, x, info, m * 0, section, dense, m, center, need, window, L)
+                tl.debug_barrier()
+            upto = tl.minimum(n - window, MOST_LISTED)
+            places, state = _write_list(
+                base, x, info, upto, words, center, scale, lists, low, places, state, L
+            )
+            window += MOST_LISTED
+
+
+@triton.jit
+def _write_list(base, x, info, n, words, center, scale, lists, low, places, state, L: tl.constexpr):
+    """Write what a list of `n` says; `places` are where its parts go to."""
+    WIDTH: tl.constexpr = 8 * L.item
+    low_at, gap_at, sign_at, quotient_at, value_at, exception_at = places
+    before, last, done, number = state
+    for at in range(0, n, PIECE):
+        v, y, changed, c, use, earlier, gaps, before, last = _gaps(
+            base, x, info, at, n, center, lists, before, last, L
+        )
+        own = _of_class(low, c)
+        to_low = _of_class(low_at, c) + earlier * own
+        _put(words, to_low, gaps.to(tl.uint32), own, use & (own > 0))
+        codes = _by_class(tl.where(use, (gaps >> own) + 1, 0), c)
         to_gap = gap_at[:, None] + tl.cumsum(codes, 1) - 1
-        _put(words, to_gap, marks.to(tl.uint32), marks, is_listed)
+        ends = tl.sum(tl.where(tl.arange(0, 8)[:, None] == c[None, :], to_gap, 0), 0)
+        mark = use.to(tl.int32)
+        _put(words, ends, mark.to(tl.uint32), mark, use)
         gap_at += tl.sum(codes, 1)
-        v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-        y = tl.load(x + i, mask=i < m, other=0).to(tl.uint32)
-        changed = v != y
         mark = changed.to(tl.int32)
         k = done + tl.cumsum(mark, 0) - mark
         if L.overwrite:
@@ -361,19 +466,44 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
             negative, size, hot, bits, quotient, exception = _change(v, y, scale, L)
             _put(words, sign_at + k, negative.to(tl.uint32), mark, changed)
             code = tl.where(changed, hot + quotient, 0)
-            at = quotient_at + tl.cumsum(code, 0) - 1
-            _put(words, at, mark.to(tl.uint32), mark, changed & (hot != 0))
+            to = quotient_at + tl.cumsum(code, 0) - 1
+            _put(words, to, mark.to(tl.uint32), mark, changed & (hot != 0))
             quotient_at += tl.sum(code, 0)
             bits = tl.where(changed, bits, 0)
-            at = value_at + tl.cumsum(bits, 0) - bits
-            _put(words, at, tl.where(exception, 0, size), bits, bits > 0)
+            to = value_at + tl.cumsum(bits, 0) - bits
+            _put(words, to, tl.where(exception, 0, size), bits, bits > 0)
             value_at += tl.sum(bits, 0)
             odd = (changed & exception).to(tl.int32)
-            at = exception_at + (number + tl.cumsum(odd, 0) - odd) * (LOG_TILE + WIDTH)
-            _put(words, at, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
-            _put(words, at + LOG_TILE, size, odd * WIDTH, odd != 0)
+            to = exception_at + (number + tl.cumsum(odd, 0) - odd) * (LOG_TILE + WIDTH)
+            _put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
+            _put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
             number += tl.sum(odd, 0)
         done += tl.sum(mark, 0)
+    places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
+    return places, (before, last, done, number)
+
+
+@kernel
+def place_kernel(
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+):
+    """Where the tiles of a chunk start, and how many words they have."""
+    chunk = tl.program_id(0).to(tl.int64)
+    all_info = info_at(scratch_ptr, sums_words, chunk, tiles * 0, tiles)
+    used = chunk * 0
+    for at in range(0, tiles, 1024):
+        i = at + tl.arange(0, 1024)
+        info = all_info + i.to(tl.int64) * WORDS
+        size = tl.load(info, mask=i < tiles, other=0).to(tl.int64)
+        before = used + tl.cumsum(size, 0) - size
+        tl.store(info + STATE + 3, before.to(tl.int32), mask=i < tiles)
+        used += tl.sum(size, 0)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    tl.store(sums + 3, used)
 
 
 @kernel
@@ -397,21 +527,15 @@ def pack_kernel(
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
-    all_words, earlier = tl.zeros([512], tl.int64), tl.zeros([512], tl.int64)
-    all_info = info_at(scratch_ptr, sums_words, chunk, tile * 0, tiles)
-    for at in range(0, tiles, 512):
-        i = at + tl.arange(0, 512)
-        size = tl.load(all_info + i * WORDS, mask=i < tiles, other=0).to(tl.int64)
-        all_words += size
-        earlier += tl.where(i < tile, size, 0)
-    before = tl.sum(earlier, 0)
-    nbytes = tl.sum(all_words, 0) * 4
+    if L.aligned:
+        first = tl.multiple_of(first, 16)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    nbytes = tl.load(sums + 3) * 4
     stride = static_stride * 128
     raw_dynamic = tl.maximum(n * L.item - stride, 0)
     shrinks = nbytes <= raw_dynamic
     dynamic_nbytes = tl.minimum(nbytes, raw_dynamic)
     fits = dynamic_nbytes <= dynamic_stride * 128
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
     if tile == 0:
         write_record(record_ptr, chunk, dynamic_nbytes, fits, shrinks, L.sums)
         if shrinks:
@@ -419,19 +543,26 @@ def pack_kernel(
             tl.store(digests, tl.load(sums + 1))
             tl.store(digests + 1, tl.load(sums + 2))
     if m > 0:
+        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+        before = tl.load(info + STATE + 3)
         if shrinks:
-            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32))
-            tl.store(offsets + tile, before.to(tl.uint32))
+            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.int32))
+            tl.store(offsets + tile, before)
         if fits:
             if shrinks:
-                info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
                 count = tl.load(info)
-                words = dynamic_ptr.to(tl.pointer_type(tl.int32)) + before
+                words = dynamic_ptr.to(tl.pointer_type(tl.int32))
+                words += before.to(tl.uint32, bitcast=True).to(tl.int64)
                 base = items(from_ptr, L.item) + first
                 x = items(x_ptr, L.item) + first
                 if count > 0:
                     if tl.load(info + 1) != 0:
                         _write_plain(x, m, words, count, L.item)
+                    elif count <= SLOT_WORDS:
+                        for at in range(0, count, 256):
+                            i = at + tl.arange(0, 256)
+                            word = tl.load(info + SLOT + i, mask=i < count, other=0)
+                            tl.store(words + i, word, mask=i < count)
                     else:
                         _write_tile(base, x, m, info, words, count, L)
             else:

@@ -34,8 +34,9 @@ from .common.frame_triton import (
     touched,
 )
 from .common.launch_triton import Variant, kernel, options
+from .common.minifloat_triton import aligned_for
 from .delta import MAX_QUOTIENT, Delta, kind_of, sums_scratch, tile_count
-from .delta_encode_triton import measure_kernel, pack_kernel
+from .delta_encode_triton import measure_kernel, pack_kernel, place_kernel
 from .delta_words_triton import (
     COUNTS,
     DIGESTS,
@@ -552,6 +553,7 @@ def _variant(which, spec: Delta, dtype: DType, **values: bool) -> Variant:
 
 
 _RESULT = Variant(_result_kernel, options(1))
+_PLACE = Variant(place_kernel, options(8))
 
 
 class _Launches:
@@ -585,9 +587,11 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     if not plan.nelem:
         return
     programs = g.tiles * plan.chunks
-    measure = _variant(measure_kernel, spec, dtype)
+    aligned = aligned_for(plan, x) and aligned_for(plan, base)
+    measure = _variant(measure_kernel, spec, dtype, aligned=aligned)
     measure.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
-    pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum)
+    _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
+    pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
     pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)

@@ -37,7 +37,7 @@ class Launch:
 
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
     elements are wanted, `sums`: so are checksum terms. `packed`: dynamic parts are where they are
-    said to start.
+    said to start. `aligned`: elements of chunks start at multiples of 16 bytes.
     """
 
     item: int
@@ -51,16 +51,23 @@ class Launch:
     store: bool = True
     sums: bool = False
     packed: bool = False
+    aligned: bool = True
+
+
+@triton.jit
+def key_of(word):
+    """Keys of the digest of a chunk's words by their numbers, uint32."""
+    key = (word + 1) * _KEY_STEP
+    key = (key ^ (key >> _SHIFT0)) * _FACTOR0
+    key = (key ^ (key >> _SHIFT1)) * _FACTOR1
+    return key ^ (key >> _SHIFT2)
 
 
 @triton.jit
 def terms_of(v, i, ITEM: tl.constexpr):
     """Terms of the digest of elements `i` of a chunk, uint32."""
     at = (i * ITEM).to(tl.int64)
-    key = ((at >> 2) + 1).to(tl.uint32) * _KEY_STEP
-    key = (key ^ (key >> _SHIFT0)) * _FACTOR0
-    key = (key ^ (key >> _SHIFT1)) * _FACTOR1
-    key = key ^ (key >> _SHIFT2)
+    key = key_of((at >> 2).to(tl.uint32))
     word = v.to(tl.uint32)
     if ITEM < 4:
         word = word << ((at & 3).to(tl.uint32) * 8)

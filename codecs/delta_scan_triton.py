@@ -1,0 +1,209 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""delta on a GPU: which elements of a tile have changed, and their numbers in their classes.
+
+Every element is looked at once, as cheaply as can be: groups in which something has changed are
+noted, with how many elements of each class are before them. From these come the changed elements,
+a few in a hundred, and all else is done for those alone. Of a tile with more of them than there is
+memory for, the elements are found again, section by section, whenever they are needed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .delta_words_triton import (
+    FIELD,
+    LOG_TILE,
+    MASK,
+    PIECE,
+    TILE,
+    WORDS,
+    class_of,
+    exponents_of,
+    key_of,
+)
+
+#: Elements of a group, and groups and elements of a section.
+GROUP, ROWS, SECTION = tl.constexpr(8), tl.constexpr(256), tl.constexpr(2048)
+_SECTION_BITS = tl.constexpr(8)
+#: Where parts of a tile's work memory start, in words: counts of classes before each section; what
+#: is known of the list; groups with changes; the list. The memory of groups then has numbers in the
+#: order of classes, and a tile's words.
+TABLE, STATE, GROUPS, LIST = (tl.constexpr(n) for n in (32, 64, 72, 1032))
+MOST_GROUPS = tl.constexpr((LIST.value - GROUPS.value) // 2)
+MOST_LISTED = tl.constexpr(WORDS.value - LIST.value)
+SORTED = GROUPS
+SLOT = tl.constexpr(SORTED.value + PIECE.value)
+SLOT_WORDS = tl.constexpr(LIST.value - SLOT.value)
+#: Bits of a class in counts of a group, and of all of a tile.
+_SMALL, _SMALL_MASK = tl.constexpr(6), tl.constexpr(63)
+_LARGE, _LARGE_MASK = tl.constexpr(16), tl.constexpr(0xFFFF)
+_BELOW = tl.constexpr((1 << 48) - 1)
+
+
+@triton.jit
+def _refield(counts, FROM: tl.constexpr, MOST: tl.constexpr, TO: tl.constexpr, L: tl.constexpr):
+    """Counts of classes 1 on, in fields of FROM bits up to MOST, in such of TO bits; int64."""
+    wide = counts.to(tl.int64)
+    found = wide * 0
+    for c in tl.static_range(L.classes - 1):
+        found |= ((wide >> (FROM * c)) & MOST) << (TO * c)
+    return found
+
+
+@triton.jit
+def _total_of(counts, BITS: tl.constexpr, MOST: tl.constexpr, L: tl.constexpr):
+    """The sum of the fields of classes 1 on, int32."""
+    found = counts * 0
+    for c in tl.static_range(L.classes - 1):
+        found += (counts >> (BITS * c)) & MOST
+    return found.to(tl.int32)
+
+
+@triton.jit
+def sizes_of(counts, m, L: tl.constexpr):
+    """Elements of each class of a tile of `m`, 8 lanes."""
+    c = tl.arange(0, 8)
+    shift = tl.minimum(tl.maximum(c - 1, 0), 3) * _LARGE
+    others = ((counts >> shift.to(tl.int64)) & _LARGE_MASK).to(tl.int32)
+    others = tl.where((c > 0) & (c < L.classes), others, 0)
+    return tl.where(c == 0, m - tl.sum(others, 0), others)
+
+
+@triton.jit
+def _words_at(ptr, word, m, ITEM: tl.constexpr, WHOLE: tl.constexpr):
+    """32-bit words of the elements at `ptr`; behind `m` elements are zeros."""
+    if WHOLE:
+        return tl.load(ptr.to(tl.pointer_type(tl.uint32)) + word)
+    else:
+        found = (word * 0).to(tl.uint32)
+        for h in tl.static_range(4 // ITEM):
+            i = word * (4 // ITEM) + h
+            v = tl.load(ptr + i, mask=i < m, other=0).to(tl.uint32)
+            found |= v << (8 * ITEM * h)
+        return found
+
+
+@triton.jit
+def _scan_section(
+    base, x, info, at, m, word, center, groups, counts, digest, L: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Note the groups of a section that have changes; (groups, counts of classes, digest) with it.
+
+    `word` is the number of the tile's first word in its chunk. WHOLE: all of the section is there,
+    and at a multiple of 4 bytes.
+    """
+    WIDE: tl.constexpr = GROUP * L.item // 4
+    PER: tl.constexpr = 4 // L.item
+    row = tl.arange(0, ROWS)
+    number = (row * WIDE + at // PER)[:, None] + tl.arange(0, WIDE)[None, :]
+    v = _words_at(base, number, m, L.item, WHOLE)
+    y = _words_at(x, number, m, L.item, WHOLE)
+    digest += v.to(tl.uint64) * key_of(word + number.to(tl.uint32)).to(tl.uint64)
+    differs = tl.max((v != y).to(tl.int32), 1)
+    own = differs.to(tl.int64) << 48
+    if L.classes > 1:
+        ones = number * 0
+        for h in tl.static_range(PER):
+            e = exponents_of(v >> (8 * L.item * h), L)
+            one = (number * 0 + 1) << (class_of(e, center, L) * _SMALL)
+            if not WHOLE:
+                one = tl.where(number * PER + h < m, one, 0)
+            ones += one
+        own += _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
+    before = tl.cumsum(own, 0) - own
+    total = tl.sum(own, 0)
+    k = groups + (before >> 48).to(tl.int32)
+    entry = (before & _BELOW) | ((row + at // GROUP).to(tl.int64) << 48)
+    noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
+    tl.store(noted + k, entry, mask=(differs != 0) & (k < MOST_GROUPS))
+    table = (info + TABLE).to(tl.pointer_type(tl.int64))
+    tl.store(table + at // SECTION, counts)
+    groups += (total >> 48).to(tl.int32)
+    return groups, counts + _refield(total & _BELOW, FIELD, MASK, _LARGE, L), digest
+
+
+@triton.jit
+def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
+    """(groups with changes, counts of classes, the base's share of the digest) of a tile."""
+    WIDE: tl.constexpr = GROUP * L.item // 4
+    word = (begin // 4 * L.item).to(tl.uint32)
+    groups, counts = m * 0, (m * 0).to(tl.int64)
+    digest = tl.zeros([ROWS, WIDE], tl.uint64)
+    whole = m // SECTION * SECTION
+    if not L.aligned:
+        whole = m * 0
+    for at in range(0, whole, SECTION):
+        groups, counts, digest = _scan_section(
+            base, x, info, at, m, word, center, groups, counts, digest, L, True
+        )
+    for at in range(whole, m, SECTION):
+        groups, counts, digest = _scan_section(
+            base, x, info, at, m, word, center, groups, counts, digest, L, False
+        )
+    return groups, counts, tl.sum(tl.sum(digest, 1), 0)
+
+
+@triton.jit
+def _expand(base, x, info, group, fields, dense, m, center, need, found, window, L: tl.constexpr):
+    """List the elements of groups that have changed, and those of classes in `need`; how many.
+
+    `fields` are counts of classes before each group in its section, found here if `dense`. The list
+    gets those from number `window` on, as many as there is memory for.
+    """
+    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = i < m
+    v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
+    y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
+    c = class_of(exponents_of(v, L), center, L)
+    marks = (((v != y) | (((need >> c) & 1) != 0)) & inside).to(tl.int32)
+    ones = tl.where(inside, (i * 0 + 1) << (c * _SMALL), 0)
+    here = ((tl.cumsum(ones, 1) >> (c * _SMALL)) & _SMALL_MASK) - 1
+    own = _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
+    fields = tl.where(dense != 0, tl.cumsum(own, 0) - own, fields)
+    section = tl.minimum(group >> _SECTION_BITS, 15)
+    table = tl.load((info + TABLE).to(tl.pointer_type(tl.int64)) + section)
+    first = (
+        group * GROUP - _total_of(fields, FIELD, MASK, L) - _total_of(table, _LARGE, _LARGE_MASK, L)
+    )
+    which = tl.maximum(c - 1, 0)
+    rank = ((fields[:, None] >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
+    rank += ((table[:, None] >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
+    rank = here + tl.where(c > 0, rank, first[:, None])
+    count = tl.sum(marks, 1)
+    k = (found - window + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(marks, 1) - marks
+    mask = (marks != 0) & (k >= 0) & (k < MOST_LISTED)
+    tl.store(info + LIST + k, i | (rank << LOG_TILE), mask=mask)
+    return found + tl.sum(count, 0)
+
+
+@triton.jit
+def fill_list(base, x, info, groups, section, dense, m, center, need, window, L: tl.constexpr):
+    """The list of a tile, from the groups noted, or if `dense` of a section; how many there are."""
+    r = tl.arange(0, ROWS)
+    noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
+    found = m * 0
+    for at in range(0, tl.where(dense != 0, 1, groups), ROWS):
+        use = at + r < tl.where(dense != 0, 0, groups)
+        entry = tl.load(noted + at + r, mask=use, other=-1)
+        group = tl.where(dense != 0, section * ROWS + r, (entry >> 48).to(tl.int32))
+        # Of an entry that is not there no element is inside.
+        group = tl.where(group < 0, m, group)
+        found = _expand(
+            base, x, info, group, entry & _BELOW, dense, m, center, need, found, window, L
+        )
+    return found
+
+
+@triton.jit
+def listed(base, x, info, at, n, L: tl.constexpr):
+    """A piece of a list of `n`: (places, numbers in classes, base, new, whether it has changed)."""
+    i = at + tl.arange(0, PIECE)
+    use = i < n
+    entry = tl.load(info + LIST + i, mask=use, other=0)
+    place = entry & (TILE - 1)
+    v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
+    y = tl.load(x + place, mask=use, other=0).to(tl.uint32)
+    return place, entry >> LOG_TILE, v, y, v != y
