@@ -19,6 +19,7 @@ from .common.launch_triton import kernel
 from .delta_scan_triton import (
     MOST_GROUPS,
     MOST_LISTED,
+    PIECE,
     SECTION,
     SLOT,
     SLOT_WORDS,
@@ -35,7 +36,6 @@ from .delta_words_triton import (
     FIELD,
     LOG_TILE,
     MASK,
-    PIECE,
     SUMS,
     TILE,
     WORDS,
@@ -53,9 +53,6 @@ from .delta_words_triton import (
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
 _X0, _X1, _X2, _X3 = (tl.constexpr(excess) for excess in delta.EXCESS)
-#: Scales, at most, and what their costs are told from; none is as large as the last.
-BINS = tl.constexpr(512)
-_NONE = tl.constexpr(511)
 
 
 @triton.jit
@@ -97,6 +94,7 @@ def _scale(changes, large, above, least, L: tl.constexpr):
     """
     WIDTH: tl.constexpr = 8 * L.item
     MOST: tl.constexpr = (1 << L.exponent) - 1 + WIDTH
+    BINS: tl.constexpr = L.bins
     s = tl.arange(0, BINS)
     larges = tl.sum(large, 0)
     top = tl.max(tl.where(above > 0, s, -1), 0)
@@ -105,17 +103,17 @@ def _scale(changes, large, above, least, L: tl.constexpr):
     steps = tl.cumsum(below, 0) - below
     not_below = larges - tl.cumsum(large, 0) + large
     behind = larges - tl.cumsum(above, 0) + above
-    cost = 2 * (steps - _ahead(steps, s - WIDTH - 1))
-    cost += 2 * (LOG_TILE + WIDTH) * (not_below + _ahead(behind, s + 4))
-    cost += _X0 * above + _X1 * _ahead(above, s + 1)
-    cost += _X2 * _ahead(above, s + 2) + _X3 * _ahead(above, s + 3)
+    cost = 2 * (steps - _ahead(steps, s - WIDTH - 1, BINS))
+    cost += 2 * (LOG_TILE + WIDTH) * (not_below + _ahead(behind, s + 4, BINS))
+    cost += _X0 * above + _X1 * _ahead(above, s + 1, BINS)
+    cost += _X2 * _ahead(above, s + 2, BINS) + _X3 * _ahead(above, s + 3, BINS)
     cost = tl.where((s >= least) & (s <= last), cost, FAR)
     best = tl.min(cost, 0)
-    return tl.min(tl.where(cost == best, s, BINS), 0)
+    return tl.min(tl.where(cost == best, s, L.bins), 0)
 
 
 @triton.jit
-def _ahead(values, at):
+def _ahead(values, at, BINS: tl.constexpr):
     """Of BINS values those at other places, 0 where there are none."""
     found = tl.gather(values, tl.minimum(tl.maximum(at, 0), BINS - 1), 0)
     return tl.where((at >= 0) & (at < BINS), found, 0)
@@ -173,10 +171,10 @@ def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.
             _, size, _, _, _, _ = _change(v, y, e * 0, L)
             length = tl.where(changed, length_of(size), 0)
             large = length > 0
-            by_exponent += tl.histogram(tl.where(changed, e, _NONE), BINS)
-            large_ones += tl.histogram(tl.where(large, e, _NONE), BINS)
-            above += tl.histogram(tl.where(large, e + length, _NONE), BINS)
-            least = tl.minimum(least, tl.min(tl.where(changed, e, BINS), 0))
+            by_exponent += tl.histogram(tl.where(changed, e, L.bins - 1), L.bins)
+            large_ones += tl.histogram(tl.where(large, e, L.bins - 1), L.bins)
+            above += tl.histogram(tl.where(large, e + length, L.bins - 1), L.bins)
+            least = tl.minimum(least, tl.min(tl.where(changed, e, L.bins), 0))
     return changes, digest, least, (by_exponent, large_ones, above)
 
 
@@ -230,6 +228,34 @@ def _weigh_list(base, x, info, n, center, scale, lists, low, state, L: tl.conste
 
 
 @kernel
+def scan_kernel(
+    x_ptr,
+    from_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """Compare a tile with the base: where something has changed, and the base's digest."""
+    chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
+    if L.aligned:
+        first = tl.multiple_of(first, 16)
+    info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+    base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
+    center = _center(base, m, L)
+    groups, counts, of_base = scan_tile(base, x, info, m, begin, center, L)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    # A result has the digest of its base, but for what has changed.
+    total = of_base.to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + 1 + tl.arange(0, 2), total, sem="relaxed")
+    tl.store(info + 2, center)
+    tl.store(info + STATE + 4, groups)
+    tl.store((info + STATE + 6).to(tl.pointer_type(tl.int64)), counts)
+
+
+@kernel
 def measure_kernel(
     x_ptr,
     from_ptr,
@@ -240,7 +266,7 @@ def measure_kernel(
     sums_words: tl.int64,
     L: tl.constexpr,
 ):
-    """Compare a tile with the base: digests, what it takes, and its words if they are not many.
+    """What a tile takes, its words if they are not many, and its share of the result's digest.
 
     Known of a tile: words, whether it is plain, center, scale, exceptions, bits of quotients, low
     bits, changes; then of each class size, changes, and bits of quotients of gaps; whether elements
@@ -248,26 +274,22 @@ def measure_kernel(
     """
     WIDTH: tl.constexpr = 8 * L.item
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
-    if L.aligned:
-        first = tl.multiple_of(first, 16)
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
-    center = _center(base, m, L)
+    center, groups = tl.load(info + 2), tl.load(info + STATE + 4)
     c = tl.arange(0, 8)
-    groups, counts, of_base = scan_tile(base, x, info, m, begin, center, L)
-    sizes = sizes_of(counts, m, L)
+    sizes = sizes_of(tl.load((info + STATE + 6).to(tl.pointer_type(tl.int64))), m, L)
     need = m * 0
     entries = m * 0
     dense = (groups > MOST_GROUPS).to(tl.int32)
-    tl.debug_barrier()
     if (dense == 0) & (groups > 0):
         entries = fill_list(base, x, info, groups, m * 0, dense, m, center, need, m * 0, L)
         dense = (entries > MOST_LISTED).to(tl.int32)
     sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
     changes = tl.zeros([8], tl.int32)
     of_changes = tl.zeros([PIECE], tl.uint64)
-    least = m * 0 + BINS
-    none = tl.zeros([BINS], tl.int32)
+    least = m * 0 + L.bins
+    none = tl.zeros([L.bins], tl.int32)
     bins = none, none, none
     for section in range(sections):
         window, n = m * 0, m * 0 + 1
@@ -283,9 +305,8 @@ def measure_kernel(
             )
             window += MOST_LISTED
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    of_result = of_base + tl.sum(of_changes, 0)
-    tl.atomic_add(sums + 1, of_base.to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums + 2, of_result.to(tl.int64, bitcast=True), sem="relaxed")
+    digest = tl.sum(of_changes, 0).to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + 2, digest, sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
     scale, exceptions, quotients, low_total = m * 0, m * 0, m * 0, m * 0
@@ -293,7 +314,7 @@ def measure_kernel(
     if total > 0:
         if not L.overwrite:
             by_exponent, large, above = bins
-            s = tl.arange(0, BINS) == _NONE
+            s = tl.arange(0, L.bins) == L.bins - 1
             by_exponent, large = tl.where(s, 0, by_exponent), tl.where(s, 0, large)
             scale = _scale(by_exponent, large, tl.where(s, 0, above), least, L)
         many = tl.minimum(changes, sizes - changes)
@@ -328,7 +349,6 @@ def measure_kernel(
         words = tl.minimum(words, of_plain)
     tl.store(info, words)
     tl.store(info + 1, plain)
-    tl.store(info + 2, center)
     tl.store(info + 3, scale)
     tl.store(info + 4, exceptions)
     tl.store(info + 5, quotients)

@@ -17,7 +17,6 @@ from .delta_words_triton import (
     FIELD,
     LOG_TILE,
     MASK,
-    PIECE,
     TILE,
     WORDS,
     class_of,
@@ -27,11 +26,13 @@ from .delta_words_triton import (
 
 #: Elements of a group, and groups and elements of a section.
 GROUP, ROWS, SECTION = tl.constexpr(8), tl.constexpr(256), tl.constexpr(2048)
+#: Groups whose elements are listed at a time, and elements of a list that are looked at at a time.
+_AT_ONCE, PIECE = tl.constexpr(32), tl.constexpr(128)
 _SECTION_BITS = tl.constexpr(8)
 #: Where parts of a tile's work memory start, in words: counts of classes before each section; what
 #: is known of the list; groups with changes; the list. The memory of groups then has numbers in the
 #: order of classes, and a tile's words.
-TABLE, STATE, GROUPS, LIST = (tl.constexpr(n) for n in (32, 64, 72, 1032))
+TABLE, STATE, GROUPS, LIST = (tl.constexpr(n) for n in (32, 64, 80, 1040))
 MOST_GROUPS = tl.constexpr((LIST.value - GROUPS.value) // 2)
 MOST_LISTED = tl.constexpr(WORDS.value - LIST.value)
 SORTED = GROUPS
@@ -147,11 +148,14 @@ def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
 
 
 @triton.jit
-def _expand(base, x, info, group, fields, dense, m, center, need, found, window, L: tl.constexpr):
-    """List the elements of groups that have changed, and those of classes in `need`; how many.
+def _expand(
+    base, x, info, group, fields, counts, dense, m, center, need, found, window, L: tl.constexpr
+):
+    """List the elements of groups that have changed, and those of classes in `need`.
 
-    `fields` are counts of classes before each group in its section, found here if `dense`. The list
-    gets those from number `window` on, as many as there is memory for.
+    `fields` are counts of classes before each group in its section; if `dense` they are found here,
+    and `counts` are those before all of the groups. The list gets elements from number `window` on,
+    as many as there is memory for. Gives what `found` and `counts` are behind the groups.
     """
     i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = i < m
@@ -161,38 +165,41 @@ def _expand(base, x, info, group, fields, dense, m, center, need, found, window,
     marks = (((v != y) | (((need >> c) & 1) != 0)) & inside).to(tl.int32)
     ones = tl.where(inside, (i * 0 + 1) << (c * _SMALL), 0)
     here = ((tl.cumsum(ones, 1) >> (c * _SMALL)) & _SMALL_MASK) - 1
-    own = _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
-    fields = tl.where(dense != 0, tl.cumsum(own, 0) - own, fields)
+    if dense != 0:
+        own = _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
+        fields = counts + tl.cumsum(own, 0) - own
+        counts += tl.sum(own, 0)
     section = tl.minimum(group >> _SECTION_BITS, 15)
     table = tl.load((info + TABLE).to(tl.pointer_type(tl.int64)) + section)
-    first = (
-        group * GROUP - _total_of(fields, FIELD, MASK, L) - _total_of(table, _LARGE, _LARGE_MASK, L)
-    )
+    first = group * GROUP - _total_of(fields, FIELD, MASK, L)
+    first -= _total_of(table, _LARGE, _LARGE_MASK, L)
     which = tl.maximum(c - 1, 0)
     rank = ((fields[:, None] >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
     rank += ((table[:, None] >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
     rank = here + tl.where(c > 0, rank, first[:, None])
     count = tl.sum(marks, 1)
-    k = (found - window + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(marks, 1) - marks
+    upto = tl.cumsum(count, 0)
+    k = (found - window + upto - count)[:, None] + tl.cumsum(marks, 1) - marks
     mask = (marks != 0) & (k >= 0) & (k < MOST_LISTED)
     tl.store(info + LIST + k, i | (rank << LOG_TILE), mask=mask)
-    return found + tl.sum(count, 0)
+    return found + tl.sum(count, 0), counts
 
 
 @triton.jit
 def fill_list(base, x, info, groups, section, dense, m, center, need, window, L: tl.constexpr):
     """The list of a tile, from the groups noted, or if `dense` of a section; how many there are."""
-    r = tl.arange(0, ROWS)
+    r = tl.arange(0, _AT_ONCE)
     noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
-    found = m * 0
-    for at in range(0, tl.where(dense != 0, 1, groups), ROWS):
+    found, counts = m * 0, (m * 0).to(tl.int64)
+    for at in range(0, tl.where(dense != 0, ROWS, groups), _AT_ONCE):
         use = at + r < tl.where(dense != 0, 0, groups)
         entry = tl.load(noted + at + r, mask=use, other=-1)
-        group = tl.where(dense != 0, section * ROWS + r, (entry >> 48).to(tl.int32))
+        group = tl.where(dense != 0, section * ROWS + at + r, (entry >> 48).to(tl.int32))
         # Of an entry that is not there no element is inside.
         group = tl.where(group < 0, m, group)
-        found = _expand(
-            base, x, info, group, entry & _BELOW, dense, m, center, need, found, window, L
+        fields = entry & _BELOW
+        found, counts = _expand(
+            base, x, info, group, fields, counts, dense, m, center, need, found, window, L
         )
     return found
 

@@ -36,7 +36,7 @@ from .common.frame_triton import (
 from .common.launch_triton import Variant, kernel, options
 from .common.minifloat_triton import aligned_for
 from .delta import MAX_QUOTIENT, Delta, kind_of, sums_scratch, tile_count
-from .delta_encode_triton import measure_kernel, pack_kernel, place_kernel
+from .delta_encode_triton import measure_kernel, pack_kernel, place_kernel, scan_kernel
 from .delta_words_triton import (
     COUNTS,
     DIGESTS,
@@ -548,8 +548,8 @@ def launch_of(spec: Delta, dtype: DType, **values: bool) -> Launch:
 
 
 @functools.cache
-def _variant(which, spec: Delta, dtype: DType, **values: bool) -> Variant:
-    return Variant(which, options(4), L=launch_of(spec, dtype, **values))
+def _variant(which, spec: Delta, dtype: DType, warps: int = 4, **values: bool) -> Variant:
+    return Variant(which, options(warps), L=launch_of(spec, dtype, **values))
 
 
 _RESULT = Variant(_result_kernel, options(1))
@@ -588,8 +588,9 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
         return
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
-    measure = _variant(measure_kernel, spec, dtype, aligned=aligned)
-    measure.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
+    for which, warps in ((scan_kernel, 4), (measure_kernel, 1)):
+        variant = _variant(which, spec, dtype, warps, aligned=aligned)
+        variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
     pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
     pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
