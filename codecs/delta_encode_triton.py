@@ -274,6 +274,8 @@ def measure_kernel(
     """
     WIDTH: tl.constexpr = 8 * L.item
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
+    if L.aligned:
+        first = tl.multiple_of(first, 16)
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
     center, groups = tl.load(info + 2), tl.load(info + STATE + 4)

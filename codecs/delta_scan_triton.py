@@ -25,10 +25,10 @@ from .delta_words_triton import (
 )
 
 #: Elements of a group, and groups and elements of a section.
-GROUP, ROWS, SECTION = tl.constexpr(8), tl.constexpr(256), tl.constexpr(2048)
+GROUP, ROWS, SECTION = tl.constexpr(16), tl.constexpr(128), tl.constexpr(2048)
 #: Groups whose elements are listed at a time, and elements of a list that are looked at at a time.
 _AT_ONCE, PIECE = tl.constexpr(32), tl.constexpr(128)
-_SECTION_BITS = tl.constexpr(8)
+_SECTION_BITS = tl.constexpr(7)
 #: Where parts of a tile's work memory start, in words: counts of classes before each section; what
 #: is known of the list; groups with changes; the list. The memory of groups then has numbers in the
 #: order of classes, and a tile's words.
@@ -99,20 +99,25 @@ def _scan_section(
     WIDE: tl.constexpr = GROUP * L.item // 4
     PER: tl.constexpr = 4 // L.item
     row = tl.arange(0, ROWS)
-    number = (row * WIDE + at // PER)[:, None] + tl.arange(0, WIDE)[None, :]
-    v = _words_at(base, number, m, L.item, WHOLE)
-    y = _words_at(x, number, m, L.item, WHOLE)
-    digest += v.to(tl.uint64) * key_of(word + number.to(tl.uint32)).to(tl.uint64)
-    differs = tl.max((v != y).to(tl.int32), 1)
-    own = differs.to(tl.int64) << 48
+    ones = tl.zeros([ROWS, 4], tl.int32)
+    differs = tl.zeros([ROWS, 4], tl.uint32)
+    # Words of 16 bytes at a time: as many as a thread loads at once.
+    for part in tl.static_range(WIDE // 4):
+        number = (row * WIDE + (at // PER + 4 * part))[:, None] + tl.arange(0, 4)[None, :]
+        v = _words_at(base, number, m, L.item, WHOLE)
+        y = _words_at(x, number, m, L.item, WHOLE)
+        digest += v.to(tl.uint64) * key_of(word + number.to(tl.uint32)).to(tl.uint64)
+        differs |= v ^ y
+        if L.classes > 1:
+            for h in tl.static_range(PER):
+                e = exponents_of(v >> (8 * L.item * h), L)
+                one = (number * 0 + 1) << (class_of(e, center, L) * _SMALL)
+                if not WHOLE:
+                    one = tl.where(number * PER + h < m, one, 0)
+                ones += one
+    differs = tl.max(differs, 1)
+    own = (differs != 0).to(tl.int64) << 48
     if L.classes > 1:
-        ones = number * 0
-        for h in tl.static_range(PER):
-            e = exponents_of(v >> (8 * L.item * h), L)
-            one = (number * 0 + 1) << (class_of(e, center, L) * _SMALL)
-            if not WHOLE:
-                one = tl.where(number * PER + h < m, one, 0)
-            ones += one
         own += _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
     before = tl.cumsum(own, 0) - own
     total = tl.sum(own, 0)
@@ -129,10 +134,9 @@ def _scan_section(
 @triton.jit
 def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
     """(groups with changes, counts of classes, the base's share of the digest) of a tile."""
-    WIDE: tl.constexpr = GROUP * L.item // 4
     word = (begin // 4 * L.item).to(tl.uint32)
     groups, counts = m * 0, (m * 0).to(tl.int64)
-    digest = tl.zeros([ROWS, WIDE], tl.uint64)
+    digest = tl.zeros([ROWS, 4], tl.uint64)
     whole = m // SECTION * SECTION
     if not L.aligned:
         whole = m * 0
@@ -159,8 +163,13 @@ def _expand(
     """
     i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = i < m
-    v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-    y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
+    if m % GROUP == 0:
+        # Groups are whole, so each is loaded at once.
+        rows = (group < m // GROUP)[:, None] & (i >= 0)
+        v, y = tl.load(base + i, mask=rows, other=0), tl.load(x + i, mask=rows, other=0)
+    else:
+        v, y = tl.load(base + i, mask=inside, other=0), tl.load(x + i, mask=inside, other=0)
+    v, y = v.to(tl.uint32), y.to(tl.uint32)
     c = class_of(exponents_of(v, L), center, L)
     marks = (((v != y) | (((need >> c) & 1) != 0)) & inside).to(tl.int32)
     ones = tl.where(inside, (i * 0 + 1) << (c * _SMALL), 0)
