@@ -145,17 +145,12 @@ def _by_class(values, c):
 
 
 @triton.jit
-def _counts(ones):
-    """How many of each class, 8 lanes, of marks in fields of FIELD bits."""
-    c = tl.arange(0, 8)
-    counts = (tl.sum(ones, 0) >> (tl.minimum(c, 4) * FIELD).to(tl.int64)) & MASK
-    return tl.where(c < 5, counts, 0).to(tl.int32)
-
-
-@triton.jit
-def _marks(use, c):
-    """Marks of elements that are used, in fields of classes; int64."""
-    return use.to(tl.int64) << (c * FIELD).to(tl.int64)
+def _counts(use, c):
+    """How many of those used are of each class, 8 lanes."""
+    lane = tl.arange(0, 8)
+    total = tl.sum(use.to(tl.int64) << (c * FIELD).to(tl.int64), 0)
+    counts = (total >> (tl.minimum(lane, 4) * FIELD).to(tl.int64)) & MASK
+    return tl.where(lane < 5, counts, 0).to(tl.int32)
 
 
 @triton.jit
@@ -165,7 +160,7 @@ def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.
     for at in range(0, n, PIECE):
         place, _, v, y, changed = listed(base, x, info, at, n, L)
         e = exponents_of(v, L)
-        changes += _counts(_marks(changed, class_of(e, center, L)))
+        changes += _counts(changed, class_of(e, center, L))
         digest += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
         if not L.overwrite:
             _, size, _, _, _, _ = _change(v, y, e * 0, L)
@@ -179,52 +174,58 @@ def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.
 
 
 @triton.jit
-def _gaps(base, x, info, at, n, center, lists, before, last, L: tl.constexpr):
-    """A piece of a list: changes, gaps, and what is listed of each class.
+def _gaps(base, x, info, at, n, center, lists, ahead, L: tl.constexpr):
+    """A piece of a list: changes, and gaps of what is listed of each class, class by class.
 
-    Of each class `before` is how many are listed before the piece, `last` how many that are not
-    listed are before the last of those. Gives (base, new, changed, classes, whether listed, number
-    among the listed ones of the class, gap), then what `before` and `last` are behind the piece.
+    `ahead` is of each class the number behind that of the last one listed. Gives (base, new,
+    changed), then by gap (class, whether there is one, gap), then how many there are of each class,
+    where in the piece those start, and what `ahead` is behind the piece.
     """
     _, rank, v, y, changed = listed(base, x, info, at, n, L)
+    q, lane = tl.arange(0, PIECE), tl.arange(0, 8)
     c = class_of(exponents_of(v, L), center, L)
-    use = (at + tl.arange(0, PIECE) < n) & (changed == (((lists >> c) & 1) != 0))
-    marks = _marks(use, c)
-    counts = _counts(marks)
+    use = (at + q < n) & (changed == (((lists >> c) & 1) != 0))
+    marks = use.to(tl.int64) << (c * FIELD).to(tl.int64)
+    total = tl.sum(marks, 0)
+    starts = (total << FIELD) + (total << 2 * FIELD) + (total << 3 * FIELD) + (total << 4 * FIELD)
     shift = (c * FIELD).to(tl.int64)
-    number = ((tl.cumsum(marks, 0) >> shift) & MASK).to(tl.int32) - 1
-    earlier = _of_class(before, c) + number
-    others = rank - earlier
-    # Put in the order of classes, the one before it is that of the same class.
-    lane = tl.arange(0, 8)
-    starts = tl.cumsum(counts, 0) - counts
-    to = info + SORTED + _of_class(starts, c) + number
+    to = ((starts + tl.cumsum(marks, 0) - marks) >> shift) & MASK
     tl.debug_barrier()
-    tl.store(to, others, mask=use)
+    tl.store(info + SORTED + to.to(tl.int32), rank, mask=use)
     tl.debug_barrier()
-    ahead = tl.load(to - 1, mask=use & (number > 0), other=0)
-    gap = others - tl.where(number > 0, ahead, _of_class(last, c))
-    behind = tl.load(info + SORTED + starts + counts - 1, mask=(counts > 0) & (lane < 5), other=0)
-    last = tl.where(counts > 0, behind, last)
-    return v, y, changed, c, use, earlier, tl.where(use, gap, 0), before + counts, last
+    shift = (tl.minimum(lane, 4) * FIELD).to(tl.int64)
+    counts = tl.where(lane < 5, (total >> shift) & MASK, 0).to(tl.int32)
+    begins = ((starts >> shift) & MASK).to(tl.int32)
+    c, first = q * 0, q == 0
+    for k in tl.static_range(L.classes - 1):
+        start = ((starts >> ((k + 1) * FIELD)) & MASK).to(tl.int32)
+        c += (q >= start).to(tl.int32)
+        first = first | (q == start)
+    there = q < tl.sum(counts, 0)
+    rank = tl.load(info + SORTED + q, mask=there, other=0)
+    before = tl.load(info + SORTED + q - 1, mask=there & (q > 0), other=0)
+    gap = rank - tl.where(first, _of_class(ahead, c), before + 1)
+    last = tl.load(info + SORTED + begins + counts - 1, mask=counts > 0, other=0)
+    ahead = tl.where(counts > 0, last + 1, ahead)
+    return v, y, changed, c, there, tl.where(there, gap, 0), counts, begins, ahead
 
 
 @triton.jit
 def _weigh_list(base, x, info, n, center, scale, lists, low, state, L: tl.constexpr):
     """Add up what a list of `n` takes."""
-    before, last, gap_bits, exceptions, quotients, low_total = state
+    ahead, gap_bits, exceptions, quotients, low_total = state
     for at in range(0, n, PIECE):
-        v, y, changed, c, use, _, gap, before, last = _gaps(
-            base, x, info, at, n, center, lists, before, last, L
+        v, y, changed, c, there, gap, _, _, ahead = _gaps(
+            base, x, info, at, n, center, lists, ahead, L
         )
-        codes = tl.where(use, (gap >> _of_class(low, c)) + 1, 0)
+        codes = tl.where(there, (gap >> ((low >> (c * 4)) & 15)) + 1, 0)
         gap_bits += tl.sum(_by_class(codes, c), 1)
         if not L.overwrite:
             _, _, hot, bits, quotient, exception = _change(v, y, scale, L)
             exceptions += tl.sum((changed & exception).to(tl.int32), 0)
             quotients += tl.sum(tl.where(changed, hot + quotient, 0), 0)
             low_total += tl.sum(tl.where(changed, bits, 0), 0)
-    return before, last, gap_bits, exceptions, quotients, low_total
+    return ahead, gap_bits, exceptions, quotients, low_total
 
 
 @kernel
@@ -300,7 +301,6 @@ def measure_kernel(
             tl.debug_barrier()
             if dense != 0:
                 n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
-                tl.debug_barrier()
             many = tl.minimum(n - window, MOST_LISTED)
             changes, of_changes, least, bins = _tally(
                 base, x, info, many, begin, center, changes, of_changes, least, bins, L
@@ -320,11 +320,11 @@ def measure_kernel(
             by_exponent, large = tl.where(s, 0, by_exponent), tl.where(s, 0, large)
             scale = _scale(by_exponent, large, tl.where(s, 0, above), least, L)
         many = tl.minimum(changes, sizes - changes)
-        lists, low = _lists(changes, sizes)
+        lists, low, lows = _lists(changes, sizes)
         need = tl.sum(tl.where((2 * changes > sizes) & (many > 0), 1 << c, 0), 0)
         dense = dense | (need != 0).to(tl.int32)
         sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
-        state = c * 0, c * 0, gap_bits, exceptions, quotients, low_total
+        state = c * 0, gap_bits, exceptions, quotients, low_total
         for section in range(sections):
             window, n = m * 0, m * 0 + 1
             while window < n:
@@ -332,11 +332,10 @@ def measure_kernel(
                 tl.debug_barrier()
                 if dense != 0:
                     n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
-                    tl.debug_barrier()
                 upto = tl.minimum(n - window, MOST_LISTED)
-                state = _weigh_list(base, x, info, upto, center, scale, lists, low, state, L)
+                state = _weigh_list(base, x, info, upto, center, scale, lists, lows, state, L)
                 window += MOST_LISTED
-        _, _, gap_bits, exceptions, quotients, low_total = state
+        _, gap_bits, exceptions, quotients, low_total = state
         nbits = m * 0 + 1
         gammas = tl.where(c < L.classes, 2 * log16(changes + 1) - 1, 0)
         if L.overwrite:
@@ -369,9 +368,11 @@ def measure_kernel(
 
 @triton.jit
 def _lists(changes, sizes):
-    """(Bits of classes whose changes are listed, low bits of their gaps) of 8 lanes."""
-    lists = tl.sum(tl.where(2 * changes <= sizes, 1 << tl.arange(0, 8), 0), 0)
-    return lists, low_bits(sizes, tl.minimum(changes, sizes - changes))
+    """(Bits of classes whose changes are listed, low bits of gaps, and those in 4 bits each)."""
+    c = tl.arange(0, 8)
+    lists = tl.sum(tl.where(2 * changes <= sizes, 1 << c, 0), 0)
+    low = low_bits(sizes, tl.minimum(changes, sizes - changes))
+    return lists, low, tl.sum(tl.where(c < 5, low << (c * 4), 0), 0)
 
 
 @triton.jit
@@ -405,7 +406,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     total = tl.load(info + 7)
     dense, entries = tl.load(info + STATE), tl.load(info + STATE + 1)
     need = tl.load(info + STATE + 2)
-    lists, low = _lists(changes, sizes)
+    lists, low, lows = _lists(changes, sizes)
     one = c == 0
     head = m * 0 + 1
     if not L.overwrite:
@@ -441,11 +442,10 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     if not L.overwrite:
         value_at = head + tl.load(info + 5)
         exception_at = value_at + tl.load(info + 6)
-    before, last = c * 0, c * 0
     done, number = m * 0, m * 0
     sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
     places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
-    state = before, last, done, number
+    state = c * 0, done, number
     for section in range(sections):
         window, n = m * 0, m * 0 + 1
         while window < n:
@@ -453,56 +453,76 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
             tl.debug_barrier()
             if dense != 0:
                 n = fill_list(base, x, info, m * 0, section, dense, m, center, need, window, L)
-                tl.debug_barrier()
             upto = tl.minimum(n - window, MOST_LISTED)
             places, state = _write_list(
-                base, x, info, upto, words, center, scale, lists, low, places, state, L
+                base, x, info, upto, words, center, scale, lists, low, lows, places, state, L
             )
             window += MOST_LISTED
 
 
 @triton.jit
-def _write_list(base, x, info, n, words, center, scale, lists, low, places, state, L: tl.constexpr):
+def _write_list(
+    base, x, info, n, words, center, scale, lists, low, lows, places, state, L: tl.constexpr
+):
     """Write what a list of `n` says; `places` are where its parts go to."""
     WIDTH: tl.constexpr = 8 * L.item
     low_at, gap_at, sign_at, quotient_at, value_at, exception_at = places
-    before, last, done, number = state
+    ahead, done, number = state
+    q = tl.arange(0, PIECE)
     for at in range(0, n, PIECE):
-        v, y, changed, c, use, earlier, gaps, before, last = _gaps(
-            base, x, info, at, n, center, lists, before, last, L
+        v, y, changed, c, there, gap, counts, begins, ahead = _gaps(
+            base, x, info, at, n, center, lists, ahead, L
         )
-        own = _of_class(low, c)
-        to_low = _of_class(low_at, c) + earlier * own
-        _put(words, to_low, gaps.to(tl.uint32), own, use & (own > 0))
-        codes = _by_class(tl.where(use, (gaps >> own) + 1, 0), c)
-        to_gap = gap_at[:, None] + tl.cumsum(codes, 1) - 1
-        ends = tl.sum(tl.where(tl.arange(0, 8)[:, None] == c[None, :], to_gap, 0), 0)
-        mark = use.to(tl.int32)
-        _put(words, ends, mark.to(tl.uint32), mark, use)
-        gap_at += tl.sum(codes, 1)
+        own = (lows >> (c * 4)) & 15
+        to = _of_class(low_at - begins * low, c) + q * own
+        _put(words, to, gap.to(tl.uint32), own, there & (own > 0))
+        low_at += counts * low
+        codes = tl.where(there, (gap >> own) + 1, 0)
+        sums = tl.sum(_by_class(codes, c), 1)
+        to = _of_class(gap_at - tl.cumsum(sums, 0) + sums, c) + tl.cumsum(codes, 0) - 1
+        _mark(words, to, there)
+        gap_at += sums
         mark = changed.to(tl.int32)
-        k = done + tl.cumsum(mark, 0) - mark
         if L.overwrite:
+            k = done + tl.cumsum(mark, 0) - mark
             _put(words, value_at + k * WIDTH, y, mark * WIDTH, changed)
+            done += tl.sum(mark, 0)
         else:
             negative, size, hot, bits, quotient, exception = _change(v, y, scale, L)
-            _put(words, sign_at + k, negative.to(tl.uint32), mark, changed)
-            code = tl.where(changed, hot + quotient, 0)
-            to = quotient_at + tl.cumsum(code, 0) - 1
-            _put(words, to, mark.to(tl.uint32), mark, changed & (hot != 0))
-            quotient_at += tl.sum(code, 0)
-            bits = tl.where(changed, bits, 0)
-            to = value_at + tl.cumsum(bits, 0) - bits
-            _put(words, to, tl.where(exception, 0, size), bits, bits > 0)
-            value_at += tl.sum(bits, 0)
+            code, bits = tl.where(changed, hot + quotient, 0), tl.where(changed, bits, 0)
             odd = (changed & exception).to(tl.int32)
-            to = exception_at + (number + tl.cumsum(odd, 0) - odd) * (LOG_TILE + WIDTH)
-            _put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
-            _put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
-            number += tl.sum(odd, 0)
-        done += tl.sum(mark, 0)
+            # Each of the four numbers has 16 bits for its sum.
+            all_four = mark.to(tl.int64) | (odd.to(tl.int64) << 16)
+            all_four |= (code.to(tl.int64) << 32) | (bits.to(tl.int64) << 48)
+            upto, total = tl.cumsum(all_four, 0), tl.sum(all_four, 0)
+            k = done + _quarter(upto, 0) - mark
+            _mark(words, sign_at + k, changed & negative)
+            _mark(words, quotient_at + _quarter(upto, 2) - 1, changed & (hot != 0))
+            to = value_at + _quarter(upto, 3) - bits
+            _put(words, to, tl.where(exception, 0, size), bits, bits > 0)
+            if _quarter(total, 1) > 0:
+                to = exception_at + (number + _quarter(upto, 1) - odd) * (LOG_TILE + WIDTH)
+                _put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
+                _put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
+            done += _quarter(total, 0)
+            number += _quarter(total, 1)
+            quotient_at += _quarter(total, 2)
+            value_at += _quarter(total, 3)
     places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
-    return places, (before, last, done, number)
+    return places, (ahead, done, number)
+
+
+@triton.jit
+def _quarter(sums, k):
+    """Number `k` of sums of 16 bits each."""
+    return ((sums >> (16 * k)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _mark(words, at, use):
+    """Set single bits."""
+    one = (at * 0 + 1) << (at & 31)
+    tl.atomic_or(words + (at >> 5), one, mask=use, sem="relaxed")
 
 
 @kernel

@@ -28,7 +28,6 @@ from .delta_words_triton import (
 GROUP, ROWS, SECTION = tl.constexpr(16), tl.constexpr(128), tl.constexpr(2048)
 #: Groups whose elements are listed at a time, and elements of a list that are looked at at a time.
 _AT_ONCE, PIECE = tl.constexpr(32), tl.constexpr(128)
-_SECTION_BITS = tl.constexpr(7)
 #: Where parts of a tile's work memory start, in words: counts of classes before each section; what
 #: is known of the list; groups with changes; the list. The memory of groups then has numbers in the
 #: order of classes, and a tile's words.
@@ -36,12 +35,16 @@ TABLE, STATE, GROUPS, LIST = (tl.constexpr(n) for n in (32, 64, 80, 1040))
 MOST_GROUPS = tl.constexpr((LIST.value - GROUPS.value) // 2)
 MOST_LISTED = tl.constexpr(WORDS.value - LIST.value)
 SORTED = GROUPS
-SLOT = tl.constexpr(SORTED.value + PIECE.value)
+SLOT = tl.constexpr(GROUPS.value + 2 * ROWS.value)
 SLOT_WORDS = tl.constexpr(LIST.value - SLOT.value)
 #: Bits of a class in counts of a group, and of all of a tile.
 _SMALL, _SMALL_MASK = tl.constexpr(6), tl.constexpr(63)
 _LARGE, _LARGE_MASK = tl.constexpr(16), tl.constexpr(0xFFFF)
 _BELOW = tl.constexpr((1 << 48) - 1)
+#: A group behind a tile's last one.
+_NOWHERE = tl.constexpr((TILE.value // GROUP.value) << 48)
+#: Where in an entry of a list that is being made the number of a group is.
+_SLOT_AT = tl.constexpr(20)
 
 
 @triton.jit
@@ -152,64 +155,119 @@ def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
 
 
 @triton.jit
-def _expand(
-    base, x, info, group, fields, counts, dense, m, center, need, found, window, L: tl.constexpr
-):
-    """List the elements of groups that have changed, and those of classes in `need`.
-
-    `fields` are counts of classes before each group in its section; if `dense` they are found here,
-    and `counts` are those before all of the groups. The list gets elements from number `window` on,
-    as many as there is memory for. Gives what `found` and `counts` are behind the groups.
-    """
-    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = i < m
+def _pair_at(base, x, i, m, ITEM: tl.constexpr):
+    """Elements of base and tensor, whole 16 bytes of each at once where a tile has whole groups."""
     if m % GROUP == 0:
-        # Groups are whole, so each is loaded at once.
-        rows = (group < m // GROUP)[:, None] & (i >= 0)
+        rows = (i < m) & (i >= 0)
+        rows = tl.max_constancy(rows, [1, 16 // ITEM])
         v, y = tl.load(base + i, mask=rows, other=0), tl.load(x + i, mask=rows, other=0)
     else:
-        v, y = tl.load(base + i, mask=inside, other=0), tl.load(x + i, mask=inside, other=0)
-    v, y = v.to(tl.uint32), y.to(tl.uint32)
-    c = class_of(exponents_of(v, L), center, L)
-    marks = (((v != y) | (((need >> c) & 1) != 0)) & inside).to(tl.int32)
-    ones = tl.where(inside, (i * 0 + 1) << (c * _SMALL), 0)
-    here = ((tl.cumsum(ones, 1) >> (c * _SMALL)) & _SMALL_MASK) - 1
-    if dense != 0:
-        own = _refield(tl.sum(ones, 1) >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
-        fields = counts + tl.cumsum(own, 0) - own
+        v, y = tl.load(base + i, mask=i < m, other=0), tl.load(x + i, mask=i < m, other=0)
+    return v.to(tl.uint32), y.to(tl.uint32)
+
+
+@triton.jit
+def _note_all(base, x, info, section, m, center, L: tl.constexpr):
+    """Note all groups of a section."""
+    PART: tl.constexpr = 16 // L.item
+    r = tl.arange(0, _AT_ONCE)
+    noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
+    counts = (m * 0).to(tl.int64)
+    for at in range(0, ROWS, _AT_ONCE):
+        group = section * ROWS + at + r
+        own = group.to(tl.int64) * 0
+        if L.classes > 1:
+            ones = tl.zeros([_AT_ONCE], tl.int32)
+            for part in tl.static_range(GROUP // PART):
+                i = (group * GROUP + part * PART)[:, None] + tl.arange(0, PART)[None, :]
+                v, _ = _pair_at(base, x, i, m, L.item)
+                c = class_of(exponents_of(v, L), center, L)
+                ones += tl.sum(tl.where(i < m, (i * 0 + 1) << (c * _SMALL), 0), 1)
+            own = _refield(ones >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
+        before = counts + tl.cumsum(own, 0) - own
+        tl.store(noted + at + r, before | (group.to(tl.int64) << 48))
         counts += tl.sum(own, 0)
-    section = tl.minimum(group >> _SECTION_BITS, 15)
-    table = tl.load((info + TABLE).to(tl.pointer_type(tl.int64)) + section)
-    first = group * GROUP - _total_of(fields, FIELD, MASK, L)
-    first -= _total_of(table, _LARGE, _LARGE_MASK, L)
-    which = tl.maximum(c - 1, 0)
-    rank = ((fields[:, None] >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
-    rank += ((table[:, None] >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
-    rank = here + tl.where(c > 0, rank, first[:, None])
-    count = tl.sum(marks, 1)
-    upto = tl.cumsum(count, 0)
-    k = (found - window + upto - count)[:, None] + tl.cumsum(marks, 1) - marks
-    mask = (marks != 0) & (k >= 0) & (k < MOST_LISTED)
-    tl.store(info + LIST + k, i | (rank << LOG_TILE), mask=mask)
-    return found + tl.sum(count, 0), counts
+
+
+@triton.jit
+def _expand(base, x, info, slot, group, m, center, need, found, window, L: tl.constexpr):
+    """List the elements of groups, noted in `slot`, that have changed, and those of classes in
+    `need`: places, numbers among those of the class in the group, and slots.
+
+    The list gets elements from number `window` on, as many as there is memory for. Gives what
+    `found` is behind the groups.
+    """
+    PART: tl.constexpr = 16 // L.item
+    j = tl.arange(0, PART)[None, :]
+    bits = group * 0
+    for part in tl.static_range(GROUP // PART):
+        i = (group * GROUP + part * PART)[:, None] + j
+        v, y = _pair_at(base, x, i, m, L.item)
+        c = class_of(exponents_of(v, L), center, L)
+        marks = ((v != y) | (((need >> c) & 1) != 0)) & (i < m)
+        bits |= tl.sum(marks.to(tl.int32) << (part * PART + j), 1)
+    # Numbers of ones, in halves, quarters and so on.
+    count = bits - ((bits >> 1) & 0x5555)
+    count = (count & 0x3333) + ((count >> 2) & 0x3333)
+    count = (count + (count >> 4)) & 0x0F0F
+    count = (count + (count >> 8)) & 31
+    k = found - window + tl.cumsum(count, 0) - count
+    ones = group * 0
+    for part in tl.static_range(GROUP // PART):
+        i = (group * GROUP + part * PART)[:, None] + j
+        v, _ = _pair_at(base, x, i, m, L.item)
+        shift = class_of(exponents_of(v, L), center, L) * _SMALL
+        one = (i * 0 + 1) << shift
+        upto = ones[:, None] + tl.cumsum(one, 1) - one
+        marks = (bits[:, None] >> (part * PART + j)) & 1
+        to = k[:, None] + tl.cumsum(marks, 1) - marks
+        entry = i | (((upto >> shift) & _SMALL_MASK) << LOG_TILE) | (slot[:, None] << _SLOT_AT)
+        mask = (marks != 0) & (to >= 0) & (to < MOST_LISTED)
+        tl.store(info + LIST + to, entry, mask=mask)
+        ones += tl.sum(one, 1)
+        k += tl.sum(marks, 1)
+    return found + tl.sum(count, 0)
 
 
 @triton.jit
 def fill_list(base, x, info, groups, section, dense, m, center, need, window, L: tl.constexpr):
-    """The list of a tile, from the groups noted, or if `dense` of a section; how many there are."""
+    """The list of a tile, from the groups noted, or if `dense` of a section; how many there are.
+
+    Of each element the list has its place, and its number among those of its class.
+    """
     r = tl.arange(0, _AT_ONCE)
     noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
-    found, counts = m * 0, (m * 0).to(tl.int64)
-    for at in range(0, tl.where(dense != 0, ROWS, groups), _AT_ONCE):
-        use = at + r < tl.where(dense != 0, 0, groups)
-        entry = tl.load(noted + at + r, mask=use, other=-1)
-        group = tl.where(dense != 0, section * ROWS + at + r, (entry >> 48).to(tl.int32))
+    tl.debug_barrier()
+    if dense != 0:
+        _note_all(base, x, info, section, m, center, L)
+        groups = m * 0 + ROWS
+        tl.debug_barrier()
+    found = m * 0
+    for at in range(0, groups, _AT_ONCE):
         # Of an entry that is not there no element is inside.
-        group = tl.where(group < 0, m, group)
-        fields = entry & _BELOW
-        found, counts = _expand(
-            base, x, info, group, fields, counts, dense, m, center, need, found, window, L
-        )
+        entry = tl.load(noted + at + r, mask=at + r < groups, other=_NOWHERE)
+        group = (entry >> 48).to(tl.int32)
+        found = _expand(base, x, info, at + r, group, m, center, need, found, window, L)
+    tl.debug_barrier()
+    many = tl.minimum(found - window, MOST_LISTED)
+    for at in range(0, many, PIECE):
+        i = at + tl.arange(0, PIECE)
+        use = i < many
+        entry = tl.load(info + LIST + i, mask=use, other=0)
+        place = entry & (TILE - 1)
+        v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
+        c = class_of(exponents_of(v, L), center, L)
+        fields = tl.load(noted + (entry >> _SLOT_AT), mask=use, other=0)
+        sections = (info + TABLE).to(tl.pointer_type(tl.int64))
+        table = tl.load(sections + place // SECTION, mask=use, other=0)
+        which = tl.maximum(c - 1, 0)
+        rank = ((fields >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
+        rank += ((table >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
+        others = _total_of(fields, FIELD, MASK, L) + _total_of(table, _LARGE, _LARGE_MASK, L)
+        rank = tl.where(c > 0, rank, (place & (TILE - GROUP)) - others)
+        rank += (entry >> LOG_TILE) & (GROUP - 1)
+        tl.store(info + LIST + i, place | (rank << LOG_TILE), mask=use)
+    tl.debug_barrier()
     return found
 
 
