@@ -17,6 +17,8 @@ from .common.dynamic_triton import chunk_at, items, store_raw, write_record
 from .common.frame_triton import clear
 from .common.launch_triton import kernel
 from .delta_scan_triton import (
+    COUNTS,
+    MOST_COUNTS,
     MOST_GROUPS,
     MOST_LISTED,
     PIECE,
@@ -53,6 +55,8 @@ from .delta_words_triton import (
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
 _X0, _X1, _X2, _X3 = (tl.constexpr(excess) for excess in delta.EXCESS)
+#: Scales that are weighed at a time.
+_SCALES = tl.constexpr(64)
 
 
 @triton.jit
@@ -88,35 +92,44 @@ def _change(v, y, scale, L: tl.constexpr):
 
 
 @triton.jit
-def _scale(changes, large, above, least, L: tl.constexpr):
-    """See `delta.scale_of`: from changes and large changes by exponent, and large ones by exponent
-    and bit length.
+def _scale(info, least, top, larges, L: tl.constexpr):
+    """See `delta.scale_of`: from what `_tally` has counted, the least exponent of a change, the
+    largest one of large changes with its bit length, and how many those are.
     """
     WIDTH: tl.constexpr = 8 * L.item
     MOST: tl.constexpr = (1 << L.exponent) - 1 + WIDTH
-    BINS: tl.constexpr = L.bins
-    s = tl.arange(0, BINS)
-    larges = tl.sum(large, 0)
-    top = tl.max(tl.where(above > 0, s, -1), 0)
+    counts, above = info + COUNTS, info + COUNTS + MOST_COUNTS
     last = tl.maximum(tl.where(larges > 0, tl.minimum(top + 1, MOST), 0), least)
-    below = tl.cumsum(changes, 0)
-    steps = tl.cumsum(below, 0) - below
-    not_below = larges - tl.cumsum(large, 0) + large
-    behind = larges - tl.cumsum(above, 0) + above
-    cost = 2 * (steps - _ahead(steps, s - WIDTH - 1, BINS))
-    cost += 2 * (LOG_TILE + WIDTH) * (not_below + _ahead(behind, s + 4, BINS))
-    cost += _X0 * above + _X1 * _ahead(above, s + 1, BINS)
-    cost += _X2 * _ahead(above, s + 2, BINS) + _X3 * _ahead(above, s + 3, BINS)
-    cost = tl.where((s >= least) & (s <= last), cost, FAR)
-    best = tl.min(cost, 0)
-    return tl.min(tl.where(cost == best, s, L.bins), 0)
-
-
-@triton.jit
-def _ahead(values, at, BINS: tl.constexpr):
-    """Of BINS values those at other places, 0 where there are none."""
-    found = tl.gather(values, tl.minimum(tl.maximum(at, 0), BINS - 1), 0)
-    return tl.where((at >= 0) & (at < BINS), found, 0)
+    lane = tl.arange(0, _SCALES)
+    # What is below the scale: changes, then steps; and of such that are WIDTH + 1 less; in halves.
+    below, steps = (least * 0).to(tl.int64), (least * 0).to(tl.int64)
+    ahead = tl.load(above + least + lane, mask=(lane < 4) & (least + lane < MOST_COUNTS), other=0)
+    passed = tl.sum(ahead, 0).to(tl.int64) << 32
+    best = (least * 0).to(tl.int64) + (1 << 62)
+    for at in range(least, last + 1, _SCALES):
+        s = at + lane
+        both = tl.load(counts + s, mask=s < MOST_COUNTS, other=0)
+        far = s - WIDTH - 1
+        earlier = tl.load(counts + far, mask=(far >= 0) & (far < MOST_COUNTS), other=0)
+        changed = (both & 0xFFFF).to(tl.int64) | ((earlier & 0xFFFF).to(tl.int64) << 32)
+        upto = below + tl.cumsum(changed, 0)
+        stepped = steps + tl.cumsum(upto, 0) - upto
+        cost = 2 * ((stepped & 0xFFFFFFFF) - (stepped >> 32))
+        below += tl.sum(changed, 0)
+        steps += tl.sum(upto, 0)
+        ahead = tl.load(above + s + 4, mask=s + 4 < MOST_COUNTS, other=0)
+        large = ((both >> 16) & 0xFFFF).to(tl.int64) | (ahead.to(tl.int64) << 32)
+        before = passed + tl.cumsum(large, 0) - large
+        passed += tl.sum(large, 0)
+        beyond = 2 * larges - (before & 0xFFFFFFFF) - (before >> 32)
+        cost += 2 * (LOG_TILE + WIDTH) * beyond
+        cost += _X0 * tl.load(above + s, mask=s < MOST_COUNTS, other=0)
+        cost += _X1 * tl.load(above + s + 1, mask=s + 1 < MOST_COUNTS, other=0)
+        cost += _X2 * tl.load(above + s + 2, mask=s + 2 < MOST_COUNTS, other=0)
+        cost += _X3 * tl.load(above + s + 3, mask=s + 3 < MOST_COUNTS, other=0)
+        cost = tl.where(s <= last, cost, FAR)
+        best = tl.minimum(best, tl.min((cost << 16) | s, 0))
+    return (best & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -154,9 +167,9 @@ def _counts(use, c):
 
 
 @triton.jit
-def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.constexpr):
+def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.constexpr):
     """Count the changes of a list of `n`: by class, for the scale, and for the result's digest."""
-    by_exponent, large_ones, above = bins
+    least, top, larges = reach
     for at in range(0, n, PIECE):
         place, _, v, y, changed = listed(base, x, info, at, n, L)
         e = exponents_of(v, L)
@@ -166,11 +179,14 @@ def _tally(base, x, info, n, begin, center, changes, digest, least, bins, L: tl.
             _, size, _, _, _, _ = _change(v, y, e * 0, L)
             length = tl.where(changed, length_of(size), 0)
             large = length > 0
-            by_exponent += tl.histogram(tl.where(changed, e, L.bins - 1), L.bins)
-            large_ones += tl.histogram(tl.where(large, e, L.bins - 1), L.bins)
-            above += tl.histogram(tl.where(large, e + length, L.bins - 1), L.bins)
-            least = tl.minimum(least, tl.min(tl.where(changed, e, L.bins), 0))
-    return changes, digest, least, (by_exponent, large_ones, above)
+            counts = info + COUNTS
+            tl.atomic_add(counts + e, tl.where(large, 65537, 1), mask=changed, sem="relaxed")
+            reached = counts + MOST_COUNTS + e + length
+            tl.atomic_add(reached, e * 0 + 1, mask=large, sem="relaxed")
+            least = tl.minimum(least, tl.min(tl.where(changed, e, FAR), 0))
+            top = tl.maximum(top, tl.max(tl.where(large, e + length, 0), 0))
+            larges += tl.sum(large.to(tl.int32), 0)
+    return changes, digest, (least, top, larges)
 
 
 @triton.jit
@@ -197,7 +213,8 @@ def _gaps(base, x, info, at, n, center, lists, ahead, L: tl.constexpr):
     counts = tl.where(lane < 5, (total >> shift) & MASK, 0).to(tl.int32)
     begins = ((starts >> shift) & MASK).to(tl.int32)
     c, first = q * 0, q == 0
-    for k in tl.static_range(L.classes - 1):
+    OTHERS: tl.constexpr = L.classes - 1
+    for k in tl.static_range(OTHERS):
         start = ((starts >> ((k + 1) * FIELD)) & MASK).to(tl.int32)
         c += (q >= start).to(tl.int32)
         first = first | (q == start)
@@ -242,7 +259,8 @@ def scan_kernel(
     """Compare a tile with the base: where something has changed, and the base's digest."""
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
     if L.aligned:
-        first = tl.multiple_of(first, 16)
+        # A hint would be lost.
+        first = first // 16 * 16
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
     center = _center(base, m, L)
@@ -276,7 +294,8 @@ def measure_kernel(
     WIDTH: tl.constexpr = 8 * L.item
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
     if L.aligned:
-        first = tl.multiple_of(first, 16)
+        # A hint would be lost.
+        first = first // 16 * 16
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
     center, groups = tl.load(info + 2), tl.load(info + STATE + 4)
@@ -291,9 +310,8 @@ def measure_kernel(
     sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
     changes = tl.zeros([8], tl.int32)
     of_changes = tl.zeros([PIECE], tl.uint64)
-    least = m * 0 + L.bins
-    none = tl.zeros([L.bins], tl.int32)
-    bins = none, none, none
+    reach = m * 0 + FAR, m * 0, m * 0
+    _clear_words(info + COUNTS, 2 * MOST_COUNTS)
     for section in range(sections):
         window, n = m * 0, m * 0 + 1
         while window < n:
@@ -302,8 +320,8 @@ def measure_kernel(
             if dense != 0:
                 n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
             many = tl.minimum(n - window, MOST_LISTED)
-            changes, of_changes, least, bins = _tally(
-                base, x, info, many, begin, center, changes, of_changes, least, bins, L
+            changes, of_changes, reach = _tally(
+                base, x, info, many, begin, center, changes, of_changes, reach, L
             )
             window += MOST_LISTED
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
@@ -315,10 +333,9 @@ def measure_kernel(
     gap_bits = tl.zeros([8], tl.int32)
     if total > 0:
         if not L.overwrite:
-            by_exponent, large, above = bins
-            s = tl.arange(0, L.bins) == L.bins - 1
-            by_exponent, large = tl.where(s, 0, by_exponent), tl.where(s, 0, large)
-            scale = _scale(by_exponent, large, tl.where(s, 0, above), least, L)
+            tl.debug_barrier()
+            least, top, larges = reach
+            scale = _scale(info, least, top, larges, L)
         many = tl.minimum(changes, sizes - changes)
         lists, low, lows = _lists(changes, sizes)
         need = tl.sum(tl.where((2 * changes > sizes) & (many > 0), 1 << c, 0), 0)
@@ -570,7 +587,8 @@ def pack_kernel(
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
     if L.aligned:
-        first = tl.multiple_of(first, 16)
+        # A hint would be lost.
+        first = first // 16 * 16
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
     nbytes = tl.load(sums + 3) * 4
     stride = static_stride * 128

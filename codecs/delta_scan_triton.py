@@ -22,6 +22,7 @@ from .delta_words_triton import (
     class_of,
     exponents_of,
     key_of,
+    log16,
 )
 
 #: Elements of a group, and groups and elements of a section.
@@ -37,14 +38,15 @@ MOST_LISTED = tl.constexpr(WORDS.value - LIST.value)
 SORTED = GROUPS
 SLOT = tl.constexpr(GROUPS.value + 2 * ROWS.value)
 SLOT_WORDS = tl.constexpr(LIST.value - SLOT.value)
+#: Before the words, changes and large ones are counted there: words of both, by exponents, and of
+#: large ones, by what their sizes reach.
+COUNTS, MOST_COUNTS = SLOT, tl.constexpr(288)
 #: Bits of a class in counts of a group, and of all of a tile.
 _SMALL, _SMALL_MASK = tl.constexpr(6), tl.constexpr(63)
 _LARGE, _LARGE_MASK = tl.constexpr(16), tl.constexpr(0xFFFF)
 _BELOW = tl.constexpr((1 << 48) - 1)
 #: A group behind a tile's last one.
 _NOWHERE = tl.constexpr((TILE.value // GROUP.value) << 48)
-#: Where in an entry of a list that is being made the number of a group is.
-_SLOT_AT = tl.constexpr(20)
 
 
 @triton.jit
@@ -52,7 +54,8 @@ def _refield(counts, FROM: tl.constexpr, MOST: tl.constexpr, TO: tl.constexpr, L
     """Counts of classes 1 on, in fields of FROM bits up to MOST, in such of TO bits; int64."""
     wide = counts.to(tl.int64)
     found = wide * 0
-    for c in tl.static_range(L.classes - 1):
+    OTHERS: tl.constexpr = L.classes - 1
+    for c in tl.static_range(OTHERS):
         found |= ((wide >> (FROM * c)) & MOST) << (TO * c)
     return found
 
@@ -61,7 +64,8 @@ def _refield(counts, FROM: tl.constexpr, MOST: tl.constexpr, TO: tl.constexpr, L
 def _total_of(counts, BITS: tl.constexpr, MOST: tl.constexpr, L: tl.constexpr):
     """The sum of the fields of classes 1 on, int32."""
     found = counts * 0
-    for c in tl.static_range(L.classes - 1):
+    OTHERS: tl.constexpr = L.classes - 1
+    for c in tl.static_range(OTHERS):
         found += (counts >> (BITS * c)) & MOST
     return found.to(tl.int32)
 
@@ -92,7 +96,18 @@ def _words_at(ptr, word, m, ITEM: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _scan_section(
-    base, x, info, at, m, word, center, groups, counts, digest, L: tl.constexpr, WHOLE: tl.constexpr
+    base,
+    x,
+    info,
+    section,
+    m,
+    word,
+    center,
+    groups,
+    counts,
+    digest,
+    L: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Note the groups of a section that have changes; (groups, counts of classes, digest) with it.
 
@@ -106,7 +121,8 @@ def _scan_section(
     differs = tl.zeros([ROWS, 4], tl.uint32)
     # Words of 16 bytes at a time: as many as a thread loads at once.
     for part in tl.static_range(WIDE // 4):
-        number = (row * WIDE + (at // PER + 4 * part))[:, None] + tl.arange(0, 4)[None, :]
+        number = (row * WIDE + section * (SECTION // PER) + 4 * part)[:, None]
+        number += tl.arange(0, 4)[None, :]
         v = _words_at(base, number, m, L.item, WHOLE)
         y = _words_at(x, number, m, L.item, WHOLE)
         digest += v.to(tl.uint64) * key_of(word + number.to(tl.uint32)).to(tl.uint64)
@@ -125,11 +141,11 @@ def _scan_section(
     before = tl.cumsum(own, 0) - own
     total = tl.sum(own, 0)
     k = groups + (before >> 48).to(tl.int32)
-    entry = (before & _BELOW) | ((row + at // GROUP).to(tl.int64) << 48)
+    entry = (before & _BELOW) | ((row + section * ROWS).to(tl.int64) << 48)
     noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
     tl.store(noted + k, entry, mask=(differs != 0) & (k < MOST_GROUPS))
     table = (info + TABLE).to(tl.pointer_type(tl.int64))
-    tl.store(table + at // SECTION, counts)
+    tl.store(table + section, counts)
     groups += (total >> 48).to(tl.int32)
     return groups, counts + _refield(total & _BELOW, FIELD, MASK, _LARGE, L), digest
 
@@ -140,30 +156,33 @@ def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
     word = (begin // 4 * L.item).to(tl.uint32)
     groups, counts = m * 0, (m * 0).to(tl.int64)
     digest = tl.zeros([ROWS, 4], tl.uint64)
-    whole = m // SECTION * SECTION
+    whole = m // SECTION
     if not L.aligned:
         whole = m * 0
-    for at in range(0, whole, SECTION):
+    for section in range(0, whole):
         groups, counts, digest = _scan_section(
-            base, x, info, at, m, word, center, groups, counts, digest, L, True
+            base, x, info, section, m, word, center, groups, counts, digest, L, True
         )
-    for at in range(whole, m, SECTION):
+    for section in range(whole, (m + SECTION - 1) // SECTION):
         groups, counts, digest = _scan_section(
-            base, x, info, at, m, word, center, groups, counts, digest, L, False
+            base, x, info, section, m, word, center, groups, counts, digest, L, False
         )
     return groups, counts, tl.sum(tl.sum(digest, 1), 0)
 
 
 @triton.jit
-def _pair_at(base, x, i, m, ITEM: tl.constexpr):
-    """Elements of base and tensor, whole 16 bytes of each at once where a tile has whole groups."""
+def _pair_at(base, x, start, m, ITEM: tl.constexpr):
+    """(places, base, tensor) of 16 bytes of elements from each of `start` on.
+
+    Where a tile has whole groups, they are loaded at once.
+    """
+    i = start[:, None] + tl.arange(0, 16 // ITEM)[None, :]
     if m % GROUP == 0:
-        rows = (i < m) & (i >= 0)
-        rows = tl.max_constancy(rows, [1, 16 // ITEM])
-        v, y = tl.load(base + i, mask=rows, other=0), tl.load(x + i, mask=rows, other=0)
+        there = (start < m)[:, None]
+        v, y = tl.load(base + i, mask=there, other=0), tl.load(x + i, mask=there, other=0)
     else:
         v, y = tl.load(base + i, mask=i < m, other=0), tl.load(x + i, mask=i < m, other=0)
-    return v.to(tl.uint32), y.to(tl.uint32)
+    return i, v.to(tl.uint32), y.to(tl.uint32)
 
 
 @triton.jit
@@ -174,13 +193,12 @@ def _note_all(base, x, info, section, m, center, L: tl.constexpr):
     noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
     counts = (m * 0).to(tl.int64)
     for at in range(0, ROWS, _AT_ONCE):
-        group = section * ROWS + at + r
+        group = r + at + section * ROWS
         own = group.to(tl.int64) * 0
         if L.classes > 1:
             ones = tl.zeros([_AT_ONCE], tl.int32)
             for part in tl.static_range(GROUP // PART):
-                i = (group * GROUP + part * PART)[:, None] + tl.arange(0, PART)[None, :]
-                v, _ = _pair_at(base, x, i, m, L.item)
+                i, v, _ = _pair_at(base, x, group * GROUP + part * PART, m, L.item)
                 c = class_of(exponents_of(v, L), center, L)
                 ones += tl.sum(tl.where(i < m, (i * 0 + 1) << (c * _SMALL), 0), 1)
             own = _refield(ones >> _SMALL, _SMALL, _SMALL_MASK, FIELD, L)
@@ -192,7 +210,7 @@ def _note_all(base, x, info, section, m, center, L: tl.constexpr):
 @triton.jit
 def _expand(base, x, info, slot, group, m, center, need, found, window, L: tl.constexpr):
     """List the elements of groups, noted in `slot`, that have changed, and those of classes in
-    `need`: places, numbers among those of the class in the group, and slots.
+    `need`: places and slots.
 
     The list gets elements from number `window` on, as many as there is memory for. Gives what
     `found` is behind the groups.
@@ -201,32 +219,64 @@ def _expand(base, x, info, slot, group, m, center, need, found, window, L: tl.co
     j = tl.arange(0, PART)[None, :]
     bits = group * 0
     for part in tl.static_range(GROUP // PART):
-        i = (group * GROUP + part * PART)[:, None] + j
-        v, y = _pair_at(base, x, i, m, L.item)
-        c = class_of(exponents_of(v, L), center, L)
-        marks = ((v != y) | (((need >> c) & 1) != 0)) & (i < m)
-        bits |= tl.sum(marks.to(tl.int32) << (part * PART + j), 1)
+        i, v, y = _pair_at(base, x, group * GROUP + part * PART, m, L.item)
+        marks = tl.sum((v != y).to(tl.int32) << (part * PART + j), 1)
+        if need != 0:
+            c = class_of(exponents_of(v, L), center, L)
+            more = (((need >> c) & 1) != 0) & (i < m)
+            marks |= tl.sum(more.to(tl.int32) << (part * PART + j), 1)
+        bits |= marks
     # Numbers of ones, in halves, quarters and so on.
     count = bits - ((bits >> 1) & 0x5555)
     count = (count & 0x3333) + ((count >> 2) & 0x3333)
     count = (count + (count >> 4)) & 0x0F0F
     count = (count + (count >> 8)) & 31
     k = found - window + tl.cumsum(count, 0) - count
-    ones = group * 0
-    for part in tl.static_range(GROUP // PART):
-        i = (group * GROUP + part * PART)[:, None] + j
-        v, _ = _pair_at(base, x, i, m, L.item)
-        shift = class_of(exponents_of(v, L), center, L) * _SMALL
-        one = (i * 0 + 1) << shift
-        upto = ones[:, None] + tl.cumsum(one, 1) - one
-        marks = (bits[:, None] >> (part * PART + j)) & 1
-        to = k[:, None] + tl.cumsum(marks, 1) - marks
-        entry = i | (((upto >> shift) & _SMALL_MASK) << LOG_TILE) | (slot[:, None] << _SLOT_AT)
-        mask = (marks != 0) & (to >= 0) & (to < MOST_LISTED)
-        tl.store(info + LIST + to, entry, mask=mask)
-        ones += tl.sum(one, 1)
-        k += tl.sum(marks, 1)
+    for _ in range(tl.max(count, 0)):
+        # The lowest one of each group.
+        one = bits & (0 - bits)
+        entry = (group * GROUP + log16(one) - 1) | (slot << LOG_TILE)
+        tl.store(info + LIST + k, entry, mask=(bits != 0) & (k >= 0) & (k < MOST_LISTED))
+        bits ^= one
+        k += 1
     return found + tl.sum(count, 0)
+
+
+@triton.jit
+def _number(base, info, at, many, m, center, L: tl.constexpr):
+    """Put into the list the numbers of elements among those of their class, instead of slots."""
+    PART: tl.constexpr = 16 // L.item
+    i = at + tl.arange(0, _AT_ONCE)
+    use = i < many
+    entry = tl.load(info + LIST + i, mask=use, other=0)
+    place = entry & (TILE - 1)
+    fields = tl.load(
+        (info + GROUPS).to(tl.pointer_type(tl.int64)) + (entry >> LOG_TILE), mask=use, other=0
+    )
+    table = tl.load(
+        (info + TABLE).to(tl.pointer_type(tl.int64)) + place // SECTION, mask=use, other=0
+    )
+    others = _total_of(fields, FIELD, MASK, L) + _total_of(table, _LARGE, _LARGE_MASK, L)
+    start = place & (TILE - GROUP)
+    rank = start - others
+    if L.classes == 1:
+        rank += place - start
+    else:
+        e = exponents_of(tl.load(base + place, mask=use, other=0).to(tl.uint32), L)
+        c = class_of(e, center, L)
+        which = tl.maximum(c - 1, 0)
+        before = ((fields >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
+        before += ((table >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
+        rank = tl.where(c > 0, before, rank)
+        # Those of the group that are before it, by the exponents that a class has.
+        least = tl.where(c < L.classes - 1, center + 1 - 2 * c, 0)
+        most = tl.where(c > 0, center + 2 - 2 * c, 1 << L.exponent)
+        for part in tl.static_range(GROUP // PART):
+            j, v, _ = _pair_at(base, base, start + part * PART, m, L.item)
+            e = exponents_of(v, L)
+            same = (e >= least[:, None]) & (e <= most[:, None]) & (j < place[:, None])
+            rank += tl.sum(same.to(tl.int32), 1)
+    tl.store(info + LIST + i, place | (rank << LOG_TILE), mask=use)
 
 
 @triton.jit
@@ -250,23 +300,8 @@ def fill_list(base, x, info, groups, section, dense, m, center, need, window, L:
         found = _expand(base, x, info, at + r, group, m, center, need, found, window, L)
     tl.debug_barrier()
     many = tl.minimum(found - window, MOST_LISTED)
-    for at in range(0, many, PIECE):
-        i = at + tl.arange(0, PIECE)
-        use = i < many
-        entry = tl.load(info + LIST + i, mask=use, other=0)
-        place = entry & (TILE - 1)
-        v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
-        c = class_of(exponents_of(v, L), center, L)
-        fields = tl.load(noted + (entry >> _SLOT_AT), mask=use, other=0)
-        sections = (info + TABLE).to(tl.pointer_type(tl.int64))
-        table = tl.load(sections + place // SECTION, mask=use, other=0)
-        which = tl.maximum(c - 1, 0)
-        rank = ((fields >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
-        rank += ((table >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
-        others = _total_of(fields, FIELD, MASK, L) + _total_of(table, _LARGE, _LARGE_MASK, L)
-        rank = tl.where(c > 0, rank, (place & (TILE - GROUP)) - others)
-        rank += (entry >> LOG_TILE) & (GROUP - 1)
-        tl.store(info + LIST + i, place | (rank << LOG_TILE), mask=use)
+    for at in range(0, many, _AT_ONCE):
+        _number(base, info, at, many, m, center, L)
     tl.debug_barrier()
     return found
 

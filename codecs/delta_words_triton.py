@@ -53,11 +53,6 @@ class Launch:
     packed: bool = False
     aligned: bool = True
 
-    @property
-    def bins(self) -> int:
-        """More than a scale can be, a power of two."""
-        return 512 if self.exponent == 8 else 64
-
 
 @triton.jit
 def key_of(word):
