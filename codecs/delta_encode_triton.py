@@ -554,8 +554,8 @@ def place_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     all_info = info_at(scratch_ptr, sums_words, chunk, tiles * 0, tiles)
     used = chunk * 0
-    for at in range(0, tiles, 1024):
-        i = at + tl.arange(0, 1024)
+    for at in range(0, tiles, 2048):
+        i = at + tl.arange(0, 2048)
         info = all_info + i.to(tl.int64) * WORDS
         size = tl.load(info, mask=i < tiles, other=0).to(tl.int64)
         before = used + tl.cumsum(size, 0) - size

@@ -30,11 +30,11 @@ GROUP, ROWS, SECTION = tl.constexpr(16), tl.constexpr(128), tl.constexpr(2048)
 #: Groups whose elements are listed at a time, and elements of a list that are looked at at a time.
 _AT_ONCE, PIECE = tl.constexpr(32), tl.constexpr(128)
 #: Where parts of a tile's work memory start, in words: counts of classes before each section; what
-#: is known of the list; groups with changes; the list. The memory of groups then has numbers in the
-#: order of classes, and a tile's words.
-TABLE, STATE, GROUPS, LIST = (tl.constexpr(n) for n in (32, 64, 80, 1040))
+#: is known of the list; groups with changes; the list; of elements of up to 2 bytes, those of base
+#: and tensor. The memory of groups then has numbers in the order of classes, and a tile's words.
+TABLE, STATE, GROUPS, LIST, PAIRS = (tl.constexpr(n) for n in (32, 64, 80, 960, 1536))
 MOST_GROUPS = tl.constexpr((LIST.value - GROUPS.value) // 2)
-MOST_LISTED = tl.constexpr(WORDS.value - LIST.value)
+MOST_LISTED = tl.constexpr(WORDS.value - PAIRS.value)
 SORTED = GROUPS
 SLOT = tl.constexpr(GROUPS.value + 2 * ROWS.value)
 SLOT_WORDS = tl.constexpr(LIST.value - SLOT.value)
@@ -243,7 +243,7 @@ def _expand(base, x, info, slot, group, m, center, need, found, window, L: tl.co
 
 
 @triton.jit
-def _number(base, info, at, many, m, center, L: tl.constexpr):
+def _number(base, x, info, at, many, m, center, L: tl.constexpr):
     """Put into the list the numbers of elements among those of their class, instead of slots."""
     PART: tl.constexpr = 16 // L.item
     i = at + tl.arange(0, _AT_ONCE)
@@ -259,11 +259,15 @@ def _number(base, info, at, many, m, center, L: tl.constexpr):
     others = _total_of(fields, FIELD, MASK, L) + _total_of(table, _LARGE, _LARGE_MASK, L)
     start = place & (TILE - GROUP)
     rank = start - others
+    if (L.classes > 1) | (L.item <= 2):
+        v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
+    if L.item <= 2:
+        y = tl.load(x + place, mask=use, other=0).to(tl.uint32)
+        tl.store(info + PAIRS + i, (v | (y << 16)).to(tl.int32, bitcast=True), mask=use)
     if L.classes == 1:
         rank += place - start
     else:
-        e = exponents_of(tl.load(base + place, mask=use, other=0).to(tl.uint32), L)
-        c = class_of(e, center, L)
+        c = class_of(exponents_of(v, L), center, L)
         which = tl.maximum(c - 1, 0)
         before = ((fields >> (which * FIELD).to(tl.int64)) & MASK).to(tl.int32)
         before += ((table >> (which * _LARGE).to(tl.int64)) & _LARGE_MASK).to(tl.int32)
@@ -301,7 +305,7 @@ def fill_list(base, x, info, groups, section, dense, m, center, need, window, L:
     tl.debug_barrier()
     many = tl.minimum(found - window, MOST_LISTED)
     for at in range(0, many, _AT_ONCE):
-        _number(base, info, at, many, m, center, L)
+        _number(base, x, info, at, many, m, center, L)
     tl.debug_barrier()
     return found
 
@@ -313,6 +317,10 @@ def listed(base, x, info, at, n, L: tl.constexpr):
     use = i < n
     entry = tl.load(info + LIST + i, mask=use, other=0)
     place = entry & (TILE - 1)
-    v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
-    y = tl.load(x + place, mask=use, other=0).to(tl.uint32)
+    if L.item <= 2:
+        pair = tl.load(info + PAIRS + i, mask=use, other=0).to(tl.uint32, bitcast=True)
+        v, y = pair & 0xFFFF, pair >> 16
+    else:
+        v = tl.load(base + place, mask=use, other=0).to(tl.uint32)
+        y = tl.load(x + place, mask=use, other=0).to(tl.uint32)
     return place, entry >> LOG_TILE, v, y, v != y

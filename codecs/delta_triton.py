@@ -548,12 +548,14 @@ def launch_of(spec: Delta, dtype: DType, **values: bool) -> Launch:
 
 
 @functools.cache
-def _variant(which, spec: Delta, dtype: DType, warps: int = 4, **values: bool) -> Variant:
-    return Variant(which, options(warps), L=launch_of(spec, dtype, **values))
+def _variant(
+    which, spec: Delta, dtype: DType, warps: int = 4, maxnreg: int | None = None, **values: bool
+) -> Variant:
+    return Variant(which, options(warps, maxnreg), L=launch_of(spec, dtype, **values))
 
 
 _RESULT = Variant(_result_kernel, options(1))
-_PLACE = Variant(place_kernel, options(8))
+_PLACE = Variant(place_kernel, options(16))
 
 
 class _Launches:
@@ -588,8 +590,9 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
         return
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
-    for which, warps in ((scan_kernel, 4), (measure_kernel, 1)):
-        variant = _variant(which, spec, dtype, warps, aligned=aligned)
+    # Fewer registers are more tiles at a time, which wait for memory.
+    for which, warps, most in ((scan_kernel, 4, 72), (measure_kernel, 1, None)):
+        variant = _variant(which, spec, dtype, warps, most, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
     pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
