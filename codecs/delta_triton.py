@@ -2,7 +2,8 @@
 # mypy: disable-error-code="assignment,misc"
 """delta on a GPU: a program for each tile, which goes over it in pieces. specs/delta.md.
 
-Encoding: one launch compares, counts and finds what each tile takes, a second one writes. Decoding:
+Encoding: one launch compares, one lists what has changed and writes what it takes to work memory,
+one adds up how many words tiles have, one moves them to where they belong. Decoding:
 one launch reads, one checks records, checksums and digests of bases, one decodes. In the memory of
 the base nothing is written before all is checked, so tiles are decoded twice there.
 """
@@ -591,7 +592,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
     # Fewer registers are more tiles at a time, which wait for memory.
-    for which, warps, most in ((scan_kernel, 4, 72), (measure_kernel, 1, None)):
+    for which, warps, most in ((scan_kernel, 4, 80), (measure_kernel, 1, None)):
         variant = _variant(which, spec, dtype, warps, most, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
