@@ -1,6 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""delta on a GPU: what a tile takes, and how it is written, piece by piece. specs/delta.md."""
+"""delta on a GPU: what a tile takes, and how it is written. specs/delta.md.
+
+A program finds the changed elements of a tile (`delta_scan_triton`), goes over their list, a piece
+at a time, and writes the tile's words to its work memory. A few programs then add up how many there
+are, and a last launch moves them. Tiles whose words are too many are not written before that.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,38 @@ from . import delta
 from .common.dynamic_triton import chunk_at, items, store_raw, write_record
 from .common.frame_triton import clear
 from .common.launch_triton import kernel
-from .delta_words_triton import (
+from .delta_scan_triton import (
     COUNTS,
+    MOST_COUNTS,
+    MOST_GROUPS,
+    MOST_LISTED,
+    PIECE,
+    SECTION,
+    SLOT,
+    SLOT_WORDS,
+    SORTED,
+    STATE,
+    fill_list,
+    listed,
+    scan_tile,
+    sizes_of,
+)
+from .delta_words_triton import (
     DIGESTS,
     FAR,
+    FIELD,
     LOG_TILE,
-    PIECE,
+    MASK,
     SUMS,
     TILE,
     WORDS,
+    class_of,
     exponents_of,
     info_at,
     length_of,
     log16,
     low_bits,
     low_of,
-    members_of,
     ordered,
     terms_of,
     tile_at,
@@ -34,8 +55,8 @@ from .delta_words_triton import (
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
 _X0, _X1, _X2, _X3 = (tl.constexpr(excess) for excess in delta.EXCESS)
-#: Scales, at most, and what their costs are told from.
-BINS = tl.constexpr(512)
+#: Scales that are weighed at a time.
+_SCALES = tl.constexpr(64)
 
 
 @triton.jit
@@ -71,43 +92,44 @@ def _change(v, y, scale, L: tl.constexpr):
 
 
 @triton.jit
-def _scale(counts, least, L: tl.constexpr):
-    """See `delta.scale_of`. At `counts` are three times as many numbers as there are bins: changes
-    and large changes by exponent, and large ones by exponent and bit length; they are used up.
+def _scale(info, least, top, larges, L: tl.constexpr):
+    """See `delta.scale_of`: from what `_tally` has counted, the least exponent of a change, the
+    largest one of large changes with its bit length, and how many those are.
     """
     WIDTH: tl.constexpr = 8 * L.item
     MOST: tl.constexpr = (1 << L.exponent) - 1 + WIDTH
-    s = tl.arange(0, BINS)
-    changes = tl.load(counts + s)
-    large = tl.load(counts + BINS + s)
-    above = tl.load(counts + 2 * BINS + s)
-    larges = tl.sum(large, 0)
-    top = tl.max(tl.where(above > 0, s, -1), 0)
+    counts, above = info + COUNTS, info + COUNTS + MOST_COUNTS
     last = tl.maximum(tl.where(larges > 0, tl.minimum(top + 1, MOST), 0), least)
-    below = tl.cumsum(changes, 0)
-    steps = tl.cumsum(below, 0) - below
-    not_below = larges - tl.cumsum(large, 0) + large
-    behind = larges - tl.cumsum(above, 0) + above
-    tl.debug_barrier()
-    tl.store(counts + s, steps)
-    tl.store(counts + BINS + s, behind)
-    tl.debug_barrier()
-    far = s - WIDTH - 1
-    cost = 2 * (steps - tl.load(counts + far, mask=far >= 0, other=0))
-    over = tl.load(counts + BINS + s + 4, mask=s + 4 < BINS, other=0)
-    cost += 2 * (LOG_TILE + WIDTH) * (not_below + over)
-    cost += _X0 * above
-    cost += _X1 * tl.load(counts + 2 * BINS + s + 1, mask=s + 1 < BINS, other=0)
-    cost += _X2 * tl.load(counts + 2 * BINS + s + 2, mask=s + 2 < BINS, other=0)
-    cost += _X3 * tl.load(counts + 2 * BINS + s + 3, mask=s + 3 < BINS, other=0)
-    cost = tl.where((s >= least) & (s <= last), cost, FAR)
-    best = tl.min(cost, 0)
-    return tl.min(tl.where(cost == best, s, BINS), 0)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+    lane = tl.arange(0, _SCALES)
+    # What is below the scale: changes, then steps; and of such that are WIDTH + 1 less; in halves.
+    below, steps = (least * 0).to(tl.int64), (least * 0).to(tl.int64)
+    ahead = tl.load(above + least + lane, mask=(lane < 4) & (least + lane < MOST_COUNTS), other=0)
+    passed = tl.sum(ahead, 0).to(tl.int64) << 32
+    best = (least * 0).to(tl.int64) + (1 << 62)
+    for at in range(least, last + 1, _SCALES):
+        s = at + lane
+        both = tl.load(counts + s, mask=s < MOST_COUNTS, other=0)
+        far = s - WIDTH - 1
+        earlier = tl.load(counts + far, mask=(far >= 0) & (far < MOST_COUNTS), other=0)
+        changed = (both & 0xFFFF).to(tl.int64) | ((earlier & 0xFFFF).to(tl.int64) << 32)
+        upto = below + tl.cumsum(changed, 0)
+        stepped = steps + tl.cumsum(upto, 0) - upto
+        cost = 2 * ((stepped & 0xFFFFFFFF) - (stepped >> 32))
+        below += tl.sum(changed, 0)
+        steps += tl.sum(upto, 0)
+        ahead = tl.load(above + s + 4, mask=s + 4 < MOST_COUNTS, other=0)
+        large = ((both >> 16) & 0xFFFF).to(tl.int64) | (ahead.to(tl.int64) << 32)
+        before = passed + tl.cumsum(large, 0) - large
+        passed += tl.sum(large, 0)
+        beyond = 2 * larges - (before & 0xFFFFFFFF) - (before >> 32)
+        cost += 2 * (LOG_TILE + WIDTH) * beyond
+        cost += _X0 * tl.load(above + s, mask=s < MOST_COUNTS, other=0)
+        cost += _X1 * tl.load(above + s + 1, mask=s + 1 < MOST_COUNTS, other=0)
+        cost += _X2 * tl.load(above + s + 2, mask=s + 2 < MOST_COUNTS, other=0)
+        cost += _X3 * tl.load(above + s + 3, mask=s + 3 < MOST_COUNTS, other=0)
+        cost = tl.where(s <= last, cost, FAR)
+        best = tl.minimum(best, tl.min((cost << 16) | s, 0))
+    return (best & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -122,6 +144,136 @@ def _center(base, n, L: tl.constexpr):
     return found
 
 
+@triton.jit
+def _of_class(lanes, c):
+    """For each element the value of its class, of 8 lanes."""
+    same = tl.arange(0, 8)[:, None] == c[None, :]
+    return tl.sum(tl.where(same, lanes[:, None], 0), 0)
+
+
+@triton.jit
+def _by_class(values, c):
+    """Values, shape [8, n], each in the lane of its class."""
+    return tl.where(tl.arange(0, 8)[:, None] == c[None, :], values[None, :], 0)
+
+
+@triton.jit
+def _counts(use, c):
+    """How many of those used are of each class, 8 lanes."""
+    lane = tl.arange(0, 8)
+    total = tl.sum(use.to(tl.int64) << (c * FIELD).to(tl.int64), 0)
+    counts = (total >> (tl.minimum(lane, 4) * FIELD).to(tl.int64)) & MASK
+    return tl.where(lane < 5, counts, 0).to(tl.int32)
+
+
+@triton.jit
+def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.constexpr):
+    """Count the changes of a list of `n`: by class, for the scale, and for the result's digest."""
+    least, top, larges = reach
+    for at in range(0, n, PIECE):
+        place, _, v, y, changed = listed(base, x, info, at, n, L)
+        e = exponents_of(v, L)
+        changes += _counts(changed, class_of(e, center, L))
+        digest += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
+        if not L.overwrite:
+            _, size, _, _, _, _ = _change(v, y, e * 0, L)
+            length = tl.where(changed, length_of(size), 0)
+            large = length > 0
+            counts = info + COUNTS
+            tl.atomic_add(counts + e, tl.where(large, 65537, 1), mask=changed, sem="relaxed")
+            reached = counts + MOST_COUNTS + e + length
+            tl.atomic_add(reached, e * 0 + 1, mask=large, sem="relaxed")
+            least = tl.minimum(least, tl.min(tl.where(changed, e, FAR), 0))
+            top = tl.maximum(top, tl.max(tl.where(large, e + length, 0), 0))
+            larges += tl.sum(large.to(tl.int32), 0)
+    return changes, digest, (least, top, larges)
+
+
+@triton.jit
+def _gaps(base, x, info, at, n, center, lists, ahead, L: tl.constexpr):
+    """A piece of a list: changes, and gaps of what is listed of each class, class by class.
+
+    `ahead` is of each class the number behind that of the last one listed. Gives (base, new,
+    changed), then by gap (class, whether there is one, gap), then how many there are of each class,
+    where in the piece those start, and what `ahead` is behind the piece.
+    """
+    _, rank, v, y, changed = listed(base, x, info, at, n, L)
+    q, lane = tl.arange(0, PIECE), tl.arange(0, 8)
+    c = class_of(exponents_of(v, L), center, L)
+    use = (at + q < n) & (changed == (((lists >> c) & 1) != 0))
+    marks = use.to(tl.int64) << (c * FIELD).to(tl.int64)
+    total = tl.sum(marks, 0)
+    starts = (total << FIELD) + (total << 2 * FIELD) + (total << 3 * FIELD) + (total << 4 * FIELD)
+    shift = (c * FIELD).to(tl.int64)
+    to = ((starts + tl.cumsum(marks, 0) - marks) >> shift) & MASK
+    tl.debug_barrier()
+    tl.store(info + SORTED + to.to(tl.int32), rank, mask=use)
+    tl.debug_barrier()
+    shift = (tl.minimum(lane, 4) * FIELD).to(tl.int64)
+    counts = tl.where(lane < 5, (total >> shift) & MASK, 0).to(tl.int32)
+    begins = ((starts >> shift) & MASK).to(tl.int32)
+    c, first = q * 0, q == 0
+    OTHERS: tl.constexpr = L.classes - 1
+    for k in tl.static_range(OTHERS):
+        start = ((starts >> ((k + 1) * FIELD)) & MASK).to(tl.int32)
+        c += (q >= start).to(tl.int32)
+        first = first | (q == start)
+    there = q < tl.sum(counts, 0)
+    rank = tl.load(info + SORTED + q, mask=there, other=0)
+    before = tl.load(info + SORTED + q - 1, mask=there & (q > 0), other=0)
+    gap = rank - tl.where(first, _of_class(ahead, c), before + 1)
+    last = tl.load(info + SORTED + begins + counts - 1, mask=counts > 0, other=0)
+    ahead = tl.where(counts > 0, last + 1, ahead)
+    return v, y, changed, c, there, tl.where(there, gap, 0), counts, begins, ahead
+
+
+@triton.jit
+def _weigh_list(base, x, info, n, center, scale, lists, low, state, L: tl.constexpr):
+    """Add up what a list of `n` takes."""
+    ahead, gap_bits, exceptions, quotients, low_total = state
+    for at in range(0, n, PIECE):
+        v, y, changed, c, there, gap, _, _, ahead = _gaps(
+            base, x, info, at, n, center, lists, ahead, L
+        )
+        codes = tl.where(there, (gap >> ((low >> (c * 4)) & 15)) + 1, 0)
+        gap_bits += tl.sum(_by_class(codes, c), 1)
+        if not L.overwrite:
+            _, _, hot, bits, quotient, exception = _change(v, y, scale, L)
+            exceptions += tl.sum((changed & exception).to(tl.int32), 0)
+            quotients += tl.sum(tl.where(changed, hot + quotient, 0), 0)
+            low_total += tl.sum(tl.where(changed, bits, 0), 0)
+    return ahead, gap_bits, exceptions, quotients, low_total
+
+
+@kernel
+def scan_kernel(
+    x_ptr,
+    from_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """Compare a tile with the base: where something has changed, and the base's digest."""
+    chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
+    if L.aligned:
+        # A hint would be lost.
+        first = first // 16 * 16
+    info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+    base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
+    center = _center(base, m, L)
+    groups, counts, of_base = scan_tile(base, x, info, m, begin, center, L)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    # A result has the digest of its base, but for what has changed.
+    total = of_base.to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + 1 + tl.arange(0, 2), total, sem="relaxed")
+    tl.store(info + 2, center)
+    tl.store(info + STATE + 4, groups)
+    tl.store((info + STATE + 6).to(tl.pointer_type(tl.int64)), counts)
+
+
 @kernel
 def measure_kernel(
     x_ptr,
@@ -133,94 +285,88 @@ def measure_kernel(
     sums_words: tl.int64,
     L: tl.constexpr,
 ):
-    """Compare a tile with the base: digests, and what it takes, which is kept for `pack_kernel`.
+    """What a tile takes, its words if they are not many, and its share of the result's digest.
 
     Known of a tile: words, whether it is plain, center, scale, exceptions, bits of quotients, low
-    bits, changes; then of each class size, changes, and bits of quotients of gaps.
+    bits, changes; then of each class size, changes, and bits of quotients of gaps; whether elements
+    are listed section by section, how many there are else, which classes are listed wholly.
     """
-    LANES: tl.constexpr = L.lanes
     WIDTH: tl.constexpr = 8 * L.item
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
+    if L.aligned:
+        # A hint would be lost.
+        first = first // 16 * 16
     info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
     base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
-    counts = info + COUNTS
-    for at in range(0, 3 * BINS, BINS):
-        tl.store(counts + at + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-    tl.debug_barrier()
-    center = _center(base, m, L)
-    c = tl.arange(0, LANES)
-    sizes, changes = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
-    of_base, of_result = tl.zeros([PIECE], tl.uint64), tl.zeros([PIECE], tl.uint64)
-    least = m * 0 + BINS
-    for at in range(0, m, PIECE):
-        i = at + tl.arange(0, PIECE)
-        inside = i < m
-        v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-        y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
-        of_base += tl.where(inside, terms_of(v, begin + i, L.item), 0)
-        of_result += tl.where(inside, terms_of(y, begin + i, L.item), 0)
-        changed = (v != y) & inside
-        e = exponents_of(v, L)
-        members = members_of(e, center, inside, L)
-        if L.overwrite:
-            members = inside.to(tl.int32)[None, :] + tl.zeros([LANES, PIECE], tl.int32)
-            members = tl.where(c[:, None] == 0, members, 0)
-        sizes += tl.sum(members, 1)
-        changes += tl.sum(tl.where(changed[None, :], members, 0), 1)
-        if not L.overwrite:
-            _, size, _, _, _, _ = _change(v, y, e * 0, L)
-            length = tl.where(changed, length_of(size), 0)
-            large = length > 0
-            one = e * 0 + 1
-            tl.atomic_add(counts + e, one, mask=changed, sem="relaxed")
-            tl.atomic_add(counts + BINS + e, one, mask=large, sem="relaxed")
-            tl.atomic_add(counts + 2 * BINS + e + length, one, mask=large, sem="relaxed")
-            least = tl.minimum(least, tl.min(tl.where(changed, e, BINS), 0))
+    center, groups = tl.load(info + 2), tl.load(info + STATE + 4)
+    c = tl.arange(0, 8)
+    sizes = sizes_of(tl.load((info + STATE + 6).to(tl.pointer_type(tl.int64))), m, L)
+    need = m * 0
+    entries = m * 0
+    dense = (groups > MOST_GROUPS).to(tl.int32)
+    if (dense == 0) & (groups > 0):
+        entries = fill_list(base, x, info, groups, m * 0, dense, m, center, need, m * 0, L)
+        dense = (entries > MOST_LISTED).to(tl.int32)
+    sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+    changes = tl.zeros([8], tl.int32)
+    of_changes = tl.zeros([PIECE], tl.uint64)
+    reach = m * 0 + FAR, m * 0, m * 0
+    _clear_words(info + COUNTS, 2 * MOST_COUNTS)
+    for section in range(sections):
+        window, n = m * 0, m * 0 + 1
+        while window < n:
+            n = entries
+            tl.debug_barrier()
+            if dense != 0:
+                n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
+            many = tl.minimum(n - window, MOST_LISTED)
+            changes, of_changes, reach = _tally(
+                base, x, info, many, begin, center, changes, of_changes, reach, L
+            )
+            window += MOST_LISTED
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    old, new = tl.sum(of_base, 0), tl.sum(of_result, 0)
-    tl.atomic_add(sums + 1, old.to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums + 2, new.to(tl.int64, bitcast=True), sem="relaxed")
+    digest = tl.sum(of_changes, 0).to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + 2, digest, sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
     scale, exceptions, quotients, low_total = m * 0, m * 0, m * 0, m * 0
-    gap_bits = tl.zeros([LANES], tl.int32)
+    gap_bits = tl.zeros([8], tl.int32)
     if total > 0:
-        tl.debug_barrier()
         if not L.overwrite:
-            scale = _scale(counts, least, L)
-        listed = tl.minimum(changes, sizes - changes)
-        lists = 2 * changes <= sizes
-        low = low_bits(sizes, listed)
-        before = tl.zeros([LANES], tl.int32)
-        last = tl.zeros([LANES], tl.int32)
-        for at in range(0, m, PIECE):
-            gaps, is_listed, before, last = _gaps_of(base, x, at, m, center, lists, before, last, L)
-            gap_bits += tl.sum(tl.where(is_listed, (gaps >> low[:, None]) + 1, 0), 1)
-            if not L.overwrite:
-                i = at + tl.arange(0, PIECE)
-                v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-                y = tl.load(x + i, mask=i < m, other=0).to(tl.uint32)
-                _, _, hot, bits, quotient, exception = _change(v, y, scale, L)
-                changed = v != y
-                exceptions += tl.sum((changed & exception).to(tl.int32), 0)
-                quotients += tl.sum(tl.where(changed, hot + quotient, 0), 0)
-                low_total += tl.sum(tl.where(changed, bits, 0), 0)
+            tl.debug_barrier()
+            least, top, larges = reach
+            scale = _scale(info, least, top, larges, L)
+        many = tl.minimum(changes, sizes - changes)
+        lists, low, lows = _lists(changes, sizes)
+        need = tl.sum(tl.where((2 * changes > sizes) & (many > 0), 1 << c, 0), 0)
+        dense = dense | (need != 0).to(tl.int32)
+        sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+        state = c * 0, gap_bits, exceptions, quotients, low_total
+        for section in range(sections):
+            window, n = m * 0, m * 0 + 1
+            while window < n:
+                n = entries
+                tl.debug_barrier()
+                if dense != 0:
+                    n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
+                upto = tl.minimum(n - window, MOST_LISTED)
+                state = _weigh_list(base, x, info, upto, center, scale, lists, lows, state, L)
+                window += MOST_LISTED
+        _, gap_bits, exceptions, quotients, low_total = state
         nbits = m * 0 + 1
         gammas = tl.where(c < L.classes, 2 * log16(changes + 1) - 1, 0)
         if L.overwrite:
-            gammas = tl.where(c == 0, gammas, 0)
             nbits += total * WIDTH
         else:
             nbits += L.exponent + L.scale_bits + total + quotients + low_total
             nbits += 2 * log16(exceptions + 1) - 1 + exceptions * (LOG_TILE + WIDTH)
-        nbits += tl.sum(gammas + listed * low + gap_bits, 0)
+        nbits += tl.sum(gammas + many * low + gap_bits, 0)
         words = (nbits + 31) // 32
         of_plain = 1 + (m * L.item + 3) // 4
         plain = (words > of_plain).to(tl.int32)
         words = tl.minimum(words, of_plain)
     tl.store(info, words)
     tl.store(info + 1, plain)
-    tl.store(info + 2, center)
     tl.store(info + 3, scale)
     tl.store(info + 4, exceptions)
     tl.store(info + 5, quotients)
@@ -229,41 +375,21 @@ def measure_kernel(
     tl.store(info + 8 + c, sizes)
     tl.store(info + 16 + c, changes)
     tl.store(info + 24 + c, gap_bits)
+    tl.store(info + STATE, dense)
+    tl.store(info + STATE + 1, entries)
+    tl.store(info + STATE + 2, need)
+    if (words > 0) & (words <= SLOT_WORDS) & (plain == 0):
+        tl.debug_barrier()
+        _write_tile(base, x, m, info, info + SLOT, words, L)
 
 
 @triton.jit
-def _listed_at(base, x, i, m, center, lists, L: tl.constexpr):
-    """(members, those that are listed) of elements `i`, shape [lanes, piece]."""
-    LANES: tl.constexpr = L.lanes
-    inside = (i >= 0) & (i < m)
-    v = tl.load(base + i, mask=inside, other=0).to(tl.uint32)
-    y = tl.load(x + i, mask=inside, other=0).to(tl.uint32)
-    members = members_of(exponents_of(v, L), center, inside, L)
-    if L.overwrite:
-        members = tl.where(tl.arange(0, LANES)[:, None] == 0, inside.to(tl.int32)[None, :], 0)
-    changed = (v != y).to(tl.int32)
-    listed = (members != 0) & (changed[None, :] == lists.to(tl.int32)[:, None])
-    return members, listed
-
-
-@triton.jit
-def _gaps_of(base, x, at, m, center, lists, before, last, L: tl.constexpr):
-    """Gaps of a piece's elements and whether they are listed, shape [lanes, piece].
-
-    Of each class `before` is the number of elements that are not listed before the piece, and
-    `last` that number at the last listed one; what they are behind the piece is given too.
-    """
-    i = at + tl.arange(0, PIECE)
-    members, listed = _listed_at(base, x, i, m, center, lists, L)
-    _, earlier = _listed_at(base, x, i - 1, m, center, lists, L)
-    others = tl.where(listed, 0, members)
-    here = before[:, None] + tl.cumsum(others, 1) - others
-    # Number at the last listed element before each.
-    seen = tl.associative_scan(tl.where(earlier, here, -1), 1, _larger)
-    seen = tl.maximum(seen, last[:, None])
-    gaps = here - seen
-    after = tl.maximum(last, tl.max(tl.where(listed, here, -1), 1))
-    return gaps, listed, before + tl.sum(others, 1), after
+def _lists(changes, sizes):
+    """(Bits of classes whose changes are listed, low bits of gaps, and those in 4 bits each)."""
+    c = tl.arange(0, 8)
+    lists = tl.sum(tl.where(2 * changes <= sizes, 1 << c, 0), 0)
+    low = low_bits(sizes, tl.minimum(changes, sizes - changes))
+    return lists, low, tl.sum(tl.where(c < 5, low << (c * 4), 0), 0)
 
 
 @triton.jit
@@ -287,19 +413,17 @@ def _clear_words(words, count):
 
 @triton.jit
 def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
-    """A coded tile, by what `measure_kernel` has found."""
-    LANES: tl.constexpr = L.lanes
-    WIDTH: tl.constexpr = 8 * L.item
-    c = tl.arange(0, LANES)
+    """A coded tile, by what `measure_kernel` has found of it."""
+    c = tl.arange(0, 8)
     _clear_words(words, count)
     tl.debug_barrier()
     center, scale, exceptions = tl.load(info + 2), tl.load(info + 3), tl.load(info + 4)
     sizes, changes = tl.load(info + 8 + c), tl.load(info + 16 + c)
     gap_bits = tl.load(info + 24 + c)
     total = tl.load(info + 7)
-    listed = tl.minimum(changes, sizes - changes)
-    lists = 2 * changes <= sizes
-    low = low_bits(sizes, listed)
+    dense, entries = tl.load(info + STATE), tl.load(info + STATE + 1)
+    need = tl.load(info + STATE + 2)
+    lists, low, lows = _lists(changes, sizes)
     one = c == 0
     head = m * 0 + 1
     if not L.overwrite:
@@ -308,7 +432,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
         head += L.exponent
         _put(words, zero + head, (zero + scale).to(tl.uint32), zero + L.scale_bits, one)
         head += L.scale_bits
-    coded = (c < L.classes) & (one | (not L.overwrite))
+    coded = c < L.classes
     below = log16(changes + 1) - 1
     lengths = tl.where(coded, 2 * below + 1, 0)
     gamma_at = head + tl.cumsum(lengths, 0) - lengths
@@ -321,7 +445,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
         _put(words, head + more, ones, c * 0 + 1, one)
         _put(words, head + more + 1, (c * 0 + exceptions + 1).to(tl.uint32), more, one & (more > 0))
         head += 2 * tl.max(more, 0) + 1
-    fields = listed * low
+    fields = tl.minimum(changes, sizes - changes) * low
     low_at = head + tl.cumsum(fields, 0) - fields
     head += tl.sum(fields, 0)
     sign_at = head
@@ -335,45 +459,110 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     if not L.overwrite:
         value_at = head + tl.load(info + 5)
         exception_at = value_at + tl.load(info + 6)
-    before, last = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
     done, number = m * 0, m * 0
-    for start in range(0, m, PIECE):
-        i = start + tl.arange(0, PIECE)
-        gaps, is_listed, before, last = _gaps_of(base, x, start, m, center, lists, before, last, L)
-        marks = is_listed.to(tl.int32)
-        own = low[:, None]
-        to_low = low_at[:, None] + (tl.cumsum(marks, 1) - marks) * own
-        wide = tl.zeros([LANES, PIECE], tl.int32) + own
-        _put(words, to_low, gaps.to(tl.uint32), wide, is_listed & (wide > 0))
-        low_at += tl.sum(marks, 1) * low
-        codes = tl.where(is_listed, (gaps >> own) + 1, 0)
-        to_gap = gap_at[:, None] + tl.cumsum(codes, 1) - 1
-        _put(words, to_gap, marks.to(tl.uint32), marks, is_listed)
-        gap_at += tl.sum(codes, 1)
-        v = tl.load(base + i, mask=i < m, other=0).to(tl.uint32)
-        y = tl.load(x + i, mask=i < m, other=0).to(tl.uint32)
-        changed = v != y
+    sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+    places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
+    state = c * 0, done, number
+    for section in range(sections):
+        window, n = m * 0, m * 0 + 1
+        while window < n:
+            n = entries
+            tl.debug_barrier()
+            if dense != 0:
+                n = fill_list(base, x, info, m * 0, section, dense, m, center, need, window, L)
+            upto = tl.minimum(n - window, MOST_LISTED)
+            places, state = _write_list(
+                base, x, info, upto, words, center, scale, lists, low, lows, places, state, L
+            )
+            window += MOST_LISTED
+
+
+@triton.jit
+def _write_list(
+    base, x, info, n, words, center, scale, lists, low, lows, places, state, L: tl.constexpr
+):
+    """Write what a list of `n` says; `places` are where its parts go to."""
+    WIDTH: tl.constexpr = 8 * L.item
+    low_at, gap_at, sign_at, quotient_at, value_at, exception_at = places
+    ahead, done, number = state
+    q = tl.arange(0, PIECE)
+    for at in range(0, n, PIECE):
+        v, y, changed, c, there, gap, counts, begins, ahead = _gaps(
+            base, x, info, at, n, center, lists, ahead, L
+        )
+        own = (lows >> (c * 4)) & 15
+        to = _of_class(low_at - begins * low, c) + q * own
+        _put(words, to, gap.to(tl.uint32), own, there & (own > 0))
+        low_at += counts * low
+        codes = tl.where(there, (gap >> own) + 1, 0)
+        sums = tl.sum(_by_class(codes, c), 1)
+        to = _of_class(gap_at - tl.cumsum(sums, 0) + sums, c) + tl.cumsum(codes, 0) - 1
+        _mark(words, to, there)
+        gap_at += sums
         mark = changed.to(tl.int32)
-        k = done + tl.cumsum(mark, 0) - mark
         if L.overwrite:
+            k = done + tl.cumsum(mark, 0) - mark
             _put(words, value_at + k * WIDTH, y, mark * WIDTH, changed)
+            done += tl.sum(mark, 0)
         else:
             negative, size, hot, bits, quotient, exception = _change(v, y, scale, L)
-            _put(words, sign_at + k, negative.to(tl.uint32), mark, changed)
-            code = tl.where(changed, hot + quotient, 0)
-            at = quotient_at + tl.cumsum(code, 0) - 1
-            _put(words, at, mark.to(tl.uint32), mark, changed & (hot != 0))
-            quotient_at += tl.sum(code, 0)
-            bits = tl.where(changed, bits, 0)
-            at = value_at + tl.cumsum(bits, 0) - bits
-            _put(words, at, tl.where(exception, 0, size), bits, bits > 0)
-            value_at += tl.sum(bits, 0)
+            code, bits = tl.where(changed, hot + quotient, 0), tl.where(changed, bits, 0)
             odd = (changed & exception).to(tl.int32)
-            at = exception_at + (number + tl.cumsum(odd, 0) - odd) * (LOG_TILE + WIDTH)
-            _put(words, at, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
-            _put(words, at + LOG_TILE, size, odd * WIDTH, odd != 0)
-            number += tl.sum(odd, 0)
-        done += tl.sum(mark, 0)
+            # Each of the four numbers has 16 bits for its sum.
+            all_four = mark.to(tl.int64) | (odd.to(tl.int64) << 16)
+            all_four |= (code.to(tl.int64) << 32) | (bits.to(tl.int64) << 48)
+            upto, total = tl.cumsum(all_four, 0), tl.sum(all_four, 0)
+            k = done + _quarter(upto, 0) - mark
+            _mark(words, sign_at + k, changed & negative)
+            _mark(words, quotient_at + _quarter(upto, 2) - 1, changed & (hot != 0))
+            to = value_at + _quarter(upto, 3) - bits
+            _put(words, to, tl.where(exception, 0, size), bits, bits > 0)
+            if _quarter(total, 1) > 0:
+                to = exception_at + (number + _quarter(upto, 1) - odd) * (LOG_TILE + WIDTH)
+                _put(words, to, k.to(tl.uint32), odd * LOG_TILE, odd != 0)
+                _put(words, to + LOG_TILE, size, odd * WIDTH, odd != 0)
+            done += _quarter(total, 0)
+            number += _quarter(total, 1)
+            quotient_at += _quarter(total, 2)
+            value_at += _quarter(total, 3)
+    places = low_at, gap_at, sign_at, quotient_at, value_at, exception_at
+    return places, (ahead, done, number)
+
+
+@triton.jit
+def _quarter(sums, k):
+    """Number `k` of sums of 16 bits each."""
+    return ((sums >> (16 * k)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _mark(words, at, use):
+    """Set single bits."""
+    one = (at * 0 + 1) << (at & 31)
+    tl.atomic_or(words + (at >> 5), one, mask=use, sem="relaxed")
+
+
+@kernel
+def place_kernel(
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+):
+    """Where the tiles of a chunk start, and how many words they have."""
+    chunk = tl.program_id(0).to(tl.int64)
+    all_info = info_at(scratch_ptr, sums_words, chunk, tiles * 0, tiles)
+    used = chunk * 0
+    for at in range(0, tiles, 2048):
+        i = at + tl.arange(0, 2048)
+        info = all_info + i.to(tl.int64) * WORDS
+        size = tl.load(info, mask=i < tiles, other=0).to(tl.int64)
+        before = used + tl.cumsum(size, 0) - size
+        tl.store(info + STATE + 3, before.to(tl.int32), mask=i < tiles)
+        used += tl.sum(size, 0)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    tl.store(sums + 3, used)
 
 
 @kernel
@@ -397,21 +586,16 @@ def pack_kernel(
     chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
-    all_words, earlier = tl.zeros([512], tl.int64), tl.zeros([512], tl.int64)
-    all_info = info_at(scratch_ptr, sums_words, chunk, tile * 0, tiles)
-    for at in range(0, tiles, 512):
-        i = at + tl.arange(0, 512)
-        size = tl.load(all_info + i * WORDS, mask=i < tiles, other=0).to(tl.int64)
-        all_words += size
-        earlier += tl.where(i < tile, size, 0)
-    before = tl.sum(earlier, 0)
-    nbytes = tl.sum(all_words, 0) * 4
+    if L.aligned:
+        # A hint would be lost.
+        first = first // 16 * 16
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    nbytes = tl.load(sums + 3) * 4
     stride = static_stride * 128
     raw_dynamic = tl.maximum(n * L.item - stride, 0)
     shrinks = nbytes <= raw_dynamic
     dynamic_nbytes = tl.minimum(nbytes, raw_dynamic)
     fits = dynamic_nbytes <= dynamic_stride * 128
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
     if tile == 0:
         write_record(record_ptr, chunk, dynamic_nbytes, fits, shrinks, L.sums)
         if shrinks:
@@ -419,19 +603,26 @@ def pack_kernel(
             tl.store(digests, tl.load(sums + 1))
             tl.store(digests + 1, tl.load(sums + 2))
     if m > 0:
+        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
+        before = tl.load(info + STATE + 3)
         if shrinks:
-            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32))
-            tl.store(offsets + tile, before.to(tl.uint32))
+            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.int32))
+            tl.store(offsets + tile, before)
         if fits:
             if shrinks:
-                info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
                 count = tl.load(info)
-                words = dynamic_ptr.to(tl.pointer_type(tl.int32)) + before
+                words = dynamic_ptr.to(tl.pointer_type(tl.int32))
+                words += before.to(tl.uint32, bitcast=True).to(tl.int64)
                 base = items(from_ptr, L.item) + first
                 x = items(x_ptr, L.item) + first
                 if count > 0:
                     if tl.load(info + 1) != 0:
                         _write_plain(x, m, words, count, L.item)
+                    elif count <= SLOT_WORDS:
+                        for at in range(0, count, 256):
+                            i = at + tl.arange(0, 256)
+                            word = tl.load(info + SLOT + i, mask=i < count, other=0)
+                            tl.store(words + i, word, mask=i < count)
                     else:
                         _write_tile(base, x, m, info, words, count, L)
             else:

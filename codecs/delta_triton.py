@@ -2,10 +2,11 @@
 # mypy: disable-error-code="assignment,misc"
 """delta on a GPU: a program for each tile. specs/delta.md.
 
-Encoding: one launch compares, counts and finds what each tile takes, a second one writes. Decoding:
-one launch reads the base, one checks records, checksums and digests of bases, one decodes, one
-compares digests of results. In the memory of the base only then is anything written: by one launch
-changes that were listed, by a last one those of tiles with more of them.
+Encoding: one launch compares, one lists what has changed and writes what it takes to work memory,
+one adds up how many words tiles have, one moves them to where they belong. Decoding: one launch
+reads the base, one checks records, checksums and digests of bases, one decodes, one compares
+digests of results. In the memory of the base only then is anything written: by one launch changes
+that were listed, by a last one those of tiles with more of them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from .delta_decode_triton import (
     shift_of,
     words_of,
 )
-from .delta_encode_triton import measure_kernel, pack_kernel
+from .delta_encode_triton import measure_kernel, pack_kernel, place_kernel, scan_kernel
 from .delta_words_triton import SUMS, TILE, Launch, info_at, keys_of
 
 
@@ -273,15 +274,17 @@ def launch_of(spec: Delta, dtype: DType, **values: bool) -> Launch:
 
 
 @functools.cache
-def _variant(which, spec: Delta, dtype: DType, **values: bool) -> Variant:
-    chosen = _CHANGES if which is change_kernel else options(4)
-    return Variant(which, chosen, L=launch_of(spec, dtype, **values))
+def _variant(
+    which, spec: Delta, dtype: DType, warps: int = 4, maxnreg: int | None = None, **values: bool
+) -> Variant:
+    return Variant(which, options(warps, maxnreg), L=launch_of(spec, dtype, **values))
 
 
-#: What lanes tell each other of a tile's changes needs no barrier in one warp. With fewer registers
-#: more tiles are in flight.
-_CHANGES = options(1, 128)
+#: Warps and registers. What lanes tell each other of a tile's changes needs no barrier in one warp.
+#: With fewer registers more tiles are in flight.
+_CHANGES = 1, 128
 _RESULT = Variant(_result_kernel, options(1))
+_PLACE = Variant(place_kernel, options(16))
 
 
 class _Launches:
@@ -315,9 +318,13 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     if not plan.nelem:
         return
     programs = g.tiles * plan.chunks
-    measure = _variant(measure_kernel, spec, dtype)
-    measure.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
-    pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum)
+    aligned = aligned_for(plan, x) and aligned_for(plan, base)
+    # Fewer registers are more tiles at a time, which wait for memory.
+    for which, warps, most in ((scan_kernel, 4, 80), (measure_kernel, 1, None)):
+        variant = _variant(which, spec, dtype, warps, most, aligned=aligned)
+        variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
+    _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
+    pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
     pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)
@@ -374,7 +381,9 @@ def decode(
         return i // size * g.tiles + i % size // int(TILE.value)
 
     def change(target, near: bool, **values: bool) -> None:
-        variant = _variant(change_kernel, spec, dtype, packed=packed, aligned=near, **values)
+        variant = _variant(
+            change_kernel, spec, dtype, *_CHANGES, packed=packed, aligned=near, **values
+        )
         tensors = src, base, target, scratch, status, starts
         numbers = start, stop, *g.sizes, place(start), g.sums_words, *g.places, slot
         variant.launch(place(stop - 1) + 1 - place(start), tensors, *numbers)

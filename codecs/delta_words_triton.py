@@ -62,26 +62,23 @@ class Launch:
 
 
 @triton.jit
-def terms_of(v, i, ITEM: tl.constexpr):
-    """Terms of the digest of elements `i` of a chunk, uint32."""
-    at = (i * ITEM).to(tl.int64)
-    key = ((at >> 2) + 1).to(tl.uint32) * _KEY_STEP
-    key = (key ^ (key >> _SHIFT0)) * _FACTOR0
-    key = (key ^ (key >> _SHIFT1)) * _FACTOR1
-    key = key ^ (key >> _SHIFT2)
-    word = v.to(tl.uint32)
-    if ITEM < 4:
-        word = word << ((at & 3).to(tl.uint32) * 8)
-    return word.to(tl.uint64) * key.to(tl.uint64)
-
-
-@triton.jit
 def keys_of(i):
     """Digest keys of words number `i` of a chunk, uint32."""
     key = (i + 1) * _KEY_STEP
     key = (key ^ (key >> _SHIFT0)) * _FACTOR0
     key = (key ^ (key >> _SHIFT1)) * _FACTOR1
     return key ^ (key >> _SHIFT2)
+
+
+@triton.jit
+def terms_of(v, i, ITEM: tl.constexpr):
+    """Terms of the digest of elements `i` of a chunk, uint32."""
+    at = (i * ITEM).to(tl.int64)
+    key = keys_of((at >> 2).to(tl.uint32))
+    word = v.to(tl.uint32)
+    if ITEM < 4:
+        word = word << ((at & 3).to(tl.uint32) * 8)
+    return word.to(tl.uint64) * key.to(tl.uint64)
 
 
 @triton.jit
@@ -156,15 +153,6 @@ def one_of(c):
     """
     shift = tl.maximum(c - 1, 0) * FIELD
     return (c > 0).to(tl.int64) << shift.to(tl.int64)
-
-
-@triton.jit
-def count_of(counts, c, n):
-    """How many of class `c` are among `n` elements whose other classes were counted by `one_of`."""
-    here = (counts >> (tl.maximum(c - 1, 0) * FIELD).to(tl.int64)) & MASK
-    others = (counts & MASK) + ((counts >> FIELD) & MASK)
-    others += ((counts >> 2 * FIELD) & MASK) + ((counts >> 3 * FIELD) & MASK)
-    return tl.where(c > 0, here, n - others).to(tl.int32)
 
 
 @triton.jit
