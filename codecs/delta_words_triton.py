@@ -12,7 +12,6 @@ import triton.language as tl
 from . import delta
 
 LOG_TILE, TILE = tl.constexpr(delta.LOG_TILE), tl.constexpr(delta.TILE)
-_L0, _L1, _L2, _L3 = (tl.constexpr(limit) for limit in delta.LIMITS)
 DIGESTS = tl.constexpr(delta.DIGESTS_NBYTES)
 _KEY_STEP = tl.constexpr(delta.KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = (tl.constexpr(n) for n in delta.MIX)
@@ -27,7 +26,7 @@ WORDS, COUNTS = tl.constexpr(delta.TILE_SCRATCH // 4), tl.constexpr(64)
 #: or, to decode, what changes add to that of the base.
 SUMS = tl.constexpr(4)
 FAR = tl.constexpr(1 << 30)
-#: Bits of a class in a count of all, see `one_of`.
+#: Bits of a class in a number that counts members of all classes, and those bits set.
 FIELD, MASK = tl.constexpr(12), tl.constexpr(4095)
 
 
@@ -137,34 +136,12 @@ def length_of(v):
 
 @triton.jit
 def class_of(e, center, L: tl.constexpr):
-    """The classes of elements by their exponents, int32; see `members_of`."""
+    """The classes of elements by their exponents, int32; see `delta.classes_of`."""
     found = e * 0
     if L.classes > 1:
-        # LIMITS fall by 2 from center + 1 on.
+        # `delta.LIMITS` fall by 2 from 1 on.
         found = tl.minimum(tl.maximum((center + 2 - e) >> 1, 0), L.classes - 1)
     return found
-
-
-@triton.jit
-def one_of(c):
-    """One element of class `c` in a count of all classes but the first, a field each, int64.
-
-    A sum of so few that no field overflows, up to 2^FIELD - 1, counts them all at once.
-    """
-    shift = tl.maximum(c - 1, 0) * FIELD
-    return (c > 0).to(tl.int64) << shift.to(tl.int64)
-
-
-@triton.jit
-def members_of(e, center, inside, L: tl.constexpr):
-    """Which elements belong to which class, int32, shape [lanes, piece]."""
-    LANES: tl.constexpr = L.lanes
-    of = e * 0
-    if L.classes > 1:
-        of += (e < center + _L0).to(tl.int32) + (e < center + _L1).to(tl.int32)
-        of += (e < center + _L2).to(tl.int32) + (e < center + _L3).to(tl.int32)
-    c = tl.arange(0, LANES)
-    return ((of[None, :] == c[:, None]) & inside[None, :]).to(tl.int32)
 
 
 @triton.jit
