@@ -71,7 +71,8 @@ _PLANE_NBYTES = tl.constexpr(WORK_NBYTES)
 _GOOD_AT = tl.constexpr(WORK_NBYTES - 8)
 #: Calls of fewer tiles leave multiprocessors idle with a warp each.
 FEW_TILES = 528
-PACK_REGISTERS = int(__import__("os").environ.get("PR", "96"))
+#: Most registers of a thread that writes a tile, by bytes of an element.
+PACK_REGISTERS = {1: 96, 2: 96, 4: 128, 8: 168}
 #: Tiles have fewer bytes.
 _LARGE = tl.constexpr(1 << 20)
 
@@ -625,7 +626,7 @@ def _measuring(dtype: DType, warps: int, **values: bool) -> Variant:
 
 @functools.cache
 def _packing(dtype: DType, warps: int, **values: bool) -> Variant:
-    registers = PACK_REGISTERS if warps == 1 else None
+    registers = PACK_REGISTERS[dtype.itemsize] if warps == 1 else None
     return Variant(_pack_kernel, options(warps, registers), L=launch_of(dtype, **values))
 
 

@@ -50,7 +50,7 @@ _STEP = tl.constexpr(8)
 _QUADS = tl.constexpr(RUN.value // 4)
 #: Fours of elements whose bytes are counted at a time.
 _COUNTED = tl.constexpr(512)
-#: Fours of elements of each run that are coded at a time, of whole tiles and of others.
+#: Fours of elements of each run that are coded at a time, of whole tiles and of others or 8 bytes.
 _AT_ONCE, _FEWER = tl.constexpr(8), tl.constexpr(4)
 #: Bytes of shared memory: entries, then up to 16 pieces of each run.
 _PACKING = tl.constexpr("7424")
@@ -396,7 +396,7 @@ def _pieces_of(word, more, entries, of_escape, UNIT: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def _append(s, piece, out, PTX: tl.constexpr):
-    """Append pieces to the words of lanes: what is not stored yet, its bits, and where it will be."""
+    """Append pieces to the words of lanes: what is not stored yet, its bits, where it will be."""
     word, n, at = s
     low, high = piece
     after = n + (high >> 24)
@@ -502,7 +502,7 @@ def _write_planes(
     """Write the planes `copied` of a tile, and if `is_coded` the runs of plane `k`, from the words
     `out` on.
     """
-    N: tl.constexpr = _AT_ONCE if FULL else _FEWER
+    N: tl.constexpr = _AT_ONCE if FULL and L.item < 8 else _FEWER
     i = tl.arange(0, RUNS * N)
     runs = (m + (RUN - 1)) // RUN
     start = tl.cumsum(sizes, 0) - sizes
@@ -516,8 +516,8 @@ def _write_planes(
                 HALF: tl.constexpr = N // 2
                 j = tl.arange(0, RUNS * HALF)
                 s = _append_units(
-                    s, x, j // HALF * _QUADS + (at + 2 * (j % HALF)), m, k, table, memory, of_escape,
-                    out, HALF, FULL, L,
+                    s, x, j // HALF * _QUADS + (at + 2 * (j % HALF)), m, k, table, memory,
+                    of_escape, out, HALF, FULL, L,
                 )  # fmt: skip
             else:
                 word = _plane_of(words, k, L.item, L.ptx)
@@ -526,7 +526,7 @@ def _write_planes(
                 )
                 pieces = _pieces_of(word, word, entries, of_escape, UNIT, L.ptx)
                 s = _append_all(s, pieces, out, memory, N, L.ptx)
-    # A run ends in a word in which the next one may start, which has then stored its own bits there.
+    # A run ends in a word in which the next one may start, which then has stored its bits there.
     # Only the last run can be so short that it ends in the word in which it starts.
     word, n, at = s
     run = tl.arange(0, RUNS)
