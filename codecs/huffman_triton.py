@@ -621,12 +621,12 @@ def _variant(which, dtype: DType, warps: int, **values: bool) -> Variant:
 @functools.cache
 def _measuring(dtype: DType, warps: int, **values: bool) -> Variant:
     launch = launch_of(dtype, **values)
-    return Variant(_measure_kernel, options(warps), L=launch, COLUMNS=8 * warps)
+    return Variant(_measure_kernel, options(warps, 80), L=launch, COLUMNS=8 * warps)
 
 
 @functools.cache
 def _packing(dtype: DType, warps: int, **values: bool) -> Variant:
-    registers = PACK_REGISTERS[dtype.itemsize] if warps == 1 else None
+    registers = PACK_REGISTERS[dtype.itemsize] if warps == 1 else 128
     return Variant(_pack_kernel, options(warps, registers), L=launch_of(dtype, **values))
 
 

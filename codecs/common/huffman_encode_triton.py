@@ -36,6 +36,7 @@ from .huffman_tables_triton import (
     put,
     put_pair,
     table_memory,
+    wide,
     words_at,
 )
 from .huffman_triton import CONSTANT, NARROW, RUN, RUNS, STORED, TILE, WIDE, padded
@@ -136,7 +137,8 @@ def _partial_quads(x, quad, m, ITEM: tl.constexpr):
     else:
         found = ()
         for j in tl.static_range(4):
-            found = found + ((e[j] & 0xFFFFFFFF).to(tl.uint32), (e[j] >> 32).to(tl.uint32))
+            v = wide(e[j], ITEM)
+            found = found + ((v & 0xFFFFFFFF).to(tl.uint32), (v >> 32).to(tl.uint32))
         return found
 
 
@@ -610,7 +612,7 @@ def write_tile(x, m, t, work_ptr, out_ptr, coded_ptr, FULL: tl.constexpr, L: tl.
     runs = m * 0
     found = ()
     for k in tl.static_range(ITEM):
-        place = places[k]
+        place = places[k] + 0 * at
         if ((coded >> k) & 1) != 0:
             plane_ptr = work_ptr + k * _WORK_NBYTES
             head = tl.load(words_at(plane_ptr, _HEADS_AT) + t)
