@@ -100,11 +100,11 @@ class Huffman(CodecSpec):
 
     def scratch_nbytes(self, dtype: DType, nelem: int, chunks: int) -> int:
         """Of the GPU backend: sums of chunks, of each plane of groups a table's entries, and sizes
-        of tiles.
+        of groups and tiles.
         """
         groups = max(group_count(nelem), 1) * chunks
         entries = groups * dtype.itemsize * WORK_NBYTES
-        return align(8 * chunks) + entries + align(4 * GROUP_TILES * groups)
+        return align(8 * chunks) + entries + align(4 * (1 + GROUP_TILES) * groups)
 
 
 SPEC = Huffman

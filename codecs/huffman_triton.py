@@ -33,16 +33,12 @@ from .common.dynamic_triton import (
 )
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
 from .common.huffman import WORK_NBYTES
+from .common.huffman_encode_triton import count_bytes, measure_tile, write_tile
 from .common.huffman_tables_triton import (
+    COUNTS_AT,
     DECODER,
     DECODING,
-    ENCODER,
-    ENCODING,
-    ENTRIES_AT,
-    FLAG_AT,
-    TABLE_AT,
     TABLE_NBYTES,
-    counts_of,
     find_table,
     load_words,
     read_table,
@@ -58,13 +54,10 @@ from .common.huffman_triton import (
     STORED,
     TILE,
     block_of,
-    measure_block,
     next_bytes,
     open_block,
     open_runs,
     padded,
-    write_block,
-    write_plane,
 )
 from .common.launch_triton import PTX, Variant, kernel, options
 from .common.minifloat_triton import aligned_for
@@ -72,12 +65,14 @@ from .common.plans_triton import Selection
 from .huffman import GROUP, GROUP_TILES, STEP, group_count, planes_of, tile_count
 
 _GROUP, _GROUP_TILES, _STEP = tl.constexpr(GROUP), tl.constexpr(GROUP_TILES), tl.constexpr(STEP)
-#: Work memory of a plane of a group, in bytes: what `find_table` writes, then of its tiles sizes of
-#: runs, heads and bytes of blocks. Or what `read_table` writes, of which the last word is unused:
-#: there it says if the table is right.
+#: Work memory of a plane of a group, in bytes: what `find_table` and `measure_tile` write. Or what
+#: `read_table` writes, of which the last word is unused: there it says if the table is right.
 _PLANE_NBYTES = tl.constexpr(WORK_NBYTES)
-_SIZES_AT, _HEADS_AT, _NBYTES_AT = tl.constexpr(4096), tl.constexpr(5120), tl.constexpr(5152)
 _GOOD_AT = tl.constexpr(WORK_NBYTES - 8)
+#: Calls of fewer tiles leave multiprocessors idle with a warp each.
+FEW_TILES = 528
+#: Most registers of a thread that writes a tile, by bytes of an element.
+PACK_REGISTERS = {1: 96, 2: 96, 4: 128, 8: 168}
 #: Tiles have fewer bytes.
 _LARGE = tl.constexpr(1 << 20)
 
@@ -134,27 +129,62 @@ def _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM: tl.constexpr):
 
 
 @kernel
-def _tables_kernel(
+def _counts_kernel(
     x_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    groups: tl.int32,
+    work_at: tl.int64,
+    L: tl.constexpr,
+):
+    """Counts of the bytes of a tile, or of its part of a group's sample."""
+    ITEM: tl.constexpr = L.item
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    group, t = tile // _GROUP_TILES, tile % _GROUP_TILES
+    first = chunk * chunk_nelem
+    n = tl.minimum(chunk_nelem, nelem - first)
+    begin, m = _part_of(n, tile, TILE)
+    _, of_group = _part_of(n, group, _GROUP)
+    work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+    COUNTING: tl.constexpr = "2048" if ITEM <= 2 else "8192"
+    memory = table_memory(COUNTING, L.ptx)
+    if m > 0:
+        x = _from(x_ptr, first + begin, L)
+        if (m == TILE) & L.aligned:
+            count_bytes(x, t, m, of_group, work_ptr, memory, True, L)
+        else:
+            count_bytes(x, t, m, of_group, work_ptr, memory, False, L)
+
+
+@kernel
+def _tables_kernel(
     scratch_ptr,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
     groups: tl.int32,
     work_at: tl.int64,
+    sizes_at: tl.int64,
     L: tl.constexpr,
 ):
     """The table of a plane of a group."""
     ITEM: tl.constexpr = L.item
-    pid = tl.program_id(0)
-    plane = pid % ITEM
-    group = (pid // ITEM) % groups
-    chunk = (pid // ITEM // groups).to(tl.int64)
-    first = chunk * chunk_nelem
-    begin, m = _part_of(tl.minimum(chunk_nelem, nelem - first), group, _GROUP)
-    work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+    plane = tl.program_id(0) % ITEM
+    group = (tl.program_id(0) // ITEM) % groups
+    chunk = (tl.program_id(0) // ITEM // groups).to(tl.int64)
+    _, m = _part_of(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), group, _GROUP)
+    if plane == 0:
+        tl.store(_group_sizes(scratch_ptr, sizes_at, chunk, groups) + group, 0)
     if m > 0:
-        counts = counts_of(_from(x_ptr, first + begin, L), m, plane, ITEM, L.rotated)
-        plane_ptr = work_ptr + plane * _PLANE_NBYTES
+        plane_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+        plane_ptr += plane * _PLANE_NBYTES
+        counts = tl.zeros([256], tl.int32)
+        for t in range(_GROUP_TILES):
+            there = tl.arange(0, 256) * 0 + m > t * TILE
+            at = words_at(plane_ptr, COUNTS_AT) + t * 256 + tl.arange(0, 256)
+            counts += tl.load(at, mask=there, other=0)
         if L.cut >= ITEM:
             find_table(counts, plane_ptr, L.low, L.ptx)
         else:
@@ -165,14 +195,16 @@ def _tables_kernel(
 
 
 @triton.jit
-def _measure_plane(x, m, full, plane_ptr, memory, t, k, UNIT: tl.constexpr, L: tl.constexpr):
-    """Find what the block of a plane is, of tile `t` of its group; gives its bytes."""
-    table = load_words(words_at(plane_ptr, ENTRIES_AT), memory, ENCODER, L.ptx)
-    sizes, head, nbytes = measure_block(x, m, full, table, k, UNIT, L.item, L.rotated, L.ptx)
-    tl.store(words_at(plane_ptr, _SIZES_AT) + t * RUNS + tl.arange(0, RUNS), sizes)
-    tl.store(words_at(plane_ptr, _HEADS_AT) + t, head)
-    tl.store(words_at(plane_ptr, _NBYTES_AT) + t, nbytes)
-    return nbytes
+def _group_sizes(scratch_ptr, sizes_at, chunk, groups):
+    """Sizes of the groups of a chunk, in steps."""
+    return (scratch_ptr + sizes_at * 128).to(tl.pointer_type(tl.int32)) + chunk * groups
+
+
+@triton.jit
+def _tile_sizes(scratch_ptr, sizes_at, chunk, chunks_groups, groups):
+    """Those of its tiles; `chunks_groups` groups are in all chunks."""
+    sizes = (scratch_ptr + sizes_at * 128).to(tl.pointer_type(tl.int32)) + chunks_groups
+    return sizes + chunk * groups * _GROUP_TILES
 
 
 @kernel
@@ -185,7 +217,9 @@ def _measure_kernel(
     groups: tl.int32,
     work_at: tl.int64,
     sizes_at: tl.int64,
+    all_groups: tl.int64,
     L: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Bytes of a tile, in steps."""
     ITEM: tl.constexpr = L.item
@@ -195,81 +229,17 @@ def _measure_kernel(
     first = chunk * chunk_nelem
     begin, m = _part_of(tl.minimum(chunk_nelem, nelem - first), tile, TILE)
     work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-    memory = table_memory(ENCODING, L.ptx)
-    total = tile * 0
     if m > 0:
         x = _from(x_ptr, first + begin, L)
-        full = (m == TILE) & L.aligned
-        for k in range(ITEM):
-            plane_ptr = work_ptr + k * _PLANE_NBYTES
-            if tl.load(words_at(plane_ptr, FLAG_AT)) != 0:
-                if t == 0:
-                    total += TABLE_NBYTES
-                if L.cut >= ITEM:
-                    total += _measure_plane(x, m, full, plane_ptr, memory, t, k, L.low, L)
-                else:
-                    if k < L.cut:
-                        total += _measure_plane(x, m, full, plane_ptr, memory, t, k, L.low, L)
-                    else:
-                        total += _measure_plane(x, m, full, plane_ptr, memory, t, k, L.high, L)
-            else:
-                total += padded(m, _STEP)
-    sizes = (scratch_ptr + sizes_at * 128).to(tl.pointer_type(tl.int32))
-    tl.store(sizes + chunk * tiles + tile, (total + (_STEP - 1)) // _STEP)
-
-
-@triton.jit
-def _write_plane(x, m, full, plane_ptr, memory, t, out_ptr, k, UNIT: tl.constexpr, L: tl.constexpr):
-    """Write the block of a plane; gives its bytes."""
-    table = load_words(words_at(plane_ptr, ENTRIES_AT), memory, ENCODER, L.ptx)
-    sizes = tl.load(words_at(plane_ptr, _SIZES_AT) + t * RUNS + tl.arange(0, RUNS))
-    head = tl.load(words_at(plane_ptr, _HEADS_AT) + t)
-    nbytes = tl.load(words_at(plane_ptr, _NBYTES_AT) + t)
-    # fmt: off
-    write_block(
-        x, m, full, table, sizes, head, nbytes, out_ptr, k, UNIT, L.item, L.rotated, L.ptx
-    )
-    # fmt: on
-    return nbytes
-
-
-@triton.jit
-def _write_tile(x, m, t, work_ptr, out_ptr, coded_ptr, L: tl.constexpr):
-    """Write tile `t` of a group; of the first one also the tables, and which planes are coded."""
-    ITEM: tl.constexpr = L.item
-    memory = table_memory(ENCODING, L.ptx)
-    full = (m == TILE) & L.aligned
-    coded = m * 0
-    at = m * 0
-    for k in range(ITEM):
-        plane_ptr = work_ptr + k * _PLANE_NBYTES
-        if tl.load(words_at(plane_ptr, FLAG_AT)) != 0:
-            coded |= 1 << k
-            if t == 0:
-                c = tl.arange(0, 256)
-                table = tl.load(plane_ptr + TABLE_AT + c, mask=c < TABLE_NBYTES, other=0)
-                tl.store(out_ptr + at + c, table, mask=c < TABLE_NBYTES)
-                at += TABLE_NBYTES
-    if t == 0:
-        tl.store(coded_ptr, coded.to(tl.uint8))
-    for k in range(ITEM):
-        if ((coded >> k) & 1) == 0:
-            # Tables and planes are multiples of 8 bytes long, which else is lost in the loop.
-            write_plane(x, m, full, padded(m, _STEP), out_ptr + at // 8 * 8, k, ITEM, L.rotated)
-            at += padded(m, _STEP)
-    for k in range(ITEM):
-        if ((coded >> k) & 1) != 0:
-            plane_ptr = work_ptr + k * _PLANE_NBYTES
-            to = out_ptr + at // 4 * 4
-            if L.cut >= ITEM:
-                at += _write_plane(x, m, full, plane_ptr, memory, t, to, k, L.low, L)
-            else:
-                if k < L.cut:
-                    at += _write_plane(x, m, full, plane_ptr, memory, t, to, k, L.low, L)
-                else:
-                    at += _write_plane(x, m, full, plane_ptr, memory, t, to, k, L.high, L)
-    if at % _STEP != 0:
-        tl.store((out_ptr + at).to(tl.pointer_type(tl.int32)), 0)
+        total = m * 0
+        if (m == TILE) & L.aligned:
+            total = measure_tile(x, m, work_ptr, t, True, COLUMNS, L)
+        else:
+            total = measure_tile(x, m, work_ptr, t, False, COLUMNS, L)
+        total = (total + (_STEP - 1)) // _STEP
+        tl.store(_tile_sizes(scratch_ptr, sizes_at, chunk, all_groups, groups) + tile, total)
+        of_groups = _group_sizes(scratch_ptr, sizes_at, chunk, groups)
+        tl.atomic_add(of_groups + group, total, sem="relaxed")
 
 
 @kernel
@@ -283,6 +253,7 @@ def _pack_kernel(
     groups: tl.int32,
     work_at: tl.int64,
     sizes_at: tl.int64,
+    all_groups: tl.int64,
     head: tl.int32,
     static_at: tl.int64,
     static_stride: tl.int64,
@@ -299,15 +270,20 @@ def _pack_kernel(
     begin, m = _part_of(n, tile, TILE)
     if m > 0:
         stride = static_stride * 128
-        sizes = (scratch_ptr + sizes_at * 128).to(tl.pointer_type(tl.int32)) + chunk * tiles
-        of_all = tl.zeros([512], tl.int64)
-        of_earlier = tl.zeros([512], tl.int64)
-        for at in range(0, tiles, 512):
-            i = at + tl.arange(0, 512)
-            size = tl.load(sizes + i, mask=i < tiles, other=0).to(tl.int64)
+        group, t = tile // _GROUP_TILES, tile % _GROUP_TILES
+        sizes = _group_sizes(scratch_ptr, sizes_at, chunk, groups)
+        used = ((n + (_GROUP - 1)) // _GROUP).to(tl.int32)
+        of_all = tl.zeros([128], tl.int64)
+        of_earlier = tl.zeros([128], tl.int64)
+        for at in range(0, used, 128):
+            i = at + tl.arange(0, 128)
+            size = tl.load(sizes + i, mask=i < used, other=0).to(tl.int64)
             of_all += size
-            of_earlier += tl.where(i < tile, size, 0)
-        before = tl.sum(of_earlier, 0)
+            of_earlier += tl.where(i < group, size, 0)
+        i = tl.arange(0, _GROUP_TILES)
+        sizes = _tile_sizes(scratch_ptr, sizes_at, chunk, all_groups, groups)
+        size = tl.load(sizes + group * _GROUP_TILES + i, mask=i < t, other=0)
+        before = tl.sum(of_earlier, 0) + tl.sum(size, 0)
         nbytes = (tl.sum(of_all, 0) + 1) * _STEP
         raw_dynamic = tl.maximum(n * ITEM - stride, 0)
         shrinks = nbytes <= raw_dynamic
@@ -320,11 +296,14 @@ def _pack_kernel(
             store_raw(x, begin, m, static_ptr, stride, dynamic_ptr, ITEM)
             clear(static_ptr, n * ITEM, stride, tile, tiles)
         if fits & shrinks:
-            group, t = tile // _GROUP_TILES, tile % _GROUP_TILES
             tl.store(static_ptr.to(tl.pointer_type(tl.uint32)) + tile, before.to(tl.uint32))
             coded_ptr = static_ptr + 4 * ((n + (TILE - 1)) // TILE) + group
             work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-            _write_tile(x, m, t, work_ptr, dynamic_ptr + before * _STEP, coded_ptr, L)
+            tile_ptr = dynamic_ptr + before * _STEP
+            if (m == TILE) & L.aligned:
+                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, True, L)
+            else:
+                write_tile(x, m, t, work_ptr, tile_ptr, coded_ptr, False, L)
             if begin + TILE >= n:
                 end_ptr = dynamic_ptr + (nbytes - _STEP)
                 tl.store(end_ptr.to(tl.pointer_type(tl.int64)), n * 0)
@@ -639,6 +618,18 @@ def _variant(which, dtype: DType, warps: int, **values: bool) -> Variant:
     return Variant(which, options(warps, registers), L=launch_of(dtype, **values))
 
 
+@functools.cache
+def _measuring(dtype: DType, warps: int, **values: bool) -> Variant:
+    launch = launch_of(dtype, **values)
+    return Variant(_measure_kernel, options(warps, 80), L=launch, COLUMNS=8 * warps)
+
+
+@functools.cache
+def _packing(dtype: DType, warps: int, **values: bool) -> Variant:
+    registers = PACK_REGISTERS[dtype.itemsize] if warps == 1 else 128
+    return Variant(_pack_kernel, options(warps, registers), L=launch_of(dtype, **values))
+
+
 class _Launches:
     """What kernels take of a plan, put together once. Offsets are in units of 128 bytes."""
 
@@ -666,13 +657,19 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     if not plan.nelem:
         return
     chosen = {"aligned": aligned_for(plan, x)}
-    tables = _variant(_tables_kernel, dtype, 4, **chosen)
-    work = *g.parts.sizes, g.groups, g.work_at
-    tables.launch(g.groups * chunks * dtype.itemsize, (x, scratch), *work)
-    numbers = *g.parts.sizes, g.tiles, g.groups, g.work_at, g.sizes_at
-    _variant(_measure_kernel, dtype, 1, **chosen).launch(g.tiles * chunks, (x, scratch), *numbers)
-    pack = _variant(_pack_kernel, dtype, 1, sums=plan.checksum, **chosen)
-    pack.launch(g.tiles * chunks, (x, out, scratch), *numbers, *g.parts.places)
+    tiles, all_groups = g.tiles * chunks, g.groups * chunks
+    # Of few tiles each gets more warps.
+    warps = 4 if tiles < FEW_TILES else 1
+    places = g.tiles, g.groups, g.work_at
+    counts = _variant(_counts_kernel, dtype, 4, **chosen)
+    counts.launch(tiles, (x, scratch), *g.parts.sizes, *places)
+    tables = _variant(_tables_kernel, dtype, 1)
+    tables.launch(all_groups * dtype.itemsize, (scratch,), *g.parts.sizes, *places[1:], g.sizes_at)
+    numbers = *g.parts.sizes, *places, g.sizes_at, all_groups
+    measure = _measuring(dtype, 4 * warps, **chosen)
+    measure.launch(tiles, (x, scratch), *numbers)
+    pack = _packing(dtype, warps, sums=plan.checksum, **chosen)
+    pack.launch(tiles, (x, out, scratch), *numbers, *g.parts.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)
 

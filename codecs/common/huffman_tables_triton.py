@@ -22,7 +22,7 @@ _LIMIT, _ESCAPE = tl.constexpr(huffman.LIMIT), tl.constexpr(huffman.ESCAPE)
 _WHOLE = tl.constexpr(1 << huffman.WEIGHT_BITS)
 _LEAST = tl.constexpr(1 << huffman.WEIGHT_BITS - huffman.RARE)
 _SCALE, _SAVED = tl.constexpr(huffman.SCALE), tl.constexpr(huffman.SAVED)
-_COMMON, _SAMPLED = tl.constexpr(huffman.COMMON), tl.constexpr(huffman.SAMPLED)
+_COMMON = tl.constexpr(huffman.COMMON)
 #: Of an entry: the code, or what it stands for; the flag of the escape; the bits that it takes.
 ESCAPED, BITS_AT = tl.constexpr(1 << 23), tl.constexpr(24)
 #: Work memory of a plane of a group, in bytes: whether it is coded, its table, an encoder's entries
@@ -32,6 +32,19 @@ FLAG_AT, TABLE_AT, ENTRIES_AT = tl.constexpr(0), tl.constexpr(128), tl.constexpr
 ENCODING, DECODING = tl.constexpr("3072"), tl.constexpr("16384")
 #: Words of an encoder's entries; of these and the classes of values behind them; of a decoder's.
 ENTRIES, ENCODER, DECODER = tl.constexpr(512), tl.constexpr(768), tl.constexpr(1 << huffman.LIMIT)
+#: Of an encoder's entry: the code, its length, flags of an escape and of one without a code, and
+#: all bits of the unit.
+CODE, LENGTH_AT, SIZE_AT = (
+    tl.constexpr((1 << huffman.LIMIT) - 1),
+    tl.constexpr(12),
+    tl.constexpr(24),
+)
+ESCAPED_UNIT, MISSING = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
+#: The entry of units of classes c0 and c1 is c0 + CLASS_STEP * c1, where a value without a class
+#: has class 16: likely ones are in banks of their own.
+CLASS_STEP = tl.constexpr(26)
+#: Where in a plane's work memory the counts of tiles are while no table is there, 1 KiB each.
+COUNTS_AT = tl.constexpr(8192)
 
 
 @triton.jit
@@ -73,6 +86,48 @@ def look_up(table, at, PTX: tl.constexpr):
         )
     else:
         return tl.load(table + at)
+
+
+@triton.jit
+def fetch(table, at, CLASSES: tl.constexpr, PTX: tl.constexpr):
+    """The words at bytes `at` of an encoder's entries or, behind these, CLASSES, int32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.shared.b32 $0, [$1+2048];" if CLASSES else "ld.shared.b32 $0, [$1];",
+            "=r,r",
+            (table + at,),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(table + ((ENTRIES if CLASSES else 0) + at // 4))
+
+
+@triton.jit
+def put_pair(at, first, second):
+    """Write pairs of words to addresses of shared memory."""
+    tl.inline_asm_elementwise(
+        "st.shared.v2.b32 [$1], {$2, $3}; mov.u32 $0, $2;",
+        "=r,r,r,r",
+        (at, first, second),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def count(table, at, n):
+    """Add to words of shared memory."""
+    tl.inline_asm_elementwise(
+        "red.shared.add.u32 [$1], $2; mov.u32 $0, $2;",
+        "=r,r,r",
+        (table + at * 4, n),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -119,81 +174,77 @@ def byte_of(v, k, ITEM: tl.constexpr, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def counts_of(x, n, k, ITEM: tl.constexpr, ROTATED: tl.constexpr):
-    """Counts of the values of plane `k` of `n` elements, or of the sample: int64, [256]."""
-    n_sampled = tl.where(n > _SAMPLED, (n + 255) // 256 * 32, n)
-    counts = tl.zeros([256], tl.int32)
-    v = tl.arange(0, 256)
-    for at in range(0, n_sampled, 2048):
-        j = at + tl.arange(0, 2048)
-        block = j >> 5
-        part = (block ^ (block >> 3) ^ (block >> 6)) & 7
-        i = tl.where(n > _SAMPLED, (block << 8) | (part << 5) | (j & 31), j)
-        use = (j < n_sampled) & (i < n)
-        byte = tl.where(use, byte_of(tl.load(x + i, mask=use, other=0), k, ITEM, ROTATED), 0)
-        # What is not used counts as zero.
-        others = 2048 - tl.sum(use.to(tl.int32), 0)
-        counts += tl.histogram(byte, 256) - tl.where(v == 0, others, 0)
-    return counts.to(tl.int64)
+def _share(w, counts, total):
+    """`w * counts // total`, int64."""
+    w *= counts
+    if (total & (total - 1)) == 0:
+        # As of most groups; a division of 64 bits takes a hundred instructions.
+        w = w >> (_order_of(total) - _order_of(total * 0 + 1)).to(tl.int64)
+    else:
+        w = w // total
+    return w
 
 
 @triton.jit
-def _pick(numbers, table):
-    """`table[numbers]` of a table of 16."""
-    hit = numbers[:, None] == tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(hit, table[None, :], 0), 1)
-
-
-@triton.jit
-def _ranks(order, work_ptr):
-    """How many are larger, of [256] different numbers, int32; they pass through work memory."""
-    memory = words_at(work_ptr, ENTRIES_AT)
-    tl.debug_barrier()
-    tl.store(memory + tl.arange(0, 256), order)
-    tl.debug_barrier()
-    found = order * 0
-    for at in range(0, 256, 16):
-        others = tl.load(memory + at + tl.arange(0, 16))
-        found += tl.sum((others[None, :] > order[:, None]).to(tl.int32), 1)
-    return found
+def _order_of(v):
+    """The exponents of numbers below 2^24."""
+    return v.to(tl.float32).to(tl.int32, bitcast=True) >> 23
 
 
 @triton.jit
 def _weights_of(counts, work_ptr, UNIT: tl.constexpr):
-    """(classes of values, 256 if none; weights of symbols; that of the escape).
+    """(classes of values, 16 or 256 if none; their 16 values; weights of symbols; that of the
+    escape), of counts, int32.
 
     See `huffman.weights_of`.
     """
     v = tl.arange(0, 256)
+    c = tl.arange(0, 16)
     total = tl.sum(counts, 0)
     seen = tl.sum((counts > 0).to(tl.int32), 0)
-    least = tl.min(tl.where(counts > 0, counts, 1 << 40), 0)
+    least = tl.min(tl.where(counts > 0, counts, 1 << 24), 0)
     all_common = (seen > 1) & ((least << _COMMON) >= total)
     ranks = v
-    w = tl.zeros([256], tl.int64) + _WHOLE
+    values = c * 0
+    whole = tl.zeros([256], tl.int64) + _WHOLE
     if UNIT == 1:
-        w = w * counts // total
+        w = _share(whole, counts.to(tl.int64), total)
     else:
         CLASSES: tl.constexpr = 16 if UNIT == 2 else 2
-        ranks = _ranks(counts.to(tl.int32) * 256 + (255 - v), work_ptr)
-        ranks = tl.where((counts > 0) & (ranks < CLASSES), ranks, 256)
-        hit = ranks[:, None] == tl.arange(0, 16)[None, :]
-        kept = tl.sum(tl.where(hit, counts[:, None], 0), 0)
+        ranks = v * 0 + (16 if UNIT == 2 else 256)
+        kept = c * 0
+        order = tl.where(counts > 0, counts * 256 + (255 - v), 0)
+        for k in range(CLASSES):
+            top = tl.max(order, 0)
+            if top > 0:
+                ranks = tl.where(order == top, k, ranks)
+                order = tl.where(order == top, 0, order)
+                values = tl.where(c == k, 255 - (top & 255), values)
+                kept = tl.where(c == k, top >> 8, kept)
+        memory = words_at(work_ptr, ENTRIES_AT)
+        tl.store(memory + c, kept)
+        tl.debug_barrier()
+        w = whole
         for j in tl.static_range(UNIT):
-            w = w * _pick((v >> (j * (8 // UNIT))) & (CLASSES - 1), kept) // total
+            f = tl.load(memory + ((v >> (j * (8 // UNIT))) & (CLASSES - 1)))
+            w = _share(w, f.to(tl.int64), total)
+        tl.debug_barrier()
     w = tl.where(w < _LEAST, 0, w)
     rest = (_WHOLE - tl.sum(w, 0)) >> _SCALE
     rest = tl.maximum(rest, tl.where(all_common, 0, 1)).to(tl.int32)
-    return ranks, (w >> _SCALE).to(tl.int32), rest
+    return ranks, values, (w >> _SCALE).to(tl.int32), rest
 
 
 @triton.jit
-def _length_for(weights, s):
-    """The least length with weight * 2^length at least `s`, at most 12; 0 for weight 0."""
-    length = weights * 0 + 1
-    for k in tl.static_range(1, _LIMIT):
-        length += ((weights.to(tl.uint32) << k) < s).to(tl.int32)
-    return tl.where(weights > 0, length, 0)
+def _scale_of(weights):
+    """Numbers that are ordered as weights are, of which twice as much is 2^23 more."""
+    return weights.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _length_for(scale, s):
+    """The least length with weight * 2^length at least that of `s`, 1 to 12."""
+    return tl.minimum(tl.maximum((s - scale + ((1 << 23) - 1)) >> 23, 1), _LIMIT)
 
 
 @triton.jit
@@ -209,36 +260,53 @@ def _taken(lengths, of_escape):
 
 
 @triton.jit
-def _lengths_of(weights, escape, work_ptr):
+def _lengths_of(weights, escape):
     """(lengths of symbols, that of the escape); see `huffman.lengths_of`."""
-    low = escape.to(tl.uint32) * 0 + 1
+    used = weights > 0
+    scale, scale_of_escape = _scale_of(weights), _scale_of(escape)
+    low = escape * 0 + 1
     # With 2^21 any code fits: weights add up to 2^20 + 1 at most.
     high = low << 21
     while low < high:
         middle = (low + high) // 2
-        fits = _taken(_length_for(weights, middle), _length_for(escape, middle)) <= _CODES
-        low = tl.where(fits, low, middle + 1)
-        high = tl.where(fits, middle, high)
-    lengths, of_escape = _length_for(weights, low), _length_for(escape, low)
+        s = _scale_of(middle)
+        taken = tl.sum(tl.where(used, _CODES >> _length_for(scale, s), 0), 0)
+        taken += tl.where(escape > 0, _CODES >> _length_for(scale_of_escape, s), 0)
+        low = tl.where(taken <= _CODES, low, middle + 1)
+        high = tl.where(taken <= _CODES, middle, high)
+    s = _scale_of(low)
+    lengths = tl.where(used, _length_for(scale, s), 0)
+    of_escape = tl.where(escape > 0, _length_for(scale_of_escape, s), 0)
     rest = _CODES - _taken(lengths, of_escape)
-    # Places by weight, of one weight by symbol. No lighter symbol has a shorter code, so that those
-    # of a length lie side by side.
+    # Different numbers, by weight, of one weight by symbol.
     order = weights * 512 + (511 - tl.arange(0, 256))
     order_of_escape = escape * 512 + (511 - _ESCAPE)
-    place = _ranks(order, work_ptr) + (order_of_escape > order).to(tl.int32)
-    place_of_escape = tl.sum((order > order_of_escape).to(tl.int32), 0)
     while rest > 0:
-        before = rest * 0
-        for length in range(1, _LIMIT + 1):
-            here = lengths == length
-            n = tl.sum(here.to(tl.int32), 0) + (of_escape == length).to(tl.int32)
-            if length > 1:
-                cost = _CODES >> length
-                most = before + tl.minimum(rest // cost, n)
-                lengths -= (here & (place < most)).to(tl.int32)
-                of_escape -= ((of_escape == length) & (place_of_escape < most)).to(tl.int32)
-                rest -= (most - before) * cost
-            before += n
+        length = rest * 0 + 2
+        while (rest > 0) & (length <= _LIMIT):
+            cost = _CODES >> length
+            here = tl.where(lengths == length, order, 0)
+            escape_here = tl.where(of_escape == length, order_of_escape, 0)
+            n = tl.sum((here > 0).to(tl.int32), 0) + (escape_here > 0).to(tl.int32)
+            most = tl.minimum(rest // cost, n)
+            if most > 0:
+                # The least of the `most` largest is found by halves.
+                least = rest * 0 + 1
+                if most < n:
+                    least = tl.maximum(tl.max(here, 0), escape_here)
+                    if most > 1:
+                        above = least
+                        least = rest * 0 + 1
+                        while n != most:
+                            middle = least + (above - least) // 2
+                            n = tl.sum((here >= middle).to(tl.int32), 0)
+                            n += (escape_here >= middle).to(tl.int32)
+                            least = tl.where(n >= most, middle, least)
+                            above = tl.where(n >= most, above, middle)
+                lengths -= (here >= least).to(tl.int32)
+                of_escape -= (escape_here >= least).to(tl.int32)
+                rest -= most * cost
+            length += 1
     return lengths, of_escape
 
 
@@ -287,35 +355,35 @@ def _codes_of(lengths, of_escape):
 @triton.jit
 def find_table(counts, work_ptr, UNIT: tl.constexpr, PTX: tl.constexpr):
     """Write a plane's table and an encoder's entries to work memory, if coding saves enough."""
-    ranks, weights, escape = _weights_of(counts, work_ptr, UNIT)
-    coded = tl.sum((weights > 0).to(tl.int32), 0) > 0
+    ranks, values, weights, escape = _weights_of(counts, work_ptr, UNIT)
+    coded = tl.max(weights, 0) > 0
     if coded:
-        lengths, of_escape = _lengths_of(weights, escape, work_ptr)
+        lengths, of_escape = _lengths_of(weights, escape)
         all_weights = tl.sum(weights, 0).to(tl.int64) + escape
-        bits = tl.sum(weights.to(tl.int64) * lengths, 0)
+        bits = tl.sum(weights * lengths, 0).to(tl.int64)
         bits += escape.to(tl.int64) * (of_escape + 8 * UNIT)
         coded = bits * _SAVED <= all_weights * (8 * UNIT * (_SAVED - 1))
-        starts, _, start_of_escape, _ = _codes_of(lengths, of_escape)
-        # An escape without a code is an entry of no bits.
-        escape_entry = reversed_bits(start_of_escape, PTX) | (of_escape << BITS_AT) | ESCAPED
-        escape_entry = tl.where(of_escape > 0, escape_entry, ESCAPED)
-        entry = reversed_bits(starts, PTX) | (lengths << BITS_AT)
-        s = tl.arange(0, 256)
-        entries = words_at(work_ptr, ENTRIES_AT)
-        tl.debug_barrier()
-        tl.store(entries + s, tl.where(lengths > 0, entry, escape_entry))
-        tl.store(entries + _ESCAPE + s, s * 0 + escape_entry)
-        tl.store(entries + ENTRIES + s, ranks)
-        table_ptr = work_ptr + TABLE_AT
-        c = tl.arange(0, 16)
-        values = c * 0
-        if UNIT > 1:
-            values = tl.sum(tl.where(ranks[:, None] == c[None, :], s[:, None], 0), 0)
-        tl.store(table_ptr + c, values.to(tl.uint8))
-        low, high = tl.split(tl.reshape(lengths, [128, 2]))
-        tl.store(table_ptr + 16 + tl.arange(0, 128), (low | (high << 4)).to(tl.uint8))
-        e = tl.arange(0, 8)
-        tl.store(table_ptr + 144 + e, tl.where(e == 0, of_escape, 0).to(tl.uint8))
+        if coded:
+            starts, _, start_of_escape, _ = _codes_of(lengths, of_escape)
+            escape_entry = reversed_bits(start_of_escape, PTX) | (of_escape << LENGTH_AT)
+            escape_entry |= ESCAPED_UNIT | ((of_escape + 8 * UNIT) << SIZE_AT)
+            # An escape without a code is an entry of no bits.
+            escape_entry = tl.where(of_escape > 0, escape_entry, ESCAPED_UNIT | MISSING)
+            entry = reversed_bits(starts, PTX) | (lengths << LENGTH_AT) | (lengths << SIZE_AT)
+            s = tl.arange(0, 256)
+            at = (s & 15) + CLASS_STEP * (s >> 4) if UNIT == 2 else s
+            entries = words_at(work_ptr, ENTRIES_AT)
+            tl.store(entries + s, s * 0 + escape_entry)
+            tl.store(entries + 256 + s, s * 0 + escape_entry)
+            tl.debug_barrier()
+            tl.store(entries + at, entry, mask=lengths > 0)
+            tl.store(entries + ENTRIES + s, 4 * ranks)
+            table_ptr = work_ptr + TABLE_AT
+            tl.store(table_ptr + tl.arange(0, 16), values.to(tl.uint8))
+            low, high = tl.split(tl.reshape(lengths, [128, 2]))
+            tl.store(table_ptr + 16 + tl.arange(0, 128), (low | (high << 4)).to(tl.uint8))
+            e = tl.arange(0, 8)
+            tl.store(table_ptr + 144 + e, tl.where(e == 0, of_escape, 0).to(tl.uint8))
     tl.store(words_at(work_ptr, FLAG_AT), coded.to(tl.int32))
 
 
