@@ -33,8 +33,18 @@ from .common.dynamic_triton import (
 )
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
 from .common.huffman import WORK_NBYTES
+from .common.huffman_decode_triton import (
+    LANES,
+    TILES,
+    WORDS,
+    any_between,
+    any_of_tile,
+    interleaved,
+    next_words,
+    open_block,
+    open_runs,
+)
 from .common.huffman_tables_triton import (
-    DECODER,
     DECODING,
     ENCODER,
     ENCODING,
@@ -42,44 +52,41 @@ from .common.huffman_tables_triton import (
     FLAG_AT,
     TABLE_AT,
     TABLE_NBYTES,
+    check_table,
     counts_of,
+    fill_table,
     find_table,
     load_words,
-    read_table,
     table_memory,
     wide,
     words_at,
 )
 from .common.huffman_triton import (
-    AT_ONCE,
+    CONSTANT,
     NARROW,
     RUN,
     RUNS,
     STORED,
     TILE,
-    block_of,
     measure_block,
-    next_bytes,
-    open_block,
-    open_runs,
     padded,
     write_block,
     write_plane,
 )
-from .common.launch_triton import PTX, Variant, kernel, options
+from .common.launch_triton import CUDA, PTX, Variant, kernel, options
 from .common.minifloat_triton import aligned_for
 from .common.plans_triton import Selection
 from .huffman import GROUP, GROUP_TILES, STEP, group_count, planes_of, tile_count
 
 _GROUP, _GROUP_TILES, _STEP = tl.constexpr(GROUP), tl.constexpr(GROUP_TILES), tl.constexpr(STEP)
 #: Work memory of a plane of a group, in bytes: what `find_table` writes, then of its tiles sizes of
-#: runs, heads and bytes of blocks. Or what `read_table` writes, of which the last word is unused:
-#: there it says if the table is right.
+#: runs, heads and bytes of blocks. Or a decoder's entries, where they are not in shared memory.
 _PLANE_NBYTES = tl.constexpr(WORK_NBYTES)
 _SIZES_AT, _HEADS_AT, _NBYTES_AT = tl.constexpr(4096), tl.constexpr(5120), tl.constexpr(5152)
-_GOOD_AT = tl.constexpr(WORK_NBYTES - 8)
 #: Tiles have fewer bytes.
 _LARGE = tl.constexpr(1 << 20)
+#: Bytes of a raw chunk that a decoder's program copies at a time, and words that it sums up.
+_RAW, _SUMMED = tl.constexpr(8192), tl.constexpr(2048)
 
 
 @dataclass(frozen=True)
@@ -330,100 +337,6 @@ def _pack_kernel(
                 tl.store(end_ptr.to(tl.pointer_type(tl.int64)), n * 0)
 
 
-@kernel
-def _read_kernel(
-    src_ptr,
-    scratch_ptr,
-    status_ptr,
-    starts_ptr,
-    first_group: tl.int64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    groups: tl.int32,
-    work_at: tl.int64,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    dynamic_at: tl.int64,
-    dynamic_stride: tl.int64,
-    slot: tl.int64,
-    L: tl.constexpr,
-):
-    """A decoder's entries of a table of a group; whether it is right is said behind them."""
-    ITEM: tl.constexpr = L.item
-    k = tl.program_id(0) % ITEM
-    lin = first_group + tl.program_id(0) // ITEM
-    chunk, group = (lin // groups).to(tl.int64), (lin % groups).to(tl.int32)
-    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-    _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(src_ptr, chunk, nelem, chunk_nelem, g)
-    if L.packed:
-        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-    nbytes, is_raw = claims(record_ptr, n, static_stride * 128, slot, ITEM)
-    if (group.to(tl.int64) * _GROUP < n) & (is_raw == 0):
-        of_chunk = (n + (TILE - 1)) // TILE
-        coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
-        bad = (coded >> ITEM) != 0
-        if ((coded >> k) & 1) != 0:
-            offsets = static_ptr.to(tl.pointer_type(tl.uint32))
-            at = tl.load(offsets + group * _GROUP_TILES).to(tl.int64) * _STEP
-            for j in range(0, k):
-                at += ((coded >> j) & 1) * TABLE_NBYTES
-            plane_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-            plane_ptr += k * _PLANE_NBYTES
-            there = at + TABLE_NBYTES <= nbytes - _STEP
-            if there:
-                if L.cut >= ITEM:
-                    bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.low, L.ptx)
-                else:
-                    if k < L.cut:
-                        bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.low, L.ptx)
-                    else:
-                        bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.high, L.ptx)
-            bad = bad | (there == 0)
-            tl.store(words_at(plane_ptr, _GOOD_AT), tl.where(bad, 0, 1))
-        if bad:
-            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
-
-
-@triton.jit
-def _load_bytes(ptr, i, m, full):
-    """Bytes `i` of a plane of a tile that is stored."""
-    if full:
-        byte = tl.load(ptr + i)
-    else:
-        byte = tl.load(ptr + i, mask=i < m, other=0)
-    return byte
-
-
-@triton.jit
-def _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L: tl.constexpr):
-    """Put what bytes of a plane are in elements, `v`, into these, with those that are not coded or,
-    if that is `done`, with what is in `out`.
-    """
-    ITEM: tl.constexpr = L.item
-    if done:
-        if full:
-            v |= wide(tl.load(out + i), ITEM)
-        else:
-            v |= wide(tl.load(out + i, mask=(i >= lo) & (i < hi), other=0), ITEM)
-    else:
-        others = v * 0
-        at = m * 0
-        for k in tl.static_range(ITEM):
-            if ((coded >> k) & 1) == 0:
-                byte = _load_bytes(stored_ptr + at // 8 * 8, i, m, full)
-                others |= wide(byte, ITEM) << (8 * k)
-                at += padded(m, _STEP)
-        if L.rotated:
-            others = (others >> 1) | ((others & 1) << (8 * ITEM - 1))
-        v |= others
-    found = v.to(out.dtype.element_ty)
-    if full:
-        tl.store(out + i, found)
-    else:
-        tl.store(out + i, found, mask=(i >= lo) & (i < hi))
-
-
 @triton.jit
 def _placed(byte, k, L: tl.constexpr):
     """What byte `k` of a rotated element is in the element."""
@@ -434,111 +347,279 @@ def _placed(byte, k, L: tl.constexpr):
 
 
 @triton.jit
+def _elements_of(p, fixed, L: tl.constexpr):
+    """The words of elements of four bytes a lane of each plane, and of `fixed` elements."""
+    ITEM: tl.constexpr = L.item
+    if ITEM == 1:
+        v = p[0]
+        if L.rotated:
+            v = ((v >> 1) & 0x7F7F7F7F) | ((v << 7) & 0x80808080)
+        return v | (fixed * 0x01010101)[:, None]
+    elif ITEM == 2:
+        a, b = interleaved(p[0], p[1], L.ptx)
+        v = tl.reshape(tl.join(a, b), [LANES, 2 * WORDS])
+        if L.rotated:
+            v = ((v >> 1) & 0x7FFF7FFF) | ((v << 15) & 0x80008000)
+        return v | (fixed * 0x00010001)[:, None]
+    else:
+        low = _fours_of(p[0], p[1], p[2], p[3], L)
+        if ITEM == 4:
+            if L.rotated:
+                low = (low >> 1) | (low << 31)
+            return low | fixed[:, None]
+        else:
+            high = _fours_of(p[4], p[5], p[6], p[7], L)
+            if L.rotated:
+                low, high = (low >> 1) | (high << 31), (high >> 1) | (low << 31)
+            low |= (fixed & 0xFFFFFFFF).to(tl.uint32)[:, None]
+            high |= (fixed >> 32).to(tl.uint32)[:, None]
+            return tl.reshape(tl.join(low, high), [LANES, 8 * WORDS])
+
+
+@triton.jit
+def _fours_of(p0, p1, p2, p3, L: tl.constexpr):
+    """Words of a byte each of four planes."""
+    a, b = interleaved(p0, p1, L.ptx)
+    c, d = interleaved(p2, p3, L.ptx)
+    first, second = (a & 0xFFFF) | (c << 16), (a >> 16) | (c & 0xFFFF0000)
+    third, fourth = (b & 0xFFFF) | (d << 16), (b >> 16) | (d & 0xFFFF0000)
+    v = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(v, [LANES, 4 * WORDS])
+
+
+@triton.jit
+def _put(v, out, begin, rows, lo, hi, done, EDGE: tl.constexpr, L: tl.constexpr):
+    """Write the words `v` of elements number `begin` and on of lanes' runs.
+
+    Runs `rows` of a group are written, with EDGE those of their elements from `lo` to `hi`; what is
+    in memory from another plane stays if that is `done`.
+    """
+    ITEM: tl.constexpr = L.item
+    COUNT: tl.constexpr = WORDS * ITEM
+    first = tl.arange(0, LANES) * RUN + begin
+    if EDGE:
+        PER: tl.constexpr = 4 // ITEM if ITEM < 4 else 1
+        if ITEM == 8:
+            low, high = tl.split(tl.reshape(v, [LANES, COUNT // 2, 2]))
+            v = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        elif ITEM < 4:
+            shifts = (tl.arange(0, PER) * (8 * ITEM))[None, None, :]
+            v = tl.reshape(v[:, :, None] >> shifts, [LANES, COUNT * PER])
+        i = first[:, None] + tl.arange(0, 4 * WORDS)[None, :]
+        use = rows[:, None] & (i >= lo) & (i < hi)
+        if done:
+            v |= tl.load(out + i, mask=use, other=0).to(v.dtype)
+        tl.store(out + i, v.to(out.dtype.element_ty), mask=use)
+    else:
+        words = out.to(tl.pointer_type(tl.uint32))
+        i = (first * ITEM // 4)[:, None] + tl.arange(0, COUNT)[None, :]
+        use = rows[:, None]
+        if done:
+            v |= tl.load(words + i, mask=use, other=0)
+        tl.store(words + i, v, mask=use)
+
+
+@triton.jit
+def _decode_planes(
+    tile, out, plane, source, s, words, last, use, fixed, done, coded, table, table_ptr,
+    MODE: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Put plane number `plane` into elements, and if none is `done` those that are not coded.
+
+    The bytes are runs of codes, or stored from `source` on, where a tile's are of that MODE, which
+    `use` says; else they are zero. `fixed` is what other planes are. Gives the state behind runs.
+    """
+    data, stored_ptr, m, rows, lo, hi, stop = tile
+    ITEM: tl.constexpr = L.item
+    run = tl.arange(0, LANES) % RUNS
+    count = tl.minimum(tl.maximum(m - run * RUN, 0), RUN)
+    c = tl.arange(0, WORDS)[None, :]
+    kept = tl.where(use, 0xFFFFFFFF, 0).to(tl.uint32)
+    for begin in range(0, stop, 4 * WORDS):
+        planes = ()
+        if L.store:
+            # Loaded before they are needed, as look-ups take long.
+            at = m * 0
+            for k in tl.static_range(ITEM):
+                here = 1 - ((coded >> k) & 1)
+                ptr = (stored_ptr + (at + run * RUN)).to(tl.pointer_type(tl.uint32))
+                there = rows & (run + 1 <= run + here - done)
+                if EDGE:
+                    there = there[:, None] & (begin + 4 * c < padded(count, _STEP)[:, None])
+                else:
+                    there = there[:, None]
+                v = tl.load(
+                    ptr[:, None] + (begin // 4 + c), mask=there, other=0, cache_modifier=".cg"
+                )
+                planes = planes + (v,)
+                at += padded(m, _STEP) * here
+        if MODE == STORED:
+            ptr = (source + run * RUN).to(tl.pointer_type(tl.uint32))[:, None]
+            there = use[:, None] & (begin + 4 * c < count[:, None])
+            found = tl.load(ptr + (begin // 4 + c), mask=there, other=0)
+        else:
+            found, s = next_words(
+                s, words, last, begin, count, use, table, table_ptr, UNIT, EDGE, L.ptx
+            )
+            found = found & kept[:, None]
+        if L.store:
+            merged = ()
+            for k in tl.static_range(ITEM):
+                merged = merged + (tl.where(plane == k, found, planes[k]),)
+            v = _elements_of(merged, fixed, L)
+            _put(v, out, begin, rows, lo, hi, done, EDGE, L)
+    return s
+
+
+@triton.jit
 def _decode_plane(
-    data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr, plane_ptr, out, lo, hi, k,
+    tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr, plane_ptr, edge,
     UNIT: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Decode the block at byte `at` of a tile into elements `out`; (its end, whether it is wrong).
+    """Decode the blocks at bytes `at` of tiles, where they are `good`.
 
-    The first plane takes those that are not coded along, the others find what is `done`.
+    The first plane takes those that are not coded along, the others find what is `done`. Gives the
+    blocks' ends, where tiles still are good, what is `fixed` by constant planes, what is done.
     """
-    mode, value, bit, ends, end, bad = open_block(data_ptr, at, size, m)
-    if bad == 0:
-        full = (lo == 0) & (hi == TILE) & L.aligned
-        if mode >= NARROW:
-            table = load_words(words_at(plane_ptr, 0), memory, DECODER, L.ptx)
-            words = data_ptr.to(tl.pointer_type(tl.uint32))
-            last = size // 4 - 1
-            units = tl.minimum(tl.maximum(m - tl.arange(0, RUNS) * RUN, 0), RUN)
-            units = (units + (UNIT - 1)) // UNIT
-            s = open_runs(words, bit, last, units > 0, UNIT)
-            for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                byte, s = next_bytes(
-                    s, words, last, units, begin // UNIT, table, table_ptr, UNIT, L.ptx
-                )
-                if L.store:
-                    i = block_of(begin)
-                    v = _placed(byte, k, L)
-                    _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L)
-            # Bits count from the word in which a run starts, with units of 8 bytes from the first.
-            first = bit if UNIT == 8 else bit & 31
-            wrong = (units > 0) & (s[3] - first != ends - bit)
-            bad = tl.max(wrong.to(tl.int32), 0) > 0
-        elif L.store:
-            for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                i = block_of(begin)
-                byte = (i * 0 + value).to(tl.uint8)
-                if mode == STORED:
-                    byte = _load_bytes(data_ptr + (at // 4 * 4 + 4), i, m, full)
-                v = _placed(byte, k, L)
-                _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L)
-    return end, bad
+    data, stored_ptr, m, rows, lo, hi, stop = tile
+    lengths, of_escape, bad = check_table(table_ptr)
+    good = good & ((m * 0 + bad) == 0)
+    mode, value, bit, ends, end, wrong = open_block(data, at, size, m, good)
+    good = good & (wrong == 0)
+    tile = data, stored_ptr, m, rows & good, lo, hi, stop
+    fixed |= tl.where(good & (mode == CONSTANT), _placed(value, k, L), 0)
+    source = data + (at // 4 * 4 + 4)
+    words = data.to(tl.pointer_type(tl.uint32))
+    mine = good & (mode >= NARROW) & (tl.arange(0, LANES) % RUNS * RUN < m)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        table = memory
+        if not L.ptx:
+            table = words_at(plane_ptr, 0)
+        # What the plane before has written is read.
+        fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
+        last = tl.where(mine, size // 4 - 1, -1)
+        s = open_runs(words, bit, last, mine, UNIT)
+        first = s[3]
+        # fmt: off
+        if edge:
+            s = _decode_planes(
+                tile, out, k, source, s, words, last, mine, fixed, done, coded, table, table_ptr,
+                NARROW, UNIT, True, L,
+            )
+        else:
+            s = _decode_planes(
+                tile, out, k, source, s, words, last, mine, fixed, done, coded, table, table_ptr,
+                NARROW, UNIT, False, L,
+            )
+        # fmt: on
+        good = good & (any_of_tile(mine & (s[3] - first != ends - bit)) == 0)
+        fixed = fixed * 0
+        done = done * 0 + 1
+    stored = good & (mode == STORED)
+    if L.store:
+        if tl.max(stored.to(tl.int32), 0) > 0:
+            tl.debug_barrier()
+            _copy_planes(tile, out, k, source, stored, fixed, done, coded, edge, L)
+            fixed = fixed * 0
+            done = done * 0 + 1
+    return end, good, fixed, done
 
 
 @triton.jit
-def _any_between(data_ptr, start, end):
-    """Whether one of less than 8 bytes `start` to `end` is not zero."""
-    i = start + tl.arange(0, 8)
-    found = tl.load(data_ptr + i, mask=i < end, other=0)
-    return tl.max(found.to(tl.int32), 0) > 0
+def _copy_planes(tile, out, k, source, use, fixed, done, coded, edge, L: tl.constexpr):
+    """As `_decode_planes`, of a plane that is stored."""
+    s = use, use
+    # fmt: off
+    if edge:
+        _decode_planes(
+            tile, out, k, source, s, 0, 0, use, fixed, done, coded, 0, 0, STORED, 1, True, L
+        )
+    else:
+        _decode_planes(
+            tile, out, k, source, s, 0, 0, use, fixed, done, coded, 0, 0, STORED, 1, False, L
+        )
+    # fmt: on
 
 
 @triton.jit
-def _decode_tile(data_ptr, at, size, m, coded, tables_ptr, work_ptr, out, lo, hi, L: tl.constexpr):
-    """Decode elements `lo` to `hi` of a tile of `size` bytes, of which the first `at` are tables;
-    whether it is wrong.
+def _decode_group(
+    static_ptr, dynamic_ptr, of_chunk, nbytes, group, n, lo, hi, work_ptr, out, L: tl.constexpr
+):
+    """Decode elements `lo` to `hi` of a group of `n`, from a chunk with so many tiles and bytes of
+    payload; whether what they are read from is wrong.
     """
     ITEM: tl.constexpr = L.item
     memory = table_memory(DECODING, L.ptx)
-    stored_ptr = data_ptr + at
-    n_coded = coded * 0
-    bad = at > size
+    limit = nbytes - _STEP
+    offsets = static_ptr.to(tl.pointer_type(tl.uint32)) + group * TILES
+    coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
+    tables = coded * 0
     for k in range(ITEM):
-        if ((coded >> k) & 1) == 0:
-            end = at + padded(m, _STEP)
-            bad = bad | (end > size)
-            if bad == 0:
-                bad = _any_between(data_ptr, at + m, end)
-            at = end
-        else:
-            good = tl.load(words_at(work_ptr + k * _PLANE_NBYTES, _GOOD_AT))
-            bad = bad | (good == 0)
-    if bad == 0:
-        if L.store:
-            if coded == 0:
-                full = (lo == 0) & (hi == TILE) & L.aligned
-                for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                    i = block_of(begin)
-                    v = wide(i * 0, ITEM)
-                    _store_block(v, out, i, m, lo, hi, full, n_coded > 0, stored_ptr, coded, L)
+        tables += ((coded >> k) & 1) * TABLE_NBYTES
+    tables_at = tl.load(offsets).to(tl.int64) * _STEP
+    right = (nbytes % _STEP == 0) & (tables_at + tables <= limit) & ((coded >> ITEM) == 0)
+    bad = right == 0
+    if right:
+        guard = tl.load((dynamic_ptr + limit).to(tl.pointer_type(tl.int64)))
+        # Tiles, as every lane of theirs knows them.
+        t, run = tl.arange(0, LANES) // RUNS, tl.arange(0, LANES) % RUNS
+        first = t * TILE
+        m = tl.minimum(tl.maximum(n - first, 0), TILE)
+        used = (first < hi) & (first + m > lo)
+        at = tl.load(offsets + t, mask=used, other=0).to(tl.int64) * _STEP
+        more = group * TILES + t + 1 < of_chunk
+        end = tl.load(offsets + (t + 1), mask=used & more, other=0).to(tl.int64) * _STEP
+        end = tl.where(more, end, limit)
+        wrong = (at > end) | (end > limit) | (end - at > _LARGE) | (guard + at != at)
+        wrong = wrong | ((group + t == 0) & (at != 0))
+        good = used & (wrong == 0)
+        size = tl.where(good, end - at, 0).to(tl.int32)
+        data = dynamic_ptr + tl.where(good, at, 0) // _STEP * _STEP
+        at = tl.where(t == 0, tables, 0)
+        stored_ptr = data + at // 8 * 8
         for k in range(ITEM):
-            if (((coded >> k) & 1) != 0) & (bad == 0):
+            if ((coded >> k) & 1) == 0:
+                behind = at + padded(m, _STEP)
+                good = good & (behind <= size)
+                good = good & (any_between(data, at + m, behind, good) == 0)
+                at = behind
+        rows = first + run * RUN
+        edge = (L.aligned == 0) | (n % RUN != 0) | (lo % RUN != 0) | (hi % RUN != 0)
+        rows = (rows < hi) & (rows + RUN > lo) & (rows < n)
+        tile = data, stored_ptr, m, rows, lo, hi, tl.minimum(n, RUN)
+        fixed = wide(t * 0, ITEM)
+        n_coded, done = coded * 0, coded * 0
+        for k in range(ITEM):
+            if ((coded >> k) & 1) != 0:
+                table_ptr = dynamic_ptr + tables_at + n_coded * TABLE_NBYTES
                 plane_ptr = work_ptr + k * _PLANE_NBYTES
-                table_ptr = tables_ptr + n_coded * TABLE_NBYTES
-                done = n_coded > 0
-                # What the plane before has written is read.
-                tl.debug_barrier()
                 # fmt: off
                 if L.cut >= ITEM:
-                    at, bad = _decode_plane(
-                        data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                        plane_ptr, out, lo, hi, k, L.low, L,
+                    at, good, fixed, done = _decode_plane(
+                        tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
+                        plane_ptr, edge, L.low, L,
                     )
                 else:
                     if k < L.cut:
-                        at, bad = _decode_plane(
-                            data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                            plane_ptr, out, lo, hi, k, L.low, L,
+                        at, good, fixed, done = _decode_plane(
+                            tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
+                            plane_ptr, edge, L.low, L,
                         )
                     else:
-                        at, bad = _decode_plane(
-                            data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                            plane_ptr, out, lo, hi, k, L.high, L,
+                        at, good, fixed, done = _decode_plane(
+                            tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
+                            plane_ptr, edge, L.high, L,
                         )
                 # fmt: on
                 n_coded += 1
-    if bad == 0:
-        bad = _any_between(data_ptr, at, size) | (padded(at, _STEP) != size)
+        if L.store:
+            if (done == 0) | (tl.max((fixed != 0).to(tl.int32), 0) > 0):
+                tl.debug_barrier()
+                tile = data, stored_ptr, m, rows & good, lo, hi, tl.minimum(n, RUN)
+                _copy_planes(tile, out, 0, data, good & (t < 0), fixed, done, coded, edge, L)
+        good = good & (padded(at, _STEP) == size)
+        good = good & (any_between(data, at, size, good) == 0)
+        bad = tl.max((used & (good == 0)).to(tl.int32), 0) > 0
     return bad
 
 
@@ -552,10 +633,9 @@ def _decode_kernel(
     starts_ptr,
     start: tl.int64,
     stop: tl.int64,
-    first_tile: tl.int64,
+    first_group: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
-    tiles: tl.int32,
     groups: tl.int32,
     work_at: tl.int64,
     head: tl.int32,
@@ -566,16 +646,16 @@ def _decode_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """One tile of elements `start` to `stop`, and its share of the checksum."""
+    """A group's share of elements `start` to `stop`, and of the checksum."""
     ITEM: tl.constexpr = L.item
-    lin = first_tile + tl.program_id(0)
-    chunk, tile = (lin // tiles).to(tl.int64), (lin % tiles).to(tl.int32)
+    lin = first_group + tl.program_id(0)
+    chunk, group = (lin // groups).to(tl.int64), (lin % groups).to(tl.int32)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     first, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(src_ptr, chunk, nelem, chunk_nelem, g)
     if L.packed:
         dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk) // 128 * 128
     stride = static_stride * 128
-    begin, m = _part_of(n, tile, TILE)
+    begin, m = _part_of(n, group, _GROUP)
     lo = tl.maximum(start - first - begin, 0).to(tl.int32)
     hi = tl.minimum(stop - first - begin, m.to(tl.int64)).to(tl.int32)
     if lo < hi:
@@ -583,43 +663,25 @@ def _decode_kernel(
         of_chunk = ((n + (TILE - 1)) // TILE).to(tl.int32)
         out = _from(out_ptr, first + begin - start, L)
         if is_raw:
+            # fmt: off
             load_raw(
-                static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, ITEM, L.store
+                static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, ITEM, L.store,
+                _RAW // ITEM,
             )
+            # fmt: on
         else:
-            limit = nbytes - _STEP
-            offsets = static_ptr.to(tl.pointer_type(tl.uint32)) + tile
-            at = tl.load(offsets).to(tl.int64) * _STEP
-            more = tile + 1 < of_chunk
-            end = tl.load(offsets + 1, mask=more, other=0).to(tl.int64) * _STEP
-            end = tl.where(more, end, limit)
-            bad = (at > end) | (end > limit) | ((tile == 0) & (at != 0)) | (nbytes % _STEP != 0)
-            bad = bad | (end - at > _LARGE)
-            if bad == 0:
-                guard = tl.load((dynamic_ptr + limit).to(tl.pointer_type(tl.int64)))
-                group = tile // _GROUP_TILES
-                coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
-                bad = (guard != 0) | ((coded >> ITEM) != 0)
-                if bad == 0:
-                    work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-                    group_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + group * _GROUP_TILES
-                    tables_ptr = dynamic_ptr + tl.load(group_ptr).to(tl.int64) * _STEP
-                    tables = coded * 0
-                    if tile % _GROUP_TILES == 0:
-                        for k in range(ITEM):
-                            tables += ((coded >> k) & 1) * TABLE_NBYTES
-                    size = (end - at).to(tl.int32)
-                    # fmt: off
-                    bad = _decode_tile(
-                        dynamic_ptr + at, tables, size, m, coded, tables_ptr, work_ptr, out, lo,
-                        hi, L,
-                    )
-                    # fmt: on
+            work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+            # fmt: off
+            bad = _decode_group(
+                static_ptr, dynamic_ptr, of_chunk, nbytes, group, m, lo, hi, work_ptr, out, L
+            )
+            # fmt: on
             if bad:
                 report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
         if L.sums:
-            total = share(static_ptr, stride, n * 0, tile, of_chunk)
-            total += share(dynamic_ptr, nbytes, stride // 4, tile, of_chunk)
+            parts = (of_chunk + (TILES - 1)) // TILES
+            total = share(static_ptr, stride, n * 0, group, parts, _SUMMED)
+            total += share(dynamic_ptr, nbytes, stride // 4, group, parts, _SUMMED)
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
@@ -637,6 +699,14 @@ def _variant(which, dtype: DType, warps: int, **values: bool) -> Variant:
     # Shared memory allows 12 decoders of a tile on a multiprocessor, and so do registers.
     registers = 168 if warps == 1 else None
     return Variant(which, options(warps, registers), L=launch_of(dtype, **values))
+
+
+@functools.cache
+def _decoder(dtype: DType, **values: bool) -> Variant:
+    # Elements of two bytes are so many that four programs should fit on a multiprocessor.
+    registers = 64 if dtype.itemsize <= 2 else 128
+    chosen = options(LANES.value // (32 if CUDA else 64), registers)
+    return Variant(_decode_kernel, chosen, L=launch_of(dtype, **values))
 
 
 class _Launches:
@@ -694,21 +764,17 @@ def decode(plan: Plan, src, out, scratch, status, **options) -> None:
     # Of packed buffers the elements' own size is the limit.
     slot = plan.raw_dynamic(0) if packed else plan.dynamic_stride
     if start < stop:
-        size, item = plan.chunk_nelem, dtype.itemsize
-        first, last = (i // size * g.groups + i % size // GROUP for i in (start, stop - 1))
-        read = _variant(_read_kernel, dtype, 4, packed=packed)
-        numbers = *g.parts.sizes, g.groups, g.work_at, *g.parts.places, slot
-        read.launch((last - first + 1) * item, (src, scratch, status, starts), first, *numbers)
         # fmt: off
-        tiles = _variant(
-            _decode_kernel, dtype, 1, aligned=aligned_for(plan, target, start), packed=packed,
-            store=chosen.store, sums=sums,
+        decoder = _decoder(
+            dtype, aligned=aligned_for(plan, target, start), packed=packed, store=chosen.store,
+            sums=sums,
         )
         # fmt: on
-        first, last = (i // size * g.tiles + i % size // TILE.value for i in (start, stop - 1))
-        numbers = *g.parts.sizes, g.tiles, g.groups, g.work_at, *g.parts.places, slot
+        size = plan.chunk_nelem
+        first, last = (i // size * g.groups + i % size // GROUP for i in (start, stop - 1))
+        numbers = *g.parts.sizes, g.groups, g.work_at, *g.parts.places, slot
         tensors = src, target, scratch, scratch, status, starts
-        tiles.launch(last - first + 1, tensors, start, stop, first, *numbers)
+        decoder.launch(last - first + 1, tensors, start, stop, first, *numbers)
     check(plan, g.parts, chosen, src, scratch, status, slot)
     if chosen.add:
         values = out.view(dtype=out.dtype).reshape(-1)
