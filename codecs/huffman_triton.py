@@ -41,6 +41,9 @@ from .common.huffman_decode_triton import (
     any_of_tile,
     interleaved,
     next_words,
+    of_lanes,
+    of_tiles,
+    one_of_tile,
     open_block,
     open_runs,
 )
@@ -347,36 +350,6 @@ def _placed(byte, k, L: tl.constexpr):
 
 
 @triton.jit
-def _elements_of(p, fixed, L: tl.constexpr):
-    """The words of elements of four bytes a lane of each plane, and of `fixed` elements."""
-    ITEM: tl.constexpr = L.item
-    if ITEM == 1:
-        v = p[0]
-        if L.rotated:
-            v = ((v >> 1) & 0x7F7F7F7F) | ((v << 7) & 0x80808080)
-        return v | (fixed * 0x01010101)[:, None]
-    elif ITEM == 2:
-        a, b = interleaved(p[0], p[1], L.ptx)
-        v = tl.reshape(tl.join(a, b), [LANES, 2 * WORDS])
-        if L.rotated:
-            v = ((v >> 1) & 0x7FFF7FFF) | ((v << 15) & 0x80008000)
-        return v | (fixed * 0x00010001)[:, None]
-    else:
-        low = _fours_of(p[0], p[1], p[2], p[3], L)
-        if ITEM == 4:
-            if L.rotated:
-                low = (low >> 1) | (low << 31)
-            return low | fixed[:, None]
-        else:
-            high = _fours_of(p[4], p[5], p[6], p[7], L)
-            if L.rotated:
-                low, high = (low >> 1) | (high << 31), (high >> 1) | (low << 31)
-            low |= (fixed & 0xFFFFFFFF).to(tl.uint32)[:, None]
-            high |= (fixed >> 32).to(tl.uint32)[:, None]
-            return tl.reshape(tl.join(low, high), [LANES, 8 * WORDS])
-
-
-@triton.jit
 def _fours_of(p0, p1, p2, p3, L: tl.constexpr):
     """Words of a byte each of four planes."""
     a, b = interleaved(p0, p1, L.ptx)
@@ -384,7 +357,38 @@ def _fours_of(p0, p1, p2, p3, L: tl.constexpr):
     first, second = (a & 0xFFFF) | (c << 16), (a >> 16) | (c & 0xFFFF0000)
     third, fourth = (b & 0xFFFF) | (d << 16), (b >> 16) | (d & 0xFFFF0000)
     v = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return tl.reshape(v, [LANES, 4 * WORDS])
+    return tl.reshape(v, [TILES, RUNS, 4 * WORDS])
+
+
+@triton.jit
+def _elements_of(p, fixed, L: tl.constexpr):
+    """Elements as words, of words of each plane, and of what their other bits are in each tile."""
+    ITEM: tl.constexpr = L.item
+    fixed = fixed[:, None, None]
+    if ITEM == 1:
+        v = p[0]
+        if L.rotated:
+            v = ((v >> 1) & 0x7F7F7F7F) | ((v << 7) & 0x80808080)
+        return v | (fixed * 0x01010101)
+    elif ITEM == 2:
+        a, b = interleaved(p[0], p[1], L.ptx)
+        v = tl.reshape(tl.join(a, b), [TILES, RUNS, 2 * WORDS])
+        if L.rotated:
+            v = ((v >> 1) & 0x7FFF7FFF) | ((v << 15) & 0x80008000)
+        return v | (fixed * 0x00010001)
+    else:
+        low = _fours_of(p[0], p[1], p[2], p[3], L)
+        if ITEM == 4:
+            if L.rotated:
+                low = (low >> 1) | (low << 31)
+            return low | fixed
+        else:
+            high = _fours_of(p[4], p[5], p[6], p[7], L)
+            if L.rotated:
+                low, high = (low >> 1) | (high << 31), (high >> 1) | (low << 31)
+            low |= (fixed & 0xFFFFFFFF).to(tl.uint32)
+            high |= (fixed >> 32).to(tl.uint32)
+            return tl.reshape(tl.join(low, high), [TILES, RUNS, 8 * WORDS])
 
 
 @triton.jit
@@ -396,27 +400,70 @@ def _put(v, out, begin, rows, lo, hi, done, EDGE: tl.constexpr, L: tl.constexpr)
     """
     ITEM: tl.constexpr = L.item
     COUNT: tl.constexpr = WORDS * ITEM
-    first = tl.arange(0, LANES) * RUN + begin
+    t, run = tl.arange(0, TILES)[:, None, None], tl.arange(0, RUNS)[None, :, None]
     if EDGE:
         PER: tl.constexpr = 4 // ITEM if ITEM < 4 else 1
         if ITEM == 8:
-            low, high = tl.split(tl.reshape(v, [LANES, COUNT // 2, 2]))
+            low, high = tl.split(tl.reshape(v, [TILES, RUNS, COUNT // 2, 2]))
             v = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
         elif ITEM < 4:
-            shifts = (tl.arange(0, PER) * (8 * ITEM))[None, None, :]
-            v = tl.reshape(v[:, :, None] >> shifts, [LANES, COUNT * PER])
-        i = first[:, None] + tl.arange(0, 4 * WORDS)[None, :]
-        use = rows[:, None] & (i >= lo) & (i < hi)
+            shifts = (tl.arange(0, PER) * (8 * ITEM))[None, None, None, :]
+            v = tl.reshape(v[:, :, :, None] >> shifts, [TILES, RUNS, COUNT * PER])
+        i = t * TILE + run * RUN + (tl.arange(0, 4 * WORDS) + begin)[None, None, :]
+        use = rows[:, :, None] & (i >= lo) & (i < hi)
         if done:
             v |= tl.load(out + i, mask=use, other=0).to(v.dtype)
         tl.store(out + i, v.to(out.dtype.element_ty), mask=use)
     else:
-        words = out.to(tl.pointer_type(tl.uint32))
-        i = (first * ITEM // 4)[:, None] + tl.arange(0, COUNT)[None, :]
-        use = rows[:, None]
+        words = out.to(tl.pointer_type(tl.uint32)) + begin // 4 * ITEM
+        i = t * (TILE // 4 * ITEM) + run * (RUN // 4 * ITEM) + tl.arange(0, COUNT)[None, None, :]
+        use = rows[:, :, None]
         if done:
             v |= tl.load(words + i, mask=use, other=0)
         tl.store(words + i, v, mask=use)
+
+
+@triton.jit
+def _words_at(ptr, begin, m, use, EDGE: tl.constexpr):
+    """The words of a stored plane from byte `begin` of runs on, zeros where not in `use`, and with
+    EDGE behind the `m` bytes of a tile. Behind runs their first words are taken.
+    """
+    at, c = tl.arange(0, RUNS) * RUN, tl.arange(0, WORDS)
+    words = ptr.to(tl.pointer_type(tl.uint32))[:, None, None]
+    there = use[:, :, None]
+    if EDGE:
+        place = at[:, None] + (4 * c + begin)[None, :]
+        there = there & (place[None, :, :] < m[:, None, None])
+        there = there & (4 * c + begin < RUN)[None, None, :]
+    # No line of them is needed again: lines of codes are to stay.
+    return tl.load(
+        words + (begin % RUN // 4 + at[:, None] // 4 + c[None, :])[None, :, :],
+        mask=there,
+        other=0,
+        cache_modifier=".cg",
+    )
+
+
+@triton.jit
+def _others_at(tile, plane, begin, coded, done, EDGE: tl.constexpr, L: tl.constexpr):
+    """The words of the planes but number `plane`, from byte `begin` of runs on, zeros of such as
+    are coded or, with a plane before, `done`.
+    """
+    stored_ptr, m, rows, lo, hi, stop = tile
+    found = ()
+    OTHERS: tl.constexpr = L.item - 1
+    nbytes = padded(m, _STEP)
+    for j in tl.static_range(OTHERS):
+        k = tl.where(plane <= j, j + 1, j)
+        # Bits of planes before number k that are stored.
+        before = ~coded & ((1 << k) - 1)
+        at = nbytes * 0
+        for i in tl.static_range(OTHERS):
+            at += ((before >> i) & 1) * nbytes
+        here = ((coded >> k) & 1) + done == 0
+        use = rows & (tl.arange(0, RUNS)[None, :] >= tl.where(here, 0, RUNS))
+        found = found + (_words_at(stored_ptr + at, begin, nbytes, use, EDGE),)
+    return found
 
 
 @triton.jit
@@ -426,119 +473,176 @@ def _decode_planes(
 ):  # fmt: skip
     """Put plane number `plane` into elements, and if none is `done` those that are not coded.
 
-    The bytes are runs of codes, or stored from `source` on, where a tile's are of that MODE, which
-    `use` says; else they are zero. `fixed` is what other planes are. Gives the state behind runs.
+    Where `use` says that a tile's are of that MODE, the bytes are runs of codes, or stored from
+    `source` on; else they are zero. `fixed` is what other planes are. Gives the state behind runs.
     """
-    data, stored_ptr, m, rows, lo, hi, stop = tile
+    stored_ptr, m, rows, lo, hi, stop = tile
     ITEM: tl.constexpr = L.item
     run = tl.arange(0, LANES) % RUNS
-    count = tl.minimum(tl.maximum(m - run * RUN, 0), RUN)
-    c = tl.arange(0, WORDS)[None, :]
-    kept = tl.where(use, 0xFFFFFFFF, 0).to(tl.uint32)
-    for begin in range(0, stop, 4 * WORDS):
-        planes = ()
-        if L.store:
-            # Loaded before they are needed, as look-ups take long.
-            at = m * 0
-            for k in tl.static_range(ITEM):
-                here = 1 - ((coded >> k) & 1)
-                ptr = (stored_ptr + (at + run * RUN)).to(tl.pointer_type(tl.uint32))
-                there = rows & (run + 1 <= run + here - done)
-                if EDGE:
-                    there = there[:, None] & (begin + 4 * c < padded(count, _STEP)[:, None])
-                else:
-                    there = there[:, None]
-                v = tl.load(
-                    ptr[:, None] + (begin // 4 + c), mask=there, other=0, cache_modifier=".cg"
-                )
-                planes = planes + (v,)
-                at += padded(m, _STEP) * here
+    count = tl.minimum(tl.maximum(of_lanes(m) - run * RUN, 0), RUN)
+    if L.store:
+        others = _others_at(tile, plane, stop * 0, coded, done, EDGE, L)
+    for number in range(0, stop, 4 * WORDS):
+        # What the interpreter counts with is no tensor.
+        begin = stop * 0 + number
         if MODE == STORED:
-            ptr = (source + run * RUN).to(tl.pointer_type(tl.uint32))[:, None]
-            there = use[:, None] & (begin + 4 * c < count[:, None])
-            found = tl.load(ptr + (begin // 4 + c), mask=there, other=0)
+            found = _words_at(source, begin, m, of_tiles(use), EDGE)
         else:
             found, s = next_words(
                 s, words, last, begin, count, use, table, table_ptr, UNIT, EDGE, L.ptx
             )
-            found = found & kept[:, None]
         if L.store:
-            merged = ()
-            for k in tl.static_range(ITEM):
-                merged = merged + (tl.where(plane == k, found, planes[k]),)
-            v = _elements_of(merged, fixed, L)
-            _put(v, out, begin, rows, lo, hi, done, EDGE, L)
+            # Loaded long before they are needed. That this is behind look-ups also lets Triton keep
+            # words where they are loaded, and move those that are decoded there.
+            following = _others_at(tile, plane, begin + 4 * WORDS, coded, done, EDGE, L)
+            merged = (tl.where(plane == 0, found, others[0]) if ITEM > 1 else found,)
+            for k in tl.static_range(1, ITEM):
+                v = tl.where(plane == k, found, others[k - 1])
+                if k < ITEM - 1:
+                    v = tl.where(plane > k, others[k], v)
+                merged = merged + (v,)
+            _put(_elements_of(merged, fixed, L), out, begin, rows, lo, hi, done, EDGE, L)
+            others = following
     return s
 
 
 @triton.jit
-def _decode_plane(
-    tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr, plane_ptr, edge,
-    UNIT: tl.constexpr, L: tl.constexpr,
+def _decode_runs(
+    tile, out, k, data, size, bit, bits, use, fixed, done, coded, memory, codes, table_ptr,
+    plane_ptr, edge, UNIT: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Decode the blocks at bytes `at` of tiles, where they are `good`.
-
-    The first plane takes those that are not coded along, the others find what is `done`. Gives the
-    blocks' ends, where tiles still are good, what is `fixed` by constant planes, what is done.
-    """
-    data, stored_ptr, m, rows, lo, hi, stop = tile
-    lengths, of_escape, bad = check_table(table_ptr)
-    good = good & ((m * 0 + bad) == 0)
-    mode, value, bit, ends, end, wrong = open_block(data, at, size, m, good)
-    good = good & (wrong == 0)
-    tile = data, stored_ptr, m, rows & good, lo, hi, stop
-    fixed |= tl.where(good & (mode == CONSTANT), _placed(value, k, L), 0)
-    source = data + (at // 4 * 4 + 4)
+    """Decode runs, where `use`, of plane `k`; whether they do not end where they should."""
+    table = memory
+    if not L.ptx:
+        table = words_at(plane_ptr, 0)
+    lengths, of_escape = codes
+    # Behind it threads see what others have written of the plane before.
+    fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
     words = data.to(tl.pointer_type(tl.uint32))
-    mine = good & (mode >= NARROW) & (tl.arange(0, LANES) % RUNS * RUN < m)
-    if tl.max(mine.to(tl.int32), 0) > 0:
-        table = memory
-        if not L.ptx:
-            table = words_at(plane_ptr, 0)
-        # What the plane before has written is read.
-        fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
-        last = tl.where(mine, size // 4 - 1, -1)
-        s = open_runs(words, bit, last, mine, UNIT)
-        first = s[3]
-        # fmt: off
-        if edge:
-            s = _decode_planes(
-                tile, out, k, source, s, words, last, mine, fixed, done, coded, table, table_ptr,
-                NARROW, UNIT, True, L,
-            )
-        else:
-            s = _decode_planes(
-                tile, out, k, source, s, words, last, mine, fixed, done, coded, table, table_ptr,
-                NARROW, UNIT, False, L,
-            )
-        # fmt: on
-        good = good & (any_of_tile(mine & (s[3] - first != ends - bit)) == 0)
-        fixed = fixed * 0
-        done = done * 0 + 1
-    stored = good & (mode == STORED)
-    if L.store:
-        if tl.max(stored.to(tl.int32), 0) > 0:
-            tl.debug_barrier()
-            _copy_planes(tile, out, k, source, stored, fixed, done, coded, edge, L)
-            fixed = fixed * 0
-            done = done * 0 + 1
-    return end, good, fixed, done
+    s, words, last = open_runs(words, bit, tl.where(use, size // 4 - 1, -1), use, UNIT)
+    first = s[3]
+    # fmt: off
+    if edge:
+        s = _decode_planes(
+            tile, out, k, 0, s, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
+            UNIT, True, L,
+        )
+    else:
+        s = _decode_planes(
+            tile, out, k, 0, s, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
+            UNIT, False, L,
+        )
+    # fmt: on
+    return any_of_tile(use & (s[3] - first != bits))
 
 
 @triton.jit
-def _copy_planes(tile, out, k, source, use, fixed, done, coded, edge, L: tl.constexpr):
-    """As `_decode_planes`, of a plane that is stored."""
-    s = use, use
-    # fmt: off
-    if edge:
-        _decode_planes(
-            tile, out, k, source, s, 0, 0, use, fixed, done, coded, 0, 0, STORED, 1, True, L
-        )
-    else:
-        _decode_planes(
-            tile, out, k, source, s, 0, 0, use, fixed, done, coded, 0, 0, STORED, 1, False, L
-        )
-    # fmt: on
+def _any(found):
+    """Whether a lane, or tile, has found something."""
+    return tl.max(found.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _decode_tiles(
+    dynamic_ptr, data_at, at, size, n, lo, hi, coded, tables_ptr, work_ptr, out, good,
+    L: tl.constexpr,
+):  # fmt: skip
+    """Decode elements `lo` to `hi` of a group of `n`, of the tiles that are `good`.
+
+    These have `size` bytes from `data_at` of the payload on, of which the first `at` are tables.
+    Gives the tiles that are good after all.
+    """
+    ITEM: tl.constexpr = L.item
+    memory = table_memory(DECODING, L.ptx)
+    run = tl.arange(0, LANES) % RUNS
+    first = tl.arange(0, LANES) // RUNS * TILE
+    m = tl.minimum(tl.maximum(n - first, 0), TILE)
+    data = dynamic_ptr + data_at // _STEP * _STEP
+    stored_at = one_of_tile(data_at + at)
+    for k in range(ITEM):
+        if ((coded >> k) & 1) == 0:
+            end = at + padded(m, _STEP)
+            good = good & (end <= size)
+            good = good & (any_between(data, at + m, end, good) == 0)
+            at = end
+    first += run * RUN
+    edge = (L.aligned == 0) | (n % RUN != 0) | (lo % RUN != 0) | (hi % RUN != 0)
+    rows = (first < hi) & (first + RUN > lo)
+    of_tile = tl.minimum(tl.maximum(n - tl.arange(0, TILES) * TILE, 0), TILE)
+    fixed = wide(of_tile * 0, ITEM)
+    n_coded, done = coded * 0, coded * 0
+    for k in range(ITEM + 1):
+        stored_ptr = dynamic_ptr + stored_at // _STEP * _STEP
+        is_coded = ((coded >> k) & 1) != 0
+        if is_coded:
+            table_ptr = tables_ptr + n_coded * TABLE_NBYTES
+            n_coded += 1
+            lengths, of_escape, bad = check_table(table_ptr)
+            good = good & (m * 0 + bad == 0)
+            mode, value, bit, ends, end, bad = open_block(data, at, size, m, good)
+            good = good & (bad == 0)
+            value = tl.where(good & (mode == CONSTANT), value, 0)
+            fixed |= _placed(one_of_tile(value), k, L)
+            use = good & (mode >= NARROW) & (run * RUN < m)
+            source_at = one_of_tile(data_at + at + 4)
+            stored = good & (mode == STORED)
+            at = end
+            if _any(use):
+                bits = ends - bit
+                plane_ptr = work_ptr + k * _PLANE_NBYTES
+                plane = coded * 0 + k
+                codes = lengths, of_escape
+                tile = stored_ptr, of_tile, of_tiles(rows & good), lo, hi, tl.minimum(n, RUN)
+                # fmt: off
+                if L.cut >= ITEM:
+                    bad = _decode_runs(
+                        tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
+                        codes, table_ptr, plane_ptr, edge, L.low, L,
+                    )
+                else:
+                    if k < L.cut:
+                        bad = _decode_runs(
+                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
+                            codes, table_ptr, plane_ptr, edge, L.low, L,
+                        )
+                    else:
+                        bad = _decode_runs(
+                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
+                            codes, table_ptr, plane_ptr, edge, L.high, L,
+                        )
+                # fmt: on
+                good = good & (bad == 0)
+                fixed = fixed * 0
+                done = done * 0 + 1
+        else:
+            # At the end planes that are not coded may be left, the first of them with the others.
+            left = (k == ITEM) & ((done == 0) | _any(fixed != 0))
+            source_at = stored_at
+            stored = good & (first * 0 + left != 0) & (first * 0 + (coded & 1) + done == 0)
+        left = (k == ITEM) & ((done == 0) | _any(fixed != 0))
+        if L.store:
+            if _any(stored) | left:
+                tile = stored_ptr, of_tile, of_tiles(rows & good), lo, hi, tl.minimum(n, RUN)
+                source = dynamic_ptr + source_at // 4 * 4
+                plane = (1 - left.to(tl.int32)) * k
+                s = (run, run, run, run)
+                tl.debug_barrier()
+                # fmt: off
+                if edge:
+                    _decode_planes(
+                        tile, out, plane, source, s, 0, 0, stored, fixed, done, coded, 0, 0,
+                        STORED, 1, True, L,
+                    )
+                else:
+                    _decode_planes(
+                        tile, out, plane, source, s, 0, 0, stored, fixed, done, coded, 0, 0,
+                        STORED, 1, False, L,
+                    )
+                # fmt: on
+                fixed = fixed * 0
+                done = done * 0 + 1
+    good = good & (padded(at, _STEP) == size)
+    return good & (any_between(data, at, size, good) == 0)
 
 
 @triton.jit
@@ -548,78 +652,38 @@ def _decode_group(
     """Decode elements `lo` to `hi` of a group of `n`, from a chunk with so many tiles and bytes of
     payload; whether what they are read from is wrong.
     """
-    ITEM: tl.constexpr = L.item
-    memory = table_memory(DECODING, L.ptx)
     limit = nbytes - _STEP
     offsets = static_ptr.to(tl.pointer_type(tl.uint32)) + group * TILES
     coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
     tables = coded * 0
-    for k in range(ITEM):
+    for k in range(L.item):
         tables += ((coded >> k) & 1) * TABLE_NBYTES
     tables_at = tl.load(offsets).to(tl.int64) * _STEP
-    right = (nbytes % _STEP == 0) & (tables_at + tables <= limit) & ((coded >> ITEM) == 0)
+    right = (nbytes % _STEP == 0) & (tables_at + tables <= limit) & ((coded >> L.item) == 0)
     bad = right == 0
     if right:
         guard = tl.load((dynamic_ptr + limit).to(tl.pointer_type(tl.int64)))
         # Tiles, as every lane of theirs knows them.
-        t, run = tl.arange(0, LANES) // RUNS, tl.arange(0, LANES) % RUNS
-        first = t * TILE
-        m = tl.minimum(tl.maximum(n - first, 0), TILE)
-        used = (first < hi) & (first + m > lo)
+        t = tl.arange(0, LANES) // RUNS
+        m = tl.minimum(tl.maximum(n - t * TILE, 0), TILE)
+        used = (t * TILE < hi) & (t * TILE + m > lo)
         at = tl.load(offsets + t, mask=used, other=0).to(tl.int64) * _STEP
         more = group * TILES + t + 1 < of_chunk
         end = tl.load(offsets + (t + 1), mask=used & more, other=0).to(tl.int64) * _STEP
         end = tl.where(more, end, limit)
         wrong = (at > end) | (end > limit) | (end - at > _LARGE) | (guard + at != at)
         wrong = wrong | ((group + t == 0) & (at != 0))
-        good = used & (wrong == 0)
-        size = tl.where(good, end - at, 0).to(tl.int32)
-        data = dynamic_ptr + tl.where(good, at, 0) // _STEP * _STEP
-        at = tl.where(t == 0, tables, 0)
-        stored_ptr = data + at // 8 * 8
-        for k in range(ITEM):
-            if ((coded >> k) & 1) == 0:
-                behind = at + padded(m, _STEP)
-                good = good & (behind <= size)
-                good = good & (any_between(data, at + m, behind, good) == 0)
-                at = behind
-        rows = first + run * RUN
-        edge = (L.aligned == 0) | (n % RUN != 0) | (lo % RUN != 0) | (hi % RUN != 0)
-        rows = (rows < hi) & (rows + RUN > lo) & (rows < n)
-        tile = data, stored_ptr, m, rows, lo, hi, tl.minimum(n, RUN)
-        fixed = wide(t * 0, ITEM)
-        n_coded, done = coded * 0, coded * 0
-        for k in range(ITEM):
-            if ((coded >> k) & 1) != 0:
-                table_ptr = dynamic_ptr + tables_at + n_coded * TABLE_NBYTES
-                plane_ptr = work_ptr + k * _PLANE_NBYTES
-                # fmt: off
-                if L.cut >= ITEM:
-                    at, good, fixed, done = _decode_plane(
-                        tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
-                        plane_ptr, edge, L.low, L,
-                    )
-                else:
-                    if k < L.cut:
-                        at, good, fixed, done = _decode_plane(
-                            tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
-                            plane_ptr, edge, L.low, L,
-                        )
-                    else:
-                        at, good, fixed, done = _decode_plane(
-                            tile, out, k, at, size, good, fixed, done, coded, memory, table_ptr,
-                            plane_ptr, edge, L.high, L,
-                        )
-                # fmt: on
-                n_coded += 1
-        if L.store:
-            if (done == 0) | (tl.max((fixed != 0).to(tl.int32), 0) > 0):
-                tl.debug_barrier()
-                tile = data, stored_ptr, m, rows & good, lo, hi, tl.minimum(n, RUN)
-                _copy_planes(tile, out, 0, data, good & (t < 0), fixed, done, coded, edge, L)
-        good = good & (padded(at, _STEP) == size)
-        good = good & (any_between(data, at, size, good) == 0)
-        bad = tl.max((used & (good == 0)).to(tl.int32), 0) > 0
+        size = tl.where(used & (wrong == 0), end - at, 0).to(tl.int32)
+        data_at = tl.where(used & (wrong == 0), at, 0)
+        behind = tl.where(t == 0, tables, 0)
+        good = used & (wrong == 0) & (behind <= size)
+        # fmt: off
+        good = _decode_tiles(
+            dynamic_ptr, data_at, behind, size, n, lo, hi, coded, dynamic_ptr + tables_at,
+            work_ptr, out, good, L,
+        )
+        # fmt: on
+        bad = _any(used & (good == 0))
     return bad
 
 

@@ -33,6 +33,12 @@ def of_tiles(v):
 
 
 @triton.jit
+def one_of_tile(v):
+    """What all lanes of a tile have, [TILES]."""
+    return tl.max(of_tiles(v), 1)
+
+
+@triton.jit
 def of_lanes(v):
     """What tiles have, [TILES], for each lane."""
     return tl.reshape(tl.broadcast_to(v[:, None], [TILES, RUNS]), [LANES])
@@ -122,7 +128,7 @@ def _entry_at(table, window, PTX: tl.constexpr):
 @triton.jit
 def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
     """A unit's value in the low bits of a word, and the state behind it: see `open_runs`."""
-    low, high, more, n, ahead = s
+    low, high, more, n = s
     window = _funnel(low, high, n, PTX)
     entry = _entry_at(table, window, PTX)
     raw = _funnel(window, window * 0, entry, PTX)
@@ -132,10 +138,11 @@ def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexp
         takes = tl.where(live, takes, 0)
     after = n + takes
     # A code and 2 bytes are at most 28 bits.
-    cross = ((n ^ after) & 32) != 0
+    at = after >> 5
+    cross = at != n >> 5
     low, high = tl.where(cross, high, low), tl.where(cross, more, high)
-    more = tl.load(words + ahead, mask=cross & (ahead <= last), other=more)
-    return value, (low, high, more, after, ahead + cross.to(tl.int32))
+    more = tl.load(words + at, mask=cross & (at <= last), other=more)
+    return value, (low, high, more, after)
 
 
 @triton.jit
@@ -166,21 +173,23 @@ def _next_eight(n, words, last, live, table, table_ptr, PTX: tl.constexpr):
 
 @triton.jit
 def open_runs(words, bit, last, use, UNIT: tl.constexpr):
-    """The state of `next_words` at bits `bit` of `words`, of which `last` is the last one's number.
+    """(state of `next_words` at bits `bit` of `words`, of which the last one is number `last`;
+    words and number of the last one as it takes them).
 
-    Two words and the one behind them, the bit in the first, the number of the word that is loaded
-    next. Bits are counted from two before the next unit on, as entries are of 4 bytes. With units
-    of 8 bytes only the bit counts, from the start of `words`.
+    The state is two words and the one behind them, and how many bits behind the start of the first
+    the place two bits before the next unit is: entries have 4 bytes. With units of 8 bytes only
+    that number counts: it is that of the next unit's first bit.
     """
     if UNIT == 8:
-        n, first = bit, bit >> 5
+        low = bit.to(tl.uint32)
+        return (low, low, low, bit), words, last
     else:
-        n, first = (bit - 2) & 31, (bit - 2) >> 5
-    # A block has a head, so that there is a word before.
-    low = tl.load(words + tl.minimum(first, last), mask=use, other=0)
-    high = tl.load(words + tl.minimum(first + 1, last), mask=use, other=0)
-    more = tl.load(words + tl.minimum(first + 2, last), mask=use, other=0)
-    return low, high, more, n, first + 3
+        # Something is before a run: a block starts with its head.
+        first = (bit - 2) >> 5
+        low = tl.load(words + tl.minimum(first, last), mask=use, other=0)
+        high = tl.load(words + tl.minimum(first + 1, last), mask=use, other=0)
+        more = tl.load(words + tl.minimum(first + 2, last), mask=use, other=0)
+        return (low, high, more, (bit - 2) & 31), words + (first + 2), last - (first + 2)
 
 
 @triton.jit
@@ -213,19 +222,20 @@ def next_words(
     s, words, last, begin, count, use, table, table_ptr,
     UNIT: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The next words of runs of `count` bytes, from byte `begin` on, [LANES, WORDS]; the state.
+    """The next words of runs of `count` bytes, from byte `begin` on, [TILES, RUNS, WORDS], zeros
+    where not in `use`; the state.
 
     Runs end where a multiple of 1024 does unless EDGE.
     """
     found = ()
     units = (count - begin + (UNIT - 1)) // UNIT
     if UNIT == 8:
-        low, high, more, n, ahead = s
+        low, high, more, n = s
         for j in tl.static_range(WORDS // 2):
             live = use & (j < units)
             a, b, n = _next_eight(n, words, last, live, table, table_ptr, PTX)
             found = found + (a, b)
-        s = low, high, more, n, ahead
+        s = low, high, more, n
     else:
         PER: tl.constexpr = 4 // UNIT
         for w in tl.static_range(WORDS):
@@ -237,4 +247,6 @@ def next_words(
                 a, _ = interleaved(a, b, PTX)
                 b, _ = interleaved(c, d, PTX)
             found = found + ((a & 0xFFFF) | (b << 16),)
-    return tl.reshape(_rows_of(found, WORDS, 0, 1), [LANES, WORDS]), s
+    rows = tl.reshape(_rows_of(found, WORDS, 0, 1), [LANES, WORDS])
+    rows &= tl.where(use, 0xFFFFFFFF, 0).to(tl.uint32)[:, None]
+    return tl.reshape(rows, [TILES, RUNS, WORDS]), s
