@@ -34,6 +34,8 @@ from .common.dynamic_triton import (
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
 from .common.huffman import WORK_NBYTES
 from .common.huffman_decode_triton import (
+    DECODING,
+    EDGE_WORDS,
     LANES,
     TILES,
     WORDS,
@@ -48,7 +50,6 @@ from .common.huffman_decode_triton import (
     open_runs,
 )
 from .common.huffman_tables_triton import (
-    DECODING,
     ENCODER,
     ENCODING,
     ENTRIES_AT,
@@ -350,18 +351,18 @@ def _placed(byte, k, L: tl.constexpr):
 
 
 @triton.jit
-def _fours_of(p0, p1, p2, p3, L: tl.constexpr):
+def _fours_of(p0, p1, p2, p3, W: tl.constexpr, L: tl.constexpr):
     """Words of a byte each of four planes."""
     a, b = interleaved(p0, p1, L.ptx)
     c, d = interleaved(p2, p3, L.ptx)
     first, second = (a & 0xFFFF) | (c << 16), (a >> 16) | (c & 0xFFFF0000)
     third, fourth = (b & 0xFFFF) | (d << 16), (b >> 16) | (d & 0xFFFF0000)
     v = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return tl.reshape(v, [TILES, RUNS, 4 * WORDS])
+    return tl.reshape(v, [TILES, RUNS, 4 * W])
 
 
 @triton.jit
-def _elements_of(p, fixed, L: tl.constexpr):
+def _elements_of(p, fixed, W: tl.constexpr, L: tl.constexpr):
     """Elements as words, of words of each plane, and of what their other bits are in each tile."""
     ITEM: tl.constexpr = L.item
     fixed = fixed[:, None, None]
@@ -372,34 +373,36 @@ def _elements_of(p, fixed, L: tl.constexpr):
         return v | (fixed * 0x01010101)
     elif ITEM == 2:
         a, b = interleaved(p[0], p[1], L.ptx)
-        v = tl.reshape(tl.join(a, b), [TILES, RUNS, 2 * WORDS])
+        v = tl.reshape(tl.join(a, b), [TILES, RUNS, 2 * W])
         if L.rotated:
             v = ((v >> 1) & 0x7FFF7FFF) | ((v << 15) & 0x80008000)
         return v | (fixed * 0x00010001)
     else:
-        low = _fours_of(p[0], p[1], p[2], p[3], L)
+        low = _fours_of(p[0], p[1], p[2], p[3], W, L)
         if ITEM == 4:
             if L.rotated:
                 low = (low >> 1) | (low << 31)
             return low | fixed
         else:
-            high = _fours_of(p[4], p[5], p[6], p[7], L)
+            high = _fours_of(p[4], p[5], p[6], p[7], W, L)
             if L.rotated:
                 low, high = (low >> 1) | (high << 31), (high >> 1) | (low << 31)
             low |= (fixed & 0xFFFFFFFF).to(tl.uint32)
             high |= (fixed >> 32).to(tl.uint32)
-            return tl.reshape(tl.join(low, high), [TILES, RUNS, 8 * WORDS])
+            return tl.reshape(tl.join(low, high), [TILES, RUNS, 8 * W])
 
 
 @triton.jit
-def _put(v, out, begin, rows, lo, hi, done, EDGE: tl.constexpr, L: tl.constexpr):
+def _put(
+    v, out, begin, rows, lo, hi, done, W: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr
+):
     """Write the words `v` of elements number `begin` and on of lanes' runs.
 
     Runs `rows` of a group are written, with EDGE those of their elements from `lo` to `hi`; what is
     in memory from another plane stays if that is `done`.
     """
     ITEM: tl.constexpr = L.item
-    COUNT: tl.constexpr = WORDS * ITEM
+    COUNT: tl.constexpr = W * ITEM
     t, run = tl.arange(0, TILES)[:, None, None], tl.arange(0, RUNS)[None, :, None]
     if EDGE:
         PER: tl.constexpr = 4 // ITEM if ITEM < 4 else 1
@@ -409,7 +412,7 @@ def _put(v, out, begin, rows, lo, hi, done, EDGE: tl.constexpr, L: tl.constexpr)
         elif ITEM < 4:
             shifts = (tl.arange(0, PER) * (8 * ITEM))[None, None, None, :]
             v = tl.reshape(v[:, :, :, None] >> shifts, [TILES, RUNS, COUNT * PER])
-        i = t * TILE + run * RUN + (tl.arange(0, 4 * WORDS) + begin)[None, None, :]
+        i = t * TILE + run * RUN + (tl.arange(0, 4 * W) + begin)[None, None, :]
         use = rows[:, :, None] & (i >= lo) & (i < hi)
         if done:
             v |= tl.load(out + i, mask=use, other=0).to(v.dtype)
@@ -424,11 +427,11 @@ def _put(v, out, begin, rows, lo, hi, done, EDGE: tl.constexpr, L: tl.constexpr)
 
 
 @triton.jit
-def _words_at(ptr, begin, m, use, EDGE: tl.constexpr):
+def _words_at(ptr, begin, m, use, W: tl.constexpr, EDGE: tl.constexpr):
     """The words of a stored plane from byte `begin` of runs on, zeros where not in `use`, and with
     EDGE behind the `m` bytes of a tile. Behind runs their first words are taken.
     """
-    at, c = tl.arange(0, RUNS) * RUN, tl.arange(0, WORDS)
+    at, c = tl.arange(0, RUNS) * RUN, tl.arange(0, W)
     words = ptr.to(tl.pointer_type(tl.uint32))[:, None, None]
     there = use[:, :, None]
     if EDGE:
@@ -445,7 +448,9 @@ def _words_at(ptr, begin, m, use, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _others_at(tile, plane, begin, coded, done, EDGE: tl.constexpr, L: tl.constexpr):
+def _others_at(
+    tile, plane, begin, coded, done, W: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr
+):
     """The words of the planes but number `plane`, from byte `begin` of runs on, zeros of such as
     are coded or, with a plane before, `done`.
     """
@@ -462,7 +467,7 @@ def _others_at(tile, plane, begin, coded, done, EDGE: tl.constexpr, L: tl.conste
             at += ((before >> i) & 1) * nbytes
         here = ((coded >> k) & 1) + done == 0
         use = rows & (tl.arange(0, RUNS)[None, :] >= tl.where(here, 0, RUNS))
-        found = found + (_words_at(stored_ptr + at, begin, nbytes, use, EDGE),)
+        found = found + (_words_at(stored_ptr + at, begin, nbytes, use, W, EDGE),)
     return found
 
 
@@ -478,30 +483,31 @@ def _decode_planes(
     """
     stored_ptr, m, rows, lo, hi, stop = tile
     ITEM: tl.constexpr = L.item
+    W: tl.constexpr = EDGE_WORDS if EDGE else WORDS
     run = tl.arange(0, LANES) % RUNS
     count = tl.minimum(tl.maximum(of_lanes(m) - run * RUN, 0), RUN)
     if L.store:
-        others = _others_at(tile, plane, stop * 0, coded, done, EDGE, L)
-    for number in range(0, stop, 4 * WORDS):
+        others = _others_at(tile, plane, stop * 0, coded, done, W, EDGE, L)
+    for number in range(0, stop, 4 * W):
         # What the interpreter counts with is no tensor.
         begin = stop * 0 + number
         if MODE == STORED:
-            found = _words_at(source, begin, m, of_tiles(use), EDGE)
+            found = _words_at(source, begin, m, of_tiles(use), W, EDGE)
         else:
             found, s = next_words(
-                s, words, last, begin, count, use, table, table_ptr, UNIT, EDGE, L.ptx
+                s, words, last, begin, count, use, table, table_ptr, W, UNIT, EDGE, L.ptx
             )
         if L.store:
             # Loaded long before they are needed. That this is behind look-ups also lets Triton keep
             # words where they are loaded, and move those that are decoded there.
-            following = _others_at(tile, plane, begin + 4 * WORDS, coded, done, EDGE, L)
+            following = _others_at(tile, plane, begin + 4 * W, coded, done, W, EDGE, L)
             merged = (tl.where(plane == 0, found, others[0]) if ITEM > 1 else found,)
             for k in tl.static_range(1, ITEM):
                 v = tl.where(plane == k, found, others[k - 1])
                 if k < ITEM - 1:
                     v = tl.where(plane > k, others[k], v)
                 merged = merged + (v,)
-            _put(_elements_of(merged, fixed, L), out, begin, rows, lo, hi, done, EDGE, L)
+            _put(_elements_of(merged, fixed, W, L), out, begin, rows, lo, hi, done, W, EDGE, L)
             others = following
     return s
 
@@ -518,8 +524,7 @@ def _decode_runs(
     lengths, of_escape = codes
     # Behind it threads see what others have written of the plane before.
     fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
-    words = data.to(tl.pointer_type(tl.uint32))
-    s, words, last = open_runs(words, bit, tl.where(use, size // 4 - 1, -1), use, UNIT)
+    s, words, last = open_runs(data, bit, size, use, table, UNIT, L.ptx)
     first = s[3]
     # fmt: off
     if edge:

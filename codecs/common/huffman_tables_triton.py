@@ -30,8 +30,8 @@ IS_ESCAPE, TAKES_AT = tl.constexpr(1 << 26), tl.constexpr(27)
 #: Work memory of a plane of a group, in bytes: whether it is coded, its table, an encoder's entries
 #: by symbol and classes by value.
 FLAG_AT, TABLE_AT, ENTRIES_AT = tl.constexpr(0), tl.constexpr(128), tl.constexpr(512)
-#: Bytes of shared memory of an encoder and of a decoder.
-ENCODING, DECODING = tl.constexpr("3072"), tl.constexpr("17472")
+#: Bytes of shared memory of an encoder.
+ENCODING = tl.constexpr("3072")
 #: Words of an encoder's entries; of these and the classes of values behind them.
 ENTRIES, ENCODER = tl.constexpr(512), tl.constexpr(768)
 
