@@ -393,9 +393,7 @@ def _elements_of(p, fixed, W: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    v, out, begin, rows, lo, hi, done, W: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr
-):
+def _put(v, out, begin, rows, lo, hi, done, W: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr):
     """Write the words `v` of elements number `begin` and on of lanes' runs.
 
     Runs `rows` of a group are written, with EDGE those of their elements from `lo` to `hi`; what is
@@ -454,7 +452,7 @@ def _others_at(
     """The words of the planes but number `plane`, from byte `begin` of runs on, zeros of such as
     are coded or, with a plane before, `done`.
     """
-    stored_ptr, m, rows, lo, hi, stop = tile
+    stored_ptr, m, rows, _, _, _ = tile
     found = ()
     OTHERS: tl.constexpr = L.item - 1
     nbytes = padded(m, _STEP)
@@ -481,7 +479,7 @@ def _decode_planes(
     Where `use` says that a tile's are of that MODE, the bytes are runs of codes, or stored from
     `source` on; else they are zero. `fixed` is what other planes are. Gives the state behind runs.
     """
-    stored_ptr, m, rows, lo, hi, stop = tile
+    _, m, rows, lo, hi, stop = tile
     ITEM: tl.constexpr = L.item
     W: tl.constexpr = EDGE_WORDS if EDGE else WORDS
     run = tl.arange(0, LANES) % RUNS
@@ -601,19 +599,19 @@ def _decode_tiles(
                 # fmt: off
                 if L.cut >= ITEM:
                     bad = _decode_runs(
-                        tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
-                        codes, table_ptr, plane_ptr, edge, L.low, L,
+                        tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
+                        memory, codes, table_ptr, plane_ptr, edge, L.low, L,
                     )
                 else:
                     if k < L.cut:
                         bad = _decode_runs(
-                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
-                            codes, table_ptr, plane_ptr, edge, L.low, L,
+                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
+                            memory, codes, table_ptr, plane_ptr, edge, L.low, L,
                         )
                     else:
                         bad = _decode_runs(
-                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded, memory,
-                            codes, table_ptr, plane_ptr, edge, L.high, L,
+                            tile, out, plane, data, size, bit, bits, use, fixed, done, coded,
+                            memory, codes, table_ptr, plane_ptr, edge, L.high, L,
                         )
                 # fmt: on
                 good = good & (bad == 0)

@@ -250,7 +250,7 @@ def open_runs(data, bit, size, use, table, UNIT: tl.constexpr, PTX: tl.constexpr
         n = tl.where(use, bit + (off * 32 - 2), 0)
         at = n >> 5
         filled = at // 4 * 4
-        for j in tl.static_range(_RING // 4):
+        for _ in tl.static_range(_RING // 4):
             _fill_ring(words, filled, use & (filled <= last), table, "0")
             filled += 4
         low = _from_ring(table, at, bit.to(tl.uint32), at, at + 1)

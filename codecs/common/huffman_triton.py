@@ -13,7 +13,6 @@ import triton.language as tl
 
 from . import huffman
 from .huffman_tables_triton import BITS_AT, ENTRIES, ESCAPED, byte_of, look_up
-from .minifloat_triton import by_ptx
 
 RUN, RUNS, TILE = (tl.constexpr(n) for n in (huffman.RUN, huffman.RUNS, huffman.TILE))
 #: Elements that a lane reads or writes at a time.
