@@ -24,10 +24,8 @@ LANES = tl.constexpr(TILES.value * RUNS.value)
 #: Words of a plane that lanes decode between accesses of memory, and where runs are not whole.
 WORDS, EDGE_WORDS = tl.constexpr(8), tl.constexpr(2)
 _CODES = tl.constexpr(1 << huffman.LIMIT)
-#: Where lanes' rings are in shared memory, behind a table, and the words of a ring.
-_RINGS, _RING = tl.constexpr(4 * (_CODES.value + SORTED.value)), tl.constexpr(16)
 #: Bytes of shared memory.
-DECODING = tl.constexpr(str(_RINGS.value + 4 * _RING.value * LANES.value))
+DECODING = tl.constexpr(str(4 * (_CODES.value + SORTED.value)))
 
 
 @triton.jit
@@ -130,48 +128,9 @@ def _entry_at(table, window, PTX: tl.constexpr):
 
 
 @triton.jit
-def _in_ring(table, at):
-    """Where words number `at` are in shared memory. Rings start in different banks."""
-    lane = tl.arange(0, LANES)
-    ring = (lane * (4 * _RING)) | ((at * 4 + lane * 16) & (4 * _RING - 4))
-    return ring + (table + _RINGS)
-
-
-@triton.jit
-def _fill_ring(words, filled, use, table, PENDING: tl.constexpr):
-    """Ask for four words from number `filled` on, where `use`; wait for all that was asked for but
-    the last PENDING times.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0;"
-        " @p cp.async.cg.shared.global.L2::128B [$1], [$2], 16;"
-        " cp.async.commit_group; cp.async.wait_group " + PENDING + "; mov.u32 $0, 0; }",
-        "=r,r,l,r",
-        (_in_ring(table, filled), (words + filled).to(tl.int64), use.to(tl.int32)),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _from_ring(table, at, more, first, second):
-    """Words number `at`, or `more` where two numbers are the same."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.ne.s32 p, $3, $4; mov.b32 t, $2;"
-        " @p ld.shared.b32 t, [$1]; mov.b32 $0, t; }",
-        "=r,r,r,r,r",
-        (_in_ring(table, at), more, first, second),
-        dtype=tl.uint32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
     """A unit's value in the low bits of a word, and the state behind it: see `open_runs`."""
-    low, high, more, n, filled = s
+    low, high, more, n = s
     window = _funnel(low, high, n, PTX)
     entry = _entry_at(table, window, PTX)
     raw = _funnel(window, window * 0, entry, PTX)
@@ -181,23 +140,11 @@ def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexp
         takes = tl.where(live, takes, 0)
     after = n + takes
     # A code and 2 bytes are at most 28 bits.
-    before, at = n >> 5, after >> 5
-    cross = at != before
+    at = after >> 5
+    cross = at != n >> 5
     low, high = tl.where(cross, high, low), tl.where(cross, more, high)
-    if PTX:
-        more = _from_ring(table, at + 2, more, at, before)
-    else:
-        more = tl.load(words + (at + 2), mask=cross & (at + 2 <= last), other=more)
-    return value, (low, high, more, after, filled)
-
-
-@triton.jit
-def _refilled(s, words, last, table):
-    """The state with words for four more units: these take 4 at most, and three are known."""
-    low, high, more, n, filled = s
-    use = (filled <= last) & (filled - (n >> 5) <= _RING - 1)
-    _fill_ring(words, filled, use, table, "2")
-    return low, high, more, n, filled + tl.where(use, 4, 0)
+    more = tl.load(words + at, mask=cross & (at <= last), other=more)
+    return value, (low, high, more, after)
 
 
 @triton.jit
@@ -227,44 +174,26 @@ def _next_eight(n, words, last, live, table, table_ptr, PTX: tl.constexpr):
 
 
 @triton.jit
-def open_runs(data, bit, size, use, table, UNIT: tl.constexpr, PTX: tl.constexpr):
+def open_runs(data, bit, size, use, UNIT: tl.constexpr):
     """(state of `next_words` at bits `bit` of tiles' data; words and number of the last one as it
     takes them).
 
-    The state is three words, and the number of the bit two before the next unit, as entries have 4
-    bytes; it lies in the first of the words. With PTX lanes have the words behind these in rings,
-    up to a number that is the state's last part. With units of 8 bytes only the bit counts: it is
-    that of the next unit.
+    The state is two words and the one behind them, and how many bits behind the start of the first
+    the place two bits before the next unit is: entries have 4 bytes. With units of 8 bytes only
+    that number counts: it is that of the next unit's first bit in all.
     """
     last = tl.where(use, size // 4 - 1, -1)
     words = data.to(tl.pointer_type(tl.uint32))
     if UNIT == 8:
         low = bit.to(tl.uint32)
-        return (low, low, low, bit, bit), words, last
-    elif PTX:
-        # Four words at a time are read from multiples of 16 bytes. In front of the payload is a
-        # buffer's static part, and it ends at such a multiple.
-        off = (data.to(tl.int64) & 15).to(tl.int32) // 4
-        words -= off
-        last = tl.where(use, last + off, -1)
-        n = tl.where(use, bit + (off * 32 - 2), 0)
-        at = n >> 5
-        filled = at // 4 * 4
-        for _ in tl.static_range(_RING // 4):
-            _fill_ring(words, filled, use & (filled <= last), table, "0")
-            filled += 4
-        low = _from_ring(table, at, bit.to(tl.uint32), at, at + 1)
-        high = _from_ring(table, at + 1, low, at, at + 1)
-        more = _from_ring(table, at + 2, low, at, at + 1)
-        return (low, high, more, n, filled), words, last
+        return (low, low, low, bit), words, last
     else:
         # Something is before a run: a block starts with its head.
-        n = bit - 2
-        at = n >> 5
-        low = tl.load(words + tl.minimum(at, last), mask=use, other=0)
-        high = tl.load(words + tl.minimum(at + 1, last), mask=use, other=0)
-        more = tl.load(words + tl.minimum(at + 2, last), mask=use, other=0)
-        return (low, high, more, n, n), words, last
+        first = (bit - 2) >> 5
+        low = tl.load(words + tl.minimum(first, last), mask=use, other=0)
+        high = tl.load(words + tl.minimum(first + 1, last), mask=use, other=0)
+        more = tl.load(words + tl.minimum(first + 2, last), mask=use, other=0)
+        return (low, high, more, (bit - 2) & 31), words + (first + 2), last - (first + 2)
 
 
 @triton.jit
@@ -305,17 +234,15 @@ def next_words(
     found = ()
     units = (count - begin + (UNIT - 1)) // UNIT
     if UNIT == 8:
-        low, high, more, n, filled = s
+        low, high, more, n = s
         for j in tl.static_range(W // 2):
             live = use & (j < units)
             a, b, n = _next_eight(n, words, last, live, table, table_ptr, PTX)
             found = found + (a, b)
-        s = low, high, more, n, filled
+        s = low, high, more, n
     else:
         PER: tl.constexpr = 4 // UNIT
         for w in tl.static_range(W):
-            if PTX and (w * PER % 4 == 0):
-                s = _refilled(s, words, last, table)
             a, s = _next_unit(s, words, last, w * PER < units, table, EDGE, PTX)
             b, s = _next_unit(s, words, last, w * PER + 1 < units, table, EDGE, PTX)
             if UNIT == 1:
