@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""huffman on a GPU: a program a tile, a lane a run. specs/huffman.md.
+"""huffman on a GPU: a program a tile, or a group to decode; a lane a run. specs/huffman.md.
 
 Encoding: tables of groups from samples; how long runs and tiles are; then all tiles know their
-places, and are written, or the chunk is stored raw; checksums. Decoding: entries of tables; tiles;
-checks.
+places, and are written, or the chunk is stored raw; checksums. Decoding: groups; checks.
 """
 
 from __future__ import annotations
