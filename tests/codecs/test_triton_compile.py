@@ -136,7 +136,7 @@ ALLOWED = (
         "huffman._decode_kernel",
         {},
         256,
-        16,
+        64,
         "what is needed between planes, not while they are decoded; more tiles in flight",
     ),
     Allowed("huffman._pack_kernel", {}, 0, 16, "places and sizes of a tile's blocks"),
