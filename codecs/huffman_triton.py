@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc"
-"""huffman on a GPU: a program a tile, a lane a run. specs/huffman.md.
+"""huffman on a GPU: a program a tile, or a group to decode; a lane a run. specs/huffman.md.
 
 Encoding: tables of groups from samples; how long runs and tiles are; then all tiles know their
-places, and are written, or the chunk is stored raw; checksums. Decoding: entries of tables; tiles;
-checks.
+places, and are written, or the chunk is stored raw; checksums. Decoding: groups; checks.
 """
 
 from __future__ import annotations
@@ -33,48 +32,33 @@ from .common.dynamic_triton import (
 )
 from .common.frame_triton import CHUNK, CHUNK_PAYLOAD, clear, frame_of, report
 from .common.huffman import WORK_NBYTES
+from .common.huffman_decode_triton import LANES, TILES
 from .common.huffman_encode_triton import count_bytes, measure_tile, write_tile
 from .common.huffman_tables_triton import (
     COUNTS_AT,
-    DECODER,
-    DECODING,
-    TABLE_NBYTES,
     find_table,
-    load_words,
-    read_table,
     table_memory,
-    wide,
     words_at,
 )
 from .common.huffman_triton import (
-    AT_ONCE,
-    NARROW,
-    RUN,
-    RUNS,
-    STORED,
     TILE,
-    block_of,
-    next_bytes,
-    open_block,
-    open_runs,
-    padded,
 )
-from .common.launch_triton import PTX, Variant, kernel, options
+from .common.launch_triton import CUDA, PTX, Variant, kernel, options
 from .common.minifloat_triton import aligned_for
 from .common.plans_triton import Selection
 from .huffman import GROUP, GROUP_TILES, STEP, group_count, planes_of, tile_count
+from .huffman_decode_triton import decode_group
 
 _GROUP, _GROUP_TILES, _STEP = tl.constexpr(GROUP), tl.constexpr(GROUP_TILES), tl.constexpr(STEP)
-#: Work memory of a plane of a group, in bytes: what `find_table` and `measure_tile` write. Or what
-#: `read_table` writes, of which the last word is unused: there it says if the table is right.
+#: Work memory of a plane of a group, in bytes: what `find_table` and `measure_tile` write. Or a
+#: decoder's entries, where they are not in shared memory.
 _PLANE_NBYTES = tl.constexpr(WORK_NBYTES)
-_GOOD_AT = tl.constexpr(WORK_NBYTES - 8)
 #: Calls of fewer tiles leave multiprocessors idle with a warp each.
 FEW_TILES = 528
 #: Most registers of a thread that writes a tile, by bytes of an element.
 PACK_REGISTERS = {1: 96, 2: 96, 4: 128, 8: 168}
-#: Tiles have fewer bytes.
-_LARGE = tl.constexpr(1 << 20)
+#: Bytes of a raw chunk that a decoder's program copies at a time, and words that it sums up.
+_RAW, _SUMMED = tl.constexpr(8192), tl.constexpr(2048)
 
 
 @dataclass(frozen=True)
@@ -310,11 +294,15 @@ def _pack_kernel(
 
 
 @kernel
-def _read_kernel(
+def _decode_kernel(
     src_ptr,
+    out_ptr,
     scratch_ptr,
+    sums_ptr,
     status_ptr,
     starts_ptr,
+    start: tl.int64,
+    stop: tl.int64,
     first_group: tl.int64,
     nelem: tl.int64,
     chunk_nelem: tl.int64,
@@ -328,233 +316,16 @@ def _read_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """A decoder's entries of a table of a group; whether it is right is said behind them."""
+    """A group's share of elements `start` to `stop`, and of the checksum."""
     ITEM: tl.constexpr = L.item
-    k = tl.program_id(0) % ITEM
-    lin = first_group + tl.program_id(0) // ITEM
+    lin = first_group + tl.program_id(0)
     chunk, group = (lin // groups).to(tl.int64), (lin % groups).to(tl.int32)
-    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-    _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(src_ptr, chunk, nelem, chunk_nelem, g)
-    if L.packed:
-        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-    nbytes, is_raw = claims(record_ptr, n, static_stride * 128, slot, ITEM)
-    if (group.to(tl.int64) * _GROUP < n) & (is_raw == 0):
-        of_chunk = (n + (TILE - 1)) // TILE
-        coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
-        bad = (coded >> ITEM) != 0
-        if ((coded >> k) & 1) != 0:
-            offsets = static_ptr.to(tl.pointer_type(tl.uint32))
-            at = tl.load(offsets + group * _GROUP_TILES).to(tl.int64) * _STEP
-            for j in range(0, k):
-                at += ((coded >> j) & 1) * TABLE_NBYTES
-            plane_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-            plane_ptr += k * _PLANE_NBYTES
-            there = at + TABLE_NBYTES <= nbytes - _STEP
-            if there:
-                if L.cut >= ITEM:
-                    bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.low, L.ptx)
-                else:
-                    if k < L.cut:
-                        bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.low, L.ptx)
-                    else:
-                        bad = bad | read_table(dynamic_ptr + at, plane_ptr, L.high, L.ptx)
-            bad = bad | (there == 0)
-            tl.store(words_at(plane_ptr, _GOOD_AT), tl.where(bad, 0, 1))
-        if bad:
-            report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
-
-
-@triton.jit
-def _load_bytes(ptr, i, m, full):
-    """Bytes `i` of a plane of a tile that is stored."""
-    if full:
-        byte = tl.load(ptr + i)
-    else:
-        byte = tl.load(ptr + i, mask=i < m, other=0)
-    return byte
-
-
-@triton.jit
-def _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L: tl.constexpr):
-    """Put what bytes of a plane are in elements, `v`, into these, with those that are not coded or,
-    if that is `done`, with what is in `out`.
-    """
-    ITEM: tl.constexpr = L.item
-    if done:
-        if full:
-            v |= wide(tl.load(out + i), ITEM)
-        else:
-            v |= wide(tl.load(out + i, mask=(i >= lo) & (i < hi), other=0), ITEM)
-    else:
-        others = v * 0
-        at = m * 0
-        for k in tl.static_range(ITEM):
-            if ((coded >> k) & 1) == 0:
-                byte = _load_bytes(stored_ptr + at // 8 * 8, i, m, full)
-                others |= wide(byte, ITEM) << (8 * k)
-                at += padded(m, _STEP)
-        if L.rotated:
-            others = (others >> 1) | ((others & 1) << (8 * ITEM - 1))
-        v |= others
-    found = v.to(out.dtype.element_ty)
-    if full:
-        tl.store(out + i, found)
-    else:
-        tl.store(out + i, found, mask=(i >= lo) & (i < hi))
-
-
-@triton.jit
-def _placed(byte, k, L: tl.constexpr):
-    """What byte `k` of a rotated element is in the element."""
-    v = wide(byte, L.item) << (k * 8)
-    if L.rotated:
-        v = (v >> 1) | ((v & 1) << (8 * L.item - 1))
-    return v
-
-
-@triton.jit
-def _decode_plane(
-    data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr, plane_ptr, out, lo, hi, k,
-    UNIT: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Decode the block at byte `at` of a tile into elements `out`; (its end, whether it is wrong).
-
-    The first plane takes those that are not coded along, the others find what is `done`.
-    """
-    mode, value, bit, ends, end, bad = open_block(data_ptr, at, size, m)
-    if bad == 0:
-        full = (lo == 0) & (hi == TILE) & L.aligned
-        if mode >= NARROW:
-            table = load_words(words_at(plane_ptr, 0), memory, DECODER, L.ptx)
-            words = data_ptr.to(tl.pointer_type(tl.uint32))
-            last = size // 4 - 1
-            units = tl.minimum(tl.maximum(m - tl.arange(0, RUNS) * RUN, 0), RUN)
-            units = (units + (UNIT - 1)) // UNIT
-            s = open_runs(words, bit, last, units > 0, UNIT)
-            for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                byte, s = next_bytes(
-                    s, words, last, units, begin // UNIT, table, table_ptr, UNIT, L.ptx
-                )
-                if L.store:
-                    i = block_of(begin)
-                    v = _placed(byte, k, L)
-                    _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L)
-            # Bits count from the word in which a run starts, with units of 8 bytes from the first.
-            first = bit if UNIT == 8 else bit & 31
-            wrong = (units > 0) & (s[3] - first != ends - bit)
-            bad = tl.max(wrong.to(tl.int32), 0) > 0
-        elif L.store:
-            for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                i = block_of(begin)
-                byte = (i * 0 + value).to(tl.uint8)
-                if mode == STORED:
-                    byte = _load_bytes(data_ptr + (at // 4 * 4 + 4), i, m, full)
-                v = _placed(byte, k, L)
-                _store_block(v, out, i, m, lo, hi, full, done, stored_ptr, coded, L)
-    return end, bad
-
-
-@triton.jit
-def _any_between(data_ptr, start, end):
-    """Whether one of less than 8 bytes `start` to `end` is not zero."""
-    i = start + tl.arange(0, 8)
-    found = tl.load(data_ptr + i, mask=i < end, other=0)
-    return tl.max(found.to(tl.int32), 0) > 0
-
-
-@triton.jit
-def _decode_tile(data_ptr, at, size, m, coded, tables_ptr, work_ptr, out, lo, hi, L: tl.constexpr):
-    """Decode elements `lo` to `hi` of a tile of `size` bytes, of which the first `at` are tables;
-    whether it is wrong.
-    """
-    ITEM: tl.constexpr = L.item
-    memory = table_memory(DECODING, L.ptx)
-    stored_ptr = data_ptr + at
-    n_coded = coded * 0
-    bad = at > size
-    for k in range(ITEM):
-        if ((coded >> k) & 1) == 0:
-            end = at + padded(m, _STEP)
-            bad = bad | (end > size)
-            if bad == 0:
-                bad = _any_between(data_ptr, at + m, end)
-            at = end
-        else:
-            good = tl.load(words_at(work_ptr + k * _PLANE_NBYTES, _GOOD_AT))
-            bad = bad | (good == 0)
-    if bad == 0:
-        if L.store:
-            if coded == 0:
-                full = (lo == 0) & (hi == TILE) & L.aligned
-                for begin in range(0, tl.minimum(m, RUN), AT_ONCE):
-                    i = block_of(begin)
-                    v = wide(i * 0, ITEM)
-                    _store_block(v, out, i, m, lo, hi, full, n_coded > 0, stored_ptr, coded, L)
-        for k in range(ITEM):
-            if (((coded >> k) & 1) != 0) & (bad == 0):
-                plane_ptr = work_ptr + k * _PLANE_NBYTES
-                table_ptr = tables_ptr + n_coded * TABLE_NBYTES
-                done = n_coded > 0
-                # What the plane before has written is read.
-                tl.debug_barrier()
-                # fmt: off
-                if L.cut >= ITEM:
-                    at, bad = _decode_plane(
-                        data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                        plane_ptr, out, lo, hi, k, L.low, L,
-                    )
-                else:
-                    if k < L.cut:
-                        at, bad = _decode_plane(
-                            data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                            plane_ptr, out, lo, hi, k, L.low, L,
-                        )
-                    else:
-                        at, bad = _decode_plane(
-                            data_ptr, at, size, m, stored_ptr, coded, done, memory, table_ptr,
-                            plane_ptr, out, lo, hi, k, L.high, L,
-                        )
-                # fmt: on
-                n_coded += 1
-    if bad == 0:
-        bad = _any_between(data_ptr, at, size) | (padded(at, _STEP) != size)
-    return bad
-
-
-@kernel
-def _decode_kernel(
-    src_ptr,
-    out_ptr,
-    scratch_ptr,
-    sums_ptr,
-    status_ptr,
-    starts_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    first_tile: tl.int64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    groups: tl.int32,
-    work_at: tl.int64,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    dynamic_at: tl.int64,
-    dynamic_stride: tl.int64,
-    slot: tl.int64,
-    L: tl.constexpr,
-):
-    """One tile of elements `start` to `stop`, and its share of the checksum."""
-    ITEM: tl.constexpr = L.item
-    lin = first_tile + tl.program_id(0)
-    chunk, tile = (lin // tiles).to(tl.int64), (lin % tiles).to(tl.int32)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     first, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(src_ptr, chunk, nelem, chunk_nelem, g)
     if L.packed:
         dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk) // 128 * 128
     stride = static_stride * 128
-    begin, m = _part_of(n, tile, TILE)
+    begin, m = _part_of(n, group, _GROUP)
     lo = tl.maximum(start - first - begin, 0).to(tl.int32)
     hi = tl.minimum(stop - first - begin, m.to(tl.int64)).to(tl.int32)
     if lo < hi:
@@ -562,43 +333,25 @@ def _decode_kernel(
         of_chunk = ((n + (TILE - 1)) // TILE).to(tl.int32)
         out = _from(out_ptr, first + begin - start, L)
         if is_raw:
+            # fmt: off
             load_raw(
-                static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, ITEM, L.store
+                static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, ITEM, L.store,
+                _RAW // ITEM,
             )
+            # fmt: on
         else:
-            limit = nbytes - _STEP
-            offsets = static_ptr.to(tl.pointer_type(tl.uint32)) + tile
-            at = tl.load(offsets).to(tl.int64) * _STEP
-            more = tile + 1 < of_chunk
-            end = tl.load(offsets + 1, mask=more, other=0).to(tl.int64) * _STEP
-            end = tl.where(more, end, limit)
-            bad = (at > end) | (end > limit) | ((tile == 0) & (at != 0)) | (nbytes % _STEP != 0)
-            bad = bad | (end - at > _LARGE)
-            if bad == 0:
-                guard = tl.load((dynamic_ptr + limit).to(tl.pointer_type(tl.int64)))
-                group = tile // _GROUP_TILES
-                coded = tl.load(static_ptr + 4 * of_chunk + group).to(tl.int32)
-                bad = (guard != 0) | ((coded >> ITEM) != 0)
-                if bad == 0:
-                    work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
-                    group_ptr = static_ptr.to(tl.pointer_type(tl.uint32)) + group * _GROUP_TILES
-                    tables_ptr = dynamic_ptr + tl.load(group_ptr).to(tl.int64) * _STEP
-                    tables = coded * 0
-                    if tile % _GROUP_TILES == 0:
-                        for k in range(ITEM):
-                            tables += ((coded >> k) & 1) * TABLE_NBYTES
-                    size = (end - at).to(tl.int32)
-                    # fmt: off
-                    bad = _decode_tile(
-                        dynamic_ptr + at, tables, size, m, coded, tables_ptr, work_ptr, out, lo,
-                        hi, L,
-                    )
-                    # fmt: on
+            work_ptr = _work_of(scratch_ptr, work_at, chunk, groups, group, ITEM)
+            # fmt: off
+            bad = decode_group(
+                static_ptr, dynamic_ptr, of_chunk, nbytes, group, m, lo, hi, work_ptr, out, L
+            )
+            # fmt: on
             if bad:
                 report(status_ptr, CHUNK + (chunk << 8) + CHUNK_PAYLOAD)
         if L.sums:
-            total = share(static_ptr, stride, n * 0, tile, of_chunk)
-            total += share(dynamic_ptr, nbytes, stride // 4, tile, of_chunk)
+            parts = (of_chunk + (TILES - 1)) // TILES
+            total = share(static_ptr, stride, n * 0, group, parts, _SUMMED)
+            total += share(dynamic_ptr, nbytes, stride // 4, group, parts, _SUMMED)
             tl.atomic_add(sums_ptr + chunk, total.to(tl.int64, bitcast=True), sem="relaxed")
 
 
@@ -628,6 +381,14 @@ def _measuring(dtype: DType, warps: int, **values: bool) -> Variant:
 def _packing(dtype: DType, warps: int, **values: bool) -> Variant:
     registers = PACK_REGISTERS[dtype.itemsize] if warps == 1 else 128
     return Variant(_pack_kernel, options(warps, registers), L=launch_of(dtype, **values))
+
+
+@functools.cache
+def _decoder(dtype: DType, **values: bool) -> Variant:
+    # Elements of two bytes are so many that four programs should fit on a multiprocessor.
+    registers = 64 if dtype.itemsize <= 2 else 128
+    chosen = options(LANES.value // (32 if CUDA else 64), registers)
+    return Variant(_decode_kernel, chosen, L=launch_of(dtype, **values))
 
 
 class _Launches:
@@ -691,21 +452,17 @@ def decode(plan: Plan, src, out, scratch, status, **options) -> None:
     # Of packed buffers the elements' own size is the limit.
     slot = plan.raw_dynamic(0) if packed else plan.dynamic_stride
     if start < stop:
-        size, item = plan.chunk_nelem, dtype.itemsize
-        first, last = (i // size * g.groups + i % size // GROUP for i in (start, stop - 1))
-        read = _variant(_read_kernel, dtype, 4, packed=packed)
-        numbers = *g.parts.sizes, g.groups, g.work_at, *g.parts.places, slot
-        read.launch((last - first + 1) * item, (src, scratch, status, starts), first, *numbers)
         # fmt: off
-        tiles = _variant(
-            _decode_kernel, dtype, 1, aligned=aligned_for(plan, target, start), packed=packed,
-            store=chosen.store, sums=sums,
+        decoder = _decoder(
+            dtype, aligned=aligned_for(plan, target, start), packed=packed, store=chosen.store,
+            sums=sums,
         )
         # fmt: on
-        first, last = (i // size * g.tiles + i % size // TILE.value for i in (start, stop - 1))
-        numbers = *g.parts.sizes, g.tiles, g.groups, g.work_at, *g.parts.places, slot
+        size = plan.chunk_nelem
+        first, last = (i // size * g.groups + i % size // GROUP for i in (start, stop - 1))
+        numbers = *g.parts.sizes, g.groups, g.work_at, *g.parts.places, slot
         tensors = src, target, scratch, scratch, status, starts
-        tiles.launch(last - first + 1, tensors, start, stop, first, *numbers)
+        decoder.launch(last - first + 1, tensors, start, stop, first, *numbers)
     check(plan, g.parts, chosen, src, scratch, status, slot)
     if chosen.add:
         values = out.view(dtype=out.dtype).reshape(-1)

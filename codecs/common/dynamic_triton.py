@@ -81,13 +81,14 @@ def load_raw(
     hi,
     ITEM: tl.constexpr,
     STORE: tl.constexpr,
+    AT_ONCE: tl.constexpr = 512,
 ):
-    """Elements `lo` to `hi` of a tile of a chunk that is stored raw."""
+    """Elements `lo` to `hi` of a tile of a chunk that is stored raw, so many at a time."""
     static, dynamic = items(static_ptr, ITEM) + begin, items(dynamic_ptr, ITEM)
     cut = stride // ITEM - begin
     there = tl.where(nbytes == tl.maximum(n * ITEM - stride, 0), m, 0)
-    for at in range(0, m, 512):
-        i = at + tl.arange(0, 512)
+    for at in range(0, m, AT_ONCE):
+        i = at + tl.arange(0, AT_ONCE)
         v = tl.load(static + i, mask=(i < m) & (i < cut), other=0)
         v |= tl.load(dynamic + (i - cut), mask=(i < there) & (i >= cut), other=0)
         if STORE:
@@ -107,7 +108,7 @@ def write_record(record_ptr, chunk, dynamic_nbytes, fits, shrinks, SUMS: tl.cons
 
 
 @triton.jit
-def share(ptr, nbytes, first_word, part, parts):
+def share(ptr, nbytes, first_word, part, parts, AT_ONCE: tl.constexpr = 512):
     """Checksum terms of an equal share of a part's words; behind `nbytes` they count as zeros."""
     words = (nbytes + 3) // 4
     share = (words + parts - 1) // parts
@@ -116,14 +117,14 @@ def share(ptr, nbytes, first_word, part, parts):
     # Of the last word some bytes may not be there.
     unused = (8 * (4 * words - nbytes)).to(tl.uint32)
     source = ptr.to(tl.pointer_type(tl.uint32))
-    total = tl.zeros([512], tl.uint64)
+    total = tl.zeros([AT_ONCE], tl.uint64)
     at = begin
     while at < end:
-        i = at + tl.arange(0, 512)
+        i = at + tl.arange(0, AT_ONCE)
         v = tl.load(source + i, mask=i < end, other=0)
         v = tl.where(i == words - 1, (v << unused) >> unused, v)
         total += weigh(v, first_word + i)
-        at += 512
+        at += AT_ONCE
     return tl.sum(total, 0)
 
 

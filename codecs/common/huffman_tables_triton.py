@@ -16,8 +16,8 @@ from . import huffman
 from .minifloat_triton import by_ptx
 
 TABLE_NBYTES = tl.constexpr(huffman.TABLE_NBYTES)
-#: Entries of a decoder, and behind them in work memory symbols in the order of their codes.
-_CODES, _SORTED = tl.constexpr(1 << huffman.LIMIT), tl.constexpr(512)
+#: Entries of a decoder, and behind them symbols in the order of their codes, and one more.
+_CODES, SORTED = tl.constexpr(1 << huffman.LIMIT), tl.constexpr(272)
 _LIMIT, _ESCAPE = tl.constexpr(huffman.LIMIT), tl.constexpr(huffman.ESCAPE)
 _WHOLE = tl.constexpr(1 << huffman.WEIGHT_BITS)
 _LEAST = tl.constexpr(1 << huffman.WEIGHT_BITS - huffman.RARE)
@@ -25,13 +25,15 @@ _SCALE, _SAVED = tl.constexpr(huffman.SCALE), tl.constexpr(huffman.SAVED)
 _COMMON = tl.constexpr(huffman.COMMON)
 #: Of an entry: the code, or what it stands for; the flag of the escape; the bits that it takes.
 ESCAPED, BITS_AT = tl.constexpr(1 << 23), tl.constexpr(24)
+#: The same of a decoder's.
+IS_ESCAPE, TAKES_AT = tl.constexpr(1 << 26), tl.constexpr(27)
 #: Work memory of a plane of a group, in bytes: whether it is coded, its table, an encoder's entries
 #: by symbol and classes by value.
 FLAG_AT, TABLE_AT, ENTRIES_AT = tl.constexpr(0), tl.constexpr(128), tl.constexpr(512)
-#: Bytes of shared memory of an encoder and of a decoder.
-ENCODING, DECODING = tl.constexpr("3072"), tl.constexpr("16384")
-#: Words of an encoder's entries; of these and the classes of values behind them; of a decoder's.
-ENTRIES, ENCODER, DECODER = tl.constexpr(512), tl.constexpr(768), tl.constexpr(1 << huffman.LIMIT)
+#: Bytes of shared memory of an encoder.
+ENCODING = tl.constexpr("3072")
+#: Words of an encoder's entries; of these and the classes of values behind them.
+ENTRIES, ENCODER = tl.constexpr(512), tl.constexpr(768)
 #: Of an encoder's entry: the code, its length, flags of an escape and of one without a code, and
 #: all bits of the unit.
 CODE, LENGTH_AT, SIZE_AT = (
@@ -402,46 +404,81 @@ def load_words(source, table, COUNT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def read_table(table_ptr, work_ptr, UNIT: tl.constexpr, PTX: tl.constexpr):
-    """Write a decoder's entries, by the next 12 bits, to work memory; whether a table is wrong.
+def put_words(table, at, value, PTX: tl.constexpr):
+    """Write the words number `at` of a table."""
+    if PTX:
+        put(table, at, value)
+    else:
+        tl.store(table + at, value)
 
-    An entry is the symbol, or 2 bytes, and the bits that it takes, those of an escape's bytes with
-    it unless these are 8.
-    """
+
+@triton.jit
+def check_table(table_ptr):
+    """(lengths of symbols, that of the escape, whether a table is wrong)."""
     s = tl.arange(0, 256)
     half = tl.load(table_ptr + 16 + (s >> 1)).to(tl.int32)
     lengths = (half >> ((s & 1) * 4)) & 15
     of_escape = tl.load(table_ptr + 144).to(tl.int32)
-    c = tl.arange(0, 8)
-    behind = tl.load(table_ptr + 145 + c, mask=c < 7, other=0).to(tl.int32)
-    bad = (tl.max(lengths, 0) > _LIMIT) | (of_escape > _LIMIT) | (tl.max(behind, 0) > 0)
-    of_escape = tl.minimum(of_escape, _LIMIT)
-    lengths = tl.minimum(lengths, _LIMIT)
-    bad = bad | (_taken(lengths, of_escape) != _CODES)
-    if bad == 0:
-        table = words_at(work_ptr, 0)
-        _, places, _, place_of_escape = _codes_of(lengths, of_escape)
-        entry = s
-        if UNIT == 2:
-            entry = tl.load(table_ptr + (s & 15)).to(tl.int32)
-            entry |= tl.load(table_ptr + (s >> 4)).to(tl.int32) << 8
-        entry |= lengths << BITS_AT
-        # Symbols without codes are behind all others.
-        tl.store(table + _CODES + tl.where(lengths > 0, places, _SORTED - 1), entry)
-        raw = 0 if UNIT == 8 else 8 * UNIT
-        entry = ESCAPED | ((of_escape + raw) << BITS_AT)
-        tl.store(table + _CODES + tl.where(of_escape > 0, place_of_escape, _SORTED - 1), entry)
-        tl.debug_barrier()
-        # Of each 12 bits the place of their code: what starts codes of each length is known.
-        x = tl.arange(0, _CODES)
+    behind = tl.load(table_ptr + 145 + s, mask=s < 7, other=0).to(tl.int32)
+    bad = (tl.max(tl.where(behind > 0, 255, lengths), 0) > _LIMIT) | (of_escape > _LIMIT)
+    lengths, of_escape = tl.minimum(lengths, _LIMIT), tl.minimum(of_escape, _LIMIT)
+    return lengths, of_escape, bad | (_taken(lengths, of_escape) != _CODES)
+
+
+@triton.jit
+def fill_table(lengths, of_escape, table_ptr, table, UNIT: tl.constexpr, PTX: tl.constexpr):
+    """Make a decoder's entries, by the next 12 bits, of a table that is right.
+
+    An entry is the symbol, or 2 bytes, and the bits that it takes. That of an escape has the bits
+    of its code, and 2, instead, and takes those of its bytes too unless these are 8.
+    """
+    s = tl.arange(0, 256)
+    # Two words count codes of all lengths.
+    low, high = (lengths > 0) & (lengths <= 6), lengths > 6
+    one = lengths.to(tl.int64) * 0 + 1
+    in_low = tl.where(low, one << (tl.where(low, lengths - 1, 0) * 10).to(tl.int64), 0)
+    in_high = tl.where(high, one << (tl.where(high, lengths - 7, 0) * 10).to(tl.int64), 0)
+    of_low = _per_length(tl.cumsum(in_low, 0), 1, tl.where(low, lengths, 1))
+    of_high = _per_length(tl.cumsum(in_high, 0), 7, tl.where(high, lengths, 7))
+    place = tl.where(high, of_high, of_low) - 1
+    all_low, all_high = tl.sum(in_low, 0), tl.sum(in_high, 0)
+    # Of each length the first 12 bits with which a code starts, and how many codes are shorter.
+    firsts, shorter = (), ()
+    first, before = of_escape * 0, of_escape * 0
+    place_of_escape = of_escape * 0
+    for length in tl.static_range(1, _LIMIT + 1):
+        firsts, shorter = firsts + (first,), shorter + (before,)
+        n = (
+            _per_length(all_low, 1, of_escape * 0 + length)
+            if length <= 6
+            else _per_length(all_high, 7, of_escape * 0 + length)
+        )
+        place = tl.where(lengths == length, place + before, place)
+        mine = of_escape == length
+        place_of_escape = tl.where(mine, before + n, place_of_escape)
+        n += mine.to(tl.int32)
+        first += n << (_LIMIT - length)
+        before += n
+    entry = s
+    if UNIT == 2:
+        entry = tl.load(table_ptr + (s & 15)).to(tl.int32)
+        entry |= tl.load(table_ptr + (s >> 4)).to(tl.int32) << 8
+    entry |= lengths << TAKES_AT
+    # Other warps may still look up what was there before.
+    tl.debug_barrier()
+    # Symbols in the order of their codes; those without codes are behind all others.
+    put_words(table, _CODES + tl.where(lengths > 0, place, SORTED - 1), entry, PTX)
+    raw = 0 if UNIT == 8 else 8 * UNIT
+    entry = (of_escape + 2) | IS_ESCAPE | ((of_escape + raw) << TAKES_AT)
+    of_escape = _CODES + tl.where(of_escape > 0, place_of_escape, SORTED - 1)
+    put_words(table, s * 0 + of_escape, s * 0 + entry, PTX)
+    tl.debug_barrier()
+    for begin in range(0, _CODES, 1024):
+        x = begin + tl.arange(0, 1024)
         bits = reversed_bits(x, PTX)
-        place = x * 0
-        first, before = of_escape * 0, of_escape * 0
-        for length in tl.static_range(1, _LIMIT + 1):
-            n = tl.sum((lengths == length).to(tl.int32), 0) + (of_escape == length).to(tl.int32)
-            here = before + ((bits - first) >> (_LIMIT - length))
-            place = tl.where(bits >= first, here, place)
-            first += n << (_LIMIT - length)
-            before += n
-        tl.store(table + x, tl.load(table + _CODES + place))
-    return bad
+        at = bits >> (_LIMIT - 1)
+        for length in tl.static_range(2, _LIMIT + 1):
+            here = shorter[length - 1] + ((bits - firsts[length - 1]) >> (_LIMIT - length))
+            at = tl.where(bits >= firsts[length - 1], here, at)
+        put_words(table, x, look_up(table, _CODES + at, PTX), PTX)
+    tl.debug_barrier()

@@ -133,6 +133,13 @@ ALLOWED = (
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
     Allowed("delta.measure_kernel", {}, 16, 16, "a scalar or two of a tile"),
     Allowed("delta.pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
+    Allowed(
+        "huffman._decode_kernel",
+        {},
+        256,
+        64,
+        "what is needed between planes, not while they are decoded; more tiles in flight",
+    ),
     Allowed("huffman._pack_kernel", {}, 0, 16, "places and sizes of a tile's blocks"),
     Allowed("ranks._select_kernel", {}, 96, 0, "one program of a chunk looks at all tokens"),
     Allowed("zipccl_batch._finish_rows_kernel", {}, 512, 0, "as of one tensor"),
