@@ -14,11 +14,13 @@ from ..formats.dtypes import DType
 from .common.base import Plan
 from .common.blocks_triton import (
     SLOT,
+    SUMMING,
     TILINGS,
     block_tops,
     blocks_of,
     load_slots,
     pack_slots,
+    read_slots,
     slot_tops,
     slot_values,
 )
@@ -120,7 +122,15 @@ def _write_scales(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MA
 @functools.cache
 def _driver(spec: Mx, measures: bool = False) -> Driver:
     form = blocks_of(spec.format, BLOCK, ceil=spec.scale_rule != "floor")
-    return Driver(_write_scales if measures else _pack, _unpack, no_scale, form, TILINGS)
+    return Driver(
+        _write_scales if measures else _pack,
+        _unpack,
+        no_scale,
+        form,
+        TILINGS,
+        load=read_slots,
+        summing=SUMMING,
+    )
 
 
 def measure(spec: Mx, dtype: DType, x: torch.Tensor) -> torch.Tensor | None:

@@ -20,10 +20,11 @@ from .common.blocks_triton import (
     fours,
     load_slots,
     pack_slots,
+    read_slots,
     slot_tops,
     slot_values,
 )
-from .common.driver_triton import Driver, Source, functions, many_functions
+from .common.driver_triton import Driver, Source, Tiling, functions, many_functions
 from .common.frame_triton import weigh
 from .common.minifloat import (
     E4M3_E2M1_RANGE,
@@ -274,7 +275,9 @@ class Scaled(Driver):
         super().sum(*terms, stats=words, **options)
 
 
-_DRIVER = Scaled(_pack, _unpack, _scale, _FORM, TILINGS)
+#: Of sums of several buffers: registers for all that is loaded of some of them.
+_SUMMING = Tiling(256, 4, registers=128, together=2)
+_DRIVER = Scaled(_pack, _unpack, _scale, _FORM, TILINGS, load=read_slots, summing=_SUMMING)
 _MEASURE = Driver(_find_largest, _unpack, _source_scale, _FORM, TILINGS)
 
 

@@ -111,14 +111,14 @@ def _copy(source, target, t, lo, hi, L: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _terms(words, t, L: tl.constexpr):
-    """Checksum terms of a tile's words."""
+    """Checksum terms of the words of a tile's runs."""
     COUNT: tl.constexpr = len(words)
     at = (t.tile * L.rows + lanes(L.rows)) * COUNT
     ROWS: tl.constexpr = L.rows
     terms = tl.zeros([ROWS], tl.uint64)
     for k in tl.static_range(len(words)):
         terms += weigh(words[k], at + k)
-    return tl.sum(terms, 0)
+    return terms
 
 
 @triton.jit
@@ -144,8 +144,8 @@ def _pack(v, t, s, draw, stats_ptr, F: tl.constexpr, L: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
-    """Values of a tile's elements. None is wrong."""
+def _load(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Words of a tile's runs, 0 behind the end."""
     left = elements_left(t, L)
     source = t.static_ptr + t.tile * (L.rows * L.run * L.item)
     here = None
@@ -163,6 +163,16 @@ def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
             if PER == 2:
                 word = tl.where(some == 1, word & 0xFFFF, word)
             words = words + (word,)
+    return words
+
+
+@triton.jit
+def _unpack(t, lo, hi, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """Values of a tile's elements. None is wrong."""
+    if L.loaded:
+        words = t.loaded
+    else:
+        words = _load(t, F, L, MASKED)
     return word_values(words, L.exponent, L.item), t.tile, _terms(words, t, L)
 
 
@@ -195,11 +205,19 @@ def _unpack_tile(
 @functools.cache
 def _driver(item: int) -> Driver:
     """The kernels for elements of so many bytes."""
-    form = Format(run=_RUN, limited=False, pairs=False, checked=False, loads=True)
+    form = Format(run=_RUN, limited=False, pairs=False, checked=False, loads=True, exact=True)
     copies = Tiling(_NBYTES // (_RUN * item), 8)
-    sums = Tiling(256, 8)
+    adding = Tiling(256, 8)
     return Driver(
-        _pack, _unpack, no_scale, form, (copies, copies, sums), tile=_unpack_tile, adding=sums
+        _pack,
+        _unpack,
+        no_scale,
+        form,
+        (copies, copies, adding),
+        tile=_unpack_tile,
+        adding=adding,
+        load=_load,
+        summing=Tiling(128, 4, registers=112, together=4),
     )
 
 

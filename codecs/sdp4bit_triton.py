@@ -61,6 +61,8 @@ class Runs(Format):
 ENCODE = Tiling(128, 4)
 DECODE = Tiling(128, 4)
 DECODE_ADD_ENCODE = Tiling(128, 4)
+#: Of sums of several buffers: with as many registers as it would take by itself it spills.
+SUMMING = Tiling(128, 4, registers=168)
 
 
 @triton.jit
@@ -260,7 +262,8 @@ def _driver(spec: Sdp4bit) -> Driver:
         back=spec.rotates_back,
         largest=float(spec.largest),
     )
-    return Driver(_pack, _unpack, no_scale, form, (ENCODE, DECODE, DECODE_ADD_ENCODE))
+    tilings = ENCODE, DECODE, DECODE_ADD_ENCODE
+    return Driver(_pack, _unpack, no_scale, form, tilings, summing=SUMMING)
 
 
 def driver_of(plan: Plan) -> Driver:

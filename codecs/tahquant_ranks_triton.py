@@ -292,7 +292,7 @@ def _entropy_kernel(
             rank += tl.load(row_of(plan_ptr, stats_ptr, 1, chunk) + token).to(tl.int64)
             static_ptr += chunk * tl.load(plan_ptr + _STRIDE) * 128
         second = tl.load(plan_ptr + _SECOND)
-        t = Tile(chunk, token, n, first, n, static_ptr, second, plan_ptr, plan_ptr, 1, plan_ptr)
+        t = Tile(chunk, token, n, first, n, static_ptr, second, plan_ptr, plan_ptr, 1, plan_ptr, 0)
         top = tl.zeros([ROWS], tl.float32)
         if ONCE:
             v = _token_values(x_ptr, t, token * 0, rank, F, L, DECODE)

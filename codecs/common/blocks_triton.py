@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .driver_triton import Tiling
-from .frame_triton import weigh, weigh_bytes
+from .frame_triton import key_of, weigh, weigh_bytes
 from .minifloat import INFINITY, NAN, Element, values_of
 from .minifloat_triton import MAGNITUDE, as_bits, as_float, by_ptx, halves, round_magnitude
 from .runs_triton import lanes
@@ -30,6 +30,8 @@ _HALF_LEAST = tl.constexpr(1 << 22)  # 2^-127
 
 #: Launch parameters of encoding, decoding and encoding sums.
 TILINGS = (Tiling(1024, 8), Tiling(512, 4), Tiling(256, 4))
+#: Of sums of several buffers: registers for all that is loaded of some of them.
+SUMMING = Tiling(256, 4, registers=112, together=4)
 
 
 @dataclass(frozen=True)
@@ -361,8 +363,8 @@ def pack_slots(v, t, scales, factor, lost, F: tl.constexpr, L: tl.constexpr, MAS
 
 
 @triton.jit
-def load_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
-    """(low and high words of the codes of slots; scale bytes, int32; checksum terms)."""
+def read_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """(low and high words of the codes of slots; scale bytes)."""
     lane = lanes(L.rows)
     first = t.tile * L.rows
     payload = t.static_ptr + first * F.bits
@@ -371,7 +373,6 @@ def load_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
     if F.bits == 6:
         low = lane.to(tl.uint32) * 0
         high = low
-        terms = low.to(tl.uint64)
         for k in tl.static_range(3):
             use = None
             if MASKED:
@@ -379,7 +380,6 @@ def load_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
             half = tl.load(payload.to(tl.pointer_type(tl.uint16)) + lane * 3 + k, mask=use)
             if MASKED:
                 half = tl.where(use, half, 0)
-            terms += weigh_bytes(half, slot * 6 + 2 * k)
             if k == 2:
                 high = half.to(tl.uint32)
             else:
@@ -395,22 +395,46 @@ def load_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
         else:
             both = tl.load(payload.to(tl.pointer_type(tl.uint64)) + lane)
         low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
-        terms = weigh(low, slot * 2) + weigh(high, slot * 2 + 1)
     else:
         if MASKED:
             low = tl.load(payload.to(tl.pointer_type(tl.uint32)) + lane, mask=slot < words, other=0)
         else:
             low = tl.load(payload.to(tl.pointer_type(tl.uint32)) + lane)
         high = low
-        terms = weigh(low, slot)
+    scales_ptr = t.static_ptr + t.at * 128 + F.head + first // (F.block // SLOT)
+    at = lane // (F.block // SLOT)
+    if MASKED:
+        scales = tl.load(scales_ptr + at, mask=slot * SLOT < t.n, other=0)
+    else:
+        scales = tl.load(scales_ptr + at)
+    return low, high, scales
+
+
+@triton.jit
+def load_slots(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """(low and high words of the codes of slots; scale bytes, int32; checksum terms of each)."""
+    if L.loaded:
+        low, high, scales = t.loaded
+    else:
+        low, high, scales = read_slots(t, F, L, MASKED)
+    lane = lanes(L.rows)
+    first = t.tile * L.rows
+    slot = first + lane
+    if F.bits == 6:
+        terms = weigh_bytes(low & 0xFFFF, slot * 6) + weigh_bytes(low >> 16, slot * 6 + 2)
+        terms += weigh_bytes(high, slot * 6 + 4)
+    else:
+        terms = weigh(low, slot * (F.bits // 4))
+        if F.bits == 8:
+            terms += weigh(high, slot * 2 + 1)
     LANES: tl.constexpr = F.block // SLOT
     at = t.at * 128 + F.head + first // LANES
-    if MASKED:
-        scales = tl.load(t.static_ptr + at + lane // LANES, mask=slot * SLOT < t.n, other=0)
-    else:
-        scales = tl.load(t.static_ptr + at + lane // LANES)
-    terms += tl.where(lane % LANES == 0, weigh_bytes(scales, at + lane // LANES), 0)
-    return low, high, scales.to(tl.int32), tl.sum(terms, 0)
+    at += lane // LANES
+    # The first slot of a block weighs its scale.
+    key = tl.where(lane % LANES == 0, key_of(at >> 2), 0)
+    shifted = scales.to(tl.uint32) << ((at & 3).to(tl.uint32) * 8)
+    terms += shifted.to(tl.uint64) * key.to(tl.uint64)
+    return low, high, scales.to(tl.int32), terms
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from .tiles_triton import (
     Launch,
     decode_kernel,
     encode_kernel,
+    no_load,
     unpack_tile,
 )
 
@@ -139,13 +140,14 @@ class Driver(NamedTuple):
         form: What they have to know.
         tilings: Of encoding, of decoding, and of encoding sums.
         tile: Decodes a tile and stores or adds it; see `unpack_tile`.
-        adding: Tiling of decoding where elements are added to others, and of sums of several
-            buffers, if it is one of its own.
+        adding: Tiling of decoding where elements are added to others, if it is one of its own.
         prepare: None, or what is done before the launch: `prepare(plan, reads, encodes, scratch=,
             x=, stats=, key=)` returns a tensor with the words that `Format` counts. They are of the
             chunks of the buffer that is encoded, or place for them in sums, and then of `reads`
             (None: none). What is encoded has `stats`, or else what the first of those that are read
             has; or it is `x`.
+        load: LOAD, or None.
+        summing: Tiling of sums of several buffers, if it is one of its own; else that is `adding`.
     """
 
     pack: Callable[..., Any]
@@ -156,6 +158,8 @@ class Driver(NamedTuple):
     tile: Callable[..., Any] = unpack_tile
     adding: Tiling | None = None
     prepare: Callable[..., torch.Tensor] | None = None
+    load: Callable[..., Any] | None = None
+    summing: Tiling | None = None
 
     def encode(
         self,
@@ -422,7 +426,7 @@ class Driver(NamedTuple):
             reads = Reads(*tensors_of, 0, plan.chunks, plan.checksum, places.number)
             given = OF_SOURCE if stats is None else 0
             stats = self.prepare(plan, reads, encoded, stats=stats, key=key)
-        tiling = self.adding or self.tilings[2]
+        tiling = self.summing or self.adding or self.tilings[2]
         aligned = (x is None or aligned_for(plan, x)) and (encoded or aligned_for(plan, out))
         launch = self._launch(
             tiling,
@@ -436,6 +440,7 @@ class Driver(NamedTuple):
             out_item=0 if encoded else out.element_size(),
             scaled=factor is not None,
             summed=True,
+            loaded=self.load is not None,
         )
         tiles = self._tiles(tiling, self.extent(plan))
         _sum_variant(self, tiling, launch).launch(
@@ -695,6 +700,7 @@ def _sum_variant(driver: Driver, tiling: Tiling, launch: Launch) -> Variant:
         F=driver.form,
         L=launch,
         PACK=driver.pack,
+        LOAD=driver.load or no_load,
         UNPACK=driver.unpack,
         SCALE=driver.scale,
     )

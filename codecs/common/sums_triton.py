@@ -2,10 +2,10 @@
 # mypy: disable-error-code="assignment,misc"
 """The kernel that sums up buffers of codecs that code tile by tile; see tiles_triton, sums.
 
-Buffers are decoded `Launch.together` at a time, and what one tells of itself, damage and checksum
-terms, is told after all of them were read: no load waits for an atomic operation of a buffer
-before. As `UNPACK` is most of the code, it is there once for each of these, and once for tiles that
-are not whole and buffers that are left over.
+Buffers are decoded `Launch.together` at a time, then half as many, and so on. What they tell of
+themselves, damage and checksum terms, is told after all of them were read: no load waits for
+another's values. As `UNPACK` is most of the code, it is there once for each of these, and once for
+tiles that are not whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .frame_triton import CHUNK, CHUNK_PAYLOAD, place_of
+from .columns_triton import from_columns
+from .frame_triton import CHUNK, CHUNK_PAYLOAD, PLACE_WORDS, place_of
 from .launch_triton import kernel
 from .runs_triton import element_words, negative_zero, report_any, rounded_pair
 from .slots_triton import column_at, slots_before
@@ -41,17 +42,19 @@ def _plus(v, y, F: tl.constexpr, L: tl.constexpr):
     COUNT: tl.constexpr = L.columns
     total = ()
     for k in tl.static_range(0, COUNT, 2):
-        a, b = rounded_pair(y[k], y[k + 1], L.exponent, L.item, F.limited, L.cvt)
+        a, b = y[k], y[k + 1]
+        if not F.exact:
+            a, b = rounded_pair(a, b, L.exponent, L.item, F.limited, L.cvt)
         total = total + (v[k] + a, v[k + 1] + b)
     return total
 
 
 @triton.jit
-def _plus_local(v, x_ptr, t, plain, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+def _plus_local(v, x_ptr, t, plain, F: tl.constexpr, L: tl.constexpr):
     """Columns of values, and of the tensor's elements, added up."""
     COUNT: tl.constexpr = L.columns
-    if L.once or not MASKED:
-        local = load_tile(x_ptr, t, plain, F, L, False, MASKED)
+    if L.once:
+        local = load_tile(x_ptr, t, plain, F, L, False, True)
     elif plain:
         local = load_tile(x_ptr, t, plain, F, L, False, False)
     else:
@@ -63,9 +66,9 @@ def _plus_local(v, x_ptr, t, plain, F: tl.constexpr, L: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def _decoded(
+def _source_at(
     number,
-    sources_ptr,
+    src_ptr,
     t,
     static_at,
     stride,
@@ -74,49 +77,137 @@ def _decoded(
     chunk_nelem,
     F: tl.constexpr,
     L: tl.constexpr,
-    UNPACK: tl.constexpr,
+    LOAD: tl.constexpr,
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(values of a tile of buffer `number`; what is wrong, checksum terms, and where both go)."""
-    src_ptr, sums_ptr, status_ptr = place_of(sources_ptr, number)
+    """(what a tile of buffer `number`, whose bytes are at `src_ptr`, has of its own; whether fast
+    forms may be taken).
+    """
     static_ptr = src_ptr + (static_at + t.chunk * stride) * 128
     scale, usual = SCALE(stats_ptr, static_ptr, t.at, F, False)
     work = work_of(stats_ptr, number + 1, t.chunk, chunks, chunk_nelem, F)
     # fmt: off
     s = Tile(
         t.chunk, t.tile, t.n, t.first, t.nelem, static_ptr, t.at, scale, t.record_ptr, number, work,
+        0,
     )
     # fmt: on
-    if MASKED:
-        y, wrong, terms = UNPACK(s, t.n * 0, t.n, F, L, True)
-    else:
-        if usual:
-            y, wrong, terms = UNPACK(s, t.n * 0, t.n, F, L, False)
-        else:
-            y, wrong, terms = UNPACK(s, t.n * 0, t.n, F, L, True)
-    return y, (wrong, terms, sums_ptr, status_ptr)
+    return (static_ptr, scale, work, LOAD(s, F, L, MASKED)), usual
 
 
 @triton.jit
-def _tell(found, t, F: tl.constexpr, L: tl.constexpr):
-    """Tell what is wrong in a tile of a buffer, and its checksum terms; see `_decoded`."""
-    wrong, terms, sums_ptr, status_ptr = found
+def _tell_all(found, sources_ptr, first, t, F: tl.constexpr, L: tl.constexpr):
+    """Tell what is wrong in a tile of buffers from number `first` on, and its checksum terms.
+
+    `found`: of each what UNPACK gives. Terms are added up for all buffers at once, and told by one
+    operation: else each would wait for all threads of the program, and for the one before.
+    """
+    SIZE: tl.constexpr = len(found)
     if F.checked:
-        report_any(status_ptr, CHUNK + (t.chunk << 8) + CHUNK_PAYLOAD, wrong)
+        for i in tl.static_range(SIZE):
+            _, _, status_ptr = place_of(sources_ptr, first + i)
+            report_any(status_ptr, CHUNK + (t.chunk << 8) + CHUNK_PAYLOAD, found[i][1])
     if L.sums:
-        add_terms(sums_ptr + t.chunk, terms_of(terms))
+        TERMS: tl.constexpr = len(found[0][2].shape)
+        if (SIZE > 1) and (TERMS > 0):
+            LOG: tl.constexpr = 1 + SIZE // 4 - SIZE // 8
+            columns = ()
+            for i in tl.static_range(SIZE):
+                columns = columns + (found[i][2],)
+            totals = tl.sum(from_columns(columns, SIZE, LOG), 0)
+            rows = sources_ptr + (first + tl.arange(0, SIZE)) * PLACE_WORDS
+            add_terms(tl.load(rows + 1).to(tl.pointer_type(tl.int64)) + t.chunk, totals)
+        else:
+            for i in tl.static_range(SIZE):
+                _, sums_ptr, _ = place_of(sources_ptr, first + i)
+                add_terms(sums_ptr + t.chunk, terms_of(found[i][2]))
+
+
+@triton.jit
+def _unpack_all(
+    own,
+    first,
+    t,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    UNPACK: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """What UNPACK gives of tile `t` of SIZE buffers from number `first` on; see `_source_at`."""
+    found = ()
+    for i in tl.static_range(SIZE):
+        static_ptr, scale, work, loaded = own[i]
+        # fmt: off
+        s = Tile(
+            t.chunk, t.tile, t.n, t.first, t.nelem, static_ptr, t.at, scale, t.record_ptr,
+            first + i, work, loaded,
+        )
+        # fmt: on
+        found = found + (UNPACK(s, t.n * 0, t.n, F, L, MASKED),)
+    return found
+
+
+@triton.jit
+def _add_group(
+    v,
+    sources_ptr,
+    first,
+    t,
+    static_at,
+    stride,
+    stats_ptr,
+    chunks,
+    chunk_nelem,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    LOAD: tl.constexpr,
+    UNPACK: tl.constexpr,
+    SCALE: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add SIZE buffers from number `first` on to columns of values. All are loaded before one of
+    them is added.
+    """
+    places = ()
+    for i in tl.static_range(SIZE):
+        src_ptr, _, _ = place_of(sources_ptr, first + i)
+        places = places + (src_ptr,)
+    own = ()
+    fast = True
+    for i in tl.static_range(SIZE):
+        # fmt: off
+        one, usual = _source_at(
+            first + i, places[i], t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L, LOAD,
+            SCALE, MASKED,
+        )
+        # fmt: on
+        own = own + (one,)
+        fast = fast & usual
+    if L.loaded and (SIZE > 1):
+        # Else the compiler puts loads off, one behind another's values.
+        tl.debug_barrier()
+    if MASKED:
+        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
+    elif fast:
+        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, False)
+    else:
+        found = _unpack_all(own, first, t, F, L, UNPACK, SIZE, True)
+    for i in tl.static_range(SIZE):
+        v = _plus(v, found[i][0], F, L)
+    _tell_all(found, sources_ptr, first, t, F, L)
+    return v
 
 
 @triton.jit
 def _add_groups(
     v,
-    x_ptr,
     sources_ptr,
-    last,
-    place,
+    first,
+    count,
     t,
-    plain,
     static_at,
     stride,
     stats_ptr,
@@ -124,110 +215,26 @@ def _add_groups(
     chunk_nelem,
     F: tl.constexpr,
     L: tl.constexpr,
+    LOAD: tl.constexpr,
     UNPACK: tl.constexpr,
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add buffers up to number `last` - 1, `L.together` at a time, to columns of values; and before
-    number `place` the tensor's elements.
+    """Add buffers `first` to `count` to columns of values: `L.together` at a time, then half as
+    many, and so on. Tiles that are not whole are added one at a time.
     """
-    TOGETHER: tl.constexpr = L.together
-    for first in range(0, last, TOGETHER):
-        decoded = ()
-        told = ()
-        for i in tl.static_range(TOGETHER):
+    MOST: tl.constexpr = L.together if L.once or not MASKED else 1
+    SIZES: tl.constexpr = 1 + MOST // 2 - MOST // 8
+    for k in tl.static_range(SIZES):
+        stop = first + (count - first) // (MOST >> k) * (MOST >> k)
+        for number in range(first, stop, MOST >> k):
             # fmt: off
-            y, found = _decoded(
-                first + i, sources_ptr, t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L,
-                UNPACK, SCALE, MASKED,
+            v = _add_group(
+                v, sources_ptr, number, t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L,
+                LOAD, UNPACK, SCALE, MOST >> k, MASKED,
             )
             # fmt: on
-            decoded = decoded + (y,)
-            told = told + (found,)
-        for i in tl.static_range(TOGETHER):
-            if L.x_item > 0:
-                if first + i == place:
-                    v = _plus_local(v, x_ptr, t, plain, F, L, MASKED)
-            v = _plus(v, decoded[i], F, L)
-        for i in tl.static_range(TOGETHER):
-            _tell(told[i], t, F, L)
-    return v
-
-
-@triton.jit
-def _plus_one(
-    v,
-    number,
-    sources_ptr,
-    t,
-    static_at,
-    stride,
-    stats_ptr,
-    chunks,
-    chunk_nelem,
-    F: tl.constexpr,
-    L: tl.constexpr,
-    UNPACK: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """Columns of values, and of a tile of buffer `number`, added up; what that tells is told."""
-    # fmt: off
-    y, found = _decoded(
-        number, sources_ptr, t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L, UNPACK,
-        SCALE, True,
-    )
-    # fmt: on
-    v = _plus(v, y, F, L)
-    _tell(found, t, F, L)
-    return v
-
-
-@triton.jit
-def _add_rest(
-    v,
-    x_ptr,
-    sources_ptr,
-    first,
-    count,
-    place,
-    t,
-    plain,
-    static_at,
-    stride,
-    stats_ptr,
-    chunks,
-    chunk_nelem,
-    F: tl.constexpr,
-    L: tl.constexpr,
-    UNPACK: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    """Add buffers from number `first` on, one at a time, and if `place` is not below `first` the
-    tensor's elements, to columns of values.
-    """
-    number = first
-    terms = count - first
-    if L.x_item > 0:
-        terms += (place >= first).to(tl.int32)
-    for _ in range(0, terms):
-        # fmt: off
-        if L.x_item == 0:
-            v = _plus_one(
-                v, number, sources_ptr, t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L,
-                UNPACK, SCALE,
-            )
-            number += 1
-        elif number == place:
-            v = _plus_local(v, x_ptr, t, plain, F, L, True)
-            # Not again.
-            place = place * 0 - 1
-        else:
-            v = _plus_one(
-                v, number, sources_ptr, t, static_at, stride, stats_ptr, chunks, chunk_nelem, F, L,
-                UNPACK, SCALE,
-            )
-            number += 1
-        # fmt: on
+        first = stop
     return v
 
 
@@ -307,6 +314,7 @@ def sum_kernel(
     F: tl.constexpr,
     L: tl.constexpr,
     PACK: tl.constexpr,
+    LOAD: tl.constexpr,
     UNPACK: tl.constexpr,
     SCALE: tl.constexpr,
 ):
@@ -315,7 +323,6 @@ def sum_kernel(
     See codecs/common/sums.py. It is stored at `out_ptr`, or encoded: then that is the first static
     part, and `record_ptr` is the first record.
     """
-    TOGETHER: tl.constexpr = L.together
     COUNT: tl.constexpr = L.columns
     ROWS: tl.constexpr = L.rows
     pid = tl.program_id(0)
@@ -339,24 +346,28 @@ def sum_kernel(
     for _ in tl.static_range(COUNT):
         v = v + (negative_zero([ROWS, 4] if L.apart > 0 else [ROWS]),)
     # fmt: off
-    done = count * 0
-    if L.once:
-        if TOGETHER > 1:
-            done = count // TOGETHER * TOGETHER
+    # Buffers before the tensor, then the tensor and those behind it.
+    for part in range(0, 1 if L.x_item == 0 else 2):
+        first, stop = count * 0, count
+        if L.x_item > 0:
+            first, stop = tl.where(part > 0, place, 0), tl.where(part > 0, count, place)
+            if part > 0:
+                v = _plus_local(v, x_ptr, t, plain, F, L)
+        if L.once:
             v = _add_groups(
-                v, x_ptr, sources_ptr, done, place, t, plain, static_at, stride, stats_ptr, chunks,
-                chunk_nelem, F, L, UNPACK, SCALE, True,
+                v, sources_ptr, first, stop, t, static_at, stride, stats_ptr, chunks, chunk_nelem,
+                F, L, LOAD, UNPACK, SCALE, True,
             )
-    elif plain:
-        done = count // TOGETHER * TOGETHER
-        v = _add_groups(
-            v, x_ptr, sources_ptr, done, place, t, plain, static_at, stride, stats_ptr, chunks,
-            chunk_nelem, F, L, UNPACK, SCALE, False,
-        )
-    v = _add_rest(
-        v, x_ptr, sources_ptr, done, count, place, t, plain, static_at, stride, stats_ptr, chunks,
-        chunk_nelem, F, L, UNPACK, SCALE,
-    )
+        elif plain:
+            v = _add_groups(
+                v, sources_ptr, first, stop, t, static_at, stride, stats_ptr, chunks, chunk_nelem,
+                F, L, LOAD, UNPACK, SCALE, False,
+            )
+        else:
+            v = _add_groups(
+                v, sources_ptr, first, stop, t, static_at, stride, stats_ptr, chunks, chunk_nelem,
+                F, L, LOAD, UNPACK, SCALE, True,
+            )
     draw = draw_of(key_ptr, seed, step, rank, L)
     if L.once:
         terms = _finish_tile(v, out_ptr, t, s, plain, factor, draw, stats_ptr, F, L, PACK, True)

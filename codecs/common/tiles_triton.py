@@ -8,6 +8,8 @@ A format is two device functions, and what they have to know:
   words that it wrote;
 - UNPACK(t, lo, hi, F, L, MASKED) returns (float32 values, which threads found a code that is wrong
   among elements `lo` to `hi` of the chunk, checksum terms);
+- LOAD(t, F, L, MASKED), which a format may have, returns all that UNPACK loads, as a tuple: sums
+  load several tiles before they decode one;
 - SCALE(stats_ptr, static_ptr, at, F, CHOOSE) returns (what all tiles of a chunk share, a number or
   a pointer; whether the fast forms of the other two may be taken with it).
 
@@ -74,6 +76,7 @@ class Tile(NamedTuple):
         record_ptr: The chunk's record, where one is written.
         number: Number of the buffer: of those of a sum; 1 of one that is added to what is encoded.
         work: What `prepare` left of the chunk: int64 words.
+        loaded: What LOAD gave, where it runs; see `Launch`.
     """
 
     chunk: Any
@@ -87,6 +90,7 @@ class Tile(NamedTuple):
     record_ptr: Any
     number: Any
     work: Any
+    loaded: Any
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Launch:
         out_item: Bytes of the elements that a sum is stored as: 4 is float32; 0: it is encoded.
         scaled: A sum is multiplied by a number.
         staged, together: See `Tiling`.
+        loaded: UNPACK finds at `Tile.loaded` what it would load.
         ptx: PTX may be used.
         cvt: The device converts small floats, and has packed integers.
     """
@@ -134,6 +139,7 @@ class Launch:
     summed: bool = False
     once: bool = False
     together: int = 1
+    loaded: bool = False
 
     def __post_init__(self) -> None:
         if self.run not in RUNS:
@@ -161,6 +167,7 @@ class Format:
         loads: PACK loads the elements of a tile by itself where nothing is added to them: instead
             of values it gets a pointer to the tensor's first.
         once: Whole tiles have no forms of PACK and UNPACK of their own.
+        exact: Decoded values are those of elements: they need no rounding to be added.
         shared, words, word_nelem: `prepare` leaves `shared` words, and then of each chunk `words`
             and one for every `word_nelem` of its elements; all in all an even number.
     """
@@ -173,9 +180,16 @@ class Format:
     apart: int = field(default=0, kw_only=True)
     loads: bool = field(default=False, kw_only=True)
     once: bool = field(default=False, kw_only=True)
+    exact: bool = field(default=False, kw_only=True)
     shared: int = field(default=0, kw_only=True)
     words: int = field(default=0, kw_only=True)
     word_nelem: int = field(default=1, kw_only=True)
+
+
+@triton.jit
+def no_load(t, F: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """LOAD of formats without one."""
+    return (t.tile,)
 
 
 @triton.jit
@@ -216,7 +230,7 @@ def tile_at(static_ptr, chunk, tile, nelem, chunk_nelem, stride, at, ALIGNED: tl
         first = tl.multiple_of(first, 16)
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - first), 0)
     static_ptr += chunk * stride * 128
-    return Tile(chunk, tile, n, first, nelem, static_ptr, at, 1.0, static_ptr, 0, static_ptr)
+    return Tile(chunk, tile, n, first, nelem, static_ptr, at, 1.0, static_ptr, 0, static_ptr, 0)
 
 
 @triton.jit
@@ -225,7 +239,7 @@ def with_scale(t, scale):
     # fmt: off
     return Tile(
         t.chunk, t.tile, t.n, t.first, t.nelem, t.static_ptr, t.at, scale, t.record_ptr, t.number,
-        t.work,
+        t.work, t.loaded,
     )
     # fmt: on
 
@@ -237,7 +251,7 @@ def recorded(t, record_ptr):
     # fmt: off
     return Tile(
         t.chunk, t.tile, t.n, t.first, t.nelem, t.static_ptr, t.at, t.scale, record_ptr, t.number,
-        t.work,
+        t.work, t.loaded,
     )
     # fmt: on
 
@@ -249,7 +263,7 @@ def numbered(t, number, work_ptr, chunks, chunk_nelem, F: tl.constexpr):
     # fmt: off
     return Tile(
         t.chunk, t.tile, t.n, t.first, t.nelem, t.static_ptr, t.at, t.scale, t.record_ptr, number,
-        work,
+        work, t.loaded,
     )
     # fmt: on
 
