@@ -23,9 +23,7 @@ _WHOLE = tl.constexpr(1 << huffman.WEIGHT_BITS)
 _LEAST = tl.constexpr(1 << huffman.WEIGHT_BITS - huffman.RARE)
 _SCALE, _SAVED = tl.constexpr(huffman.SCALE), tl.constexpr(huffman.SAVED)
 _COMMON = tl.constexpr(huffman.COMMON)
-#: Of an entry: the code, or what it stands for; the flag of the escape; the bits that it takes.
-ESCAPED, BITS_AT = tl.constexpr(1 << 23), tl.constexpr(24)
-#: The same of a decoder's.
+#: Of a decoder's entry, behind what it stands for: the flag of the escape; the bits that it takes.
 IS_ESCAPE, TAKES_AT = tl.constexpr(1 << 26), tl.constexpr(27)
 #: Work memory of a plane of a group, in bytes: whether it is coded, its table, an encoder's entries
 #: by symbol and classes by value.
