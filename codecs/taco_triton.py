@@ -22,7 +22,7 @@ from .common.hadamard_triton import butterflies, spread, transpose
 from .common.minifloat import INFINITY
 from .common.philox_triton import NO_KEY, philox4
 from .common.runs_triton import element_words, lanes, narrow_pair, report_any
-from .common.tiles_triton import Format, count_before, no_scale, terms_of
+from .common.tiles_triton import Format, count_before, no_scale
 from .taco import (
     ALPHA_BITS,
     ALPHA_MAX,
@@ -404,7 +404,7 @@ def _unpack_lines(
         terms = weigh(words[0], first + w)
         for k in tl.static_range(1, LOW // 4):
             terms += weigh(words[k], first + w + k)
-        total = terms if LINES == HIGH else tl.sum(terms, 0)
+        total += tl.sum(terms, 0)
     bad = w.to(tl.uint32) * 0
     found = bad
     for k in tl.static_range(LOW // 4):
@@ -437,8 +437,8 @@ def _unpack_lines(
         a = tl.load(scales_ptr + block * 2, mask=here, other=_ONE)
         m = tl.load(scales_ptr + block * 2 + 1, mask=here, other=_ONE)
         if L.sums:
-            terms = tl.where(own, weigh(a, where) + weigh(m, where + 1), 0)
-            total += terms if LINES == HIGH else tl.sum(terms, 0)
+            terms = weigh(a, where) + weigh(m, where + 1)
+            total += tl.sum(tl.where(own, terms, 0), 0)
         lost = m == _NAN_SCALE
         good = _within(a, _ALPHA_LOW, _ALPHA_HIGH) & _within(m, _SCALE_LOW, _SCALE_HIGH)
         half_lost = lost & (a != _NAN_SCALE)
@@ -449,8 +449,7 @@ def _unpack_lines(
     else:
         m = tl.load(scales_ptr + block, mask=here, other=_ONE)
         if L.sums:
-            terms = tl.where(own, weigh(m, where), 0)
-            total += terms if LINES == HIGH else tl.sum(terms, 0)
+            total += tl.sum(tl.where(own, weigh(m, where), 0), 0)
         lost = m == _NAN_SCALE
         good = _within(m, _MERGED_LOW, _MERGED_HIGH) | lost
     m = tl.where(_within(m, _MERGED_LOW, _MERGED_HIGH), m, _ONE).to(tl.float32, bitcast=True)
@@ -595,7 +594,7 @@ def _decode_tile(
         for k in tl.static_range(len(places)):
             four = (words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
             _store_four(out_ptr, four, places[k], to, lo, hi, L, MASKED)
-    return terms_of(total)
+    return total
 
 
 @functools.cache
