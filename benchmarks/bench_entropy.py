@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import sys
@@ -193,6 +194,8 @@ def main() -> None:
             result["copy_GB/s"] = bench_gpu.add_rates(fine)
         file.write_text(json.dumps(result, indent=1) + "\n")
 
+    gc.collect()
+    gc.freeze()  # every capture collects: let it look at what is new only
     for case in CASES:
         found = attempt(run_huffman, case)
         result["cases"].append(dataclasses.asdict(case) | {"timings": []} | found)

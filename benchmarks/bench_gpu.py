@@ -761,10 +761,14 @@ def add_lossy(folder: Path, seconds: float, cases: Sequence[str]) -> bool:
 
     file = folder / "gpu.json"
     recorded = json.loads(file.read_text()) if file.exists() else {}
-    recorded["lossy"] = found = gpu_lossy.run(seconds, cases, recorded.get("lossy"))
-    file.write_text(json.dumps(recorded, indent=1) + "\n")
+
+    def keep(found: dict[str, Any]) -> None:
+        recorded["lossy"] = found
+        file.write_text(json.dumps(recorded, indent=1) + "\n")
+
+    failed: bool = gpu_lossy.run(seconds, cases, recorded.get("lossy"), keep)
     print("\n".join(gpu_report.lossy_lines(recorded)))
-    return any(case["errors"] for case in found["cases"])
+    return failed
 
 
 def save(result: dict[str, Any], folder: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import time
@@ -374,11 +375,14 @@ def torchao_side_by_side() -> dict[str, Any]:
     return {"rows": rows}
 
 
-def run(budget: float, chosen: Sequence[str] = (), before: Any = None) -> dict[str, Any]:
-    """Measure every case for which the `budget`, in seconds, is enough.
+def run(
+    budget: float, chosen: Sequence[str], before: Any, keep: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Measure every case for which the `budget`, in seconds, is enough; whether one failed.
 
-    With `chosen` those alone whose name has one of these in it; the others stay as they were
-    `before`. Raises RuntimeError if that was another machine, or with other versions.
+    `keep` is given what there is after each of them. With `chosen` those alone whose name has one
+    of these in it; the others stay as they were `before`. Raises RuntimeError if that was another
+    machine, or with other versions.
     """
     begin = time.perf_counter()
     found = {"machine": bench.machine(), "versions": bench.versions()}
@@ -389,7 +393,28 @@ def run(budget: float, chosen: Sequence[str] = (), before: Any = None) -> dict[s
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
         problems = dict(zip(kinds, pool.map(compare, kinds.values()), strict=True))
-    records, left_out = [], []
+    gc.collect()
+    gc.freeze()  # every capture collects: let it look at what is new only
+    records: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    torchao = before["torchao"] if chosen else {"missing": "not run"}
+
+    def result() -> dict[str, Any]:
+        shown, missing = records, left_out
+        if chosen:
+            made = {(r["name"], r["dtype"], r["mib"]): r for r in [*before["cases"], *records]}
+            order = [(case.name, case.dtype, case.mib) for case in cases()]
+            shown = [made[key] for key in order if key in made]
+            missing = [f"{n}, {d}, {m} MiB" for n, d, m in order if (n, d, m) not in made]
+        return {
+            "date": time.strftime("%Y-%m-%d"),
+            **found,
+            "cases": shown,
+            "left_out": missing,
+            "torchao": torchao,
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+
     for case in todo:
         if time.perf_counter() - begin > budget:
             left_out.append(f"{case.name}, {case.dtype}, {case.mib} MiB")
@@ -401,16 +426,8 @@ def run(budget: float, chosen: Sequence[str] = (), before: Any = None) -> dict[s
             failed = {"name": case.name, "dtype": case.dtype, "mib": case.mib, "timings": []}
             records.append(failed | {"errors": [bench.told(error)]})
         torch.cuda.empty_cache()
-    if chosen:
-        made = {(r["name"], r["dtype"], r["mib"]): r for r in [*before["cases"], *records]}
-        order = [(case.name, case.dtype, case.mib) for case in cases()]
-        records = [made[key] for key in order if key in made]
-        left_out = [f"{n}, {d}, {m} MiB" for n, d, m in order if (n, d, m) not in made]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        **found,
-        "cases": records,
-        "left_out": left_out,
-        "torchao": before["torchao"] if chosen else torchao_side_by_side(),
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
+        keep(result())
+    if not chosen:
+        torchao = torchao_side_by_side()
+    keep(result())
+    return any(record["errors"] for record in records)
