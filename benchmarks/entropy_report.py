@@ -45,7 +45,16 @@ def lines(recorded: dict[str, Any]) -> list[str]:
     page += ["", "A graph of one call, bfloat16, us (p10 to p90):", ""]
     for t in timings(recorded, how="replay", checksum=False):
         page.append(f"- {t['op']}, {t['mib']} MiB: {spread(t['us'])}")
-    page += [
+    page += delta_lines(recorded["deltas"], failures)
+    page += [*nvcomp_lines(recorded), "", DIETGPU]
+    return page + (["", "What failed:", "", *failures] if failures else [])
+
+
+def delta_lines(deltas: list[dict[str, Any]], failures: list[str]) -> list[str]:
+    """The part on delta; what failed is added to `failures`."""
+    if not deltas:
+        return []
+    page = [
         "",
         "## delta",
         "",
@@ -56,7 +65,7 @@ def lines(recorded: dict[str, Any]) -> list[str]:
         "GB/s | of copy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in recorded["deltas"]:
+    for row in deltas:
         if "error" in row:
             failures.append(f"- delta, {row['share']:g} changed: {row['error']}")
             continue
@@ -68,8 +77,7 @@ def lines(recorded: dict[str, Any]) -> list[str]:
             f"| {row['changed']:.2%} | {'on' if row['checksum'] else 'off'} | "
             f"{row['ratio']:.4f} | {' | '.join(cells)} |"
         )
-    page += [*nvcomp_lines(recorded), "", DIETGPU]
-    return page + (["", "What failed:", "", *failures] if failures else [])
+    return page
 
 
 def shown_data(case: dict[str, Any]) -> str:

@@ -308,6 +308,7 @@ def run_case(case: Lossy, problem: str) -> dict[str, Any]:
         "name": case.name,
         "dtype": case.dtype,
         "mib": case.mib,
+        "date": time.strftime("%Y-%m-%d"),
         "timings": [],
         "errors": [problem] if problem else [],
     }

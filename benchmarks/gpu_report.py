@@ -344,6 +344,8 @@ def lossy_lines(recorded: dict[str, Any]) -> list[str]:
     errors, shares = [], []
     for case in lossy["cases"]:
         name = f"{case['name']}, {case['dtype']}"
+        if case.get("date", lossy["date"]) != lossy["date"]:
+            name += f" ({case['date']})"
         errors += [f"- {name}, {case['mib']} MiB: {error}" for error in case["errors"]]
         if case["timings"]:
             codec = case["name"].replace(",", " ").split()[0]
