@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -75,10 +76,16 @@ BASE_PARAMS: dict[str, list[dict[str, Any]]] = {"delta": [{}, {"form": "overwrit
 ALONE = [name for name in tw.list_codecs() if name not in BASE_PARAMS]
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    """Skip where `package` is not installed; CI does not allow these skips in the slow tier."""
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"could not import {package!r}")
+def needs(package: str, version: tuple[int, ...] = ()) -> pytest.MarkDecorator:
+    """Skip where `package` is not installed, or is older than `version`; CI does not allow these
+    skips in the slow tier.
+    """
+    if importlib.util.find_spec(package) is None:
+        return pytest.mark.skipif(True, reason=f"could not import {package!r}")
+    numbers = re.findall(r"\d+", importlib.metadata.version(package)) if version else []
+    found = tuple(int(number) for number in numbers[: len(version)])
+    wanted = ".".join(map(str, version))
+    return pytest.mark.skipif(found < version, reason=f"could not import {package!r} {wanted}")
 
 
 def examples(n: int) -> settings:

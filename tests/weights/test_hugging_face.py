@@ -19,7 +19,7 @@ from support import needs
 from tightwire.convert import compress_file
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.slow, needs("transformers")]
+pytestmark = [pytest.mark.slow, needs("transformers", (5, 21))]
 
 INDEX = "model.safetensors.index.json"
 
