@@ -22,6 +22,7 @@ import lossy_report
 import overview_report
 import prepared_report
 import training_report
+import transfer_report
 
 RESULTS = Path(__file__).parent / "results"
 COPY = "test_copyto[64]"
@@ -122,6 +123,7 @@ _TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 _RANKS = {
     "[checkpoints.md](checkpoints.md)": "bench_checkpoints.py --out "
     "benchmarks/results/checkpoints.json",
+    "[transfer.md](transfer.md)": "bench_transfer.py",
     "moe.jsonl": "bench_moe.py",
 }
 _STEPS = {"training.md": "bench_training.py", "prepared.md": "bench_peers.py"}
@@ -220,6 +222,8 @@ def main() -> None:
         lines += ["", "## Deltas", "", "[delta.md](delta.md)"]
     if checkpoints_report.write(RESULTS):
         lines += ["", "## Distributed checkpoints", "", "[checkpoints.md](checkpoints.md)"]
+    if transfer_report.write(RESULTS):
+        lines += ["", "## Weight transfer", "", "[transfer.md](transfer.md)"]
     if files_report.write_page(RESULTS):
         lines += ["", "## Speed of files", "", "[files.md](files.md)"]
     if collectives_report.write_page(RESULTS):
