@@ -6,20 +6,19 @@ import hashlib
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from ... import arrays
 from ...arguments import thread_count
+from ...buffer import Buffer
 from ...codec import Codec
-from ...codecs.common.base import Bytes
 from ...delta_directory import save_delta
 from ...delta_files import check_version, delta_files, newest_version
 from ...files import Against, encode_shorter
-from ...formats.dtypes import DType
+from ...formats.dtypes import BY_NAME, DType
 from ...formats.header import align
 from ...pipeline import Job, Memory, in_order
 from ...planning import make_plan
@@ -160,6 +159,14 @@ class Encoder:
         self._codec, self._delta = codec, delta
         self._threads = threads
 
+    @cached_property
+    def _device(self) -> Any:
+        """Where messages are made: the GPU of the first tensor that is on one."""
+        from ...gpu_together import place_of
+
+        found = map(place_of, filter(arrays.on_gpu, self._state.arrays.values()))
+        return next(found)
+
     def messages(
         self, announcement: Announcement, streams: Sequence[Stream]
     ) -> Generator[Message, None, None]:
@@ -211,31 +218,60 @@ class Encoder:
 
     def on_device(self, stream: Stream, bucket: list[Announced]) -> Message:
         """A message, encoded where the tensors are: whole ones of a kind in one batch."""
-        buffers: dict[str, Any] = {}
+        from ...gpu_together import pack_together, place_of
+
+        places = {t.names[0]: place_of(self._state.arrays[t.names[0]]) for t in bucket}
+        device = self._device
+        here = [tensor for tensor in bucket if places[tensor.names[0]] == device]
+        items: dict[str, Any] = self._shorter(stream, here)
         alike: dict[Any, list[str]] = {}
         for tensor in bucket:
             name = tensor.names[0]
             x = self._state.arrays[name]
-            if tensor.is_plain:
-                buffers[name] = bytes_of(self._state, name)
+            if name in items:
                 continue
-            if self._is_based(tensor, stream) and self._base is not None:
-                buffer = self._delta.encode(x, base=self._base.arrays[name], chunks=None)
-                if 2 * buffer.nbytes <= tensor.nbytes:
-                    buffers[name] = buffer
-                    continue
-            if math.prod(tensor.shape) > self._codec.spec.max_chunk_nelem(arrays.describe(x).dtype):
-                buffers[name] = self._codec.encode(x, chunks=None)
-                continue
-            alike.setdefault(arrays.describe(x)[:3], []).append(name)
+            dtype = tensor.dtype
+            if tensor.is_plain or places[name] != device or not isinstance(dtype, DType):
+                items[name] = self._bytes(tensor, device)
+            elif math.prod(tensor.shape) > self._codec.spec.max_chunk_nelem(dtype):
+                items[name] = self._codec.encode(x, chunks=None)
+            else:
+                alike.setdefault(arrays.describe(x)[:3], []).append(name)
         for names in alike.values():
             found = self._codec.encode_many([self._state.arrays[name] for name in names])
-            buffers.update(zip(names, found, strict=True))
-        ordered = [buffers[tensor.names[0]] for tensor in bucket]
-        packed = [x if isinstance(x, np.ndarray) else x.packed() for x in ordered]
-        against = [not isinstance(x, np.ndarray) and x.plan.needs_base for x in ordered]
-        sizes = [int(x.shape[0]) for x in packed]
-        return Message(sizes, against, _joined(packed))
+            items.update(zip(names, found, strict=True))
+        ordered = [items[tensor.names[0]] for tensor in bucket]
+        data, sizes = pack_together(ordered)
+        return Message(sizes, [isinstance(x, Buffer) and x.plan.needs_base for x in ordered], data)
+
+    def _shorter(self, stream: Stream, bucket: list[Announced]) -> dict[str, Any]:
+        """Buffers of a device against the base, where they take at most half of the bytes."""
+        from ...gpu_together import packed_sizes
+
+        found: dict[str, Buffer] = {}
+        if self._base is None:
+            return found
+        chosen = [tensor for tensor in bucket if self._is_based(tensor, stream)]
+        for name in (tensor.names[0] for tensor in chosen):
+            x, base = self._state.arrays[name], self._base.arrays[name]
+            found[name] = self._delta.encode(x, base=base, chunks=None)
+        sizes = packed_sizes([*found.values()])
+        return {
+            tensor.names[0]: found[tensor.names[0]]
+            for tensor, size in zip(chosen, sizes, strict=True)
+            if 2 * size <= tensor.nbytes
+        }
+
+    def _bytes(self, tensor: Announced, device: Any) -> Any:
+        """What is sent of a tensor that is plain, or is not on the `device`: bytes there."""
+        from ...gpu_together import bytes_at
+
+        x = self._state.arrays[tensor.names[0]]
+        if not tensor.is_plain:
+            return bytes_at(self._codec.encode(x, chunks=None).packed(), device)
+        if isinstance(tensor.dtype, DType) and tensors.is_torch(x):
+            return bytes_at(tensors.view(x.detach().contiguous(), BY_NAME["uint8"]), device)
+        return bytes_at(bytes_of(self._state, tensor.names[0]), device)
 
 
 class DirectoryPublisher:
@@ -327,22 +363,6 @@ def _bound(tensor: Announced, codec: Codec, delta: Codec) -> int:
 def _needed(tensor: Announced) -> int:
     """Bytes of memory that encoding a tensor takes, about."""
     return 2 * tensor.nbytes
-
-
-def _joined(pieces: Sequence[Any]) -> Any:
-    """Bytes one behind the other, each at a multiple of 128, where the first of a GPU is."""
-    sizes = [int(x.shape[0]) for x in pieces]
-    *starts, end = accumulate(map(align, sizes), initial=0)
-    there = [x for x in pieces if tensors.is_cuda(x)]
-    if not there:
-        joined: Bytes = np.zeros(end, np.uint8)
-        for at, x in zip(starts, pieces, strict=True):
-            joined[at : at + x.shape[0]] = arrays.host_array(x)
-        return joined
-    found = there[0].new_zeros(end)
-    for at, size, x in zip(starts, sizes, pieces, strict=True):
-        found[at : at + size] = x if tensors.is_torch(x) else tensors.on_device(x, found.device)
-    return found
 
 
 def _copies(state: ArrayState, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from ...formats.header import RAW
 from ...patches import Patch, host_memory, patch_of
 from ...pipeline import BUDGET_NBYTES
 from ...planning import is_tiny
-from ...state_tensors import ArrayState, digest, digest_by_encoding, digests_of, opened_target
+from ...state_tensors import ArrayState, digest, digests_by_encoding, digests_of, opened_target
 from ...storage import PathLike
 from ..collectives import tensors
 from ..transports.base import Transport
@@ -167,6 +167,16 @@ class TransportSubscriber:
         return min(-(-self._threads * nbytes // BUDGET_NBYTES), self._threads) or 1
 
 
+class _Piece(NamedTuple):
+    """A buffer for an array: what was announced, the array's name, itself, its base, the bytes."""
+
+    tensor: Announced
+    name: str
+    x: Any
+    base: Any
+    data: Any
+
+
 class Taker:
     """Decodes and checks the tensors of messages; collects what is to be written.
 
@@ -191,24 +201,38 @@ class Taker:
         self.on_gpu = any(map(arrays.on_gpu, state.arrays.values()))
         self._patches: dict[str, tuple[Any, DType | str, Patch]] = {}
         self._made: dict[str, Any] = {}
-        self._decodings: dict[str, Decoding] = {}
+        self._decodings: list[Decoding] = []
+        self._decoded: set[str] = set()
 
     def take(self, bucket: Sequence[Announced], message: Message, threads: int) -> None:
         """One message. Raises FormatError."""
-        for tensor, (against, piece) in zip(bucket, message.pieces(), strict=True):
+        together: dict[Any, list[_Piece]] = {}
+        for tensor, (against, data) in zip(bucket, message.pieces(), strict=True):
             names = [n for n in tensor.names if n in self._changed or n in self._entries]
             held = [n for n in names if n in self._changed and self._keeps_buffer(tensor, n)]
             for name in held:
-                self._decodings[name] = self._decoding(tensor, name, against, piece)
+                x = self._state.arrays[name]
+                piece = _Piece(tensor, name, x, x if against else None, data)
+                if arrays.on_gpu(x):
+                    info = arrays.describe(x)
+                    together.setdefault((info.library, info.device), []).append(piece)
+                else:
+                    self._keep(self._decoding(piece))
             others = [n for n in names if n not in held]
             if others:
-                self._take_elements(tensor, others, against, arrays.host_array(piece), threads)
+                self._take_elements(tensor, others, against, arrays.host_array(data), threads)
+        for pieces in together.values():
+            self._keep(self._decoding_together(pieces))
+
+    def _keep(self, decoding: Decoding) -> None:
+        self._decodings.append(decoding)
+        self._decoded.update(decoding.arrays)
 
     def change(self) -> Change:
         """What all messages have made. Raises FormatError if tensors have not come."""
         missing = [
             *(self._entries - self._made.keys()),
-            *(self._changed - self._patches.keys() - self._decodings.keys()),
+            *(self._changed - self._patches.keys() - self._decoded),
         ]
         if missing:
             raise FormatError("bad_container", f"{sorted(missing)[0]!r} is new and has not come")
@@ -227,20 +251,36 @@ class Taker:
             return bool(x.is_contiguous())
         return bool(x.flags.c_contiguous) and (library == "cupy" or x.dtype.isnative)
 
-    def _decoding(self, tensor: Announced, name: str, against: bool, piece: Any) -> Decoding:
+    def _decoding(self, piece: _Piece) -> Decoding:
         """Decode a buffer to memory of its own, to check it; what does it again, in place."""
-        x = self._state.arrays[name]
-        piece = placed(piece, tensors.device_of(x))
+        tensor, name, x, base, data = piece
+        data = placed(data, tensors.device_of(x))
         memory = _memory_like(x)
-        base = x if against else None
-        decode(piece, base=base, out=memory, verify=True)
-        found = digest_by_encoding(memory, tensor.dtype) if self.on_gpu else None
-        if found is None:
-            assert isinstance(tensor.dtype, DType)
-            found = digest(arrays.host_bits(memory, tensor.dtype))
-        _check_digest(tensor, found)
-        write = partial(decode, piece, base=base, out=x, verify=True)
-        return Decoding(x, int(piece.shape[0]), write)
+        decode(data, base=base, out=memory, verify=True)
+        assert isinstance(tensor.dtype, DType)
+        _check_digest(tensor, digest(arrays.host_bits(memory, tensor.dtype)))
+        write = partial(decode, data, base=base, out=x, verify=True)
+        return Decoding({name: x}, int(data.shape[0]), write)
+
+    def _decoding_together(self, pieces: Sequence[_Piece]) -> Decoding:
+        """As `_decoding`, of buffers for one GPU: the host waits for all of them at once."""
+        from ...gpu_together import Coded, bytes_at, place_of
+
+        pieces = [p._replace(data=bytes_at(p.data, place_of(p.x))) for p in pieces]
+        memories = [_memory_like(piece.x) for piece in pieces]
+        _decode_together(
+            pieces, [Coded(p.data, p.base, m) for p, m in zip(pieces, memories, strict=True)]
+        )
+        kinds = [piece.tensor.dtype for piece in pieces]
+        found = digests_by_encoding(list(zip(memories, kinds, strict=True)))
+        for piece, memory, value in zip(pieces, memories, found, strict=True):
+            dtype = piece.tensor.dtype
+            assert isinstance(dtype, DType)
+            _check_digest(piece.tensor, value or digest(arrays.host_bits(memory, dtype)))
+        coded = [Coded(piece.data, piece.base, piece.x) for piece in pieces]
+        nbytes = sum(int(piece.data.shape[0]) for piece in pieces)
+        write = partial(_decode_together, pieces, coded)
+        return Decoding({piece.name: piece.x for piece in pieces}, nbytes, write)
 
     def _take_elements(
         self, tensor: Announced, names: Sequence[str], against: bool, piece: Any, threads: int
@@ -249,7 +289,7 @@ class Taker:
         if len(names) == 1 and against and not tensor.is_plain:
             decoding = self._in_place(tensor, names[0], piece, threads)
             if decoding is not None:
-                self._decodings[names[0]] = decoding
+                self._keep(decoding)
                 return
         bits = self._bits(tensor, against, piece, threads)
         _check_digest(tensor, digest(bits))
@@ -285,7 +325,7 @@ class Taker:
             arrays.mark_written(x)
             write(memory)
 
-        return Decoding(x, int(piece.size), mark_and_write)
+        return Decoding({name: x}, int(piece.size), mark_and_write)
 
     def _bits(self, tensor: Announced, against: bool, piece: Any, threads: int) -> Bits:
         """The elements of a tensor, in memory of their own."""
@@ -390,6 +430,19 @@ def _parsed_as(tensor: Announced, piece: Any) -> engine.Parsed:
     if (parsed.plan.dtype, parsed.plan.shape) != (tensor.dtype, tensor.shape):
         raise FormatError("bad_container", f"{tensor.names[0]!r} comes as another tensor")
     return parsed
+
+
+def _decode_together(pieces: Sequence[_Piece], coded: Sequence[Any]) -> None:
+    """Decode buffers for one GPU. Raises FormatError, which names the tensor."""
+    from ...gpu_together import decode_together
+
+    try:
+        decode_together(coded)
+    except FormatError as error:
+        if error.number is None:
+            raise
+        detail = f"tensor {pieces[error.number].name!r}: {error.detail}"
+        raise FormatError(error.reason, detail) from None
 
 
 def _problem_of(call: Any) -> Exception | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,13 +169,13 @@ class Change(NamedTuple):
     patches: dict[str, tuple[Any, DType | str, Patch]]
     entries: dict[str, Any]
     vanished: list[str]
-    decodings: Mapping[str, Decoding] = MappingProxyType({})
+    decodings: Sequence[Decoding] = ()
 
 
 class Decoding(NamedTuple):
-    """A write that is left to be done, to an array, and the bytes of memory that it holds."""
+    """A write that is left to be done, to arrays by name, and the bytes of memory that it holds."""
 
-    x: Any
+    arrays: Mapping[str, Any]
     nbytes: int
     write: Callable[[], None]
 
@@ -200,10 +200,10 @@ class Update:
     def __init__(self, version: int, since: int | None, change: Change, target: Any) -> None:
         self.version = version
         self.since = since
-        written = [*change.patches, *change.decodings]
+        written = [*change.patches, *chain.from_iterable(d.arrays for d in change.decodings)]
         self.names = [*written, *change.entries, *change.vanished]
         self.nbytes = sum(patch.nbytes for _, _, patch in change.patches.values())
-        self.nbytes += sum(decoding.nbytes for decoding in change.decodings.values())
+        self.nbytes += sum(decoding.nbytes for decoding in change.decodings)
         self.written = False
         self._change: Change | None = change
         self._target = target
@@ -220,9 +220,10 @@ class Update:
             raise ValueError(f"these values have been {done}: prepare or receive the next ones")
         change, self._change = self._change, None
         arrays_written = [x for x, _, _ in change.patches.values()]
-        arrays_written += [decoding.x for decoding in change.decodings.values()]
+        for decoding in change.decodings:
+            arrays_written += decoding.arrays.values()
         with writing(arrays_written):
-            for decoding in change.decodings.values():
+            for decoding in change.decodings:
                 decoding.write()
             for x, dtype, patch in change.patches.values():
                 write_patch(x, dtype, patch)

@@ -708,10 +708,12 @@ def _launch(
     what: str = "out",
     add: bool = False,
     base: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> None:
     """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
 
-    `out` may be the memory of `base`, all of it.
+    `out` may be the memory of `base`, all of it. What is wrong is told in `status`, int64, shape
+    (1,), zero so far, which the caller reads.
 
     The device compares the header with the plan's where the host has not read it.
     """
@@ -735,11 +737,13 @@ def _launch(
             _check_apart(here, *spans)
     elif add:
         more["add"] = True
-    # A verdict at once is on this call alone; the Buffer's word waits for `check`.
-    if memory is None or verify:
-        status = own_status = _new_status(data.device)
-    else:
-        status, own_status = memory.status, None
+    own_status = None
+    if status is None:
+        # A verdict at once is on this call alone; the Buffer's word waits for `check`.
+        if memory is None or verify:
+            status = own_status = _new_status(data.device)
+        else:
+            status = memory.status
     if lo == hi and plan.nelem:
         # No chunk is touched. All that the host has not read is the header.
         if planned:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,9 +31,10 @@ from .files import Draft
 from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
-from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header, align
-from .gpu import _kernels_for, to_device
+from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header
+from .gpu import _kernels_for
 from .gpu_arrays import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _place, _scope, _values
+from .gpu_together import pack_together
 from .pinned import Range, Transfer, Writer
 from .storage import PathReader, Reader
 
@@ -576,35 +577,9 @@ def _write(
     """Pack buffers behind one another on the device, hand them to the writer, note their places."""
     if not buffers:
         return
-    begin = place = entries[-1].end if entries else 0
-    plans = [buffer.plan for _, buffer in buffers]
-    memories = [_memory(buffer) for _, buffer in buffers]
-    # One copy to the host for the records of all, one to the device for all headers.
-    tops = [m[p.header.nbytes : p.static_offset] for p, m in zip(plans, memories, strict=True)]
-    top = torch.cat(tops).cpu().numpy()
-    packed = [np.frombuffer(replace(p.header, dynamic_stride=0).pack(), np.uint8) for p in plans]
-    headers = torch.from_numpy(np.concatenate(packed)).to(memories[0].device)
-    zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=headers.device)
-    pieces: list[torch.Tensor] = []
-    for (name, _), plan, memory, header in zip(
-        buffers, plans, memories, headers.split([h.size for h in packed]), strict=True
-    ):
-        records = top[: RECORD.itemsize * plan.chunks].view(RECORD)
-        top = top[plan.static_offset - plan.header.nbytes :]
-        pieces += [header, memory[plan.header.nbytes : plan.dynamic_offset]]
-        start = place
-        place += plan.dynamic_offset
-        for i, used in enumerate(records["dynamic_nbytes"].tolist()):
-            slot = plan.dynamic_offset + i * plan.dynamic_stride
-            pieces += [memory[slot : slot + used], zeros[: -used % ALIGN]]
-            place += align(used)
-        entries.append(Entry(name, "U8", (place - start,), start, place))
-    writer.write(torch.cat(pieces), at + begin)
-
-
-def _memory(buffer: Buffer) -> torch.Tensor:
-    """The bytes of a buffer on the device of its tensor; one that the host encoded is moved."""
-    if buffer._memory is None:
-        buffer = to_device(buffer, None)
-        assert buffer._memory is not None
-    return buffer._memory.data
+    begin = start = entries[-1].end if entries else 0
+    data, sizes = pack_together([buffer for _, buffer in buffers])
+    for (name, _), size in zip(buffers, sizes, strict=True):
+        entries.append(Entry(name, "U8", (size,), start, start + size))
+        start += size
+    writer.write(data, at + begin)

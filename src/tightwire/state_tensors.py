@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import arrays
+from .buffer import Buffer
 from .codec import codec as make_codec
 from .codecs.common.base import Bits, Bytes
-from .codecs.delta import index_of
 from .contents import naming_call
 from .file_tensors import FileTensors, Kind, Tensors, file_tensors
 from .formats.container import check_names
@@ -29,6 +29,8 @@ from .storage import is_path
 
 #: Bytes for which loading Numba does not pay.
 _SMALL = 1 << 16
+#: Bytes of delta's digests, of base and result, with which its static part begins.
+_DIGESTS = 16
 #: Dynamic bytes that a buffer without changes has at most.
 _NO_CHANGES = 128
 #: Names that an error lists.
@@ -185,8 +187,7 @@ def digests_of(state: State, threads: int) -> dict[str, str]:
     for name in state.names:
         first.setdefault(memory_key(state, name), name)
     # Here, as kernels go to the stream of the calling thread.
-    there = {name: _digest_on_gpu(state, name) for name in first.values()}
-    found = {name: value for name, value in there.items() if value is not None}
+    found = _digests_on_gpu(state, list(first.values()))
     names = [name for name in first.values() if name not in found]
     with ThreadPoolExecutor(threads) as executor:
         made = executor.map(lambda n: digest(state.bits(n, 1)), names)
@@ -194,27 +195,38 @@ def digests_of(state: State, threads: int) -> dict[str, str]:
     return {name: found[first[memory_key(state, name)]] for name in state.names}
 
 
-def _digest_on_gpu(state: State, name: str) -> str | None:
-    """The digest of a tensor that is on a GPU, found there; None of others."""
-    if not isinstance(state, ArrayState) or not arrays.on_gpu(state.arrays[name]):
-        return None
-    return digest_by_encoding(state.arrays[name], state.kind(name)[0])
+def _digests_on_gpu(state: State, names: Sequence[str]) -> dict[str, str]:
+    """The digests of those tensors that are on a GPU, found there."""
+    if not isinstance(state, ArrayState):
+        return {}
+    there = [name for name in names if arrays.on_gpu(state.arrays[name])]
+    found = digests_by_encoding([(state.arrays[n], state.kind(n)[0]) for n in there])
+    return {name: value for name, value in zip(there, found, strict=True) if value is not None}
 
 
-def digest_by_encoding(x: Any, dtype: DType | str) -> str | None:
-    """As `digest`, where the array is: codec delta has that of its result in its buffers.
+def digests_by_encoding(tensors: Sequence[tuple[Any, DType | str]]) -> list[str | None]:
+    """As `digest`, where arrays are: codec delta has that of its result in its buffers.
 
-    An array against itself takes no dynamic bytes. None for arrays that are stored raw.
+    An array against itself takes no dynamic bytes. None for arrays that are stored raw. The host
+    waits once for each device.
     """
     delta = make_codec("delta")
-    if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
-        return None
-    if math.prod(x.shape) > delta.spec.max_chunk_nelem(dtype):
-        return None
-    buffer = delta.encode(x, base=x, dynamic_capacity=_NO_CHANGES)
-    if buffer.plan.codec != delta.spec:
-        return None
-    return f"{index_of(buffer.parsed().chunk(0)).digests[1]:016x}"
+    buffers: dict[Any, dict[int, Buffer]] = {}
+    for number, (x, dtype) in enumerate(tensors):
+        if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
+            continue
+        if math.prod(x.shape) > delta.spec.max_chunk_nelem(dtype):
+            continue
+        buffer = delta.encode(x, base=x, dynamic_capacity=_NO_CHANGES)
+        if buffer.plan.codec == delta.spec:
+            buffers.setdefault(buffer.target, {})[number] = buffer
+    found: list[str | None] = [None] * len(tensors)
+    for group in buffers.values():
+        from .gpu_together import read_statics
+
+        for number, static in zip(group, read_statics([*group.values()], _DIGESTS), strict=True):
+            found[number] = f"{static.view('<u8')[1]:016x}"
+    return found
 
 
 def memory_key(state: State, name: str) -> Any:
