@@ -100,6 +100,9 @@ def test_packed_bytes_are_those_of_each_buffer(place: str) -> None:
     items: list[Any] = [*(case.buffer for case in some), plain]
     found = [piece.cpu().numpy().tobytes() for piece in split(gpu_together.pack_together(items))]
     assert found == [*(bytes(case.buffer) for case in some), bytes(range(200))]
+    assert gpu_together.pack_together([plain]).data.cpu().numpy().tobytes() == bytes(
+        range(200)
+    ) + bytes(56)
     buffers = [case.buffer for case in some]
     assert gpu_together.packed_sizes(buffers) == [buffer.nbytes for buffer in buffers]
 
