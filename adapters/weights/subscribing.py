@@ -34,7 +34,7 @@ from ...formats.header import RAW
 from ...patches import Patch, host_memory, patch_of
 from ...pipeline import BUDGET_NBYTES
 from ...planning import is_tiny
-from ...state_tensors import ArrayState, digest, digests_by_encoding, digests_of, opened_target
+from ...state_tensors import ArrayState, digest, digests_of, digests_on_gpu, opened_target
 from ...storage import PathLike
 from ..collectives import tensors
 from ..transports.base import Transport
@@ -271,12 +271,8 @@ class Taker:
         _decode_together(
             pieces, [Coded(p.data, p.base, m) for p, m in zip(pieces, memories, strict=True)]
         )
-        kinds = [piece.tensor.dtype for piece in pieces]
-        found = digests_by_encoding(list(zip(memories, kinds, strict=True)))
-        for piece, memory, value in zip(pieces, memories, found, strict=True):
-            dtype = piece.tensor.dtype
-            assert isinstance(dtype, DType)
-            _check_digest(piece.tensor, value or digest(arrays.host_bits(memory, dtype)))
+        for piece, found in zip(pieces, digests_on_gpu(memories), strict=True):
+            _check_digest(piece.tensor, found)
         coded = [Coded(piece.data, piece.base, piece.x) for piece in pieces]
         nbytes = sum(int(piece.data.shape[0]) for piece in pieces)
         write = partial(_decode_together, pieces, coded)

@@ -12,16 +12,17 @@ import numpy.typing as npt
 import torch
 
 from .arguments import check_base_of_buffer
-from .arrays import describe, host_array
+from .arrays import Target, describe, host_array
 from .buffer import Buffer
 from .codecs.common.base import Bytes
 from .codecs.common.frame_triton import problem
+from .codecs.delta_digest_triton import digests_of
 from .decoding import decode
 from .engine import MAX_CACHED_HEADER, Head, parse_head
 from .formats.errors import FormatError
 from .formats.header import ALIGN, ASSEMBLED, MAX_NBYTES, RECORD, align
 from .gpu import _kernels, _launch, _Source, to_device
-from .gpu_arrays import _base_on, _download, _output, _place, _scope, _upload
+from .gpu_arrays import _as_torch, _base_on, _download, _output, _place, _scope, _upload
 
 
 class Packed(NamedTuple):
@@ -29,6 +30,22 @@ class Packed(NamedTuple):
 
     data: torch.Tensor
     sizes: list[int]
+
+
+def digests(xs: Sequence[Any]) -> list[int]:
+    """Digests of the elements of arrays in device memory, as specs/delta.md says."""
+    groups: dict[Target, list[int]] = {}
+    for number, x in enumerate(xs):
+        info = describe(x)
+        groups.setdefault(Target(info.library, info.device), []).append(number)
+    found = [0] * len(xs)
+    for target, numbers in groups.items():
+        place = _place(target.library, target.device, "x")
+        with _scope(place, target.library):
+            values = digests_of([_as_torch(xs[i], describe(xs[i])) for i in numbers])
+        for i, value in zip(numbers, values, strict=True):
+            found[i] = value
+    return found
 
 
 class Coded(NamedTuple):
@@ -79,14 +96,6 @@ def records_of(buffers: Sequence[Buffer]) -> list[npt.NDArray[Any]]:
         start = buffer.plan.header.nbytes
         pieces.append(memory_of(buffer)[start : start + RECORD.itemsize * buffer.plan.chunks])
     return [piece.view(RECORD) for piece in read_together(pieces)]
-
-
-def read_statics(buffers: Sequence[Buffer], nbytes: int) -> list[Bytes]:
-    """The first bytes of the static parts of buffers of one device and one chunk each."""
-    starts = [buffer.plan.static_offset for buffer in buffers]
-    return read_together(
-        [memory_of(b)[at : at + nbytes] for b, at in zip(buffers, starts, strict=True)]
-    )
 
 
 def packed_sizes(buffers: Sequence[Buffer]) -> list[int]:

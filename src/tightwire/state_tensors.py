@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -14,8 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import arrays
-from .buffer import Buffer
-from .codec import codec as make_codec
 from .codecs.common.base import Bits, Bytes
 from .contents import naming_call
 from .file_tensors import FileTensors, Kind, Tensors, file_tensors
@@ -29,10 +26,6 @@ from .storage import is_path
 
 #: Bytes for which loading Numba does not pay.
 _SMALL = 1 << 16
-#: Bytes of delta's digests, of base and result, with which its static part begins.
-_DIGESTS = 16
-#: Dynamic bytes that a buffer without changes has at most.
-_NO_CHANGES = 128
 #: Names that an error lists.
 _LISTED = 3
 
@@ -199,34 +192,21 @@ def _digests_on_gpu(state: State, names: Sequence[str]) -> dict[str, str]:
     """The digests of those tensors that are on a GPU, found there."""
     if not isinstance(state, ArrayState):
         return {}
-    there = [name for name in names if arrays.on_gpu(state.arrays[name])]
-    found = digests_by_encoding([(state.arrays[n], state.kind(n)[0]) for n in there])
-    return {name: value for name, value in zip(there, found, strict=True) if value is not None}
+    there = {
+        name: state.arrays[name]
+        for name in names
+        if arrays.on_gpu(state.arrays[name]) and isinstance(state.kind(name)[0], DType)
+    }
+    return dict(zip(there, digests_on_gpu([*there.values()]), strict=True))
 
 
-def digests_by_encoding(tensors: Sequence[tuple[Any, DType | str]]) -> list[str | None]:
-    """As `digest`, where arrays are: codec delta has that of its result in its buffers.
+def digests_on_gpu(tensors: Sequence[Any]) -> list[str]:
+    """As `digest`, of arrays on GPUs. The host waits once for each device and library."""
+    if not tensors:
+        return []
+    from .gpu_together import digests
 
-    An array against itself takes no dynamic bytes. None for arrays that are stored raw. The host
-    waits once for each device.
-    """
-    delta = make_codec("delta")
-    buffers: dict[Any, dict[int, Buffer]] = {}
-    for number, (x, dtype) in enumerate(tensors):
-        if not isinstance(dtype, DType) or dtype.name not in delta.dtypes:
-            continue
-        if math.prod(x.shape) > delta.spec.max_chunk_nelem(dtype):
-            continue
-        buffer = delta.encode(x, base=x, dynamic_capacity=_NO_CHANGES)
-        if buffer.plan.codec == delta.spec:
-            buffers.setdefault(buffer.target, {})[number] = buffer
-    found: list[str | None] = [None] * len(tensors)
-    for group in buffers.values():
-        from .gpu_together import read_statics
-
-        for number, static in zip(group, read_statics([*group.values()], _DIGESTS), strict=True):
-            found[number] = f"{static.view('<u8')[1]:016x}"
-    return found
+    return [f"{value:016x}" for value in digests(tensors)]
 
 
 def memory_key(state: State, name: str) -> Any:

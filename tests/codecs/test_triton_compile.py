@@ -272,6 +272,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     from tightwire import sparsify_triton
     from tightwire.codecs import (
+        delta_digest_triton,
         dynamiq_widths_triton,
         lhc_peeling_triton,
         tahquant_ranks_triton,
@@ -286,7 +287,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others = {"frame": frame_triton, "norms": norms_triton, "dynamic": dynamic_triton}
     others |= {"ranks": tahquant_ranks_triton, "sparsify": sparsify_triton}
     others |= {"lhc_peeling": lhc_peeling_triton, "dynamiq_widths": dynamiq_widths_triton}
-    others |= {"zipccl_windows": zipccl_windows_triton}
+    others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
@@ -466,6 +467,7 @@ def deltas(kernels: Any, x: Any, everything: bool) -> None:
     """Encode and decode against a base."""
     import torch
 
+    importlib.import_module("tightwire.codecs.delta_digest_triton").digests_of([x])
     status, starts = (torch.zeros(k, dtype=torch.int64) for k in (1, 2))
     for form in ("difference", "overwrite") if everything else ("difference",):
         plan = tw.codec("delta", form=form).plan((x.numel(),), str(x.dtype)[6:], chunks=2)

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 
 import tightwire as tw  # noqa: E402
 from tightwire import gpu_memory, gpu_together  # noqa: E402
+from tightwire.codecs import delta, delta_digest_triton  # noqa: E402
+from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
 from tightwire.gpu_together import Coded  # noqa: E402
 
 #: Codec, dtype and elements. The host encodes float64.
@@ -91,7 +93,12 @@ def split(packed: gpu_together.Packed) -> list[Any]:
 
 
 def bits(x: Any) -> Any:
-    return x.cpu().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    x = x.detach().cpu().contiguous().reshape(-1)
+    return (
+        (x if x.dtype == torch.uint8 else x.view(torch.uint8)).numpy().tobytes()
+        if x.numel()
+        else b""
+    )
 
 
 def test_packed_bytes_are_those_of_each_buffer(place: str) -> None:
@@ -175,3 +182,34 @@ def test_a_larger_tensor_than_is_allowed(place: str) -> None:
     with pytest.raises(tw.FormatError) as found:
         gpu_together.decode_together(coded, max_nbytes=19_000)
     assert (found.value.reason, found.value.number) == ("limit_exceeded", 1)
+
+
+@pytest.mark.parametrize("span", [None, 512])
+def test_digests(place: str, span: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any dtype and size, also where memory starts anywhere or has gaps."""
+    if span is not None:
+        monkeypatch.setattr(delta_digest_triton, "SPAN", span)
+    rng = np.random.default_rng(0)
+    hosts = [rng.integers(0, 256, n, dtype=np.uint8) for n in (0, 1, 3, 4, 1021, 9000, 70_003)]
+    xs = [torch.from_numpy(host).to(place) for host in hosts]
+    xs += [xs[-1][1:], xs[-1][:70_000].view(100, 700).T, xs[-2].view(torch.float64)]
+    xs += [xs[6][1:] > 99, xs[5].view(torch.bfloat16)[3]]
+    expected = [delta.digest_of(np.frombuffer(bits(x), np.uint8)) for x in xs]
+    assert gpu_together.digests(xs) == expected
+    # Two have the same bytes.
+    assert len(set(expected)) == len(xs) - 1
+    assert gpu_together.digests([]) == []
+
+
+def test_a_digest_takes_one_wait(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    launch = Variant.launch
+
+    def counted(self: Any, programs: int, *args: Any, **options: Any) -> None:
+        launches.append(programs)
+        launch(self, programs, *args, **options)
+
+    monkeypatch.setattr(Variant, "launch", counted)
+    xs = [torch.full((n,), 7.0, device=place) for n in (1, 100_000, 5)]
+    gpu_together.digests(xs)
+    assert launches == [4]
