@@ -89,18 +89,18 @@ def memory_of(buffer: Buffer) -> torch.Tensor:
     return buffer._memory.data
 
 
-def records_of(buffers: Sequence[Buffer]) -> list[npt.NDArray[Any]]:
-    """The result records of buffers of one device."""
+def _records(buffers: Sequence[Buffer], memories: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+    """The result records of buffers of one device, whose bytes are `memories`."""
     pieces = []
-    for buffer in buffers:
+    for buffer, memory in zip(buffers, memories, strict=True):
         start = buffer.plan.header.nbytes
-        pieces.append(memory_of(buffer)[start : start + RECORD.itemsize * buffer.plan.chunks])
+        pieces.append(memory[start : start + RECORD.itemsize * buffer.plan.chunks])
     return [piece.view(RECORD) for piece in read_together(pieces)]
 
 
 def packed_sizes(buffers: Sequence[Buffer]) -> list[int]:
     """Bytes of the packed forms of buffers of one device."""
-    records = records_of(buffers)
+    records = _records(buffers, list(map(memory_of, buffers)))
     return [
         buffer.plan.dynamic_offset + sum(map(align, found["dynamic_nbytes"].tolist()))
         for buffer, found in zip(buffers, records, strict=True)
@@ -112,11 +112,12 @@ def pack_together(items: Sequence[Buffer | torch.Tensor]) -> Packed:
 
     No buffer has overflowed: those of a plan without `dynamic_capacity` cannot.
     """
-    buffers = [item for item in items if isinstance(item, Buffer)]
     tensors = [memory_of(item) if isinstance(item, Buffer) else item for item in items]
     device = tensors[0].device
+    coded = [(x, m) for x, m in zip(items, tensors, strict=True) if isinstance(x, Buffer)]
+    buffers, memories = [x for x, _ in coded], [memory for _, memory in coded]
     packed = [replace(buffer.header, dynamic_stride=0).pack() for buffer in buffers]
-    records = iter(records_of(buffers))
+    records = iter(_records(buffers, memories))
     joined = _upload(np.frombuffer(b"".join(packed), np.uint8), device)
     headers = iter(joined.split(list(map(len, packed))))
     zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=device)
