@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,3 +47,23 @@ def dense(x: Any, logits: Any, experts: list[Any], top_k: int) -> Any:
     index = routing.experts[..., None].expand(-1, -1, results.shape[-1])
     weights = routing.weights.to(x.dtype)[..., None]
     return (results.gather(1, index) * weights).sum(1)
+
+
+def experts_of(numbers: Any, dtype: Any) -> list[Any]:
+    return [Expert(number).to(dtype) for number in numbers]
+
+
+def layer_of(parallel: moe.ExpertParallel, dtype: Any, top_k: int) -> Any:
+    experts = experts_of(parallel.local_experts, dtype)
+    return moe.MixtureOfExperts(experts, parallel, top_k=top_k)
+
+
+def trained(
+    parallel: moe.ExpertParallel, dtype: Any, top_k: int, lengths: Sequence[int] = TOKENS
+) -> list[Any]:
+    """The output of this rank, and all its gradients."""
+    x, logits = tokens(parallel.rank, parallel.experts, dtype, lengths[parallel.rank])
+    layer = layer_of(parallel, dtype, top_k)
+    y = layer(x, logits)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, logits.grad, *(p.grad for p in layer.parameters())]

@@ -13,6 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+#: PyTorch asks for names of addresses, which can take seconds where no server knows them.
+NO_NAMES = {"RES_OPTIONS": "attempts:0"}
+
 
 def launch(
     script: str,
@@ -27,6 +30,7 @@ def launch(
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     # cuBLAS gives the same bits in every run only with a workspace of fixed size.
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    settings |= NO_NAMES
     outs = [folder / f"{rank}.json" for rank in range(world_size)]
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
     processes = []
@@ -73,7 +77,7 @@ def torchrun(module: Any, world_size: int, folder: Path) -> list[tuple[float, fl
     words += ["--log-dir", str(logs), "--redirects", "1"]
     done = subprocess.run(
         [sys.executable, *words, str(script)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | NO_NAMES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=240,

@@ -44,6 +44,26 @@ class Alone(ThreadTransport):
                 host_array(out)[...] = host_array(x)
 
 
+class Counted(ThreadTransport):
+    """Counts bytes to others."""
+
+    def __init__(self, inner: ThreadTransport) -> None:
+        super().__init__(inner.rank, inner._pipes, inner.timeout)
+        self.sent = 0
+
+    def _post(self, kind: str, to: int, x: Any) -> None:
+        self.sent += x.nbytes * (to != self.rank)
+        super()._post(kind, to, x)
+
+
+def nodes_of(
+    within: Any, between: Any, codec: Any = "zipccl", **options: Any
+) -> tw.NodeCommunicator:
+    """Native within nodes."""
+    near = tw.Communicator(within, algorithm="native")
+    return tw.NodeCommunicator(near, tw.Communicator(between, codec, **options))
+
+
 class Ranks:
     """Data of all ranks, which every rank can make, and what a collective makes of it."""
 

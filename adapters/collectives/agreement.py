@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,13 +49,16 @@ def opened(received: Bytes, ranks: Sequence[int]) -> Bytes:
     return found
 
 
-def agree(call: Call, transport: Transport, facts: str) -> None:
-    """Raise CollectiveError, on all ranks, if they have other `facts`."""
+def agree(call: Call, gather: Callable[[Bytes], Bytes], facts: str) -> None:
+    """Raise CollectiveError, on all ranks, if they have other `facts`.
+
+    `gather` is `gather_plain` of these ranks.
+    """
     mine = facts.encode()
     length = np.array([len(mine)], np.int64).view(np.uint8)
-    longest = int(gather_plain(transport, length).view(np.int64).max())
+    longest = int(gather(length).view(np.int64).max())
     padded = np.frombuffer(bytearray(mine.ljust(longest)), np.uint8)
-    texts = [row.tobytes().decode().rstrip() for row in gather_plain(transport, padded)]
+    texts = [row.tobytes().decode().rstrip() for row in gather(padded)]
     groups = {text: [r for r, t in enumerate(texts) if t == text] for text in texts}
     if len(groups) > 1:
         found = "; ".join(f"ranks {ranks}: {text}" for text, ranks in groups.items())

@@ -20,6 +20,7 @@ import numpy as np
 
 from ... import arrays
 from ...codec import Codec
+from ...codecs.common.base import Bytes
 from ...formats.dtypes import DType
 from ..errors import CollectiveError
 from . import tensors
@@ -208,9 +209,7 @@ class NodeCommunicator:
             CollectiveError: If the exchange fails.
         """
         behind = sum(dict(c.slow_ranks(calls))[c.rank] for c in (self.within, self.between))
-        column = self.between.session.gather_plain(np.array([behind]).view(np.uint8))
-        table = self.within.session.gather_plain(column.reshape(-1)).view(np.float64)
-        waits = table.T.reshape(-1)
+        waits = self.gather_plain(np.array([behind]).view(np.uint8)).view(np.float64)[:, 0]
         order = np.argsort(-waits, kind="stable")
         return [(int(rank), float(waits[rank])) for rank in order]
 
@@ -232,7 +231,7 @@ class NodeCommunicator:
         x, info, target = as_input(x)
         shape = (self._size * info.shape[0], *info.shape[1:]) if info.shape else (self._size,)
         into = as_output(out, info, shape, target)
-        with self._call("all_gather") as steps:
+        with self.call("all_gather") as steps:
             gathered = steps.at(self.between).all_gather(x.reshape(-1))
             whole = self._spread(steps, gathered)
         result = tensors.empty(shape, info.dtype, x) if into is None else into
@@ -278,11 +277,16 @@ class NodeCommunicator:
         shape = (sum(inward), *row)
         into = as_output(out, info, shape, target)
         result = tensors.empty(shape, info.dtype, x) if into is None else into
-        with self._call("all_to_all") as steps:
+        with self.call("all_to_all") as steps:
             if send_splits is None:
                 there = _turned(x, self._nodes, self._locals)
                 here = _turned(self._plain(steps, "all_to_all", there), self._locals, self._nodes)
                 found = steps.at(self.between, last=True).all_to_all(here)
+                if not self.codec.lossless:
+                    # What stays in the node is as it was.
+                    node = self.between.rank
+                    kept = here.reshape(self._nodes, -1)[node]
+                    tensors.put(found.reshape(self._nodes, -1)[node], kept)
             else:
                 found = self._swap(steps, x.reshape(rows, *row), outward, inward)
         tensors.put(result.reshape(-1), found.reshape(-1))
@@ -334,7 +338,7 @@ class NodeCommunicator:
         share = tensors.empty((math.prod(shape),), wide, x)
         sent = self._wire(wire, info.dtype, share.shape[0])
         told = None if kept is None else tensors.empty(total.shape, wide, x)
-        with self._call("reduce_scatter") as steps:
+        with self.call("reduce_scatter") as steps:
             steps.at(self.within).reduce_scatter(terms, total, wire=wire, decoded=arrived)
             steps.at(self.between, last=True).reduce_scatter(
                 total, share, wire=sent, decoded=told, topology=by
@@ -391,7 +395,7 @@ class NodeCommunicator:
         n, each = math.prod(info.shape), terms.shape[0] // self._locals
         total = tensors.empty((each,), wide, x)
         sent = self._wire(wire, info.dtype, -(-each // self._nodes))
-        with self._call("all_reduce") as steps:
+        with self.call("all_reduce") as steps:
             steps.at(self.within).reduce_scatter(terms, total, wire=wire)
             total = divided(total, op, self._locals)
             steps.at(self.between).all_reduce(total, total, wire=sent, op=op, topology=by)
@@ -420,7 +424,7 @@ class NodeCommunicator:
         into = as_output(x, info, info.shape, target, "x").reshape(-1)
         data = self._padded(values, copy=True)
         mine = data.reshape(self._locals, -1)[self.within.rank]
-        with self._call("broadcast") as steps:
+        with self.call("broadcast") as steps:
             if self.between.rank == node:
                 steps.at(self.within).broadcast(tensors.as_bytes(data), number)
             steps.at(self.between).broadcast(mine, node)
@@ -441,7 +445,7 @@ class NodeCommunicator:
             ValueError: If there is no such rank, or neither its node nor its number is this rank's.
         """
         comm, peer = self._peer("to", to)
-        with self._call("send", message=True) as steps:
+        with self.call("send", message=True) as steps:
             steps.at(comm, last=True).send(x, peer)
 
     def recv(self, out: Any, source: int) -> Any:
@@ -460,7 +464,7 @@ class NodeCommunicator:
             ValueError: As in ``send``, or if ``out`` is read-only.
         """
         comm, peer = self._peer("source", source)
-        with self._call("recv", message=True) as steps:
+        with self.call("recv", message=True) as steps:
             return steps.at(comm, last=True).recv(out, peer)
 
     def sendrecv(self, x: Any, to: int, out: Any, source: int) -> Any:
@@ -484,7 +488,24 @@ class NodeCommunicator:
         self._peer("source", source)
         return exchange(self, x, to, out, source)
 
-    # For the hooks of this package: sums and gathers within a node alone.
+    # For the hooks of this package: calls of their own, and sums and gathers within a node alone.
+
+    def gather_plain(self, mine: Bytes) -> Bytes:
+        """Gather a few bytes of all ranks, of the same number each, on the host.
+
+        Args:
+            mine: Bytes of this rank, shape ``(n,)``.
+
+        Returns:
+            Those of all ranks, shape ``(world_size, n)``.
+
+        Raises:
+            RuntimeError: If they were damaged, or the network fails.
+        """
+        column = self.between.session.gather_plain(mine)
+        table = self.within.session.gather_plain(column.reshape(-1))
+        shares = table.reshape(self._locals, self._nodes, mine.size)
+        return np.ascontiguousarray(shares.swapaxes(0, 1)).reshape(self._size, mine.size)
 
     def sum_of_node(self, x: Any, total: Any) -> None:
         """Sum ``x`` over this node, and keep what ranks of this number own.
@@ -497,7 +518,7 @@ class NodeCommunicator:
         Raises:
             CollectiveError: If anything goes wrong after data were sent.
         """
-        with self._call("sum_of_node") as steps:
+        with self.call("sum_of_node") as steps:
             terms = _turned(x, self._nodes, self._locals)
             steps.at(self.within, last=True).reduce_scatter(terms, total)
 
@@ -513,16 +534,16 @@ class NodeCommunicator:
         Raises:
             CollectiveError: If anything goes wrong after data were sent.
         """
-        with self._call("spread_in_node") as steps:
+        with self.call("spread_in_node") as steps:
             return self._spread(steps, x)
 
-    def _spread(self, steps: _Steps, x: Any) -> Any:
+    def _spread(self, steps: Steps, x: Any) -> Any:
         """`spread_in_node`, as the last step of a call."""
         whole = self._plain(steps, "all_gather", x, last=True)
         return _turned(whole, self._locals, self._nodes)
 
     def _plain(
-        self, steps: _Steps, collective: str, x: Any, *, last: bool = False, **splits: Any
+        self, steps: Steps, collective: str, x: Any, *, last: bool = False, **splits: Any
     ) -> Any:
         """A collective of rows of `x` within the node, in which a lossy codec has no part."""
         method = getattr(steps.at(self.within, last=last), collective)
@@ -533,7 +554,7 @@ class NodeCommunicator:
         found = method(tensors.as_bytes(x).reshape(x.shape[0], nbytes), **splits)
         return tensors.view(found, dtype).reshape(found.shape[0], *row)
 
-    def _swap(self, steps: _Steps, x: Any, outward: Sequence[int], inward: Sequence[int]) -> Any:
+    def _swap(self, steps: Steps, x: Any, outward: Sequence[int], inward: Sequence[int]) -> Any:
         """An all-to-all of unequal shares, rows of `x`."""
         nodes, ranks, me = self._nodes, self._locals, self.within.rank
         # What the ranks of this node send, by node and number of the receiver.
@@ -552,11 +573,16 @@ class NodeCommunicator:
         )
         parts = split(received, here.reshape(-1).tolist())
         by_node = [parts[n * nodes + m] for m in range(nodes) for n in range(ranks)]
-        return steps.at(self.between, last=True).all_to_all(
-            _joined(by_node, x),
-            send_splits=here.sum(0).tolist(),
-            receive_splits=np.array(inward).reshape(nodes, ranks).sum(1).tolist(),
+        sent = _joined(by_node, x)
+        leaving = here.sum(0).tolist()
+        coming = np.array(inward).reshape(nodes, ranks).sum(1).tolist()
+        found = steps.at(self.between, last=True).all_to_all(
+            sent, send_splits=leaving, receive_splits=coming
         )
+        if not self.codec.lossless:
+            node = self.between.rank
+            tensors.put(split(found, coming)[node], split(sent, leaving)[node])
+        return found
 
     def _padded(self, x: Any, *, copy: bool = False) -> Any:
         """`x` flat, with zeros behind it where it has no equal share for each rank of a node."""
@@ -599,15 +625,23 @@ class NodeCommunicator:
         )
 
     @contextmanager
-    def _call(self, collective: str, *, message: bool = False) -> Iterator[_Steps]:
-        """Number a call, keep its record, and remember a failure that leaves ranks out of step."""
+    def call(self, collective: str, *, message: bool = False) -> Iterator[Steps]:
+        """Number a call, keep its record, and remember a failure that leaves ranks out of step.
+
+        Args:
+            collective: Its name.
+            message: Only two ranks take part.
+
+        Yields:
+            What the call says its steps to.
+        """
         sequence = self._sequence
         refusal = self.refusal(collective)
         if refusal is not None:
             raise refusal
         # Messages concern two ranks only, which count them.
         self._sequence += not message
-        steps = _Steps()
+        steps = Steps(self._rank, collective, sequence)
         levels = self.within, self.between
         counts = [comm.session.counts["group"] for comm in levels]
         error: str | None = None
@@ -619,7 +653,7 @@ class NodeCommunicator:
             in_step = steps.last and steps.comm is not None and steps.comm.refusal("") is None
             if not (refused or in_step):
                 self._broken = error
-            if isinstance(caught, CollectiveError) and steps.comm is not None:
+            if isinstance(caught, CollectiveError) and caught is not steps.error and steps.comm:
                 raise self._error(caught, collective, sequence, steps.comm) from caught
             raise
         finally:
@@ -692,10 +726,13 @@ class NodeCommunicator:
 AnyCommunicator = Communicator | NodeCommunicator
 
 
-class _Steps:
+class Steps:
     """The steps of one call: which communicator makes the last one that was begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, collective: str, sequence: int) -> None:
+        self._place = rank, collective, sequence
+        #: What `failure` has made.
+        self.error: CollectiveError | None = None
         self.comm: Communicator | None = None
         self.taken = 0
         #: Nothing is left to do after it.
@@ -706,6 +743,11 @@ class _Steps:
         self.comm, self.last = comm, last
         self.taken += 1
         return comm
+
+    def failure(self, stage: str, detail: str) -> CollectiveError:
+        """The error of the call at a stage, for all ranks and not of a level."""
+        self.error = CollectiveError(*self._place, stage, detail)
+        return self.error
 
 
 def _record(

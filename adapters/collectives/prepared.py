@@ -25,6 +25,7 @@ another's memory (``peers``) everything fits.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..errors import CollectiveError
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory
 from . import running
-from .agreement import agree
+from .agreement import agree, gather_plain
 from .arguments import check_round_trips, peer_of
 from .calls import Call, TraceRecord
 from .messages import NetworkRoute, PeerRoute, Route
@@ -205,7 +206,7 @@ class PreparedCalls:
         call = Call(self.rank, what, self.number, "", self.name)
         self.number += 1
         with running.noted(call), call.stage("agree"):
-            agree(call, self.transport, facts)
+            agree(call, functools.partial(gather_plain, self.transport), facts)
 
     def refusal(self, collective: str) -> CollectiveError | None:
         """The error of later calls, if an earlier one has failed."""

@@ -7,7 +7,7 @@ ranks. Whoever sends the rows back, or their gradients, knows them already.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,25 +27,29 @@ from .native import Native, sent_plain
 from .steps import Steps
 
 _INT64 = BY_NAME["int64"]
-_NAME = "row_counts"
-#: Counts go as they are.
-_PLAIN = Choice("native", 1, 0.0, 0.0, "counts of rows")
+NAME = "row_counts"
+#: In place of bits of a fault.
+ANOTHER_CALL = -1
+#: What goes as it is, whatever the codec.
+_COUNTS = Choice("native", 1, 0.0, 0.0, "counts of rows")
+_PLAIN = Choice("native", 1, 0.0, 0.0, "rows that go as they are")
 
 
 class Counts(NamedTuple):
     """The rows of an exchange.
 
     Attributes:
-        sends: Rows for each rank.
-        receives: Rows from each rank.
+        sent: Rows for each bin of each rank: int64, shape ``(ranks, bins of a rank)``.
         table: Rows from each rank for each bin of this one: int64, shape ``(ranks, bins)``.
         on_device: The same on the device of the rows.
+        faults: Bits of what is wrong on each rank; ``ANOTHER_CALL`` if what it tells is of another
+            call.
     """
 
-    sends: list[int]
-    receives: list[int]
+    sent: npt.NDArray[np.int64]
     table: npt.NDArray[np.int64]
     on_device: Any
+    faults: list[int]
 
 
 class RowExchange:
@@ -56,14 +60,15 @@ class RowExchange:
     Args:
         comm: The communicator, whose calls these are.
         bins: Bins of all ranks, a multiple of their number: rank 0 has the first ones.
-        faults: What the bits of a fault mean, from the lowest one on.
+        faults: What the bits of a fault mean, from the lowest one on. None: nothing that ranks tell
+            of is raised, their faults are returned.
 
     Raises:
         CollectiveError: On every rank, if the number of bins differs; by calls, if anything goes
             wrong on the wire.
     """
 
-    def __init__(self, comm: Communicator, bins: int, faults: Sequence[str]) -> None:
+    def __init__(self, comm: Communicator, bins: int, faults: Sequence[str] | None) -> None:
         self._comm = comm
         self._session = comm.session
         self._transport = comm.transport
@@ -79,7 +84,7 @@ class RowExchange:
         self._keys_on: dict[Any, Any] = {}
         call = Call(comm.rank, "RowExchange", 0, "", comm.name)
         with running.noted(call), call.stage("agree"):
-            agree(call, self._transport, f"{bins} bins of rows")
+            agree(call, self._session.gather_plain, f"{bins} bins of rows")
 
     def counts(self, info: ArrayInfo, counts: Any, fault: Any) -> Counts:
         """Tell every rank how many rows it will get; the host waits for their numbers.
@@ -94,7 +99,7 @@ class RowExchange:
                 call is fine. Also if ranks exchange other rows.
         """
         n, row = self._size, info._replace(shape=info.shape[1:])
-        with self._session.call(_NAME, "all-to-all", row, _PLAIN) as call:
+        with self._session.call(NAME, "all-to-all", row, _COUNTS) as call:
             both = tensors.empty((2, n, self._words), _INT64, counts)
             mine, theirs = both
             digest = call.digest(row, row.shape)
@@ -110,18 +115,26 @@ class RowExchange:
             sent_plain(call, 8 * self._words * (n - 1))
             with np.errstate(over="ignore"):
                 strange = (told[:, 1:] * self._keys).sum(1) + digest != told[:, 0]
-            if strange.any():
-                ranks = np.flatnonzero(strange).tolist()
-                what = "make another call, or one with other rows, or their data were damaged"
-                here = f"{row.dtype.name}, rows of shape {list(row.shape)}"
-                raise call.failure("counts", f"ranks {ranks}{self._group} {what}; here: {here}")
-            call.exchanged = True
-            if told[:, 1].any():
-                raise call.failure("counts", self._told(told[:, 1].tolist()))
+            faults = np.where(strange, ANOTHER_CALL, told[:, 1]).tolist()
+            if self._faults is not None:
+                found = dict(enumerate(faults))
+                if strange.any():
+                    raise call.failure("counts", other_calls(found, self._comm.name, row))
+                call.exchanged = True
+                if any(faults):
+                    raise call.failure("counts", faults_told(found, self._comm.name, self._faults))
         table = told[:, 2:]
-        return Counts(sent[:, 2:].sum(1).tolist(), table.sum(1).tolist(), table, theirs[:, 2:])
+        return Counts(sent[:, 2:], table, theirs[:, 2:], faults)
 
-    def move(self, x: Any, out: Any, sends: Sequence[int], receives: Sequence[int]) -> None:
+    def move(
+        self,
+        x: Any,
+        out: Any,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        *,
+        plain: bool = False,
+    ) -> None:
         """Send rows to ranks and receive theirs, as many as ``counts`` has told all of them.
 
         A rank's own rows are not encoded. Codecs without a dynamic part make nobody wait.
@@ -131,19 +144,24 @@ class RowExchange:
             out: Contiguous; those from rank 0 first: shape ``(sum(receives), ...)``.
             sends: Rows for each rank.
             receives: Rows from each rank.
+            plain: Rows go as they are, whatever the codec.
 
         Raises:
             CollectiveError: If anything goes wrong on the wire.
         """
         paths, rank = self._session.paths, self._comm.rank
-        if paths.chooses and self._size > 1:
+        if paths.chooses and self._size > 1 and not plain:
             # Ranks choose by what they tell each other when they compare splits.
             self._comm.all_to_all(x, out, send_splits=sends, receive_splits=receives)
+            tensors.put(split(out, receives)[rank], split(x, sends)[rank])
             return
         x, info, _ = tensors.as_input(x)
         row = info.shape[1:]
         width = math.prod(row)
-        choice = ALONE if self._size == 1 else paths.choose_splits(x, info, _never, _never)
+        if self._size == 1:
+            choice = ALONE
+        else:
+            choice = _PLAIN if plain else paths.choose_splits(x, info, _never, _never)
         share = max(sends) * width
         with self._session.call("all_to_all", "all-to-all", info, choice, share=share) as call:
             flat, result = tensors.contiguous(x).reshape(-1), out.reshape(-1)
@@ -158,25 +176,35 @@ class RowExchange:
             here = [call.digest(info, (k, *row)) for k in receives]
             self._compressed.all_to_all_parts(call, parts, outs, info, there, here, agreed=True)
 
-    @property
-    def _group(self) -> str:
-        return f" of {self._comm.name!r}" if self._comm.name else ""
-
-    def _told(self, faults: list[int]) -> str:
-        found = [
-            f"rank {rank}{self._group}: {what}"
-            for rank, word in enumerate(faults)
-            for bit, what in enumerate(self._faults)
-            if word >> bit & 1
-        ]
-        return "; ".join(found)
-
     def _keys_for(self, like: Any) -> Any:
         """Factors of the checksum, on the device of `like`."""
         device = tensors.device_of(like)
         if device not in self._keys_on:
             self._keys_on[device] = tensors.on_device(self._keys, device)
         return self._keys_on[device]
+
+
+def other_calls(faults: Mapping[int, int], name: str, row: ArrayInfo) -> str:
+    """Which ranks of a group `name` are not known to make this call, of such rows."""
+    ranks = sorted(rank for rank, fault in faults.items() if fault == ANOTHER_CALL)
+    what = "make another call, or one with other rows, or their data were damaged"
+    here = f"{row.dtype.name}, rows of shape {list(row.shape)}"
+    return f"ranks {ranks}{_of(name)} {what}; here: {here}"
+
+
+def faults_told(faults: Mapping[int, int], name: str, meanings: Sequence[str]) -> str:
+    """What ranks of a group `name` have told of."""
+    found = [
+        f"rank {rank}{_of(name)}: {what}"
+        for rank, word in sorted(faults.items())
+        for bit, what in enumerate(meanings)
+        if word >> bit & 1
+    ]
+    return "; ".join(found)
+
+
+def _of(name: str) -> str:
+    return f" of {name!r}" if name else ""
 
 
 def _never(*_: Any) -> Any:

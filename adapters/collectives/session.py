@@ -191,7 +191,7 @@ class Session:
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         call = Call(self.rank, "Communicator", 0, "", self.name)
         with running.noted(call), call.stage("agree"):
-            agree(call, self.transport, text)
+            agree(call, self.gather_plain, text)
 
     def trace(self, last: int | None = None) -> list[TraceRecord]:
         """Records of the last calls, oldest first; of all that are remembered if `last` is None."""

@@ -121,16 +121,19 @@ def two_communicators(
     group: Any,
     device: Any,
     options: Mapping[str, Any],
-) -> tuple[Communicator, Communicator]:
+    node: int | None = None,
+    within: str | Codec | None = None,
+) -> tuple[AnyCommunicator, AnyCommunicator]:
     """Communicators of what travels forward and of gradients, each on connections of its own.
 
-    A codec of None leaves a direction uncompressed. Else as `communicator`.
+    A codec of None leaves a direction uncompressed. Else as `node_communicator`.
     """
-    comms = []
+    check_nodes(node, within)
+    place, comms = (group, torch.device(device)), []
     for direction, codec in (("forward", forward), ("backward", backward)):
         path = {"algorithm": "native"} if codec is None else {"codec": codec}
         own = {**options, **path}
-        comms.append(communicator(group, torch.device(device), f"{purpose}, {direction}", **own))
+        comms.append(node_communicator(*place, f"{purpose}, {direction}", node, within, **own))
     return comms[0], comms[1]
 
 

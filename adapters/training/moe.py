@@ -21,9 +21,10 @@ To try it, run ``torchrun --nproc-per-node 2 example.py`` with::
 Every rank has as many experts, and tokens of its own. Of a token that goes to several experts each
 gets a copy. No capacity is set: all tokens arrive, and the wire has no padding.
 
-What the host waits for: in ``dispatch`` for the numbers of rows, which other ranks tell; with a
-lossless codec in each exchange for the sizes that encoding made, while the rest is in flight. With
-a lossy codec ``combine`` and both backward exchanges only queue work.
+What the host waits for: in ``dispatch`` for the numbers of rows, which other ranks tell (with
+``node=`` twice: between nodes, then within); with a lossless codec in each exchange for the sizes
+that encoding made, while the rest is in flight. With a lossy codec ``combine`` and both backward
+exchanges only queue work.
 
 Source: Mixtral of Experts (2024), section 2.1, for the layer.
 """
@@ -37,12 +38,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ...arrays import describe
 from ...codec import Codec
 from ...planning import integer
 from ..collectives.calls import TraceRecord
-from ..collectives.communicator import Communicator
-from ..collectives.row_exchange import RowExchange
+from ..collectives.nodes import AnyCommunicator
+from .expert_rows import Copies, Order, Rows, Splits, rows_of
 from .hooks import Channel, Closing, Collective, finished, two_communicators
 
 
@@ -85,20 +85,6 @@ def route(logits: Any, top_k: int, *, normalize: bool = True) -> Routing:
     return Routing(experts, weights)
 
 
-class _Order(NamedTuple):
-    """A permutation of rows: row i is taken from `index[i]`, and `inverse` undoes it."""
-
-    index: Any
-    inverse: Any
-
-    @classmethod
-    def of(cls, index: Any) -> _Order:
-        """The permutation `index`, int64, shape (rows,)."""
-        inverse = torch.empty_like(index)
-        inverse[index] = torch.arange(index.shape[0], device=index.device)
-        return cls(index, inverse)
-
-
 class Dispatched(NamedTuple):
     """The tokens that the experts of this rank have received.
 
@@ -108,20 +94,28 @@ class Dispatched(NamedTuple):
         counts: Rows of each local expert.
         counts_on_device: The same as int64, shape ``(local experts,)``, on the device of ``rows``.
         routing: What this rank's tokens were sent by.
-        sends: Rows that this rank has sent to each rank.
-        receives: Rows from each rank.
+        splits: How many rows have gone which way.
         sent_order: Copies of tokens, in the order of their experts.
-        received_order: ``rows``, of the rows by rank; None if they are the same.
+        received_order: ``rows``, of the rows as they arrived; None if they are the same.
     """
 
     rows: Any
     counts: list[int]
     counts_on_device: Any
     routing: Routing
-    sends: list[int]
-    receives: list[int]
-    sent_order: _Order
-    received_order: _Order | None
+    splits: Splits
+    sent_order: Order
+    received_order: Order | None
+
+    @property
+    def sends(self) -> list[int]:
+        """Rows that this rank has sent to each rank."""
+        return self.splits.sends
+
+    @property
+    def receives(self) -> list[int]:
+        """Rows from each rank."""
+        return self.splits.receives
 
 
 class AllToAll(Closing):
@@ -131,7 +125,7 @@ class AllToAll(Closing):
     ends with ``close()``.
 
     Args:
-        forward: Communicator of what is sent, used by nothing else.
+        forward: Communicator of what is sent, used by nothing else. It may be one of nodes.
         backward: Communicator of its gradients, of the same ranks. None: the same one.
 
     Raises:
@@ -139,7 +133,7 @@ class AllToAll(Closing):
         CollectiveError: By calls, if anything goes wrong on the wire.
     """
 
-    def __init__(self, forward: Communicator, backward: Communicator | None = None) -> None:
+    def __init__(self, forward: AnyCommunicator, backward: AnyCommunicator | None = None) -> None:
         backward = forward if backward is None else backward
         places = [(comm.rank, comm.world_size) for comm in (forward, backward)]
         if places[0] != places[1]:
@@ -260,8 +254,9 @@ class ExpertParallel(AllToAll):
     combine what this one has dispatched, with other codecs.
 
     Args:
-        forward: Communicator of tokens and results, used by nothing else.
-        backward: Communicator of their gradients, of the same ranks. None: the same one.
+        forward: Communicator of tokens and results, used by nothing else. It may be one of nodes:
+            tokens go to the rank of this number in another node, and results come from there.
+        backward: Communicator of their gradients, of the same ranks and nodes. None: the same one.
         experts: Experts of all ranks, a multiple of their number.
 
     Raises:
@@ -271,7 +266,7 @@ class ExpertParallel(AllToAll):
     """
 
     def __init__(
-        self, forward: Communicator, backward: Communicator | None = None, *, experts: int
+        self, forward: AnyCommunicator, backward: AnyCommunicator | None = None, *, experts: int
     ) -> None:
         super().__init__(forward, backward)
         if integer("experts", experts) < 1 or experts % self.world_size:
@@ -279,10 +274,13 @@ class ExpertParallel(AllToAll):
                 f"experts is {experts}; allowed: multiples of {self.world_size}, the ranks"
             )
         self.experts = int(experts)
-        there = RowExchange(self._forward.comm, self.experts, _FAULTS)
-        one = self._backward is self._forward
-        back = there if one else RowExchange(self._backward.comm, self.experts, _FAULTS)
-        self._there, self._back = (self._forward, there), (self._backward, back)
+        self._there = self._back = rows_of(self._forward, self.experts, _FAULTS)
+        if self._backward is not self._forward:
+            self._back = rows_of(self._backward, self.experts, _FAULTS)
+        if self._there.grid != self._back.grid:
+            raise ValueError(
+                f"nodes and their ranks are {self._there.grid} forward, {self._back.grid} backward"
+            )
 
     @property
     def local_experts(self) -> range:
@@ -309,28 +307,20 @@ class ExpertParallel(AllToAll):
             ValueError: If shapes or devices do not fit.
         """
         _check_routing(x, routing)
-        top_k = routing.experts.shape[1]
-        ranked, index = routing.experts.reshape(-1).sort(stable=True)
-        limits = torch.arange(self.experts + 1, device=x.device)
-        bounds = torch.searchsorted(ranked, limits)
-        strange = (bounds[:1] != 0) | (bounds[-1:] != ranked.shape[0])
+        copies = Copies.of(routing.experts, self.experts)
         infinite = ~torch.isfinite(routing.weights.detach()).all()
-        fault = strange.long() + 2 * infinite.long()
-        counts = self._counts(x, bounds.diff(), fault)
-        order = _Order.of(index)
-        rows = _Spread.apply(x, order, top_k)
-        rows = self._moved(rows, counts.sends, counts.receives)
-        grouped = self._grouped(counts)
+        splits = self._there.splits(x, copies, copies.strange.long() + 2 * infinite.long())
+        rows = _Copied.apply(x, self._there, self._back, copies, splits)
+        grouped = self._grouped(splits)
         if grouped is not None:
             rows = _Permuted.apply(rows, *grouped)
         return Dispatched(
             rows,
-            counts.table.sum(0).tolist(),
-            counts.on_device.sum(0),
+            splits.table.sum(0).tolist(),
+            splits.on_device.sum(0),
             routing,
-            counts.sends,
-            counts.receives,
-            order,
+            splits,
+            copies.order,
             grouped,
         )
 
@@ -358,6 +348,11 @@ class ExpertParallel(AllToAll):
                 f"y has shape {list(y.shape)} on {y.device} and {self._here}; needed: "
                 f"({rows.shape[0]}, width) on {rows.device}"
             )
+        if dispatched.splits.grid != self._there.grid:
+            raise ValueError(
+                f"dispatched has gone by nodes and ranks {dispatched.splits.grid}, {self._here} "
+                f"has {self._there.grid}; needed: equal ones"
+            )
         if rows.requires_grad and torch.is_grad_enabled() and not y.requires_grad:
             raise ValueError(
                 f"y does not depend on the rows dispatched to {self._here}, which need a gradient; "
@@ -366,46 +361,28 @@ class ExpertParallel(AllToAll):
         if dispatched.received_order is not None:
             index, inverse = dispatched.received_order
             y = _Permuted.apply(y, inverse, index)
-        y = self._moved(y, dispatched.receives, dispatched.sends)
+        there, back, splits = self._there, self._back, dispatched.splits
+        y = Collective.apply(
+            y,
+            lambda y: there.move(y.detach().contiguous(), splits, back=True),
+            lambda gradient: back.move(gradient.contiguous(), splits),
+        )
         index, inverse = dispatched.sent_order
         weights = dispatched.routing.weights.to(y.dtype)
         results = _Permuted.apply(y, inverse, index).view(*weights.shape, y.shape[1])
         return torch.bmm(weights.unsqueeze(1), results).squeeze(1)
 
-    def _counts(self, x: Any, counts: Any, fault: Any) -> Any:
-        channel, rows = self._there
-        found: list[Any] = []
-        info = describe(x.detach())
-        channel.run(counts, lambda: found.append(rows.counts(info, counts, fault))).wait()
-        return found[0]
-
-    def _moved(self, x: Any, sends: list[int], receives: list[int]) -> Any:
-        """The rows that come for those of `x` that go; gradients go the other way."""
-
-        def mover(way: tuple[Channel, RowExchange], leave: list[int], come: list[int]) -> Any:
-            channel, rows = way
-
-            def move(x: Any) -> Any:
-                x = x.detach().contiguous()
-                out = x.new_empty((sum(come), *x.shape[1:]))
-                channel.run(out, lambda: rows.move(x, out, leave, come)).wait()
-                return out
-
-            return move
-
-        there, back = mover(self._there, sends, receives), mover(self._back, receives, sends)
-        return Collective.apply(x, there, back)
-
-    def _grouped(self, counts: Any) -> _Order | None:
-        """The order by expert of rows that come by rank and, from each, by expert."""
-        ranks, each = counts.table.shape
-        if ranks == 1 or each == 1:
+    def _grouped(self, splits: Splits) -> Order | None:
+        """The order by expert, and of one by rank, of rows that arrive by rank, then by expert."""
+        ranks, each = splits.table.shape
+        arrival = list(splits.arrival)
+        if ranks == 1 or (each == 1 and arrival == sorted(arrival)):
             return None
-        device = counts.on_device.device
-        experts = torch.arange(each, device=device).repeat(ranks)
-        rows = int(counts.table.sum())
-        of_rows = torch.repeat_interleave(experts, counts.on_device.reshape(-1), output_size=rows)
-        return _Order.of(of_rows.argsort(stable=True))
+        device = splits.on_device.device
+        of_ranks = torch.tensor(arrival, device=device).unsqueeze(1)
+        places = torch.arange(each, device=device) * ranks + of_ranks
+        rows = int(splits.table.sum())
+        return Order.of_blocks(places.reshape(-1), splits.on_device.reshape(-1), rows)
 
 
 class MixtureOfExperts(torch.nn.Module):  # type: ignore[misc]
@@ -475,6 +452,7 @@ def connect(
     *,
     group: Any = None,
     device: Any = "cpu",
+    node: int | None = None,
     **options: Any,
 ) -> ExpertParallel:
     """Make expert parallelism of the ranks of a process group.
@@ -488,7 +466,10 @@ def connect(
         backward: Codec of their gradients; None sends them as they are.
         group: The process group; None: the default one.
         device: Device of the tensors.
-        **options: Arguments of ``Communicator``, for both directions.
+        node: Ranks of a node, whose numbers are consecutive: rows travel as they are within nodes,
+            and encoded between nodes, a token once to all its experts of a node. Results and
+            gradients of its copies travel each.
+        **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
         The object that dispatches and combines.
@@ -498,7 +479,7 @@ def connect(
         ValueError: As ``Communicator`` and ``ExpertParallel``.
         CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
-    comms = two_communicators("moe.connect", forward, backward, group, device, options)
+    comms = two_communicators("moe.connect", forward, backward, group, device, options, node)
     found = ExpertParallel(*comms, experts=experts)
     found._group = dist.group.WORLD if group is None else group
     return found
@@ -510,6 +491,7 @@ def connect_all_to_all(
     *,
     group: Any = None,
     device: Any = "cpu",
+    node: int | None = None,
     **options: Any,
 ) -> AllToAll:
     """Make all-to-alls of the ranks of a process group, for code that has its own layers.
@@ -521,7 +503,8 @@ def connect_all_to_all(
         backward: Codec of its gradients; None sends them as they are.
         group: The process group; None: the default one.
         device: Device of the tensors.
-        **options: Arguments of ``Communicator``, for both directions.
+        node: As in ``connect``; rows go by way of the rank of the receiver's number in this node.
+        **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
         The object whose ``all_to_all_single`` takes the place of PyTorch's.
@@ -532,7 +515,8 @@ def connect_all_to_all(
         CollectiveError: If ranks differ, or do not all call it within the timeout.
     """
     purpose = "moe.connect_all_to_all"
-    found = AllToAll(*two_communicators(purpose, forward, backward, group, device, options))
+    comms = two_communicators(purpose, forward, backward, group, device, options, node)
+    found = AllToAll(*comms)
     found._group = dist.group.WORLD if group is None else group
     return found
 
@@ -568,25 +552,27 @@ class _Permuted(torch.autograd.Function):  # type: ignore[misc]
         return gradient.index_select(0, inverse), None, None
 
 
-class _Spread(torch.autograd.Function):  # type: ignore[misc]
-    """Each row of `x` `top_k` times, in `order` of these copies.
+class _Copied(torch.autograd.Function):  # type: ignore[misc]
+    """The copies that arrive of those of `x` that `there` sends; gradients come by `back`.
 
     The gradient of a row is the sum over its copies, in the order of their experts' ranks among
     the `top_k`: the same bits every time.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, order: _Order, top_k: int) -> Any:
-        ctx.save_for_backward(order.inverse)
-        ctx.top_k = top_k
-        return x.index_select(0, order.index // top_k)
+    def forward(ctx: Any, x: Any, there: Rows, back: Rows, copies: Copies, splits: Splits) -> Any:
+        ctx.save_for_backward(copies.order.inverse)
+        ctx.top_k = copies.choices.shape[1]
+        ctx.back, ctx.splits = back, splits
+        return there.spread(x.detach(), copies, splits)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> Any:
         (inverse,) = ctx.saved_tensors
-        copies = gradient.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
-        return copies.sum(1), None, None
+        found = ctx.back.move(gradient.contiguous(), ctx.splits, back=True)
+        copies = found.index_select(0, inverse).unflatten(0, (-1, ctx.top_k))
+        return copies.sum(1), None, None, None, None
 
 
 def _check_routing(x: Any, routing: Routing) -> None:

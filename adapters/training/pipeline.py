@@ -38,6 +38,7 @@ from ...decoding import decode
 from ...formats.errors import FormatError
 from ..collectives.calls import rounding_key
 from ..errors import CollectiveError
+from ..transports.torch_dist import check_node
 
 #: Works of sends that nobody has waited for, of one direction, beyond which the oldest is.
 _PENDING = 64
@@ -47,20 +48,29 @@ class Messages:
     """Non-blocking messages between the ranks of a process group, in one direction of a pipeline.
 
     Tensors of a dtype that the codec does not compress travel as they are, and those that it would
-    not make smaller. Receivers know shape and dtype.
+    not make smaller, and those to a rank of the same node. Receivers know shape and dtype.
 
     Args:
         codec: A codec; None: nothing is encoded.
         group: The process group; None: the default one.
         seed: Seed of codecs that round at random.
         name: How errors call them.
+        node: Ranks of a node, whose numbers in the group are consecutive. None: each rank is in a
+            node of its own.
 
     Raises:
-        ValueError: If the size of what the codec encodes depends on the data.
+        ValueError: If the size of what the codec encodes depends on the data, or nodes would be
+            uneven.
     """
 
     def __init__(
-        self, codec: Codec | None, group: Any = None, *, seed: int = 0, name: str = "messages"
+        self,
+        codec: Codec | None,
+        group: Any = None,
+        *,
+        seed: int = 0,
+        name: str = "messages",
+        node: int | None = None,
     ) -> None:
         if codec is not None:
             _check_fixed(codec)
@@ -69,21 +79,25 @@ class Messages:
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
         self.name = name
-        #: Bytes of tensors that this rank has sent, and of what was sent of them.
+        if node is not None:
+            check_node(node, self.rank, self.world_size, name)
+        self._node = node or 1
+        #: Bytes of tensors that this rank has sent to other nodes, and of what was sent of them.
         self.raw_bytes = self.wire_bytes = 0
         self._seed = seed
         self._counts: Counter[str] = Counter()
 
-    def memory_for(self, like: Any) -> Any:
+    def memory_for(self, like: Any, peer: int) -> Any:
         """Make memory for what is encoded of a tensor.
 
         Args:
             like: A tensor: its shape, dtype and device count.
+            peer: Number of the other rank in the group.
 
         Returns:
             A tensor, uint8; None if such tensors travel as they are.
         """
-        if self.codec is None or not like.numel():
+        if self.codec is None or not like.numel() or self._is_near(peer):
             return None
         dtype = str(like.dtype).removeprefix("torch.")
         if dtype not in self.codec.dtypes:
@@ -93,17 +107,18 @@ class Messages:
             return None
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
-    def encode(self, x: Any) -> Any:
+    def encode(self, x: Any, to: int) -> Any:
         """Encode a tensor that is about to be sent.
 
         Args:
             x: The tensor.
+            to: Number of the receiver in the group.
 
         Returns:
             A contiguous tensor of uint8, or ``x`` if it travels as it is.
         """
         x = x.detach()
-        memory = self.memory_for(x)
+        memory = self.memory_for(x, to)
         if memory is None or self.codec is None:
             x = x.contiguous()
             memory = x
@@ -112,8 +127,9 @@ class Messages:
             self._counts["encoded"] += 1
             key = rounding_key(self._seed, number, 0, self.rank, self.world_size)
             self.codec.encode(x, key=key, out=memory)
-        self.raw_bytes += x.numel() * x.element_size()
-        self.wire_bytes += memory.numel() * memory.element_size()
+        if not self._is_near(to):
+            self.raw_bytes += x.numel() * x.element_size()
+            self.wire_bytes += memory.numel() * memory.element_size()
         return memory
 
     def decode(self, data: Any, out: Any, source: int | str) -> None:
@@ -145,7 +161,7 @@ class Messages:
         Raises:
             CollectiveError: If the network fails.
         """
-        data = self.encode(x)
+        data = self.encode(x, to)
         with self._naming("send", f"to rank {to}"):
             work = self.group.send([data], to, 0)
         return Message(self, work, "send", to, [data])
@@ -163,7 +179,7 @@ class Messages:
         Raises:
             CollectiveError: If the network fails.
         """
-        memory = self.memory_for(out)
+        memory = self.memory_for(out, source)
         with self._naming("recv", f"from rank {source}"):
             work = self.group.recv([out.detach() if memory is None else memory], source, 0)
         return Message(self, work, "recv", source, [memory, out])
@@ -180,7 +196,7 @@ class Messages:
         Raises:
             CollectiveError: If the network fails, or bytes are damaged.
         """
-        data, memory = self.encode(x), self.memory_for(out)
+        data, memory = self.encode(x, to), self.memory_for(out, source)
         into = out.detach() if memory is None else memory
         # NCCL makes one launch of them: separate ones would wait for each other.
         ops = [
@@ -192,6 +208,10 @@ class Messages:
                 work.wait()
         if memory is not None:
             self.decode(memory, out, source)
+
+    def _is_near(self, peer: int) -> bool:
+        """Whether a rank is another one of this node."""
+        return peer != self.rank and peer // self._node == self.rank // self._node
 
     @contextmanager
     def _naming(self, what: str, peer: str) -> Iterator[None]:
@@ -263,12 +283,12 @@ class Boundary:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the tensors that this rank has sent so far."""
+        """Bytes of the tensors that this rank has sent so far, with nodes those to others."""
         return self.forward.raw_bytes + self.backward.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank has sent so far."""
+        """Bytes that this rank has sent so far, with nodes those to others."""
         return self.forward.wire_bytes + self.backward.wire_bytes
 
     def stage(self, module: Any, index: int, count: int, device: Any, **options: Any) -> Any:
@@ -358,6 +378,7 @@ def connect(
     group: Any = None,
     backward_group: Any = None,
     seed: int = 0,
+    node: int | None = None,
 ) -> Boundary:
     """Make what the ranks of a pipeline send by; all of them call it.
 
@@ -368,24 +389,29 @@ def connect(
         backward_group: Another group of the same ranks, for gradients. None: the same group, which
             ``send`` and ``receive`` do not allow over NCCL, where each would wait for the other.
         seed: Seed of codecs that round at random.
+        node: Ranks of a node, whose numbers in the group are consecutive: messages travel as they
+            are within nodes, and encoded between nodes. None: all are encoded.
 
     Returns:
         The boundary.
 
     Raises:
-        CollectiveError: On all ranks, if their codecs differ.
+        CollectiveError: On all ranks, if their codecs or nodes differ.
         TypeError: If a codec is something else.
-        ValueError: If the size of what a codec encodes depends on the data, or the groups differ.
+        ValueError: If the size of what a codec encodes depends on the data, nodes would be uneven,
+            or the groups differ.
     """
     there = None if forward is None else as_codec(forward)
     back = None if backward is None else as_codec(backward)
     if backward == "tahquant":
         back = Codec(replace(Tahquant(), direction="backward"))
     found = Boundary(
-        Messages(there, group, seed=seed, name="forward"),
-        Messages(back, backward_group or group, seed=seed + 1, name="backward"),
+        Messages(there, group, seed=seed, name="forward", node=node),
+        Messages(back, backward_group or group, seed=seed + 1, name="backward", node=node),
     )
     text = f"forward {there and there.spec!r}, backward {back and back.spec!r}, seed {seed}"
+    if node is not None:
+        text += f", nodes of {node}"
     texts: list[Any] = [None] * found.forward.world_size
     dist.all_gather_object(texts, text, group=found.forward.group)
     if len(set(texts)) > 1:

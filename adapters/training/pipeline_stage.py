@@ -15,8 +15,8 @@ class Stage(PipelineStage):  # type: ignore[misc]
     """A ``PipelineStage`` that sends encoded tensors; ``Boundary.stage`` makes it.
 
     All schedules work as they are: in place of a tensor they send its encoded bytes, and receive
-    those, which the stage decodes before it computes. Tensors between stages of one rank, and the
-    shapes that stages tell each other first, are not encoded.
+    those, which the stage decodes before it computes. Tensors between stages of one rank or
+    node, and the shapes that stages tell each other first, are not encoded.
 
     Args:
         boundary: What encodes.
@@ -70,7 +70,7 @@ class Stage(PipelineStage):  # type: ignore[misc]
         held = self._receiving[which] = []
 
         def bytes_of(op: Any) -> Any:
-            memory = messages.memory_for(op.tensor)
+            memory = messages.memory_for(op.tensor, op.group_peer)
             if memory is None:
                 return op.tensor
             held.append((memory, op.tensor, op.peer))
@@ -85,7 +85,7 @@ class Stage(PipelineStage):  # type: ignore[misc]
 
 
 def _encoded(messages: Messages, ops: list[Any]) -> list[Any]:
-    return _replaced(ops, lambda op: messages.encode(op.tensor))
+    return _replaced(ops, lambda op: messages.encode(op.tensor, op.group_peer))
 
 
 def _replaced(ops: list[Any], tensor_of: Callable[[Any], Any]) -> list[Any]:

@@ -48,7 +48,7 @@ import torch
 from ...arrays import SHORT_DTYPES
 from ...codec import Codec
 from ..collectives.calls import TraceRecord
-from ..collectives.communicator import Communicator
+from ..collectives.nodes import AnyCommunicator
 from .directions import ExactDirection, PreparedDirection
 from .error_feedback import ErrorFeedback
 from .hooks import (
@@ -78,7 +78,7 @@ class TensorParallel(Closing):
     There are no gradients of gradients. A context manager, which ends with ``close()``.
 
     Args:
-        forward: Communicator of the activations, used by nothing else.
+        forward: Communicator of the activations, used by nothing else. It may be one of nodes.
         backward: Communicator of their gradients, of the same ranks. None: the same one.
         wire: ``"bfloat16"`` or ``"float16"``: dtype that wider tensors are rounded to before they
             are encoded. None: their own.
@@ -90,8 +90,8 @@ class TensorParallel(Closing):
 
     def __init__(
         self,
-        forward: Communicator,
-        backward: Communicator | None = None,
+        forward: AnyCommunicator,
+        backward: AnyCommunicator | None = None,
         *,
         wire: str | None = None,
     ) -> None:
@@ -351,6 +351,8 @@ def connect(
     device: Any = "cpu",
     wire: str | None = None,
     route: Route = "exact",
+    node: int | None = None,
+    within: str | Codec | None = None,
     **options: Any,
 ) -> TensorParallel:
     """Make tensor parallelism of the ranks of a process group.
@@ -364,8 +366,12 @@ def connect(
         device: Device of the tensors.
         wire: As in ``TensorParallel``.
         route: How bytes travel, as in ``fsdp.compress``. With another than ``"exact"`` options are
-            ``checksum`` and ``seed``, the group itself is used, and there is no error feedback.
-        **options: Arguments of ``Communicator``, for both directions.
+            ``checksum`` and ``seed``, the group itself is used, and there are neither error
+            feedback nor nodes.
+        node: Ranks of a node, whose numbers in the group are consecutive: calls are as they are
+            within nodes, and encoded between nodes, as ``NodeCommunicator`` says.
+        within: With ``node``: a codec of terms of sums within nodes.
+        **options: Arguments of ``Communicator``, for both directions, of nodes that between them.
 
     Returns:
         The object that layers take.
@@ -377,13 +383,17 @@ def connect(
     """
     check_route(route, options)
     if route != "exact":
+        if (node, within) != (None, None):
+            raise ValueError(
+                f"route is {route!r}, given with node or within; allowed with those: 'exact'"
+            )
         there, back = (
             PreparedDirection(route, group, native=codec is None, codec=codec or "raw", **options)
             for codec in (forward, backward)
         )
         return TensorParallel._prepared(there, back, wire)
     purpose = "tensor_parallel.connect"
-    comms = two_communicators(purpose, forward, backward, group, device, options)
+    comms = two_communicators(purpose, forward, backward, group, device, options, node, within)
     return TensorParallel(*comms, wire=wire)
 
 

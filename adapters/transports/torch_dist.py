@@ -68,6 +68,26 @@ def _end(group: Any) -> None:
         _ending.add(thread)
 
 
+def check_node(node: int, rank: int, size: int, purpose: str) -> None:
+    """Raise for nodes that the ranks of a group do not fill.
+
+    Args:
+        node: Ranks of a node.
+        rank: Number of this rank in the group.
+        size: Ranks of the group.
+        purpose: How the error calls what nodes are for.
+
+    Raises:
+        TypeError: If ``node`` is not an integer.
+        ValueError: If nodes would be uneven.
+    """
+    if integer("node", node) < 1 or size % node:
+        raise ValueError(
+            f"node is {node}; rank {rank} is in a group of {size} ranks, {purpose}; allowed: a "
+            f"divisor of {size}, as nodes have equally many ranks"
+        )
+
+
 #: How errors name the call that connects ranks.
 _NEW_GROUP = "new_group"
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -204,11 +224,7 @@ class TorchDist(Transport):
         """
         given, device = _member(group, device)
         rank, size = given.rank(), given.size()
-        if integer("node", node) < 1 or size % node:
-            raise ValueError(
-                f"node is {node}; rank {rank} is in a group of {size} ranks, {purpose}; allowed: a "
-                f"divisor of {size}, as nodes have equally many ranks"
-            )
+        check_node(node, rank, size, purpose)
         store, number, wanted = cls._meet(given, device, timeout, f"{purpose}, nodes of {node}")
         place, local = divmod(rank, node)
         near = dist.PrefixStore(f"node {place}", store), local, node

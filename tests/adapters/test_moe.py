@@ -25,8 +25,9 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from expert_layers import WIDTH, Expert, dense, tokens  # noqa: E402
+from expert_layers import WIDTH, Expert, dense, layer_of, tokens, trained  # noqa: E402
 from tightwire.adapters.collectives import chunk_views, coding, tensors  # noqa: E402
+from tightwire.adapters.collectives.cost import Choice  # noqa: E402
 from tightwire.adapters.training import moe  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, connect, run_ranks  # noqa: E402
 
@@ -56,20 +57,6 @@ def run_pairs(ranks: int, task: Callable[[ThreadTransport], Any]) -> list[Any]:
         return task(transport)
 
     return run_ranks(ranks, run)
-
-
-def layer_of(parallel: moe.ExpertParallel, dtype: Any, top_k: int) -> Any:
-    experts = [Expert(i) for i in parallel.local_experts]
-    return moe.MixtureOfExperts(experts, parallel, top_k=top_k).to(dtype)
-
-
-def trained(parallel: moe.ExpertParallel, dtype: Any, top_k: int) -> list[Any]:
-    """The output of this rank, and all its gradients."""
-    x, logits = tokens(parallel.rank, parallel.experts, dtype)
-    layer = layer_of(parallel, dtype, top_k)
-    y = layer(x, logits)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, logits.grad, *(p.grad for p in layer.parameters())]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -147,6 +134,23 @@ def test_rows_arrive_by_expert_bit_for_bit_without_padding() -> None:
         assert parallel.wire_bytes == sum(r.wire_bytes for r in parallel.trace())
 
     run_ranks(ranks, task)
+
+
+def test_own_rows_are_exact_where_ranks_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not encoded where all others are."""
+    chosen = Choice("compressed", 1, 0.0, 0.0, "")
+    monkeypatch.setattr(tw.Communicator, "_choose_splits", lambda *args: chosen)
+
+    def task(transport: ThreadTransport) -> None:
+        parallel = parallel_of(transport, 2, "mx", algorithm="auto")
+        x = tokens(0, 2, torch.bfloat16, 100)[0].detach()
+        routing = moe.Routing((torch.arange(100) % 2)[:, None], torch.ones(100, 1))
+        parts = parallel.dispatch(x, routing).rows.split(50)
+        assert [torch.equal(part, x[parallel.rank :: 2]) for part in parts] == [
+            rank == parallel.rank for rank in range(2)
+        ]
+
+    run_ranks(2, task)
 
 
 def test_codecs_of_the_two_directions() -> None:

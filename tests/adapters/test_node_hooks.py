@@ -154,8 +154,69 @@ def run_fsdp(device: Any) -> dict[str, Any]:
     return found
 
 
+#: Codecs of tensor parallelism, along which dimension sequences are cut, and of sums in a node.
+LAYERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "raw": ("raw", None, {}),
+    "sequence raw": ("raw", 0, {}),
+    "plain": (None, None, {}),
+    "nvfp4": ("nvfp4", None, {}),
+    "sequence nvfp4": ("nvfp4", 0, {}),
+    "within": ("nvfp4", None, {"within": "nvfp4"}),
+}
+
+
+def run_tensor_parallel(device: Any) -> dict[str, Any]:
+    """A layer that all ranks share, as far as what comes of it is from that of one process."""
+    import torch
+    import torch.distributed as dist
+
+    tp = tw.tensor_parallel
+    me, (first, _, last) = dist.get_rank(), model_of()
+    torch.manual_seed(3)
+    whole, gradient = torch.randn(64, 128, requires_grad=True), torch.randn(64, 7)
+    model_of()(whole).backward(gradient)
+    found: dict[str, Any] = {}
+    for name, (codec, dim, options) in LAYERS.items():
+        parallel = tp.connect(codec, codec, node=SIZE, **options)
+        model = torch.nn.Sequential(
+            tp.ColumnParallelLinear(first, parallel, sequence_dim=dim),
+            torch.nn.ReLU(),
+            tp.RowParallelLinear(last, parallel, sequence_dim=dim),
+        )
+        part = slice(None) if dim is None else slice(16 * me, 16 * (me + 1))
+        x = whole.detach()[part].requires_grad_()
+        y = model(x)
+        y.backward(gradient[part])
+        wanted = model_of()(whole).detach()[part], whole.grad[part]
+        pairs = list(zip((y.detach(), x.grad), wanted, strict=True))
+        found[name] = {
+            "off": max((a - b).norm().item() / b.norm().item() for a, b in pairs),
+            "bytes": [parallel.raw_bytes, parallel.wire_bytes],
+            "bits": digest([y.detach(), x.grad]),
+        }
+        parallel.close()
+    # In the mean over steps nothing is lost.
+    with tp.connect("nvfp4", "nvfp4", node=SIZE) as parallel:
+        fed = parallel.with_feedback(tw.ErrorFeedback(), "layer")
+        x = torch.randn(4096, generator=torch.Generator().manual_seed(me))
+        exact = x.clone()
+        dist.all_reduce(exact)
+        for name, one in (("lost", parallel), ("kept", fed)):
+            mean = torch.stack([one.all_reduce(x.requires_grad_()).detach() for _ in range(8)])
+            found[name] = {"off": (mean.mean(0) - exact).norm().item() / exact.norm().item()}
+    with pytest.raises(
+        ValueError, match=r"node is 3; rank . is in a group of 4 ranks, tensor_para"
+    ):
+        tp.connect("raw", "raw", node=3)
+    with pytest.raises(ValueError, match="within is 'mx', node None"):
+        tp.connect("raw", "raw", within="mx")
+    return found
+
+
 def run_hooks(device: Any) -> dict[str, Any]:
-    return {"ddp": run_ddp(device), "fsdp": run_fsdp(device)}
+    # Ranks differ where sequences are cut.
+    hooks = {"ddp": run_ddp(device), "fsdp": run_fsdp(device)}
+    return hooks | {"tensor_parallel": run_tensor_parallel(device)}
 
 
 TASKS: dict[str, Callable[[Any], Any]] = {"run_hooks": run_hooks}
@@ -176,6 +237,7 @@ def test_hooks(tmp_path: Path) -> None:
     found = launch(__file__, "run_hooks", RANKS, tmp_path)
     check_ddp([rank["ddp"] for rank in found])
     check_fsdp([rank["fsdp"] for rank in found])
+    check_tensor_parallel([rank["tensor_parallel"] for rank in found])
 
 
 def check_ddp(found: list[Any]) -> None:
@@ -224,6 +286,23 @@ def check_fsdp(found: list[Any]) -> None:
     for _, (raw, wire) in nodes:
         assert 0.5 * whole <= raw <= 0.55 * whole
         assert 0.3 * raw < wire < 0.5 * raw
+
+
+def check_tensor_parallel(found: list[Any]) -> None:
+    # Of output and gradient of the input a node sends half of the sums, and half of the results.
+    whole = 64 * (128 + 7) * 4
+    for name, (codec, dim, _) in LAYERS.items():
+        lossy = codec == "nvfp4"
+        ranks = [rank[name] for rank in found]
+        assert all(1e-3 < r["off"] < 0.4 if lossy else r["off"] < 1e-6 for r in ranks), name
+        assert dim is not None or len({r["bits"] for r in ranks}) == 1
+        for node in (ranks[:SIZE], ranks[SIZE:]):
+            raw, wire = np.sum([r["bytes"] for r in node], 0)
+            assert whole <= raw < 1.05 * whole, name
+            assert (0.14 if lossy else 1.0) * raw <= wire < (0.25 if lossy else 1.1) * raw, name
+    for rank in found:
+        assert rank["within"]["off"] > rank["nvfp4"]["off"]
+        assert rank["kept"]["off"] < 0.4 * rank["lost"]["off"]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 
 import tightwire as tw
 from processes import join, launch
-from ranks import NodeRanks, check_calls
+from ranks import Counted, NodeRanks, check_calls, nodes_of
 from tightwire.adapters.collectives.auto_scale import AutoScale
 from tightwire.adapters.collectives.session import Topology
 from tightwire.adapters.errors import CollectiveError
@@ -38,14 +38,6 @@ LOSSY: list[tuple[str, dict[str, Any], Topology]] = [
     ("taco", {}, "two-shot"),
     ("sdp4bit", {}, "two-shot"),
 ]
-
-
-def nodes_of(
-    within: Any, between: Any, codec: Any = "zipccl", **options: Any
-) -> tw.NodeCommunicator:
-    """Native within nodes."""
-    near = tw.Communicator(within, algorithm="native")
-    return tw.NodeCommunicator(near, tw.Communicator(between, codec, **options))
 
 
 def normal(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
@@ -141,6 +133,11 @@ def test_lossy_codecs(
     for found, exact in ((wanted, true), (ranks[0][1], true / len(xs)), (shares, true)):
         error = found.astype(np.float64) - exact
         assert (error**2).sum() < most * (exact**2).sum()
+    for rank, (*_, swapped) in enumerate(ranks):
+        near = slice(rank // size * size, (rank // size + 1) * size)
+        # What stays in a node is as it was.
+        assert swapped[near].tobytes() == np.stack([x[rank] for x in xs[near]]).tobytes()
+        assert (swapped != np.stack([x[rank] for x in xs])).any()
     if codec != "omnireduce":
         assert np.abs(ranks[0][4].astype(np.float32) - xs[-1].astype(np.float32)).max() < 0.02
         first = np.concatenate([x[:1] for x in xs]).astype(np.float32)
@@ -167,18 +164,6 @@ def test_what_a_node_loses_is_one_ranks_to_make_good(codec: str, wire: str | Non
         assert all(told.tobytes() == x.tobytes() for x, (_, told) in zip(xs, found, strict=True))
     else:
         assert np.abs(lost).max() > 1e-5
-
-
-class Counted(ThreadTransport):
-    """Counts bytes to others."""
-
-    def __init__(self, inner: ThreadTransport) -> None:
-        super().__init__(inner.rank, inner._pipes, inner.timeout)
-        self.sent = 0
-
-    def _post(self, kind: str, to: int, x: Any) -> None:
-        self.sent += x.size * (to != self.rank)
-        super()._post(kind, to, x)
 
 
 #: Collectives of a tensor of a row for each rank, and how often of it a node has to send what,

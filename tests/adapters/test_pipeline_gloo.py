@@ -165,6 +165,38 @@ def schedules(device: Any) -> None:
         boundaries(boundary)
 
 
+def nodes(device: Any) -> dict[str, Any]:
+    """Four stages in two nodes: only what the second and third tell each other is encoded."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, target = batch(0, 0, 1)
+    found = {}
+    for name, codec, node in (("plain", None, None), ("flat", "mx", None), ("nodes", "mx", 2)):
+        boundary = pipeline.connect(codec, codec, node=node)
+        model = blocks([rank])
+        stage = boundary.stage(model, rank, ranks, device)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+        losses: list[Any] = []
+        is_last = rank == ranks - 1
+        schedule.step(
+            *([] if rank else [x]),
+            target=target if is_last else None,
+            losses=losses if is_last else None,
+        )
+        ways = (boundary.forward, boundary.backward)
+        found[name] = {
+            "bytes": [[way.raw_bytes, way.wire_bytes] for way in ways],
+            "gradient": torch.cat([p.grad.view(-1) for p in model.parameters()]).tolist(),
+            "losses": [float(loss) for loss in losses],
+        }
+    with pytest.raises(ValueError, match=r"node is 3; rank \d is in a group of 4 ranks, forward"):
+        pipeline.connect(node=3)
+    with pytest.raises(tw.CollectiveError, match=r"ranks \[0\]: .*nodes of 2; ranks \[1, 2, 3\]"):
+        pipeline.connect(node=1 + (rank == 0))
+    return found
+
+
 def boundaries(boundary: Any) -> None:
     """Ranks that send to each other, and autograd in loops of one's own."""
     rank, other = boundary.rank, 1 - boundary.rank
@@ -233,10 +265,28 @@ def test_schedules_of_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_stages_of_nodes(tmp_path: Path) -> None:
+    found = launch(__file__, "nodes", 4, tmp_path, warnings="default")
+    whole = BATCH * TIME * WIDTH * 4
+    for rank, result in enumerate(found):
+        sent = [[rank == 1, rank == 2], [rank < 3, rank > 0]]
+        for name, ways in zip(("nodes", "flat"), sent, strict=True):
+            for (raw, wire), is_sent in zip(result[name]["bytes"], ways, strict=True):
+                assert raw == whole * is_sent
+                assert 0.25 * raw <= wire < 0.4 * raw or not is_sent
+        plain, flat, of_nodes = (
+            torch.tensor(result[name]["gradient"]) for name in ("plain", "flat", "nodes")
+        )
+        off, more = ((x - plain).norm() / plain.norm() for x in (of_nodes, flat))
+        assert 0 < off < more < 0.1
+    assert found[3]["plain"]["losses"] != found[3]["nodes"]["losses"] != found[3]["flat"]["losses"]
+
+
+@pytest.mark.slow
 def test_a_stage_that_differs_or_is_gone_is_named(tmp_path: Path) -> None:
     launch(__file__, "faults", 2, tmp_path, warnings="default")
 
 
 if __name__ == "__main__":
-    tasks = {"three_dimensions": three_dimensions, "schedules": schedules, "faults": faults}
-    join(tasks, sys.argv[1:])
+    given = (three_dimensions, schedules, nodes, faults)
+    join({task.__name__: task for task in given}, sys.argv[1:])

@@ -107,6 +107,30 @@ def test_without_gradients_nothing_is_recorded() -> None:
         assert not last.receive((4, 4), torch.float32, 0).requires_grad
 
 
+def test_messages_within_a_node_are_as_they_are() -> None:
+    class OfFour(Group):
+        def size(self) -> int:
+            return 4
+
+    queues: Any = defaultdict(deque)
+    ranks = [pipeline.Messages(tw.codec("mx"), OfFour(r, queues), node=2) for r in range(4)]
+    x = tensor(64, 64)
+    for source, to in ((0, 1), (1, 0), (1, 2), (2, 3), (3, 0)):
+        near = source // 2 == to // 2
+        before = ranks[source].raw_bytes, ranks[source].wire_bytes
+        ranks[source].isend(x, to).wait()
+        sent = ranks[source].raw_bytes - before[0], ranks[source].wire_bytes - before[1]
+        assert (queues[source, to][0].dtype == torch.float32) == near
+        out = torch.zeros_like(x)
+        ranks[to].irecv(out, source).wait()
+        assert torch.equal(out, x) == near
+        assert torch.equal(out, x if near else tw.decode(tw.codec("mx").encode(x)))
+        # Counted is what leaves a node.
+        assert sent == ((0, 0) if near else (4 * 4096, ranks[to].memory_for(x, source).numel()))
+    with pytest.raises(ValueError, match=r"node is 3; rank 1 is in a group of 4 ranks, messages"):
+        pipeline.Messages(None, OfFour(1, queues), node=3)
+
+
 def test_random_rounding_differs_from_message_to_message() -> None:
     (first, _), queues = pair(tw.codec("thc"), None)
     for _ in range(2):

@@ -98,6 +98,8 @@ def everything(device: Any) -> list[str]:
         tp.connect("zipccl", None, route="fast")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"options are \['sizes'\]; allowed with route"):
         tp.connect("zipccl", None, route="network", sizes="first")
+    with pytest.raises(ValueError, match="route is 'network', given with node or within; allowed"):
+        tp.connect("zipccl", None, route="network", node=2)
     found = lossy()
     lossless()
     return found

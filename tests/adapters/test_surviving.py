@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 import tightwire as tw
+from processes import NO_NAMES
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -295,22 +297,36 @@ TASKS = {task.__name__: task for task in (killed, dwindling, stopped, without_a_
 def launch(task: str, world_size: int, folder: Path, seconds: float = 60) -> list[Any]:
     """What `task` returns on every rank; the signal's number of one that was killed."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    # PyTorch asks for names of addresses, which may take long where no server knows them.
-    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, task, str(world_size), str(folder)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    log = folder / "log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, task, str(world_size), str(folder)],
+            env=os.environ | NO_NAMES | settings,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        # Ranks say where they are.
+        os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, log.read_text()
     return list(json.loads((folder / "results").read_text()))
 
 
 def main(task: str, world_size: str, folder: str) -> None:
     """Fork the ranks, and hold their store; write what they return."""
     torch.set_num_threads(1)
+    # What takes long to import: once, and not in each rank.
+    for name in ("numba", "torch._dynamo", "tightwire.adapters.training.fsdp"):
+        importlib.import_module(name)
     ranks, children = int(world_size), []
     home = Path(folder)
     for rank in range(ranks):
@@ -329,16 +345,22 @@ def main(task: str, world_size: str, folder: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (home / "port.part").write_text(str(store.port))
     (home / "port.part").rename(home / "port")
-    results: list[Any] = []
+    codes: dict[int, int] = {}
     try:
-        for rank, pid in enumerate(children):
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            assert code <= 0, f"rank {rank} has ended with {code}"
-            results.append(code or json.loads((home / f"{rank}.json").read_text()))
+        while len(codes) < ranks:
+            # The first that fails ends all: others may train without it for ever.
+            pid, status = os.wait()
+            code = os.waitstatus_to_exitcode(status)
+            codes[pid] = code
+            assert code <= 0, f"rank {children.index(pid)} has ended with {code}"
     finally:
-        for pid in children[len(results) :]:
+        for pid in set(children) - codes.keys():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    results = [
+        codes[pid] or json.loads((home / f"{rank}.json").read_text())
+        for rank, pid in enumerate(children)
+    ]
     (home / "results").write_text(json.dumps(results))
 
 

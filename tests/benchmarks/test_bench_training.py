@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from processes import NO_NAMES
+
 pytest.importorskip("torch")
 pytest.importorskip("numba")
 
@@ -59,7 +61,9 @@ def torchrun(script: Path, words: Sequence[str], restarts: int = 0, fails: bool 
     path = os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "RESTARTS": str(restarts)},
+        env=os.environ
+        | NO_NAMES
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "RESTARTS": str(restarts)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import NO_NAMES
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: What the last line of each says; the numbers are checked by the programs themselves.
 ALONE = {
@@ -97,7 +99,7 @@ def run(words: list[str]) -> str:
     """What Python prints, run with these words; the test fails with what it says if it fails."""
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | NO_NAMES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=240,
