@@ -48,6 +48,10 @@ class Work:
         self.needs: list[int] = []
         self._error: CollectiveError | None = None
 
+    def __del__(self) -> None:
+        # Nobody has waited for it, and nobody can any more.
+        running.end(self._call)
+
     @property
     def may_change(self) -> bool:
         """Whether ``wait`` may have to make the call once more."""
@@ -231,7 +235,9 @@ class Prepared:
         if self._calls.records.maxlen and tensors.is_cuda(self._like):
             call.events = []
         learnt = zip(slot.capacities, self._capacities, strict=True)
-        if any(known is not None and size != known.nbytes for size, known in learnt):
+        grown = any(known is not None and size != known.nbytes for size, known in learnt)
+        # A graph goes on using the memory that it has captured.
+        if grown and not slot.captured:
             self._lay_out(slot)
         self._made += 1
         slot.found.clear()
@@ -364,7 +370,8 @@ class Prepared:
             if _capturing():
                 # A replay may follow at once, and write what others still read.
                 for exchange in slot.exchanges:
-                    exchange.messages.exchange()
+                    if exchange.messages.late is not None:
+                        exchange.messages.exchange()
                 running.end(call)
                 slot.captured = True
                 return Work(None, call, None, again)

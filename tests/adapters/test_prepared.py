@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -432,6 +433,18 @@ def test_works_may_be_waited_for_late() -> None:
     run(2, "network", task, depth=3)
 
 
+def test_works_that_are_dropped_with_their_calls_are_running_no_more() -> None:
+    def task(calls: PreparedCalls) -> None:
+        x, out = tensor(0, 300), np.empty(600, DTYPE)
+        gather = calls.all_gather(x)
+        gather(x, out)
+        gather(x, out)
+
+    run(2, "network", task, name="dropped")
+    gc.collect()
+    assert "dropped" not in [call.name for call in running_calls()]
+
+
 def test_messages_become_as_large_as_is_needed() -> None:
     sizes: list[int] = []
 
@@ -475,6 +488,45 @@ def test_other_calls_are_refused_when_they_are_prepared(route: str) -> None:
             calls.all_gather(like)
 
     run(2, route, task)
+
+
+@pytest.mark.parametrize(
+    "option", [{"depth": 3}, {"checksum": False}, {"codec": "raw"}, {"seed": 1}]
+)
+def test_ranks_with_other_options_are_refused(option: dict[str, Any]) -> None:
+    """Of other depths they would learn sizes from other calls, and read past messages."""
+
+    def task(transport: ThreadTransport) -> None:
+        with pytest.raises(CollectiveError, match=r"PreparedCalls #0 .* ranks differ"):
+            PreparedCalls(transport, **option if transport.rank else {})
+
+    run_ranks(2, task, 5)
+
+
+REFUSED: tuple[Callable[[PreparedCalls], Any], ...] = (
+    lambda calls: calls.all_gather([]),
+    lambda calls: calls.all_to_all(tensor(0, 7)),
+    lambda calls: calls.reduce_scatter(np.ones(8, np.int32)),
+    lambda calls: calls.reduce_scatter(tensor(0, 8), wire="float32"),
+    lambda calls: calls.all_reduce(tensor(0, 8), algorithm="ring"),
+    lambda calls: calls.broadcast(tensor(0, 8), root=2),
+    lambda calls: calls.all_gather("no array"),
+)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_one_rank_is_refused_the_others_do_not_wait_for(number: int) -> None:
+    def task(calls: PreparedCalls) -> None:
+        with pytest.raises(CollectiveError, match=r"ranks differ: .*ranks .1.: "):
+            if calls.rank == 1:
+                REFUSED[number](calls)
+            else:
+                calls.all_gather(tensor(0, 8))
+        # All go on.
+        x, out = tensor(calls.rank, 8), result("all_gather", 8, 2)
+        calls.all_gather(x)(x, out).wait()
+
+    run(2, "network", task, timeout=5)
 
 
 def test_a_lost_rank_is_an_error_with_names_and_the_last() -> None:
@@ -540,7 +592,7 @@ def test_damage_is_named(case: str, codec: str) -> None:
             with pytest.raises(CollectiveError, match="stage 'decode'"):
                 work.wait()
             if codec == "zipccl":
-                with pytest.raises(CollectiveError, match="an earlier call has failed: .*decode"):
+                with pytest.raises(CollectiveError, match=r"an earlier call has failed: .*decode"):
                     call(x, out)
         if codec == "mx":
             for _ in range(2):
@@ -598,7 +650,7 @@ def test_damage_for_which_nobody_waits_leaves_ranks_in_step() -> None:
             outs.append(result("all_gather", 6000, 2))
             work = gather(tensor(calls.rank, 6000, k), outs[-1])
             if calls.rank == 1 and k == 2:
-                with pytest.raises(CollectiveError, match="all_gather #2 .*from rank 0"):
+                with pytest.raises(CollectiveError, match=r"all_gather #2 .*from rank 0"):
                     work.wait()
             elif k > 1:
                 work.wait()
@@ -648,6 +700,46 @@ def test_trace(route: str) -> None:
             assert r.device_seconds == {}
 
     run(2, route, task, trace=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:-1])
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_operations_of_a_call_do_not_grow_with_the_ranks(case: str, codec: str) -> None:
+    """What PyTorch would launch on a GPU, besides encoding and decoding; views launch nothing."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    views = ("slice", "view", "detach", "expand", "as_strided", "alias", "empty", "split")
+
+    class Counted(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.launches: list[str] = []
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            name = str(op).split(".")[1]
+            if not any(view in name for view in views):
+                self.launches.append(name)
+            return op(*args, **(kwargs or {}))
+
+    def launches(world: int) -> list[str]:
+        def task(calls: PreparedCalls) -> list[str]:
+            x = torch.randn(world * 4096).bfloat16()
+            out = torch.empty(result(case, x.numel(), world).size, dtype=torch.bfloat16)
+            call = prepare(calls, case, x)
+            call(x, out).wait()
+            if calls.rank:
+                call(x, out).wait()
+                return []
+            with Counted() as counted:
+                call(x, out).wait()
+            return list(counted.launches)
+
+        found: list[str] = run(world, "network", task, 60, codec=codec)[0]
+        return found
+
+    assert launches(2) == launches(4)
 
 
 def test_who_has_left_is_known_at_once() -> None:
@@ -705,6 +797,12 @@ def test_the_faster_way_is_taken_and_looked_for_again() -> None:
         spent = Faster(transport, budget=0)
         made.clear()
         assert not spent.native("b", way("native"), way("ours"), like)
+        assert not made
+        # Others go the way of those that were measured.
+        spent.seconds = {"c": (1.0, 0.5), "d": (2.0, 3.0)}
+        assert spent.native("e", way("native"), way("ours"), like)
+        spent.seconds["c"] = (1.5, 0.1)
+        assert not spent.native("f", way("native"), way("ours"), like)
         assert not made
 
     run_ranks(2, task)
