@@ -44,7 +44,8 @@ class PreparedDirection(PreparedHook):
     """Prepared calls, one of each size, which is prepared when the first call of it is made.
 
     What a call returns is right. Where messages fit any data, with lossy codecs and out of peers'
-    memory, nobody waits for that, and damage is raised by a later call. Else the host waits.
+    memory, nobody waits for that: damage is raised by a later call, or before backward returns.
+    Else the host waits.
 
     Args:
         route: How bytes travel.

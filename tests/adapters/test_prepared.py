@@ -671,6 +671,8 @@ def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
             gather(x, out.astype(np.float32))
         with pytest.raises(ValueError, match="out overlaps x"):
             swap(x, x)
+        with pytest.raises(ValueError, match="x lies in out, but not as this rank's share"):
+            gather(out[500:1500], out)
         with pytest.raises(ValueError, match="not contiguous"):
             gather(np.empty(2000, DTYPE)[::2], out)
         with pytest.raises(ValueError, match="a multiple of 2"):
