@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import tightwire as tw
+from prepared_ranks import CASES, DTYPE, ROUTES, prepare, result, run, same, tensor
 from tightwire.adapters.collectives import tensors
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.messages import Capacity
@@ -19,40 +19,7 @@ from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.collectives.running import running_calls
 from tightwire.adapters.errors import CollectiveError
-from tightwire.adapters.transports.peer import connect_threads
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
-
-ROUTES = ("network", "peers")
-DTYPE = ml_dtypes.bfloat16
-
-
-def run(
-    world: int,
-    route: str,
-    task: Callable[[PreparedCalls], Any],
-    timeout: float = 20,
-    **options: Any,
-) -> list[Any]:
-    """`task` on every rank of a group of threads."""
-    memory = connect_threads(world, timeout)
-
-    def one(transport: ThreadTransport) -> Any:
-        peers = memory[transport.rank] if route == "peers" else None
-        return task(PreparedCalls(transport, peers=peers, **options))
-
-    return run_ranks(world, one, timeout)
-
-
-def tensor(rank: int, n: int, call: int = 0, dtype: Any = DTYPE, wild: bool = False) -> Any:
-    """What a rank has in a call; `wild` values do not compress."""
-    rng = np.random.default_rng([rank, n, call])
-    if wild:
-        return rng.integers(0, 1 << 15, n).astype(np.uint16).view(np.int16).view(dtype)
-    return rng.normal(0, 0.02, n).astype(np.float32).astype(dtype)
-
-
-def same(x: Any, y: Any) -> bool:
-    return bool(x.dtype == y.dtype and x.tobytes() == y.tobytes())
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -173,30 +140,6 @@ def test_ranks_get_the_same_lossy_sums(route: str, algorithm: str, codec: str) -
     exact = summed(3, 9000)
     error = ((sums[0].astype(np.float32) - exact) ** 2).sum() / (exact**2).sum()
     assert 0 < error < 0.05
-
-
-CASES = ("all_gather", "all_to_all", "reduce_scatter", "one-shot", "two-shot", "broadcast")
-
-
-def prepare(calls: PreparedCalls, case: str, like: Any) -> Any:
-    if case in ("one-shot", "two-shot"):
-        return calls.all_reduce(like, algorithm=case)
-    if case == "broadcast":
-        spread = calls.broadcast(like, root=0)
-
-        def call(x: Any, out: Any) -> Work:
-            out[...] = x if calls.rank == 0 else np.nan
-            return spread(out)
-
-        call.prepared = spread  # type: ignore[attr-defined]
-        return call
-    return getattr(calls, case)(like)
-
-
-def result(case: str, n: int, world: int) -> Any:
-    """Memory for the result of a tensor of n elements."""
-    size = {"all_gather": world * n, "reduce_scatter": n // world}.get(case, n)
-    return np.full(size, np.nan, DTYPE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -554,111 +497,6 @@ def test_a_late_rank_is_an_error_for_peers() -> None:
             gather(x, out)
 
     run(2, "peers", task, timeout=0.3)
-
-
-def damage(call: Any, at: int, bit: int) -> None:
-    """Have a bit change of what the next call of a prepared collective gets from rank 0."""
-    prepared = getattr(call, "prepared", call)
-    slot = prepared._slots[prepared._made % len(prepared._slots)]
-    messages = slot.exchanges[0].messages
-    move = messages.exchange
-
-    def damaging() -> None:
-        messages.exchange = move
-        move()
-        messages.received[0][at] ^= bit
-
-    messages.exchange = damaging
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("codec", ["zipccl", "mx"])
-def test_damage_is_named(case: str, codec: str) -> None:
-    """A byte that changes on the way to rank 1 is found there.
-
-    What lossless messages need is learnt from them, so that later calls are refused there.
-    """
-
-    def task(calls: PreparedCalls) -> Any:
-        x = tensor(calls.rank, 6000)
-        call, out = prepare(calls, case, x), result(case, 6000, 2)
-        if calls.rank == 0:
-            call(x, out).wait()
-        else:
-            damage(call, 2000, 1)
-            work = call(x, out)
-            with pytest.raises(CollectiveError, match=r"stage 'decode'.*\(from rank 0\)"):
-                work.wait()
-            with pytest.raises(CollectiveError, match="stage 'decode'"):
-                work.wait()
-            if codec == "zipccl":
-                with pytest.raises(CollectiveError, match=r"an earlier call has failed: .*decode"):
-                    call(x, out)
-        if codec == "mx":
-            for _ in range(2):
-                call(x, result(case, 6000, 2)).wait()
-        return out
-
-    found = run(2, "network", task, codec=codec)[0]
-    if case == "two-shot":
-        # What rank 1 could not add up is no number on rank 0 either.
-        assert np.isnan(found[3072:].astype(np.float32)).all()
-        assert not np.isnan(found[:3072].astype(np.float32)).any()
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("bit", [1, 128])
-def test_damage_of_what_messages_say_of_themselves_is_named(case: str, bit: int) -> None:
-    """Sizes are learnt from that: a rank that believed it would leave the others behind."""
-    n = 12_000
-
-    def task(calls: PreparedCalls) -> None:
-        x = tensor(calls.rank, n)
-        call = prepare(calls, case, x)
-        exchange = getattr(call, "prepared", call)._slots[0].exchanges[0]
-        buffer = exchange.layouts[0].starts[0]
-        # The words of what was needed, and the record.
-        header = exchange.layouts[0].plans[0].header.nbytes
-        places = [*range(min(buffer, 16)), *range(buffer + header, buffer + header + 32)]
-        for at in places:
-            out = result(case, n, 2)
-            if calls.rank == 1:
-                damage(call, at, bit)
-            work = call(x, out)
-            if calls.rank == 0:
-                work.wait()
-                assert not work.repeated
-            else:
-                with pytest.raises(CollectiveError, match="stage 'decode'"):
-                    work.wait()
-                assert calls.broken
-                calls.broken = ""
-            # Both ranks go on as if this call had not been.
-            work.needs = []
-
-    run(2, "network", task)
-
-
-def test_damage_for_which_nobody_waits_leaves_ranks_in_step() -> None:
-    """The call that needs the memory is made like those of the others, and raises later."""
-
-    def task(calls: PreparedCalls) -> list[Any]:
-        gather, outs = calls.all_gather(tensor(0, 6000)), []
-        if calls.rank == 1:
-            damage(gather, 2000, 1)
-        for k in range(5):
-            outs.append(result("all_gather", 6000, 2))
-            work = gather(tensor(calls.rank, 6000, k), outs[-1])
-            if calls.rank == 1 and k == 2:
-                with pytest.raises(CollectiveError, match=r"all_gather #2 .*from rank 0"):
-                    work.wait()
-            elif k > 1:
-                work.wait()
-        return outs[2:]
-
-    first, second = run(2, "network", task, codec="mx")
-    for k, (x, y) in enumerate(zip(first, second, strict=True)):
-        assert same(x, y), k
 
 
 def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
