@@ -150,11 +150,12 @@ def _ddp(name: str, *, lossless: bool = False, **options: Any) -> Case:
     )
 
 
-def _tp(name: str, codec: str | None, *, lossless: bool = False) -> Case:
+def _tp(name: str, codec: str | None, *, lossless: bool = False, **options: Any) -> Case:
     def connect(device: torch.device) -> Any:
-        return tp.connect(codec, codec, device=device)
+        return tp.connect(codec, codec, device=device, **options)
 
-    return Case("tp", name, f"tp.connect({codec!r}, {codec!r})", divided(connect), lossless)
+    call = f"tp.connect({codec!r}, {codec!r}{_text(options)})"
+    return Case("tp", name, call, divided(connect), lossless, options.get("route") == "peers")
 
 
 def _tagc(ratio: int) -> Case:
@@ -170,6 +171,7 @@ _CASES = (
     *(Case(name, NATIVE, "", group.native) for name, group in GROUPS.items()),
     _fsdp("zipccl, network", route="network"),
     _fsdp("zipccl, peers", route="peers"),
+    _fsdp("zipccl, prepared, auto", route="auto"),
     _fsdp("zipccl, exact"),
     _fsdp("zipccl, auto", algorithm="auto"),
     _fsdp("mx gradients, network", route="network", gradients="mx", lossless=False),
@@ -182,10 +184,12 @@ _CASES = (
     _fsdp("zipccl, network, bfloat16 travels", F32, route="network", wire="bfloat16"),
     _fsdp("zipccl, peers, bfloat16 travels", F32, route="peers", wire="bfloat16"),
     _fsdp("zipccl, network", F32, route="network"),
+    _fsdp("zipccl, prepared, auto", F32, route="auto", wire="bfloat16"),
     _fsdp("zipccl, exact", F32),
     _fsdp("zipccl, auto", F32, algorithm="auto"),
     _ddp("zipccl, network", route="network", lossless=True),
     _ddp("zipccl, peers", route="peers", lossless=True),
+    _ddp("zipccl, prepared, auto", route="auto", lossless=True),
     _ddp("zipccl, exact", lossless=True),
     _ddp("zipccl, auto", algorithm="auto", lossless=True),
     _ddp("mx, network", route="network", codec="mx"),
@@ -197,7 +201,12 @@ _CASES = (
     _tp("no codec", None, lossless=True),
     _tp("zipccl", "zipccl", lossless=True),
     _tp("taco", "taco"),
+    _tp("taco, network", "taco", route="network"),
+    _tp("taco, peers", "taco", route="peers"),
     _tp("mx", "mx"),
+    _tp("mx, network", "mx", route="network"),
+    _tp("mx, peers", "mx", route="peers"),
+    _tp("mx, prepared, auto", "mx", route="auto"),
 )
 #: By groups: the native model of one is in memory at a time.
 CASES = [case for group in GROUPS for case in _CASES if case.group == group]

@@ -104,9 +104,17 @@ class Messages:
     """
 
     def __init__(
-        self, sent: list[Any], received: list[Any], exchange: Callable[[], None], late: Any = None
+        self,
+        sent: list[Any],
+        received: list[Any],
+        exchange: Callable[[], None],
+        *,
+        late: Any = None,
+        memory: Any = None,
     ) -> None:
         self.sent = sent
+        #: The memory that the rows of ``sent`` are, where they lie side by side.
+        self.memory = memory
         self.received = received
         #: A word on a GPU that says which rank did not come; see ``Region.late``.
         self.late = late
@@ -163,7 +171,8 @@ class NetworkRoute:
         def exchange() -> None:
             self._transport.all_to_all(received, sent)
 
-        return Messages(_rows(sent, nbytes), _rows(received, nbytes), exchange)
+        rows = _rows(sent, nbytes), _rows(received, nbytes)
+        return Messages(*rows, exchange, memory=sent)
 
     def spread(self, nbytes: int, like: Any, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
@@ -199,19 +208,20 @@ class PeerRoute:
         """See ``Route``."""
         region = self._region(nbytes)
         mine = region.parts[self._memory.rank]
-        return Messages([mine], list(region.parts), region.barrier, region.late())
+        return Messages([mine], list(region.parts), region.barrier, late=region.late())
 
     def swapped(self, nbytes: int, like: Any) -> Messages:
         """See ``Route``."""
         rank, region = self._memory.rank, self._region(self._memory.world_size * nbytes)
         received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
-        return Messages(_rows(region.parts[rank], nbytes), received, region.barrier, region.late())
+        rows = _rows(region.parts[rank], nbytes)
+        return Messages(rows, received, region.barrier, late=region.late())
 
     def spread(self, nbytes: int, like: Any, root: int) -> Messages:
         """See ``Route``."""
         region = self._region(self._memory.world_size * nbytes)
         mine, received = region.parts[self._memory.rank], _rows(region.parts[root], nbytes)
-        return Messages(_rows(mine, nbytes), received, region.barrier, region.late())
+        return Messages(_rows(mine, nbytes), received, region.barrier, late=region.late())
 
     def _region(self, nbytes: int) -> Region:
         return self._memory.region(align(nbytes))

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ...codec import Codec, as_codec
 from ...planning import integer
@@ -43,6 +44,7 @@ from .prepared_exchange import part_of
 from .prepared_gathers import AllGather, AllToAll, Broadcast
 from .prepared_sums import AllReduce, OneShot, ReduceScatter
 
+_P = TypeVar("_P")
 #: Bytes of a tensor up to which an all-reduce has every rank send all of it.
 ONE_SHOT_NBYTES = 256 << 10
 
@@ -106,7 +108,8 @@ class PreparedCalls:
         self.records: deque[TraceRecord] = deque(maxlen=trace)
         #: Tells when ranks leave, where the transport knows.
         self.presence: Any = transport.presence()
-        self.agreed("PreparedCalls", f"{self.codec.spec!r}, {self.route.name}, seed {seed}")
+        facts = f"{self.codec!r}, {self.route.name}, seed {seed}, depth {depth}"
+        self.agreed("PreparedCalls", f"{facts}, checksum {self.checksum}")
 
     def all_gather(self, like: Any) -> AllGather:
         """Prepare an all-gather of tensors like this one.
@@ -115,7 +118,7 @@ class PreparedCalls:
             like: An array: its dtype, number of elements, library and device count. Or a list of
                 arrays, of any dtypes and sizes: calls take lists then, and are one exchange.
         """
-        return AllGather(self, like)
+        return self._prepare("all_gather", lambda: AllGather(self, like))
 
     def all_to_all(self, like: Any) -> AllToAll:
         """Prepare an all-to-all: equal share j of the tensor goes to rank j.
@@ -123,7 +126,7 @@ class PreparedCalls:
         Args:
             like: As in ``all_gather``, of ``world_size * n`` elements.
         """
-        return AllToAll(self, like)
+        return self._prepare("all_to_all", lambda: AllToAll(self, like))
 
     def reduce_scatter(
         self, like: Any, *, dtype: Any = None, wire: Any = None, scale: float | None = None
@@ -141,7 +144,8 @@ class PreparedCalls:
             TypeError: If the dtype is not a float.
             ValueError: If a dtype is not allowed, or there are no equal shares.
         """
-        return ReduceScatter(self, like, dtype=dtype, wire=wire, scale=scale)
+        options = {"dtype": dtype, "wire": wire, "scale": scale}
+        return self._prepare("reduce_scatter", lambda: ReduceScatter(self, like, **options))
 
     def all_reduce(
         self,
@@ -164,13 +168,18 @@ class PreparedCalls:
             TypeError: If the dtype is not a float.
             ValueError: For another ``algorithm`` or ``wire``.
         """
-        if algorithm not in (None, "one-shot", "two-shot"):
-            raise ValueError(f"algorithm is {algorithm!r}; allowed: 'one-shot', 'two-shot', None")
-        likes = like if isinstance(like, (list, tuple)) else [like]
-        small = sum(part_of(x).nbytes for x in likes) <= ONE_SHOT_NBYTES
-        if algorithm == "one-shot" or (algorithm is None and small):
-            return OneShot(self, like, wire=wire, scale=scale)
-        return AllReduce(self, like, wire=wire, scale=scale)
+
+        def make() -> AllReduce | OneShot:
+            if algorithm not in (None, "one-shot", "two-shot"):
+                allowed = "'one-shot', 'two-shot', None"
+                raise ValueError(f"algorithm is {algorithm!r}; allowed: {allowed}")
+            likes = like if isinstance(like, (list, tuple)) else [like]
+            small = sum(part_of(x).nbytes for x in likes) <= ONE_SHOT_NBYTES
+            one_shot = small if algorithm is None else algorithm == "one-shot"
+            kind = OneShot if one_shot else AllReduce
+            return kind(self, like, wire=wire, scale=scale)
+
+        return self._prepare("all_reduce", make)
 
     def broadcast(self, like: Any, *, root: int = 0) -> Broadcast:
         """Prepare a broadcast: all ranks get the tensor of one.
@@ -182,7 +191,21 @@ class PreparedCalls:
         Raises:
             ValueError: If there is no such rank.
         """
-        return Broadcast(self, like, root=peer_of("root", root, self.world_size))
+        return self._prepare(
+            "broadcast",
+            lambda: Broadcast(self, like, root=peer_of("root", root, self.world_size)),
+        )
+
+    def _prepare(self, collective: str, make: Callable[[], _P]) -> _P:
+        """What `make` prepares; what it refuses on one rank is an error on all of them."""
+        number = self.number
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            if self.number == number:
+                # The others are about to compare what they prepare.
+                self.agreed(f"prepare {collective}", f"refused, {error}")
+            raise
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last works that were waited for, oldest first."""

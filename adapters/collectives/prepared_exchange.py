@@ -86,6 +86,7 @@ class Exchange:
         messages: Their memory.
         buffers: Those that are received, message by message; None if one has no elements.
         needs: Words that say what buffers needed, and of which part each is.
+        checks: The complements of these words, where messages begin with what they needed.
     """
 
     def __init__(
@@ -99,21 +100,14 @@ class Exchange:
             for layout, data in zip(own, messages.received, strict=True)
             for plan, start in zip(layout.plans, layout.starts, strict=True)
         ]
-        sent = [tensors.view(m, INT64) for m in messages.sent]
         received = [tensors.view(m, INT64) for m in messages.received]
-        parts = range(len(what.parts))
-        #: By part, where every rank is told what this rank's messages needed, and what says it.
-        self._told: list[tuple[list[Any], list[Any]]] = []
-        if layouts[0].starts[0]:
-            for part in parts:
-                needed = [
-                    _word(words, layout.record(part))
-                    for j, (words, layout) in enumerate(zip(sent, layouts, strict=True))
-                    if j != rank and layout.plans[part].nelem
-                ]
-                if needed:
-                    self._told.append(([_word(words, part) for words in sent], needed))
+        parts, prefix = range(len(what.parts)), layouts[0].starts[0]
+        self.checks: list[Any] = []
+        self._tells: _Tells | None = None
+        if prefix:
+            self._tells = _Tells(messages.memory, layouts, rank)
             self.needs = [(part, _word(words, part)) for words in received for part in parts]
+            self.checks = [_word(words, len(parts) + part) for words in received for part in parts]
         else:
             self.needs = [
                 (part, _word(words, layout.record(part)))
@@ -149,10 +143,8 @@ class Exchange:
 
     def tell_needs(self) -> None:
         """Tell every rank what the messages to all of them needed, if it is learnt."""
-        for words, needed in self._told:
-            most = _largest(needed)
-            for word in words:
-                tensors.put(word, most)
+        if self._tells is not None:
+            self._tells()
 
 
 class Slot:
@@ -173,14 +165,25 @@ class Slot:
         self.found: list[tuple[int, int, FormatError]] = []
         #: By part, the most dynamic bytes that a message needed.
         self.needs: list[int] = []
+        #: Words that say so, and their complements.
+        self.need_words: list[Any] = []
+        #: Whether what messages needed was damaged on the way.
+        self.misled = False
         self.pending: tensors.PendingHostCopy | None = None
 
-    def set_needs(self, needs: Sequence[int]) -> None:
-        """Keep the most of each part; `needs` are what the words of all exchanges say."""
+    def set_needs(self, said: Sequence[int]) -> None:
+        """Keep the most of each part; `said` is what ``need_words`` say."""
         self.needs = [0] * len(self.capacities)
-        parts = (part for exchange in self.exchanges for part, _ in exchange.needs)
-        for part, need in zip(parts, needs, strict=True):
-            self.needs[part] = max(self.needs[part], need)
+        at = 0
+        for exchange in self.exchanges:
+            needs = said[at : at + len(exchange.needs)]
+            at += len(needs)
+            checks = said[at : at + len(exchange.checks)]
+            at += len(checks)
+            if any(need != ~check for need, check in zip(needs, checks, strict=False)):
+                self.misled = True
+            for (part, _), need in zip(exchange.needs, needs, strict=True):
+                self.needs[part] = max(self.needs[part], need)
 
 
 def part_of(x: Any) -> Part:
@@ -225,10 +228,36 @@ def _word(words: Any, at: int) -> Any:
     return words[at : at + 1]
 
 
-def _largest(words: list[Any]) -> Any:
-    """The largest of int64 words, shape (1,)."""
-    if not tensors.is_torch(words[0]):
-        return np.max(words, axis=0)
-    import torch
+class _Tells:
+    """Writes at the start of each message what all of a rank's messages needed, by part.
 
-    return words[0] if len(words) == 1 else torch.cat(words).amax().reshape(1)
+    The complements follow, by which damage of these words is known: a rank that took other numbers
+    than the others would make other calls than they do. The number of operations is the same for
+    any number of ranks.
+    """
+
+    def __init__(self, memory: Any, layouts: Sequence[Layout], rank: int) -> None:
+        self._words = tensors.view(memory, INT64)
+        ranks, parts = len(layouts), len(layouts[0].plans)
+        each = layouts[0].nbytes // INT64.itemsize
+        self._told = self._words.reshape(ranks, each)[:, : 2 * parts].reshape(ranks, 2, parts)
+        # The message to this rank itself is never encoded, and stays zero.
+        records = [
+            [
+                to * each + layouts[to].record(part)
+                for to in (j if layouts[j].plans[part].nelem else rank for j in range(ranks))
+            ]
+            for part in range(parts)
+        ]
+        device = tensors.device_of(memory)
+        self._records = tensors.on_device(np.array(records, np.int64), device)
+        self._mask = tensors.on_device(np.array([[0], [-1]], np.int64), device)
+
+    def __call__(self) -> None:
+        found = self._words[self._records]
+        if tensors.is_torch(found):
+            import torch
+
+            torch.bitwise_xor(found.amax(1), self._mask.expand_as(self._told), out=self._told)
+        else:
+            np.bitwise_xor(found.max(1), self._mask, out=self._told)

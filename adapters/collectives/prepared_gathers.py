@@ -66,6 +66,11 @@ class AllGather(Prepared):
             [whole[rank * n : (rank + 1) * n] for whole, n in zip(outs, counts, strict=True)]
             for rank in range(self._ranks)
         ]
+        for own, values, whole in zip(rows[self._rank], xs, outs, strict=True):
+            if tensors.overlap(values, whole) and not tensors.same_memory(own, values):
+                raise ValueError(
+                    "x lies in out, but not as this rank's share; allowed: that, or other memory"
+                )
 
         def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
             self._encode(slot, call, 0, [Given(v, 0, part) for part, v in enumerate(xs)])

@@ -264,7 +264,8 @@ class AllReduce(_Sums):
             self._exchange(slot, call, 0)
             for part, (own, total) in enumerate(zip(owns, sums, strict=True)):
                 if own.shape[0]:
-                    self._sum(slot, call, 0, own, total[me], part=part, scale=self._scale)
+                    into, scale = total[me], self._scale
+                    self._sum(slot, call, 0, own, into, part=part, scale=scale, travels_on=True)
             self._encode(slot, call, 1, [Given(t[me], 0, part) for part, t in enumerate(sums)])
             self._exchange(slot, call, 1)
             lossless = self._calls.codec.lossless

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,10 @@ class Work:
         self.needs: list[int] = []
         self._error: CollectiveError | None = None
 
+    def __del__(self) -> None:
+        # Nobody has waited for it, and nobody can any more.
+        running.end(self._call)
+
     @property
     def may_change(self) -> bool:
         """Whether ``wait`` may have to make the call once more."""
@@ -79,14 +84,17 @@ class Work:
         """
         owner, self._owner = self._owner, None
         if owner is not None:
+            own: CollectiveError | None = None
             try:
                 owner._judge(self, timeout)
             except CollectiveError as error:
-                self._error = error
+                own = error
             finally:
                 running.end(self._call)
-                owner._remember(self._call, self._error)
+                owner._remember(self._call, own)
                 self._report = self._again = None
+            # What a work found for which nobody waited comes first.
+            self._error = self._error or own
         if self._error is not None:
             raise self._error
         return True
@@ -111,6 +119,8 @@ class Prepared:
         self._text = f"{texts} {self.collective}{facts}"
         self._slots = [Slot() for _ in range(calls.depth)]
         self._made = 0
+        #: What a work has found that nobody had waited for: the next one raises it.
+        self._untold: CollectiveError | None = None
         self._exact: Any = None
         #: By part what is learnt; None where messages fit any data.
         self._capacities: list[Capacity | None] = []
@@ -167,12 +177,15 @@ class Prepared:
                 plans += layout.plans
                 for part, plan in enumerate(layout.plans):
                     slot.capacities[part] = max(slot.capacities[part], plan.dynamic_stride)
+        if self._learns:
+            words = [[word for _, word in e.needs] + e.checks for e in slot.exchanges]
+            slot.need_words = list(itertools.chain.from_iterable(words))
         if not tensors.is_cuda(self._like):
             return
         scratch = max(1, *(plan.scratch_nbytes for plan in plans))
         slot.scratch = tensors.empty_bytes(scratch, self._like)
         slot.needs_at = self._width * len(slot.exchanges)
-        slot.late_at = slot.needs_at + sum(len(e.needs) for e in slot.exchanges)
+        slot.late_at = slot.needs_at + len(slot.need_words)
         slot.words = tensors.empty((slot.late_at + len(slot.exchanges),), INT64, self._like)
         slot.words[...] = 0
         flat = [buffer for exchange in slot.exchanges for buffer in exchange.buffers]
@@ -184,7 +197,7 @@ class Prepared:
         """The messages of an exchange, by rank, all as long as the longest."""
         # Other ranks do not see what messages to one another needed.
         tells = self._learns and what.kind == "swapped"
-        prefix = align(INT64.itemsize * len(self._parts)) if tells else 0
+        prefix = align(2 * INT64.itemsize * len(self._parts)) if tells else 0
         capacities = list(zip(what.parts, self._capacities, strict=True))
         found = [
             Layout.of([self._plan(p.counts[rank], p.dtype, most) for p, most in capacities], prefix)
@@ -213,7 +226,7 @@ class Prepared:
         slot = self._slots[self._made % len(self._slots)]
         if slot.work is not None:
             if not slot.work.judged:
-                slot.work.wait()
+                self._settle(slot.work)
             for capacity, need in zip(self._capacities, slot.work.needs, strict=False):
                 if capacity is not None:
                     capacity.learn(need)
@@ -222,12 +235,25 @@ class Prepared:
         if self._calls.records.maxlen and tensors.is_cuda(self._like):
             call.events = []
         learnt = zip(slot.capacities, self._capacities, strict=True)
-        if any(known is not None and size != known.nbytes for size, known in learnt):
+        grown = any(known is not None and size != known.nbytes for size, known in learnt)
+        # A graph goes on using the memory that it has captured.
+        if grown and not slot.captured:
             self._lay_out(slot)
         self._made += 1
         slot.found.clear()
         slot.needs.clear()
+        slot.misled = False
         return slot, call
+
+    def _settle(self, work: Work) -> None:
+        """Wait for a work whose memory is needed."""
+        try:
+            work.wait()
+        except CollectiveError as error:
+            if self._calls.broken:
+                raise
+            # The others, who found nothing, make the next call. So does this rank, to stay in step.
+            self._untold = self._untold or error
 
     def _encode(self, slot: Slot, call: Call, at: int, given: Sequence[Given]) -> None:
         """Encode tensors as messages of exchange `at`."""
@@ -301,12 +327,16 @@ class Prepared:
         part: int = 0,
         dtype: DType | None = None,
         scale: float | None = None,
+        travels_on: bool = False,
     ) -> None:
         """Fill `out` with the sum of what exchange `at` received of a part, and of `own`.
 
-        `own` is this rank's term; None: its message is one, too. If a message did not fit `out` is
-        -0.0.
+        `own` is this rank's term; None: its message is one, too. If a message did not fit, or was
+        damaged, `out` is -0.0; with `travels_on` it is NaN, so that ranks that get the sum do not
+        take it for right.
         """
+        lost = math.nan if travels_on else -0.0
+        by_network = self._calls.route.learns
         exchange, parts = slot.exchanges[at], len(self._parts)
         terms: list[Any] = list(exchange.buffers[part::parts])
         if own is not None:
@@ -321,10 +351,10 @@ class Prepared:
             except FormatError as error:
                 source = error.number if error.number is not None else self._only_peer()
                 slot.found.append((at, source, error))
-                tensors.fill(out, -0.0)
-            if slot.words is not None and self._learns:
+                tensors.fill(out, lost)
+            if slot.words is not None and (self._learns or (travels_on and by_network)):
                 words = slot.words[at * self._width : (at + 1) * self._width]
-                out.masked_fill_(words[part::parts].any(), -0.0)
+                out.masked_fill_(words[part::parts].any(), lost)
 
     def _only_peer(self) -> int:
         return 1 - self._rank if self._ranks == 2 else self._rank
@@ -340,23 +370,24 @@ class Prepared:
             if _capturing():
                 # A replay may follow at once, and write what others still read.
                 for exchange in slot.exchanges:
-                    exchange.messages.exchange()
+                    if exchange.messages.late is not None:
+                        exchange.messages.exchange()
                 running.end(call)
                 slot.captured = True
                 return Work(None, call, None, again)
             report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
         slot.work = Work(self, call, report, again)
+        slot.work._error, self._untold = self._untold, None
         return slot.work
 
     def _note_needs(self, slot: Slot) -> None:
         """What messages needed: on the host now, on a GPU in the words that are copied."""
         if not self._learns:
             return
-        words = [word for exchange in slot.exchanges for _, word in exchange.needs]
         if slot.words is None:
-            slot.set_needs([int(arrays.host_array(word)[0]) for word in words])
+            slot.set_needs([int(arrays.host_array(word)[0]) for word in slot.need_words])
         else:
-            _join(words, slot.words[slot.needs_at : slot.late_at])
+            _join(slot.need_words, slot.words[slot.needs_at : slot.late_at])
 
     def _judge(self, work: Work, timeout: float | None) -> None:
         """Wait for a work, have it made again if a message did not fit, raise what is wrong."""
@@ -369,16 +400,30 @@ class Prepared:
                 words = work._report.wait(seconds, presence and presence.left)
                 self._check_late(slot, words)
             self._read(slot, words)
+        lacks = self._lacks(slot)
+        damaged = self._damage(slot, call, lacks)
+        if damaged is not None:
+            if self._learns:
+                # Perhaps the others have learnt other capacities from it, or make it once more.
+                self._calls.broken = self._calls.broken or str(damaged)
+            raise damaged
         work.needs = list(slot.needs)
-        if self._lacks(slot):
+        if lacks:
             with self._failing(call):
                 assert work._again is not None
                 work._again(bool(slot.found))
             work.repeated = True
-            return
-        if slot.found:
-            _, source, error = slot.found[0]
-            raise call.failure("decode", f"{error} (from rank {source})") from error
+
+    def _damage(self, slot: Slot, call: Call, lacks: bool) -> CollectiveError | None:
+        """What is wrong with messages; if one of the call `lacks` capacity, other than that."""
+        if slot.misled:
+            return call.failure("decode", "what messages needed was damaged on the way")
+        for _, source, error in slot.found:
+            if error.reason != "dynamic_overflow" or not lacks:
+                found = call.failure("decode", f"{error} (from rank {source})")
+                found.__cause__ = error
+                return found
+        return None
 
     def _lacks(self, slot: Slot) -> bool:
         """Whether a message did not fit."""
@@ -415,9 +460,10 @@ class Prepared:
                 self._check_late(slot, words)
             slot.found.clear()
             self._read(slot, words)
-            if slot.found:
-                _, source, error = slot.found[0]
-                raise call.failure("decode", f"{error} (from rank {source})") from error
+            # A replay makes nothing once more.
+            damaged = self._damage(slot, call, lacks=False)
+            if damaged is not None:
+                raise damaged
 
     def _read(self, slot: Slot, words: Any) -> None:
         """What the words on a GPU say."""

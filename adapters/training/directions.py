@@ -17,7 +17,7 @@ from ..collectives.calls import TraceRecord
 from ..collectives.prepared import PreparedCalls
 from ..collectives.prepared_work import Work
 from .hooks import Channel
-from .prepared_hooks import PreparedHook, Route
+from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
 
 class ExactDirection(Channel):
@@ -44,7 +44,8 @@ class PreparedDirection(PreparedHook):
     """Prepared calls, one of each size, which is prepared when the first call of it is made.
 
     What a call returns is right. Where messages fit any data, with lossy codecs and out of peers'
-    memory, nobody waits for that, and damage is raised by a later call. Else the host waits.
+    memory, nobody waits for that: damage is raised by a later call, or before backward returns.
+    Else the host waits.
 
     Args:
         route: How bytes travel.
@@ -61,6 +62,11 @@ class PreparedDirection(PreparedHook):
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._plain = native
         self._late: deque[Work] = deque()
+        self._end = EndOfBackward(self._judge)
+
+    def _judge(self) -> None:
+        while self._late:
+            self._late.popleft().wait()
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls."""
@@ -132,6 +138,8 @@ class PreparedDirection(PreparedHook):
             work = call(x, out)
             self._count(work)
             self._late.append(work)
+            # Else damage of the last calls would be found after the optimizer has stepped.
+            self._end.ask()
             # Those that nobody waits for: all ranks wait at the same places.
             while self._late and (self._late[0].may_change or self._late[0].done()):
                 self._late.popleft().wait()

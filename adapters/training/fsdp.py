@@ -70,7 +70,7 @@ from .hooks import (
     scatter,
     wide,
 )
-from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor
+from .prepared_fsdp import PreparedGather, PreparedScatter, kind_and_factor, param_groups
 from .prepared_hooks import Route, check_route
 from .sharded import WeightDifferences
 
@@ -630,22 +630,6 @@ def compress(
                 mean = mean.with_feedback(error_feedback, f"{name}, replicas")
             m.set_all_reduce_hook(mean)
     return Hooks(gathers, scatters)
-
-
-def param_groups(module: Any) -> list[Any]:
-    """What FSDP itself has of the parameters of an FSDP module; nothing public tells.
-
-    Args:
-        module: The FSDP module.
-
-    Returns:
-        Its ``FSDPParamGroup`` objects.
-    """
-    fsdp = module._get_fsdp_state()
-    groups = getattr(fsdp, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    return [] if fsdp._fsdp_param_group is None else [fsdp._fsdp_param_group]
 
 
 def _take_replicas(module: Any) -> Any:

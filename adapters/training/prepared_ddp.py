@@ -14,7 +14,7 @@ from ..collectives.prepared_work import Work
 from ..collectives.side_stream import SideStream
 from ..errors import CollectiveError
 from .hooks import Channel, Closing, in_backward, raise_at_the_end
-from .prepared_hooks import PreparedHook, Route
+from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
 
 class _Sent(NamedTuple):
@@ -44,6 +44,9 @@ class PreparedDdpHook(PreparedHook, Closing):
         self._group = group
         self._stream = SideStream()
         self._sent: list[_Sent] = []
+        # DistributedDataParallel asks for what copies gradients out of buckets later, with the last
+        # bucket, unless its graph is static.
+        self._end = EndOfBackward(self._judge)
 
     def _open(self) -> Iterable[Channel]:
         return ()
@@ -72,7 +75,7 @@ class PreparedDdpHook(PreparedHook, Closing):
                 return
             work = reduce(x, x)
             self._count(work)
-            if self._queued():
+            if self._end.ask():
                 self._sent.append(_Sent(work, x, bucket.parameters()))
             else:
                 work.wait()
@@ -82,20 +85,6 @@ class PreparedDdpHook(PreparedHook, Closing):
     def _mean(self, x: Any) -> None:
         """Overwrite `x` with its mean over the ranks, by the process group itself."""
         self._calls[self._group].transport.all_reduce(x.div_(self._group.size()))
-
-    def _queued(self) -> bool:
-        """Whether works are judged before backward returns; False if nobody is in backward.
-
-        DistributedDataParallel queues what copies gradients out of buckets later, with the last
-        bucket, unless its graph is static.
-        """
-        if self._sent:
-            return True
-        try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._judge)
-        except RuntimeError:
-            return False
-        return True
 
     def _judge(self) -> None:
         sent, self._sent = self._sent, []

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..collectives.prepared_work import Work
-from .prepared_hooks import PreparedHook, Route
+from ..errors import CollectiveError
+from .prepared_hooks import EndOfBackward, PreparedHook, Route
 
 #: Reduce-scatters whose terms are kept until they are known to be right. FSDP keeps as many.
 _LATE = 2
@@ -51,6 +52,8 @@ class PreparedGather(PreparedHook):
     def __init__(self, route: Route, **options: Any) -> None:
         super().__init__(route, **options)
         self._made: deque[Work] = deque()
+        #: Gathers outside of backward so far.
+        self.forwards = 0
 
     def judge(self) -> None:
         """Raise what is wrong with gathers that were made so far; waits for them.
@@ -58,8 +61,14 @@ class PreparedGather(PreparedHook):
         Raises:
             CollectiveError: If a rank was late, or bytes were damaged.
         """
+        problem: CollectiveError | None = None
         while self._made:
-            self._made.popleft().wait()
+            try:
+                self._made.popleft().wait()
+            except CollectiveError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -90,6 +99,7 @@ class PreparedGather(PreparedHook):
         """
         key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
         with self._lock:
+            self.forwards += torch._C._current_graph_task_id() == -1
             gather = self._get(group, key, lambda calls: calls.all_gather(input_tensor))
 
             def native() -> None:
@@ -140,6 +150,7 @@ class PreparedScatter(PreparedHook):
         self._wire = wire
         self._gathers = gathers
         self._late: deque[Work] = deque()
+        self._end = EndOfBackward(self._judge)
 
     def of(self, module: Any) -> Callable[..., None]:
         """This hook for one FSDP module.
@@ -155,6 +166,8 @@ class PreparedScatter(PreparedHook):
         scale = {dist.ReduceOp.SUM: None, dist.ReduceOp.AVG: 1 / group.size()}.get(kind, factor)
         wide = x.dtype == torch.float32 and self._wire is not None
         key = x.device, x.numel(), x.dtype, scale
+        # Also where this module's sums are judged at once: gathers are not.
+        in_backward = self._end.ask()
         with self._lock:
             scatter = self._get(
                 group,
@@ -178,31 +191,41 @@ class PreparedScatter(PreparedHook):
             if self._native(group, key, native, ours, x):
                 native()
                 return
-            correct = _correction(module, output, scale)
+            correct = self._of_this_step(_correction(module, output, scale))
             work = scatter(x, output, correct)
             self._count(work)
-        if correct is None or not self._queued():
+        if correct is None or not in_backward:
             work.wait()
             return
         self._late.append(work)
         while len(self._late) > _LATE:
             self._late.popleft().wait()
 
-    def _queued(self) -> bool:
-        """Whether works are judged before backward returns; False if nobody is in backward."""
-        if self._late:
-            return True
-        try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._judge)
-        except RuntimeError:
-            return False
-        return True
+    def _of_this_step(self, correct: Callable[[Any], None] | None) -> Callable[[Any], None] | None:
+        """`correct`, which does nothing any more when a forward has followed.
+
+        Then its backward has raised, and gradients are those of another one.
+        """
+        gathers = self._gathers
+        if correct is None or gathers is None:
+            return correct
+        step = gathers.forwards
+        return lambda exact: correct(exact) if gathers.forwards == step else None
 
     def _judge(self) -> None:
+        problem: CollectiveError | None = None
         while self._late:
-            self._late.popleft().wait()
-        if self._gathers is not None:
-            self._gathers.judge()
+            try:
+                self._late.popleft().wait()
+            except CollectiveError as error:
+                problem = problem or error
+        try:
+            if self._gathers is not None:
+                self._gathers.judge()
+        except CollectiveError as error:
+            problem = problem or error
+        if problem is not None:
+            raise problem
 
 
 class _Scatter:
@@ -239,10 +262,11 @@ class _Scatter:
 
 def _correction(module: Any, output: Any, scale: float | None) -> Callable[[Any], None] | None:
     """What puts an exact sum where FSDP has put `output`, which was -0.0; None if nobody can."""
-    group = _param_group(module)
+    groups = param_groups(module)
     # Sums that FSDP divides afterwards, or hands on.
-    if group is None or scale is None or group._all_reduce_hook is not None:
+    if len(groups) != 1 or scale is None or groups[0]._all_reduce_hook is not None:
         return None
+    (group,) = groups
     params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     if sum(p.padded_sharded_param_size.numel() for p in params) != output.numel():
         return None
@@ -264,13 +288,21 @@ def _correction(module: Any, output: Any, scale: float | None) -> Callable[[Any]
     return correct
 
 
-def _param_group(module: Any) -> Any:
-    """FSDP's parameter group of a module; None where this PyTorch has it elsewhere."""
-    try:
-        groups = module._get_fsdp_state()._fsdp_param_groups
-    except AttributeError:
-        return None
-    return groups[0] if len(groups) == 1 else None
+def param_groups(module: Any) -> list[Any]:
+    """What FSDP itself has of the parameters of an FSDP module; nothing public tells.
+
+    Args:
+        module: The FSDP module.
+
+    Returns:
+        Its ``FSDPParamGroup`` objects.
+    """
+    fsdp = module._get_fsdp_state()
+    groups = getattr(fsdp, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    # Versions of PyTorch without that have one at most.
+    return [] if fsdp._fsdp_param_group is None else [fsdp._fsdp_param_group]
 
 
 def _is_replicated(group: Any) -> bool:

@@ -31,6 +31,30 @@ def check_route(route: Any, options: Mapping[str, Any]) -> None:
         raise TypeError(f"options are {strange}; allowed with route {route!r}: {_OPTIONS}")
 
 
+class EndOfBackward:
+    """Calls a function before each backward returns that asks for it.
+
+    A backward that raises calls nothing, so that the next one is told from it.
+
+    Args:
+        function: Called without arguments.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._backward = -1
+
+    def ask(self) -> bool:
+        """Have this backward call the function; once is enough. False if nobody is in backward."""
+        now = torch._C._current_graph_task_id()
+        if now == -1:
+            return False
+        if now != self._backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)
+            self._backward = now
+        return True
+
+
 class PreparedHook:
     """Prepared calls for every process group, made when it is first used.
 

@@ -45,7 +45,7 @@ from ..collectives import tensors
 from ..collectives.calls import TraceRecord
 from ..collectives.communicator import Communicator
 from ..collectives.nodes import AnyCommunicator, NodeCommunicator
-from .fsdp import AllGather, CommHook, fsdp_modules, param_groups
+from .fsdp import AllGather, CommHook, fsdp_modules
 from .hooks import (
     Channel,
     Closing,
@@ -62,7 +62,7 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .prepared_fsdp import kind_and_factor
+from .prepared_fsdp import kind_and_factor, param_groups
 from .sketches import Report, Sketches, State, Tagc
 
 __all__ = [

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import tightwire as tw
+from prepared_ranks import CASES, DTYPE, ROUTES, prepare, result, run, same, tensor
 from tightwire.adapters.collectives import tensors
 from tightwire.adapters.collectives.faster import Faster
 from tightwire.adapters.collectives.messages import Capacity
@@ -18,40 +19,7 @@ from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.collectives.running import running_calls
 from tightwire.adapters.errors import CollectiveError
-from tightwire.adapters.transports.peer import connect_threads
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
-
-ROUTES = ("network", "peers")
-DTYPE = ml_dtypes.bfloat16
-
-
-def run(
-    world: int,
-    route: str,
-    task: Callable[[PreparedCalls], Any],
-    timeout: float = 20,
-    **options: Any,
-) -> list[Any]:
-    """`task` on every rank of a group of threads."""
-    memory = connect_threads(world, timeout)
-
-    def one(transport: ThreadTransport) -> Any:
-        peers = memory[transport.rank] if route == "peers" else None
-        return task(PreparedCalls(transport, peers=peers, **options))
-
-    return run_ranks(world, one, timeout)
-
-
-def tensor(rank: int, n: int, call: int = 0, dtype: Any = DTYPE, wild: bool = False) -> Any:
-    """What a rank has in a call; `wild` values do not compress."""
-    rng = np.random.default_rng([rank, n, call])
-    if wild:
-        return rng.integers(0, 1 << 15, n).astype(np.uint16).view(np.int16).view(dtype)
-    return rng.normal(0, 0.02, n).astype(np.float32).astype(dtype)
-
-
-def same(x: Any, y: Any) -> bool:
-    return bool(x.dtype == y.dtype and x.tobytes() == y.tobytes())
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -172,30 +140,6 @@ def test_ranks_get_the_same_lossy_sums(route: str, algorithm: str, codec: str) -
     exact = summed(3, 9000)
     error = ((sums[0].astype(np.float32) - exact) ** 2).sum() / (exact**2).sum()
     assert 0 < error < 0.05
-
-
-CASES = ("all_gather", "all_to_all", "reduce_scatter", "one-shot", "two-shot", "broadcast")
-
-
-def prepare(calls: PreparedCalls, case: str, like: Any) -> Any:
-    if case in ("one-shot", "two-shot"):
-        return calls.all_reduce(like, algorithm=case)
-    if case == "broadcast":
-        spread = calls.broadcast(like, root=0)
-
-        def call(x: Any, out: Any) -> Work:
-            out[...] = x if calls.rank == 0 else np.nan
-            return spread(out)
-
-        call.prepared = spread  # type: ignore[attr-defined]
-        return call
-    return getattr(calls, case)(like)
-
-
-def result(case: str, n: int, world: int) -> Any:
-    """Memory for the result of a tensor of n elements."""
-    size = {"all_gather": world * n, "reduce_scatter": n // world}.get(case, n)
-    return np.full(size, np.nan, DTYPE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -432,6 +376,18 @@ def test_works_may_be_waited_for_late() -> None:
     run(2, "network", task, depth=3)
 
 
+def test_works_that_are_dropped_with_their_calls_are_running_no_more() -> None:
+    def task(calls: PreparedCalls) -> None:
+        x, out = tensor(0, 300), np.empty(600, DTYPE)
+        gather = calls.all_gather(x)
+        gather(x, out)
+        gather(x, out)
+
+    run(2, "network", task, name="dropped")
+    gc.collect()
+    assert "dropped" not in [call.name for call in running_calls()]
+
+
 def test_messages_become_as_large_as_is_needed() -> None:
     sizes: list[int] = []
 
@@ -477,6 +433,45 @@ def test_other_calls_are_refused_when_they_are_prepared(route: str) -> None:
     run(2, route, task)
 
 
+@pytest.mark.parametrize(
+    "option", [{"depth": 3}, {"checksum": False}, {"codec": "raw"}, {"seed": 1}]
+)
+def test_ranks_with_other_options_are_refused(option: dict[str, Any]) -> None:
+    """Of other depths they would learn sizes from other calls, and read past messages."""
+
+    def task(transport: ThreadTransport) -> None:
+        with pytest.raises(CollectiveError, match=r"PreparedCalls #0 .* ranks differ"):
+            PreparedCalls(transport, **option if transport.rank else {})
+
+    run_ranks(2, task, 5)
+
+
+REFUSED: tuple[Callable[[PreparedCalls], Any], ...] = (
+    lambda calls: calls.all_gather([]),
+    lambda calls: calls.all_to_all(tensor(0, 7)),
+    lambda calls: calls.reduce_scatter(np.ones(8, np.int32)),
+    lambda calls: calls.reduce_scatter(tensor(0, 8), wire="float32"),
+    lambda calls: calls.all_reduce(tensor(0, 8), algorithm="ring"),
+    lambda calls: calls.broadcast(tensor(0, 8), root=2),
+    lambda calls: calls.all_gather("no array"),
+)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_one_rank_is_refused_the_others_do_not_wait_for(number: int) -> None:
+    def task(calls: PreparedCalls) -> None:
+        with pytest.raises(CollectiveError, match=r"ranks differ: .*ranks .1.: "):
+            if calls.rank == 1:
+                REFUSED[number](calls)
+            else:
+                calls.all_gather(tensor(0, 8))
+        # All go on.
+        x, out = tensor(calls.rank, 8), result("all_gather", 8, 2)
+        calls.all_gather(x)(x, out).wait()
+
+    run(2, "network", task, timeout=5)
+
+
 def test_a_lost_rank_is_an_error_with_names_and_the_last() -> None:
     def task(calls: PreparedCalls) -> None:
         x = tensor(0, 1000)
@@ -504,37 +499,6 @@ def test_a_late_rank_is_an_error_for_peers() -> None:
     run(2, "peers", task, timeout=0.3)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_damage_is_named(case: str) -> None:
-    """A byte that changes on the way to rank 1 is found there."""
-
-    def task(calls: PreparedCalls) -> None:
-        x = tensor(calls.rank, 6000)
-        call, out = prepare(calls, case, x), result(case, 6000, 2)
-        messages = getattr(call, "prepared", call)._slots[0].exchanges[0].messages
-        move = messages.exchange
-
-        def damaging() -> None:
-            move()
-            if calls.rank == 1:
-                messages.received[0][2000] ^= 1
-
-        messages.exchange = damaging
-        work = call(x, out)
-        if calls.rank == 1:
-            with pytest.raises(CollectiveError, match=r"stage 'decode'.*\(from rank 0\)"):
-                work.wait()
-            with pytest.raises(CollectiveError, match="stage 'decode'"):
-                work.wait()
-        else:
-            work.wait()
-        messages.exchange = move
-        call(x, out).wait()
-        call(x, out).wait()
-
-    run(2, "network", task)
-
-
 def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
     def task(calls: PreparedCalls) -> None:
         x, out = tensor(0, 1000), np.empty(2000, DTYPE)
@@ -545,6 +509,8 @@ def test_wrong_arrays_are_refused_before_anything_is_sent() -> None:
             gather(x, out.astype(np.float32))
         with pytest.raises(ValueError, match="out overlaps x"):
             swap(x, x)
+        with pytest.raises(ValueError, match="x lies in out, but not as this rank's share"):
+            gather(out[500:1500], out)
         with pytest.raises(ValueError, match="not contiguous"):
             gather(np.empty(2000, DTYPE)[::2], out)
         with pytest.raises(ValueError, match="a multiple of 2"):
@@ -574,6 +540,46 @@ def test_trace(route: str) -> None:
             assert r.device_seconds == {}
 
     run(2, route, task, trace=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:-1])
+@pytest.mark.parametrize("codec", ["zipccl", "mx"])
+def test_operations_of_a_call_do_not_grow_with_the_ranks(case: str, codec: str) -> None:
+    """What PyTorch would launch on a GPU, besides encoding and decoding; views launch nothing."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    views = ("slice", "view", "detach", "expand", "as_strided", "alias", "empty", "split")
+
+    class Counted(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.launches: list[str] = []
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            name = str(op).split(".")[1]
+            if not any(view in name for view in views):
+                self.launches.append(name)
+            return op(*args, **(kwargs or {}))
+
+    def launches(world: int) -> list[str]:
+        def task(calls: PreparedCalls) -> list[str]:
+            x = torch.randn(world * 4096).bfloat16()
+            out = torch.empty(result(case, x.numel(), world).size, dtype=torch.bfloat16)
+            call = prepare(calls, case, x)
+            call(x, out).wait()
+            if calls.rank:
+                call(x, out).wait()
+                return []
+            with Counted() as counted:
+                call(x, out).wait()
+            return list(counted.launches)
+
+        found: list[str] = run(world, "network", task, 60, codec=codec)[0]
+        return found
+
+    assert launches(2) == launches(4)
 
 
 def test_who_has_left_is_known_at_once() -> None:
@@ -631,6 +637,12 @@ def test_the_faster_way_is_taken_and_looked_for_again() -> None:
         spent = Faster(transport, budget=0)
         made.clear()
         assert not spent.native("b", way("native"), way("ours"), like)
+        assert not made
+        # Others go the way of those that were measured.
+        spent.seconds = {"c": (1.0, 0.5), "d": (2.0, 3.0)}
+        assert spent.native("e", way("native"), way("ours"), like)
+        spent.seconds["c"] = (1.5, 0.1)
+        assert not spent.native("f", way("native"), way("ours"), like)
         assert not made
 
     run_ranks(2, task)

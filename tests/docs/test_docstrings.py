@@ -104,7 +104,6 @@ RAISES_NOTHING = {
     "adapters.training.error_feedback:ErrorFeedback.keep",
     "adapters.training.fsdp:DifferenceGather.named",
     "adapters.training.fsdp:ReduceScatter.mean_over",
-    "adapters.training.fsdp:param_groups",
     "adapters.weights.hugging_face:TightwireQuantizer.is_serializable",
     "adapters.transports.nccl:Nccl.unique_id",
     "adapters.collectives.nodes:NodeCommunicator.refusal",
