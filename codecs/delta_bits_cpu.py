@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from ..formats.dtypes import DType
 from .common.arrays_cpu import view_as
 from .common.compile_cache import part
+from .common.huffman_cpu import item, load8
 from .delta import KEY_STEP, LIMITS, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
@@ -29,6 +30,17 @@ ROW = 16
 #: Blocks, the end, and what is behind it.
 STARTS = BLOCKS + 1 + ROW
 CLASSES = len(LIMITS) + 1
+#: More changes in so many elements: their numbers are found 8 flags at a time.
+_MANY = 32
+#: Number of the set bit of a byte before which k are set: at 8 * byte + k.
+_IN_BYTE = np.array(
+    [
+        ([i for i in range(8) if byte >> i & 1] + 8 * [0])[k]
+        for byte in range(256)
+        for k in range(8)
+    ],
+    np.uint8,
+)
 #: More exponents, and scales, than any dtype has.
 SCALES = (1 << 11) + 128
 
@@ -140,6 +152,89 @@ def popcount(typingctx, x):
 
 
 @part(nogil=True)
+def select(word, k):
+    """Number of the set bit of `word` before which `k` are set; there is one.
+
+    Source: Vigna, Broadword implementation of rank/select queries, 2008.
+    """
+    ones = U8(0x0101010101010101)
+    s = word - (word >> U8(1) & U8(0x5555555555555555))
+    s = (s & U8(0x3333333333333333)) + (s >> U8(2) & U8(0x3333333333333333))
+    # Set bits up to and with each byte.
+    s = (s + (s >> U8(4)) & U8(0x0F0F0F0F0F0F0F0F)) * ones
+    high = U8(0x8080808080808080)
+    at = U8(8) * popcount((k * ones | high) - s & high)
+    k -= s << U8(8) >> at & U8(255)
+    return I8(at) + I8(_IN_BYTE[I8(U8(8) * (word >> at & U8(255)) + k)])
+
+
+def _deposit(bits, mask):
+    found = U8(0)
+    bits &= low_mask(popcount(mask))
+    while bits:
+        found |= U8(1) << U8(select(mask, ctz(bits)))
+        bits &= bits - U8(1)
+    return found
+
+
+def _extract(bits, mask):
+    found = U8(0)
+    bits &= mask
+    while bits:
+        found |= U8(1) << popcount(mask & ((bits & (U8(0) - bits)) - U8(1)))
+        bits &= bits - U8(1)
+    return found
+
+
+def _of_two_words(name, slow):
+    """The code of an instruction of BMI2, or of `slow` where that is as fast."""
+
+    def codegen(context, builder, signature, args):
+        from numba.core import cgutils
+
+        _, cpu, features = context.codegen().magic_tuple()
+        if "+bmi2" not in features or cpu in ("znver1", "znver2"):
+            return context.compile_internal(builder, slow, signature, args)
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        found = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.bmi.{name}.64")
+        return builder.call(found, args)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def deposit(typingctx, bits, mask):
+    """The lowest bits of `bits` at the places of the bits of `mask`."""
+    return _of_two_words("pdep", _deposit)
+
+
+@intrinsic
+def extract(typingctx, bits, mask):
+    """The bits of `bits` at the places of those of `mask`, side by side from the lowest on."""
+    return _of_two_words("pext", _extract)
+
+
+@intrinsic
+def _list_byte(typingctx, byte, first, table, out, at):
+    """`first` and the numbers of a byte's set bits to `out` from `at` on, and what is behind them."""
+
+    def codegen(context, builder, signature, args):
+        row = builder.shl(args[0], ir.Constant(ir.IntType(64), 3))
+        numbers, _ = _load_block(context, builder, signature.args[2], args[2], row, 8)
+        number = ir.VectorType(ir.IntType(16), 8)
+        found = builder.add(builder.zext(numbers, number), _splat(builder, args[1], number))
+        from numba.np.arrayobj import make_array
+
+        data = make_array(signature.args[3])(context, builder, args[3]).data
+        pointer = builder.bitcast(builder.gep(data, [args[4]]), number.as_pointer())
+        builder.store(found, pointer, align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint16, table, out, types.int64), codegen
+
+
+@part(nogil=True)
 def bit_length(x):
     """Bit length of a number; 0 of 0."""
     return I8(64) - I8(_clz(x))
@@ -167,6 +262,12 @@ def get(words, at, nbits):
     w, shift = at >> 6, U8(at & 63)
     value = words[w] >> shift | words[w + 1] << U8(1) << (U8(63) - shift)
     return value & low_mask(nbits)
+
+
+@part(nogil=True)
+def get_short(data, at, mask):
+    """As `get`, of the bytes of the words: the bits of `mask`, at most 57."""
+    return load8(data, at >> 3) >> U8(at & 7) & mask
 
 
 @part(nogil=True)
@@ -323,34 +424,33 @@ def digest_gain(old, new, i, itemsize):
 
 
 @part(nogil=True)
-def list_positions(changed, n, positions):
-    """The numbers of the set bits; how many there are. There is place for two more."""
-    m = I8(0)
-    for k in range(-(-n // BLOCK)):
-        bits = changed[k]
+def list_positions(flags, n, m, positions):
+    """The numbers of the `m` set bits of `n`. There is place for eight more."""
+    at = I8(0)
+    if m * _MANY > n:
+        data = view_as(flags, np.uint8)
+        for k in range((n + 7) >> 3):
+            byte = I8(item(data, k))
+            _list_byte(byte, U2(8 * k), _IN_BYTE, positions, at)
+            at += I8(popcount(U8(byte)))
+        return
+    for k in range((n + BLOCK - 1) // BLOCK):
+        bits = flags[k]
         # Two steps without a branch cover most blocks.
         for _ in range(2):
-            positions[m] = k * BLOCK + I8(ctz(bits))
-            m += I8(bits != U8(0))
+            positions[at] = k * BLOCK + I8(ctz(bits))
+            at += I8(bits != U8(0))
             bits &= bits - U8(1)
         while bits:
-            positions[m] = k * BLOCK + I8(ctz(bits))
-            m += 1
+            positions[at] = k * BLOCK + I8(ctz(bits))
+            at += 1
             bits &= bits - U8(1)
-    return m
 
 
 @part(nogil=True, error_model="numpy")
 def gap_low_bits(size, listed):
     """Low bits of the gaps between `listed` of `size` elements."""
     return bit_length(U8(size // listed)) - 1 if listed else I8(0)
-
-
-@part(nogil=True)
-def size_low_bits(e, scale, width):
-    """Low bits of the size of a hot element."""
-    low = scale - 1 - e
-    return low if low < width else width
 
 
 class Space(NamedTuple):
@@ -360,6 +460,8 @@ class Space(NamedTuple):
     changed: Any
     classes: Any
     before: Any
+    #: Flags of the elements of a class, side by side.
+    ranks: Any
     #: Of each class: its limit, elements, changes, gaps, and the last number listed.
     limits: Any
     sizes: Any
@@ -371,11 +473,15 @@ class Space(NamedTuple):
     positions: Any
     exponents: Any
     lengths: Any
+    quotients: Any
     changes: Any
     negative: Any
     hist: Any
     words: Any
     block: Any
+    #: New bits of the changes, and elements with them.
+    values: Any
+    tile: Any
     #: Where low bits of gaps start, and how many changes a tile has.
     places: Any
 
@@ -386,23 +492,34 @@ def space_for(dtype: DType) -> Space:
         np.empty(BLOCKS, np.uint64),
         np.empty(CLASSES * BLOCKS, np.uint64),
         np.empty(CLASSES * STARTS, np.uint16),
+        np.empty(BLOCKS + 2, np.uint64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES * TILE, np.uint16),
-        np.empty(TILE + 2, np.uint16),
+        np.empty(TILE + 8, np.uint16),
         np.empty(TILE, np.uint16),
+        np.empty(TILE, np.uint8),
         np.empty(TILE, np.uint8),
         np.empty(TILE, np.uint64),
         np.empty(BLOCKS, np.uint64),
         np.zeros(3 * SCALES, np.int32),
-        # More than a tile whose elements have all changed, each by an exception, takes.
-        np.empty(TILE * (16 * dtype.itemsize + 40) // 64 + 6, np.uint64),
+        np.empty(words_of(dtype.itemsize) + TILE * dtype.itemsize // 8 + 8, np.uint64),
         np.empty(BLOCK, dtype.bits),
+        np.empty(TILE, dtype.bits),
+        np.empty(TILE, dtype.bits),
         np.empty(2, np.int64),
     )
+
+
+def words_of(itemsize: int) -> int:
+    """More words than a tile whose elements have all changed, each by an exception, takes.
+
+    Behind them there is memory for a low part of each: the decoder reads before it can check.
+    """
+    return TILE * (16 * itemsize + 40) // 64
 
 
 @part(nogil=True)
@@ -417,6 +534,24 @@ def add_digest(total, x, first_byte):
     for i in range(4 * words.size, data.size):
         last |= U8(data[i]) << U8(8 * (i - 4 * words.size))
     return total + last * U8(digest_key(U4(first + U4(words.size))))
+
+
+@part(nogil=True)
+def add_digests(before, after, x, y, first_byte):
+    """As `add_digest`, of two arrays that differ much; `before` and `after` are the totals."""
+    old, new = view_as(x, np.uint32), view_as(y, np.uint32)
+    first = U4(first_byte >> 2)
+    for i in range(old.size):
+        key = U8(digest_key(U4(first + U4(i))))
+        before += U8(old[i]) * key
+        after += U8(new[i]) * key
+    key = U8(digest_key(U4(first + U4(old.size))))
+    old_bytes, new_bytes = view_as(x, np.uint8), view_as(y, np.uint8)
+    for i in range(4 * old.size, old_bytes.size):
+        shift = U8(8 * (i & 3))
+        before += (U8(old_bytes[i]) << shift) * key
+        after += (U8(new_bytes[i]) << shift) * key
+    return before, after
 
 
 def kind_numbers(dtype: DType) -> tuple[int, ...]:

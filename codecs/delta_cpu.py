@@ -13,8 +13,9 @@ import numpy as np
 from ..formats.checksum import MASK64
 from . import delta as reference
 from .common.arrays_cpu import as_read_only, view_as
-from .common.base import Bits, Chunk, ChunkDecoded
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded
 from .common.compile_cache import cached, part
+from .common.huffman_cpu import item
 from .common.threads import run, spans
 from .delta import (
     LOG_TILE,
@@ -23,6 +24,7 @@ from .delta import (
     RESULT_PROBLEM,
     TILE,
     Delta,
+    Ints,
     Prepared,
     ends_of,
     fits,
@@ -37,10 +39,14 @@ from .delta_bits_cpu import (
     U2,
     U8,
     add_digest,
+    add_digests,
+    deposit,
+    ctz,
     digest_gain,
     exponent_of,
     gap_low_bits,
     get,
+    get_short,
     kind_numbers,
     list_positions,
     low_mask,
@@ -49,8 +55,8 @@ from .delta_bits_cpu import (
     one_class,
     ordered_bits,
     popcount,
+    select,
     set_limits,
-    size_low_bits,
     sort_classes,
     space_for,
     unordered_bits,
@@ -70,32 +76,15 @@ _PROBLEMS = (
     "a change goes beyond the dtype",
 )
 _ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
-#: Number of the set bit of a byte before which k are set: at 8 * byte + k.
-_IN_BYTE = np.array(
-    [
-        ([i for i in range(8) if byte >> i & 1] + 8 * [0])[k]
-        for byte in range(256)
-        for k in range(8)
-    ],
-    np.uint8,
-)
-
-
-@part(nogil=True)
-def _select(word, k):
-    """Number of the set bit of `word` before which `k` are set; there is one.
-
-    Source: Vigna, Broadword implementation of rank/select queries, 2008.
-    """
-    ones = U8(0x0101010101010101)
-    s = word - (word >> U8(1) & U8(0x5555555555555555))
-    s = (s & U8(0x3333333333333333)) + (s >> U8(2) & U8(0x3333333333333333))
-    # Set bits up to and with each byte.
-    s = (s + (s >> U8(4)) & U8(0x0F0F0F0F0F0F0F0F)) * ones
-    high = U8(0x8080808080808080)
-    at = U8(8) * popcount((k * ones | high) - s & high)
-    k -= s << U8(8) >> at & U8(255)
-    return I8(at) + I8(_IN_BYTE[I8(U8(8) * (word >> at & U8(255)) + k)])
+#: The reference has to look.
+_UNSURE = -1
+#: What decoding is for: to fill `out`; to check, and keep changes; to write what has been checked.
+_FILL, _CHECK, _WRITE = range(3)
+#: As many listed elements of a class are found block by block; one in so many changes of a tile,
+#: and the digest is taken of all of it.
+_MANY_LISTED, _DENSE = 64, 16
+#: A difference that takes more than a byte.
+_WIDE = -128
 
 
 @part(nogil=True)
@@ -123,42 +112,100 @@ def _load(words, source, lo, hi):
 
 
 @part(nogil=True)
+def _read_ranks(at, end, low_at, listed, size, space):
+    """Set a flag of `space.ranks` for each listed element of a class that has `size`.
+
+    Quotients of gaps start at `at`, low bits at `low_at`. Returns where quotients end; -1 early,
+    -2 a bad gap.
+    """
+    words, ranks = space.words, space.ranks
+    data = view_as(words, np.uint8)
+    for i in range((size >> 6) + 2):
+        ranks[i] = 0
+    low = gap_low_bits(size, listed)
+    mask = low_mask(low)
+    w = at >> 6
+    bits = words[w] & (~U8(0) << U8(at & 63))
+    j, lows, one = I8(0), I8(0), I8(0)
+    block, here = I8(-1), U8(0)
+    while True:
+        stop = j + I8(popcount(bits))
+        stop = stop if stop < listed else listed
+        while j < stop:
+            one = (w << 6) + I8(ctz(bits))
+            bits &= bits - U8(1)
+            lows += I8(get_short(data, low_at, mask))
+            low_at += low
+            # Between quotients, all that is not a one is a zero of one of them.
+            rank = (one - at - j << low) + lows + j
+            if rank >= size:
+                return I8(-2)
+            here = (here if rank >> 6 == block else U8(0)) | U8(1) << U8(rank & 63)
+            block = rank >> 6
+            ranks[U8(block)] = here
+            j += 1
+        if j == listed:
+            return one + 1
+        w += 1
+        if w << 6 >= end:
+            return I8(-1)
+        bits = words[w]
+
+
+@part(nogil=True)
+def _place_few(size, members, before, space):
+    """Set the flags of the elements of a class whose flags are in `space.ranks`."""
+    k = I8(0)
+    for i in range((size + BLOCK - 1) // BLOCK):
+        bits = space.ranks[i]
+        while bits:
+            rank = i * BLOCK + I8(ctz(bits))
+            bits &= bits - U8(1)
+            passed = I8(ROW)
+            while passed == ROW:
+                passed = not_above(before, k + 1, U2(rank))
+                k += passed
+            space.changed[k] |= U8(1) << U8(select(members[k], U8(rank - I8(before[k]))))
+
+
+@part(nogil=True)
+def _place_many(blocks, flip, members, before, space):
+    """As `_place_few`, of the flags with `flip` applied, block by block."""
+    changed, ranks = space.changed, space.ranks
+    for k in range(blocks):
+        w, shift = U8(before[k]) >> U8(6), U8(before[k]) & U8(63)
+        bits = ranks[w] >> shift | ranks[w + U8(1)] << U8(1) << (U8(63) - shift)
+        changed[k] |= deposit(bits ^ flip, members[k])
+
+
+@part(nogil=True)
 def _find_changes(at, end, n_classes, n, space):
     """Read quotients of gaps, low bits of which start at `space.places[0]`, and flags.
 
     What has changed is in `space.changed`. Returns where quotients end; -1 early, -2 a bad gap.
     """
-    changed, words = space.changed, space.words
-    blocks = -(-n // BLOCK)
+    blocks = (n + BLOCK - 1) // BLOCK
     for i in range(blocks):
-        changed[i] = 0
+        space.changed[i] = 0
     low_at = space.places[0]
     for c in range(n_classes):
         listed, size = space.listed[c], space.sizes[c]
-        low = gap_low_bits(size, listed)
         members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
         before = space.before[c * STARTS : (c + 1) * STARTS]
-        rank, k = I8(-1), I8(0)
-        for _ in range(listed):
-            one = next_one(words, at, end)
-            if one >= end:
-                return I8(-1)
-            quotient = one - at
-            at = one + 1
-            if quotient > TILE:
-                return I8(-2)
-            rank += 1 + (quotient << low | I8(get(words, low_at, low)))
-            low_at += low
-            if rank >= size:
-                return I8(-2)
-            passed = I8(ROW)
-            while passed == ROW:
-                passed = not_above(before, k + 1, U2(rank))
-                k += passed
-            changed[k] |= U8(1) << U8(_select(members[k], U8(rank - I8(before[k]))))
-        if listed != space.counts[c]:
-            for i in range(blocks):
-                changed[i] ^= members[i]
+        if listed:
+            at = _read_ranks(at, end, low_at, listed, size, space)
+            if at < 0:
+                return at
+            low_at += listed * gap_low_bits(size, listed)
+        if listed == space.counts[c] and listed < _MANY_LISTED:
+            if listed:
+                _place_few(size, members, before, space)
+        else:
+            if listed == 0:
+                for i in range((size >> 6) + 2):
+                    space.ranks[i] = 0
+            flip = U8(0) - U8(listed != space.counts[c])
+            _place_many(blocks, flip, members, before, space)
     return at
 
 
@@ -181,7 +228,7 @@ def _start_places(at, end, n_classes, n, space):
 
 
 @part(nogil=True)
-def _changes_of_new(x, at, n, nbits, kind, space, values):
+def _changes_of_new(x, at, n, nbits, kind, space):
     """Read a tile in the form overwrite: numbers and new bits of what has changed."""
     words = space.words
     count, to = _get_gamma(words, I8(1), nbits)
@@ -193,21 +240,57 @@ def _changes_of_new(x, at, n, nbits, kind, space, values):
     if to >= 0:
         to = _find_changes(to, nbits, I8(1), n, space)
     if to < 0:
-        return -to
+        return _GAP if to == -2 else -to
     m = space.places[1]
     if to + m * kind[0] > nbits or nbits - to - m * kind[0] >= 32:
         return _ENDS
-    list_positions(space.changed, n, space.positions)
+    list_positions(space.changed, n, m, space.positions)
     for j in range(m):
-        values[j] = get(words, to, kind[0])
+        space.values[j] = get(words, to, kind[0])
         to += kind[0]
     return 0 if get(words, to, nbits - to) == U8(0) else _ENDS
 
 
 @part(nogil=True)
-def _changes_of_differences(x, at, n, nbits, kind, space, values):
+def _read_quotients(at, end, count, space):
+    """Quotients of `count` sizes, from `at` on. Returns where they end; -1 early, -2 too large."""
+    words, quotients = space.words, space.quotients
+    w = at >> 6
+    bits = words[w] & (~U8(0) << U8(at & 63))
+    j, seen = I8(0), I8(0)
+    while j < count:
+        stop = j + I8(popcount(bits))
+        stop = stop if stop < count else count
+        while j < stop:
+            one = (w << 6) + I8(ctz(bits))
+            bits &= bits - U8(1)
+            quotient = one - at
+            at = one + 1
+            seen |= quotient
+            quotients[U8(j)] = quotient
+            j += 1
+        w += 1
+        if j < count and w << 6 >= end:
+            return I8(-1)
+        bits = words[w]
+    return I8(-2) if seen > MAX_QUOTIENT else at
+
+
+@part(nogil=True)
+def _changed_by(v, less, size, kind):
+    """An element changed by its size and 1, and whether it is outside of the dtype."""
+    largest, flip = low_mask(kind[0]), U8(0) - less
+    old = ordered_bits(v, kind)
+    # How far it is to the end of the range: `old`, or to `largest`.
+    outside = U8(size >= (old ^ largest ^ (flip & largest)))
+    return unordered_bits(old + (size ^ flip) + (U8(1) - less), kind), outside
+
+
+@part(nogil=True)
+def _changes_of_differences(x, at, n, nbits, kind, space):
     """Read a tile in the form difference: numbers and new bits of what has changed."""
-    words, n_classes, width = space.words, kind[4], kind[0]
+    words, n_classes, width = space.words, kind[4], I8(8 * x.itemsize)
+    data = view_as(words, np.uint8)
     to = I8(1)
     center = I8(get(words, to, kind[1]))
     to += kind[1]
@@ -237,58 +320,57 @@ def _changes_of_differences(x, at, n, nbits, kind, space, values):
         return _ENDS
     to = _find_changes(signs_at + m, nbits, n_classes, n, space)
     if to < 0:
-        return -to
+        return _ENDS if to == -1 else _GAP
 
-    low_bits, hot = I8(0), I8(0)
-    exponents, positions = space.exponents, space.positions
-    list_positions(space.changed, n, positions)
+    positions, quotients, values = space.positions, space.quotients, space.values
+    list_positions(space.changed, n, m, positions)
+    hot = I8(0)
     for j in range(m):
-        e = exponent_of(x[at + I8(positions[j])], kind)
-        exponents[j] = e
-        hot += I8(e < scale)
-        low_bits += size_low_bits(e, scale, width) * I8(e < scale)
-    low_at = to
-    for _ in range(hot):
-        low_at = next_one(words, low_at, nbits) + 1
-        if low_at > nbits:
-            return _ENDS
-    exception_at = low_at + low_bits
-    stop = exception_at + exceptions * (LOG_TILE + width)
+        hot += I8(exponent_of(item(x, at + I8(positions[U8(j)])), kind) < scale)
+    low_at = _read_quotients(to, nbits, hot, space)
+    if low_at < 0:
+        return _ENDS if low_at == -1 else _LARGE
+    h, bad = I8(0), U8(0)
+    for first in range(0, m, 32):
+        signs = get_short(data, signs_at + first, low_mask(32))
+        for j in range(first, m if m - first < 32 else first + 32):
+            v = U8(item(x, at + I8(item(positions, j))))
+            e = exponent_of(v, kind)
+            low = scale - 1 - e
+            low = low if low < width else width
+            is_hot = I8(low >= 0)
+            low = low if low > 0 else I8(0)
+            quotient = U8(quotients[U8(h)]) & (U8(0) - U8(is_hot))
+            h += is_hot
+            # No quotient has more than four bits.
+            over = width - low if width - low < 63 else I8(63)
+            bad |= quotient >> U8(over)
+            if width < 64:
+                size = quotient << U8(low) | get_short(data, low_at, low_mask(low))
+            else:
+                size = quotient << U8(low & 63) | get(words, low_at, low)
+            low_at += low
+            values[U8(j)], outside = _changed_by(v, signs & U8(1), size, kind)
+            bad |= outside
+            signs >>= U8(1)
+    stop = low_at + exceptions * (LOG_TILE + width)
     if stop > nbits or nbits - stop >= 32:
         return _ENDS
-    following = I8(get(words, exception_at, I8(LOG_TILE))) if exceptions else I8(TILE)
-    largest = low_mask(width)
-    for j in range(m):
-        size = U8(0)
-        e = I8(exponents[j])
-        if e < scale:
-            low = size_low_bits(e, scale, width)
-            one = next_one(words, to, nbits)
-            quotient = one - to
-            to = one + 1
-            if quotient > MAX_QUOTIENT or (
-                quotient and (low >= width or U8(quotient) > largest >> U8(low))
-            ):
-                return _LARGE
-            size = U8(quotient) << U8(low) if low < 64 else U8(0)
-            size |= get(words, low_at, low)
-            low_at += low
-        if j == following:
-            size = get(words, exception_at + LOG_TILE, width)
-            exception_at += LOG_TILE + width
-            exceptions -= 1
-            following = I8(get(words, exception_at, I8(LOG_TILE))) if exceptions else I8(TILE)
-            if exceptions and following <= j:
-                return _EXCEPTIONS
-        less = words[(signs_at + j) >> 6] >> U8((signs_at + j) & 63) & U8(1)
-        old = ordered_bits(U8(x[at + I8(positions[j])]), kind)
-        # How far it is to the end of the range: `old`, or to `largest`.
-        flip = U8(0) - less
-        if size >= (old ^ largest ^ (flip & largest)):
+    if bad:
+        # Of an exception the size that counts comes next.
+        return I8(_UNSURE if exceptions else _RANGE)
+    last = I8(-1)
+    for _ in range(exceptions):
+        j = I8(get(words, low_at, I8(LOG_TILE)))
+        if j <= last or j >= m:
+            return _EXCEPTIONS
+        size = get(words, low_at + LOG_TILE, width)
+        less = get(words, signs_at + j, I8(1))
+        values[j], outside = _changed_by(U8(x[at + I8(positions[j])]), less, size, kind)
+        if outside:
             return _RANGE
-        values[j] = unordered_bits(old + (size ^ flip) + (U8(1) - less), kind)
-    if exceptions:
-        return _EXCEPTIONS
+        low_at += LOG_TILE + width
+        last = j
     return 0 if get(words, stop, nbits - stop) == U8(0) else _ENDS
 
 
@@ -306,71 +388,160 @@ def _read_plain(source, lo, hi, n, itemsize):
     return 0
 
 
+@part(nogil=True)
+def _keep(x, at, n, space, kept, used):
+    """Append the changes of a tile to the bytes `kept`; where they end, or -1 if they do not fit.
+
+    Few are places and new bits; many are flags, and differences of bits that take a byte each.
+    """
+    m, positions, values = space.places[1], space.positions, space.values
+    itemsize = x.itemsize
+    if _is_kept_short(m, n, itemsize):
+        start = _aligned(used + 2 * m)
+        if start + m * itemsize > kept.size:
+            return I8(-1)
+        places, bits = view_as(kept[used:], np.uint16), view_as(kept[start:], x.dtype)
+        for j in range(m):
+            places[j] = positions[j]
+            bits[j] = values[j]
+        return _aligned(start + m * itemsize)
+    blocks = (n + BLOCK - 1) // BLOCK
+    start = _aligned(used + 8 * blocks + m)
+    if start > kept.size:
+        return I8(-1)
+    flags = view_as(kept[used:], np.uint64)
+    for k in range(blocks):
+        flags[k] = space.changed[k]
+    small, wide = view_as(kept[used + 8 * blocks :], np.int8), view_as(kept[start:], x.dtype)
+    w = I8(0)
+    shift = U8(64 - 8 * itemsize)
+    for j in range(m):
+        more = U8(values[U8(j)]) - U8(item(x, at + I8(item(positions, j))))
+        more = I8(more << shift) >> I8(shift)
+        if more <= _WIDE or more > 127:
+            if w >= wide.size:
+                return I8(-1)
+            more = I8(_WIDE)
+            wide[w] = values[j]
+            w += 1
+        small[U8(j)] = more
+    return _aligned(start + w * itemsize)
+
+
+@part(nogil=True)
+def _is_kept_short(m, n, itemsize):
+    return m * (1 + itemsize) < n >> 3
+
+
+@part(nogil=True)
+def _aligned(nbytes):
+    return nbytes + 7 & ~7
+
+
+@part(nogil=True)
+def _write_kept(out, at, n, m, kept, used, positions):
+    """Write the changes that `_keep` has kept over the elements of a tile."""
+    itemsize = out.itemsize
+    if _is_kept_short(m, n, itemsize):
+        places = view_as(kept[used:], np.uint16)
+        bits = view_as(kept[_aligned(used + 2 * m) :], out.dtype)
+        for j in range(m):
+            out[at + I8(places[j])] = bits[j]
+        return
+    blocks = (n + BLOCK - 1) // BLOCK
+    list_positions(view_as(kept[used:], np.uint64), n, m, positions)
+    small = view_as(kept[used + 8 * blocks :], np.int8)
+    wide = view_as(kept[_aligned(used + 8 * blocks + m) :], out.dtype)
+    w = I8(0)
+    for j in range(m):
+        i = U8(at + I8(item(positions, j)))
+        more = I8(item(small, j))
+        if more == _WIDE:
+            out[i] = wide[w]
+            w += 1
+        else:
+            out[i] = U8(out[i]) + U8(more)
+
+
+@part(nogil=True)
+def _new_tile(x, at, n, kind, overwrite, space, source, lo, hi):
+    """Read the changes of a tile; what is wrong with it, 0 if nothing."""
+    if hi - lo > 8 * (space.words.size - (TILE * x.itemsize // 8 + 14)):
+        return I8(_UNSURE)
+    _load(space.words, source, lo, hi)
+    if overwrite:
+        return I8(_changes_of_new(x, at, n, 8 * (hi - lo), kind, space))
+    return I8(_changes_of_differences(x, at, n, 8 * (hi - lo), kind, space))
+
+
 @cached(nogil=True)
-def _decode_tiles(x, start, kind, overwrite, space, source, ends, out, written, listed, values):
+def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, kept, places):
     """Decode the tiles of the base's elements `x`, the first of which has number `start`.
 
-    Words are bytes `ends` of `source`. If `written`, results go to `out`. Otherwise numbers of
-    changes go to `listed`, new bits to `values`, as long as they fit. Returns a problem (-1: the
-    reference has to look); the digest of the base, unless `written` in the form difference; what
-    that of the result has more; and how many changes there are, or more than fit.
+    Words are bytes `ends` of `source`. Results go to `out`, which to write is the memory of `x`; to
+    check, changes go to the bytes `kept` as long as they fit, and `places` gets for each tile where
+    they are (-1: they are not) and how many. Returns a problem; the digest of the base, unless `out`
+    is filled in the form difference; and what that of the result has more.
     """
     before, after = U8(0), U8(0)
-    total = I8(0)
+    used, problem = I8(0), I8(0)
     for tile in range(ends.size - 1):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
-        if overwrite or not written:
-            before = add_digest(before, x[at : at + n], (start + at) * x.itemsize)
+        first_byte = (start + at) * x.itemsize
         lo, hi = I8(ends[tile]), I8(ends[tile + 1])
-        if written:
+        old, new = x[at : at + n], out[at : at + n]
+        if purpose == _WRITE:
+            if lo == hi:
+                continue
+            if places[2 * tile] >= 0:
+                _write_kept(out, at, n, places[2 * tile + 1], kept, places[2 * tile], space.positions)
+                continue
+        plain = lo < hi and source[lo] & 1
+        m = I8(0)
+        if plain:
+            problem = I8(_read_plain(source, lo, hi, n, x.itemsize))
+            m = n
+        elif lo < hi:
+            problem = _new_tile(x, at, n, kind, overwrite, space, source, lo, hi)
+            m = space.places[1]
+        else:
+            problem = I8(0)
+        if problem:
+            return problem, before, after
+        dense = m * _DENSE > n
+        if purpose == _CHECK:
+            places[2 * tile] = -1
+            if m and not plain:
+                places[2 * tile + 1] = m
+                end = _keep(x, at, n, space, kept, used)
+                if end >= 0:
+                    places[2 * tile] = used
+                    used = end
+            new = space.tile[:n]
+        if purpose == _FILL or (purpose == _CHECK and dense):
             for j in range(n):
-                out[at + j] = x[at + j]
-        if lo == hi:
-            continue
-        if source[lo] & 1:
-            problem = _read_plain(source, lo, hi, n, x.itemsize)
-            if problem:
-                return problem, before, after, total
-            data = view_as(space.words, x.dtype)
-            raw = view_as(space.words, np.uint8)
+                new[j] = old[j]
+        if plain:
+            raw = view_as(new, np.uint8)
             for j in range(n * x.itemsize):
                 raw[j] = source[lo + 4 + j]
-            for j in range(n):
-                after += digest_gain(U8(x[at + j]), U8(data[j]), start + at + j, x.itemsize)
-            if written:
-                for j in range(n):
-                    out[at + j] = data[j]
-            # Not listed: they would be more than fit.
-            total += values.size + 1
+        elif purpose != _CHECK or dense:
+            for j in range(m):
+                new[I8(item(space.positions, j))] = space.values[j]
+        if purpose == _WRITE:
             continue
-        if hi - lo > 8 * (space.words.size - 6):
-            return -1, before, after, total
-        _load(space.words, source, lo, hi)
-        if overwrite:
-            problem = _changes_of_new(x, at, n, 8 * (hi - lo), kind, space, space.changes)
-        else:
-            problem = _changes_of_differences(x, at, n, 8 * (hi - lo), kind, space, space.changes)
-        if problem:
-            return problem, before, after, total
-        m = space.places[1]
-        if written:
-            for j in range(m):
-                i = at + I8(space.positions[j])
-                v = space.changes[j]
-                after += digest_gain(U8(x[i]), v, start + i, x.itemsize)
-                out[i] = v
-        else:
-            fit = total + m <= values.size
-            for j in range(m):
-                i = at + I8(space.positions[j])
-                v = space.changes[j]
-                after += digest_gain(U8(x[i]), v, start + i, x.itemsize)
-                if fit:
-                    listed[total + j] = start + i
-                    values[total + j] = v
-        total += m
-    return 0, before, after, total
+        if dense:
+            b, a = add_digests(U8(0), U8(0), old, new, first_byte)
+            before += b
+            after += a - b
+            continue
+        if overwrite or purpose == _CHECK:
+            before = add_digest(before, old, first_byte)
+        for j in range(m):
+            i = I8(item(space.positions, j))
+            after += digest_gain(U8(old[i]), U8(space.values[j]), start + at + i, x.itemsize)
+    return problem, before, after
 
 
 @cached(nogil=True)
@@ -383,20 +554,22 @@ def digest_of(data: Bits, first_word: int = 0) -> int:
     return int(_digest_of(as_read_only(data), 4 * first_word)) & MASK64
 
 
-@cached(nogil=True)
-def _write_listed(out, listed, values):
-    """Write the changes that `_decode_tiles` has listed."""
-    for j in range(values.size):
-        out[I8(listed[j])] = values[j]
-
-
 class _Span(NamedTuple):
     """What `_decode_tiles` has found."""
 
     problem: int
     before: int
     after: int
-    total: int
+
+
+class _Kept(NamedTuple):
+    """Changes that have been checked; where they are, and how many, of each tile."""
+
+    data: Bytes
+    places: Ints
+
+
+_NOTHING = _Kept(np.empty(0, np.uint8), np.empty(0, np.int64))
 
 
 def _decode_span(
@@ -404,15 +577,15 @@ def _decode_span(
     chunk: Chunk,
     base: Bits,
     ends: Any,
-    out: Bits | None,
     first: int,
-    listed: Any = None,
+    purpose: int,
+    out: Bits,
+    kept: _Kept = _NOTHING,
 ) -> _Span:
     """Decode the tiles from number `first` on whose words are at `ends` of the chunk.
 
-    `base` has the elements of these tiles, and so has `out`; or `listed` is memory for changes.
+    `base` has the elements of these tiles, and so has `out`.
     """
-    numbers, values = listed or (np.empty(0, np.uint32), np.empty(0, chunk.dtype.bits))
     found = _decode_tiles(
         as_read_only(base),
         first * TILE,
@@ -421,10 +594,9 @@ def _decode_span(
         space_for(chunk.dtype),
         as_read_only(chunk.dynamic),
         ends,
-        values if out is None else out,
-        out is not None,
-        numbers,
-        values,
+        purpose,
+        out,
+        *kept,
     )
     return _Span(*map(int, found))
 
@@ -459,7 +631,7 @@ def decode_chunk(
         return ChunkDecoded(_result_problem(chunk, 0))
     cuts = spans(ends.size - 1, out.nbytes, threads)
     calls = [
-        (spec, chunk, base[a * TILE : b * TILE], ends[a : b + 1], out[a * TILE : b * TILE], a)
+        (spec, chunk, *_of_tiles(a, b, base, ends), a, _FILL, out[a * TILE : b * TILE])
         for a, b in cuts
     ]
     found = run(_decode_span, calls)
@@ -484,7 +656,7 @@ def _decode_part(
         here = ends[number - start // TILE :][:2]
         source = base[at : at + TILE]
         bits = np.empty(source.size, source.dtype)
-        problem = _decode_span(spec, chunk, source, here, bits, number).problem
+        problem = _decode_span(spec, chunk, source, here, number, _FILL, bits).problem
         if problem < 0:
             return reference.decode_chunk(spec, chunk, out, start, base=base)
         if problem:
@@ -506,16 +678,15 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
         return reference.prepare(spec, chunk, base)
     cuts = spans(ends.size - 1, base.nbytes, threads)
 
-    def check(a: int, b: int) -> tuple[_Span, Any, Any]:
-        part_of_base = base[a * TILE : b * TILE]
+    def check(a: int, b: int) -> tuple[_Span, _Kept]:
+        old, ends_here = _of_tiles(a, b, base, ends)
         # Changes that take up to a tenth of the base are kept.
-        most = part_of_base.nbytes // (10 * (4 + base.itemsize))
-        listed = np.empty(most, np.uint32), np.empty(most, base.dtype)
-        found = _decode_span(spec, chunk, part_of_base, ends[a : b + 1], None, a, listed)
-        return found, listed[0][: found.total], listed[1][: found.total]
+        kept = _Kept(np.empty(old.nbytes // 10, np.uint8), np.empty(2 * (b - a), np.int64))
+        nowhere = np.empty(0, base.dtype)
+        return _decode_span(spec, chunk, old, ends_here, a, _CHECK, nowhere, kept), kept
 
     parts = run(check, cuts)
-    found = [span for span, _, _ in parts]
+    found = [span for span, _ in parts]
     problem = next((f.problem for f in found if f.problem), 0)
     if problem < 0:
         return reference.prepare(spec, chunk, base)
@@ -525,12 +696,17 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
         return Prepared(is_base, _PROBLEMS[problem], lambda out: None)
     before = sum(f.before for f in found) & MASK64
     told = _result_problem(chunk, before + sum(f.after for f in found))
-    kept = all(f.total <= numbers.size for f, numbers, _ in parts)
 
     def write(out: Bits) -> None:
-        if kept:
-            run(_write_listed, [(out, numbers, values) for _, numbers, values in parts])
-        else:
-            decode_chunk(spec, chunk, out, base=base, threads=threads)
+        calls = [
+            (spec, chunk, *_of_tiles(a, b, out, ends), a, _WRITE, out[a * TILE : b * TILE], kept)
+            for (a, b), (_, kept) in zip(cuts, parts, strict=True)
+        ]
+        run(_decode_span, calls)
 
     return Prepared(fits(spec, chunk, before), told, write)
+
+
+def _of_tiles(a: int, b: int, base: Bits, ends: Any) -> tuple[Bits, Any]:
+    """The elements of tiles `a` to `b`, and where their words are."""
+    return base[a * TILE : b * TILE], ends[a : b + 1]

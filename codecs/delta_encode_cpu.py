@@ -363,7 +363,7 @@ def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
         m = _compare(base, x, at, n, space.block, space.changed)
         before = add_digest(before, base[at : at + n], (start + at) * x.itemsize)
         if m:
-            list_positions(space.changed, n, space.positions)
+            list_positions(space.changed, n, m, space.positions)
             for j in range(m):
                 i = at + I8(space.positions[j])
                 after += digest_gain(U8(base[i]), U8(x[i]), start + i, x.itemsize)
