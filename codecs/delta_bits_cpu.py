@@ -25,6 +25,8 @@ _STEP = np.uint32(KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = map(np.uint32, MIX)
 BLOCK = 64
 BLOCKS = TILE // BLOCK
+#: Words whose digest is found at a time.
+WORDS = 32
 #: Numbers that `not_above` looks at.
 ROW = 16
 #: Blocks, the end, and what is behind it.
@@ -186,19 +188,23 @@ def _extract(bits, mask):
     return found
 
 
+def _function(builder, kind, name):
+    """A function of LLVM."""
+    from numba.core import cgutils
+
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
 def _of_two_words(name, slow):
     """The code of an instruction of BMI2, or of `slow` where that is as fast."""
 
     def codegen(context, builder, signature, args):
-        from numba.core import cgutils
-
         _, cpu, features = context.codegen().magic_tuple()
         if "+bmi2" not in features or cpu in ("znver1", "znver2"):
             return context.compile_internal(builder, slow, signature, args)
         word = ir.IntType(64)
         kind = ir.FunctionType(word, [word, word])
-        found = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.bmi.{name}.64")
-        return builder.call(found, args)
+        return builder.call(_function(builder, kind, f"llvm.x86.bmi.{name}.64"), args)
 
     return types.uint64(types.uint64, types.uint64), codegen
 
@@ -381,24 +387,25 @@ def one_class(n, space):
 
 
 @part(nogil=True)
-def ordered_bits(v, kind):
+def order_masks(kind):
+    """What `ordered_bits` and `unordered_bits` need of a dtype: bits that flip, and with the sign."""
+    top = U8(1) << U8(kind[0] - 1)
+    return top if kind[1] or kind[5] else U8(0), top - U8(1) if kind[1] else U8(0)
+
+
+@part(nogil=True)
+def ordered_bits(v, width, masks):
     """Bits of an element as a number of its order; of a number its bits are `unordered_bits`.
 
     As in all that looks at one change after the other there is no branch on what is at random.
     """
-    top = U8(1) << U8(kind[0] - 1)
-    if kind[1]:
-        return v ^ (top | (U8(0) - (v >> U8(kind[0] - 1))) & (top - U8(1)))
-    return v ^ top if kind[5] else v
+    return v ^ (masks[0] | (U8(0) - (v >> U8(width - 1))) & masks[1])
 
 
 @part(nogil=True)
-def unordered_bits(v, kind):
+def unordered_bits(v, width, masks):
     """The inverse of `ordered_bits`."""
-    top = U8(1) << U8(kind[0] - 1)
-    if kind[1]:
-        return v ^ (top | ((v >> U8(kind[0] - 1)) - U8(1)) & (top - U8(1)))
-    return v ^ top if kind[5] else v
+    return v ^ (masks[0] | ((v >> U8(width - 1)) - U8(1)) & masks[1])
 
 
 @part(nogil=True)
@@ -479,9 +486,12 @@ class Space(NamedTuple):
     hist: Any
     words: Any
     block: Any
-    #: New bits of the changes, and elements with them.
-    values: Any
+    #: Elements with their new bits.
     tile: Any
+    #: Of each exponent: 128 and the low bits of a size if it is hot.
+    hot: Any
+    #: Words at the end of a tile, fewer than a block of them.
+    last_words: Any
     #: Where low bits of gaps start, and how many changes a tile has.
     places: Any
 
@@ -509,7 +519,8 @@ def space_for(dtype: DType) -> Space:
         np.empty(words_of(dtype.itemsize) + TILE * dtype.itemsize // 8 + 8, np.uint64),
         np.empty(BLOCK, dtype.bits),
         np.empty(TILE, dtype.bits),
-        np.empty(TILE, dtype.bits),
+        np.empty(1 << 11, np.uint8),
+        np.empty(WORDS, np.uint32),
         np.empty(2, np.int64),
     )
 
@@ -522,35 +533,74 @@ def words_of(itemsize: int) -> int:
     return TILE * (16 * itemsize + 40) // 64
 
 
+@intrinsic
+def _digest_of_block(typingctx, words, at, first):
+    """The keyed sum of `WORDS` words from `at` on, of which the first has the number `first`."""
+
+    def codegen(context, builder, signature, args):
+        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], WORDS)
+        word, pair = vector.element, ir.VectorType(ir.IntType(64), WORDS // 2)
+
+        def each(number):
+            return ir.Constant(vector, [ir.Constant(word, int(number))] * WORDS)
+
+        numbers = ir.Constant(vector, [ir.Constant(word, i + 1) for i in range(WORDS)])
+        key = builder.mul(builder.add(_splat(builder, args[2], vector), numbers), each(_STEP))
+        for shift, factor in ((_SHIFT0, _FACTOR0), (_SHIFT1, _FACTOR1)):
+            key = builder.mul(builder.xor(key, builder.lshr(key, each(shift))), each(factor))
+        key = builder.xor(key, builder.lshr(key, each(_SHIFT2)))
+        # Halves of 64 bits are multiplied without unpacking.
+        x, key = builder.bitcast(x, pair), builder.bitcast(key, pair)
+        half = ir.Constant(pair, [ir.Constant(pair.element, 32)] * (WORDS // 2))
+        low = ir.Constant(pair, [ir.Constant(pair.element, 0xFFFFFFFF)] * (WORDS // 2))
+        even = builder.mul(builder.and_(x, low), builder.and_(key, low))
+        odd = builder.mul(builder.lshr(x, half), builder.lshr(key, half))
+        kind = ir.FunctionType(pair.element, [pair])
+        name = f"llvm.vector.reduce.add.v{WORDS // 2}i64"
+        add = _function(builder, kind, name)
+        return builder.call(add, [builder.add(even, odd)])
+
+    return types.uint64(words, types.int64, types.uint32), codegen
+
+
 @part(nogil=True)
-def add_digest(total, x, first_byte):
+def _last_words(x, block):
+    """The bytes of `x` behind its last whole block of words, with zeros behind them."""
+    data, last = view_as(x, np.uint8), view_as(block, np.uint8)
+    first = data.size // (4 * WORDS) * (4 * WORDS)
+    for i in range(4 * WORDS):
+        last[i] = data[first + i] if first + i < data.size else 0
+
+
+@part(nogil=True)
+def add_digest(total, x, first_byte, block):
     """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 4."""
     words = view_as(x, np.uint32)
     first = U4(first_byte >> 2)
-    for i in range(words.size):
-        total += U8(words[i]) * U8(digest_key(U4(first + U4(i))))
-    data = view_as(x, np.uint8)
-    last = U8(0)
-    for i in range(4 * words.size, data.size):
-        last |= U8(data[i]) << U8(8 * (i - 4 * words.size))
-    return total + last * U8(digest_key(U4(first + U4(words.size))))
+    whole = words.size // WORDS * WORDS
+    for i in range(0, whole, WORDS):
+        total += _digest_of_block(words, i, U4(first + U4(i)))
+    if 4 * whole < x.size * x.itemsize:
+        _last_words(x, block)
+        total += _digest_of_block(block, I8(0), U4(first + U4(whole)))
+    return total
 
 
 @part(nogil=True)
-def add_digests(before, after, x, y, first_byte):
-    """As `add_digest`, of two arrays that differ much; `before` and `after` are the totals."""
+def digests_of(x, y, first_byte, block):
+    """As `add_digest` to 0, of two arrays of which all differs."""
     old, new = view_as(x, np.uint32), view_as(y, np.uint32)
     first = U4(first_byte >> 2)
-    for i in range(old.size):
-        key = U8(digest_key(U4(first + U4(i))))
-        before += U8(old[i]) * key
-        after += U8(new[i]) * key
-    key = U8(digest_key(U4(first + U4(old.size))))
-    old_bytes, new_bytes = view_as(x, np.uint8), view_as(y, np.uint8)
-    for i in range(4 * old.size, old_bytes.size):
-        shift = U8(8 * (i & 3))
-        before += (U8(old_bytes[i]) << shift) * key
-        after += (U8(new_bytes[i]) << shift) * key
+    before, after = U8(0), U8(0)
+    whole = old.size // WORDS * WORDS
+    for i in range(0, whole, WORDS):
+        before += _digest_of_block(old, i, U4(first + U4(i)))
+        after += _digest_of_block(new, i, U4(first + U4(i)))
+    if 4 * whole < x.size * x.itemsize:
+        _last_words(x, block)
+        before += _digest_of_block(block, I8(0), U4(first + U4(whole)))
+        _last_words(y, block)
+        after += _digest_of_block(block, I8(0), U4(first + U4(whole)))
     return before, after
 
 

@@ -38,12 +38,12 @@ from .delta_bits_cpu import (
     STARTS,
     U2,
     U8,
+    WORDS,
     add_digest,
-    add_digests,
+    digests_of,
     deposit,
     ctz,
     digest_gain,
-    exponent_of,
     gap_low_bits,
     get,
     get_short,
@@ -53,6 +53,7 @@ from .delta_bits_cpu import (
     next_one,
     not_above,
     one_class,
+    order_masks,
     ordered_bits,
     popcount,
     select,
@@ -228,8 +229,8 @@ def _start_places(at, end, n_classes, n, space):
 
 
 @part(nogil=True)
-def _changes_of_new(x, at, n, nbits, kind, space):
-    """Read a tile in the form overwrite: numbers and new bits of what has changed."""
+def _changes_of_new(x, new, n, nbits, kind, space, purpose):
+    """Read a tile in the form overwrite: numbers of what has changed, new bits to `new`."""
     words = space.words
     count, to = _get_gamma(words, I8(1), nbits)
     if count == 0:
@@ -245,8 +246,9 @@ def _changes_of_new(x, at, n, nbits, kind, space):
     if to + m * kind[0] > nbits or nbits - to - m * kind[0] >= 32:
         return _ENDS
     list_positions(space.changed, n, m, space.positions)
+    _begin(x, new, m, purpose)
     for j in range(m):
-        space.values[j] = get(words, to, kind[0])
+        new[I8(item(space.positions, j))] = get(words, to, kind[0])
         to += kind[0]
     return 0 if get(words, to, nbits - to) == U8(0) else _ENDS
 
@@ -277,18 +279,39 @@ def _read_quotients(at, end, count, space):
 
 
 @part(nogil=True)
-def _changed_by(v, less, size, kind):
-    """An element changed by its size and 1, and whether it is outside of the dtype."""
-    largest, flip = low_mask(kind[0]), U8(0) - less
-    old = ordered_bits(v, kind)
-    # How far it is to the end of the range: `old`, or to `largest`.
-    outside = U8(size >= (old ^ largest ^ (flip & largest)))
-    return unordered_bits(old + (size ^ flip) + (U8(1) - less), kind), outside
+def _changed_by(v, less, size, width, masks):
+    """An element changed by its size and 1, and something if it is outside of the dtype."""
+    flip = U8(0) - less
+    old = ordered_bits(v, width, masks)
+    new = old + (size ^ flip) + (U8(1) - less)
+    if width < 64:
+        outside = new >> U8(width)
+    else:
+        # How far it is to the end of the range: `old`, or to the largest.
+        outside = U8(size >= (old ^ ~flip))
+    return unordered_bits(new, width, masks), outside
 
 
 @part(nogil=True)
-def _changes_of_differences(x, at, n, nbits, kind, space):
-    """Read a tile in the form difference: numbers and new bits of what has changed."""
+def _set_hot(scale, width, kind, hot):
+    """Of each exponent 128 and how many low bits a size has, if it is hot; else 0."""
+    for e in range(1 << kind[1]):
+        low = scale - 1 - e
+        low = low if low < width else width
+        hot[e] = low + 128 if low >= 0 else 0
+
+
+@part(nogil=True)
+def _begin(old, new, m, purpose):
+    """Copy the elements of a tile of which `m` change, where all the new tile is needed."""
+    if purpose == _FILL or (purpose == _CHECK and m * _DENSE > old.size):
+        for j in range(old.size):
+            new[j] = old[j]
+
+
+@part(nogil=True)
+def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
+    """Read a tile in the form difference: numbers of what has changed, new bits to `new`."""
     words, n_classes, width = space.words, kind[4], I8(8 * x.itemsize)
     data = view_as(words, np.uint8)
     to = I8(1)
@@ -309,7 +332,7 @@ def _changes_of_differences(x, at, n, nbits, kind, space):
         return _ENDS
     if n_classes > 1:
         set_limits(center, kind, space.limits)
-        sort_classes(x, at, n, kind, space)
+        sort_classes(x, I8(0), n, kind, space)
     else:
         one_class(n, space)
     signs_at = _start_places(to, nbits, n_classes, n, space)
@@ -322,36 +345,39 @@ def _changes_of_differences(x, at, n, nbits, kind, space):
     if to < 0:
         return _ENDS if to == -1 else _GAP
 
-    positions, quotients, values = space.positions, space.quotients, space.values
+    positions, quotients, hot = space.positions, space.quotients, space.hot
     list_positions(space.changed, n, m, positions)
-    hot = I8(0)
+    _set_hot(scale, width, kind, hot)
+    mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
+    many = I8(0)
     for j in range(m):
-        hot += I8(exponent_of(item(x, at + I8(positions[U8(j)])), kind) < scale)
-    low_at = _read_quotients(to, nbits, hot, space)
+        e = U8(item(x, I8(item(positions, j)))) >> mantissa & exponents
+        many += I8(e < U8(scale))
+    low_at = _read_quotients(to, nbits, many, space)
     if low_at < 0:
         return _ENDS if low_at == -1 else _LARGE
+    _begin(x, new, m, purpose)
+    masks = order_masks(kind)
     h, bad = I8(0), U8(0)
     for first in range(0, m, 32):
         signs = get_short(data, signs_at + first, low_mask(32))
         for j in range(first, m if m - first < 32 else first + 32):
-            v = U8(item(x, at + I8(item(positions, j))))
-            e = exponent_of(v, kind)
-            low = scale - 1 - e
-            low = low if low < width else width
-            is_hot = I8(low >= 0)
-            low = low if low > 0 else I8(0)
-            quotient = U8(quotients[U8(h)]) & (U8(0) - U8(is_hot))
-            h += is_hot
-            # No quotient has more than four bits.
-            over = width - low if width - low < 63 else I8(63)
-            bad |= quotient >> U8(over)
+            i = I8(item(positions, j))
+            v = U8(item(x, i))
+            found = U8(hot[v >> mantissa & exponents])
+            is_hot, low = found >> U8(7), found & U8(127)
+            quotient = U8(item(quotients, h)) & (U8(0) - is_hot)
+            h += I8(is_hot)
             if width < 64:
-                size = quotient << U8(low) | get_short(data, low_at, low_mask(low))
+                size = quotient << low | get_short(data, low_at, (U8(1) << low) - U8(1))
             else:
-                size = quotient << U8(low & 63) | get(words, low_at, low)
-            low_at += low
-            values[U8(j)], outside = _changed_by(v, signs & U8(1), size, kind)
+                # No quotient has more than four bits.
+                bad |= quotient >> (U8(64) - low if low else U8(63))
+                size = quotient << (low & U8(63)) | get(words, low_at, low)
+            low_at += I8(low)
+            bits, outside = _changed_by(v, signs & U8(1), size, width, masks)
             bad |= outside
+            new[U8(i)] = bits
             signs >>= U8(1)
     stop = low_at + exceptions * (LOG_TILE + width)
     if stop > nbits or nbits - stop >= 32:
@@ -366,7 +392,8 @@ def _changes_of_differences(x, at, n, nbits, kind, space):
             return _EXCEPTIONS
         size = get(words, low_at + LOG_TILE, width)
         less = get(words, signs_at + j, I8(1))
-        values[j], outside = _changed_by(U8(x[at + I8(positions[j])]), less, size, kind)
+        i = I8(positions[j])
+        new[i], outside = _changed_by(U8(x[i]), less, size, width, masks)
         if outside:
             return _RANGE
         low_at += LOG_TILE + width
@@ -389,21 +416,21 @@ def _read_plain(source, lo, hi, n, itemsize):
 
 
 @part(nogil=True)
-def _keep(x, at, n, space, kept, used):
+def _keep(old, new, space, kept, used):
     """Append the changes of a tile to the bytes `kept`; where they end, or -1 if they do not fit.
 
     Few are places and new bits; many are flags, and differences of bits that take a byte each.
     """
-    m, positions, values = space.places[1], space.positions, space.values
-    itemsize = x.itemsize
+    m, positions = space.places[1], space.positions
+    itemsize, n = old.itemsize, old.size
     if _is_kept_short(m, n, itemsize):
         start = _aligned(used + 2 * m)
         if start + m * itemsize > kept.size:
             return I8(-1)
-        places, bits = view_as(kept[used:], np.uint16), view_as(kept[start:], x.dtype)
+        places, bits = view_as(kept[used:], np.uint16), view_as(kept[start:], old.dtype)
         for j in range(m):
             places[j] = positions[j]
-            bits[j] = values[j]
+            bits[j] = new[I8(item(positions, j))]
         return _aligned(start + m * itemsize)
     blocks = (n + BLOCK - 1) // BLOCK
     start = _aligned(used + 8 * blocks + m)
@@ -412,17 +439,18 @@ def _keep(x, at, n, space, kept, used):
     flags = view_as(kept[used:], np.uint64)
     for k in range(blocks):
         flags[k] = space.changed[k]
-    small, wide = view_as(kept[used + 8 * blocks :], np.int8), view_as(kept[start:], x.dtype)
+    small, wide = view_as(kept[used + 8 * blocks :], np.int8), view_as(kept[start:], old.dtype)
     w = I8(0)
     shift = U8(64 - 8 * itemsize)
     for j in range(m):
-        more = U8(values[U8(j)]) - U8(item(x, at + I8(item(positions, j))))
+        i = I8(item(positions, j))
+        more = U8(item(new, i)) - U8(item(old, i))
         more = I8(more << shift) >> I8(shift)
         if more <= _WIDE or more > 127:
             if w >= wide.size:
                 return I8(-1)
             more = I8(_WIDE)
-            wide[w] = values[j]
+            wide[w] = new[i]
             w += 1
         small[U8(j)] = more
     return _aligned(start + w * itemsize)
@@ -464,14 +492,26 @@ def _write_kept(out, at, n, m, kept, used, positions):
 
 
 @part(nogil=True)
-def _new_tile(x, at, n, kind, overwrite, space, source, lo, hi):
-    """Read the changes of a tile; what is wrong with it, 0 if nothing."""
-    if hi - lo > 8 * (space.words.size - (TILE * x.itemsize // 8 + 14)):
-        return I8(_UNSURE)
+def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
+    """Read a tile that has words: what is wrong with it, 0 if nothing, and if it is plain.
+
+    New bits go to `new`, and where all the new tile is needed the other elements as well.
+    """
+    n, itemsize = old.size, old.itemsize
+    if source[lo] & 1:
+        problem = I8(_read_plain(source, lo, hi, n, itemsize))
+        if problem == 0:
+            raw = view_as(new, np.uint8)
+            for j in range(n * itemsize):
+                raw[j] = source[lo + 4 + j]
+        return problem, True
+    if hi - lo > 8 * (space.words.size - (TILE * itemsize // 8 + 14)):
+        return I8(_UNSURE), False
     _load(space.words, source, lo, hi)
+    nbits = 8 * (hi - lo)
     if overwrite:
-        return I8(_changes_of_new(x, at, n, 8 * (hi - lo), kind, space))
-    return I8(_changes_of_differences(x, at, n, 8 * (hi - lo), kind, space))
+        return I8(_changes_of_new(old, new, n, nbits, kind, space, purpose)), False
+    return I8(_changes_of_differences(old, new, n, nbits, kind, space, purpose)), False
 
 
 @cached(nogil=True)
@@ -484,74 +524,63 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
     is filled in the form difference; and what that of the result has more.
     """
     before, after = U8(0), U8(0)
-    used, problem = I8(0), I8(0)
+    used = I8(0)
     for tile in range(ends.size - 1):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
         first_byte = (start + at) * x.itemsize
         lo, hi = I8(ends[tile]), I8(ends[tile + 1])
-        old, new = x[at : at + n], out[at : at + n]
-        if purpose == _WRITE:
-            if lo == hi:
-                continue
-            if places[2 * tile] >= 0:
-                _write_kept(out, at, n, places[2 * tile + 1], kept, places[2 * tile], space.positions)
-                continue
-        plain = lo < hi and source[lo] & 1
+        old, new = x[at : at + n], space.tile[:n]
         m = I8(0)
-        if plain:
-            problem = I8(_read_plain(source, lo, hi, n, x.itemsize))
-            m = n
-        elif lo < hi:
-            problem = _new_tile(x, at, n, kind, overwrite, space, source, lo, hi)
-            m = space.places[1]
+        if purpose == _FILL:
+            new = out[at : at + n]
+        if lo < hi:
+            if purpose == _WRITE and places[2 * tile] >= 0:
+                m = places[2 * tile + 1]
+                _write_kept(out, at, n, m, kept, places[2 * tile], space.positions)
+                continue
+            problem, plain = _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose)
+            if problem:
+                return problem, before, after
+            m = n if plain else space.places[1]
+            if purpose == _CHECK:
+                end = I8(-1) if plain else _keep(old, new, space, kept, used)
+                places[2 * tile], places[2 * tile + 1] = used if end >= 0 else I8(-1), m
+                used = end if end >= 0 else used
+            if purpose == _WRITE:
+                if plain:
+                    for j in range(n):
+                        out[at + j] = new[j]
+                else:
+                    for j in range(m):
+                        i = I8(item(space.positions, j))
+                        out[U8(at + i)] = new[i]
         else:
-            problem = I8(0)
-        if problem:
-            return problem, before, after
-        dense = m * _DENSE > n
-        if purpose == _CHECK:
-            places[2 * tile] = -1
-            if m and not plain:
-                places[2 * tile + 1] = m
-                end = _keep(x, at, n, space, kept, used)
-                if end >= 0:
-                    places[2 * tile] = used
-                    used = end
-            new = space.tile[:n]
-        if purpose == _FILL or (purpose == _CHECK and dense):
-            for j in range(n):
-                new[j] = old[j]
-        if plain:
-            raw = view_as(new, np.uint8)
-            for j in range(n * x.itemsize):
-                raw[j] = source[lo + 4 + j]
-        elif purpose != _CHECK or dense:
-            for j in range(m):
-                new[I8(item(space.positions, j))] = space.values[j]
+            _begin(old, new, m, purpose)
         if purpose == _WRITE:
             continue
-        if dense:
-            b, a = add_digests(U8(0), U8(0), old, new, first_byte)
-            before += b
-            after += a - b
+        if m * _DENSE > n:
+            of_old, of_new = digests_of(old, new, first_byte, space.last_words)
+            before += of_old
+            after += of_new - of_old
             continue
         if overwrite or purpose == _CHECK:
-            before = add_digest(before, old, first_byte)
+            before = add_digest(before, old, first_byte, space.last_words)
         for j in range(m):
             i = I8(item(space.positions, j))
-            after += digest_gain(U8(old[i]), U8(space.values[j]), start + at + i, x.itemsize)
-    return problem, before, after
+            gain = digest_gain(U8(item(old, i)), U8(item(new, i)), start + at + i, x.itemsize)
+            after += gain
+    return I8(0), before, after
 
 
 @cached(nogil=True)
-def _digest_of(x, first_byte):
-    return add_digest(U8(0), x, I8(first_byte))
+def _digest_of(x, first_byte, block):
+    return add_digest(U8(0), x, I8(first_byte), block)
 
 
 def digest_of(data: Bits, first_word: int = 0) -> int:
     """See `delta.digest_of`; `data` may be elements of any size."""
-    return int(_digest_of(as_read_only(data), 4 * first_word)) & MASK64
+    return int(_digest_of(as_read_only(data), 4 * first_word, np.empty(WORDS, np.uint32))) & MASK64
 
 
 class _Span(NamedTuple):

@@ -39,6 +39,7 @@ from .delta_bits_cpu import (
     list_positions,
     low_mask,
     one_class,
+    order_masks,
     ordered_bits,
     popcount,
     put,
@@ -287,11 +288,12 @@ def _encode_differences(base, x, at, n, m, kind, space, out, used):
     n_classes, width = kind[4], kind[0]
     exponents, lengths, changes = space.exponents, space.lengths, space.changes
     negative = space.negative
+    masks = order_masks(kind)
     for k in range((m + 63) >> 6):
         negative[k] = 0
     for j in range(m):
         i = at + I8(space.positions[j])
-        old, new = ordered_bits(U8(base[i]), kind), ordered_bits(U8(x[i]), kind)
+        old, new = ordered_bits(U8(base[i]), I8(8 * x.itemsize), masks), ordered_bits(U8(x[i]), I8(8 * x.itemsize), masks)
         less = U8(new < old)
         size = (new - old - (U8(1) - less)) ^ (U8(0) - less)
         negative[j >> 6] |= less << U8(j & 63)
@@ -361,7 +363,7 @@ def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
         m = _compare(base, x, at, n, space.block, space.changed)
-        before = add_digest(before, base[at : at + n], (start + at) * x.itemsize)
+        before = add_digest(before, base[at : at + n], (start + at) * x.itemsize, space.last_words)
         if m:
             list_positions(space.changed, n, m, space.positions)
             for j in range(m):
