@@ -17,20 +17,23 @@ from numba.extending import intrinsic
 from ..formats.dtypes import DType
 from .common.arrays_cpu import view_as
 from .common.compile_cache import part
-from .common.huffman_cpu import item, load8
-from .delta import KEY_STEP, LIMITS, MIX, TILE, kind_of
+from .common.huffman_cpu import item, load8, store8
+from .delta import KEY_STEP, LIMITS, MAX_QUOTIENT, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
 _STEP = np.uint32(KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = map(np.uint32, MIX)
 BLOCK = 64
 BLOCKS = TILE // BLOCK
+#: Of a tile with one change in so many elements the digest is taken, not that of its changes.
+DENSE = 16
 #: Words whose digest is found at a time.
 WORDS = 32
 #: Numbers that `not_above` looks at.
 ROW = 16
 #: Blocks, the end, and what is behind it.
 STARTS = BLOCKS + 1 + ROW
+RANKS = BLOCKS + 2
 CLASSES = len(LIMITS) + 1
 #: More changes in so many elements: their numbers are found 8 flags at a time.
 _MANY = 32
@@ -254,12 +257,58 @@ def low_mask(nbits):
 
 @part(nogil=True)
 def put(words, at, value, nbits):
-    """Write a number of up to 64 bits into words that are 0; where the next one goes."""
+    """Write a number of up to 64 bits; where the next one goes.
+
+    The rest of its word, from `at` on, is 0 before and after. A word behind it is written to.
+    """
     w, shift = at >> 6, U8(at & 63)
     words[w] |= value << shift
     # No branch: one in eight would go the other way.
-    words[w + 1] |= value >> U8(1) >> (U8(63) - shift)
+    words[w + 1] = value >> U8(1) >> (U8(63) - shift)
     return at + nbits
+
+
+@part(nogil=True)
+def put_short(data, at, value, nbits, held):
+    """As `put`, of up to 32 bits, to the bytes of the words; the next one goes to `at + nbits`.
+
+    Bits of the byte at `at` are `held` before and after: nothing is read.
+    """
+    shift = at & 7
+    held |= value << U8(shift)
+    store8(data, at >> 3, held)
+    return held >> U8(shift + nbits & ~7)
+
+
+@part(nogil=True)
+def held_at(words, at):
+    """What `put_short` starts from."""
+    return words[at >> 6] >> U8(at & 56)
+
+
+@part(nogil=True)
+def end_words(words, at):
+    """Make the rest of a word 0 after calls of `put_short`."""
+    words[at >> 6] &= low_mask(at & 63)
+
+
+@part(nogil=True)
+def append(words, at, source, nbits):
+    """Write the first bits of the words `source`, as `put` does."""
+    for i in range(nbits >> 6):
+        put(words, at + 64 * i, source[i], I8(64))
+    left = nbits & 63
+    put(words, at + nbits - left, source[nbits >> 6] & low_mask(left), left)
+    return at + nbits
+
+
+@part(nogil=True)
+def set_hot(scale, width, kind, hot):
+    """Of each exponent 128 and how many low bits a size has, if it is hot; else 0."""
+    for e in range(1 << kind[1]):
+        low = scale - 1 - e
+        low = low if low < width else width
+        hot[e] = low + 128 if low >= 0 else 0
 
 
 @part(nogil=True)
@@ -469,26 +518,30 @@ class Space(NamedTuple):
     before: Any
     #: Flags of the elements of a class, side by side.
     ranks: Any
-    #: Of each class: its limit, elements, changes, gaps, and the last number listed.
+    #: Of each class: its limit, elements, changes, and how many are listed.
     limits: Any
     sizes: Any
     counts: Any
     listed: Any
-    last: Any
-    gaps: Any
-    #: Of each change: its place, exponent, and what the two forms keep.
+    #: Elements of classes that are listed, one class behind the other.
+    list: Any
+    #: Of each change: its place, exponent, size; of hot ones: quotient. Numbers of exceptions.
     positions: Any
     exponents: Any
-    lengths: Any
-    quotients: Any
     changes: Any
+    quotients: Any
+    exceptions: Any
+    #: Bits of changes, and words of quotients and low bits.
     negative: Any
+    unary: Any
+    lows: Any
+    #: How many changes have an exponent, and a sum of exponent and bit length.
     hist: Any
     words: Any
     block: Any
     #: Elements with their new bits.
     tile: Any
-    #: Of each exponent: 128 and the low bits of a size if it is hot.
+    #: See `set_hot`.
     hot: Any
     #: Words at the end of a tile, fewer than a block of them.
     last_words: Any
@@ -502,20 +555,21 @@ def space_for(dtype: DType) -> Space:
         np.empty(BLOCKS, np.uint64),
         np.empty(CLASSES * BLOCKS, np.uint64),
         np.empty(CLASSES * STARTS, np.uint16),
-        np.empty(BLOCKS + 2, np.uint64),
+        np.empty(CLASSES * RANKS, np.uint64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
-        np.empty(CLASSES, np.int64),
-        np.empty(CLASSES * TILE, np.uint16),
+        np.empty(TILE + 8, np.uint16),
         np.empty(TILE + 8, np.uint16),
         np.empty(TILE, np.uint16),
+        np.empty(TILE, dtype.bits),
         np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint64),
-        np.empty(BLOCKS, np.uint64),
-        np.zeros(3 * SCALES, np.int32),
+        np.empty(TILE, np.uint16),
+        np.empty(BLOCKS + 1, np.uint64),
+        np.empty(TILE * (MAX_QUOTIENT + 1) // 64 + 2, np.uint64),
+        np.empty(TILE * dtype.itemsize // 8 + 2, np.uint64),
+        np.zeros(2 * SCALES, np.uint32),
         np.empty(words_of(dtype.itemsize) + TILE * dtype.itemsize // 8 + 8, np.uint64),
         np.empty(BLOCK, dtype.bits),
         np.empty(TILE, dtype.bits),

@@ -33,6 +33,7 @@ from .delta import (
 from .delta_bits_cpu import (
     BLOCK,
     BLOCKS,
+    DENSE,
     I8,
     ROW,
     STARTS,
@@ -57,6 +58,7 @@ from .delta_bits_cpu import (
     ordered_bits,
     popcount,
     select,
+    set_hot,
     set_limits,
     sort_classes,
     space_for,
@@ -81,9 +83,8 @@ _ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
 _UNSURE = -1
 #: What decoding is for: to fill `out`; to check, and keep changes; to write what has been checked.
 _FILL, _CHECK, _WRITE = range(3)
-#: As many listed elements of a class are found block by block; one in so many changes of a tile,
-#: and the digest is taken of all of it.
-_MANY_LISTED, _DENSE = 64, 16
+#: As many listed elements of a class are found block by block.
+_MANY_LISTED = 64
 #: A difference that takes more than a byte.
 _WIDE = -128
 
@@ -293,18 +294,9 @@ def _changed_by(v, less, size, width, masks):
 
 
 @part(nogil=True)
-def _set_hot(scale, width, kind, hot):
-    """Of each exponent 128 and how many low bits a size has, if it is hot; else 0."""
-    for e in range(1 << kind[1]):
-        low = scale - 1 - e
-        low = low if low < width else width
-        hot[e] = low + 128 if low >= 0 else 0
-
-
-@part(nogil=True)
 def _begin(old, new, m, purpose):
     """Copy the elements of a tile of which `m` change, where all the new tile is needed."""
-    if purpose == _FILL or (purpose == _CHECK and m * _DENSE > old.size):
+    if purpose == _FILL or (purpose == _CHECK and m * DENSE > old.size):
         for j in range(old.size):
             new[j] = old[j]
 
@@ -347,7 +339,7 @@ def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
 
     positions, quotients, hot = space.positions, space.quotients, space.hot
     list_positions(space.changed, n, m, positions)
-    _set_hot(scale, width, kind, hot)
+    set_hot(scale, width, kind, hot)
     mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
     many = I8(0)
     for j in range(m):
@@ -559,7 +551,7 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
             _begin(old, new, m, purpose)
         if purpose == _WRITE:
             continue
-        if m * _DENSE > n:
+        if m * DENSE > n:
             of_old, of_new = digests_of(old, new, first_byte, space.last_words)
             before += of_old
             after += of_new - of_old
