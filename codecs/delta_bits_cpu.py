@@ -15,12 +15,14 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats.dtypes import DType
-from .common.arrays_cpu import view_as
+from .common.arrays_cpu import read_only, view_as
 from .common.compile_cache import part
 from .common.huffman_cpu import item, load8, store8
 from .delta import KEY_STEP, LIMITS, MAX_QUOTIENT, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
+#: Conversions take time to compile.
+ZERO, ONE = U8(0), U8(1)
 _STEP = np.uint32(KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = map(np.uint32, MIX)
 BLOCK = 64
@@ -29,11 +31,8 @@ BLOCKS = TILE // BLOCK
 DENSE = 16
 #: Words whose digest is found at a time.
 WORDS = 32
-#: Numbers that `not_above` looks at.
-ROW = 16
-#: Blocks, the end, and what is behind it.
-STARTS = BLOCKS + 1 + ROW
-RANKS = BLOCKS + 2
+#: Blocks and the end.
+STARTS = BLOCKS + 1
 CLASSES = len(LIMITS) + 1
 #: More changes in so many elements: their numbers are found 8 flags at a time.
 _MANY = 32
@@ -114,16 +113,22 @@ def below(typingctx, a, at, mask, shift, limit):
 
 
 @intrinsic
-def not_above(typingctx, a, at, limit):
-    """How many of 16 rising numbers from `at` on are at most `limit`."""
+def copy(typingctx, to, to_at, source, at, nbytes):
+    """Copy bytes from item `at` of an array to item `to_at` of another."""
 
     def codegen(context, builder, signature, args):
-        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], ROW)
-        found = builder.icmp_unsigned("<=", x, _splat(builder, args[2], vector))
-        bits = builder.bitcast(found, ir.IntType(ROW))
-        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+        from numba.core import cgutils
+        from numba.np.arrayobj import make_array
 
-    return types.int64(a, types.int64, a.dtype), codegen
+        pointers = []
+        for i in (0, 2):
+            data = make_array(signature.args[i])(context, builder, args[i]).data
+            byte = ir.IntType(8).as_pointer()
+            pointers.append(builder.bitcast(builder.gep(data, [args[i + 1]]), byte))
+        cgutils.raw_memmove(builder, *pointers, args[4], 1)
+        return context.get_dummy_value()
+
+    return types.void(to, types.int64, source, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -163,7 +168,7 @@ def select(word, k):
     Source: Vigna, Broadword implementation of rank/select queries, 2008.
     """
     ones = U8(0x0101010101010101)
-    s = word - (word >> U8(1) & U8(0x5555555555555555))
+    s = word - (word >> ONE & U8(0x5555555555555555))
     s = (s & U8(0x3333333333333333)) + (s >> U8(2) & U8(0x3333333333333333))
     # Set bits up to and with each byte.
     s = (s + (s >> U8(4)) & U8(0x0F0F0F0F0F0F0F0F)) * ones
@@ -174,20 +179,20 @@ def select(word, k):
 
 
 def _deposit(bits, mask):
-    found = U8(0)
+    found = ZERO
     bits &= low_mask(popcount(mask))
     while bits:
-        found |= U8(1) << U8(select(mask, ctz(bits)))
-        bits &= bits - U8(1)
+        found |= ONE << U8(select(mask, ctz(bits)))
+        bits &= bits - ONE
     return found
 
 
 def _extract(bits, mask):
-    found = U8(0)
+    found = ZERO
     bits &= mask
     while bits:
-        found |= U8(1) << popcount(mask & ((bits & (U8(0) - bits)) - U8(1)))
-        bits &= bits - U8(1)
+        found |= ONE << popcount(mask & ((bits & (ZERO - bits)) - ONE))
+        bits &= bits - ONE
     return found
 
 
@@ -246,13 +251,13 @@ def _list_byte(typingctx, byte, first, table, out, at):
 @part(nogil=True)
 def bit_length(x):
     """Bit length of a number; 0 of 0."""
-    return I8(64) - I8(_clz(x))
+    return 64 - I8(_clz(x))
 
 
 @part(nogil=True)
 def low_mask(nbits):
     """So many low bits."""
-    return (U8(1) << U8(nbits)) - U8(1) if nbits < 64 else ~U8(0)
+    return (ONE << U8(nbits)) - ONE if nbits < 64 else ~ZERO
 
 
 @part(nogil=True)
@@ -264,7 +269,7 @@ def put(words, at, value, nbits):
     w, shift = at >> 6, U8(at & 63)
     words[w] |= value << shift
     # No branch: one in eight would go the other way.
-    words[w + 1] = value >> U8(1) >> (U8(63) - shift)
+    words[w + 1] = value >> ONE >> (U8(63) - shift)
     return at + nbits
 
 
@@ -292,7 +297,7 @@ def end_words(words, at):
     words[at >> 6] &= low_mask(at & 63)
 
 
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def append(words, at, source, nbits):
     """Write the first bits of the words `source`, as `put` does."""
     for i in range(nbits >> 6):
@@ -315,7 +320,7 @@ def set_hot(scale, width, kind, hot):
 def get(words, at, nbits):
     """Read a number of up to 64 bits; a word more than it needs has to be there."""
     w, shift = at >> 6, U8(at & 63)
-    value = words[w] >> shift | words[w + 1] << U8(1) << (U8(63) - shift)
+    value = words[w] >> shift | words[w + 1] << ONE << (U8(63) - shift)
     return value & low_mask(nbits)
 
 
@@ -341,13 +346,6 @@ def next_one(words, at, end):
 
 
 @part(nogil=True)
-def _copy_block(x, at, n, block):
-    """The last elements of a tile, fewer than 64, to a block whose others are 0."""
-    for i in range(BLOCK):
-        block[i] = x[at + i] if i < n else block.dtype.type(0)
-
-
-@part(nogil=True)
 def exponent_of(v, kind):
     """Biased exponent of an element; 0 of what has none."""
     return I8(U8(v) >> U8(kind[2])) & ((1 << kind[1]) - 1)
@@ -362,65 +360,46 @@ def set_limits(center, kind, limits):
 
 
 @part(nogil=True)
-def _end_starts(before, at, size):
-    """The last number of a class: how many elements it has; above all others are those behind."""
-    before[at] = size
-    for i in range(ROW):
-        before[at + 1 + i] = 0xFFFF
+def _sort_block(x, at, there, k, masks, limits, space):
+    """As `sort_classes`, of the elements `there` of block number `k`, from `at` on in `x`."""
+    b0 = below(x, at, masks[0], masks[1], limits[0]) | masks[2]
+    b1 = below(x, at, masks[0], masks[1], limits[1])
+    b2 = below(x, at, masks[0], masks[1], limits[2])
+    b3 = below(x, at, masks[0], masks[1], limits[3])
+    of_classes = ~b0 & there, b0 & ~b1 & there, b1 & ~b2 & there, b2 & ~b3 & there, b3 & there
+    for c in range(CLASSES):
+        space.classes[U8(c * BLOCKS + k)] = of_classes[c]
+        before = space.before[U8(c * STARTS + k)]
+        space.before[U8(c * STARTS + k + 1)] = before + U2(popcount(of_classes[c]))
 
 
 @part(nogil=True)
-def sort_classes(x, at, n, kind, space):
-    """Which of a tile's elements, `n` from `at` on, are of each class, and how many before a block.
+def sort_classes(x, n, kind, space):
+    """Which of a tile's elements `x` are of each class, and how many before a block.
 
     `space.sizes` gets how many elements each class has.
     """
     one = x.dtype.type
-    classes, before, limits = space.classes, space.before, space.limits
+    limits = space.limits
     largest = (1 << kind[1]) - 1
-    mask, shift = one(U8(largest) << U8(kind[2])), one(kind[2])
     # Of the first limit alone all exponents may be below.
-    all0 = U8(0) - U8(limits[0] > largest)
-    limit0 = one(limits[0] if limits[0] <= largest else 0)
-    limit1, limit2, limit3 = one(limits[1]), one(limits[2]), one(limits[3])
-    n0, n1, n2, n3, n4 = U2(0), U2(0), U2(0), U2(0), U2(0)
-    blocks = -(-n // BLOCK)
-    for k in range(blocks):
-        left = n - k * BLOCK
-        there = ~U8(0)
-        if left < BLOCK:
-            _copy_block(x, at + k * BLOCK, left, space.block)
-            there = low_mask(left)
-            b0 = below(space.block, I8(0), mask, shift, limit0) | all0
-            b1 = below(space.block, I8(0), mask, shift, limit1)
-            b2 = below(space.block, I8(0), mask, shift, limit2)
-            b3 = below(space.block, I8(0), mask, shift, limit3)
-        else:
-            b0 = below(x, at + k * BLOCK, mask, shift, limit0) | all0
-            b1 = below(x, at + k * BLOCK, mask, shift, limit1)
-            b2 = below(x, at + k * BLOCK, mask, shift, limit2)
-            b3 = below(x, at + k * BLOCK, mask, shift, limit3)
-        c0, c1, c2, c3, c4 = ~b0 & there, b0 & ~b1 & there, b1 & ~b2 & there, b2 & ~b3 & there, b3
-        c4 &= there
-        classes[k] = c0
-        classes[BLOCKS + k] = c1
-        classes[2 * BLOCKS + k] = c2
-        classes[3 * BLOCKS + k] = c3
-        classes[4 * BLOCKS + k] = c4
-        before[k] = n0
-        before[STARTS + k] = n1
-        before[2 * STARTS + k] = n2
-        before[3 * STARTS + k] = n3
-        before[4 * STARTS + k] = n4
-        n0 += U2(popcount(c0))
-        n1 += U2(popcount(c1))
-        n2 += U2(popcount(c2))
-        n3 += U2(popcount(c3))
-        n4 += U2(popcount(c4))
-    sizes = space.sizes
-    sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] = I8(n0), I8(n1), I8(n2), I8(n3), I8(n4)
+    all0 = ZERO - U8(limits[0] > largest)
+    masks = one(U8(largest) << U8(kind[2])), one(kind[2]), all0
+    first = limits[0] if limits[0] <= largest else 0
+    below_these = one(first), one(limits[1]), one(limits[2]), one(limits[3])
     for c in range(CLASSES):
-        _end_starts(before, c * STARTS + blocks, sizes[c])
+        space.before[c * STARTS] = 0
+    blocks = n // BLOCK
+    for k in range(blocks):
+        _sort_block(x, k * BLOCK, ~ZERO, k, masks, below_these, space)
+    left = n - blocks * BLOCK
+    if left:
+        copy(space.block, 0, x, n - left, left * x.itemsize)
+        there = low_mask(left)
+        _sort_block(read_only(space.block), I8(0), there, blocks, masks, below_these, space)
+        blocks += 1
+    for c in range(CLASSES):
+        space.sizes[c] = space.before[c * STARTS + blocks]
 
 
 @part(nogil=True)
@@ -431,15 +410,15 @@ def one_class(n, space):
         left = n - k * BLOCK
         space.classes[k] = low_mask(left if left < BLOCK else BLOCK)
         space.before[k] = k * BLOCK
-    _end_starts(space.before, blocks, n)
+    space.before[blocks] = n
     space.sizes[0] = n
 
 
 @part(nogil=True)
 def order_masks(kind):
     """What `ordered_bits` and `unordered_bits` need of a dtype: bits that flip, and with the sign."""
-    top = U8(1) << U8(kind[0] - 1)
-    return top if kind[1] or kind[5] else U8(0), top - U8(1) if kind[1] else U8(0)
+    top = ONE << U8(kind[0] - 1)
+    return top if kind[1] or kind[5] else ZERO, top - ONE if kind[1] else ZERO
 
 
 @part(nogil=True)
@@ -448,13 +427,13 @@ def ordered_bits(v, width, masks):
 
     As in all that looks at one change after the other there is no branch on what is at random.
     """
-    return v ^ (masks[0] | (U8(0) - (v >> U8(width - 1))) & masks[1])
+    return v ^ (masks[0] | (ZERO - (v >> U8(width - 1))) & masks[1])
 
 
 @part(nogil=True)
 def unordered_bits(v, width, masks):
     """The inverse of `ordered_bits`."""
-    return v ^ (masks[0] | ((v >> U8(width - 1)) - U8(1)) & masks[1])
+    return v ^ (masks[0] | ((v >> U8(width - 1)) - ONE) & masks[1])
 
 
 @part(nogil=True)
@@ -479,7 +458,7 @@ def digest_gain(old, new, i, itemsize):
     return key * ((new & low) - (old & low)) + following * ((new >> U8(32)) - (old >> U8(32)))
 
 
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def list_positions(flags, n, m, positions):
     """The numbers of the `m` set bits of `n`. There is place for eight more."""
     at = I8(0)
@@ -495,18 +474,18 @@ def list_positions(flags, n, m, positions):
         # Two steps without a branch cover most blocks.
         for _ in range(2):
             positions[at] = k * BLOCK + I8(ctz(bits))
-            at += I8(bits != U8(0))
-            bits &= bits - U8(1)
+            at += I8(bits != ZERO)
+            bits &= bits - ONE
         while bits:
             positions[at] = k * BLOCK + I8(ctz(bits))
             at += 1
-            bits &= bits - U8(1)
+            bits &= bits - ONE
 
 
 @part(nogil=True, error_model="numpy")
 def gap_low_bits(size, listed):
     """Low bits of the gaps between `listed` of `size` elements."""
-    return bit_length(U8(size // listed)) - 1 if listed else I8(0)
+    return bit_length(U8(size // listed)) - 1 if listed else 0
 
 
 class Space(NamedTuple):
@@ -555,7 +534,7 @@ def space_for(dtype: DType) -> Space:
         np.empty(BLOCKS, np.uint64),
         np.empty(CLASSES * BLOCKS, np.uint64),
         np.empty(CLASSES * STARTS, np.uint16),
-        np.empty(CLASSES * RANKS, np.uint64),
+        np.empty(BLOCKS + 2, np.uint64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
@@ -571,7 +550,7 @@ def space_for(dtype: DType) -> Space:
         np.empty(TILE * dtype.itemsize // 8 + 2, np.uint64),
         np.zeros(2 * SCALES, np.uint32),
         np.empty(words_of(dtype.itemsize) + TILE * dtype.itemsize // 8 + 8, np.uint64),
-        np.empty(BLOCK, dtype.bits),
+        np.zeros(BLOCK, dtype.bits),
         np.empty(TILE, dtype.bits),
         np.empty(1 << 11, np.uint8),
         np.empty(WORDS, np.uint32),
@@ -617,13 +596,16 @@ def _digest_of_block(typingctx, words, at, first):
     return types.uint64(words, types.int64, types.uint32), codegen
 
 
-@part(nogil=True)
-def _last_words(x, block):
-    """The bytes of `x` behind its last whole block of words, with zeros behind them."""
+@part(rare=True, nogil=True)
+def _digest_of_rest(x, first, block):
+    """As `add_digest` to 0, of what is behind the last whole block of words."""
     data, last = view_as(x, np.uint8), view_as(block, np.uint8)
-    first = data.size // (4 * WORDS) * (4 * WORDS)
+    whole = data.size // (4 * WORDS) * (4 * WORDS)
+    if whole == data.size:
+        return ZERO
     for i in range(4 * WORDS):
-        last[i] = data[first + i] if first + i < data.size else 0
+        last[i] = data[whole + i] if whole + i < data.size else 0
+    return _digest_of_block(block, 0, U4(first + U4(whole >> 2)))
 
 
 @part(nogil=True)
@@ -631,30 +613,20 @@ def add_digest(total, x, first_byte, block):
     """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 4."""
     words = view_as(x, np.uint32)
     first = U4(first_byte >> 2)
-    whole = words.size // WORDS * WORDS
-    for i in range(0, whole, WORDS):
+    for i in range(0, words.size // WORDS * WORDS, WORDS):
         total += _digest_of_block(words, i, U4(first + U4(i)))
-    if 4 * whole < x.size * x.itemsize:
-        _last_words(x, block)
-        total += _digest_of_block(block, I8(0), U4(first + U4(whole)))
-    return total
+    return total + _digest_of_rest(x, first, block)
 
 
 @part(nogil=True)
 def digests_of(x, y, first_byte, block):
-    """As `add_digest` to 0, of two arrays of which all differs."""
+    """As `add_digest` to 0, of two arrays that differ much."""
     old, new = view_as(x, np.uint32), view_as(y, np.uint32)
     first = U4(first_byte >> 2)
-    before, after = U8(0), U8(0)
-    whole = old.size // WORDS * WORDS
-    for i in range(0, whole, WORDS):
+    before, after = _digest_of_rest(x, first, block), _digest_of_rest(y, first, block)
+    for i in range(0, old.size // WORDS * WORDS, WORDS):
         before += _digest_of_block(old, i, U4(first + U4(i)))
         after += _digest_of_block(new, i, U4(first + U4(i)))
-    if 4 * whole < x.size * x.itemsize:
-        _last_words(x, block)
-        before += _digest_of_block(block, I8(0), U4(first + U4(whole)))
-        _last_words(y, block)
-        after += _digest_of_block(block, I8(0), U4(first + U4(whole)))
     return before, after
 
 

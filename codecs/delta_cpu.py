@@ -12,10 +12,10 @@ import numpy as np
 
 from ..formats.checksum import MASK64
 from . import delta as reference
-from .common.arrays_cpu import as_read_only, view_as
+from .common.arrays_cpu import as_read_only, read_only, view_as
 from .common.base import Bits, Bytes, Chunk, ChunkDecoded
 from .common.compile_cache import cached, part
-from .common.huffman_cpu import item
+from .common.huffman_cpu import item, load8, store8
 from .common.threads import run, spans
 from .delta import (
     LOG_TILE,
@@ -35,15 +35,16 @@ from .delta_bits_cpu import (
     BLOCKS,
     DENSE,
     I8,
-    ROW,
     STARTS,
-    U2,
+    ONE,
     U8,
+    ZERO,
     WORDS,
     add_digest,
     digests_of,
-    deposit,
+    copy,
     ctz,
+    deposit,
     digest_gain,
     gap_low_bits,
     get,
@@ -52,12 +53,10 @@ from .delta_bits_cpu import (
     list_positions,
     low_mask,
     next_one,
-    not_above,
     one_class,
     order_masks,
     ordered_bits,
     popcount,
-    select,
     set_hot,
     set_limits,
     sort_classes,
@@ -75,7 +74,7 @@ _PROBLEMS = (
     "more changes than elements, or none",
     "a gap goes beyond the end",
     "a change is too large",
-    "exceptions that are not in order",
+    "exceptions that are not in order, or go beyond the dtype",
     "a change goes beyond the dtype",
 )
 _ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
@@ -83,34 +82,27 @@ _ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
 _UNSURE = -1
 #: What decoding is for: to fill `out`; to check, and keep changes; to write what has been checked.
 _FILL, _CHECK, _WRITE = range(3)
-#: As many listed elements of a class are found block by block.
-_MANY_LISTED = 64
-#: A difference that takes more than a byte.
-_WIDE = -128
+#: Of changes that are kept: a gap that goes on, a difference that takes more than a byte, and more
+#: bytes than a change takes.
+_FAR, _WIDE, _KEPT_NBYTES = 255, 128, TILE // 255 + 11
 
 
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def _get_gamma(words, at, end):
     """A number and where the next code is; 0 if it is too large, or not there."""
     one = next_one(words, at, end)
     below = one - at
     if one >= end or below > LOG_TILE:
-        return I8(0), at
-    return I8(U8(1) << U8(below) | get(words, one + 1, below)), one + 1 + below
+        return 0, at
+    return I8(ONE << U8(below) | get(words, one + 1, below)), one + 1 + below
 
 
 @part(nogil=True)
 def _load(words, source, lo, hi):
     """Bytes `lo` to `hi` of `source` as words of 64 bits, with zeros behind them."""
-    nbytes = hi - lo
-    whole = nbytes >> 3
-    halves = view_as(source[lo:hi], np.uint32)
-    for i in range(whole):
-        words[i] = U8(halves[2 * i]) | U8(halves[2 * i + 1]) << U8(32)
-    for i in range(4):
-        words[whole + i] = 0
-    if nbytes & 7:
-        words[whole] = U8(halves[2 * whole])
+    for i in range(hi - lo >> 3, (hi - lo >> 3) + 4):
+        words[i] = 0
+    copy(words, 0, source, lo, hi - lo)
 
 
 @part(nogil=True)
@@ -124,25 +116,27 @@ def _read_ranks(at, end, low_at, listed, size, space):
     data = view_as(words, np.uint8)
     for i in range((size >> 6) + 2):
         ranks[i] = 0
+    if listed == 0:
+        return at
     low = gap_low_bits(size, listed)
     mask = low_mask(low)
     w = at >> 6
-    bits = words[w] & (~U8(0) << U8(at & 63))
-    j, lows, one = I8(0), I8(0), I8(0)
-    block, here = I8(-1), U8(0)
+    bits = words[w] & (~ZERO << U8(at & 63))
+    j, lows, one = 0, 0, 0
+    block, here = -1, ZERO
     while True:
         stop = j + I8(popcount(bits))
         stop = stop if stop < listed else listed
         while j < stop:
             one = (w << 6) + I8(ctz(bits))
-            bits &= bits - U8(1)
+            bits &= bits - ONE
             lows += I8(get_short(data, low_at, mask))
             low_at += low
             # Between quotients, all that is not a one is a zero of one of them.
             rank = (one - at - j << low) + lows + j
             if rank >= size:
-                return I8(-2)
-            here = (here if rank >> 6 == block else U8(0)) | U8(1) << U8(rank & 63)
+                return -2
+            here = (here if rank >> 6 == block else ZERO) | ONE << U8(rank & 63)
             block = rank >> 6
             ranks[U8(block)] = here
             j += 1
@@ -150,33 +144,17 @@ def _read_ranks(at, end, low_at, listed, size, space):
             return one + 1
         w += 1
         if w << 6 >= end:
-            return I8(-1)
+            return -1
         bits = words[w]
 
 
 @part(nogil=True)
-def _place_few(size, members, before, space):
-    """Set the flags of the elements of a class whose flags are in `space.ranks`."""
-    k = I8(0)
-    for i in range((size + BLOCK - 1) // BLOCK):
-        bits = space.ranks[i]
-        while bits:
-            rank = i * BLOCK + I8(ctz(bits))
-            bits &= bits - U8(1)
-            passed = I8(ROW)
-            while passed == ROW:
-                passed = not_above(before, k + 1, U2(rank))
-                k += passed
-            space.changed[k] |= U8(1) << U8(select(members[k], U8(rank - I8(before[k]))))
-
-
-@part(nogil=True)
-def _place_many(blocks, flip, members, before, space):
-    """As `_place_few`, of the flags with `flip` applied, block by block."""
+def _place(blocks, flip, members, before, space):
+    """Set the flags of a class, `space.ranks` with `flip` applied, among those of all elements."""
     changed, ranks = space.changed, space.ranks
     for k in range(blocks):
         w, shift = U8(before[k]) >> U8(6), U8(before[k]) & U8(63)
-        bits = ranks[w] >> shift | ranks[w + U8(1)] << U8(1) << (U8(63) - shift)
+        bits = ranks[w] >> shift | ranks[w + ONE] << ONE << (U8(63) - shift)
         changed[k] |= deposit(bits ^ flip, members[k])
 
 
@@ -194,39 +172,32 @@ def _find_changes(at, end, n_classes, n, space):
         listed, size = space.listed[c], space.sizes[c]
         members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
         before = space.before[c * STARTS : (c + 1) * STARTS]
-        if listed:
+        if space.counts[c]:
             at = _read_ranks(at, end, low_at, listed, size, space)
             if at < 0:
                 return at
             low_at += listed * gap_low_bits(size, listed)
-        if listed == space.counts[c] and listed < _MANY_LISTED:
-            if listed:
-                _place_few(size, members, before, space)
-        else:
-            if listed == 0:
-                for i in range((size >> 6) + 2):
-                    space.ranks[i] = 0
-            flip = U8(0) - U8(listed != space.counts[c])
-            _place_many(blocks, flip, members, before, space)
+            flip = ZERO - U8(listed != space.counts[c])
+            _place(blocks, flip, members, before, space)
     return at
 
 
 @part(nogil=True, error_model="numpy")
 def _start_places(at, end, n_classes, n, space):
     """Check the counts of a tile; where its low bits start is kept. Where they end, or -1, -3."""
-    total, bits = I8(0), I8(0)
+    total, bits = 0, 0
     for c in range(n_classes):
         count, size = space.counts[c], space.sizes[c]
         if count > size:
-            return I8(-3)
+            return -3
         space.listed[c] = count if 2 * count <= size else size - count
         bits += space.listed[c] * gap_low_bits(size, space.listed[c])
         total += count
     if total == 0:
-        return I8(-3)
+        return -3
     space.places[0] = at
     space.places[1] = total
-    return at + bits if at + bits <= end else I8(-1)
+    return at + bits if at + bits <= end else -1
 
 
 @part(nogil=True)
@@ -251,7 +222,7 @@ def _changes_of_new(x, new, n, nbits, kind, space, purpose):
     for j in range(m):
         new[I8(item(space.positions, j))] = get(words, to, kind[0])
         to += kind[0]
-    return 0 if get(words, to, nbits - to) == U8(0) else _ENDS
+    return 0 if get(words, to, nbits - to) == ZERO else _ENDS
 
 
 @part(nogil=True)
@@ -259,14 +230,14 @@ def _read_quotients(at, end, count, space):
     """Quotients of `count` sizes, from `at` on. Returns where they end; -1 early, -2 too large."""
     words, quotients = space.words, space.quotients
     w = at >> 6
-    bits = words[w] & (~U8(0) << U8(at & 63))
-    j, seen = I8(0), I8(0)
+    bits = words[w] & (~ZERO << U8(at & 63))
+    j, seen = 0, 0
     while j < count:
         stop = j + I8(popcount(bits))
         stop = stop if stop < count else count
         while j < stop:
             one = (w << 6) + I8(ctz(bits))
-            bits &= bits - U8(1)
+            bits &= bits - ONE
             quotient = one - at
             at = one + 1
             seen |= quotient
@@ -274,17 +245,17 @@ def _read_quotients(at, end, count, space):
             j += 1
         w += 1
         if j < count and w << 6 >= end:
-            return I8(-1)
+            return -1
         bits = words[w]
-    return I8(-2) if seen > MAX_QUOTIENT else at
+    return -2 if seen > MAX_QUOTIENT else at
 
 
 @part(nogil=True)
 def _changed_by(v, less, size, width, masks):
     """An element changed by its size and 1, and something if it is outside of the dtype."""
-    flip = U8(0) - less
+    flip = ZERO - less
     old = ordered_bits(v, width, masks)
-    new = old + (size ^ flip) + (U8(1) - less)
+    new = old + (size ^ flip) + (ONE - less)
     if width < 64:
         outside = new >> U8(width)
     else:
@@ -297,8 +268,7 @@ def _changed_by(v, less, size, width, masks):
 def _begin(old, new, m, purpose):
     """Copy the elements of a tile of which `m` change, where all the new tile is needed."""
     if purpose == _FILL or (purpose == _CHECK and m * DENSE > old.size):
-        for j in range(old.size):
-            new[j] = old[j]
+        copy(new, 0, old, 0, old.size * old.itemsize)
 
 
 @part(nogil=True)
@@ -324,7 +294,7 @@ def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
         return _ENDS
     if n_classes > 1:
         set_limits(center, kind, space.limits)
-        sort_classes(x, I8(0), n, kind, space)
+        sort_classes(x, n, kind, space)
     else:
         one_class(n, space)
     signs_at = _start_places(to, nbits, n_classes, n, space)
@@ -350,7 +320,7 @@ def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
         return _ENDS if low_at == -1 else _LARGE
     _begin(x, new, m, purpose)
     masks = order_masks(kind)
-    h, bad = I8(0), U8(0)
+    h, bad = 0, ZERO
     for first in range(0, m, 32):
         signs = get_short(data, signs_at + first, low_mask(32))
         for j in range(first, m if m - first < 32 else first + 32):
@@ -358,42 +328,50 @@ def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
             v = U8(item(x, i))
             found = U8(hot[v >> mantissa & exponents])
             is_hot, low = found >> U8(7), found & U8(127)
-            quotient = U8(item(quotients, h)) & (U8(0) - is_hot)
+            quotient = U8(item(quotients, h)) & (ZERO - is_hot)
             h += I8(is_hot)
             if width < 64:
-                size = quotient << low | get_short(data, low_at, (U8(1) << low) - U8(1))
+                size = quotient << low | get_short(data, low_at, (ONE << low) - ONE)
             else:
                 # No quotient has more than four bits.
                 bad |= quotient >> (U8(64) - low if low else U8(63))
                 size = quotient << (low & U8(63)) | get(words, low_at, low)
             low_at += I8(low)
-            bits, outside = _changed_by(v, signs & U8(1), size, width, masks)
+            bits, outside = _changed_by(v, signs & ONE, size, width, masks)
             bad |= outside
             new[U8(i)] = bits
-            signs >>= U8(1)
+            signs >>= ONE
     stop = low_at + exceptions * (LOG_TILE + width)
     if stop > nbits or nbits - stop >= 32:
         return _ENDS
     if bad:
         # Of an exception the size that counts comes next.
         return I8(_UNSURE if exceptions else _RANGE)
-    last = I8(-1)
-    for _ in range(exceptions):
-        j = I8(get(words, low_at, I8(LOG_TILE)))
-        if j <= last or j >= m:
-            return _EXCEPTIONS
-        size = get(words, low_at + LOG_TILE, width)
-        less = get(words, signs_at + j, I8(1))
-        i = I8(positions[j])
-        new[i], outside = _changed_by(U8(x[i]), less, size, width, masks)
-        if outside:
-            return _RANGE
-        low_at += LOG_TILE + width
+    if exceptions and not _read_exceptions(x, new, low_at, stop, signs_at, kind, space):
+        return _EXCEPTIONS
+    return 0 if get(words, stop, nbits - stop) == ZERO else _ENDS
+
+
+@part(rare=True, nogil=True)
+def _read_exceptions(x, new, at, stop, signs_at, kind, space):
+    """Read exceptions, new bits of which go to `new`; whether they are as they should be."""
+    words, masks, last = space.words, order_masks(kind), -1
+    while at < stop:
+        j = I8(get(words, at, I8(LOG_TILE)))
+        if j <= last or j >= space.places[1]:
+            return False
         last = j
-    return 0 if get(words, stop, nbits - stop) == U8(0) else _ENDS
+        size = get(words, at + LOG_TILE, kind[0])
+        less = get(words, signs_at + j, I8(1))
+        i = I8(space.positions[j])
+        new[i], outside = _changed_by(U8(x[i]), less, size, I8(8 * x.itemsize), masks)
+        if outside:
+            return False
+        at += LOG_TILE + kind[0]
+    return True
 
 
-@part(nogil=True)
+@part(rare=True, nogil=True)
 def _read_plain(source, lo, hi, n, itemsize):
     """What is wrong with a plain tile, 0 if nothing."""
     nbytes = n * itemsize
@@ -408,79 +386,55 @@ def _read_plain(source, lo, hi, n, itemsize):
 
 
 @part(nogil=True)
-def _keep(old, new, space, kept, used):
+def _keep(old, new, space, kept, to):
     """Append the changes of a tile to the bytes `kept`; where they end, or -1 if they do not fit.
 
-    Few are places and new bits; many are flags, and differences of bits that take a byte each.
+    Of each the gap before it, `_FAR` for so many elements and more to come, and the difference of
+    its bits, or `_WIDE` and its new bits.
     """
-    m, positions = space.places[1], space.positions
-    itemsize, n = old.itemsize, old.size
-    if _is_kept_short(m, n, itemsize):
-        start = _aligned(used + 2 * m)
-        if start + m * itemsize > kept.size:
-            return I8(-1)
-        places, bits = view_as(kept[used:], np.uint16), view_as(kept[start:], old.dtype)
-        for j in range(m):
-            places[j] = positions[j]
-            bits[j] = new[I8(item(positions, j))]
-        return _aligned(start + m * itemsize)
-    blocks = (n + BLOCK - 1) // BLOCK
-    start = _aligned(used + 8 * blocks + m)
-    if start > kept.size:
-        return I8(-1)
-    flags = view_as(kept[used:], np.uint64)
-    for k in range(blocks):
-        flags[k] = space.changed[k]
-    small, wide = view_as(kept[used + 8 * blocks :], np.int8), view_as(kept[start:], old.dtype)
-    w = I8(0)
-    shift = U8(64 - 8 * itemsize)
-    for j in range(m):
-        i = I8(item(positions, j))
-        more = U8(item(new, i)) - U8(item(old, i))
-        more = I8(more << shift) >> I8(shift)
-        if more <= _WIDE or more > 127:
-            if w >= wide.size:
-                return I8(-1)
-            more = I8(_WIDE)
-            wide[w] = new[i]
-            w += 1
-        small[U8(j)] = more
-    return _aligned(start + w * itemsize)
-
-
-@part(nogil=True)
-def _is_kept_short(m, n, itemsize):
-    return m * (1 + itemsize) < n >> 3
-
-
-@part(nogil=True)
-def _aligned(nbytes):
-    return nbytes + 7 & ~7
-
-
-@part(nogil=True)
-def _write_kept(out, at, n, m, kept, used, positions):
-    """Write the changes that `_keep` has kept over the elements of a tile."""
-    itemsize = out.itemsize
-    if _is_kept_short(m, n, itemsize):
-        places = view_as(kept[used:], np.uint16)
-        bits = view_as(kept[_aligned(used + 2 * m) :], out.dtype)
-        for j in range(m):
-            out[at + I8(places[j])] = bits[j]
-        return
-    blocks = (n + BLOCK - 1) // BLOCK
-    list_positions(view_as(kept[used:], np.uint64), n, m, positions)
-    small = view_as(kept[used + 8 * blocks :], np.int8)
-    wide = view_as(kept[_aligned(used + 8 * blocks + m) :], out.dtype)
-    w = I8(0)
-    for j in range(m):
-        i = U8(at + I8(item(positions, j)))
-        more = I8(item(small, j))
-        if more == _WIDE:
-            out[i] = wide[w]
-            w += 1
+    last = -1
+    shift = I8(64 - 8 * old.itemsize)
+    for j in range(space.places[1]):
+        if to + _KEPT_NBYTES > kept.size:
+            return -1
+        i = I8(item(space.positions, j))
+        gap = i - last - 1
+        last = i
+        while gap >= _FAR:
+            kept[U8(to)] = _FAR
+            gap -= _FAR
+            to += 1
+        bits = U8(item(new, i))
+        more = I8((bits - U8(item(old, i))) << U8(shift)) >> shift
+        kept[U8(to)] = gap
+        if -_WIDE < more < _WIDE:
+            kept[U8(to + 1)] = more & 255
+            to += 2
         else:
-            out[i] = U8(out[i]) + U8(more)
+            kept[U8(to + 1)] = _WIDE
+            store8(kept, to + 2, bits)
+            to += 10
+    return to
+
+
+@part(nogil=True)
+def _write_kept(out, at, m, kept, used):
+    """Write the changes that `_keep` has kept over the elements of a tile."""
+    i = at - 1
+    for _ in range(m):
+        gap = I8(item(kept, used))
+        while gap == _FAR:
+            i += _FAR
+            used += 1
+            gap = I8(item(kept, used))
+        i += gap + 1
+        more = I8(item(kept, used + 1))
+        if more == _WIDE:
+            out[U8(i)] = load8(kept, used + 2)
+            used += 10
+        else:
+            out[U8(i)] = U8(out[U8(i)]) + U8(more - ((more & _WIDE) << 1))
+            used += 2
 
 
 @part(nogil=True)
@@ -493,9 +447,7 @@ def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
     if source[lo] & 1:
         problem = I8(_read_plain(source, lo, hi, n, itemsize))
         if problem == 0:
-            raw = view_as(new, np.uint8)
-            for j in range(n * itemsize):
-                raw[j] = source[lo + 4 + j]
+            copy(new, 0, source, lo + 4, n * itemsize)
         return problem, True
     if hi - lo > 8 * (space.words.size - (TILE * itemsize // 8 + 14)):
         return I8(_UNSURE), False
@@ -515,7 +467,7 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
     they are (-1: they are not) and how many. Returns a problem; the digest of the base, unless `out`
     is filled in the form difference; and what that of the result has more.
     """
-    before, after = U8(0), U8(0)
+    before, after = ZERO, ZERO
     used = I8(0)
     for tile in range(ends.size - 1):
         at = I8(tile) * TILE
@@ -529,20 +481,19 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
         if lo < hi:
             if purpose == _WRITE and places[2 * tile] >= 0:
                 m = places[2 * tile + 1]
-                _write_kept(out, at, n, m, kept, places[2 * tile], space.positions)
+                _write_kept(out, at, m, kept, places[2 * tile])
                 continue
             problem, plain = _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose)
             if problem:
                 return problem, before, after
             m = n if plain else space.places[1]
             if purpose == _CHECK:
-                end = I8(-1) if plain else _keep(old, new, space, kept, used)
-                places[2 * tile], places[2 * tile + 1] = used if end >= 0 else I8(-1), m
+                end = -1 if plain else _keep(old, new, space, kept, used)
+                places[2 * tile], places[2 * tile + 1] = used if end >= 0 else -1, m
                 used = end if end >= 0 else used
             if purpose == _WRITE:
                 if plain:
-                    for j in range(n):
-                        out[at + j] = new[j]
+                    copy(out, at, new, 0, n * x.itemsize)
                 else:
                     for j in range(m):
                         i = I8(item(space.positions, j))
@@ -552,7 +503,7 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
         if purpose == _WRITE:
             continue
         if m * DENSE > n:
-            of_old, of_new = digests_of(old, new, first_byte, space.last_words)
+            of_old, of_new = digests_of(old, read_only(new), first_byte, space.last_words)
             before += of_old
             after += of_new - of_old
             continue
@@ -562,12 +513,12 @@ def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, 
             i = I8(item(space.positions, j))
             gain = digest_gain(U8(item(old, i)), U8(item(new, i)), start + at + i, x.itemsize)
             after += gain
-    return I8(0), before, after
+    return 0, before, after
 
 
 @cached(nogil=True)
 def _digest_of(x, first_byte, block):
-    return add_digest(U8(0), x, I8(first_byte), block)
+    return add_digest(ZERO, x, I8(first_byte), block)
 
 
 def digest_of(data: Bits, first_word: int = 0) -> int:

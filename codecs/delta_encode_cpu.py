@@ -27,14 +27,16 @@ from .delta_bits_cpu import (
     BLOCKS,
     DENSE,
     I8,
-    RANKS,
     SCALES,
     STARTS,
     U4,
+    ONE,
     U8,
+    ZERO,
     add_digest,
     append,
     bit_length,
+    copy,
     differ,
     digest_gain,
     digests_of,
@@ -58,25 +60,22 @@ from .delta_bits_cpu import (
     space_for,
 )
 
-#: Changes of a tile from which on flags are sorted block by block.
-_MANY_CHANGES = 256
 
-
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def _put_gamma(words, at, value):
     below = bit_length(U8(value)) - 1
-    code = (U8(value) & low_mask(below)) << U8(1) | U8(1)
+    code = (U8(value) & low_mask(below)) << ONE | ONE
     return put(words, at, code << U8(below), 2 * below + 1)
 
 
 @part(nogil=True, error_model="numpy")
 def _center(x, kind):
-    total = count = I8(0)
+    total = count = 0
     for i in range(0, x.size, SAMPLED):
         e = exponent_of(x[i], kind)
         total += e
         count += I8(e > 0)
-    return total // count if count else I8(0)
+    return total // count if count else 0
 
 
 @part(nogil=True)
@@ -87,13 +86,13 @@ def _scale(kind, hist):
     """
     changes, above = hist[:SCALES], hist[SCALES:]
     width = kind[0]
-    least, highest = I8(0), I8((1 << kind[1]) - 1)
+    least, highest = 0, I8((1 << kind[1]) - 1)
     top = highest + width
     while changes[least] == 0:
         least += 1
     while changes[highest] == 0:
         highest -= 1
-    larges = I8(0)
+    larges = 0
     for e in range(least, highest + 1):
         larges += I8(changes[e] >> U4(16))
     last = least
@@ -105,11 +104,11 @@ def _scale(kind, hist):
         last = last if last > least else least
     exception = 2 * (LOG_TILE + width)
     # Costs at `scale`: of positions; of large changes at and above it; of those far above.
-    within, cost = I8(0), I8(0)
+    within, cost = 0, 0
     not_below, far = larges, larges
     for d in range(len(EXCESS)):
         far -= I8(above[least + d])
-    best, found = I8(-1), least
+    best, found = -1, least
     for scale in range(least, last + 1):
         total = cost + exception * (not_below + far)
         total += EXCESS[0] * I8(above[scale]) + EXCESS[1] * I8(above[scale + 1])
@@ -131,33 +130,12 @@ def _scale(kind, hist):
 
 
 @part(nogil=True)
-def _rank_few(m, n_classes, space):
-    """Set the flags of changes among the elements of their classes."""
-    ranks, limits = space.ranks, space.limits
-    for c in range(n_classes):
-        for i in range((space.sizes[c] >> 6) + 1):
-            ranks[c * RANKS + i] = 0
-        space.counts[c] = 0
-    for j in range(m):
-        i, e = I8(item(space.positions, j)), I8(space.exponents[j])
-        c = I8(0)
-        if n_classes > 1:
-            c = I8(e < limits[0]) + I8(e < limits[1]) + I8(e < limits[2]) + I8(e < limits[3])
-        block = i >> 6
-        under = (U8(1) << U8(i & 63)) - U8(1)
-        rank = I8(space.before[c * STARTS + block])
-        rank += I8(popcount(space.classes[c * BLOCKS + block] & under))
-        ranks[c * RANKS + (rank >> 6)] |= U8(1) << U8(rank & 63)
-        space.counts[c] += 1
-
-
-@part(nogil=True)
-def _rank_many(n, c, space):
-    """As `_rank_few`, of one class, block by block."""
+def _rank(n, c, space):
+    """Set the flags of changes among the elements of a class, and count them."""
     members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
     before = space.before[c * STARTS : (c + 1) * STARTS]
-    ranks, changed = space.ranks[c * RANKS :], space.changed
-    here, count = U8(0), U8(0)
+    ranks, changed = space.ranks, space.changed
+    here, count = ZERO, ZERO
     for k in range((n + BLOCK - 1) // BLOCK):
         bits = extract(changed[k], members[k])
         count += popcount(bits)
@@ -165,22 +143,18 @@ def _rank_many(n, c, space):
         shift = at & U8(63)
         here |= bits << shift
         ranks[at >> U8(6)] = here
-        here = bits >> U8(1) >> (U8(63) - shift) if at >> U8(6) != to >> U8(6) else here
+        here = bits >> ONE >> (U8(63) - shift) if at >> U8(6) != to >> U8(6) else here
     ranks[U8(space.sizes[c]) >> U8(6)] = here
     space.counts[c] = I8(count)
 
 
 @part(nogil=True)
-def _list_classes(n, m, n_classes, space):
+def _list_classes(n, n_classes, space):
     """List what has changed, or has not, of the elements of each class."""
-    if m < _MANY_CHANGES:
-        _rank_few(m, n_classes, space)
-    at = I8(0)
+    at, flags = I8(0), space.ranks
     for c in range(n_classes):
-        if m >= _MANY_CHANGES:
-            _rank_many(n, c, space)
+        _rank(n, c, space)
         count, size = space.counts[c], space.sizes[c]
-        flags = space.ranks[c * RANKS : (c + 1) * RANKS]
         if 2 * count > size:
             for i in range((size >> 6) + 1):
                 flags[i] = ~flags[i]
@@ -197,11 +171,11 @@ def _put_low(to, n_classes, space):
     words, listed = space.words, space.list
     data = view_as(words, np.uint8)
     held = held_at(words, to)
-    first = I8(0)
+    first = 0
     for c in range(n_classes):
         stop = first + space.listed[c]
         low = gap_low_bits(space.sizes[c], space.listed[c])
-        mask, last = low_mask(low), I8(-1)
+        mask, last = low_mask(low), -1
         for j in range(first, stop):
             rank = I8(item(listed, j))
             held = put_short(data, to, U8(rank - last - 1) & mask, low, held)
@@ -216,20 +190,20 @@ def _put_low(to, n_classes, space):
 def _put_quotients(to, n_classes, space):
     """Write the quotients of all gaps; where the next code goes."""
     words, listed = space.words, space.list
-    first = I8(0)
+    first = 0
     for c in range(n_classes):
         size, stop = space.sizes[c], first + space.listed[c]
         low = gap_low_bits(size, space.listed[c])
-        most = stop - first + (size >> low) if stop > first else I8(0)
+        most = stop - first + (size >> low) if stop > first else 0
         for i in range((to >> 6) + 1, (to + most >> 6) + 2):
             words[i] = 0
-        block, last = to >> 6, I8(-1)
+        block, last = to >> 6, -1
         here = words[block]
         for j in range(first, stop):
             rank = I8(item(listed, j))
             to += rank - last - 1 >> low
             last = rank
-            here = (here if to >> 6 == block else U8(0)) | U8(1) << U8(to & 63)
+            here = (here if to >> 6 == block else ZERO) | ONE << U8(to & 63)
             block = to >> 6
             words[U8(block)] = here
             to += 1
@@ -240,14 +214,14 @@ def _put_quotients(to, n_classes, space):
 @part(nogil=True)
 def _compare(base, x, changed):
     """Bits of the elements of a tile that have changed; how many there are."""
-    found, n = U8(0), x.size
+    found, n = ZERO, x.size
     blocks = n // BLOCK
     for k in range(blocks):
         bits = differ(base, x, k * BLOCK)
         changed[k] = bits
         found += popcount(bits)
     if blocks * BLOCK < n:
-        bits = U8(0)
+        bits = ZERO
         for i in range(blocks * BLOCK, n):
             bits |= U8(base[i] != x[i]) << U8(i & 63)
         changed[blocks] = bits
@@ -255,7 +229,7 @@ def _compare(base, x, changed):
     return I8(found)
 
 
-@part(nogil=True)
+@part(rare=True, nogil=True)
 def _write_plain(x, out, used):
     """A plain tile to the bytes `out` from `used` on, if it fits; where it ends."""
     end = used + 4 * (1 + -(-x.size * x.itemsize // 4))
@@ -263,11 +237,9 @@ def _write_plain(x, out, used):
         out[used] = 1
         for i in range(1, 4):
             out[used + i] = 0
-        data = view_as(x, np.uint8)
-        for i in range(data.size):
-            out[used + 4 + i] = data[i]
-        for i in range(used + 4 + data.size, end):
+        for i in range(end - 4, end):
             out[i] = 0
+        copy(out, used + 4, x, 0, x.size * x.itemsize)
     return end
 
 
@@ -276,9 +248,7 @@ def _flush(words, nbits, out, used):
     """The words of a tile to the bytes `out` from `used` on, if they fit; where they end."""
     end = used + 4 * (-(-nbits // 32))
     if end <= out.size:
-        data = view_as(words, np.uint8)
-        for i in range(end - used):
-            out[used + i] = data[i]
+        copy(out, used, words, 0, end - used)
     return end
 
 
@@ -287,9 +257,7 @@ def _encode_new(x, m, kind, space, out, used):
     """A tile in the form overwrite to the bytes `out` from `used` on, if it fits; where it ends."""
     n, words, width = x.size, space.words, I8(8 * x.itemsize)
     one_class(n, space)
-    for j in range(m):
-        space.exponents[j] = 0
-    _list_classes(n, m, I8(1), space)
+    _list_classes(n, I8(1), space)
     words[0] = 0
     to = _put_gamma(words, I8(1), m + 1)
     to = _put_quotients(_put_low(to, I8(1), space), I8(1), space)
@@ -316,16 +284,16 @@ def _measure(base, x, m, kind, space):
     mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
     changes, above = space.hist[:SCALES], space.hist[SCALES:]
     for first in range(0, m, 64):
-        signs = U8(0)
+        signs = ZERO
         for j in range(first, m if m - first < 64 else first + 64):
             i = I8(item(space.positions, j))
             v = U8(item(base, i))
             old, new = ordered_bits(v, width, masks), ordered_bits(U8(item(x, i)), width, masks)
             less = U8(new < old)
-            size = (new - old - (U8(1) - less)) ^ (U8(0) - less)
+            size = (new - old - (ONE - less)) ^ (ZERO - less)
             signs |= less << U8(j - first)
             e = v >> mantissa & exponents
-            is_large = U4(size != U8(0))
+            is_large = U4(size != ZERO)
             changes[e] += U4(1) + (is_large << U4(16))
             above[e + U8(bit_length(size))] += is_large
             space.changes[U8(j)] = size
@@ -343,23 +311,23 @@ def _split(m, width, space):
     data = view_as(lows, np.uint8)
     lows[0] = 0
     exceptions, to, low_at = I8(0), I8(0), I8(0)
-    block, here, held = I8(0), U8(0), U8(0)
+    block, here, held = 0, ZERO, ZERO
     for j in range(m):
         size = U8(item(space.changes, j))
         found = U8(hot[U8(item(space.exponents, j))])
         is_hot, low = found >> U8(7), found & U8(127)
-        quotient = size >> low if width < 64 or low < U8(64) else U8(0)
+        quotient = size >> low if width < 64 or low < U8(64) else ZERO
         if quotient > U8(MAX_QUOTIENT) * is_hot:
             space.exceptions[exceptions] = j
             exceptions += 1
-            quotient, size = U8(0), U8(0)
+            quotient, size = ZERO, ZERO
         to += I8(quotient)
-        here = (here if to >> 6 == block else U8(0)) | is_hot << U8(to & 63)
+        here = (here if to >> 6 == block else ZERO) | is_hot << U8(to & 63)
         block = to >> 6
         unary[U8(block)] = here
         to += I8(is_hot)
         if width < 64:
-            held = put_short(data, low_at, size & ((U8(1) << low) - U8(1)), I8(low), held)
+            held = put_short(data, low_at, size & ((ONE << low) - ONE), I8(low), held)
         else:
             put(lows, low_at, size & low_mask(low), I8(low))
         low_at += I8(low)
@@ -378,10 +346,10 @@ def _encode_differences(base, x, m, kind, space, out, used):
     unary_bits, low_bits, exceptions = _split(m, width, space)
     if n_classes > 1:
         set_limits(center, kind, space.limits)
-        sort_classes(base, I8(0), n, kind, space)
+        sort_classes(base, n, kind, space)
     else:
         one_class(n, space)
-    _list_classes(n, m, n_classes, space)
+    _list_classes(n, n_classes, space)
 
     words[0] = 0
     to = put(words, I8(1), U8(center), kind[1])
@@ -411,7 +379,7 @@ def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
     result gain.
     """
     used = I8(0)
-    before, after = U8(0), U8(0)
+    before, after = ZERO, ZERO
     for tile in range(ends.size):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
