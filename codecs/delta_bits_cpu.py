@@ -15,20 +15,36 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats.dtypes import DType
-from .common.arrays_cpu import view_as
+from .common.arrays_cpu import read_only, view_as
 from .common.compile_cache import part
-from .delta import KEY_STEP, LIMITS, MIX, TILE, kind_of
+from .common.huffman_cpu import item, load8, store8
+from .delta import KEY_STEP, LIMITS, MAX_QUOTIENT, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64
+#: Conversions take time to compile.
+ZERO, ONE = U8(0), U8(1)
 _STEP = np.uint32(KEY_STEP)
 _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = map(np.uint32, MIX)
 BLOCK = 64
 BLOCKS = TILE // BLOCK
-#: Numbers that `not_above` looks at.
-ROW = 16
-#: Blocks, the end, and what is behind it.
-STARTS = BLOCKS + 1 + ROW
+#: Of a tile with one change in so many elements the digest is taken, not that of its changes.
+DENSE = 16
+#: Words whose digest is found at a time.
+WORDS = 32
+#: Blocks and the end.
+STARTS = BLOCKS + 1
 CLASSES = len(LIMITS) + 1
+#: More changes in so many elements: their numbers are found 8 flags at a time.
+_MANY = 32
+#: Number of the set bit of a byte before which k are set: at 8 * byte + k.
+_IN_BYTE = np.array(
+    [
+        ([i for i in range(8) if byte >> i & 1] + 8 * [0])[k]
+        for byte in range(256)
+        for k in range(8)
+    ],
+    np.uint8,
+)
 #: More exponents, and scales, than any dtype has.
 SCALES = (1 << 11) + 128
 
@@ -97,16 +113,22 @@ def below(typingctx, a, at, mask, shift, limit):
 
 
 @intrinsic
-def not_above(typingctx, a, at, limit):
-    """How many of 16 rising numbers from `at` on are at most `limit`."""
+def copy(typingctx, to, to_at, source, at, nbytes):
+    """Copy bytes from item `at` of an array to item `to_at` of another."""
 
     def codegen(context, builder, signature, args):
-        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], ROW)
-        found = builder.icmp_unsigned("<=", x, _splat(builder, args[2], vector))
-        bits = builder.bitcast(found, ir.IntType(ROW))
-        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+        from numba.core import cgutils
+        from numba.np.arrayobj import make_array
 
-    return types.int64(a, types.int64, a.dtype), codegen
+        pointers = []
+        for i in (0, 2):
+            data = make_array(signature.args[i])(context, builder, args[i]).data
+            byte = ir.IntType(8).as_pointer()
+            pointers.append(builder.bitcast(builder.gep(data, [args[i + 1]]), byte))
+        cgutils.raw_memmove(builder, *pointers, args[4], 1)
+        return context.get_dummy_value()
+
+    return types.void(to, types.int64, source, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -140,33 +162,172 @@ def popcount(typingctx, x):
 
 
 @part(nogil=True)
+def select(word, k):
+    """Number of the set bit of `word` before which `k` are set; there is one.
+
+    Source: Vigna, Broadword implementation of rank/select queries, 2008.
+    """
+    ones = U8(0x0101010101010101)
+    s = word - (word >> ONE & U8(0x5555555555555555))
+    s = (s & U8(0x3333333333333333)) + (s >> U8(2) & U8(0x3333333333333333))
+    # Set bits up to and with each byte.
+    s = (s + (s >> U8(4)) & U8(0x0F0F0F0F0F0F0F0F)) * ones
+    high = U8(0x8080808080808080)
+    at = U8(8) * popcount((k * ones | high) - s & high)
+    k -= s << U8(8) >> at & U8(255)
+    return I8(at) + I8(_IN_BYTE[I8(U8(8) * (word >> at & U8(255)) + k)])
+
+
+def _deposit(bits, mask):
+    found = ZERO
+    bits &= low_mask(popcount(mask))
+    while bits:
+        found |= ONE << U8(select(mask, ctz(bits)))
+        bits &= bits - ONE
+    return found
+
+
+def _extract(bits, mask):
+    found = ZERO
+    bits &= mask
+    while bits:
+        found |= ONE << popcount(mask & ((bits & (ZERO - bits)) - ONE))
+        bits &= bits - ONE
+    return found
+
+
+def _function(builder, kind, name):
+    """A function of LLVM."""
+    from numba.core import cgutils
+
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _of_two_words(name, slow):
+    """The code of an instruction of BMI2, or of `slow` where that is as fast."""
+
+    def codegen(context, builder, signature, args):
+        _, cpu, features = context.codegen().magic_tuple()
+        if "+bmi2" not in features or cpu in ("znver1", "znver2"):
+            return context.compile_internal(builder, slow, signature, args)
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        return builder.call(_function(builder, kind, f"llvm.x86.bmi.{name}.64"), args)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def deposit(typingctx, bits, mask):
+    """The lowest bits of `bits` at the places of the bits of `mask`."""
+    return _of_two_words("pdep", _deposit)
+
+
+@intrinsic
+def extract(typingctx, bits, mask):
+    """The bits of `bits` at the places of those of `mask`, side by side from the lowest on."""
+    return _of_two_words("pext", _extract)
+
+
+@intrinsic
+def _list_byte(typingctx, byte, first, table, out, at):
+    """`first` and the numbers of a byte's set bits to `out` from `at` on, and what is behind them."""
+
+    def codegen(context, builder, signature, args):
+        row = builder.shl(args[0], ir.Constant(ir.IntType(64), 3))
+        numbers, _ = _load_block(context, builder, signature.args[2], args[2], row, 8)
+        number = ir.VectorType(ir.IntType(16), 8)
+        found = builder.add(builder.zext(numbers, number), _splat(builder, args[1], number))
+        from numba.np.arrayobj import make_array
+
+        data = make_array(signature.args[3])(context, builder, args[3]).data
+        pointer = builder.bitcast(builder.gep(data, [args[4]]), number.as_pointer())
+        builder.store(found, pointer, align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint16, table, out, types.int64), codegen
+
+
+@part(nogil=True)
 def bit_length(x):
     """Bit length of a number; 0 of 0."""
-    return I8(64) - I8(_clz(x))
+    return 64 - I8(_clz(x))
 
 
 @part(nogil=True)
 def low_mask(nbits):
     """So many low bits."""
-    return (U8(1) << U8(nbits)) - U8(1) if nbits < 64 else ~U8(0)
+    return (ONE << U8(nbits)) - ONE if nbits < 64 else ~ZERO
 
 
 @part(nogil=True)
 def put(words, at, value, nbits):
-    """Write a number of up to 64 bits into words that are 0; where the next one goes."""
+    """Write a number of up to 64 bits; where the next one goes.
+
+    The rest of its word, from `at` on, is 0 before and after. A word behind it is written to.
+    """
     w, shift = at >> 6, U8(at & 63)
     words[w] |= value << shift
     # No branch: one in eight would go the other way.
-    words[w + 1] |= value >> U8(1) >> (U8(63) - shift)
+    words[w + 1] = value >> ONE >> (U8(63) - shift)
     return at + nbits
+
+
+@part(nogil=True)
+def put_short(data, at, value, nbits, held):
+    """As `put`, of up to 32 bits, to the bytes of the words; the next one goes to `at + nbits`.
+
+    Bits of the byte at `at` are `held` before and after: nothing is read.
+    """
+    shift = at & 7
+    held |= value << U8(shift)
+    store8(data, at >> 3, held)
+    return held >> U8(shift + nbits & ~7)
+
+
+@part(nogil=True)
+def held_at(words, at):
+    """What `put_short` starts from."""
+    return words[at >> 6] >> U8(at & 56)
+
+
+@part(nogil=True)
+def end_words(words, at):
+    """Make the rest of a word 0 after calls of `put_short`."""
+    words[at >> 6] &= low_mask(at & 63)
+
+
+@part(shared=True, nogil=True)
+def append(words, at, source, nbits):
+    """Write the first bits of the words `source`, as `put` does."""
+    for i in range(nbits >> 6):
+        put(words, at + 64 * i, source[i], I8(64))
+    left = nbits & 63
+    put(words, at + nbits - left, source[nbits >> 6] & low_mask(left), left)
+    return at + nbits
+
+
+@part(nogil=True)
+def set_hot(scale, width, kind, hot):
+    """Of each exponent 128 and how many low bits a size has, if it is hot; else 0."""
+    for e in range(1 << kind[1]):
+        low = scale - 1 - e
+        low = low if low < width else width
+        hot[e] = low + 128 if low >= 0 else 0
 
 
 @part(nogil=True)
 def get(words, at, nbits):
     """Read a number of up to 64 bits; a word more than it needs has to be there."""
     w, shift = at >> 6, U8(at & 63)
-    value = words[w] >> shift | words[w + 1] << U8(1) << (U8(63) - shift)
+    value = words[w] >> shift | words[w + 1] << ONE << (U8(63) - shift)
     return value & low_mask(nbits)
+
+
+@part(nogil=True)
+def get_short(data, at, mask):
+    """As `get`, of the bytes of the words: the bits of `mask`, at most 57."""
+    return load8(data, at >> 3) >> U8(at & 7) & mask
 
 
 @part(nogil=True)
@@ -185,13 +346,6 @@ def next_one(words, at, end):
 
 
 @part(nogil=True)
-def _copy_block(x, at, n, block):
-    """The last elements of a tile, fewer than 64, to a block whose others are 0."""
-    for i in range(BLOCK):
-        block[i] = x[at + i] if i < n else block.dtype.type(0)
-
-
-@part(nogil=True)
 def exponent_of(v, kind):
     """Biased exponent of an element; 0 of what has none."""
     return I8(U8(v) >> U8(kind[2])) & ((1 << kind[1]) - 1)
@@ -206,65 +360,46 @@ def set_limits(center, kind, limits):
 
 
 @part(nogil=True)
-def _end_starts(before, at, size):
-    """The last number of a class: how many elements it has; above all others are those behind."""
-    before[at] = size
-    for i in range(ROW):
-        before[at + 1 + i] = 0xFFFF
+def _sort_block(x, at, there, k, masks, limits, space):
+    """As `sort_classes`, of the elements `there` of block number `k`, from `at` on in `x`."""
+    b0 = below(x, at, masks[0], masks[1], limits[0]) | masks[2]
+    b1 = below(x, at, masks[0], masks[1], limits[1])
+    b2 = below(x, at, masks[0], masks[1], limits[2])
+    b3 = below(x, at, masks[0], masks[1], limits[3])
+    of_classes = ~b0 & there, b0 & ~b1 & there, b1 & ~b2 & there, b2 & ~b3 & there, b3 & there
+    for c in range(CLASSES):
+        space.classes[U8(c * BLOCKS + k)] = of_classes[c]
+        before = space.before[U8(c * STARTS + k)]
+        space.before[U8(c * STARTS + k + 1)] = before + U2(popcount(of_classes[c]))
 
 
 @part(nogil=True)
-def sort_classes(x, at, n, kind, space):
-    """Which of a tile's elements, `n` from `at` on, are of each class, and how many before a block.
+def sort_classes(x, n, kind, space):
+    """Which of a tile's elements `x` are of each class, and how many before a block.
 
     `space.sizes` gets how many elements each class has.
     """
     one = x.dtype.type
-    classes, before, limits = space.classes, space.before, space.limits
+    limits = space.limits
     largest = (1 << kind[1]) - 1
-    mask, shift = one(U8(largest) << U8(kind[2])), one(kind[2])
     # Of the first limit alone all exponents may be below.
-    all0 = U8(0) - U8(limits[0] > largest)
-    limit0 = one(limits[0] if limits[0] <= largest else 0)
-    limit1, limit2, limit3 = one(limits[1]), one(limits[2]), one(limits[3])
-    n0, n1, n2, n3, n4 = U2(0), U2(0), U2(0), U2(0), U2(0)
-    blocks = -(-n // BLOCK)
-    for k in range(blocks):
-        left = n - k * BLOCK
-        there = ~U8(0)
-        if left < BLOCK:
-            _copy_block(x, at + k * BLOCK, left, space.block)
-            there = low_mask(left)
-            b0 = below(space.block, I8(0), mask, shift, limit0) | all0
-            b1 = below(space.block, I8(0), mask, shift, limit1)
-            b2 = below(space.block, I8(0), mask, shift, limit2)
-            b3 = below(space.block, I8(0), mask, shift, limit3)
-        else:
-            b0 = below(x, at + k * BLOCK, mask, shift, limit0) | all0
-            b1 = below(x, at + k * BLOCK, mask, shift, limit1)
-            b2 = below(x, at + k * BLOCK, mask, shift, limit2)
-            b3 = below(x, at + k * BLOCK, mask, shift, limit3)
-        c0, c1, c2, c3, c4 = ~b0 & there, b0 & ~b1 & there, b1 & ~b2 & there, b2 & ~b3 & there, b3
-        c4 &= there
-        classes[k] = c0
-        classes[BLOCKS + k] = c1
-        classes[2 * BLOCKS + k] = c2
-        classes[3 * BLOCKS + k] = c3
-        classes[4 * BLOCKS + k] = c4
-        before[k] = n0
-        before[STARTS + k] = n1
-        before[2 * STARTS + k] = n2
-        before[3 * STARTS + k] = n3
-        before[4 * STARTS + k] = n4
-        n0 += U2(popcount(c0))
-        n1 += U2(popcount(c1))
-        n2 += U2(popcount(c2))
-        n3 += U2(popcount(c3))
-        n4 += U2(popcount(c4))
-    sizes = space.sizes
-    sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] = I8(n0), I8(n1), I8(n2), I8(n3), I8(n4)
+    all0 = ZERO - U8(limits[0] > largest)
+    masks = one(U8(largest) << U8(kind[2])), one(kind[2]), all0
+    first = limits[0] if limits[0] <= largest else 0
+    below_these = one(first), one(limits[1]), one(limits[2]), one(limits[3])
     for c in range(CLASSES):
-        _end_starts(before, c * STARTS + blocks, sizes[c])
+        space.before[c * STARTS] = 0
+    blocks = n // BLOCK
+    for k in range(blocks):
+        _sort_block(x, k * BLOCK, ~ZERO, k, masks, below_these, space)
+    left = n - blocks * BLOCK
+    if left:
+        copy(space.block, 0, x, n - left, left * x.itemsize)
+        there = low_mask(left)
+        _sort_block(read_only(space.block), I8(0), there, blocks, masks, below_these, space)
+        blocks += 1
+    for c in range(CLASSES):
+        space.sizes[c] = space.before[c * STARTS + blocks]
 
 
 @part(nogil=True)
@@ -275,29 +410,30 @@ def one_class(n, space):
         left = n - k * BLOCK
         space.classes[k] = low_mask(left if left < BLOCK else BLOCK)
         space.before[k] = k * BLOCK
-    _end_starts(space.before, blocks, n)
+    space.before[blocks] = n
     space.sizes[0] = n
 
 
 @part(nogil=True)
-def ordered_bits(v, kind):
+def order_masks(kind):
+    """What `ordered_bits` and `unordered_bits` need of a dtype: bits that flip, and with the sign."""
+    top = ONE << U8(kind[0] - 1)
+    return top if kind[1] or kind[5] else ZERO, top - ONE if kind[1] else ZERO
+
+
+@part(nogil=True)
+def ordered_bits(v, width, masks):
     """Bits of an element as a number of its order; of a number its bits are `unordered_bits`.
 
     As in all that looks at one change after the other there is no branch on what is at random.
     """
-    top = U8(1) << U8(kind[0] - 1)
-    if kind[1]:
-        return v ^ (top | (U8(0) - (v >> U8(kind[0] - 1))) & (top - U8(1)))
-    return v ^ top if kind[5] else v
+    return v ^ (masks[0] | (ZERO - (v >> U8(width - 1))) & masks[1])
 
 
 @part(nogil=True)
-def unordered_bits(v, kind):
+def unordered_bits(v, width, masks):
     """The inverse of `ordered_bits`."""
-    top = U8(1) << U8(kind[0] - 1)
-    if kind[1]:
-        return v ^ (top | ((v >> U8(kind[0] - 1)) - U8(1)) & (top - U8(1)))
-    return v ^ top if kind[5] else v
+    return v ^ (masks[0] | ((v >> U8(width - 1)) - ONE) & masks[1])
 
 
 @part(nogil=True)
@@ -322,35 +458,34 @@ def digest_gain(old, new, i, itemsize):
     return key * ((new & low) - (old & low)) + following * ((new >> U8(32)) - (old >> U8(32)))
 
 
-@part(nogil=True)
-def list_positions(changed, n, positions):
-    """The numbers of the set bits; how many there are. There is place for two more."""
-    m = I8(0)
-    for k in range(-(-n // BLOCK)):
-        bits = changed[k]
+@part(shared=True, nogil=True)
+def list_positions(flags, n, m, positions):
+    """The numbers of the `m` set bits of `n`. There is place for eight more."""
+    at = I8(0)
+    if m * _MANY > n:
+        data = view_as(flags, np.uint8)
+        for k in range((n + 7) >> 3):
+            byte = I8(item(data, k))
+            _list_byte(byte, U2(8 * k), _IN_BYTE, positions, at)
+            at += I8(popcount(U8(byte)))
+        return
+    for k in range((n + BLOCK - 1) // BLOCK):
+        bits = flags[k]
         # Two steps without a branch cover most blocks.
         for _ in range(2):
-            positions[m] = k * BLOCK + I8(ctz(bits))
-            m += I8(bits != U8(0))
-            bits &= bits - U8(1)
+            positions[at] = k * BLOCK + I8(ctz(bits))
+            at += I8(bits != ZERO)
+            bits &= bits - ONE
         while bits:
-            positions[m] = k * BLOCK + I8(ctz(bits))
-            m += 1
-            bits &= bits - U8(1)
-    return m
+            positions[at] = k * BLOCK + I8(ctz(bits))
+            at += 1
+            bits &= bits - ONE
 
 
 @part(nogil=True, error_model="numpy")
 def gap_low_bits(size, listed):
     """Low bits of the gaps between `listed` of `size` elements."""
-    return bit_length(U8(size // listed)) - 1 if listed else I8(0)
-
-
-@part(nogil=True)
-def size_low_bits(e, scale, width):
-    """Low bits of the size of a hot element."""
-    low = scale - 1 - e
-    return low if low < width else width
+    return bit_length(U8(size // listed)) - 1 if listed else 0
 
 
 class Space(NamedTuple):
@@ -360,22 +495,35 @@ class Space(NamedTuple):
     changed: Any
     classes: Any
     before: Any
-    #: Of each class: its limit, elements, changes, gaps, and the last number listed.
+    #: Flags of the elements of a class, side by side.
+    ranks: Any
+    #: Of each class: its limit, elements, changes, and how many are listed.
     limits: Any
     sizes: Any
     counts: Any
     listed: Any
-    last: Any
-    gaps: Any
-    #: Of each change: its place, exponent, and what the two forms keep.
+    #: Elements of classes that are listed, one class behind the other.
+    list: Any
+    #: Of each change: its place, exponent, size; of hot ones: quotient. Numbers of exceptions.
     positions: Any
     exponents: Any
-    lengths: Any
     changes: Any
+    quotients: Any
+    exceptions: Any
+    #: Bits of changes, and words of quotients and low bits.
     negative: Any
+    unary: Any
+    lows: Any
+    #: How many changes have an exponent, and a sum of exponent and bit length.
     hist: Any
     words: Any
     block: Any
+    #: Elements with their new bits.
+    tile: Any
+    #: See `set_hot`.
+    hot: Any
+    #: Words at the end of a tile, fewer than a block of them.
+    last_words: Any
     #: Where low bits of gaps start, and how many changes a tile has.
     places: Any
 
@@ -386,37 +534,100 @@ def space_for(dtype: DType) -> Space:
         np.empty(BLOCKS, np.uint64),
         np.empty(CLASSES * BLOCKS, np.uint64),
         np.empty(CLASSES * STARTS, np.uint16),
+        np.empty(BLOCKS + 2, np.uint64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
         np.empty(CLASSES, np.int64),
-        np.empty(CLASSES, np.int64),
-        np.empty(CLASSES * TILE, np.uint16),
-        np.empty(TILE + 2, np.uint16),
+        np.empty(TILE + 8, np.uint16),
+        np.empty(TILE + 8, np.uint16),
         np.empty(TILE, np.uint16),
+        np.empty(TILE, dtype.bits),
         np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint64),
-        np.empty(BLOCKS, np.uint64),
-        np.zeros(3 * SCALES, np.int32),
-        # More than a tile whose elements have all changed, each by an exception, takes.
-        np.empty(TILE * (16 * dtype.itemsize + 40) // 64 + 6, np.uint64),
-        np.empty(BLOCK, dtype.bits),
+        np.empty(TILE, np.uint16),
+        np.empty(BLOCKS + 1, np.uint64),
+        np.empty(TILE * (MAX_QUOTIENT + 1) // 64 + 2, np.uint64),
+        np.empty(TILE * dtype.itemsize // 8 + 2, np.uint64),
+        np.zeros(2 * SCALES, np.uint32),
+        np.empty(words_of(dtype.itemsize) + TILE * dtype.itemsize // 8 + 8, np.uint64),
+        np.zeros(BLOCK, dtype.bits),
+        np.empty(TILE, dtype.bits),
+        np.empty(1 << 11, np.uint8),
+        np.empty(WORDS, np.uint32),
         np.empty(2, np.int64),
     )
 
 
+def words_of(itemsize: int) -> int:
+    """More words than a tile whose elements have all changed, each by an exception, takes.
+
+    Behind them there is memory for a low part of each: the decoder reads before it can check.
+    """
+    return TILE * (16 * itemsize + 40) // 64
+
+
+@intrinsic
+def _digest_of_block(typingctx, words, at, first):
+    """The keyed sum of `WORDS` words from `at` on, of which the first has the number `first`."""
+
+    def codegen(context, builder, signature, args):
+        x, vector = _load_block(context, builder, signature.args[0], args[0], args[1], WORDS)
+        word, pair = vector.element, ir.VectorType(ir.IntType(64), WORDS // 2)
+
+        def each(number):
+            return ir.Constant(vector, [ir.Constant(word, int(number))] * WORDS)
+
+        numbers = ir.Constant(vector, [ir.Constant(word, i + 1) for i in range(WORDS)])
+        key = builder.mul(builder.add(_splat(builder, args[2], vector), numbers), each(_STEP))
+        for shift, factor in ((_SHIFT0, _FACTOR0), (_SHIFT1, _FACTOR1)):
+            key = builder.mul(builder.xor(key, builder.lshr(key, each(shift))), each(factor))
+        key = builder.xor(key, builder.lshr(key, each(_SHIFT2)))
+        # Halves of 64 bits are multiplied without unpacking.
+        x, key = builder.bitcast(x, pair), builder.bitcast(key, pair)
+        half = ir.Constant(pair, [ir.Constant(pair.element, 32)] * (WORDS // 2))
+        low = ir.Constant(pair, [ir.Constant(pair.element, 0xFFFFFFFF)] * (WORDS // 2))
+        even = builder.mul(builder.and_(x, low), builder.and_(key, low))
+        odd = builder.mul(builder.lshr(x, half), builder.lshr(key, half))
+        kind = ir.FunctionType(pair.element, [pair])
+        name = f"llvm.vector.reduce.add.v{WORDS // 2}i64"
+        add = _function(builder, kind, name)
+        return builder.call(add, [builder.add(even, odd)])
+
+    return types.uint64(words, types.int64, types.uint32), codegen
+
+
+@part(rare=True, nogil=True)
+def _digest_of_rest(x, first, block):
+    """As `add_digest` to 0, of what is behind the last whole block of words."""
+    data, last = view_as(x, np.uint8), view_as(block, np.uint8)
+    whole = data.size // (4 * WORDS) * (4 * WORDS)
+    if whole == data.size:
+        return ZERO
+    for i in range(4 * WORDS):
+        last[i] = data[whole + i] if whole + i < data.size else 0
+    return _digest_of_block(block, 0, U4(first + U4(whole >> 2)))
+
+
 @part(nogil=True)
-def add_digest(total, x, first_byte):
+def add_digest(total, x, first_byte, block):
     """`total` and the keyed sum of elements from byte `first_byte` on, a multiple of 4."""
     words = view_as(x, np.uint32)
     first = U4(first_byte >> 2)
-    for i in range(words.size):
-        total += U8(words[i]) * U8(digest_key(U4(first + U4(i))))
-    data = view_as(x, np.uint8)
-    last = U8(0)
-    for i in range(4 * words.size, data.size):
-        last |= U8(data[i]) << U8(8 * (i - 4 * words.size))
-    return total + last * U8(digest_key(U4(first + U4(words.size))))
+    for i in range(0, words.size // WORDS * WORDS, WORDS):
+        total += _digest_of_block(words, i, U4(first + U4(i)))
+    return total + _digest_of_rest(x, first, block)
+
+
+@part(nogil=True)
+def digests_of(x, y, first_byte, block):
+    """As `add_digest` to 0, of two arrays that differ much."""
+    old, new = view_as(x, np.uint32), view_as(y, np.uint32)
+    first = U4(first_byte >> 2)
+    before, after = _digest_of_rest(x, first, block), _digest_of_rest(y, first, block)
+    for i in range(0, old.size // WORDS * WORDS, WORDS):
+        before += _digest_of_block(old, i, U4(first + U4(i)))
+        after += _digest_of_block(new, i, U4(first + U4(i)))
+    return before, after
 
 
 def kind_numbers(dtype: DType) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from ..formats.checksum import MASK64
 from . import delta as reference
-from .common.arrays_cpu import as_read_only, view_as
-from .common.base import Bits, Chunk, ChunkDecoded
+from .common.arrays_cpu import as_read_only, read_only, view_as
+from .common.base import Bits, Bytes, Chunk, ChunkDecoded
 from .common.compile_cache import cached, part
+from .common.huffman_cpu import item, load8, store8
 from .common.threads import run, spans
 from .delta import (
     LOG_TILE,
@@ -23,6 +24,7 @@ from .delta import (
     RESULT_PROBLEM,
     TILE,
     Delta,
+    Ints,
     Prepared,
     ends_of,
     fits,
@@ -31,26 +33,32 @@ from .delta import (
 from .delta_bits_cpu import (
     BLOCK,
     BLOCKS,
+    DENSE,
     I8,
-    ROW,
     STARTS,
-    U2,
+    ONE,
     U8,
+    ZERO,
+    WORDS,
     add_digest,
+    digests_of,
+    copy,
+    ctz,
+    deposit,
     digest_gain,
-    exponent_of,
     gap_low_bits,
     get,
+    get_short,
     kind_numbers,
     list_positions,
     low_mask,
     next_one,
-    not_above,
     one_class,
+    order_masks,
     ordered_bits,
     popcount,
+    set_hot,
     set_limits,
-    size_low_bits,
     sort_classes,
     space_for,
     unordered_bits,
@@ -66,60 +74,88 @@ _PROBLEMS = (
     "more changes than elements, or none",
     "a gap goes beyond the end",
     "a change is too large",
-    "exceptions that are not in order",
+    "exceptions that are not in order, or go beyond the dtype",
     "a change goes beyond the dtype",
 )
 _ENDS, _PLAIN, _COUNTS, _GAP, _LARGE, _EXCEPTIONS, _RANGE = range(1, 8)
-#: Number of the set bit of a byte before which k are set: at 8 * byte + k.
-_IN_BYTE = np.array(
-    [
-        ([i for i in range(8) if byte >> i & 1] + 8 * [0])[k]
-        for byte in range(256)
-        for k in range(8)
-    ],
-    np.uint8,
-)
+#: The reference has to look.
+_UNSURE = -1
+#: What decoding is for: to fill `out`; to check, and keep changes; to write what has been checked.
+_FILL, _CHECK, _WRITE = range(3)
+#: Of changes that are kept: a gap that goes on, a difference that takes more than a byte, and more
+#: bytes than a change takes.
+_FAR, _WIDE, _KEPT_NBYTES = 255, 128, TILE // 255 + 11
 
 
-@part(nogil=True)
-def _select(word, k):
-    """Number of the set bit of `word` before which `k` are set; there is one.
-
-    Source: Vigna, Broadword implementation of rank/select queries, 2008.
-    """
-    ones = U8(0x0101010101010101)
-    s = word - (word >> U8(1) & U8(0x5555555555555555))
-    s = (s & U8(0x3333333333333333)) + (s >> U8(2) & U8(0x3333333333333333))
-    # Set bits up to and with each byte.
-    s = (s + (s >> U8(4)) & U8(0x0F0F0F0F0F0F0F0F)) * ones
-    high = U8(0x8080808080808080)
-    at = U8(8) * popcount((k * ones | high) - s & high)
-    k -= s << U8(8) >> at & U8(255)
-    return I8(at) + I8(_IN_BYTE[I8(U8(8) * (word >> at & U8(255)) + k)])
-
-
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def _get_gamma(words, at, end):
     """A number and where the next code is; 0 if it is too large, or not there."""
     one = next_one(words, at, end)
     below = one - at
     if one >= end or below > LOG_TILE:
-        return I8(0), at
-    return I8(U8(1) << U8(below) | get(words, one + 1, below)), one + 1 + below
+        return 0, at
+    return I8(ONE << U8(below) | get(words, one + 1, below)), one + 1 + below
 
 
 @part(nogil=True)
 def _load(words, source, lo, hi):
     """Bytes `lo` to `hi` of `source` as words of 64 bits, with zeros behind them."""
-    nbytes = hi - lo
-    whole = nbytes >> 3
-    halves = view_as(source[lo:hi], np.uint32)
-    for i in range(whole):
-        words[i] = U8(halves[2 * i]) | U8(halves[2 * i + 1]) << U8(32)
-    for i in range(4):
-        words[whole + i] = 0
-    if nbytes & 7:
-        words[whole] = U8(halves[2 * whole])
+    for i in range(hi - lo >> 3, (hi - lo >> 3) + 4):
+        words[i] = 0
+    copy(words, 0, source, lo, hi - lo)
+
+
+@part(nogil=True)
+def _read_ranks(at, end, low_at, listed, size, space):
+    """Set a flag of `space.ranks` for each listed element of a class that has `size`.
+
+    Quotients of gaps start at `at`, low bits at `low_at`. Returns where quotients end; -1 early,
+    -2 a bad gap.
+    """
+    words, ranks = space.words, space.ranks
+    data = view_as(words, np.uint8)
+    for i in range((size >> 6) + 2):
+        ranks[i] = 0
+    if listed == 0:
+        return at
+    low = gap_low_bits(size, listed)
+    mask = low_mask(low)
+    w = at >> 6
+    bits = words[w] & (~ZERO << U8(at & 63))
+    j, lows, one = 0, 0, 0
+    block, here = -1, ZERO
+    while True:
+        stop = j + I8(popcount(bits))
+        stop = stop if stop < listed else listed
+        while j < stop:
+            one = (w << 6) + I8(ctz(bits))
+            bits &= bits - ONE
+            lows += I8(get_short(data, low_at, mask))
+            low_at += low
+            # Between quotients, all that is not a one is a zero of one of them.
+            rank = (one - at - j << low) + lows + j
+            if rank >= size:
+                return -2
+            here = (here if rank >> 6 == block else ZERO) | ONE << U8(rank & 63)
+            block = rank >> 6
+            ranks[U8(block)] = here
+            j += 1
+        if j == listed:
+            return one + 1
+        w += 1
+        if w << 6 >= end:
+            return -1
+        bits = words[w]
+
+
+@part(nogil=True)
+def _place(blocks, flip, members, before, space):
+    """Set the flags of a class, `space.ranks` with `flip` applied, among those of all elements."""
+    changed, ranks = space.changed, space.ranks
+    for k in range(blocks):
+        w, shift = U8(before[k]) >> U8(6), U8(before[k]) & U8(63)
+        bits = ranks[w] >> shift | ranks[w + ONE] << ONE << (U8(63) - shift)
+        changed[k] |= deposit(bits ^ flip, members[k])
 
 
 @part(nogil=True)
@@ -128,61 +164,45 @@ def _find_changes(at, end, n_classes, n, space):
 
     What has changed is in `space.changed`. Returns where quotients end; -1 early, -2 a bad gap.
     """
-    changed, words = space.changed, space.words
-    blocks = -(-n // BLOCK)
+    blocks = (n + BLOCK - 1) // BLOCK
     for i in range(blocks):
-        changed[i] = 0
+        space.changed[i] = 0
     low_at = space.places[0]
     for c in range(n_classes):
         listed, size = space.listed[c], space.sizes[c]
-        low = gap_low_bits(size, listed)
         members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
         before = space.before[c * STARTS : (c + 1) * STARTS]
-        rank, k = I8(-1), I8(0)
-        for _ in range(listed):
-            one = next_one(words, at, end)
-            if one >= end:
-                return I8(-1)
-            quotient = one - at
-            at = one + 1
-            if quotient > TILE:
-                return I8(-2)
-            rank += 1 + (quotient << low | I8(get(words, low_at, low)))
-            low_at += low
-            if rank >= size:
-                return I8(-2)
-            passed = I8(ROW)
-            while passed == ROW:
-                passed = not_above(before, k + 1, U2(rank))
-                k += passed
-            changed[k] |= U8(1) << U8(_select(members[k], U8(rank - I8(before[k]))))
-        if listed != space.counts[c]:
-            for i in range(blocks):
-                changed[i] ^= members[i]
+        if space.counts[c]:
+            at = _read_ranks(at, end, low_at, listed, size, space)
+            if at < 0:
+                return at
+            low_at += listed * gap_low_bits(size, listed)
+            flip = ZERO - U8(listed != space.counts[c])
+            _place(blocks, flip, members, before, space)
     return at
 
 
 @part(nogil=True, error_model="numpy")
 def _start_places(at, end, n_classes, n, space):
     """Check the counts of a tile; where its low bits start is kept. Where they end, or -1, -3."""
-    total, bits = I8(0), I8(0)
+    total, bits = 0, 0
     for c in range(n_classes):
         count, size = space.counts[c], space.sizes[c]
         if count > size:
-            return I8(-3)
+            return -3
         space.listed[c] = count if 2 * count <= size else size - count
         bits += space.listed[c] * gap_low_bits(size, space.listed[c])
         total += count
     if total == 0:
-        return I8(-3)
+        return -3
     space.places[0] = at
     space.places[1] = total
-    return at + bits if at + bits <= end else I8(-1)
+    return at + bits if at + bits <= end else -1
 
 
 @part(nogil=True)
-def _changes_of_new(x, at, n, nbits, kind, space, values):
-    """Read a tile in the form overwrite: numbers and new bits of what has changed."""
+def _changes_of_new(x, new, n, nbits, kind, space, purpose):
+    """Read a tile in the form overwrite: numbers of what has changed, new bits to `new`."""
     words = space.words
     count, to = _get_gamma(words, I8(1), nbits)
     if count == 0:
@@ -193,21 +213,69 @@ def _changes_of_new(x, at, n, nbits, kind, space, values):
     if to >= 0:
         to = _find_changes(to, nbits, I8(1), n, space)
     if to < 0:
-        return -to
+        return _GAP if to == -2 else -to
     m = space.places[1]
     if to + m * kind[0] > nbits or nbits - to - m * kind[0] >= 32:
         return _ENDS
-    list_positions(space.changed, n, space.positions)
+    list_positions(space.changed, n, m, space.positions)
+    _begin(x, new, m, purpose)
     for j in range(m):
-        values[j] = get(words, to, kind[0])
+        new[I8(item(space.positions, j))] = get(words, to, kind[0])
         to += kind[0]
-    return 0 if get(words, to, nbits - to) == U8(0) else _ENDS
+    return 0 if get(words, to, nbits - to) == ZERO else _ENDS
 
 
 @part(nogil=True)
-def _changes_of_differences(x, at, n, nbits, kind, space, values):
-    """Read a tile in the form difference: numbers and new bits of what has changed."""
-    words, n_classes, width = space.words, kind[4], kind[0]
+def _read_quotients(at, end, count, space):
+    """Quotients of `count` sizes, from `at` on. Returns where they end; -1 early, -2 too large."""
+    words, quotients = space.words, space.quotients
+    w = at >> 6
+    bits = words[w] & (~ZERO << U8(at & 63))
+    j, seen = 0, 0
+    while j < count:
+        stop = j + I8(popcount(bits))
+        stop = stop if stop < count else count
+        while j < stop:
+            one = (w << 6) + I8(ctz(bits))
+            bits &= bits - ONE
+            quotient = one - at
+            at = one + 1
+            seen |= quotient
+            quotients[U8(j)] = quotient
+            j += 1
+        w += 1
+        if j < count and w << 6 >= end:
+            return -1
+        bits = words[w]
+    return -2 if seen > MAX_QUOTIENT else at
+
+
+@part(nogil=True)
+def _changed_by(v, less, size, width, masks):
+    """An element changed by its size and 1, and something if it is outside of the dtype."""
+    flip = ZERO - less
+    old = ordered_bits(v, width, masks)
+    new = old + (size ^ flip) + (ONE - less)
+    if width < 64:
+        outside = new >> U8(width)
+    else:
+        # How far it is to the end of the range: `old`, or to the largest.
+        outside = U8(size >= (old ^ ~flip))
+    return unordered_bits(new, width, masks), outside
+
+
+@part(nogil=True)
+def _begin(old, new, m, purpose):
+    """Copy the elements of a tile of which `m` change, where all the new tile is needed."""
+    if purpose == _FILL or (purpose == _CHECK and m * DENSE > old.size):
+        copy(new, 0, old, 0, old.size * old.itemsize)
+
+
+@part(nogil=True)
+def _changes_of_differences(x, new, n, nbits, kind, space, purpose):
+    """Read a tile in the form difference: numbers of what has changed, new bits to `new`."""
+    words, n_classes, width = space.words, kind[4], I8(8 * x.itemsize)
+    data = view_as(words, np.uint8)
     to = I8(1)
     center = I8(get(words, to, kind[1]))
     to += kind[1]
@@ -226,7 +294,7 @@ def _changes_of_differences(x, at, n, nbits, kind, space, values):
         return _ENDS
     if n_classes > 1:
         set_limits(center, kind, space.limits)
-        sort_classes(x, at, n, kind, space)
+        sort_classes(x, n, kind, space)
     else:
         one_class(n, space)
     signs_at = _start_places(to, nbits, n_classes, n, space)
@@ -237,62 +305,73 @@ def _changes_of_differences(x, at, n, nbits, kind, space, values):
         return _ENDS
     to = _find_changes(signs_at + m, nbits, n_classes, n, space)
     if to < 0:
-        return -to
+        return _ENDS if to == -1 else _GAP
 
-    low_bits, hot = I8(0), I8(0)
-    exponents, positions = space.exponents, space.positions
-    list_positions(space.changed, n, positions)
+    positions, quotients, hot = space.positions, space.quotients, space.hot
+    list_positions(space.changed, n, m, positions)
+    set_hot(scale, width, kind, hot)
+    mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
+    many = I8(0)
     for j in range(m):
-        e = exponent_of(x[at + I8(positions[j])], kind)
-        exponents[j] = e
-        hot += I8(e < scale)
-        low_bits += size_low_bits(e, scale, width) * I8(e < scale)
-    low_at = to
-    for _ in range(hot):
-        low_at = next_one(words, low_at, nbits) + 1
-        if low_at > nbits:
-            return _ENDS
-    exception_at = low_at + low_bits
-    stop = exception_at + exceptions * (LOG_TILE + width)
+        e = U8(item(x, I8(item(positions, j)))) >> mantissa & exponents
+        many += I8(e < U8(scale))
+    low_at = _read_quotients(to, nbits, many, space)
+    if low_at < 0:
+        return _ENDS if low_at == -1 else _LARGE
+    _begin(x, new, m, purpose)
+    masks = order_masks(kind)
+    h, bad = 0, ZERO
+    for first in range(0, m, 32):
+        signs = get_short(data, signs_at + first, low_mask(32))
+        for j in range(first, m if m - first < 32 else first + 32):
+            i = I8(item(positions, j))
+            v = U8(item(x, i))
+            found = U8(hot[v >> mantissa & exponents])
+            is_hot, low = found >> U8(7), found & U8(127)
+            quotient = U8(item(quotients, h)) & (ZERO - is_hot)
+            h += I8(is_hot)
+            if width < 64:
+                size = quotient << low | get_short(data, low_at, (ONE << low) - ONE)
+            else:
+                # No quotient has more than four bits.
+                bad |= quotient >> (U8(64) - low if low else U8(63))
+                size = quotient << (low & U8(63)) | get(words, low_at, low)
+            low_at += I8(low)
+            bits, outside = _changed_by(v, signs & ONE, size, width, masks)
+            bad |= outside
+            new[U8(i)] = bits
+            signs >>= ONE
+    stop = low_at + exceptions * (LOG_TILE + width)
     if stop > nbits or nbits - stop >= 32:
         return _ENDS
-    following = I8(get(words, exception_at, I8(LOG_TILE))) if exceptions else I8(TILE)
-    largest = low_mask(width)
-    for j in range(m):
-        size = U8(0)
-        e = I8(exponents[j])
-        if e < scale:
-            low = size_low_bits(e, scale, width)
-            one = next_one(words, to, nbits)
-            quotient = one - to
-            to = one + 1
-            if quotient > MAX_QUOTIENT or (
-                quotient and (low >= width or U8(quotient) > largest >> U8(low))
-            ):
-                return _LARGE
-            size = U8(quotient) << U8(low) if low < 64 else U8(0)
-            size |= get(words, low_at, low)
-            low_at += low
-        if j == following:
-            size = get(words, exception_at + LOG_TILE, width)
-            exception_at += LOG_TILE + width
-            exceptions -= 1
-            following = I8(get(words, exception_at, I8(LOG_TILE))) if exceptions else I8(TILE)
-            if exceptions and following <= j:
-                return _EXCEPTIONS
-        less = words[(signs_at + j) >> 6] >> U8((signs_at + j) & 63) & U8(1)
-        old = ordered_bits(U8(x[at + I8(positions[j])]), kind)
-        # How far it is to the end of the range: `old`, or to `largest`.
-        flip = U8(0) - less
-        if size >= (old ^ largest ^ (flip & largest)):
-            return _RANGE
-        values[j] = unordered_bits(old + (size ^ flip) + (U8(1) - less), kind)
-    if exceptions:
+    if bad:
+        # Of an exception the size that counts comes next.
+        return I8(_UNSURE if exceptions else _RANGE)
+    if exceptions and not _read_exceptions(x, new, low_at, stop, signs_at, kind, space):
         return _EXCEPTIONS
-    return 0 if get(words, stop, nbits - stop) == U8(0) else _ENDS
+    return 0 if get(words, stop, nbits - stop) == ZERO else _ENDS
 
 
-@part(nogil=True)
+@part(rare=True, nogil=True)
+def _read_exceptions(x, new, at, stop, signs_at, kind, space):
+    """Read exceptions, new bits of which go to `new`; whether they are as they should be."""
+    words, masks, last = space.words, order_masks(kind), -1
+    while at < stop:
+        j = I8(get(words, at, I8(LOG_TILE)))
+        if j <= last or j >= space.places[1]:
+            return False
+        last = j
+        size = get(words, at + LOG_TILE, kind[0])
+        less = get(words, signs_at + j, I8(1))
+        i = I8(space.positions[j])
+        new[i], outside = _changed_by(U8(x[i]), less, size, I8(8 * x.itemsize), masks)
+        if outside:
+            return False
+        at += LOG_TILE + kind[0]
+    return True
+
+
+@part(rare=True, nogil=True)
 def _read_plain(source, lo, hi, n, itemsize):
     """What is wrong with a plain tile, 0 if nothing."""
     nbytes = n * itemsize
@@ -306,88 +385,145 @@ def _read_plain(source, lo, hi, n, itemsize):
     return 0
 
 
+@part(nogil=True)
+def _keep(old, new, space, kept, to):
+    """Append the changes of a tile to the bytes `kept`; where they end, or -1 if they do not fit.
+
+    Of each the gap before it, `_FAR` for so many elements and more to come, and the difference of
+    its bits, or `_WIDE` and its new bits.
+    """
+    last = -1
+    shift = I8(64 - 8 * old.itemsize)
+    for j in range(space.places[1]):
+        if to + _KEPT_NBYTES > kept.size:
+            return -1
+        i = I8(item(space.positions, j))
+        gap = i - last - 1
+        last = i
+        while gap >= _FAR:
+            kept[U8(to)] = _FAR
+            gap -= _FAR
+            to += 1
+        bits = U8(item(new, i))
+        more = I8((bits - U8(item(old, i))) << U8(shift)) >> shift
+        kept[U8(to)] = gap
+        if -_WIDE < more < _WIDE:
+            kept[U8(to + 1)] = more & 255
+            to += 2
+        else:
+            kept[U8(to + 1)] = _WIDE
+            store8(kept, to + 2, bits)
+            to += 10
+    return to
+
+
+@part(nogil=True)
+def _write_kept(out, at, m, kept, used):
+    """Write the changes that `_keep` has kept over the elements of a tile."""
+    i = at - 1
+    for _ in range(m):
+        gap = I8(item(kept, used))
+        while gap == _FAR:
+            i += _FAR
+            used += 1
+            gap = I8(item(kept, used))
+        i += gap + 1
+        more = I8(item(kept, used + 1))
+        if more == _WIDE:
+            out[U8(i)] = load8(kept, used + 2)
+            used += 10
+        else:
+            out[U8(i)] = U8(out[U8(i)]) + U8(more - ((more & _WIDE) << 1))
+            used += 2
+
+
+@part(nogil=True)
+def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
+    """Read a tile that has words: what is wrong with it, 0 if nothing, and if it is plain.
+
+    New bits go to `new`, and where all the new tile is needed the other elements as well.
+    """
+    n, itemsize = old.size, old.itemsize
+    if source[lo] & 1:
+        problem = I8(_read_plain(source, lo, hi, n, itemsize))
+        if problem == 0:
+            copy(new, 0, source, lo + 4, n * itemsize)
+        return problem, True
+    if hi - lo > 8 * (space.words.size - (TILE * itemsize // 8 + 14)):
+        return I8(_UNSURE), False
+    _load(space.words, source, lo, hi)
+    nbits = 8 * (hi - lo)
+    if overwrite:
+        return I8(_changes_of_new(old, new, n, nbits, kind, space, purpose)), False
+    return I8(_changes_of_differences(old, new, n, nbits, kind, space, purpose)), False
+
+
 @cached(nogil=True)
-def _decode_tiles(x, start, kind, overwrite, space, source, ends, out, written, listed, values):
+def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, kept, places):
     """Decode the tiles of the base's elements `x`, the first of which has number `start`.
 
-    Words are bytes `ends` of `source`. If `written`, results go to `out`. Otherwise numbers of
-    changes go to `listed`, new bits to `values`, as long as they fit. Returns a problem (-1: the
-    reference has to look); the digest of the base, unless `written` in the form difference; what
-    that of the result has more; and how many changes there are, or more than fit.
+    Words are bytes `ends` of `source`. Results go to `out`, which to write is the memory of `x`; to
+    check, changes go to the bytes `kept` as long as they fit, and `places` gets for each tile where
+    they are (-1: they are not) and how many. Returns a problem; the digest of the base, unless `out`
+    is filled in the form difference; and what that of the result has more.
     """
-    before, after = U8(0), U8(0)
-    total = I8(0)
+    before, after = ZERO, ZERO
+    used = I8(0)
     for tile in range(ends.size - 1):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
-        if overwrite or not written:
-            before = add_digest(before, x[at : at + n], (start + at) * x.itemsize)
+        first_byte = (start + at) * x.itemsize
         lo, hi = I8(ends[tile]), I8(ends[tile + 1])
-        if written:
-            for j in range(n):
-                out[at + j] = x[at + j]
-        if lo == hi:
-            continue
-        if source[lo] & 1:
-            problem = _read_plain(source, lo, hi, n, x.itemsize)
+        old, new = x[at : at + n], space.tile[:n]
+        m = I8(0)
+        if purpose == _FILL:
+            new = out[at : at + n]
+        if lo < hi:
+            if purpose == _WRITE and places[2 * tile] >= 0:
+                m = places[2 * tile + 1]
+                _write_kept(out, at, m, kept, places[2 * tile])
+                continue
+            problem, plain = _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose)
             if problem:
-                return problem, before, after, total
-            data = view_as(space.words, x.dtype)
-            raw = view_as(space.words, np.uint8)
-            for j in range(n * x.itemsize):
-                raw[j] = source[lo + 4 + j]
-            for j in range(n):
-                after += digest_gain(U8(x[at + j]), U8(data[j]), start + at + j, x.itemsize)
-            if written:
-                for j in range(n):
-                    out[at + j] = data[j]
-            # Not listed: they would be more than fit.
-            total += values.size + 1
+                return problem, before, after
+            m = n if plain else space.places[1]
+            if purpose == _CHECK:
+                end = -1 if plain else _keep(old, new, space, kept, used)
+                places[2 * tile], places[2 * tile + 1] = used if end >= 0 else -1, m
+                used = end if end >= 0 else used
+            if purpose == _WRITE:
+                if plain:
+                    copy(out, at, new, 0, n * x.itemsize)
+                else:
+                    for j in range(m):
+                        i = I8(item(space.positions, j))
+                        out[U8(at + i)] = new[i]
+        else:
+            _begin(old, new, m, purpose)
+        if purpose == _WRITE:
             continue
-        if hi - lo > 8 * (space.words.size - 6):
-            return -1, before, after, total
-        _load(space.words, source, lo, hi)
-        if overwrite:
-            problem = _changes_of_new(x, at, n, 8 * (hi - lo), kind, space, space.changes)
-        else:
-            problem = _changes_of_differences(x, at, n, 8 * (hi - lo), kind, space, space.changes)
-        if problem:
-            return problem, before, after, total
-        m = space.places[1]
-        if written:
-            for j in range(m):
-                i = at + I8(space.positions[j])
-                v = space.changes[j]
-                after += digest_gain(U8(x[i]), v, start + i, x.itemsize)
-                out[i] = v
-        else:
-            fit = total + m <= values.size
-            for j in range(m):
-                i = at + I8(space.positions[j])
-                v = space.changes[j]
-                after += digest_gain(U8(x[i]), v, start + i, x.itemsize)
-                if fit:
-                    listed[total + j] = start + i
-                    values[total + j] = v
-        total += m
-    return 0, before, after, total
+        if m * DENSE > n:
+            of_old, of_new = digests_of(old, read_only(new), first_byte, space.last_words)
+            before += of_old
+            after += of_new - of_old
+            continue
+        if overwrite or purpose == _CHECK:
+            before = add_digest(before, old, first_byte, space.last_words)
+        for j in range(m):
+            i = I8(item(space.positions, j))
+            gain = digest_gain(U8(item(old, i)), U8(item(new, i)), start + at + i, x.itemsize)
+            after += gain
+    return 0, before, after
 
 
 @cached(nogil=True)
-def _digest_of(x, first_byte):
-    return add_digest(U8(0), x, I8(first_byte))
+def _digest_of(x, first_byte, block):
+    return add_digest(ZERO, x, I8(first_byte), block)
 
 
 def digest_of(data: Bits, first_word: int = 0) -> int:
     """See `delta.digest_of`; `data` may be elements of any size."""
-    return int(_digest_of(as_read_only(data), 4 * first_word)) & MASK64
-
-
-@cached(nogil=True)
-def _write_listed(out, listed, values):
-    """Write the changes that `_decode_tiles` has listed."""
-    for j in range(values.size):
-        out[I8(listed[j])] = values[j]
+    return int(_digest_of(as_read_only(data), 4 * first_word, np.empty(WORDS, np.uint32))) & MASK64
 
 
 class _Span(NamedTuple):
@@ -396,7 +532,16 @@ class _Span(NamedTuple):
     problem: int
     before: int
     after: int
-    total: int
+
+
+class _Kept(NamedTuple):
+    """Changes that have been checked; where they are, and how many, of each tile."""
+
+    data: Bytes
+    places: Ints
+
+
+_NOTHING = _Kept(np.empty(0, np.uint8), np.empty(0, np.int64))
 
 
 def _decode_span(
@@ -404,15 +549,15 @@ def _decode_span(
     chunk: Chunk,
     base: Bits,
     ends: Any,
-    out: Bits | None,
     first: int,
-    listed: Any = None,
+    purpose: int,
+    out: Bits,
+    kept: _Kept = _NOTHING,
 ) -> _Span:
     """Decode the tiles from number `first` on whose words are at `ends` of the chunk.
 
-    `base` has the elements of these tiles, and so has `out`; or `listed` is memory for changes.
+    `base` has the elements of these tiles, and so has `out`.
     """
-    numbers, values = listed or (np.empty(0, np.uint32), np.empty(0, chunk.dtype.bits))
     found = _decode_tiles(
         as_read_only(base),
         first * TILE,
@@ -421,10 +566,9 @@ def _decode_span(
         space_for(chunk.dtype),
         as_read_only(chunk.dynamic),
         ends,
-        values if out is None else out,
-        out is not None,
-        numbers,
-        values,
+        purpose,
+        out,
+        *kept,
     )
     return _Span(*map(int, found))
 
@@ -459,7 +603,7 @@ def decode_chunk(
         return ChunkDecoded(_result_problem(chunk, 0))
     cuts = spans(ends.size - 1, out.nbytes, threads)
     calls = [
-        (spec, chunk, base[a * TILE : b * TILE], ends[a : b + 1], out[a * TILE : b * TILE], a)
+        (spec, chunk, *_of_tiles(a, b, base, ends), a, _FILL, out[a * TILE : b * TILE])
         for a, b in cuts
     ]
     found = run(_decode_span, calls)
@@ -484,7 +628,7 @@ def _decode_part(
         here = ends[number - start // TILE :][:2]
         source = base[at : at + TILE]
         bits = np.empty(source.size, source.dtype)
-        problem = _decode_span(spec, chunk, source, here, bits, number).problem
+        problem = _decode_span(spec, chunk, source, here, number, _FILL, bits).problem
         if problem < 0:
             return reference.decode_chunk(spec, chunk, out, start, base=base)
         if problem:
@@ -506,16 +650,15 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
         return reference.prepare(spec, chunk, base)
     cuts = spans(ends.size - 1, base.nbytes, threads)
 
-    def check(a: int, b: int) -> tuple[_Span, Any, Any]:
-        part_of_base = base[a * TILE : b * TILE]
+    def check(a: int, b: int) -> tuple[_Span, _Kept]:
+        old, ends_here = _of_tiles(a, b, base, ends)
         # Changes that take up to a tenth of the base are kept.
-        most = part_of_base.nbytes // (10 * (4 + base.itemsize))
-        listed = np.empty(most, np.uint32), np.empty(most, base.dtype)
-        found = _decode_span(spec, chunk, part_of_base, ends[a : b + 1], None, a, listed)
-        return found, listed[0][: found.total], listed[1][: found.total]
+        kept = _Kept(np.empty(old.nbytes // 10, np.uint8), np.empty(2 * (b - a), np.int64))
+        nowhere = np.empty(0, base.dtype)
+        return _decode_span(spec, chunk, old, ends_here, a, _CHECK, nowhere, kept), kept
 
     parts = run(check, cuts)
-    found = [span for span, _, _ in parts]
+    found = [span for span, _ in parts]
     problem = next((f.problem for f in found if f.problem), 0)
     if problem < 0:
         return reference.prepare(spec, chunk, base)
@@ -525,12 +668,17 @@ def prepare(spec: Delta, chunk: Chunk, base: Bits, threads: int = 1) -> Prepared
         return Prepared(is_base, _PROBLEMS[problem], lambda out: None)
     before = sum(f.before for f in found) & MASK64
     told = _result_problem(chunk, before + sum(f.after for f in found))
-    kept = all(f.total <= numbers.size for f, numbers, _ in parts)
 
     def write(out: Bits) -> None:
-        if kept:
-            run(_write_listed, [(out, numbers, values) for _, numbers, values in parts])
-        else:
-            decode_chunk(spec, chunk, out, base=base, threads=threads)
+        calls = [
+            (spec, chunk, *_of_tiles(a, b, out, ends), a, _WRITE, out[a * TILE : b * TILE], kept)
+            for (a, b), (_, kept) in zip(cuts, parts, strict=True)
+        ]
+        run(_decode_span, calls)
 
     return Prepared(fits(spec, chunk, before), told, write)
+
+
+def _of_tiles(a: int, b: int, base: Bits, ends: Any) -> tuple[Bits, Any]:
+    """The elements of tiles `a` to `b`, and where their words are."""
+    return base[a * TILE : b * TILE], ends[a : b + 1]

@@ -21,71 +21,80 @@ from .delta import (
     Delta,
     index_of,
 )
+from .common.huffman_cpu import item
 from .delta_bits_cpu import (
     BLOCK,
     BLOCKS,
-    CLASSES,
+    DENSE,
     I8,
     SCALES,
     STARTS,
+    U4,
+    ONE,
     U8,
+    ZERO,
     add_digest,
+    append,
     bit_length,
+    copy,
     differ,
     digest_gain,
+    digests_of,
+    end_words,
     exponent_of,
+    extract,
     gap_low_bits,
+    held_at,
     kind_numbers,
     list_positions,
     low_mask,
     one_class,
+    order_masks,
     ordered_bits,
     popcount,
     put,
+    put_short,
+    set_hot,
     set_limits,
     sort_classes,
     space_for,
 )
 
 
-@part(nogil=True)
-def _gamma_bits(value):
-    return 2 * bit_length(U8(value)) - 1
-
-
-@part(nogil=True)
+@part(shared=True, nogil=True)
 def _put_gamma(words, at, value):
     below = bit_length(U8(value)) - 1
-    at = put(words, at + below, U8(1), I8(1))
-    return put(words, at, U8(value) & low_mask(below), below)
+    code = (U8(value) & low_mask(below)) << ONE | ONE
+    return put(words, at, code << U8(below), 2 * below + 1)
 
 
 @part(nogil=True, error_model="numpy")
-def _center(x, at, n, kind):
-    total = count = I8(0)
-    for i in range(at, at + n, SAMPLED):
+def _center(x, kind):
+    total = count = 0
+    for i in range(0, x.size, SAMPLED):
         e = exponent_of(x[i], kind)
         total += e
         count += I8(e > 0)
-    return total // count if count else I8(0)
+    return total // count if count else 0
 
 
 @part(nogil=True)
-def _scale(exponents, lengths, m, kind, hist):
-    """The scale of `m` changes; see delta.scale_of. `hist` is zeros, before and after."""
-    changes, large, above = hist[:SCALES], hist[SCALES : 2 * SCALES], hist[2 * SCALES :]
+def _scale(kind, hist):
+    """The scale of the changes that `hist` counts; see delta.scale_of. It is zeros afterwards.
+
+    Large changes of an exponent are counted in the upper half.
+    """
+    changes, above = hist[:SCALES], hist[SCALES:]
     width = kind[0]
-    least, highest, top, larges = I8(SCALES), I8(0), I8(0), I8(0)
-    for j in range(m):
-        e, b = I8(exponents[j]), I8(lengths[j])
-        is_large = I8(b > 0)
-        changes[e] += 1
-        large[e] += is_large
-        above[e + b] += is_large
-        larges += is_large
-        least = e if e < least else least
-        highest = e if e > highest else highest
-        top = e + b if e + b > top else top
+    least, highest = 0, I8((1 << kind[1]) - 1)
+    top = highest + width
+    while changes[least] == 0:
+        least += 1
+    while changes[highest] == 0:
+        highest -= 1
+    larges = 0
+    for e in range(least, highest + 1):
+        larges += I8(changes[e] >> U4(16))
     last = least
     if larges:
         most = (1 << kind[1]) - 1 + width
@@ -95,11 +104,11 @@ def _scale(exponents, lengths, m, kind, hist):
         last = last if last > least else least
     exception = 2 * (LOG_TILE + width)
     # Costs at `scale`: of positions; of large changes at and above it; of those far above.
-    within, cost = I8(0), I8(0)
+    within, cost = 0, 0
     not_below, far = larges, larges
     for d in range(len(EXCESS)):
         far -= I8(above[least + d])
-    best, found = I8(-1), least
+    best, found = -1, least
     for scale in range(least, last + 1):
         total = cost + exception * (not_below + far)
         total += EXCESS[0] * I8(above[scale]) + EXCESS[1] * I8(above[scale + 1])
@@ -107,133 +116,130 @@ def _scale(exponents, lengths, m, kind, hist):
         if best < 0 or total < best:
             best, found = total, I8(scale)
         # A change costs a bit more for each step from its exponent on, up to `width` + 1.
-        within += I8(changes[scale])
+        within += I8(changes[scale] & U4(0xFFFF))
         if scale - width - 1 >= least:
-            within -= I8(changes[scale - width - 1])
+            within -= I8(changes[scale - width - 1] & U4(0xFFFF))
         cost += 2 * within
-        not_below -= I8(large[scale])
+        not_below -= I8(changes[scale] >> U4(16))
         far -= I8(above[scale + len(EXCESS)])
     for i in range(least, highest + 1):
         changes[i] = 0
-        large[i] = 0
     for i in range(least, top + 1):
         above[i] = 0
     return found
 
 
 @part(nogil=True)
-def _list_gaps(n, m, n_classes, space):
-    """The gaps of each class from c * TILE on, of the smaller part of its elements.
-
-    Of `m` changes positions and exponents are there. Gives `space` how many each class has.
-    """
-    counts, listed, gaps, last = space.counts, space.listed, space.gaps, space.last
-    limits = space.limits
-    for k in range(CLASSES):
-        counts[k] = 0
-        last[k] = -1
-    for j in range(m):
-        i, e = I8(space.positions[j]), I8(space.exponents[j])
-        c = I8(0)
-        if n_classes > 1:
-            c = I8(e < limits[0]) + I8(e < limits[1]) + I8(e < limits[2]) + I8(e < limits[3])
-        block = i >> 6
-        under = (U8(1) << U8(i & 63)) - U8(1)
-        rank = I8(space.before[c * STARTS + block])
-        rank += I8(popcount(space.classes[c * BLOCKS + block] & under))
-        gaps[c * TILE + counts[c]] = rank - last[c] - 1
-        last[c] = rank
-        counts[c] += 1
-    for k in range(n_classes):
-        listed[k] = counts[k]
-        if 2 * counts[k] > space.sizes[k]:
-            listed[k] = _list_unchanged(n, k, space)
+def _rank(n, c, space):
+    """Set the flags of changes among the elements of a class, and count them."""
+    members = space.classes[c * BLOCKS : (c + 1) * BLOCKS]
+    before = space.before[c * STARTS : (c + 1) * STARTS]
+    ranks, changed = space.ranks, space.changed
+    here, count = ZERO, ZERO
+    for k in range((n + BLOCK - 1) // BLOCK):
+        bits = extract(changed[k], members[k])
+        count += popcount(bits)
+        at, to = U8(before[k]), U8(before[k + 1])
+        shift = at & U8(63)
+        here |= bits << shift
+        ranks[at >> U8(6)] = here
+        here = bits >> ONE >> (U8(63) - shift) if at >> U8(6) != to >> U8(6) else here
+    ranks[U8(space.sizes[c]) >> U8(6)] = here
+    space.counts[c] = I8(count)
 
 
 @part(nogil=True)
-def _list_unchanged(n, c, space):
-    """The gaps of a class between elements that have not changed; how many there are."""
-    at, last = c * TILE, I8(-1)
-    for k in range(-(-n // BLOCK)):
-        word, before = space.classes[c * BLOCKS + k], I8(space.before[c * STARTS + k])
-        bits = word & ~space.changed[k]
-        while bits:
-            rank = before + I8(popcount(word & ((bits & (U8(0) - bits)) - U8(1))))
-            space.gaps[at] = rank - last - 1
+def _list_classes(n, n_classes, space):
+    """List what has changed, or has not, of the elements of each class."""
+    at, flags = I8(0), space.ranks
+    for c in range(n_classes):
+        _rank(n, c, space)
+        count, size = space.counts[c], space.sizes[c]
+        if 2 * count > size:
+            for i in range((size >> 6) + 1):
+                flags[i] = ~flags[i]
+            flags[size >> 6] &= low_mask(size & 63)
+            count = size - count
+        list_positions(flags, size, count, space.list[at:])
+        space.listed[c] = count
+        at += count
+
+
+@part(nogil=True)
+def _put_low(to, n_classes, space):
+    """Write the low bits of all gaps; where the next code goes."""
+    words, listed = space.words, space.list
+    data = view_as(words, np.uint8)
+    held = held_at(words, to)
+    first = 0
+    for c in range(n_classes):
+        stop = first + space.listed[c]
+        low = gap_low_bits(space.sizes[c], space.listed[c])
+        mask, last = low_mask(low), -1
+        for j in range(first, stop):
+            rank = I8(item(listed, j))
+            held = put_short(data, to, U8(rank - last - 1) & mask, low, held)
             last = rank
-            at += 1
-            bits &= bits - U8(1)
-    return at - c * TILE
+            to += low
+        first = stop
+    end_words(words, to)
+    return to
 
 
 @part(nogil=True)
-def _gap_bits(n_classes, space):
-    """Bits of all gaps."""
-    total = I8(0)
+def _put_quotients(to, n_classes, space):
+    """Write the quotients of all gaps; where the next code goes."""
+    words, listed = space.words, space.list
+    first = 0
     for c in range(n_classes):
-        low = gap_low_bits(space.sizes[c], space.listed[c])
-        for j in range(c * TILE, c * TILE + space.listed[c]):
-            total += I8(space.gaps[j]) >> low
-        total += (1 + low) * space.listed[c]
-    return total
+        size, stop = space.sizes[c], first + space.listed[c]
+        low = gap_low_bits(size, space.listed[c])
+        most = stop - first + (size >> low) if stop > first else 0
+        for i in range((to >> 6) + 1, (to + most >> 6) + 2):
+            words[i] = 0
+        block, last = to >> 6, -1
+        here = words[block]
+        for j in range(first, stop):
+            rank = I8(item(listed, j))
+            to += rank - last - 1 >> low
+            last = rank
+            here = (here if to >> 6 == block else ZERO) | ONE << U8(to & 63)
+            block = to >> 6
+            words[U8(block)] = here
+            to += 1
+        first = stop
+    return to
 
 
 @part(nogil=True)
-def _put_low(at, n_classes, space):
-    words = space.words
-    for c in range(n_classes):
-        low = gap_low_bits(space.sizes[c], space.listed[c])
-        mask = low_mask(low)
-        for j in range(c * TILE, c * TILE + space.listed[c]):
-            at = put(words, at, U8(space.gaps[j]) & mask, low)
-    return at
-
-
-@part(nogil=True)
-def _put_quotients(at, n_classes, space):
-    words = space.words
-    for c in range(n_classes):
-        low = gap_low_bits(space.sizes[c], space.listed[c])
-        for j in range(c * TILE, c * TILE + space.listed[c]):
-            at += I8(space.gaps[j]) >> low
-            words[at >> 6] |= U8(1) << U8(at & 63)
-            at += 1
-    return at
-
-
-@part(nogil=True)
-def _compare(base, x, at, n, block, changed):
+def _compare(base, x, changed):
     """Bits of the elements of a tile that have changed; how many there are."""
-    found = U8(0)
+    found, n = ZERO, x.size
     blocks = n // BLOCK
     for k in range(blocks):
-        bits = differ(base, x, at + k * BLOCK)
+        bits = differ(base, x, k * BLOCK)
         changed[k] = bits
         found += popcount(bits)
     if blocks * BLOCK < n:
-        bits = U8(0)
-        for i in range(n - blocks * BLOCK):
-            j = at + blocks * BLOCK + i
-            bits |= U8(base[j] != x[j]) << U8(i)
+        bits = ZERO
+        for i in range(blocks * BLOCK, n):
+            bits |= U8(base[i] != x[i]) << U8(i & 63)
         changed[blocks] = bits
         found += popcount(bits)
     return I8(found)
 
 
-@part(nogil=True)
-def _write_plain(x, at, n, out, used):
+@part(rare=True, nogil=True)
+def _write_plain(x, out, used):
     """A plain tile to the bytes `out` from `used` on, if it fits; where it ends."""
-    itemsize = x.itemsize
-    end = used + 4 * (1 + -(-n * itemsize // 4))
+    end = used + 4 * (1 + -(-x.size * x.itemsize // 4))
     if end <= out.size:
         out[used] = 1
         for i in range(1, 4):
             out[used + i] = 0
-        data = view_as(x[at : at + n], np.uint8)
-        for i in range(data.size):
-            out[used + 4 + i] = data[i]
-        for i in range(used + 4 + data.size, end):
+        for i in range(end - 4, end):
             out[i] = 0
+        copy(out, used + 4, x, 0, x.size * x.itemsize)
     return end
 
 
@@ -242,110 +248,127 @@ def _flush(words, nbits, out, used):
     """The words of a tile to the bytes `out` from `used` on, if they fit; where they end."""
     end = used + 4 * (-(-nbits // 32))
     if end <= out.size:
-        data = view_as(words, np.uint8)
-        for i in range(end - used):
-            out[used + i] = data[i]
+        copy(out, used, words, 0, end - used)
     return end
 
 
 @part(nogil=True)
-def _clear(words, nbits):
-    for i in range((nbits >> 6) + 2):
-        words[i] = 0
-
-
-@part(nogil=True)
-def _encode_new(x, at, n, m, kind, space, out, used):
+def _encode_new(x, m, kind, space, out, used):
+    """A tile in the form overwrite to the bytes `out` from `used` on, if it fits; where it ends."""
+    n, words, width = x.size, space.words, I8(8 * x.itemsize)
     one_class(n, space)
-    for j in range(m):
-        space.exponents[j] = 0
-    _list_gaps(n, m, I8(1), space)
-    nbits = 1 + _gamma_bits(m + 1) + m * kind[0] + _gap_bits(I8(1), space)
-    if -(-nbits // 32) > 1 + -(-n * x.itemsize // 4):
-        return _write_plain(x, at, n, out, used)
-    words = space.words
-    _clear(words, nbits)
+    _list_classes(n, I8(1), space)
+    words[0] = 0
     to = _put_gamma(words, I8(1), m + 1)
     to = _put_quotients(_put_low(to, I8(1), space), I8(1), space)
+    if -(-(to + m * width) // 32) > 1 + -(-n * x.itemsize // 4):
+        return _write_plain(x, out, used)
+    data = view_as(words, np.uint8)
+    held = held_at(words, to)
     for j in range(m):
-        to = put(words, to, U8(x[at + I8(space.positions[j])]), kind[0])
-    return _flush(words, nbits, out, used)
+        v = U8(item(x, I8(item(space.positions, j))))
+        if width < 64:
+            held = put_short(data, to, v, width, held)
+        else:
+            put(words, to, v, width)
+        to += width
+    if width < 64:
+        end_words(words, to)
+    return _flush(words, to, out, used)
 
 
 @part(nogil=True)
-def _split_change(e, size, scale, width):
-    """Whether a change is hot, its low bits, its quotient, and whether it is an exception."""
-    hot = I8(e < scale)
-    low = scale - 1 - e
-    low = (low if low < width else width) * hot
-    quotient = size >> U8(low) if low < 64 else U8(0)
-    return hot, low, quotient, quotient > U8(MAX_QUOTIENT * hot)
+def _measure(base, x, m, kind, space):
+    """Sizes, signs and exponents of changes, and how many there are of each size."""
+    width, masks = I8(8 * x.itemsize), order_masks(kind)
+    mantissa, exponents = U8(kind[2]), U8((1 << kind[1]) - 1)
+    changes, above = space.hist[:SCALES], space.hist[SCALES:]
+    for first in range(0, m, 64):
+        signs = ZERO
+        for j in range(first, m if m - first < 64 else first + 64):
+            i = I8(item(space.positions, j))
+            v = U8(item(base, i))
+            old, new = ordered_bits(v, width, masks), ordered_bits(U8(item(x, i)), width, masks)
+            less = U8(new < old)
+            size = (new - old - (ONE - less)) ^ (ZERO - less)
+            signs |= less << U8(j - first)
+            e = v >> mantissa & exponents
+            is_large = U4(size != ZERO)
+            changes[e] += U4(1) + (is_large << U4(16))
+            above[e + U8(bit_length(size))] += is_large
+            space.changes[U8(j)] = size
+            space.exponents[U8(j)] = e
+        space.negative[first >> 6] = signs
 
 
 @part(nogil=True)
-def _encode_differences(base, x, at, n, m, kind, space, out, used):
-    n_classes, width = kind[4], kind[0]
-    exponents, lengths, changes = space.exponents, space.lengths, space.changes
-    negative = space.negative
-    for k in range((m + 63) >> 6):
-        negative[k] = 0
+def _split(m, width, space):
+    """Write quotients and low bits of sizes to memory of their own.
+
+    Returns how many bits each takes, and how many exceptions there are.
+    """
+    unary, lows, hot = space.unary, space.lows, space.hot
+    data = view_as(lows, np.uint8)
+    lows[0] = 0
+    exceptions, to, low_at = I8(0), I8(0), I8(0)
+    block, here, held = 0, ZERO, ZERO
     for j in range(m):
-        i = at + I8(space.positions[j])
-        old, new = ordered_bits(U8(base[i]), kind), ordered_bits(U8(x[i]), kind)
-        less = U8(new < old)
-        size = (new - old - (U8(1) - less)) ^ (U8(0) - less)
-        negative[j >> 6] |= less << U8(j & 63)
-        exponents[j] = exponent_of(base[i], kind)
-        lengths[j] = bit_length(size)
-        changes[j] = size
-    center = _center(base, at, n, kind)
-    scale = _scale(exponents, lengths, m, kind, space.hist)
+        size = U8(item(space.changes, j))
+        found = U8(hot[U8(item(space.exponents, j))])
+        is_hot, low = found >> U8(7), found & U8(127)
+        quotient = size >> low if width < 64 or low < U8(64) else ZERO
+        if quotient > U8(MAX_QUOTIENT) * is_hot:
+            space.exceptions[exceptions] = j
+            exceptions += 1
+            quotient, size = ZERO, ZERO
+        to += I8(quotient)
+        here = (here if to >> 6 == block else ZERO) | is_hot << U8(to & 63)
+        block = to >> 6
+        unary[U8(block)] = here
+        to += I8(is_hot)
+        if width < 64:
+            held = put_short(data, low_at, size & ((ONE << low) - ONE), I8(low), held)
+        else:
+            put(lows, low_at, size & low_mask(low), I8(low))
+        low_at += I8(low)
+    return to, low_at, exceptions
+
+
+@part(nogil=True)
+def _encode_differences(base, x, m, kind, space, out, used):
+    """As `_encode_new`, in the form difference."""
+    n, n_classes, width = x.size, kind[4], I8(8 * x.itemsize)
+    words = space.words
+    _measure(base, x, m, kind, space)
+    center = _center(base, kind)
+    scale = _scale(kind, space.hist)
+    set_hot(scale, width, kind, space.hot)
+    unary_bits, low_bits, exceptions = _split(m, width, space)
     if n_classes > 1:
         set_limits(center, kind, space.limits)
-        sort_classes(base, at, n, kind, space)
+        sort_classes(base, n, kind, space)
     else:
         one_class(n, space)
-    _list_gaps(n, m, n_classes, space)
+    _list_classes(n, n_classes, space)
 
-    exceptions, low_bits, quotients = I8(0), I8(0), I8(0)
-    for j in range(m):
-        hot, low, quotient, is_exception = _split_change(I8(exponents[j]), changes[j], scale, width)
-        low_bits += low
-        exceptions += I8(is_exception)
-        quotients += hot + (I8(0) if is_exception else I8(quotient))
-    nbits = 1 + kind[1] + kind[3] + m + _gap_bits(n_classes, space)
-    for c in range(n_classes):
-        nbits += _gamma_bits(space.counts[c] + 1)
-    nbits += _gamma_bits(exceptions + 1) + quotients
-    low_at = nbits
-    exception_at = nbits + low_bits
-    nbits = exception_at + exceptions * (LOG_TILE + width)
-    if -(-nbits // 32) > 1 + -(-n * x.itemsize // 4):
-        return _write_plain(x, at, n, out, used)
-
-    words = space.words
-    _clear(words, nbits)
+    words[0] = 0
     to = put(words, I8(1), U8(center), kind[1])
     to = put(words, to, U8(scale), kind[3])
     for c in range(n_classes):
         to = _put_gamma(words, to, space.counts[c] + 1)
     to = _put_gamma(words, to, exceptions + 1)
     to = _put_low(to, n_classes, space)
-    for j in range(0, m, 64):
-        to = put(words, to, negative[j >> 6], m - j if m - j < 64 else I8(64))
+    to = append(words, to, space.negative, m)
     to = _put_quotients(to, n_classes, space)
-    for j in range(m):
-        size = changes[j]
-        hot, low, quotient, is_exception = _split_change(I8(exponents[j]), size, scale, width)
-        if is_exception:
-            exception_at = put(words, exception_at, U8(j), I8(LOG_TILE))
-            exception_at = put(words, exception_at, size, width)
-            quotient, size = U8(0), U8(0)
-        to += I8(quotient)
-        words[to >> 6] |= U8(hot) << U8(to & 63)
-        to += hot
-        low_at = put(words, low_at, size & low_mask(low), low)
-    return _flush(words, nbits, out, used)
+    to = append(words, to, space.unary, unary_bits)
+    to = append(words, to, space.lows, low_bits)
+    for k in range(exceptions):
+        j = I8(space.exceptions[k])
+        to = put(words, to, U8(j), I8(LOG_TILE))
+        to = put(words, to, U8(space.changes[j]), width)
+    if -(-to // 32) > 1 + -(-n * x.itemsize // 4):
+        return _write_plain(x, out, used)
+    return _flush(words, to, out, used)
 
 
 @cached(nogil=True)
@@ -356,21 +379,30 @@ def _encode_tiles(base, x, start, kind, overwrite, space, out, ends):
     result gain.
     """
     used = I8(0)
-    before, after = U8(0), U8(0)
+    before, after = ZERO, ZERO
     for tile in range(ends.size):
         at = I8(tile) * TILE
         n = x.size - at if x.size - at < TILE else I8(TILE)
-        m = _compare(base, x, at, n, space.block, space.changed)
-        before = add_digest(before, base[at : at + n], (start + at) * x.itemsize)
+        old, new = base[at : at + n], x[at : at + n]
+        first_byte = (start + at) * x.itemsize
+        m = _compare(old, new, space.changed)
+        if m * DENSE > n:
+            of_old, of_new = digests_of(old, new, first_byte, space.last_words)
+            before += of_old
+            after += of_new - of_old
+        else:
+            before = add_digest(before, old, first_byte, space.last_words)
         if m:
-            list_positions(space.changed, n, space.positions)
-            for j in range(m):
-                i = at + I8(space.positions[j])
-                after += digest_gain(U8(base[i]), U8(x[i]), start + i, x.itemsize)
+            list_positions(space.changed, n, m, space.positions)
+            if m * DENSE <= n:
+                for j in range(m):
+                    i = I8(item(space.positions, j))
+                    gain = digest_gain(U8(old[i]), U8(new[i]), start + at + i, x.itemsize)
+                    after += gain
             if overwrite:
-                used = _encode_new(x, at, n, m, kind, space, out, used)
+                used = _encode_new(new, m, kind, space, out, used)
             else:
-                used = _encode_differences(base, x, at, n, m, kind, space, out, used)
+                used = _encode_differences(old, new, m, kind, space, out, used)
         ends[tile] = used
     return before, before + after
 
