@@ -241,15 +241,23 @@ class _PartCode(JITCodeLibrary):  # type: ignore[misc]
         """Nothing: machine code has environments, and this becomes none."""
 
 
-class _RareCode(_PartCode):
-    """Code that runs seldom: it stays a function of its own, small rather than fast."""
+class _ApartCode(_PartCode):
+    """Code that stays a function of its own, as fast as what is rare around it is small."""
+
+    attributes: tuple[str, ...] = ("noinline",)
 
     def finalize(self) -> None:
         for function in self._final_module.functions:
             if not function.is_declaration:
-                for attribute in ("noinline", "optsize", "minsize"):
+                for attribute in self.attributes:
                     function.add_function_attribute(attribute)
         super().finalize()
+
+
+class _RareCode(_ApartCode):
+    """Code that runs seldom: it stays a function of its own, small rather than fast."""
+
+    attributes = ("noinline", "optsize", "minsize")
 
 
 #: What kernels have no use for: expressions of arrays, closures in functions.
@@ -284,18 +292,23 @@ class _PartCompiler(_KernelCompiler):
         return super().define_pipelines()
 
 
+class _ApartCompiler(_PartCompiler):
+    code = _ApartCode
+
+
 class _RareCompiler(_PartCompiler):
     code = _RareCode
 
 
-def part(rare: bool = False, **options: Any) -> Callable[[Any], Any]:
+def part(rare: bool = False, apart: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for functions that kernels call, and nobody else: a third of the time.
 
     They allocate nothing, so nothing counts references. Those that are `rare` are made small
-    instead of fast, which takes less time.
+    instead of fast, which takes less time; those that are `apart` are fast, but not a part of what
+    is rare.
     """
     decorate: Callable[[Any], Any] = njit(
-        pipeline_class=_RareCompiler if rare else _PartCompiler,
+        pipeline_class=_RareCompiler if rare else _ApartCompiler if apart else _PartCompiler,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
         _nrt=False,
