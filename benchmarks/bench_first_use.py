@@ -44,6 +44,8 @@ CASES = (
     ("tahquant", "bfloat16"),
     ("dynamiq", "bfloat16"),
     ("thc", "bfloat16"),
+    ("huffman", "bfloat16"),
+    ("huffman", "float32"),
     ("raw", "bfloat16"),
 )
 

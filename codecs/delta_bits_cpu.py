@@ -297,7 +297,7 @@ def end_words(words, at):
     words[at >> 6] &= low_mask(at & 63)
 
 
-@part(shared=True, nogil=True)
+@part(apart=True, nogil=True)
 def append(words, at, source, nbits):
     """Write the first bits of the words `source`, as `put` does."""
     for i in range(nbits >> 6):
@@ -458,7 +458,7 @@ def digest_gain(old, new, i, itemsize):
     return key * ((new & low) - (old & low)) + following * ((new >> U8(32)) - (old >> U8(32)))
 
 
-@part(shared=True, nogil=True)
+@part(apart=True, nogil=True)
 def list_positions(flags, n, m, positions):
     """The numbers of the `m` set bits of `n`. There is place for eight more."""
     at = I8(0)

@@ -87,7 +87,7 @@ _FILL, _CHECK, _WRITE = range(3)
 _FAR, _WIDE, _KEPT_NBYTES = 255, 128, TILE // 255 + 11
 
 
-@part(shared=True, nogil=True)
+@part(apart=True, nogil=True)
 def _get_gamma(words, at, end):
     """A number and where the next code is; 0 if it is too large, or not there."""
     one = next_one(words, at, end)

@@ -61,7 +61,7 @@ from .delta_bits_cpu import (
 )
 
 
-@part(shared=True, nogil=True)
+@part(apart=True, nogil=True)
 def _put_gamma(words, at, value):
     below = bit_length(U8(value)) - 1
     code = (U8(value) & low_mask(below)) << ONE | ONE

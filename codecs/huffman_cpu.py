@@ -12,7 +12,7 @@ import numpy as np
 from ..formats.checksum import MASK64
 from ..formats.dtypes import DType
 from .common.arrays_cpu import as_read_only, read_only, view_as, with_scratch
-from .common.base import Bits, Bytes, Chunk, ChunkResult
+from .common.base import Bits, Bytes, Chunk, ChunkResult, Plan
 from .common.checksum_cpu import add_words, words_sum
 from .common.compile_cache import cached, part
 from .common.driver_cpu import (
@@ -29,16 +29,28 @@ from .common.huffman_cpu import (
     DECODING_NBYTES,
     ENCODING_NBYTES,
     FINDING_NBYTES,
+    copy_bytes,
     decode_block_by,
-    decoding_of_by,
+    decoding_of,
     encode_block_by,
-    encoding_of_by,
-    find_table_by,
+    encoding_of,
+    fill_bytes,
+    find_table,
     is_good,
-    is_sampled,
-    prefetch,
+    less,
+    sampled_at,
 )
-from .huffman import GROUP, GROUP_TILES, STEP, Huffman, index_of, index_problem, planes_of
+from .huffman import (
+    GROUP,
+    GROUP_TILES,
+    STEP,
+    Huffman,
+    group_count,
+    index_of,
+    index_problem,
+    planes_of,
+    tile_count,
+)
 
 U1, U2, U4, U8, I8 = np.uint8, np.uint16, np.uint32, np.uint64, np.int64
 _PROBLEMS = (None, "tables of a group", "a tile")
@@ -52,7 +64,7 @@ def _elements(size, rotation):
     one = np.dtype(f"u{size}").type
     top = 8 * size - rotation
 
-    @part(nogil=True)
+    @part(nogil=True, apart=True)
     def take(x, k, plane):
         if size == 1:
             for i in range(x.size):
@@ -75,7 +87,7 @@ def _elements(size, rotation):
                 for i in range(x.size):
                     plane[i] = data[size * i + at]
 
-    @part(nogil=True)
+    @part(nogil=True, apart=True)
     def put(planes, out):
         n = out.size
         if size == 1:
@@ -116,50 +128,50 @@ def _elements(size, rotation):
 
 @functools.cache
 def _encoder(size, rotation, units):
+    word = np.dtype(f"u{size}").type
     take, _ = _elements(size, rotation)
     first, last = units[0], units[-1]
-    n_last = sum(unit == last for unit in units)
+    n_first = sum(unit == first for unit in units) if first != last else 0
     planes = len(units)
-    find_first, find_last = find_table_by(first), find_table_by(last)
-    entries_first, entries_last = encoding_of_by(first), encoding_of_by(last)
-    encode_first, encode_last = encode_block_by(first), encode_block_by(last)
+    encode_block = encode_block_by(last == 8)
     counts_at = _PLANE + 16
     finding_at = counts_at + 8 * 1024
     sizes_at = finding_at + (FINDING_NBYTES + 63) // 64 * 64
     tables_at = sizes_at + 8 * RUNS
-    encodings_at = tables_at + planes * TABLE_NBYTES // 8 * 8 + 64
+    encodings_at = (tables_at + planes * TABLE_NBYTES + 63) // 64 * 64
     coded_at = encodings_at + planes * ENCODING_NBYTES
-    tile_at = (coded_at + BITS_NBYTES + 63) // 64 * 64
+    sample_at = (coded_at + BITS_NBYTES + 63) // 64 * 64
+    tile_at = sample_at + size * SAMPLED
     tile_nbytes = planes * (TILE + TABLE_NBYTES + 16) + 64
 
-    @part(nogil=True)
-    def fetch_sample(x):
-        """Have what `count` reads fetched, which is too scattered for the processor to foresee."""
-        if x.size > SAMPLED:
-            for at in range(0, x.size - 31, 32):
-                if is_sampled(at):
-                    for i in range(at, at + 32, 64 // size):
-                        prefetch(x, i)
+    @part(nogil=True, rare=True)
+    def sample_of(x, sample):
+        """Copy the sample of a group's elements; gives their number."""
+        data, n = view_as(x, np.uint8), 0
+        for begin in range(0, x.size, 256):
+            at = begin + sampled_at(begin)
+            m = less(32, x.size - at)
+            if m > 0:
+                copy_bytes(sample, n * size, data, at * size, m * size)
+                n += m
+        return n
 
     @part(nogil=True)
     def count(x, k, plane, counts):
         for v in range(1024):
             counts[v] = 0
-        sampled = x.size > SAMPLED
-        step = 32 if sampled else TILE
-        for at in range(0, x.size, step):
-            if not sampled or is_sampled(at):
-                some = x[at : min(at + step, x.size)]
-                take(some, k, plane)
-                # Four tables: a count does not wait for the one before.
-                whole = some.size // 4 * 4
-                for i in range(0, whole, 4):
-                    counts[U8(plane[i])] += 1
-                    counts[U8(256) + U8(plane[i + 1])] += 1
-                    counts[U8(512) + U8(plane[i + 2])] += 1
-                    counts[U8(768) + U8(plane[i + 3])] += 1
-                for i in range(whole, some.size):
-                    counts[U8(plane[i])] += 1
+        for at in range(0, x.size, TILE):
+            some = x[at : less(at + TILE, x.size)]
+            take(some, k, plane)
+            # Four tables: a count does not wait for the one before.
+            whole = some.size // 4 * 4
+            for i in range(0, whole, 4):
+                counts[U8(plane[i])] += 1
+                counts[U8(256) + U8(plane[i + 1])] += 1
+                counts[U8(512) + U8(plane[i + 2])] += 1
+                counts[U8(768) + U8(plane[i + 3])] += 1
+            for i in range(whole, some.size):
+                counts[U8(plane[i])] += 1
         for v in range(256):
             counts[v] += counts[256 + v] + counts[512 + v] + counts[768 + v]
 
@@ -174,38 +186,34 @@ def _encoder(size, rotation, units):
         counts = view_as(space[counts_at:finding_at], np.int64)
         finding = space[finding_at:sizes_at]
         sizes = view_as(space[sizes_at:tables_at], np.int64)
-        bits = space[coded_at:tile_at]
+        bits = space[coded_at:sample_at]
+        sampled = space[sample_at:tile_at]
         spare = space[tile_at:]
         total = U8(0)
         mask = 0
         for t in range((x.size + TILE - 1) // TILE):
             begin = t * TILE
-            m = min(TILE, x.size - begin)
+            m = less(TILE, x.size - begin)
             tables_nbytes = 0
             if t % GROUP_TILES == 0:
                 mask = 0
-                group = x[begin : min(begin + GROUP, x.size)]
-                fetch_sample(group)
+                group = x[begin : less(begin + GROUP, x.size)]
+                sample = group
+                if group.size > SAMPLED:
+                    n_sampled = sample_of(group, sampled)
+                    sample = read_only(view_as(sampled, word)[:n_sampled])
                 for k in range(planes):
-                    count(group, k, plane, counts)
+                    count(sample, k, plane, counts)
                     table = space[tables_at + tables_nbytes :][:TABLE_NBYTES]
-                    encoding = space[encodings_at + k * ENCODING_NBYTES :][:ENCODING_NBYTES]
-                    if k < planes - n_last:
-                        found = find_first(finding, counts, table)
-                        if found:
-                            entries_first(table, encoding)
-                    else:
-                        found = find_last(finding, counts, table)
-                        if found:
-                            entries_last(table, encoding)
-                    if found:
+                    unit = first if k < n_first else last
+                    if find_table(finding, counts, table, unit):
+                        encoding_of(table, space[encodings_at + k * ENCODING_NBYTES :], unit)
                         mask |= 1 << k
                         tables_nbytes += TABLE_NBYTES
                 coded[t // GROUP_TILES] = mask
             direct = at + tile_nbytes <= payload.size
             out = payload[at : at + tile_nbytes] if direct else spare
-            for i in range(tables_nbytes):
-                out[i] = space[tables_at + i]
+            copy_bytes(out, 0, space, tables_at, tables_nbytes)
             end = I8(tables_nbytes)
             elements = x[begin : begin + m]
             for k in range(planes):
@@ -213,26 +221,23 @@ def _encoder(size, rotation, units):
                     padded = (m + STEP - 1) // STEP * STEP
                     stored = out[end : end + padded]
                     take(elements, k, stored)
-                    for i in range(m, padded):
-                        stored[i] = 0
+                    fill_bytes(stored, m, padded - m, U1(0))
                     end += padded
             for k in range(planes):
                 if mask >> k & 1:
                     take(elements, k, plane)
-                    for i in range(m, m + 8):
-                        plane[i] = plane[m - 1]
-                    encoding = space[encodings_at + k * ENCODING_NBYTES :][:ENCODING_NBYTES]
-                    if k < planes - n_last:
-                        end = encode_first(encoding, sizes, bits, plane, m, out, end)
-                    else:
-                        end = encode_last(encoding, sizes, bits, plane, m, out, end)
-            while end % STEP != 0:
-                out[end] = 0
-                end += 1
+                    fill_bytes(plane, m, 8, plane[m - 1])
+                    encoding = space[encodings_at + k * ENCODING_NBYTES :]
+                    unit = first if k < n_first else last
+                    end = encode_block(encoding, sizes, bits, unit, plane, m, out, end)
+            gap = -end & (STEP - 1)
+            fill_bytes(out, end, gap, U1(0))
+            end += gap
             offsets[t] = at // STEP
             if not direct:
-                for i in range(min(end, payload.size - at)):
-                    payload[at + i] = spare[i]
+                fits = less(end, payload.size - at)
+                if fits > 0:
+                    copy_bytes(payload, at, spare, 0, fits)
             words = view_as(read_only(out[:end]), np.uint32)
             total = add_words(total, words, static_words + at // 4)
             at += end
@@ -244,11 +249,10 @@ def _encoder(size, rotation, units):
 @functools.cache
 def _decoder(size, rotation, units):
     _, put = _elements(size, rotation)
-    first, last_unit = units[0], units[-1]
-    n_last = sum(unit == last_unit for unit in units)
+    first, last = units[0], units[-1]
+    n_first = sum(unit == first for unit in units) if first != last else 0
     planes = len(units)
-    entries_first, entries_last = decoding_of_by(first), decoding_of_by(last_unit)
-    decode_first, decode_last = decode_block_by(first), decode_block_by(last_unit)
+    decode_block = decode_block_by(last == 8)
     ends_at = planes * _PLANE
     decodings_at = (ends_at + 16 * RUNS + 63) // 64 * 64
 
@@ -285,40 +289,32 @@ def _decoder(size, rotation, units):
                         table = payload[table_at : table_at + TABLE_NBYTES]
                         if not is_good(table):
                             return 1, total
-                        decoding = space[decodings_at + k * DECODING_NBYTES :][:DECODING_NBYTES]
-                        if k < planes - n_last:
-                            entries_first(table, decoding)
-                        else:
-                            entries_last(table, decoding)
+                        unit = first if k < n_first else last
+                        decoding_of(table, space[decodings_at + k * DECODING_NBYTES :], unit)
                         table_at += TABLE_NBYTES
                         tables_nbytes += TABLE_NBYTES
             if t % GROUP_TILES == 0:
                 at += tables_nbytes
-            m = min(TILE, nelem - t * TILE)
+            m = less(TILE, nelem - t * TILE)
             padded = (m + STEP - 1) // STEP * STEP
             rest = U1(0)
             for k in range(planes):
                 if mask >> k & 1 == 0:
                     if at + padded > stop:
                         return 2, total
-                    plane = space[k * _PLANE : k * _PLANE + m]
-                    source = payload[at : at + m]
-                    for i in range(m):
-                        plane[i] = source[i]
+                    copy_bytes(space, k * _PLANE, payload, at, m)
                     for i in range(at + m, at + padded):
                         rest |= payload[i]
                     at += padded
             for k in range(planes):
                 if mask >> k & 1:
                     plane = space[k * _PLANE : (k + 1) * _PLANE]
-                    decoding = space[decodings_at + k * DECODING_NBYTES :][:DECODING_NBYTES]
-                    if k < planes - n_last:
-                        at = decode_first(decoding, ends, payload, at, stop, plane, m)
-                    else:
-                        at = decode_last(decoding, ends, payload, at, stop, plane, m)
+                    decoding = space[decodings_at + k * DECODING_NBYTES :]
+                    unit = first if k < n_first else last
+                    at = decode_block(decoding, ends, unit, payload, at, stop, plane, m)
                     if at < 0:
                         return 2, total
-            for i in range(at, min(at + STEP - 1, stop)):
+            for i in range(at, stop if stop - at < STEP else at):
                 rest |= payload[i]
             if rest != 0 or (at + STEP - 1) // STEP * STEP != stop:
                 return 2, total
@@ -433,3 +429,53 @@ def decoder(spec: Huffman, chunk: Chunk, start: int, stop: int, summed: bool = F
 
 encode_chunk = encode_by(encoder)
 decode_chunk = decode_by(decoder)
+
+
+def buffer_encoder(plan: Plan) -> Callable[..., tuple[int, int | None]]:
+    """See `zipccl_cpu.buffer_encoder`."""
+    encode_span = _encoder(*_kernels(plan.dtype))
+    start, coded_at, coded_end, end = _index_in(plan)
+    slot_end = end + plan.dynamic_stride
+
+    def encode(out: Bytes, bits: Bits, stats: Any, key: Any) -> tuple[int, int | None]:
+        slot, static = out[end:slot_end], out[start:end]
+        index = out[start:coded_at].view(np.uint32), out[coded_at:coded_end]
+        at, total = encode_span(static.size // 4, as_read_only(bits), slot, *index, 0)
+        slot[at : at + STEP] = 0
+        at += STEP
+        fits = at <= slot.size
+        return at, (int(total) + words_sum(static)) & MASK64 if fits else None
+
+    return encode
+
+
+def buffer_decoder(plan: Plan, gaps: Bits) -> Callable[[Bytes, Bits, int], int | None] | None:
+    """See `zipccl_cpu.buffer_decoder`."""
+    if plan.chunks != 1 or not plan.nelem:
+        return None
+    decode_span = _decoder(*_kernels(plan.dtype))
+    start, coded_at, coded_end, end = _index_in(plan)
+    nelem, tiles = plan.nelem, tile_count(plan.nelem)
+    zeros = [slice(*gap) for gap in gaps.tolist()]
+
+    def decode(data: Bytes, out: Bits, dynamic_nbytes: int) -> int | None:
+        data = as_read_only(data)
+        behind = end + dynamic_nbytes
+        dynamic, static = data[end:behind], data[start:end]
+        index = data[start:coded_at].view(np.uint32), data[coded_at:coded_end]
+        if index_problem(index[0], dynamic, 0, tiles) is not None:
+            return None
+        if any(data[gap].tobytes().strip(b"\0") for gap in (*zeros, slice(behind, None))):
+            return None
+        words = static.size // 4
+        problem, total = decode_span(dynamic, *index, words, nelem, True, out, 0, tiles)
+        return None if problem else (int(total) + words_sum(static)) & MASK64
+
+    return decode
+
+
+def _index_in(plan: Plan) -> tuple[int, int, int, int]:
+    """Where in buffers of one chunk the index, its second array, its end and the payload start."""
+    start, n = plan.static_offset, plan.nelem
+    coded_at = start + 4 * tile_count(n)
+    return start, coded_at, coded_at + group_count(n), plan.dynamic_offset

@@ -241,7 +241,7 @@ class _PartCode(JITCodeLibrary):  # type: ignore[misc]
         """Nothing: machine code has environments, and this becomes none."""
 
 
-class _SharedCode(_PartCode):
+class _ApartCode(_PartCode):
     """Code that stays a function of its own."""
 
     attributes: tuple[str, ...] = ("noinline",)
@@ -254,7 +254,7 @@ class _SharedCode(_PartCode):
         super().finalize()
 
 
-class _RareCode(_SharedCode):
+class _RareCode(_ApartCode):
     """Code that runs seldom: small rather than fast."""
 
     attributes = ("noinline", "optsize", "minsize")
@@ -292,23 +292,23 @@ class _PartCompiler(_KernelCompiler):
         return super().define_pipelines()
 
 
-class _SharedCompiler(_PartCompiler):
-    code = _SharedCode
+class _ApartCompiler(_PartCompiler):
+    code = _ApartCode
 
 
 class _RareCompiler(_PartCompiler):
     code = _RareCode
 
 
-def part(rare: bool = False, shared: bool = False, **options: Any) -> Callable[[Any], Any]:
+def part(rare: bool = False, apart: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for functions that kernels call, and nobody else: a third of the time.
 
     They allocate nothing, so nothing counts references. Those that are `rare` are made small
-    instead of fast, which takes less time. Those that are `shared` are translated once, not once
-    for each call.
+    instead of fast, which takes less time. Those that are `apart` stay functions of their own, and
+    are translated once, not once for each call.
     """
     decorate: Callable[[Any], Any] = njit(
-        pipeline_class=_RareCompiler if rare else _SharedCompiler if shared else _PartCompiler,
+        pipeline_class=_RareCompiler if rare else _ApartCompiler if apart else _PartCompiler,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
         _nrt=False,
