@@ -231,7 +231,7 @@ def extract(typingctx, bits, mask):
 
 @intrinsic
 def _list_byte(typingctx, byte, first, table, out, at):
-    """`first` and the numbers of a byte's set bits to `out` from `at` on, and what is behind them."""
+    """`first` and the numbers of the set bits of a byte to `out` from `at` on; writes eight."""
 
     def codegen(context, builder, signature, args):
         row = builder.shl(args[0], ir.Constant(ir.IntType(64), 3))
@@ -416,7 +416,7 @@ def one_class(n, space):
 
 @part(nogil=True)
 def order_masks(kind):
-    """What `ordered_bits` and `unordered_bits` need of a dtype: bits that flip, and with the sign."""
+    """What `ordered_bits` needs of a dtype: bits that flip always, and those with the sign."""
     top = ONE << U8(kind[0] - 1)
     return top if kind[1] or kind[5] else ZERO, top - ONE if kind[1] else ZERO
 

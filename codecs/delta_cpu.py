@@ -35,17 +35,17 @@ from .delta_bits_cpu import (
     BLOCKS,
     DENSE,
     I8,
-    STARTS,
     ONE,
+    STARTS,
     U8,
-    ZERO,
     WORDS,
+    ZERO,
     add_digest,
-    digests_of,
     copy,
     ctz,
     deposit,
     digest_gain,
+    digests_of,
     gap_low_bits,
     get,
     get_short,
@@ -462,10 +462,10 @@ def _read_tile(old, new, kind, overwrite, space, source, lo, hi, purpose):
 def _decode_tiles(x, start, kind, overwrite, space, source, ends, purpose, out, kept, places):
     """Decode the tiles of the base's elements `x`, the first of which has number `start`.
 
-    Words are bytes `ends` of `source`. Results go to `out`, which to write is the memory of `x`; to
+    Words are bytes `ends` of `source`. Results go to `out`, which to write is the memory of `x`. To
     check, changes go to the bytes `kept` as long as they fit, and `places` gets for each tile where
-    they are (-1: they are not) and how many. Returns a problem; the digest of the base, unless `out`
-    is filled in the form difference; and what that of the result has more.
+    they are, or -1, and how many. Returns a problem; the digest of the base, unless `out` is filled
+    in the form difference; and what that of the result has more.
     """
     before, after = ZERO, ZERO
     used = I8(0)

@@ -11,6 +11,7 @@ from ..formats.checksum import MASK64
 from .common.arrays_cpu import as_read_only, view_as
 from .common.base import Bits, Chunk, ChunkResult, Key
 from .common.compile_cache import cached, part
+from .common.huffman_cpu import item
 from .common.threads import run, spans
 from .delta import (
     EXCESS,
@@ -21,16 +22,15 @@ from .delta import (
     Delta,
     index_of,
 )
-from .common.huffman_cpu import item
 from .delta_bits_cpu import (
     BLOCK,
     BLOCKS,
     DENSE,
     I8,
+    ONE,
     SCALES,
     STARTS,
     U4,
-    ONE,
     U8,
     ZERO,
     add_digest,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,6 +220,53 @@ def test_damage_is_not_taken_for_another_base(backend: str) -> None:
         with pytest.raises(tw.FormatError, match="bad_payload"):
             tw.decode(data, base=given, backend=backend, **options)
     assert np.array_equal(live, base)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [("bfloat16", 8e-6), ("bfloat16", 1e-4), ("float32", 1e-6), ("float8_e4m3fn", 3e-4)],
+)
+def test_in_place_where_much_has_changed(dtype: str, rate: float, form: str) -> None:
+    """Changes of some tiles are kept from the check, those of others are decoded again."""
+    base, x = step(dtype, 5 * delta.TILE + 99, rate)
+    # Differences of more than a byte, and gaps too.
+    x[70_000:70_300] = -base[80_000:80_300]
+    x[100_000:105_000] = base[100_000:105_000]
+    codec = tw.codec("delta", form=form)
+    packed = codec.encode(x, base=base, backend="cpu", checksum=False).packed()
+    assert bytes(packed) == bytes(codec.encode(x, base=base, backend="ref", checksum=False))
+    for threads in (1, 2):
+        live = base.copy()
+        tw.decode(packed, base=live, out=live, backend="cpu", threads=threads)
+        assert live.tobytes() == x.tobytes()
+    damaged = bytearray(packed)
+    plan = parse(np.frombuffer(damaged, np.uint8)).plan
+    for at in (plan.dynamic_offset + 9, len(damaged) - 200):
+        damaged[at] ^= 16
+        live = base.copy()
+        with pytest.raises(tw.FormatError):
+            tw.decode(damaged, base=live, out=live, backend="cpu")
+        assert live.tobytes() == base.tobytes()
+
+
+@pytest.mark.slow
+def test_on_a_processor_of_the_oldest_kind(tmp_path: Path) -> None:
+    """Without the instructions that move bits to places."""
+    code = """
+import numpy as np
+import tightwire as tw
+rng = np.random.default_rng(0)
+base = rng.integers(0, 1 << 16, 70_001, dtype=np.uint16).view("<f2")
+for share in (0.003, 0.3, 0.9):
+    x = base.copy()
+    x.view(np.uint16)[rng.random(x.size) < share] ^= 1
+    buf = tw.encode(x, "delta", base=base, backend="cpu")
+    assert bytes(buf) == bytes(tw.encode(x, "delta", base=base, backend="ref"))
+    assert tw.decode(buf, base=base, backend="cpu").tobytes() == x.tobytes()
+"""
+    env = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)
 
 
 def test_an_unchanged_tensor_takes_a_few_bytes() -> None:
