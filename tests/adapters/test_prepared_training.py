@@ -318,10 +318,7 @@ def check_again(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "world_size"),
-    [("modes", 2), ("more", 2), ("together", 2), ("damaged", 2), ("replicas", 4)],
-)
+@pytest.mark.parametrize("task", ["modes", "more", "replicas", "together", "damaged"])
 def test_every_way_to_train(task: str, tmp_path: Path) -> None:
     world_size = 4 if task == "replicas" else 2
     for found in launch(__file__, task, world_size, tmp_path, warnings="ignore"):
