@@ -68,3 +68,18 @@ def result(case: str, n: int, world: int) -> Any:
     """Memory for the result of a tensor of n elements."""
     size = {"all_gather": world * n, "reduce_scatter": n // world}.get(case, n)
     return np.full(size, np.nan, DTYPE)
+
+
+def damage(call: Any, at: int, bit: int) -> None:
+    """Have a bit change of what the next call of a prepared collective gets from rank 0."""
+    prepared = getattr(call, "prepared", call)
+    slot = prepared._slots[prepared._made % len(prepared._slots)]
+    messages = slot.exchanges[0].messages
+    move = messages.exchange
+
+    def damaging() -> None:
+        messages.exchange = move
+        move()
+        messages.received[0][at] ^= bit
+
+    messages.exchange = damaging

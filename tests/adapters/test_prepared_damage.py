@@ -7,24 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepared_ranks import CASES, prepare, result, run, same, tensor
+from prepared_ranks import CASES, damage, prepare, result, run, same, tensor
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.errors import CollectiveError
-
-
-def damage(call: Any, at: int, bit: int) -> None:
-    """Have a bit change of what the next call of a prepared collective gets from rank 0."""
-    prepared = getattr(call, "prepared", call)
-    slot = prepared._slots[prepared._made % len(prepared._slots)]
-    messages = slot.exchanges[0].messages
-    move = messages.exchange
-
-    def damaging() -> None:
-        messages.exchange = move
-        move()
-        messages.received[0][at] ^= bit
-
-    messages.exchange = damaging
 
 
 @pytest.mark.parametrize("case", CASES)
