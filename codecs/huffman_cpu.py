@@ -29,17 +29,16 @@ from .common.huffman_cpu import (
     DECODING_NBYTES,
     ENCODING_NBYTES,
     FINDING_NBYTES,
-    copy_bytes,
     decode_block_by,
     decoding_of,
     encode_block_by,
     encoding_of,
-    fill_bytes,
     find_table,
     is_good,
     less,
     sampled_at,
 )
+from .common.memory_cpu import copy_bytes, fill_bytes
 from .huffman import (
     GROUP,
     GROUP_TILES,
@@ -67,25 +66,25 @@ def _elements(size, rotation):
     @part(nogil=True, apart=True)
     def take(x, k, plane):
         if size == 1:
-            for i in range(x.size):
-                plane[i] = x[i]
-        elif size == 2 and rotation == 1:
-            if k == 0:
+            copy_bytes(plane, 0, x, 0, x.size)
+        elif size == 2:
+            # Shifts by constants, which LLVM vectorises.
+            if k == 1:
+                for i in range(x.size):
+                    plane[i] = U1(x[i] >> U2(8 - rotation))
+            elif rotation:
                 for i in range(x.size):
                     plane[i] = U1(U2(x[i] << U2(1)) | U2(x[i] >> U2(15)))
             else:
                 for i in range(x.size):
-                    plane[i] = U1(x[i] >> U2(7))
+                    plane[i] = U1(x[i])
         else:
-            data = view_as(x, np.uint8)
-            at, before = k, k - 1 if k > 0 else size - 1
-            if rotation:
-                for i in range(x.size):
-                    low = U1(data[size * i + before] >> U1(7))
-                    plane[i] = U1(U1(data[size * i + at] << U1(1)) | low)
-            else:
-                for i in range(x.size):
-                    plane[i] = data[size * i + at]
+            shift = one(8 * k)
+            for i in range(x.size):
+                v = x[i]
+                if rotation:
+                    v = one(one(v << one(rotation)) | one(v >> one(top)))
+                plane[i] = U1(v >> shift)
 
     @part(nogil=True, apart=True)
     def put(planes, out):

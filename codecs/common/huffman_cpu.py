@@ -12,8 +12,6 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from .arrays_cpu import view_as
 from .compile_cache import part
@@ -34,6 +32,7 @@ from .huffman import (
     WEIGHT_BITS,
     WIDE,
 )
+from .memory_cpu import copy_bytes, fill_bytes, item, leading_zeros, load2, load8, store4, store8
 
 U1, U2, U4, U8, I8 = np.uint8, np.uint16, np.uint32, np.uint64, np.int64
 _CODES = 1 << LIMIT
@@ -57,101 +56,6 @@ DECODING_NBYTES = 10 * _CODES + 8 * 16
 FINDING_NBYTES = 8 * 770 + 4 * 258
 
 
-def _pointer(context, builder, signature, array, at, kind):
-    """A pointer to a number of a type, at byte `at` of an array."""
-    from numba.np.arrayobj import make_array
-
-    data = make_array(signature.args[0])(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [at]), context.get_value_type(kind).as_pointer())
-
-
-def _loads(kind):
-    @intrinsic
-    def load(typingctx, array, at):
-        def codegen(context, builder, signature, args):
-            return builder.load(_pointer(context, builder, signature, *args, kind), align=1)
-
-        return kind(array, types.int64), codegen
-
-    return load
-
-
-def _stores(kind):
-    @intrinsic
-    def store(typingctx, array, at, value):
-        def codegen(context, builder, signature, args):
-            builder.store(args[2], _pointer(context, builder, signature, *args[:2], kind), align=1)
-            return context.get_dummy_value()
-
-        return types.void(array, types.int64, kind), codegen
-
-    return store
-
-
-# A number from byte `at` of an array on. Nothing is checked.
-_load2, _load8 = _loads(types.uint16), _loads(types.uint64)
-_store4, _store8 = _stores(types.uint32), _stores(types.uint64)
-
-
-@intrinsic
-def copy_bytes(typingctx, target, to, source, start, n):
-    """Copy `n` bytes, at least 0, between arrays that do not overlap. Nothing is checked."""
-
-    def codegen(context, builder, signature, args):
-        from numba.core.cgutils import raw_memcpy
-        from numba.np.arrayobj import make_array
-
-        kinds = signature.args
-        places = [
-            builder.gep(make_array(kinds[i])(context, builder, args[i]).data, [args[i + 1]])
-            for i in (0, 2)
-        ]
-        raw_memcpy(builder, *places, args[4], 1)
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.int64), codegen
-
-
-@intrinsic
-def fill_bytes(typingctx, target, to, n, value):
-    """Write `n` bytes, at least 0, of one value (uint8). Nothing is checked."""
-
-    def codegen(context, builder, signature, args):
-        from numba.core.cgutils import memset
-        from numba.np.arrayobj import make_array
-
-        data = make_array(signature.args[0])(context, builder, args[0]).data
-        memset(builder, builder.gep(data, [args[1]]), args[2], args[3])
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, types.int64, types.uint8), codegen
-
-
-@intrinsic
-def item(typingctx, array, at):
-    """The item number `at` of an array. Unlike `array[at]`, nothing is added to a negative one."""
-
-    def codegen(context, builder, signature, args):
-        from numba.np.arrayobj import make_array
-
-        data = make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.load(builder.gep(data, [args[1]]))
-
-    return array.dtype(array, types.int64), codegen
-
-
-@intrinsic
-def _zeros(typingctx, word):
-    """How many of the highest bits of a word are 0."""
-
-    def codegen(context, builder, signature, args):
-        from numba.core.cgutils import ir
-
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), codegen
-
-
 # Tables
 
 
@@ -171,7 +75,7 @@ def sampled_at(i):
 @part(nogil=True)
 def _length_for(w, s):
     """The least length l, from 1 to `LIMIT`, with `w * 2^l` at least `s`."""
-    length = _zeros(U8(w)) - _zeros(U8(s - 1))
+    length = leading_zeros(U8(w)) - leading_zeros(U8(s - 1))
     length = length if length > 0 else 0
     if w << length < s:
         length += 1
@@ -473,7 +377,7 @@ def _is_constant(plane, n):
 
 @part(nogil=True, rare=True)
 def _write_head(out, at, mode, value, base):
-    _store4(out, at, U4(mode | value << 8 | base << 16))
+    store4(out, at, U4(mode | value << 8 | base << 16))
     return at + 4
 
 
@@ -490,7 +394,7 @@ def _write_stored(plane, n, out, at):
 @part(nogil=True, forceinline=True)
 def _flush(coded, to, word, n):
     """Write whole bytes of the `n` bits of `word`: (bytes so far, bits behind them, how many)."""
-    _store8(coded, to, word)
+    store8(coded, to, word)
     return to + (n >> 3), word >> U8(n & ~7), n & 7
 
 
@@ -505,7 +409,7 @@ def _two(first, second):
 def _mask_symbol(key, plane, i):
     """The symbol of 8 bytes that have the classes of two values, else `ESCAPE`."""
     ones = U8(0x0101010101010101)
-    word = _load8(plane, i) ^ U8(key[0]) * ones
+    word = load8(plane, i) ^ U8(key[0]) * ones
     bits = word >> U8(key[2]) & ones
     if bits * U8(key[1]) != word:
         return I8(ESCAPE)
@@ -522,7 +426,7 @@ def _encode_few(encoding, unit, plane, i, end, coded, to, word, n):
         if unit == 1:
             entry = codes[plane[i]]
         elif unit == 2:
-            entry = pairs[I8(_load2(plane, i))]
+            entry = pairs[I8(load2(plane, i))]
         else:
             entry = codes[_mask_symbol(key, plane, i)]
         length = I8(entry & U4(_LENGTH))
@@ -574,10 +478,10 @@ def encode_block_by(is_mask):
                         word |= U8(e0) >> U8(_LENGTH_BITS) << U8(n)
                         n += I8(e0 & U4(_LENGTH))
                     else:
-                        e0 = item(entries, I8(_load2(plane, i)))
-                        e1 = item(entries, I8(_load2(plane, i + 2)))
-                        e2 = item(entries, I8(_load2(plane, i + 4)))
-                        e3 = item(entries, I8(_load2(plane, i + 6)))
+                        e0 = item(entries, I8(load2(plane, i)))
+                        e1 = item(entries, I8(load2(plane, i + 2)))
+                        e2 = item(entries, I8(load2(plane, i + 4)))
+                        e3 = item(entries, I8(load2(plane, i + 6)))
                         if (e0 | e1 | e2 | e3) & U4(_NO_CODE):
                             break
                         low, n_low = _two(e0, e1)
@@ -600,7 +504,7 @@ def encode_block_by(is_mask):
             sizes[r] = size
             least = least if least < size else size
             most = most if most > size else size
-        _store8(coded, to, word)
+        store8(coded, to, word)
         nbytes = (8 * to + n + 31) // 32 * 4
         narrow = most - least < 256
         listed = (runs * (1 if narrow else 2) + 3) // 4 * 4
@@ -627,13 +531,13 @@ def _word_at(data, last, at):
     """At least 57 bits from bit `at` on; behind the end any."""
     byte = at >> 3
     byte = byte if byte < last else last
-    return _load8(data, byte) >> U8(at & 7)
+    return load8(data, byte) >> U8(at & 7)
 
 
 @part(nogil=True, forceinline=True)
 def _word_from(data, at):
-    """At least 56 bits from bit `at` on; the highest bit is set, for `_zeros`."""
-    return _load8(data, at >> 3) >> U8(at & 7) | U8(1 << 63)
+    """At least 56 bits from bit `at` on; the highest bit is set, for `leading_zeros`."""
+    return load8(data, at >> 3) >> U8(at & 7) | U8(1 << 63)
 
 
 @part(nogil=True, rare=True)
@@ -646,7 +550,7 @@ def _decode_few(decoding, unit, data, at, out, i, stop):
         entry = entries[I8(_word_at(data, last, at) & U8(_CODES - 1))]
         at += I8(entry >> U4(16)) & 15
         if unit == 8:
-            _store8(out, i, spread[I8(entry & U4(255))])
+            store8(out, i, spread[I8(entry & U4(255))])
         else:
             out[i] = U1(entry)
             if unit == 2:
@@ -664,7 +568,7 @@ def _step(several, infos, word, out, i):
     """Write what codes of `word` stand for: (bits behind them, byte of `out`, entry)."""
     bits = I8(word & U8(_CODES - 1))
     info = U8(item(infos, bits))
-    _store4(out, i, item(several, bits))
+    store4(out, i, item(several, bits))
     return word >> (info & U8(63)), i + I8(info >> U8(8)), info
 
 
@@ -696,7 +600,7 @@ def _decode_masks(decoding, data, at, out, i, stop):
             word >>= n
             taken += n
             found |= entry
-            _store8(out, i + 8 * j, item(spread, I8(entry & U4(255))))
+            store8(out, i + 8 * j, item(spread, I8(entry & U4(255))))
         if found & U4(_ESCAPED):
             at = _decode_few(decoding, 8, data, at, out, i, i + 32)
         else:
@@ -719,7 +623,7 @@ def decode_block_by(is_mask):
         """
         if at + 4 > stop:
             return I8(-1)
-        head = I8(_load8(data, at) & U8(0xFFFFFFFF))
+        head = I8(load8(data, at) & U8(0xFFFFFFFF))
         mode, value, base = head & 255, head >> 8 & 255, head >> 16
         bad = mode > WIDE or (value != 0 and mode != CONSTANT) or (base != 0 and mode != NARROW)
         at += 4
@@ -756,7 +660,7 @@ def decode_block_by(is_mask):
         end = begin + (bit - 8 * begin + 31) // 32 * 4
         if end > stop or rest != 0:
             return I8(-1)
-        if bit < 8 * end and _load8(data, end - 8) >> U8(64 - (8 * end - bit)) != 0:
+        if bit < 8 * end and load8(data, end - 8) >> U8(64 - (8 * end - bit)) != 0:
             return I8(-1)
         wrong = I8(0)
         if not is_mask:
@@ -787,7 +691,12 @@ def decode_block_by(is_mask):
                             wb, j, eb = _step(several, infos, wb, out, j)
                             wc, k, ec = _step(several, infos, wc, out, k)
                             wd, n, ed = _step(several, infos, wd, out, n)
-                        a, b, c, d = a + _zeros(wa), b + _zeros(wb), c + _zeros(wc), d + _zeros(wd)
+                        a, b, c, d = (
+                            a + leading_zeros(wa),
+                            b + leading_zeros(wb),
+                            c + leading_zeros(wc),
+                            d + leading_zeros(wd),
+                        )
                         stuck = less(less(ea, eb), less(ec, ed)) == U8(0)
                         rounds -= 1
                     if stuck:
