@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from ..formats.dtypes import DType
 from .common.arrays_cpu import read_only, view_as
 from .common.compile_cache import part
-from .common.huffman_cpu import item, load8, store8
+from .common.memory_cpu import item, load8, store8
 from .delta import KEY_STEP, LIMITS, MAX_QUOTIENT, MIX, TILE, kind_of
 
 U2, U4, U8, I8 = np.uint16, np.uint32, np.uint64, np.int64

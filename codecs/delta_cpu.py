@@ -15,7 +15,7 @@ from . import delta as reference
 from .common.arrays_cpu import as_read_only, read_only, view_as
 from .common.base import Bits, Bytes, Chunk, ChunkDecoded
 from .common.compile_cache import cached, part
-from .common.huffman_cpu import item, load8, store8
+from .common.memory_cpu import item, load8, store8
 from .common.threads import run, spans
 from .delta import (
     LOG_TILE,

@@ -11,7 +11,7 @@ from ..formats.checksum import MASK64
 from .common.arrays_cpu import as_read_only, view_as
 from .common.base import Bits, Chunk, ChunkResult, Key
 from .common.compile_cache import cached, part
-from .common.huffman_cpu import item
+from .common.memory_cpu import item
 from .common.threads import run, spans
 from .delta import (
     EXCESS,
