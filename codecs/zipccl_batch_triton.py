@@ -172,7 +172,7 @@ def _check_rows_kernel(sources_ptr, more_ptr, ITEM: tl.constexpr):
 def encode_many(
     plans: Sequence[Plan],
     xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | Words,
     stats: Sequence[torch.Tensor] | None = None,
     key: Key | None = None,
 ) -> None:
@@ -206,9 +206,9 @@ def encode_many(
 
 def decode_many(
     plans: Sequence[Plan],
-    srcs: Sequence[torch.Tensor],
+    srcs: Sequence[torch.Tensor] | Words,
     outs: Sequence[torch.Tensor],
-    statuses: Sequence[torch.Tensor],
+    statuses: Sequence[torch.Tensor] | Words,
     planned: Sequence[bool],
 ) -> None:
     """Decode buffers whole, in one launch, and check them in one; see `tightwire.gpu_many`."""

@@ -213,10 +213,10 @@ class Batch:
 def batch_of(
     tile_nelem: int,
     plans: Sequence[Plan],
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | Words,
     elements: Sequence[torch.Tensor],
     *,
-    statuses: Sequence[torch.Tensor] | None = None,
+    statuses: Sequence[torch.Tensor] | Words | None = None,
     stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
     planned: Sequence[bool] | None = None,
 ) -> Batch:
@@ -225,16 +225,16 @@ def batch_of(
     Args:
         tile_nelem: Elements of a tile.
         plans: Plans, one a tensor.
-        buffers: Bytes of buffers.
+        buffers: Bytes of buffers, or their addresses, shape (n,).
         elements: The tensors.
-        statuses: Status words, int64, where they are decoded.
+        statuses: Status words, int64, or their addresses, where they are decoded.
         stats: Statistics, where they are encoded with such; the rows of a tensor are some.
         planned: Whether headers are compared with the plans'.
     """
     item = plans[0].dtype.itemsize
     rows, distinct = rows_of(plans, buffers, elements, item, statuses, stats, planned)
     decodes = statuses is not None
-    return Batch(tile_nelem, rows, distinct, buffers[0].device, empty=not decodes, summed=decodes)
+    return Batch(tile_nelem, rows, distinct, elements[0].device, empty=not decodes, summed=decodes)
 
 
 def rows_of(
@@ -251,9 +251,11 @@ def rows_of(
     `item`: bytes of what counts as an element; those of the plans are as large, or some of them.
     Memory may be given by addresses.
     """
-    distinct = list({id(plan): plan for plan in plans}.values())
-    numbers = {id(plan): i for i, plan in enumerate(distinct)}
-    kinds = np.array([numbers[id(plan)] for plan in plans], np.int64)
+    keys = list(map(id, plans))
+    plan_of = dict(zip(keys, plans, strict=True))
+    distinct = list(plan_of.values())
+    numbers = dict(zip(plan_of, range(len(distinct)), strict=True))
+    kinds = np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
     sizes = np.array([_sizes(plan, plan.dtype.itemsize // item) for plan in distinct], np.int64)
     rows = _rows(sizes[kinds], elements)
     owner = rows["tensor"]

@@ -15,7 +15,7 @@ import torch
 from ...formats.dtypes import DType
 from .base import Key, Plan
 from .batch_triton import Batch, batch_of, batch_to_measure, decode_rows_kernel, encode_rows_kernel
-from .frame_triton import Places, frame_of, touched
+from .frame_triton import Places, Words, frame_of, touched
 from .launch_triton import PTX, Variant, options
 from .minifloat_triton import aligned_for, converts
 from .philox_triton import NO_KEY, key_arguments
@@ -468,7 +468,7 @@ class Driver(NamedTuple):
         self,
         plans: Sequence[Plan],
         xs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | Words,
         *,
         stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
         key: Key | None = None,
@@ -481,7 +481,7 @@ class Driver(NamedTuple):
         """
         random, on_device, numbers = NO_KEY, None, (0, 0, 0)
         if draws:
-            random, on_device, numbers = key_arguments(key, outs[0].device)
+            random, on_device, numbers = key_arguments(key, xs[0].device)
         batch = batch_of(self._tile_nelem(0), plans, outs, xs, stats=stats)
         batch.begin()
         sums = any(plan.checksum for plan in plans)
@@ -499,9 +499,9 @@ class Driver(NamedTuple):
     def decode_many(
         self,
         plans: Sequence[Plan],
-        srcs: Sequence[torch.Tensor],
+        srcs: Sequence[torch.Tensor] | Words,
         outs: Sequence[torch.Tensor],
-        statuses: Sequence[torch.Tensor],
+        statuses: Sequence[torch.Tensor] | Words,
         planned: Sequence[bool],
     ) -> None:
         """As `decode`, of whole buffers of one device, dtype and codec: a launch, and one to check.
@@ -514,7 +514,7 @@ class Driver(NamedTuple):
             launch = self._launch(
                 tiling,
                 plans[0].dtype,
-                srcs[0].device,
+                outs[0].device,
                 x_item=0,
                 aligned=True,
                 sums=any(plan.checksum for plan in plans),
@@ -662,8 +662,10 @@ def many_functions(
 
     def encode_many(plans, xs, outs, stats=None, key=None) -> None:
         codec, found = plans[0].codec, 0
-        if given is not None:
-            for plan, own in zip(plans, stats or [None] * len(plans), strict=True):
+        if given is not None and stats is None:
+            found = given(plans[0], None, False)
+        elif given is not None:
+            for plan, own in zip(plans, stats, strict=True):
                 found = given(plan, own, False)
         driver_of(plans[0]).encode_many(
             plans, xs, outs, stats=stats, key=key, draws=codec.draws, given=found

@@ -5,11 +5,14 @@ only when an array of it is passed or requested.
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .codecs.common.base import Bits, Bytes
 from .formats.dtypes import BY_NAME, DType, dtype_named
@@ -41,6 +44,20 @@ class ArrayInfo(NamedTuple):
     device: Any
     dtype: DType
     shape: tuple[int, ...]
+
+
+class Listed(NamedTuple):
+    """What arrays of one library, device and element type are.
+
+    `addresses` are where their elements start, int64, if they are contiguous tensors without lazy
+    views; None: each has to be looked at.
+    """
+
+    library: str
+    device: Any
+    dtype: DType
+    shapes: list[tuple[int, ...]]
+    addresses: npt.NDArray[np.int64] | None = None
 
 
 class Target(NamedTuple):
@@ -229,6 +246,38 @@ def describe(x: Any) -> ArrayInfo:
     return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
 
 
+def plain_tensors(xs: Sequence[Any]) -> Listed | None:
+    """What contiguous tensors of one device and element type are, in less time than `describe` of
+    each; None where one of them has to be looked at.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not xs or not set(map(type, xs)) <= {torch.Tensor, torch.nn.Parameter}:
+        return None
+    kinds = list(map(_kind_of, xs))
+    torch_dtype, device = kinds[0]
+    dtype = _by_torch.get(torch_dtype)
+    if dtype is None or kinds.count(kinds[0]) != len(xs) or not (xs[0].is_cpu or xs[0].is_cuda):
+        return None
+    tensor = torch.Tensor
+    # Complex numbers have lazy views, and so have the floats that they consist of.
+    if dtype.name in _MAY_BE_LAZY and (any(map(tensor.is_neg, xs)) or any(map(tensor.is_conj, xs))):
+        return None
+    try:
+        # Nested tensors have no shape, sparse ones and those without memory no address.
+        shapes = [x.shape for x in xs]
+        addresses = np.fromiter(map(tensor.data_ptr, xs), np.int64, len(xs))
+        contiguous = all(map(tensor.is_contiguous, xs))
+    except RuntimeError:
+        return None
+    if not contiguous or any(xs[i].numel() for i in np.flatnonzero(addresses == 0).tolist()):
+        return None
+    return Listed("torch", None if xs[0].is_cpu else device, dtype, shapes, addresses)
+
+
+_kind_of = operator.attrgetter("dtype", "device")
+_MAY_BE_LAZY = ("float16", "float32", "float64", "complex64", "complex128")
+
+
 def _kind(x: Any) -> str:
     """What to call an array whose class says little."""
     name = type(x).__name__
@@ -344,6 +393,17 @@ def mark_written(x: Any) -> None:
     """
     if _is_a("torch", x):
         sys.modules["torch"].autograd.graph.increment_version(x)
+
+
+def mark_all_written(tensors: Sequence[Any]) -> None:
+    """As `mark_written`, of tensors."""
+    increment = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except TypeError:
+        # Before PyTorch 2.6 it takes one.
+        for x in tensors:
+            increment(x)
 
 
 def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:

@@ -28,6 +28,7 @@ _DTYPES = {t: d for d, t in _TORCH.items()}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _NEEDS = "backend 'triton' needs {}: pip install 'tightwire[triton]'"
 _HERE = contextlib.nullcontext()
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _place(library: str, device: Any, required: str | None) -> Any:
@@ -97,6 +98,16 @@ def _stream(device: torch.device, library: str) -> Any:
     if pointer in (0, 1):
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(pointer, device=device)
+
+
+@contextlib.contextmanager
+def unrelated() -> Iterator[None]:
+    """Views that are made within are tensors of their own to autograd, with versions of their own.
+
+    Those of one operation may else not be written to by what requires grad.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        yield
 
 
 def _as_torch(x: Any, info: ArrayInfo) -> torch.Tensor:

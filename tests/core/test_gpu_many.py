@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import tightwire as tw  # noqa: E402
-from tightwire import gpu, gpu_many  # noqa: E402
+from tightwire import gpu, gpu_many, many  # noqa: E402
 from tightwire.codecs.common import batch_triton, frame_triton  # noqa: E402
 from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
 from tightwire.codecs.common.sums import sum_of  # noqa: E402
@@ -55,7 +55,7 @@ def tensors(place: str, dtype: str = "bfloat16") -> list[Any]:
 def encode_many(codec: tw.Codec, xs: list[Any], **options: Any) -> Any:
     chosen: dict[str, Any] = {"out": None, "stats": None, "key": None, "scratch": None}
     chosen |= {"checksum": True, "required": True} | options
-    return gpu_many.encode_many(codec.spec, xs, **chosen)
+    return gpu_many.encode_many(codec.spec, xs, many._described(xs), **chosen)
 
 
 def decode_many(buffers: list[Any], **options: Any) -> Any:
