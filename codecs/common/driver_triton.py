@@ -337,10 +337,12 @@ class Driver(NamedTuple):
                 reads = Reads(src, sums, status, first, end, summed)
                 stats = self.prepare(plan, reads, False, scratch=scratch)
             known = self._decoding(plan, src, out, start, add, summed, store)
-            tiles = known.numbers[2]
-            first, last = self._tiles_of(plan, known.tiling, start, stop)
+            tiles, first, programs = known.numbers[2], 0, known.programs
+            if stop - start < plan.nelem:
+                first, last = self._tiles_of(plan, known.tiling, start, stop)
+                programs = last + 1 - first
             known.variant.launch(
-                last + 1 - first,
+                programs,
                 (src, out, sums, status, sums if stats is None else stats),
                 start,
                 stop,
@@ -383,7 +385,7 @@ class Driver(NamedTuple):
             tiles = self._tiles(tiling, self.extent(plan))
             found = kept[kind] = _Known(
                 _decode_variant(self, tiling, launch),
-                tiles * plan.chunks,
+                self._tiles_of(plan, tiling, 0, plan.nelem)[1] + 1,
                 (plan.static_offset, 0, 0, 0, 0),
                 (plan.nelem, plan.chunk_nelem, tiles, *_geometry(plan)),
                 tiling,
@@ -519,7 +521,8 @@ class Driver(NamedTuple):
                 aligned=True,
                 sums=any(plan.checksum for plan in plans),
             )
-            _decode_variant(self, tiling, launch, many=True).launch(batch.programs, batch.tensors)
+            variant = _decode_variant(self, tiling, launch, many=True)
+            variant.launch(batch.programs, batch.tensors, offsets=batch.offsets)
         batch.check()
 
     def _encode_rows(
@@ -532,7 +535,8 @@ class Driver(NamedTuple):
         if batch.programs:
             key = batch.tensors[0] if on_device is None else on_device
             variant = _encode_variant(self, None, self.tilings[0], launch, many=True)
-            variant.launch(batch.programs, (*batch.tensors, key), *numbers)
+            offsets = *batch.offsets, 0
+            variant.launch(batch.programs, (*batch.tensors, key), *numbers, offsets=offsets)
 
     def _launch_many(self, dtype: DType, x: torch.Tensor, **values) -> Launch:
         item, tiling = x.element_size(), self.tilings[0]

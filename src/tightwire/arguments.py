@@ -85,11 +85,11 @@ def check_base(spec: CodecSpec, plan: Plan, base: Any) -> ArrayInfo | None:
 
     TypeError or ValueError if the base is missing or does not fit.
     """
+    if base is None and not spec.needs_base:
+        return None
     needed = f"{plan.dtype.name}{list(plan.shape)}"
     if base is None:
-        if spec.needs_base:
-            raise ValueError(f"{spec.name} codes against a base. Needed: base, of {needed}")
-        return None
+        raise ValueError(f"{spec.name} codes against a base. Needed: base, of {needed}")
     info = arrays.describe(base)
     if not spec.needs_base:
         raise ValueError(f"codec {spec.name!r} takes no base. Allowed: base=None")
@@ -113,6 +113,8 @@ def check_base_of_buffer(plan: Plan, base: Any) -> ArrayInfo | None:
 
     One that is stored raw may have been encoded against a base: it takes any that fits.
     """
+    if base is None and not plan.needs_base:
+        return None
     return check_base(_spec_of_base(plan, base), plan, base)
 
 

@@ -178,31 +178,33 @@ def has_memory(x: Any) -> bool:
         return False
 
 
-def _plain_tensor(x: Any) -> ArrayInfo | None:
-    """What a tensor with memory of its own is, quickly; None for what has to be looked at."""
-    torch = sys.modules["torch"]
+def _plain_tensor(x: Any, torch: Any) -> ArrayInfo | None:
+    """What a `torch.Tensor` with memory of its own is, quickly; None for what has to be looked at.
+
+    Nested tensors have no shape, sparse ones and those without memory no address.
+    """
     dtype = _by_torch.get(x.dtype)
-    if dtype is None or type(x) is not torch.Tensor or x.is_nested:
-        return None
     try:
-        if x.layout is not torch.strided or not (x.data_ptr() or not x.numel()):
+        if dtype is None or not (x.data_ptr() or not x.numel()):
             return None
+        shape = tuple(x.shape)
     except RuntimeError:
         return None
-    if x.is_cpu:
-        return ArrayInfo("torch", None, dtype, tuple(x.shape))
-    return ArrayInfo("torch", x.device, dtype, tuple(x.shape)) if x.is_cuda else None
+    if x.is_cuda:
+        return ArrayInfo("torch", x.device, dtype, shape)
+    return ArrayInfo("torch", None, dtype, shape) if x.is_cpu else None
 
 
 def describe(x: Any) -> ArrayInfo:
     """Library, device, element type and shape of an array, without touching its data."""
     if type(x) is np.ndarray:
         return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+    torch = sys.modules.get("torch")
+    known = None if torch is None or type(x) is not torch.Tensor else _plain_tensor(x, torch)
+    if known is not None:
+        return known
     library = library_of(x)
     if library == "torch":
-        known = _plain_tensor(x)
-        if known is not None:
-            return known
         name = str(x.dtype).removeprefix("torch.")
         if x.is_quantized:
             raise TypeError(
@@ -263,7 +265,6 @@ def plain_tensors(xs: Sequence[Any]) -> Listed | None:
     if dtype.name in _MAY_BE_LAZY and (any(map(tensor.is_neg, xs)) or any(map(tensor.is_conj, xs))):
         return None
     try:
-        # Nested tensors have no shape, sparse ones and those without memory no address.
         shapes = [x.shape for x in xs]
         addresses = np.fromiter(map(tensor.data_ptr, xs), np.int64, len(xs))
         contiguous = all(map(tensor.is_contiguous, xs))
@@ -401,7 +402,7 @@ def mark_all_written(tensors: Sequence[Any]) -> None:
     try:
         increment(tensors)
     except TypeError:
-        # Before PyTorch 2.6 it takes one.
+        # Older versions of PyTorch take one.
         for x in tensors:
             increment(x)
 

@@ -23,8 +23,6 @@ views of other GPUs' memory that is mapped there, as PyTorch's symmetric memory.
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +69,7 @@ from .gpu_arrays import (
     _span,
     _values,
     _writable_bytes,
-    unrelated,
+    new_tensors,
 )
 from .gpu_memory import Memory
 from .planning import DEVICE_BACKEND, make_plan
@@ -197,7 +195,8 @@ def decode_into(buffers: Sequence[Buffer], outs: Sequence[torch.Tensor]) -> bool
     with _scope(outs[0].device, "torch"):
         for numbers in _alike(plans):
             memories: list[Any] = [buffers[i]._memory for i in numbers]
-            _decode_alike(_some(plans, numbers), memories, _some(outs, numbers))
+            begins = Memory.addresses(memories)
+            _decode_alike(_some(plans, numbers), memories, begins, _some(outs, numbers))
     return True
 
 
@@ -353,15 +352,17 @@ def decode_many(
                 else:
                     given = [out[i] for i in kept]
                     elements = _elements(plans, given, kept, plain_tensors(given), place)
-            parts.append(_Part(kept, plans, memories, elements, target, place))
+            begins = Memory.addresses(memories)
+            parts.append(_Part(kept, plans, memories, begins, elements, target, place))
     if out is not None:
         _check_outs_apart(parts, alone, buffers, out)
-    for numbers, plans, memories, elements, target, place in parts:
+    for numbers, plans, memories, begins, elements, target, place in parts:
         with _scope(place, target.library):
-            _decode_alike(plans, memories, elements)
-            for i, x, plan in zip(numbers, elements, plans, strict=True):
+            _decode_alike(plans, memories, begins, elements)
+            lacking = zip(numbers, elements, strict=True) if fit is None else ()
+            for i, x in lacking:
                 if outs[i] is None:
-                    results[i] = _export(x, plan.dtype, target)
+                    results[i] = _export(x, plans[0].dtype, target)
     options: dict[str, Any] = {"scratch": scratch, "max_nbytes": max_nbytes}
     options["backend"] = DEVICE_BACKEND if required else None
     for i in alone:
@@ -418,11 +419,12 @@ def _group_of(src: Buffer, required: bool) -> Any:
 
 
 class _Part(NamedTuple):
-    """Buffers that are decoded at a time, by number, what to, and where that is."""
+    """Buffers that are decoded at a time, by number, where they are, what to, and where that is."""
 
     numbers: list[int]
     plans: list[Plan]
     memories: list[Memory]
+    begins: Words
     elements: list[torch.Tensor]
     target: Target
     place: torch.device
@@ -436,7 +438,7 @@ def _check_outs_apart(
     for part in parts:
         starts = np.fromiter(map(torch.Tensor.data_ptr, part.elements), np.int64)
         written[part.numbers] = _with_ends(starts, part.plans)
-        read[part.numbers] = _spans(part.memories, part.plans)
+        read[part.numbers] = _with_sizes(part.begins, part.plans)
     for i in alone:
         src = buffers[i]
         if outs[i] is not None:
@@ -451,13 +453,12 @@ def _check_outs_apart(
 
 
 def _decode_alike(
-    plans: list[Plan], memories: list[Memory], results: Sequence[torch.Tensor]
+    plans: list[Plan], memories: list[Memory], begins: Words, results: Sequence[torch.Tensor]
 ) -> None:
-    """Decode Buffers of one codec and dtype."""
+    """Decode Buffers of one codec and dtype, which begin at these addresses."""
     kernels: Any = _kernels(plans[0], False)
     planned = [not memory.assembled for memory in memories]
-    places = Memory.addresses(memories), results, Memory.status_addresses(memories)
-    kernels.decode_many(plans, *places, planned)
+    kernels.decode_many(plans, begins, results, Memory.status_addresses(memories), planned)
     for memory in memories:
         if memory.foreign:
             memory.lease(memory.data)
@@ -489,34 +490,8 @@ def _elements(
 
 
 def _new_elements(plans: list[Plan], place: torch.device) -> list[torch.Tensor]:
-    """New memory for tensors of one dtype: one allocation, each at a multiple of ALIGN in it."""
-    if not plans:
-        return []
-    dtype = plans[0].dtype
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for i, plan in enumerate(plans):
-        alike.setdefault(plan.shape, []).append(i)
-    unit = ALIGN // dtype.itemsize
-    sizes = [-(-math.prod(shape) // unit) * unit for shape in alike]
-    total = sum(map(operator.mul, sizes, map(len, alike.values())))
-    memory = torch.empty(total, dtype=_TORCH[dtype], device=place)
-    found: list[Any] = [None] * len(plans)
-    at = 0
-    with unrelated():
-        for (shape, numbers), size in zip(alike.items(), sizes, strict=True):
-            n = len(numbers)
-            # Those of a shape by one operation.
-            some = memory.as_strided((n, *shape), (size, *_strides(shape)), at).unbind()
-            for i, x in zip(numbers, some, strict=True):
-                found[i] = x
-            at += n * size
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of elements side by side."""
-    return tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
+    """New memory for tensors of one dtype."""
+    return new_tensors([plan.shape for plan in plans], plans[0].dtype, place) if plans else []
 
 
 class _Terms(NamedTuple):
@@ -776,8 +751,12 @@ def _within(memory: Memory, plan: Plan) -> torch.Tensor:
 
 def _spans(memories: Sequence[Memory], plans: Sequence[Plan]) -> Spans:
     """Start and end of buffers."""
-    starts = Memory.addresses(memories)
-    return np.stack([starts, starts + [plan.nbytes for plan in plans]], 1)
+    return _with_sizes(Memory.addresses(memories), plans)
+
+
+def _with_sizes(begins: Words, plans: Sequence[Plan]) -> Spans:
+    """Start and end of buffers that begin at these addresses."""
+    return np.stack([begins, begins + [plan.nbytes for plan in plans]], 1)
 
 
 def _spans_of(

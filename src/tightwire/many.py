@@ -230,7 +230,8 @@ def decode_many(
     failed: dict[int, FormatError] = {}
     known: dict[int, tuple[Parsed, Bits]] = {}
     there = _on_device(buffers, outs, backend)
-    for i in sorted({*range(len(buffers))}.difference(there)):
+    here = [] if len(there) == len(buffers) else sorted({*range(len(buffers))}.difference(there))
+    for i in here:
         try:
             parsed = parsed_source(buffers[i], max_nbytes)
         except FormatError as error:
