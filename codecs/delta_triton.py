@@ -314,7 +314,7 @@ def supports(dtype: DType) -> bool:
 def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     """Encode the elements of `x` against those of `base`; see `tightwire.gpu` for the contract."""
     spec, dtype, g = plan.codec, plan.dtype, _launches(plan)
-    frame_of(plan).begin(out, scratch[: g.sums_nbytes])
+    frame_of(plan).begin(out, scratch, g.sums_nbytes)
     if not plan.nelem:
         return
     programs = g.tiles * plan.chunks

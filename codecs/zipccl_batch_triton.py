@@ -18,7 +18,15 @@ import triton.language as tl
 
 from ..formats.dtypes import BY_NAME, DType
 from .common.base import Key, Plan
-from .common.batch_triton import Batch, elements_of, row_of, rows_of
+from .common.batch_triton import (
+    Batch,
+    Layout,
+    addresses,
+    elements_of,
+    layout_of,
+    put,
+    row_of,
+)
 from .common.frame_triton import (
     ROW_PLANNED,
     ROW_WORDS,
@@ -26,7 +34,6 @@ from .common.frame_triton import (
     check_header,
     place_of,
     plan_of_row,
-    table_of,
 )
 from .common.launch_triton import Variant, kernel, options
 from .zipccl import TILE, Zipccl
@@ -172,7 +179,7 @@ def _check_rows_kernel(sources_ptr, more_ptr, ITEM: tl.constexpr):
 def encode_many(
     plans: Sequence[Plan],
     xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | Words,
     stats: Sequence[torch.Tensor] | None = None,
     key: Key | None = None,
 ) -> None:
@@ -184,31 +191,35 @@ def encode_many(
     assert isinstance(spec, Zipccl)
     if stats is not None:
         stats = [s if s.dtype == torch.int64 else s.to(torch.int64) for s in stats]
-    rows, distinct = rows_of(plans, outs, xs, dtype.itemsize, stats=stats)
-    rows["tensor"] = np.arange(len(rows))
-    shift = max(5, (int(rows["chunk_nelem"].max(initial=0)) // TILE >> 13).bit_length())
-    more, grouped = _more(distinct, rows), rows.copy()
-    tiles = Batch(TILE, rows, distinct, device, empty=True)
-    groups = Batch(TILE << shift, grouped, distinct, device, empty=True)
-    more["tile"], more["group"] = rows["first"], grouped["first"]
+    tiles = layout_of(TILE, plans, dtype.itemsize, True)
+    shift = max(5, (int(tiles.rows["chunk_nelem"].max(initial=0)) // TILE >> 13).bit_length())
+    groups = layout_of(TILE << shift, plans, dtype.itemsize, True)
+    more = tiles.kept.get("more")
+    if more is None:
+        more = tiles.kept["more"] = _more(plans, tiles)
+        more["tile"], more["group"] = tiles.rows["first"], groups.rows["first"]
+    at = addresses(xs)
+    batches = [Batch(layout, outs, at, stats=stats) for layout in (tiles, groups)]
+    table, begin = put(batches, device, more.view(np.int64))
     launch = launch_of(dtype, window=window_of(spec, stats is not None), sums=plans[0].checksum)
     tensors = (
-        table_of(more.view(np.int64), device),
+        table,
         torch.zeros(groups.programs * 12, dtype=torch.uint8, device=device),
         torch.empty(tiles.programs * 2, dtype=torch.uint8, device=device),
         torch.empty(tiles.programs * launch.slot, dtype=torch.uint8, device=device),
     )
-    tiles.begin()
+    batches[0].begin()
     numbers = groups.programs, shift
-    for variant, batch in zip(_encode_variants(launch), (tiles, groups), strict=True):
-        variant.launch(batch.programs, (*batch.tensors, *tensors), *numbers)
+    for variant, batch in zip(_encode_variants(launch), batches, strict=True):
+        offsets = *batch.offsets, begin, 0, 0, 0
+        variant.launch(batch.programs, (*batch.tensors, *tensors), *numbers, offsets=offsets)
 
 
 def decode_many(
     plans: Sequence[Plan],
-    srcs: Sequence[torch.Tensor],
+    srcs: Sequence[torch.Tensor] | Words,
     outs: Sequence[torch.Tensor],
-    statuses: Sequence[torch.Tensor],
+    statuses: Sequence[torch.Tensor] | Words,
     planned: Sequence[bool],
 ) -> None:
     """Decode buffers whole, in one launch, and check them in one; see `tightwire.gpu_many`."""
@@ -237,26 +248,29 @@ def decode_places(
         packed: None, or of packed buffers where dynamic parts start in their buffer, and their
             bytes: two arrays, of all chunks one behind the other.
     """
-    rows, distinct = rows_of(plans, data, outs, dtype.itemsize, statuses, planned=planned)
-    rows["tensor"] = np.arange(len(rows))
-    more = _more(distinct, rows)
+    layout = layout_of(TILE, plans, dtype.itemsize, True)
+    more = layout.kept.get("slots")
+    if more is None:
+        more = layout.kept["slots"] = _more(plans, layout)
     if packed is not None:
+        more = more.copy()
         more["packed"] = 1
         more["dynamic"], more["room"] = packed
-    device = outs[0].device
-    batch = Batch(TILE, rows, distinct, device, empty=True, summed=True)
-    table = table_of(more.view(np.int64), device)
-    decode, check = _decode_variants(dtype, any(plan.checksum for plan in distinct))
-    decode.launch(batch.programs, (*batch.tensors, table))
-    check.launch(len(rows), (batch.tensors[0], table))
+    batch = Batch(layout, data, outs, statuses=statuses, planned=planned)
+    table, begin = put([batch], outs[0].device, more.view(np.int64))
+    decode, check = _decode_variants(dtype, any(plan.checksum for plan in plans))
+    offsets = *batch.offsets, begin
+    decode.launch(batch.programs, (*batch.tensors, table), offsets=offsets)
+    check.launch(layout.number, (table, table), offsets=(batch.offsets[0], begin))
 
 
-def _more(plans: list[Plan], rows: np.ndarray) -> np.ndarray:
-    """`MORE` of rows of buffers with slots, of plans number `rows["plan"]`."""
+def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:
+    """`MORE` of rows of buffers with slots."""
     own = [(p.dynamic_offset, p.dynamic_stride, fixed_of(p.codec)) for p in plans]
-    start, stride, fixed = np.array(own, np.int64).T[:, rows["plan"]]
-    more = np.zeros(len(rows), MORE)
-    more["dynamic"], more["room"], more["fixed"] = start + rows["chunk"] * stride, stride, fixed
+    start, stride, fixed = np.array(own, np.int64).T[:, layout.owner]
+    more = np.zeros(layout.number, MORE)
+    more["dynamic"], more["room"] = start + layout.rows["chunk"] * stride, stride
+    more["fixed"] = fixed
     return more
 
 

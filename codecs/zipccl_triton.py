@@ -307,7 +307,7 @@ class Sizes(Launches):
 def encode(plan: Plan, x, out, scratch, stats=None, key=None) -> None:
     """Encode the elements of `x` into `out`; see `tightwire.gpu` for the contract."""
     g = Sizes.of(plan)
-    frame_of(plan).begin(out, scratch[: g.cleared])
+    frame_of(plan).begin(out, scratch, g.cleared)
     aligned = g.rows_aligned and x.data_ptr() % 16 == 0
     chosen = window_of(plan.codec, stats is not None)
     if stats is None:

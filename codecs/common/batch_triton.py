@@ -8,7 +8,10 @@ both, of plans and addresses: nothing that a buffer holds is taken for an addres
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,6 +147,110 @@ def decode_rows_kernel(
         add_terms(sums_ptr + tl.load(row_ptr + 4), total)
 
 
+class Layout:
+    """What tables for the same plans have in common: all but addresses.
+
+    Attributes:
+        words: The table, int64: rows, what frames say of the distinct plans, checksum terms, which
+            start at 0, and the map. Addresses in the table are in bytes behind its start, others 0.
+        owner: Number of the tensor of each row.
+        aligned: Whether chunks of a row's tensor are multiples of 16 elements.
+        number: Number of rows.
+        programs: Programs of a launch.
+        parts: Programs that begin a chunk.
+        terms, firsts, owners: Where these are, in words.
+        kept: What codecs derive of it, by name.
+    """
+
+    def __init__(
+        self, tile_nelem: int, sizes: Words, kinds: Words, plans: Sequence[Plan], empty: bool
+    ) -> None:
+        """Of what `_sizes` gives of each tensor, shape (tensors, 7), and numbers of distinct plans.
+
+        The kernels have a program for tensors without elements if `empty` says so.
+        """
+        chunks = sizes[:, 0]
+        owner = np.repeat(np.arange(len(sizes)), chunks)
+        rows = np.zeros(len(owner), ROW)
+        rows["row"] = np.arange(len(owner))
+        rows["sums"] = (chunks.cumsum() - chunks)[owner]
+        rows["chunk"] = rows["row"] - rows["sums"]
+        rows["plan"] = kinds[owner]
+        fields = ("nelem", "chunk_nelem", "static", "stride", "second", "head")
+        for k, field in enumerate(fields, start=1):
+            rows[field] = sizes[owner, k]
+        filled = (rows["nelem"] > 0) | empty
+        # Those that have no program are behind the others.
+        rows = np.concatenate([rows[filled], rows[~filled]])
+        n = rows[: np.count_nonzero(filled)]
+        nelem = np.clip(n["nelem"] - n["chunk"] * n["chunk_nelem"], 0, n["chunk_nelem"])
+        tiles = np.maximum(1, -(-nelem // tile_nelem))
+        ends = tiles.cumsum()
+        n["first"] = ends - tiles
+        self.programs = int(ends[-1]) if len(n) else 0
+        owners = np.searchsorted(n["first"], np.arange(0, self.programs, BLOCK), side="right") - 1
+        firsts = np.full(len(n) + BLOCK + 1, _AFTER_ALL, np.int32)
+        firsts[: len(n)] = n["first"]
+        frames = [frame_of(plan) for plan in plans]
+        parts = max([frame.parts for frame in frames], default=1)
+        self.parts = max(1, min(parts, _BEGINNERS // max(1, len(rows))))
+        self.number = len(rows)
+        self.owner = owner[rows["row"]]
+        self.aligned = ((chunks == 1) | (sizes[:, 2] % 16 == 0))[self.owner]
+        pieces: list[Any] = [rows.view(np.int64), *[frame.words for frame in frames]]
+        pieces += [np.zeros(len(rows), np.int64), firsts, owners.astype(np.int32)]
+        # Each at a multiple of 16 bytes: kernels have one form for all.
+        padded = [np.pad(x, (0, -x.size % (16 // x.itemsize))).view(np.int64) for x in pieces]
+        starts = np.cumsum([0, *[piece.size for piece in padded]])
+        *_, self.terms, self.firsts, self.owners, _ = starts.tolist()
+        self.words: Words = np.concatenate(padded)
+        self.rows["sums"] = 8 * (self.terms + rows["sums"])
+        self.rows["plan"] = 8 * starts[1:][rows["plan"]]
+        self.kept: dict[str, Any] = {}
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of the table, `ROW`."""
+        return self.rows_in(self.words)
+
+    def rows_in(self, words: Words) -> np.ndarray:
+        """The rows in a copy of the table."""
+        return words[: self.number * len(ROW.names or ())].view(ROW)
+
+
+#: Layouts by what they are made of, and their plans: what is known by its `id` stays its own.
+_layouts: dict[Any, tuple[Layout, Sequence[Plan]]] = {}
+#: Most of them, and most rows of one: a program has few batches that it codes again and again.
+_MOST_LAYOUTS, _MOST_ROWS = 64, 1 << 13
+
+
+def layout_of(tile_nelem: int, plans: Sequence[Plan], item: int, empty: bool) -> Layout:
+    """The layout for tensors by plans, made once while the same plans come again.
+
+    `item`: bytes of what counts as an element; those of the plans are as large, or some of them.
+    """
+    keys = tuple(map(id, plans))
+    found = _layouts.get((keys, tile_nelem, item, empty))
+    if found is None:
+        distinct = dict(zip(keys, plans, strict=True))
+        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+        kinds = np.array([numbers[key] for key in keys], np.int64)
+        of_plans = [_sizes(plan, plan.dtype.itemsize // item) for plan in distinct.values()]
+        sizes = np.array(of_plans, np.int64)[kinds]
+        found = Layout(tile_nelem, sizes, kinds, list(distinct.values()), empty), tuple(plans)
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        if found[0].number <= _MOST_ROWS:
+            _layouts[keys, tile_nelem, item, empty] = found
+    return found[0]
+
+
+@functools.lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout_to_measure(tile_nelem: int, nelems: tuple[int, ...]) -> Layout:
+    sizes = np.array([(1, nelem, nelem, 0, 0, 0, 0) for nelem in nelems], np.int64)
+    return Layout(tile_nelem, sizes, np.zeros(len(nelems), np.int64), (), False)
+
+
 class Batch:
     """Tensors and buffers in a table on a device, for the kernels of this module.
 
@@ -151,130 +258,113 @@ class Batch:
     far.
 
     Attributes:
-        tensors: What the kernels take: the table, and the map.
-        programs: Programs of a launch.
+        layout: Its layout.
+        tensors: What the kernels take, once the batch is in a table (`put`): that, and the map.
+        offsets: Where these start in the tensors, in bytes.
     """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    offsets: tuple[int, int, int]
 
     def __init__(
         self,
-        tile_nelem: int,
-        rows: np.ndarray,
-        plans: Sequence[Plan],
-        device: torch.device,
-        empty: bool = False,
-        summed: bool = False,
+        layout: Layout,
+        buffers: Sequence[torch.Tensor] | Words,
+        elements: Sequence[torch.Tensor] | Words,
+        *,
+        statuses: Sequence[torch.Tensor] | Words | None = None,
+        stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        planned: Sequence[bool] | None = None,
     ) -> None:
-        """Rows as `rows_of` gives them, of the distinct `plans`.
+        """See `batch_of`."""
+        self.layout, owner = layout, layout.owner
+        self.decodes = statuses is not None
+        self.words = layout.words.copy()
+        rows = layout.rows_in(self.words)
+        at = addresses(elements)[owner]
+        memory = {"data": buffers, "status": statuses, "stats": stats}
+        for field, found in memory.items():
+            if found is not None:
+                rows[field] = addresses(found)[owner]
+        rows["elements"] = at
+        rows["flags"] = np.where(layout.aligned & (at % 16 == 0), ROW_ALIGNED, 0)
+        if planned is not None:
+            rows["flags"] |= np.where(np.array(planned, bool)[owner], ROW_PLANNED, 0)
 
-        The kernels have a program for tensors without elements if `empty` says so. Buffers that are
-        decoded are `summed`.
-        """
-        filled = (rows["nelem"] > 0) | empty
-        if not filled.all():
-            rows = np.concatenate([rows[filled], rows[~filled]])
-        n = rows[: np.count_nonzero(filled)]
-        sizes = np.clip(n["nelem"] - n["chunk"] * n["chunk_nelem"], 0, n["chunk_nelem"])
-        tiles = np.maximum(1, -(-sizes // tile_nelem))
-        ends = tiles.cumsum()
-        n["first"] = ends - tiles
-        self.programs = int(ends[-1]) if len(n) else 0
-        owners = np.searchsorted(n["first"], np.arange(0, self.programs, BLOCK), side="right") - 1
-        frames = [frame_of(plan) for plan in plans]
-        self._parts = max([frame.parts for frame in frames], default=1)
-        self._parts = max(1, min(self._parts, _BEGINNERS // max(1, len(rows))))
-        self._number = len(rows)
-        pieces: list[Words] = [rows.view(np.int64), *[frame.words for frame in frames]]
-        # Checksum terms, which start at 0.
-        pieces.append(np.zeros(len(rows), np.int64))
-        firsts = np.full(len(n) + BLOCK + 1 + (len(n) + BLOCK + 1) % 2, _AFTER_ALL, np.int32)
-        firsts[: len(n)] = n["first"]
-        pieces.append(firsts.view(np.int64))
-        pieces.append(np.resize(owners.astype(np.int32), len(owners) + len(owners) % 2).view("i8"))
-        ends = np.cumsum([piece.size for piece in pieces])
-        table = new_table(int(ends[-1]), device)
-        address = table.data_ptr()
-        rows["plan"] = address + 8 * (ends - [p.size for p in pieces])[1:][rows["plan"]]
-        rows["sums"] = address + 8 * (int(ends[-4]) + rows["sums"])
-        fill(table, np.concatenate(pieces))
-        if summed and is_recording():
-            # Terms start at 0 whenever the launches are made.
-            table[ends[-4] : ends[-3]].zero_()
-        self.tensors = table, table[ends[-3] :], table[ends[-2] :]
+    @property
+    def programs(self) -> int:
+        """Programs of a launch."""
+        return self.layout.programs
 
     def begin(self) -> None:
         """Write all of the buffers but what encoding does."""
-        begin_rows(self.tensors[0], self._number, self._parts)
+        begin_rows(self.tensors[0], self.offsets[0], self.layout.number, self.layout.parts)
 
     def check(self) -> None:
         """Check buffers that were decoded."""
-        check_rows(self.tensors[0], self._number)
+        check_rows(self.tensors[0], self.offsets[0], self.layout.number)
+
+
+def put(batches: Sequence[Batch], device: torch.device, *more: Words) -> tuple[torch.Tensor, int]:
+    """Put the tables of batches in one on a device, and what a codec has to know behind them.
+
+    Returns:
+        That table, and where in it that starts, in bytes.
+    """
+    pieces = [*[batch.words for batch in batches], *more]
+    starts = list(itertools.accumulate([piece.size for piece in pieces], initial=0))
+    table = new_table(starts[-1], device)
+    address = table.data_ptr()
+    for batch, at in zip(batches, starts, strict=False):
+        layout = batch.layout
+        rows = layout.rows_in(batch.words)
+        rows["sums"] += address + 8 * at
+        rows["plan"] += address + 8 * at
+        batch.tensors = table, table, table
+        batch.offsets = 8 * at, 8 * (at + layout.firsts), 8 * (at + layout.owners)
+    fill(table, pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+    if is_recording():
+        for batch, at in zip(batches, starts, strict=False):
+            if batch.decodes:
+                # Terms start at 0 whenever the launches are made.
+                table[at + batch.layout.terms : at + batch.layout.firsts].zero_()
+    return table, 8 * starts[len(batches)]
 
 
 def batch_of(
     tile_nelem: int,
     plans: Sequence[Plan],
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | Words,
     elements: Sequence[torch.Tensor],
-    *,
-    statuses: Sequence[torch.Tensor] | None = None,
-    stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
-    planned: Sequence[bool] | None = None,
+    **options: Any,
 ) -> Batch:
-    """Tensors, contiguous, and their buffers, for tiles of so many elements.
+    """Tensors, contiguous, and their buffers, for tiles of so many elements, on their device.
 
     Args:
         tile_nelem: Elements of a tile.
         plans: Plans, one a tensor.
-        buffers: Bytes of buffers.
+        buffers: Bytes of buffers, or their addresses, shape (n,).
         elements: The tensors.
-        statuses: Status words, int64, where they are decoded.
-        stats: Statistics, where they are encoded with such; the rows of a tensor are some.
-        planned: Whether headers are compared with the plans'.
+        **options: `statuses`: status words, int64, or their addresses, where they are decoded;
+            `stats`: statistics, where they are encoded with such; the rows of a tensor are some;
+            `planned`: whether headers are compared with the plans'.
     """
-    item = plans[0].dtype.itemsize
-    rows, distinct = rows_of(plans, buffers, elements, item, statuses, stats, planned)
-    decodes = statuses is not None
-    return Batch(tile_nelem, rows, distinct, buffers[0].device, empty=not decodes, summed=decodes)
-
-
-def rows_of(
-    plans: Sequence[Plan],
-    buffers: Sequence[torch.Tensor] | Words,
-    elements: Sequence[torch.Tensor],
-    item: int,
-    statuses: Sequence[torch.Tensor] | Words | None = None,
-    stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
-    planned: Sequence[bool] | None = None,
-) -> tuple[np.ndarray, list[Plan]]:
-    """The rows of tensors and their buffers, see `batch_of`, and the distinct ones of the plans.
-
-    `item`: bytes of what counts as an element; those of the plans are as large, or some of them.
-    Memory may be given by addresses.
-    """
-    distinct = list({id(plan): plan for plan in plans}.values())
-    numbers = {id(plan): i for i, plan in enumerate(distinct)}
-    kinds = np.array([numbers[id(plan)] for plan in plans], np.int64)
-    sizes = np.array([_sizes(plan, plan.dtype.itemsize // item) for plan in distinct], np.int64)
-    rows = _rows(sizes[kinds], elements)
-    owner = rows["tensor"]
-    rows["plan"] = kinds[owner]
-    for field, memory in (("data", buffers), ("status", statuses), ("stats", stats)):
-        if memory is not None:
-            rows[field] = addresses(memory)[owner]
-    if planned is not None:
-        rows["flags"] |= np.where(np.array(planned, bool)[owner], ROW_PLANNED, 0)
-    return rows, distinct
+    empty = options.get("statuses") is None
+    layout = layout_of(tile_nelem, plans, plans[0].dtype.itemsize, empty)
+    batch = Batch(layout, buffers, elements, **options)
+    put([batch], elements[0].device)
+    return batch
 
 
 def batch_to_measure(
     tile_nelem: int, elements: Sequence[torch.Tensor], stats: Sequence[torch.Tensor] | torch.Tensor
 ) -> Batch:
     """Tensors, contiguous, and memory for their statistics, as `batch_of`."""
-    sizes = [(1, x.numel(), x.numel(), 0, 0, 0, 0) for x in elements]
-    rows = _rows(np.array(sizes, np.int64), elements)
-    rows["data"] = rows["elements"]
-    rows["stats"] = addresses(stats)
-    return Batch(tile_nelem, rows, (), elements[0].device)
+    layout = _layout_to_measure(tile_nelem, tuple(map(torch.Tensor.numel, elements)))
+    at = addresses(elements)
+    batch = Batch(layout, at, at, stats=stats)
+    put([batch], elements[0].device)
+    return batch
 
 
 def addresses(memory: Sequence[torch.Tensor] | torch.Tensor | Words) -> Words:
@@ -289,7 +379,7 @@ def addresses(memory: Sequence[torch.Tensor] | torch.Tensor | Words) -> Words:
 
 
 def _sizes(plan: Plan, units: int) -> tuple[int, ...]:
-    """What `_rows` has to know of a plan, whose elements are so many units."""
+    """What a layout has to know of a plan, whose elements are so many units."""
     return (
         plan.chunks,
         plan.nelem * units,
@@ -299,24 +389,3 @@ def _sizes(plan: Plan, units: int) -> tuple[int, ...]:
         plan.layout.sections[0].nbytes // 128,
         plan.header.nbytes // 8,
     )
-
-
-def _rows(sizes: Words, elements: Sequence[torch.Tensor]) -> np.ndarray:
-    """Rows of the chunks of tensors, of what `_sizes` gives of each, shape (tensors, 7).
-
-    `tensor` is the number of a row's tensor, `sums` that of the first chunk of its tensor.
-    """
-    chunks = sizes[:, 0]
-    owner = np.repeat(np.arange(len(sizes)), chunks)
-    begins = (chunks.cumsum() - chunks)[owner]
-    address = addresses(elements)
-    aligned = (address % 16 == 0) & ((chunks == 1) | (sizes[:, 2] % 16 == 0))
-    rows = np.zeros(len(owner), ROW)
-    rows["sums"], rows["tensor"] = begins, owner
-    rows["chunk"] = np.arange(len(owner)) - begins
-    rows["elements"] = address[owner]
-    rows["flags"] = np.where(aligned, ROW_ALIGNED, 0)[owner]
-    fields = ("nelem", "chunk_nelem", "static", "stride", "second", "head")
-    for k, field in enumerate(fields, start=1):
-        rows[field] = sizes[owner, k]
-    return rows

@@ -15,7 +15,7 @@ import torch
 from ...formats.dtypes import DType
 from .base import Key, Plan
 from .batch_triton import Batch, batch_of, batch_to_measure, decode_rows_kernel, encode_rows_kernel
-from .frame_triton import Places, frame_of, touched
+from .frame_triton import Places, Words, frame_of, touched
 from .launch_triton import PTX, Variant, options
 from .minifloat_triton import aligned_for, converts
 from .philox_triton import NO_KEY, key_arguments
@@ -337,10 +337,12 @@ class Driver(NamedTuple):
                 reads = Reads(src, sums, status, first, end, summed)
                 stats = self.prepare(plan, reads, False, scratch=scratch)
             known = self._decoding(plan, src, out, start, add, summed, store)
-            tiles = known.numbers[2]
-            first, last = self._tiles_of(plan, known.tiling, start, stop)
+            tiles, first, programs = known.numbers[2], 0, known.programs
+            if stop - start < plan.nelem:
+                first, last = self._tiles_of(plan, known.tiling, start, stop)
+                programs = last + 1 - first
             known.variant.launch(
-                last + 1 - first,
+                programs,
                 (src, out, sums, status, sums if stats is None else stats),
                 start,
                 stop,
@@ -383,7 +385,7 @@ class Driver(NamedTuple):
             tiles = self._tiles(tiling, self.extent(plan))
             found = kept[kind] = _Known(
                 _decode_variant(self, tiling, launch),
-                tiles * plan.chunks,
+                self._tiles_of(plan, tiling, 0, plan.nelem)[1] + 1,
                 (plan.static_offset, 0, 0, 0, 0),
                 (plan.nelem, plan.chunk_nelem, tiles, *_geometry(plan)),
                 tiling,
@@ -468,7 +470,7 @@ class Driver(NamedTuple):
         self,
         plans: Sequence[Plan],
         xs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | Words,
         *,
         stats: Sequence[torch.Tensor] | torch.Tensor | None = None,
         key: Key | None = None,
@@ -481,7 +483,7 @@ class Driver(NamedTuple):
         """
         random, on_device, numbers = NO_KEY, None, (0, 0, 0)
         if draws:
-            random, on_device, numbers = key_arguments(key, outs[0].device)
+            random, on_device, numbers = key_arguments(key, xs[0].device)
         batch = batch_of(self._tile_nelem(0), plans, outs, xs, stats=stats)
         batch.begin()
         sums = any(plan.checksum for plan in plans)
@@ -499,9 +501,9 @@ class Driver(NamedTuple):
     def decode_many(
         self,
         plans: Sequence[Plan],
-        srcs: Sequence[torch.Tensor],
+        srcs: Sequence[torch.Tensor] | Words,
         outs: Sequence[torch.Tensor],
-        statuses: Sequence[torch.Tensor],
+        statuses: Sequence[torch.Tensor] | Words,
         planned: Sequence[bool],
     ) -> None:
         """As `decode`, of whole buffers of one device, dtype and codec: a launch, and one to check.
@@ -514,12 +516,13 @@ class Driver(NamedTuple):
             launch = self._launch(
                 tiling,
                 plans[0].dtype,
-                srcs[0].device,
+                outs[0].device,
                 x_item=0,
                 aligned=True,
                 sums=any(plan.checksum for plan in plans),
             )
-            _decode_variant(self, tiling, launch, many=True).launch(batch.programs, batch.tensors)
+            variant = _decode_variant(self, tiling, launch, many=True)
+            variant.launch(batch.programs, batch.tensors, offsets=batch.offsets)
         batch.check()
 
     def _encode_rows(
@@ -532,7 +535,8 @@ class Driver(NamedTuple):
         if batch.programs:
             key = batch.tensors[0] if on_device is None else on_device
             variant = _encode_variant(self, None, self.tilings[0], launch, many=True)
-            variant.launch(batch.programs, (*batch.tensors, key), *numbers)
+            offsets = *batch.offsets, 0
+            variant.launch(batch.programs, (*batch.tensors, key), *numbers, offsets=offsets)
 
     def _launch_many(self, dtype: DType, x: torch.Tensor, **values) -> Launch:
         item, tiling = x.element_size(), self.tilings[0]
@@ -662,8 +666,10 @@ def many_functions(
 
     def encode_many(plans, xs, outs, stats=None, key=None) -> None:
         codec, found = plans[0].codec, 0
-        if given is not None:
-            for plan, own in zip(plans, stats or [None] * len(plans), strict=True):
+        if given is not None and stats is None:
+            found = given(plans[0], None, False)
+        elif given is not None:
+            for plan, own in zip(plans, stats, strict=True):
                 found = given(plan, own, False)
         driver_of(plans[0]).encode_many(
             plans, xs, outs, stats=stats, key=key, draws=codec.draws, given=found

@@ -209,8 +209,8 @@ _TAKEN = 16
 #: 16), of its chunks' checksum terms, of its status word, of its plan's table, of the tensor, and
 #: of its statistics. `first` is the number of the chunk's first program. Sizes are in elements;
 #: `static` (the first static part), `stride` and `second` (the second section in a static part) are
-#: in units of 128 bytes, `head` (the header) in words. Flags: `ROW_ALIGNED`, `ROW_PLANNED`; kernels
-#: do not read `tensor`, the tensor's number.
+#: in units of 128 bytes, `head` (the header) in words. Flags: `ROW_ALIGNED`, `ROW_PLANNED`.
+#: `row` is the row's number before those without programs were put behind the others.
 ROW = np.dtype(
     [
         (name, np.int64)
@@ -230,7 +230,7 @@ ROW = np.dtype(
             "second",
             "head",
             "flags",
-            "tensor",
+            "row",
         )
     ]
 )
@@ -678,13 +678,17 @@ class Frame:
         """Programs that begin a chunk with the most to clear."""
         return min(self._parts, _MAX_PARTS)
 
-    def begin(self, out: torch.Tensor, zero: torch.Tensor | None = None) -> None:
+    def begin(
+        self, out: torch.Tensor, zero: torch.Tensor | None = None, nbytes: int | None = None
+    ) -> None:
         """Write all of a buffer but what its codec does; encoders add their checksum terms.
 
-        Clears `zero` as well, uint8, what else a codec wants to start as zeros: a multiple of 128
-        bytes.
+        Clears `zero` as well, uint8, what else a codec wants to start as zeros, or its first
+        `nbytes` bytes: a multiple of 128.
         """
-        chunks, nbytes = self._plan.chunks, 0 if zero is None else zero.numel()
+        chunks = self._plan.chunks
+        if nbytes is None:
+            nbytes = 0 if zero is None else zero.numel()
         parts = min(max(self._parts, nbytes // (chunks * _PART_NBYTES)), _MAX_PARTS)
         tensors = out, out if zero is None else zero, self.table(out.device)
         # In units of 128 bytes, so that the kernel knows the alignment.
@@ -733,17 +737,17 @@ class Frame:
         _CHECK_HEADER.launch(1, (src, self.table(src.device), status))
 
 
-def begin_rows(rows: torch.Tensor, number: int, parts: int) -> None:
+def begin_rows(table: torch.Tensor, at: int, number: int, parts: int) -> None:
     """As `Frame.begin`, of `number` chunks of any buffers, by `parts` programs for each.
 
-    `rows` is the table of them, see `ROW`.
+    Their rows, see `ROW`, start at byte `at` of the table.
     """
-    _BEGIN_ROWS.launch(number * parts, (rows, rows, rows), parts, 0)
+    _BEGIN_ROWS.launch(number * parts, (table,) * 3, parts, 0, offsets=(at,) * 3)
 
 
-def check_rows(rows: torch.Tensor, number: int) -> None:
+def check_rows(table: torch.Tensor, at: int, number: int) -> None:
     """As `Frame.check`, of `number` chunks of any buffers, that were decoded whole."""
-    _CHECK_ROWS.launch(number, (rows, rows, rows, rows), 0, 0, 0, 0, 0, 0, 0)
+    _CHECK_ROWS.launch(number, (table,) * 4, 0, 0, 0, 0, 0, 0, 0, offsets=(at,) * 4)
 
 
 def frame_of(plan: Plan) -> Frame:

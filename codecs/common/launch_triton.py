@@ -114,7 +114,7 @@ class Variant:
         """Run `programs` programs on torch's current stream and device.
 
         `offsets` are added to the addresses of `tensors`, in bytes; where they are not 0 these are
-        uint8, 1-D.
+        1-D.
         """
         if _this_thread.record is not None:
             _this_thread.record(self, programs, _behind(tensors, offsets), numbers)
@@ -200,7 +200,7 @@ def _behind(
     """Tensors from so many bytes on."""
     if offsets is None:
         return tensors
-    return [t[at:] if at else t for t, at in zip(tensors, offsets, strict=True)]
+    return [t.view(torch.uint8)[at:] if at else t for t, at in zip(tensors, offsets, strict=True)]
 
 
 def options(num_warps: int, maxnreg: int | None = None) -> dict[str, int | bool]:

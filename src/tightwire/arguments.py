@@ -23,6 +23,10 @@ from .planning import DEVICE_BACKEND, device_engine, integer, spec_class
 _UINT8 = BY_NAME["uint8"]
 
 
+#: Starts and ends of memory: pairs, or an array of shape (n, 2).
+Spans = Sequence[tuple[int, int]] | npt.NDArray[np.int64]
+
+
 def device_for(backend: str | None, *values: Any) -> ModuleType | None:
     """`tightwire.gpu` if one of `values` is in GPU memory or Triton is asked for, else None.
 
@@ -81,11 +85,11 @@ def check_base(spec: CodecSpec, plan: Plan, base: Any) -> ArrayInfo | None:
 
     TypeError or ValueError if the base is missing or does not fit.
     """
+    if base is None and not spec.needs_base:
+        return None
     needed = f"{plan.dtype.name}{list(plan.shape)}"
     if base is None:
-        if spec.needs_base:
-            raise ValueError(f"{spec.name} codes against a base. Needed: base, of {needed}")
-        return None
+        raise ValueError(f"{spec.name} codes against a base. Needed: base, of {needed}")
     info = arrays.describe(base)
     if not spec.needs_base:
         raise ValueError(f"codec {spec.name!r} takes no base. Allowed: base=None")
@@ -109,6 +113,8 @@ def check_base_of_buffer(plan: Plan, base: Any) -> ArrayInfo | None:
 
     One that is stored raw may have been encoded against a base: it takes any that fits.
     """
+    if base is None and not plan.needs_base:
+        return None
     return check_base(_spec_of_base(plan, base), plan, base)
 
 
@@ -220,8 +226,8 @@ def number(name: str, value: Any) -> float | None:
 
 
 def check_apart(
-    written: Mapping[str, Sequence[tuple[int, int]]],
-    read: Mapping[str, Sequence[tuple[int, int]]],
+    written: Mapping[str, Spans],
+    read: Mapping[str, Spans],
 ) -> None:
     """Raise ValueError if memory that is written overlaps other, read or written.
 
@@ -229,7 +235,7 @@ def check_apart(
     """
     names = [*written, *read]
     groups = [*written.values(), *read.values()]
-    spans = np.array([span for group in groups for span in group], np.int64).reshape(-1, 2)
+    spans = np.concatenate([np.reshape(np.asarray(group, np.int64), (-1, 2)) for group in groups])
     group = np.repeat(np.arange(len(groups)), list(map(len, groups)))
     number = np.concatenate([np.arange(len(group)) for group in groups])
     # Empty ones overlap nothing.

@@ -5,11 +5,14 @@ only when an array of it is passed or requested.
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .codecs.common.base import Bits, Bytes
 from .formats.dtypes import BY_NAME, DType, dtype_named
@@ -41,6 +44,20 @@ class ArrayInfo(NamedTuple):
     device: Any
     dtype: DType
     shape: tuple[int, ...]
+
+
+class Listed(NamedTuple):
+    """What arrays of one library, device and element type are.
+
+    `addresses` are where their elements start, int64, if they are contiguous tensors without lazy
+    views; None: each has to be looked at.
+    """
+
+    library: str
+    device: Any
+    dtype: DType
+    shapes: list[tuple[int, ...]]
+    addresses: npt.NDArray[np.int64] | None = None
 
 
 class Target(NamedTuple):
@@ -161,31 +178,33 @@ def has_memory(x: Any) -> bool:
         return False
 
 
-def _plain_tensor(x: Any) -> ArrayInfo | None:
-    """What a tensor with memory of its own is, quickly; None for what has to be looked at."""
-    torch = sys.modules["torch"]
+def _plain_tensor(x: Any, torch: Any) -> ArrayInfo | None:
+    """What a `torch.Tensor` with memory of its own is, quickly; None for what has to be looked at.
+
+    Nested tensors have no shape, sparse ones and those without memory no address.
+    """
     dtype = _by_torch.get(x.dtype)
-    if dtype is None or type(x) is not torch.Tensor or x.is_nested:
-        return None
     try:
-        if x.layout is not torch.strided or not (x.data_ptr() or not x.numel()):
+        if dtype is None or not (x.data_ptr() or not x.numel()):
             return None
+        shape = tuple(x.shape)
     except RuntimeError:
         return None
-    if x.is_cpu:
-        return ArrayInfo("torch", None, dtype, tuple(x.shape))
-    return ArrayInfo("torch", x.device, dtype, tuple(x.shape)) if x.is_cuda else None
+    if x.is_cuda:
+        return ArrayInfo("torch", x.device, dtype, shape)
+    return ArrayInfo("torch", None, dtype, shape) if x.is_cpu else None
 
 
 def describe(x: Any) -> ArrayInfo:
     """Library, device, element type and shape of an array, without touching its data."""
     if type(x) is np.ndarray:
         return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+    torch = sys.modules.get("torch")
+    known = None if torch is None or type(x) is not torch.Tensor else _plain_tensor(x, torch)
+    if known is not None:
+        return known
     library = library_of(x)
     if library == "torch":
-        known = _plain_tensor(x)
-        if known is not None:
-            return known
         name = str(x.dtype).removeprefix("torch.")
         if x.is_quantized:
             raise TypeError(
@@ -227,6 +246,37 @@ def describe(x: Any) -> ArrayInfo:
     if not isinstance(x, (np.ndarray, np.generic)):
         x = _from_dlpack(x)
     return ArrayInfo("numpy", None, numpy_dtype(x.dtype), x.shape)
+
+
+def plain_tensors(xs: Sequence[Any]) -> Listed | None:
+    """What contiguous tensors of one device and element type are, in less time than `describe` of
+    each; None where one of them has to be looked at.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not xs or not set(map(type, xs)) <= {torch.Tensor, torch.nn.Parameter}:
+        return None
+    kinds = list(map(_kind_of, xs))
+    torch_dtype, device = kinds[0]
+    dtype = _by_torch.get(torch_dtype)
+    if dtype is None or kinds.count(kinds[0]) != len(xs) or not (xs[0].is_cpu or xs[0].is_cuda):
+        return None
+    tensor = torch.Tensor
+    # Complex numbers have lazy views, and so have the floats that they consist of.
+    if dtype.name in _MAY_BE_LAZY and (any(map(tensor.is_neg, xs)) or any(map(tensor.is_conj, xs))):
+        return None
+    try:
+        shapes = [x.shape for x in xs]
+        addresses = np.fromiter(map(tensor.data_ptr, xs), np.int64, len(xs))
+        contiguous = all(map(tensor.is_contiguous, xs))
+    except RuntimeError:
+        return None
+    if not contiguous or any(xs[i].numel() for i in np.flatnonzero(addresses == 0).tolist()):
+        return None
+    return Listed("torch", None if xs[0].is_cpu else device, dtype, shapes, addresses)
+
+
+_kind_of = operator.attrgetter("dtype", "device")
+_MAY_BE_LAZY = ("float16", "float32", "float64", "complex64", "complex128")
 
 
 def _kind(x: Any) -> str:
@@ -344,6 +394,17 @@ def mark_written(x: Any) -> None:
     """
     if _is_a("torch", x):
         sys.modules["torch"].autograd.graph.increment_version(x)
+
+
+def mark_all_written(tensors: Sequence[Any]) -> None:
+    """As `mark_written`, of tensors."""
+    increment = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except TypeError:
+        # Older versions of PyTorch take one.
+        for x in tensors:
+            increment(x)
 
 
 def writable_bits(x: Any, dtype: DType, shape: tuple[int, ...], what: str) -> Bits:

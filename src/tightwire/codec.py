@@ -574,7 +574,8 @@ class Codec:
             ValueError: If the codec rounds at random and ``key`` is None, or a number is out of
                 range.
         """
-        need_key(self.spec, arrays.describe(x).dtype, key)
+        if key is not None or self.spec.draws:
+            need_key(self.spec, arrays.describe(x).dtype, key)
 
     def _fuses(self, x: Any, dtype: DType) -> bool:
         """True if `decode_add_encode` of buffers of `dtype` and of `x` is one pass.

@@ -121,8 +121,9 @@ def encode(
         memory = _output_memory(out, plan, place)
         work = _workspace(plan, scratch, place)
         elements = tensor if tensor.is_contiguous() else tensor.contiguous()
-        written = _written(memory, plan, scratch, work)
+        written = []
         if out is not None or scratch is not None:
+            written = _written(memory, plan, scratch, work)
             _check_apart(("the array that is encoded", *_span(tensor)), *written)
             for against in more.values():
                 _check_apart(("base", *_span(against)), *written)
@@ -216,7 +217,8 @@ def decode(
             result = torch.empty(shape, dtype=_TORCH[plan.dtype], device=place)
         else:
             result = _output(out, info, plan.dtype, shape, "out", place)
-        _launch(source, result, lo, hi, verify, scratch, base=against)
+        is_new = out is None
+        _launch(source, result, lo, hi, verify, scratch, base=against, is_new=is_new)
         if out is not None:
             return out
         return _export(result, plan.dtype, target)
@@ -709,23 +711,26 @@ def _launch(
     add: bool = False,
     base: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
+    is_new: bool = False,
 ) -> None:
     """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
 
-    `out` may be the memory of `base`, all of it. What is wrong is told in `status`, int64, shape
-    (1,), zero so far, which the caller reads.
+    `out` may be the memory of `base`, all of it; it `is_new` if nobody else has it. What is wrong
+    is told in `status`, int64, shape (1,), zero so far, which the caller reads.
 
     The device compares the header with the plan's where the host has not read it.
     """
     kernels, plan, data, starts, memory = source
     planned = memory is not None and not memory.assembled
     work = _workspace(plan, scratch, data.device)
-    spans = [("the buffer that is decoded", *_span(data, plan.nbytes))]
-    if out is not None:
-        spans.append((what, *_span(out)))
-    if work is not None and scratch is not None:
-        spans.append(("scratch", *_span(work)))
-    _check_apart(*spans)
+    spans: list[tuple[str, int, int]] = []
+    if not (is_new and scratch is None and base is None):
+        spans.append(("the buffer that is decoded", *_span(data, plan.nbytes)))
+        if out is not None:
+            spans.append((what, *_span(out)))
+        if work is not None and scratch is not None:
+            spans.append(("scratch", *_span(work)))
+        _check_apart(*spans)
     more: dict[str, Any] = {} if base is None else {"base": base}
     if base is not None:
         here = "base", *_span(base)

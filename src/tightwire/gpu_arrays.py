@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +20,7 @@ from . import arrays
 from .arrays import ArrayInfo, Target, describe
 from .codecs.common.base import Bytes
 from .formats.dtypes import BY_NAME, DTYPES, DType
+from .formats.header import ALIGN
 
 #: Alignment of buffers and workspaces in device memory, in bytes.
 DEVICE_ALIGN = 16
@@ -28,6 +31,7 @@ _DTYPES = {t: d for d, t in _TORCH.items()}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _NEEDS = "backend 'triton' needs {}: pip install 'tightwire[triton]'"
 _HERE = contextlib.nullcontext()
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _place(library: str, device: Any, required: str | None) -> Any:
@@ -97,6 +101,39 @@ def _stream(device: torch.device, library: str) -> Any:
     if pointer in (0, 1):
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(pointer, device=device)
+
+
+@contextlib.contextmanager
+def unrelated() -> Iterator[None]:
+    """Views that are made within are tensors of their own to autograd, with versions of their own.
+
+    Those of one operation may else not be written to by what requires grad.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        yield
+
+
+def new_tensors(
+    shapes: Sequence[tuple[int, ...]], dtype: DType, place: torch.device
+) -> list[torch.Tensor]:
+    """New tensors in one allocation, each at a multiple of ALIGN; those of a shape by one view."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(i)
+    unit = ALIGN // dtype.itemsize
+    sizes = [-(-math.prod(shape) // unit) * unit for shape in alike]
+    total = sum(map(operator.mul, sizes, map(len, alike.values())))
+    memory = torch.empty(total, dtype=_TORCH[dtype], device=place)
+    found: list[Any] = [None] * len(shapes)
+    at = 0
+    with unrelated():
+        for (shape, numbers), size in zip(alike.items(), sizes, strict=True):
+            steps = [size, *(math.prod(shape[i:]) for i in range(1, len(shape) + 1))]
+            some = memory.as_strided((len(numbers), *shape), steps, at).unbind()
+            for i, x in zip(numbers, some, strict=True):
+                found[i] = x
+            at += len(numbers) * size
+    return found
 
 
 def _as_torch(x: Any, info: ArrayInfo) -> torch.Tensor:

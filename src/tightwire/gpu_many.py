@@ -2,7 +2,8 @@
 
 The GPU module of a codec may have functions for them, beside those of `tightwire.gpu`. Tensors are
 contiguous, buffers uint8 with slots, all on torch's current device; plans are of one codec and
-dtype, and nothing waits:
+dtype, and nothing waits. Buffers and status words are tensors, or given by their addresses, int64,
+shape (n,):
 
 - `encode_many(plans, xs, outs, stats, key)` encodes tensors into buffers; `stats`: a tensor of
   statistics for each, or None where none are needed.
@@ -22,21 +23,21 @@ views of other GPUs' memory that is mapped there, as PyTorch's symmetric memory.
 
 from __future__ import annotations
 
-import functools
-import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from . import arrays
-from .arguments import check_added, check_apart, need_float, source_target
-from .arrays import Target, describe
+from .arguments import Spans, check_added, check_apart, need_float, source_target
+from .arrays import ArrayInfo, Listed, Target, describe, plain_tensors
 from .buffer import Buffer
 from .codecs.common.base import CodecSpec, Key, Plan
-from .codecs.common.frame_triton import Places, places_of
+from .codecs.common.frame_triton import Places, Words, places_of
 from .codecs.common.sums import FLOAT32, rounded, wide_dtype
 from .decoding import decode
 from .engine import Parsed, check_limit
@@ -68,9 +69,12 @@ from .gpu_arrays import (
     _span,
     _values,
     _writable_bytes,
+    new_tensors,
 )
 from .gpu_memory import Memory
 from .planning import DEVICE_BACKEND, make_plan
+
+T = TypeVar("T")
 
 #: What sums are rounded to here; other dtypes are the host's.
 _ROUNDED = (*_FUSED_ADD, *(BY_NAME[name] for name in ("float64", "float8_e4m3fn", "float8_e5m2")))
@@ -81,6 +85,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def encode_many(
     spec: CodecSpec,
     tensors: Sequence[Any],
+    kinds: Listed,
     *,
     out: Sequence[Any] | None,
     stats: Sequence[Any] | None,
@@ -89,30 +94,30 @@ def encode_many(
     checksum: bool,
     required: bool,
 ) -> Any:
-    """As `Codec.encode_many`, on the device of the tensors, which are of one library and dtype.
+    """As `Codec.encode_many`, on the device of the tensors, which are of `kinds`.
 
     NotImplemented where that is the host's to do; if it is `required` here, ValueError says what is
     missing instead.
     """
-    infos = [describe(x) for x in tensors]
-    outs = [None] * len(infos) if out is None else out
-    if not infos:
-        return []
-    library, device, dtype, _ = infos[0]
+    library, device, dtype, shapes, addresses = kinds
     place = _place(library, device, "tensors[0]" if required else None)
-    if place is None or any(o is not None and _is_host(o, required) for o in outs):
+    if place is None or (out is not None and _are_on_host(out, required)):
         return NotImplemented
-    plan_of: dict[tuple[int, ...], Plan] = {}
-    for info in infos:
-        if info.shape not in plan_of:
-            plan_of[info.shape] = make_plan(spec, dtype, info.shape, checksum=checksum)
+    plan_of = {
+        shape: make_plan(spec, dtype, tuple(shape), checksum=checksum)
+        for shape in dict.fromkeys(shapes)
+    }
     if any(_kernels(plan, required) is None for plan in plan_of.values()):
         return NotImplemented
-    plans = [plan_of[info.shape] for info in infos]
-    with _scope(place, library, next((_library_of(o) for o in outs if o is not None), library)):
-        given = [_as_torch(x, info) for x, info in zip(tensors, infos, strict=True)]
-        xs = [x if x.is_contiguous() else x.contiguous() for x in given]
-        memories = _memories(plans, outs, place)
+    plans = [plan_of[shape] for shape in shapes]
+    given: Sequence[torch.Tensor] = tensors
+    other = next((_library_of(o) for o in out or () if o is not None), library)
+    with _scope(place, library, other):
+        if addresses is None:
+            infos = [ArrayInfo(library, device, dtype, shape) for shape in shapes]
+            given = [_as_torch(x, info) for x, info in zip(tensors, infos, strict=True)]
+        xs = given if addresses is not None else [x.contiguous() for x in given]
+        memories = _memories(plans, out, place)
         work = _Work(scratch, place)
         own = None
         if stats is not None:
@@ -121,19 +126,18 @@ def encode_many(
             check_apart(
                 {"out[{}]": _spans(memories, plans), "scratch": list(map(_span, work.given))},
                 {
-                    "tensors[{}]": list(map(_span, given)),
+                    "tensors[{}]": _spans_of(given, addresses, plans),
                     "stats[{}]": [(0, 0) if s is None else _span(s) for s in own or ()],
                 },
             )
         for numbers in _alike(plans):
-            plan = plans[numbers[0]]
             # Buffers of another codec than that asked for are raw.
-            some = None if own is None or plan.codec != spec else [own[i] for i in numbers]
+            measured = own is not None and plans[numbers[0]].codec == spec
             _encode_alike(
-                [plans[i] for i in numbers],
-                [xs[i] for i in numbers],
-                [memories[i].data for i in numbers],
-                some,
+                _some(plans, numbers),
+                _some(xs, numbers),
+                _some(memories, numbers),
+                _some(own, numbers) if own is not None and measured else None,
                 key,
                 work,
             )
@@ -141,12 +145,21 @@ def encode_many(
             for memory, x in zip(memories, given, strict=True):
                 memory.lease(x)
     target = Target(library, device)
+    if out is None:
+        return list(map(Buffer, plans, repeat(None), repeat(target), memories))
     return [
         o
-        if isinstance(o, Buffer) and o.plan is plan and o.target == target
+        if isinstance(o, Buffer) and o.plan is plan and o._target == target
         else Buffer(plan, None, target, memory)
-        for o, plan, memory in zip(outs, plans, memories, strict=True)
+        for o, plan, memory in zip(out, plans, memories, strict=True)
     ]
+
+
+def _are_on_host(outs: Sequence[Any], required: bool) -> bool:
+    """Whether memory for buffers, None where there is none, is on the host; see `_is_host`."""
+    if all(type(o) is Buffer and o._memory is not None for o in outs):
+        return False
+    return any(o is not None and _is_host(o, required) for o in outs)
 
 
 def encode_into(
@@ -166,14 +179,8 @@ def encode_into(
     work = _Work(None, place)
     with _scope(place, "torch"):
         for numbers in _alike(plans):
-            _encode_alike(
-                [plans[i] for i in numbers],
-                [xs[i] for i in numbers],
-                [outs[i] for i in numbers],
-                None,
-                key,
-                work,
-            )
+            memories = list(map(Memory, _some(outs, numbers)))
+            _encode_alike(_some(plans, numbers), _some(xs, numbers), memories, None, key, work)
     return True
 
 
@@ -187,20 +194,27 @@ def decode_into(buffers: Sequence[Buffer], outs: Sequence[torch.Tensor]) -> bool
         return False
     with _scope(outs[0].device, "torch"):
         for numbers in _alike(plans):
-            _decode_alike([buffers[i] for i in numbers], [outs[i] for i in numbers])
+            memories: list[Any] = [buffers[i]._memory for i in numbers]
+            begins = Memory.addresses(memories)
+            _decode_alike(_some(plans, numbers), memories, begins, _some(outs, numbers))
     return True
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[int]]:
     """Numbers of the plans that a launch may have together: of one codec and dtype."""
+    distinct = dict(zip(map(id, plans), plans, strict=True))
+    kind_of = {key: _kind(plan) for key, plan in distinct.items()}
+    if len(set(kind_of.values())) == 1:
+        return [list(range(len(plans)))]
     groups: dict[Any, list[int]] = {}
-    group_of: dict[int, list[int]] = {}
     for i, plan in enumerate(plans):
-        group = group_of.get(id(plan))
-        if group is None:
-            group = group_of[id(plan)] = groups.setdefault(_kind(plan), [])
-        group.append(i)
+        groups.setdefault(kind_of[id(plan)], []).append(i)
     return list(groups.values())
+
+
+def _some(values: Sequence[T], numbers: list[int]) -> list[T]:
+    """Those of `values` with these numbers, which go up."""
+    return list(values) if len(numbers) == len(values) else [values[i] for i in numbers]
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:
@@ -230,7 +244,7 @@ class _Work:
 def _encode_alike(
     plans: list[Plan],
     xs: list[torch.Tensor],
-    outs: list[torch.Tensor],
+    memories: list[Memory],
     stats: list[torch.Tensor | None] | None,
     key: Key | None,
     work: _Work,
@@ -242,13 +256,13 @@ def _encode_alike(
     given = stats is None or all(s is not None for s in stats)
     if len(plans) > 1 and given and hasattr(kernels, "encode_many"):
         found: Any = _measured_many(kernels, plans[0], xs) if stats is None else stats
-        kernels.encode_many(plans, xs, outs, found, key)
+        kernels.encode_many(plans, xs, Memory.addresses(memories), found, key)
         return
-    for i, (plan, x, encoded) in enumerate(zip(plans, xs, outs, strict=True)):
+    for i, (plan, x, memory) in enumerate(zip(plans, _detached(xs), memories, strict=True)):
         own = None if stats is None else stats[i]
         if own is None:
             own = _measured(kernels, plan, x)
-        kernels.encode(plan, x, encoded, work.of(plan), own, key)
+        kernels.encode(plan, x, memory.data, work.of(plan), own, key)
 
 
 def _measured_many(
@@ -260,21 +274,39 @@ def _measured_many(
     if hasattr(kernels, "measure_many"):
         found: torch.Tensor | None = kernels.measure_many(plan.codec, plan.dtype, xs)
         return found
-    first = kernels.measure(plan.codec, plan.dtype, xs[0])
-    if first is None:
+    first, *others = _detached(xs)
+    stats = kernels.measure(plan.codec, plan.dtype, first)
+    if stats is None:
         return None
-    return [first, *[kernels.measure(plan.codec, plan.dtype, x) for x in xs[1:]]]
+    return [stats, *[kernels.measure(plan.codec, plan.dtype, x) for x in others]]
 
 
-def _memories(plans: Sequence[Plan], outs: Sequence[Any], place: torch.device) -> list[Memory]:
+def _detached(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors whose operations autograd does not see."""
+    return [x.detach() if x.requires_grad else x for x in xs]
+
+
+def _memories(
+    plans: Sequence[Plan], outs: Sequence[Any] | None, place: torch.device
+) -> list[Memory]:
     """Memory for buffers: what is given, else one allocation, each at a multiple of ALIGN in it."""
-    sizes = [
-        -(-plan.nbytes // ALIGN) * ALIGN for plan, o in zip(plans, outs, strict=True) if o is None
-    ]
-    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, device=place).split(sizes))
+    if outs is not None and all(type(o) is Buffer for o in outs):
+        found = [o._memory for o in outs]
+        wholes = {id(memory.whole): memory.whole for memory in found}.values()
+        fit = all(m.nbytes >= plan.nbytes for m, plan in zip(found, plans, strict=True))
+        if fit and not any(m.foreign for m in found) and all(w.device == place for w in wholes):
+            return found
+    sizes = [-(-plan.nbytes // ALIGN) * ALIGN for plan in plans]
+    if outs is not None:
+        sizes = [size if o is None else 0 for size, o in zip(sizes, outs, strict=True)]
+    *starts, end = accumulate(sizes, initial=0)
+    whole = torch.empty(end, dtype=torch.uint8, device=place)
+    made = list(map(Memory, repeat(whole), starts, map(operator.add, starts, sizes)))
+    if outs is None:
+        return made
     return [
-        Memory(next(parts)) if o is None else _output_memory(o, plan, place)
-        for plan, o in zip(plans, outs, strict=True)
+        memory if o is None else _output_memory(o, plan, place)
+        for memory, plan, o in zip(made, plans, outs, strict=True)
     ]
 
 
@@ -292,42 +324,45 @@ def decode_many(
     the first source whose header the host reads, after all others were decoded.
     """
     outs = [None] * len(buffers) if out is None else out
-    groups: dict[Any, list[int]] = {}
-    alone = []
-    kinds: dict[int, Any] = {}
-    for i, (src, given) in enumerate(zip(buffers, outs, strict=True)):
-        group = _group_of(src, given, kinds, required)
-        if group is None:
-            alone.append(i)
-        else:
-            groups.setdefault(group, []).append(i)
+    fit = None if out is None else plain_tensors(out)
+    groups, alone = _groups(buffers, out, fit, required)
     if not groups:
         return NotImplemented
-    results = list(outs)
+    results = [*outs]
     failed: dict[int, FormatError] = {}
     parts: list[_Part] = []
     for (place, _, target), numbers in groups.items():
-        kept = []
-        for i in numbers:
-            try:
-                if max_nbytes is not None:
+        kept = numbers
+        if max_nbytes is not None:
+            kept = []
+            for i in numbers:
+                try:
                     check_limit(buffers[i].plan, max_nbytes)
-                kept.append(i)
-            except FormatError as error:
-                failed[i] = error
+                    kept.append(i)
+                except FormatError as error:
+                    failed[i] = error
         if kept:
+            some = _some(buffers, kept)
+            plans, memories = [b.plan for b in some], [b._memory for b in some]
             with _scope(place, target.library):
-                plans = [buffers[i].plan for i in kept]
-                elements = _elements(plans, {i: outs[i] for i in kept}, place)
-            parts.append(_Part(kept, elements, target, place))
+                if out is None:
+                    elements = _new_elements(plans, place)
+                elif len(kept) == len(out):
+                    elements = _elements(plans, list(out), kept, fit, place)
+                else:
+                    given = [out[i] for i in kept]
+                    elements = _elements(plans, given, kept, plain_tensors(given), place)
+            begins = Memory.addresses(memories)
+            parts.append(_Part(kept, plans, memories, begins, elements, target, place))
     if out is not None:
-        _check_outs_apart(parts, alone, buffers, outs)
-    for numbers, elements, target, place in parts:
+        _check_outs_apart(parts, alone, buffers, out)
+    for numbers, plans, memories, begins, elements, target, place in parts:
         with _scope(place, target.library):
-            _decode_alike([buffers[i] for i in numbers], elements)
-            for i, x in zip(numbers, elements, strict=True):
+            _decode_alike(plans, memories, begins, elements)
+            lacking = zip(numbers, elements, strict=True) if fit is None else ()
+            for i, x in lacking:
                 if outs[i] is None:
-                    results[i] = _export(x, buffers[i].plan.dtype, target)
+                    results[i] = _export(x, plans[0].dtype, target)
     options: dict[str, Any] = {"scratch": scratch, "max_nbytes": max_nbytes}
     options["backend"] = DEVICE_BACKEND if required else None
     for i in alone:
@@ -340,29 +375,56 @@ def decode_many(
     return results
 
 
-def _group_of(src: Any, out: Any, kinds: dict[int, Any], required: bool) -> Any:
-    """What buffers have in common that are decoded at a time; None for one that is not among them.
+def _groups(
+    buffers: Sequence[Any], out: Sequence[Any] | None, fit: Listed | None, required: bool
+) -> tuple[dict[Any, list[int]], list[int]]:
+    """Numbers of buffers that are decoded at a time, by `_group_of`, and of those that are not.
 
-    (device, codec and dtype, library and device of results). `kinds` keeps the second by plan.
+    `fit` is what `out` is, if it is known.
     """
-    if not isinstance(src, Buffer) or src._memory is None:
-        return None
+    groups: dict[Any, list[int]] = {}
+    alone: list[int] = []
+    known: dict[tuple[int, int, int], list[int]] = {}
+    for i, src in enumerate(buffers):
+        if type(src) is not Buffer or src._memory is None:
+            alone.append(i)
+            continue
+        key = id(src.plan), id(src._target), id(src._memory.whole)
+        numbers = known.get(key)
+        if numbers is None:
+            group = _group_of(src, required)
+            numbers = known[key] = alone if group is None else groups.setdefault(group, [])
+        if out is not None and fit is None and out[i] is not None and numbers is not alone:
+            numbers = numbers if describe(out[i])[:2] == src.target else alone
+        numbers.append(i)
+    if fit is not None:
+        for group in [group for group in groups if group[2] != fit[:2]]:
+            alone += groups.pop(group)
+    return {group: numbers for group, numbers in groups.items() if numbers}, sorted(alone)
+
+
+def _group_of(src: Buffer, required: bool) -> Any:
+    """What Buffers in device memory have in common that are decoded at a time; None for one that
+    is not among them.
+
+    (device, codec and dtype, library and device of results).
+    """
     plan, target = src.plan, src.target
-    if id(plan) not in kinds:
-        batched = hasattr(_kernels(plan, required), "decode_many")
-        kinds[id(plan)] = (plan.codec, plan.dtype) if batched else None
-    place, kind = _place(target.library, target.device, None), kinds[id(plan)]
-    if kind is None or place is None or src._memory.data.device != place:
+    place = _place(target.library, target.device, None)
+    if place is None or src._memory is None or src._memory.whole.device != place:
         return None
-    if out is not None and describe(out)[:2] != (target.library, target.device):
+    if not hasattr(_kernels(plan, required), "decode_many"):
         return None
-    return place, kind, target
+    return place, (plan.codec, plan.dtype), target
 
 
 class _Part(NamedTuple):
-    """Buffers that are decoded at a time, by number, what to, and where that is."""
+    """Buffers that are decoded at a time, by number, where they are, what to, and where that is."""
 
     numbers: list[int]
+    plans: list[Plan]
+    memories: list[Memory]
+    begins: Words
     elements: list[torch.Tensor]
     target: Target
     place: torch.device
@@ -372,63 +434,64 @@ def _check_outs_apart(
     parts: list[_Part], alone: list[int], buffers: Sequence[Any], outs: Sequence[Any]
 ) -> None:
     """Raise ValueError if memory of `outs` overlaps other, or a Buffer; and if one does not fit."""
-    written, read = [(0, 0)] * len(outs), [(0, 0)] * len(outs)
+    written, read = np.zeros((2, len(outs), 2), np.int64)
     for part in parts:
-        for i, x in zip(part.numbers, part.elements, strict=True):
-            written[i] = _span(x)
+        starts = np.fromiter(map(torch.Tensor.data_ptr, part.elements), np.int64)
+        written[part.numbers] = _with_ends(starts, part.plans)
+        read[part.numbers] = _with_sizes(part.begins, part.plans)
     for i in alone:
+        src = buffers[i]
         if outs[i] is not None:
             info = describe(outs[i])
             place = _place(info.library, info.device, None)
-            if place is not None and isinstance(buffers[i], Buffer):
-                plan = buffers[i].plan
-                x = _output(outs[i], info, plan.dtype, plan.shape, f"out[{i}]", place)
+            if place is not None and isinstance(src, Buffer):
+                x = _output(outs[i], info, src.plan.dtype, src.plan.shape, f"out[{i}]", place)
                 written[i] = _span(x)
-    for i, src in enumerate(buffers):
         if isinstance(src, Buffer) and src._memory is not None:
             read[i] = _span(src._memory.data, src.plan.nbytes)
     check_apart({"out[{}]": written}, {"buffers[{}]": read})
 
 
-def _decode_alike(buffers: list[Any], results: list[torch.Tensor]) -> None:
-    """Decode Buffers of one codec and dtype."""
-    plans = [buffer.plan for buffer in buffers]
-    memories: list[Memory] = [buffer._memory for buffer in buffers]
-    srcs = [memory.data for memory in memories]
-    Memory.have_statuses(memories)
+def _decode_alike(
+    plans: list[Plan], memories: list[Memory], begins: Words, results: Sequence[torch.Tensor]
+) -> None:
+    """Decode Buffers of one codec and dtype, which begin at these addresses."""
     kernels: Any = _kernels(plans[0], False)
-    statuses = [memory.status for memory in memories]
     planned = [not memory.assembled for memory in memories]
-    kernels.decode_many(plans, srcs, results, statuses, planned)
+    kernels.decode_many(plans, begins, results, Memory.status_addresses(memories), planned)
     for memory in memories:
         if memory.foreign:
             memory.lease(memory.data)
 
 
-def _elements(plans: list[Plan], outs: dict[int, Any], place: torch.device) -> list[torch.Tensor]:
-    """Memory for tensors: what is given, else one allocation, each at a multiple of ALIGN in it."""
+def _elements(
+    plans: list[Plan],
+    outs: list[Any],
+    numbers: list[int],
+    fit: Listed | None,
+    place: torch.device,
+) -> list[torch.Tensor]:
+    """Memory for tensors: what is given, or new where that is None.
+
+    `numbers` are those of `outs`, and `fit` is what these are, if it is known.
+    """
     dtype = plans[0].dtype
-    unit = ALIGN // dtype.itemsize
-    sizes = [
-        0 if o is not None else -(-plan.nelem // unit) * unit
-        for plan, o in zip(plans, outs.values(), strict=True)
+    fits = fit is not None and (fit.dtype, fit.shapes) == (dtype, [plan.shape for plan in plans])
+    if fits and not (torch.is_grad_enabled() and any(x.requires_grad for x in outs)):
+        arrays.mark_all_written(outs)
+        return outs
+    new = iter(_new_elements([p for p, o in zip(plans, outs, strict=True) if o is None], place))
+    return [
+        next(new)
+        if o is None
+        else _output(o, describe(o), dtype, plan.shape, f"out[{number}]", place)
+        for number, plan, o in zip(numbers, plans, outs, strict=True)
     ]
-    memory = torch.empty(sum(sizes), dtype=_TORCH[dtype], device=place)
-    found, at = [], 0
-    for plan, size, (number, o) in zip(plans, sizes, outs.items(), strict=True):
-        if o is None:
-            found.append(memory.as_strided(plan.shape, _strides(plan.shape), at))
-        else:
-            info = describe(o)
-            found.append(_output(o, info, dtype, plan.shape, f"out[{number}]", place))
-        at += size
-    return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of elements side by side."""
-    return tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
+def _new_elements(plans: list[Plan], place: torch.device) -> list[torch.Tensor]:
+    """New memory for tensors of one dtype."""
+    return new_tensors([plan.shape for plan in plans], plans[0].dtype, place) if plans else []
 
 
 class _Terms(NamedTuple):
@@ -637,7 +700,7 @@ def _local(given: _Terms, place: torch.device) -> torch.Tensor | None:
 def _places(given: _Terms, srcs: Sequence[torch.Tensor]) -> Places:
     """Where the buffers of a sum are that its kernels take."""
     memories = [buffer._memory for buffer in given.buffers]
-    Memory.have_statuses(memories)
+    Memory.status_addresses(memories)
     sums = torch.empty((len(memories), given.plan.chunks), dtype=torch.int64, device=srcs[0].device)
     return places_of(srcs, sums, [memory.status for memory in memories])
 
@@ -686,6 +749,26 @@ def _within(memory: Memory, plan: Plan) -> torch.Tensor:
     return memory.data[: plan.nbytes]
 
 
-def _spans(memories: Sequence[Memory], plans: Sequence[Plan]) -> list[tuple[int, int]]:
+def _spans(memories: Sequence[Memory], plans: Sequence[Plan]) -> Spans:
     """Start and end of buffers."""
-    return [_span(m.data, plan.nbytes) for m, plan in zip(memories, plans, strict=True)]
+    return _with_sizes(Memory.addresses(memories), plans)
+
+
+def _with_sizes(begins: Words, plans: Sequence[Plan]) -> Spans:
+    """Start and end of buffers that begin at these addresses."""
+    return np.stack([begins, begins + [plan.nbytes for plan in plans]], 1)
+
+
+def _spans_of(
+    tensors: Sequence[torch.Tensor], addresses: Words | None, plans: Sequence[Plan]
+) -> Spans:
+    """Start and end of tensors; of contiguous ones at `addresses`."""
+    if addresses is None:
+        return list(map(_span, tensors))
+    return _with_ends(addresses, plans)
+
+
+def _with_ends(starts: Words, plans: Sequence[Plan]) -> Spans:
+    """Start and end of contiguous tensors of plans of one dtype."""
+    item = plans[0].dtype.itemsize
+    return np.stack([starts, starts + [plan.nelem * item for plan in plans]], 1)

@@ -20,7 +20,8 @@ from .formats.dtypes import BY_NAME, DType
 from .formats.errors import FormatError
 from .gpu import _FUSED_ADD, _kernels, _measured, _stats, _takes_stats
 from .gpu_arrays import _TORCH, _bytes, _check_apart, _output, _place, _scope, _span
-from .gpu_many import _alike, _encode_alike, _Work
+from .gpu_many import _alike, _encode_alike, _some, _Work
+from .gpu_memory import Memory
 from .prepared import Prepared, Terms, check_terms, named
 
 _UINT8, _FLOAT32 = BY_NAME["uint8"], BY_NAME["float32"]
@@ -57,6 +58,8 @@ def encode_many(
         read["stats[{}]"] = [(0, 0) if s is None else _span(s) for s in given]
     check_apart({"outs[{}]": list(map(_span, buffers))}, read)
 
+    memories = list(map(Memory, buffers))
+
     def encode() -> None:
         work = _Work(None, place)
         for numbers in _alike(plans):
@@ -65,14 +68,14 @@ def encode_many(
                 for i in numbers:
                     one = None if given is None else [given[i]]
                     _encode_alike(
-                        [plans[i]], [elements[i]], [buffers[i]], one, key, _Work(None, place)
+                        [plans[i]], [elements[i]], [memories[i]], one, key, _Work(None, place)
                     )
                 continue
-            some = None if given is None else [given[i] for i in numbers]
+            some = None if given is None else _some(given, numbers)
             _encode_alike(
-                [plans[i] for i in numbers],
-                [elements[i] for i in numbers],
-                [buffers[i] for i in numbers],
+                _some(plans, numbers),
+                _some(elements, numbers),
+                _some(memories, numbers),
                 None if some is None or some[0] is None else some,
                 key,
                 work,

@@ -68,13 +68,7 @@ def encode_many(
     check_scratch(scratch)
     if not tensors:
         return []
-    infos = [_described(i, x) for i, x in enumerate(tensors)]
-    first = infos[0]
-    for i, info in enumerate(infos):
-        if info[:3] != first[:3]:
-            raise ValueError(
-                f"tensors[{i}] is {_kind(info)}; needed: {_kind(first)}, as tensors[0]"
-            )
+    kinds = _described(tensors)
     codec.require_key(tensors[0], key)
     gpu = device_for(backend, tensors[0], *outs)
     if gpu is not None:
@@ -83,6 +77,7 @@ def encode_many(
             found = on_device.encode_many(
                 codec.spec,
                 tensors,
+                kinds,
                 out=out if out is None else outs,
                 stats=stats if stats is None else given,
                 key=key,
@@ -98,8 +93,9 @@ def encode_many(
             codec.encode(x, stats=s, out=o, **options)
             for x, s, o in zip(tensors, given, outs, strict=True)
         ]
-    plans = [make_plan(codec.spec, info.dtype, info.shape, checksum=checksum) for info in infos]
-    bits = [arrays.host_bits(x, first.dtype) for x in tensors]
+    library, device, dtype, shapes, _ = kinds
+    plans = [make_plan(codec.spec, dtype, tuple(shape), checksum=checksum) for shape in shapes]
+    bits = [arrays.host_bits(x, dtype) for x in tensors]
     if out is None:
         memory = _side_by_side(plans)
     else:
@@ -114,17 +110,30 @@ def encode_many(
         if error is not None:
             error.add_note(f"tensors[{i}] was encoded")
             raise error
-    target = Target(first.library, first.device)
+    target = Target(library, device)
     return [Buffer(plan, encoded, target) for plan, encoded in zip(plans, memory, strict=True)]
 
 
-def _described(i: int, x: Any) -> arrays.ArrayInfo:
-    if isinstance(x, Buffer):
-        raise TypeError(f"tensors[{i}] is a Buffer, which is encoded already. Allowed: arrays")
-    try:
-        return arrays.describe(x)
-    except TypeError as error:
-        raise TypeError(f"tensors[{i}]: {error}") from None
+def _described(tensors: list[Any]) -> arrays.Listed:
+    """What tensors are. TypeError or ValueError if that is not of one library, device and dtype."""
+    found = arrays.plain_tensors(tensors)
+    if found is not None:
+        return found
+    infos = []
+    for i, x in enumerate(tensors):
+        if isinstance(x, Buffer):
+            raise TypeError(f"tensors[{i}] is a Buffer, which is encoded already. Allowed: arrays")
+        try:
+            infos.append(arrays.describe(x))
+        except TypeError as error:
+            raise TypeError(f"tensors[{i}]: {error}") from None
+    first = infos[0]
+    for i, info in enumerate(infos):
+        if info[:3] != first[:3]:
+            raise ValueError(
+                f"tensors[{i}] is {_kind(info)}; needed: {_kind(first)}, as tensors[0]"
+            )
+    return arrays.Listed(*first[:3], [info.shape for info in infos])
 
 
 def _kind(info: arrays.ArrayInfo) -> str:
@@ -219,21 +228,19 @@ def decode_many(
     if max_nbytes is not None:
         max_nbytes = integer("max_nbytes", max_nbytes, least=0)
     failed: dict[int, FormatError] = {}
-    there: list[int] = []
     known: dict[int, tuple[Parsed, Bits]] = {}
-    for i, (src, given) in enumerate(zip(buffers, outs, strict=True)):
-        if device_for(backend, src, given) is not None:
-            there.append(i)
-            continue
+    there = _on_device(buffers, outs, backend)
+    here = [] if len(there) == len(buffers) else sorted({*range(len(buffers))}.difference(there))
+    for i in here:
         try:
-            parsed = parsed_source(src, max_nbytes)
+            parsed = parsed_source(buffers[i], max_nbytes)
         except FormatError as error:
             failed[i] = error
         except (TypeError, ValueError) as error:
             raise type(error)(f"buffers[{i}]: {error}") from None
         else:
-            known[i] = parsed, _elements(f"out[{i}]", given, parsed.plan)
-    if out is not None:
+            known[i] = parsed, _elements(f"out[{i}]", outs[i], parsed.plan)
+    if out is not None and known:
         check_apart(
             {"out[{}]": _placed(known, [bits for _, bits in known.values()], len(buffers))},
             {"buffers[{}]": _placed(known, [p.data for p, _ in known.values()], len(buffers))},
@@ -243,9 +250,9 @@ def decode_many(
         sources, given = [buffers[i] for i in there], [outs[i] for i in there]
         options = {"scratch": scratch, "max_nbytes": max_nbytes}
         found, wrong = _decode_there(sources, given, options, threads, backend)
-        for k, i in enumerate(there):
-            results[i] = found[k]
-            failed |= {i: wrong[k]} if k in wrong else {}
+        for i, result in zip(there, found, strict=True):
+            results[i] = result
+        failed |= {there[k]: error for k, error in wrong.items()}
     errors = host_many.decode_all(list(known.values()), count, backend)
     for (i, (parsed, bits)), problem in zip(known.items(), errors, strict=True):
         if problem is not None:
@@ -257,6 +264,16 @@ def decode_many(
         first = min(failed)
         raise failed[first].of_buffer(first) from None
     return results
+
+
+def _on_device(buffers: list[Any], outs: list[Any], backend: str | None) -> list[int]:
+    """Numbers of the buffers that `device_for` has a device for."""
+    n = len(buffers)
+    if backend is not None:
+        return list(range(n)) if device_for(backend) is not None else []
+    if set(map(type, buffers)) == {Buffer} and all(b._memory is not None for b in buffers):
+        return list(range(n))
+    return [i for i in range(n) if device_for(None, buffers[i], outs[i]) is not None]
 
 
 def _placed(numbers: Iterable[int], read: Sequence[Bits], n: int) -> list[tuple[int, int]]:

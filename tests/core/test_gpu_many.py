@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import tightwire as tw  # noqa: E402
-from tightwire import gpu, gpu_many  # noqa: E402
+from tightwire import gpu, gpu_many, many  # noqa: E402
 from tightwire.codecs.common import batch_triton, frame_triton  # noqa: E402
 from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
 from tightwire.codecs.common.sums import sum_of  # noqa: E402
@@ -55,7 +58,7 @@ def tensors(place: str, dtype: str = "bfloat16") -> list[Any]:
 def encode_many(codec: tw.Codec, xs: list[Any], **options: Any) -> Any:
     chosen: dict[str, Any] = {"out": None, "stats": None, "key": None, "scratch": None}
     chosen |= {"checksum": True, "required": True} | options
-    return gpu_many.encode_many(codec.spec, xs, **chosen)
+    return gpu_many.encode_many(codec.spec, xs, many._described(xs), **chosen)
 
 
 def decode_many(buffers: list[Any], **options: Any) -> Any:
@@ -260,6 +263,101 @@ def test_a_batch_takes_few_launches(place: str, launched: list[str]) -> None:
     assert [name for name in launched if name != "_table_kernel"] == ["sum_kernel", "_check_kernel"]
 
 
+class _Counted(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
+    """Counts PyTorch's operations. Slices are left out: one of all of a tensor is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is not torch.ops.aten.slice:
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("name", ["mx", "nvfp4", "zipccl", "raw"])
+def test_operations_of_a_batch_do_not_grow_with_it(
+    name: str, given: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be a launch or an allocation. Kernels do nothing here."""
+    monkeypatch.setattr(Variant, "launch", lambda *_, **__: None)
+    codec, counts = tw.codec(name), []
+    for n in (3, 50):
+        xs = [values(4096 + 16 * (i % 3), place) for i in range(n)]
+        outs = [torch.empty_like(x) for x in xs] if given else None
+        buffers = encode_many(codec, xs)
+        with _Counted() as encoding:
+            encode_many(codec, xs, out=buffers if given else None)
+        with _Counted() as decoding:
+            decode_many(buffers, out=outs)
+        counts.append((encoding.operations, decoding.operations))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["mx", "zipccl"])
+@pytest.mark.fast_cases(1)
+def test_a_batch_again_with_other_memory(name: str, place: str) -> None:
+    """What is kept of batches of the same plans are no addresses and no alignment."""
+    codec, sizes = tw.codec(name), (4200, 40)
+    made = []
+    for seed, apart in ((0, False), (5, True)):
+        xs = [values(n, place, seed + i, apart=apart) for i, n in enumerate(sizes)]
+        expected = [codec.encode(x.cpu(), backend="ref") for x in xs]
+        buffers = encode_many(codec, xs)
+        outs = [values(n, place, apart=not apart) for n in sizes]
+        made.append((xs, expected, buffers))
+        decode_many(buffers, out=outs)
+        for buffer, out, wanted in zip(buffers, outs, expected, strict=True):
+            buffer.check()
+            assert bytes(buffer) == bytes(wanted)
+            assert same(out, tw.decode(wanted, backend="ref"))
+    # Buffers of several batches.
+    mixed = [made[k][2][k] for k in range(2)]
+    for k, found in enumerate(decode_many(mixed)):
+        mixed[k].check()
+        assert same(found, tw.decode(made[k][1][k], backend="ref"))
+
+
+@pytest.mark.parametrize("shape", [(7, 100), (3, 4, 100), (801,)])
+@pytest.mark.fast_cases(1)
+def test_decoded_tensors_are_no_views(shape: tuple[int, ...], place: str) -> None:
+    """Tensors of one shape lie side by side, and are each their own to autograd."""
+    codec = tw.codec("mx")
+    xs = [values(math.prod(shape), place, i).view(shape) for i in range(3)]
+    first, second, _ = found = decode_many(encode_many(codec, xs))
+    for x, y in zip(xs, found, strict=True):
+        assert same(y, tw.decode(codec.encode(x, backend="triton"), backend="triton"))
+        assert not y._is_view()
+        assert y.is_contiguous()
+        assert (y.data_ptr() - first.data_ptr()) % 128 == 0
+    weight = torch.ones(shape, dtype=first.dtype, device=place, requires_grad=True)
+    version = second._version
+    first.mul_(weight)
+    first.sum().backward()
+    assert same(weight.grad, tw.decode(codec.encode(xs[0], backend="triton"), backend="triton"))
+    assert second._version == version
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda x: x.view(-1, 2).T,
+        lambda x: torch.nn.Parameter(x),
+        lambda x: x.requires_grad_(),
+        lambda x: torch._neg_view(x),
+    ],
+    ids=["strided", "parameter", "with gradients", "negated"],
+)
+def test_tensors_that_are_looked_at_one_by_one(spoiled: Callable[[Any], Any], place: str) -> None:
+    codec = tw.codec("mx")
+    xs = [values(n, place, n, "float32") for n in (4096, 512)]
+    xs[1] = spoiled(xs[1])
+    expected = [codec.encode(x.detach().cpu().resolve_neg(), backend="ref") for x in xs]
+    assert list(map(bytes, encode_many(codec, xs))) == list(map(bytes, expected))
+
+
 def test_programs_find_their_rows() -> None:
     """The map of a batch, against a plain search."""
     sizes = [8192 * n for n in (1, 1, 70, 1, 33, 31, 1, 1, *[1] * 40, 300)]
@@ -267,7 +365,9 @@ def test_programs_find_their_rows() -> None:
     buffers = [torch.zeros(128, dtype=torch.uint8)] * len(sizes)
     plans = [plan_of[n] for n in sizes]
     batch = batch_triton.batch_of(8192, plans, buffers, buffers)
-    table, firsts, owners = batch.tensors
+    table, firsts, owners = (
+        t[at // 8 :] for t, at in zip(batch.tensors, batch.offsets, strict=True)
+    )
     first = table[: 16 * len(sizes)].view(-1, 16)[:, 7].tolist()
     assert batch.programs == sum(sizes) // 8192
     firsts, owners = firsts.view(torch.int32).tolist(), owners.view(torch.int32).tolist()
