@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """delta on the CPU with Numba: the bytes of codecs/delta.py.
 
 Decoding stands here, encoding in delta_encode_cpu.py, and what both use in delta_bits_cpu.py.

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Encoding of delta on the CPU."""
 
 from __future__ import annotations
