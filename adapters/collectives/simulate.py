@@ -323,7 +323,9 @@ def _hierarchical(
         across = Result(0.0, 0.0, 0.0)
     else:
         across = _forwarded("direct", collective, nodes, share, link, codec)
-    return Result(inside + across.seconds, across.wire_bytes, across.vnmse)
+    # What an all-to-all leaves in a node is not encoded.
+    coded = (nodes - 1) / nodes if collective == "all_to_all" else 1.0
+    return Result(inside + across.seconds, across.wire_bytes, coded * across.vnmse)
 
 
 # Error growth. The sum of k inputs has energy k; `noise` is the energy of the error in it.
