@@ -716,9 +716,8 @@ def _launch(
     """Decode flat elements `lo` to `hi` to `out`, or if that is None only check them.
 
     `out` may be the memory of `base`, all of it; it `is_new` if nobody else has it. What is wrong
-    is told in `status`, int64, shape (1,), zero so far, which the caller reads.
-
-    The device compares the header with the plan's where the host has not read it.
+    is told in `status`, int64, shape (1,), zero so far, which the caller reads. The device compares
+    the header with the plan's where the host has not read it.
     """
     kernels, plan, data, starts, memory = source
     planned = memory is not None and not memory.assembled

@@ -255,6 +255,14 @@ def test_bench_of_deltas(steps: list[Path]) -> None:
     assert "delta" in out
 
 
+def test_speeds_of_huffman_are_those_of_the_record() -> None:
+    record = Path(__file__).parents[2] / "benchmarks/results/lossless.json"
+    data = json.loads(record.read_text())["data"]
+    for dtype, speeds in HUFFMAN_CPU.items():
+        found = data[f"N(0, 0.02), {dtype}"]["speeds"]["huffman"]
+        assert speeds == (round(found["encode_gbps"], 2), round(found["decode_gbps"], 2))
+
+
 def test_advise_of_other_codecs() -> None:
     call_of = ["advise", "--link", "1GB/s", "--message", "64MiB", "--world", "4"]
     speeds = ["--encode", "3GB/s", "--decode", "5GB/s"]
