@@ -222,7 +222,12 @@ class TightwireQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Put the model's own converters back, which `save_pretrained` reverts, and close files."""
-        model._weight_conversions = _originals(model._weight_conversions)
+        used = getattr(model, "_weight_conversions", None)
+        if used is None and self._conversions:
+            # From transformers 5.24 on a model that is dequantized has none left.
+            used = [c for c in self._conversions if c.was_used()]
+        if used is not None:
+            model._weight_conversions = _originals(used)
         self._conversions[:] = _originals(self._conversions)
         for file in set(self._files.values()):
             file.close()

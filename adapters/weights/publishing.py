@@ -162,10 +162,16 @@ class Encoder:
     @cached_property
     def _device(self) -> Any:
         """Where messages are made: the GPU of the first tensor that is on one."""
+        places = map(self._place, self._state.names)
+        return next((place for place in places if place is not None), None)
+
+    def _place(self, name: str) -> Any:
+        """The GPU of a tensor; None of one on the host, and of one without a dtype of ours."""
         from ...gpu_together import place_of
 
-        found = map(place_of, filter(arrays.on_gpu, self._state.arrays.values()))
-        return next(found)
+        if not isinstance(self._state.kind(name)[0], DType):
+            return None
+        return place_of(self._state.arrays[name])
 
     def messages(
         self, announcement: Announcement, streams: Sequence[Stream]
@@ -218,9 +224,9 @@ class Encoder:
 
     def on_device(self, stream: Stream, bucket: list[Announced]) -> Message:
         """A message, encoded where the tensors are: whole ones of a kind in one batch."""
-        from ...gpu_together import pack_together, place_of
+        from ...gpu_together import pack_together
 
-        places = {t.names[0]: place_of(self._state.arrays[t.names[0]]) for t in bucket}
+        places = {tensor.names[0]: self._place(tensor.names[0]) for tensor in bucket}
         device = self._device
         here = [tensor for tensor in bucket if places[tensor.names[0]] == device]
         items: dict[str, Any] = self._shorter(stream, here)
@@ -270,6 +276,7 @@ class Encoder:
         if not tensor.is_plain:
             return bytes_at(self._codec.encode(x, chunks=None).packed(), device)
         if isinstance(tensor.dtype, DType) and tensors.is_torch(x):
+            # Without a way by the host.
             return bytes_at(tensors.view(x.detach().contiguous(), BY_NAME["uint8"]), device)
         return bytes_at(bytes_of(self._state, tensor.names[0]), device)
 

@@ -66,11 +66,11 @@ def place_of(x: Any) -> torch.device | None:
 
 
 def bytes_at(data: Any, place: torch.device | None) -> torch.Tensor:
-    """Bytes of any library, uint8, shape (n,), in memory of a device."""
+    """Bytes of any library, uint8, shape (n,), in memory of a device, or None: where they are."""
     if not isinstance(data, torch.Tensor):
         data = torch.from_numpy(host_array(data))
-    moved: torch.Tensor = data.to(place)
-    return moved
+    found: torch.Tensor = data if place is None else data.to(place)
+    return found
 
 
 def read_together(pieces: Sequence[torch.Tensor]) -> list[Bytes]:
