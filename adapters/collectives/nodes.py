@@ -634,6 +634,9 @@ class NodeCommunicator:
 
         Yields:
             What the call says its steps to.
+
+        Raises:
+            CollectiveError: If an earlier failure has left ranks out of step.
         """
         sequence = self._sequence
         refusal = self.refusal(collective)
