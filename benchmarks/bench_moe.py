@@ -19,7 +19,6 @@ of lossless forms are compared with those of "exact, torch" bit for bit, those o
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from recording import Record, facts
+from recording import Record, connect, facts
 
 import tightwire as tw
 from tightwire.adapters.training import moe
@@ -241,18 +240,7 @@ def _options(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> None:
     """Measure, print a table on rank 0, and append rows."""
     options = _options(words)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if on_gpu:
-        import os
-
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(minutes=5),
-        device_id=device if on_gpu else None,
-    )
+    device = connect()
     layer = Layer(options, device)
     found = measured(layer, {name: layer.form(name) for name in options.only}, options)
     record = Record(options.out, facts(device, layer.world), layer.rank == 0)

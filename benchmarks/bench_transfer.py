@@ -14,8 +14,6 @@ each counts. After every round the workers' tensors are compared with the publis
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import statistics
 import sys
 import time
@@ -25,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from recording import Ranks, Record, facts
+from recording import Ranks, Record, connect, facts
 
 import tightwire as tw
 from tightwire.adapters.transports.torch_dist import TorchDist
@@ -178,16 +176,7 @@ def _options(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> None:
     """Measure, print a table on rank 0, and append rows."""
     options = _options(words)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(minutes=5),
-        device_id=device if on_gpu else None,
-    )
+    device = connect()
     torch.manual_seed(dist.get_rank())
     ranks = Ranks.processes(device, 300)
     found = measured(ranks, options)

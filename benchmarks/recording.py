@@ -73,6 +73,25 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
     }
 
 
+def connect() -> torch.device:
+    """Join the ranks of torchrun, over NCCL where there are GPUs, else over gloo.
+
+    Returns:
+        This rank's device.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=datetime.timedelta(minutes=5),
+        device_id=device if on_gpu else None,
+    )
+    return device
+
+
 class Record:
     """The file of a run; rank 0 writes it.
 
