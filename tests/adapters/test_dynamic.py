@@ -511,6 +511,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(all_to_all_v, name, kernels)
 
 
+@pytest.mark.slow
 def test_as_many_launches_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")

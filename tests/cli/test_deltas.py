@@ -242,6 +242,7 @@ def test_what_is_stored_plain_costs_its_bytes(tmp_path: Path) -> None:
     assert "step: 1 of 1 elements differ; takes 8 B of 8 B\n" in call("diff", *paths).stdout
 
 
+@pytest.mark.slow
 def test_bench_of_deltas(steps: list[Path]) -> None:
     report = bench.bench_file(steps[4], base=steps[3], repeat=1, threads=1)
     names = [speed.name for speed in report.speeds]

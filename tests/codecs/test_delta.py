@@ -437,6 +437,7 @@ def test_every_flipped_bit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", range(8))
+@pytest.mark.fast_cases(3)
 def test_damage_that_checksums_do_not_tell(number: int) -> None:
     """All decoders say the same, and write nothing over the base before they know."""
     data, base = sources()[number]

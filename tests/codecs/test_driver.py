@@ -111,7 +111,7 @@ def bits_of(x: Any, dtype: str) -> Any:
 @pytest.mark.parametrize(("local", "factor"), [(None, None), (0, 0.375), (2, 1 / 3), (3, None)])
 @pytest.mark.parametrize(("n", "together"), [(9001, 1), (9001, 2), (4096, 1)])
 @pytest.mark.parametrize("name", ["blocks8", "sdp4bit", "mx", "taco", "tahquant", "raw"])
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.slow_cases(50)
 def test_sums_of_several_buffers(
     codec: tw.Codec,
@@ -229,6 +229,7 @@ def test_lines_of_a_new_codec() -> None:
 
 
 @pytest.mark.parametrize("n", [3000, 2 * 4096])
+@pytest.mark.slow
 def test_sums_of_buffers_with_widths(n: int, place: str) -> None:
     """Buffers of dynamiq, each with its own widths; those of the sum are the first one's, or what
     stats ask for.

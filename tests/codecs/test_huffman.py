@@ -117,6 +117,7 @@ def test_ratio_is_close_to_the_entropy_of_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODEC.spec.dtypes)
+@pytest.mark.fast_cases(3)
 def test_zeros_take_next_to_nothing(dtype: str) -> None:
     x = np.zeros(1 << 20, BY_NAME[dtype].numpy)
     assert len(encoded(x)) <= 0.002 * x.nbytes
@@ -190,7 +191,7 @@ def damaged(data: bytes, kind: DType, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32", "bool"])
 def test_backends_agree_on_damage(dtype: str) -> None:
     kind = BY_NAME[dtype]

@@ -98,7 +98,7 @@ def patterned(pattern: str, kind: Any, n: int, seed: int) -> Any:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
 )
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_bytes_of_single_calls(dtype: str, window: Any, place: str) -> None:
     case = Case(dtype, place, window, checksum=window != 5)
     outs = [torch.full((p.nbytes,), 0xA5, dtype=torch.uint8, device=place) for p in case.plans]
@@ -116,7 +116,7 @@ def test_bytes_of_single_calls(dtype: str, window: Any, place: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_damaged_buffers_among_others(packed: bool, place: str) -> None:
     case = Case("bfloat16", place)
     srcs, starts, used = [], [], []

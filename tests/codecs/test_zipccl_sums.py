@@ -114,7 +114,7 @@ PATTERNS = ["normal", "mixed_zeros", "special"]
 
 @pytest.mark.parametrize(("n", "chunks"), [(2700, 1), (4096, 1), (9001, 2), (12301, 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 def test_sums(dtype: str, n: int, chunks: int, place: str) -> None:
     terms = Terms(dtype, PATTERNS, n, place, chunks=chunks)
     kind = BY_NAME[dtype]

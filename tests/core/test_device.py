@@ -275,6 +275,7 @@ def test_a_plan_that_was_used_is_sent_without_its_launches(place: str) -> None:
     assert pickle.loads(sent) == buf.plan
 
 
+@pytest.mark.slow
 def test_foreign_bytes_are_checked_at_once(place: str) -> None:
     x = tensor(place, n=1400)
     buf = encode(x, chunks=2)

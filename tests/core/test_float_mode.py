@@ -148,6 +148,7 @@ def test_of_any_elements(x: Any, codec: tuple[str, dict[str, Any]], backend: str
     check(both)
 
 
+@pytest.mark.slow
 def test_parameters_and_plans_are_those_of_the_default_mode() -> None:
     ratios = [k / 1000 for k in range(1001, 9000, 7)]
 

@@ -116,6 +116,7 @@ def test_a_batch_has_the_bytes_of_single_calls(
         assert same(y, tw.decode(ref, backend="ref").reshape(x.shape))
 
 
+@pytest.mark.slow
 def test_memory_that_was_checked_before(place: str) -> None:
     """Those that are too small for the codec are raw, and a batch of their own."""
     codec = tw.codec("mx")
@@ -399,7 +400,7 @@ SUMS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("local", [None, 0, 1, 3])
 @pytest.mark.parametrize(("name", "params"), SUMS)
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 def test_sums(name: str, params: dict[str, Any], local: int | None, place: str) -> None:
     codec = tw.codec(name, **params)
     key = tw.Key(5) if name == "thc" else None
@@ -433,6 +434,7 @@ def test_sums(name: str, params: dict[str, Any], local: int | None, place: str) 
     assert bytes(again) == bytes(codec.encode(expected, key=key, chunks=2, backend="ref"))
 
 
+@pytest.mark.slow
 def test_sums_that_keep_statistics(place: str) -> None:
     """Those of the first buffer: by kernels, or they are not encoded here."""
     codec = tw.codec("mx", scale_rule="agreed")
@@ -484,6 +486,7 @@ def test_outputs_of_different_codecs_must_not_overlap(place: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered")
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "float8_e5m2", "float16"])
+@pytest.mark.fast_cases(2)
 def test_sums_of_other_dtypes(dtype: str, place: str) -> None:
     xs = [values(900, place, i, dtype) for i in range(3)]
     xs[0].view(torch.uint8)[:256] = torch.arange(256, dtype=torch.uint8, device=place)

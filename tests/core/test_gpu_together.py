@@ -132,6 +132,7 @@ def test_tensors_come_back(place: str) -> None:
     gpu_together.decode_together([])
 
 
+@pytest.mark.slow
 def test_waits_do_not_grow_with_the_number(place: str, waits: list[str]) -> None:
     counts = []
     for repeats in (1, 4):

@@ -68,6 +68,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("bucket_nbytes", [None, 9000])
+@pytest.mark.fast_cases(1)
 def test_versions_come_bit_for_bit(place: str, bucket_nbytes: int | None) -> None:
     def task(transport: ThreadTransport) -> list[dict[str, Any]]:
         mine = weights(place, transport.rank)
@@ -127,6 +128,7 @@ def test_damage_is_named_and_changes_nothing(place: str, monkeypatch: pytest.Mon
         assert "tensor 'w1': payload of chunk 0" in text
 
 
+@pytest.mark.slow
 def test_waits_do_not_grow_with_the_number_of_tensors(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
