@@ -98,7 +98,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             None: all tensors are stored whole.
         chain_limit: Most checkpoints with deltas in a row, 1 to 256; after so many ``base`` is not
             used.
-        threads: Most threads that encode on the host. None: every processor.
+        threads: Most threads that encode on the host. None: as many as processors, shared by the
+            ranks of the host where ``torchrun`` has started them.
         overwrite: Whether a checkpoint in ``path`` may be replaced.
         cache_staged_state_dict: As in ``torch.distributed.checkpoint.FileSystemWriter``.
 
@@ -124,8 +125,10 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         _check_local("path", path)
         super().__init__(path, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
         self._codec = as_lossless(codec)
-        thread_count(threads)
-        self._threads = threads
+        self._threads = thread_count(threads)
+        if threads is None:
+            # torchrun says how many ranks the host has: all of them encode at once.
+            self._threads = max(self._threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
         check_chain_limit(chain_limit)
         self._base: Checkpoint | None = None
         self._base_name: BaseName | None = None
@@ -186,8 +189,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
 
     def _write_against(self, old: EarlierTensors, tensors: dict[str, Any], path: Path) -> None:
         """Write a file of tensors, those that the base has too as what changed."""
-        state, count = ArrayState(tensors), thread_count(self._threads)
-        write_state(path, state, self._codec, {}, make_codec("delta"), old, threads=count)
+        state, delta = ArrayState(tensors), make_codec("delta")
+        write_state(path, state, self._codec, {}, delta, old, threads=self._threads)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``, then remove the files of the checkpoint that it replaces.

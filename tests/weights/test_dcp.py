@@ -88,6 +88,30 @@ def state_of(seed: int = 0) -> dict[str, Any]:
     return state | extra
 
 
+@pytest.mark.parametrize(("ranks", "asked", "taken"), [(None, None, 8), (4, None, 2), (4, 3, 3)])
+def test_ranks_of_a_host_share_its_processors(
+    ranks: int | None,
+    asked: int | None,
+    taken: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+
+    def save_file(*args: Any, threads: int, **kwargs: Any) -> None:
+        found.append(threads)
+        tw.save_file(*args, threads=threads, **kwargs)
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("tightwire.arguments.cpu_count", lambda: 8)
+    monkeypatch.setattr("tightwire.adapters.weights.dcp.save_file", save_file)
+    writer = Writer(tmp_path / "saved", threads=asked)
+    dcp.save({"x": tensor("bfloat16", (17,))}, storage_writer=writer, no_dist=True)
+    assert found == [taken]
+
+
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_what_is_saved_is_loaded(tmp_path: Path, codec: str) -> None:
     state = state_of()
