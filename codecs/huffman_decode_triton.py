@@ -19,6 +19,7 @@ from .common.huffman_decode_triton import (
     WORDS,
     any_between,
     any_of_tile,
+    close_runs,
     interleaved,
     next_words,
     of_lanes,
@@ -175,7 +176,7 @@ def _others_at(
 
 @triton.jit
 def _decode_planes(
-    tile, out, plane, source, s, words, last, use, fixed, done, coded, table, table_ptr,
+    tile, out, plane, source, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
     MODE: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Put plane number `plane` into elements, and if none is `done` those that are not coded.
@@ -197,7 +198,7 @@ def _decode_planes(
             found = _words_at(source, begin, m, of_tiles(use), W, EDGE)
         else:
             found, s = next_words(
-                s, words, last, begin, count, use, table, table_ptr, W, UNIT, EDGE, L.ptx
+                s, ring, words, last, begin, count, use, table, table_ptr, W, UNIT, EDGE, L.ptx
             )
         if L.store:
             # Loaded long before they are needed. That this is behind look-ups also lets Triton keep
@@ -226,20 +227,21 @@ def _decode_runs(
     lengths, of_escape = codes
     # Behind it threads see what others have written of the plane before.
     fill_table(lengths, of_escape, table_ptr, table, UNIT, L.ptx)
-    s, words, last = open_runs(data, bit, size, use, UNIT)
+    s, ring, words, last = open_runs(data, bit, size, use, memory, UNIT, L.ptx)
     first = s[3]
     # fmt: off
     if edge:
         s = _decode_planes(
-            tile, out, k, 0, s, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
+            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
             UNIT, True, L,
         )
     else:
         s = _decode_planes(
-            tile, out, k, 0, s, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
+            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
             UNIT, False, L,
         )
     # fmt: on
+    close_runs(ring, L.ptx)
     return any_of_tile(use & (s[3] - first != bits))
 
 
@@ -332,17 +334,17 @@ def _decode_tiles(
                 tile = stored_ptr, of_tile, of_tiles(rows & good), lo, hi, tl.minimum(n, RUN)
                 source = dynamic_ptr + source_at // 4 * 4
                 plane = (1 - left.to(tl.int32)) * k
-                s = (run, run, run, run)
+                s = (run, run, run, run, run)
                 tl.debug_barrier()
                 # fmt: off
                 if edge:
                     _decode_planes(
-                        tile, out, plane, source, s, 0, 0, stored, fixed, done, coded, 0, 0,
+                        tile, out, plane, source, s, 0, 0, 0, stored, fixed, done, coded, 0, 0,
                         STORED, 1, True, L,
                     )
                 else:
                     _decode_planes(
-                        tile, out, plane, source, s, 0, 0, stored, fixed, done, coded, 0, 0,
+                        tile, out, plane, source, s, 0, 0, 0, stored, fixed, done, coded, 0, 0,
                         STORED, 1, False, L,
                     )
                 # fmt: on

@@ -4,8 +4,9 @@
 
 These tiles have a table in common, which lies in shared memory once for all of them, so that all
 lanes of a large tensor fit on the device. Every look-up waits for the one before: the rest of a
-step is as short as can be. Lanes keep what they have decoded in words until there are enough for
-accesses of memory side by side, for which words then change lanes.
+step is as short as can be. No step waits for memory: PTX copies the words of codes to a ring of
+each lane in shared memory long before they are needed. Lanes keep what they have decoded in words
+until there are enough for accesses of memory side by side, for which words then change lanes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ LANES = tl.constexpr(TILES.value * RUNS.value)
 #: Words of a plane that lanes decode between accesses of memory, and where runs are not whole.
 WORDS, EDGE_WORDS = tl.constexpr(8), tl.constexpr(2)
 _CODES = tl.constexpr(1 << huffman.LIMIT)
+#: Bytes of a lane's ring, four parts of 16 bytes, and where rings are: behind the table.
+_RING, _RINGS_AT = tl.constexpr(64), tl.constexpr(4 * (_CODES.value + SORTED.value))
 #: Bytes of shared memory.
-DECODING = tl.constexpr(str(4 * (_CODES.value + SORTED.value)))
+DECODING = tl.constexpr(str(_RINGS_AT.value + _RING.value * LANES.value))
 
 
 @triton.jit
@@ -128,9 +131,73 @@ def _entry_at(table, window, PTX: tl.constexpr):
 
 
 @triton.jit
-def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
+def _copy_part(ring, source, part, here):
+    """Begin to copy the part number `part` of 16 bytes of a lane's codes to its ring, if `here`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
+        "@p cp.async.cg.shared.global [$1], [$2], 16; mov.u32 $0, $3; }",
+        "=r,r,l,r",
+        (
+            ring + (part * 16 & (_RING - 1)),
+            (source + part * 4).to(tl.int64),
+            here.to(tl.int32),
+        ),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _wait_parts(ring, PENDING: tl.constexpr):
+    """Wait for what was copied but for the latest PENDING times of waiting."""
+    tl.inline_asm_elementwise(
+        "cp.async.commit_group; cp.async.wait_group " + PENDING + "; mov.u32 $0, $1;",
+        "=r,r",
+        (ring,),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _next_part(s, ring, words, last, PTX: tl.constexpr):
+    """Copy one more part to the ring, if one is free; the state."""
+    if PTX:
+        low, high, more, n, part = s
+        # The part of the next word is read from, the three behind it are there or on their way.
+        free = part < (n >> 7) + 4
+        _copy_part(ring, words, part, free & (part * 4 <= last))
+        _wait_parts(ring, "2")
+        s = low, high, more, n, part + free.to(tl.int32)
+    return s
+
+
+@triton.jit
+def _following(ring, words, last, n, bits, more, PTX: tl.constexpr):
+    """The word with bit `n`, uint32, if `bits` are 32 and more: else it is `more`.
+
+    What words behind number `last` are means nothing.
+    """
+    if PTX:
+        # Under a predicate of its own: else ptxas reads it as late as the word is needed.
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.u32 p, $2, 31; mov.b32 $0, $3; @p ld.shared.b32 $0, [$1]; }",
+            "=&r,r,r,r",
+            (ring | ((n >> 3) & (_RING - 4)), bits, more),
+            dtype=tl.uint32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(words + (n >> 5), mask=(bits > 31) & (n >> 5 <= last), other=more)
+
+
+@triton.jit
+def _next_unit(s, ring, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexpr):
     """A unit's value in the low bits of a word, and the state behind it: see `open_runs`."""
-    low, high, more, n = s
+    low, high, more, n, part = s
     window = _funnel(low, high, n, PTX)
     entry = _entry_at(table, window, PTX)
     raw = _funnel(window, window * 0, entry, PTX)
@@ -140,11 +207,11 @@ def _next_unit(s, words, last, live, table, EDGE: tl.constexpr, PTX: tl.constexp
         takes = tl.where(live, takes, 0)
     after = n + takes
     # A code and 2 bytes are at most 28 bits.
-    at = after >> 5
-    cross = at != n >> 5
+    differ = (after ^ n).to(tl.uint32, bitcast=True)
+    cross = differ > 31
     low, high = tl.where(cross, high, low), tl.where(cross, more, high)
-    more = tl.load(words + at, mask=cross & (at <= last), other=more)
-    return value, (low, high, more, after)
+    more = _following(ring, words, last, after, differ, more, PTX)
+    return value, (low, high, more, after, part)
 
 
 @triton.jit
@@ -174,26 +241,49 @@ def _next_eight(n, words, last, live, table, table_ptr, PTX: tl.constexpr):
 
 
 @triton.jit
-def open_runs(data, bit, size, use, UNIT: tl.constexpr):
-    """(state of `next_words` at bits `bit` of tiles' data; words and number of the last one as it
-    takes them).
+def open_runs(data, bit, size, use, memory, UNIT: tl.constexpr, PTX: tl.constexpr):
+    """(state of `next_words` at bits `bit` of tiles' data; lanes' rings; words and number of the
+    last one as it takes them).
 
-    The state is two words and the one behind them, and how many bits behind the start of the first
-    the place two bits before the next unit is: entries have 4 bytes. With units of 8 bytes only
-    that number counts: it is that of the next unit's first bit in all.
+    The state is two words and the one behind them, a bit of the latter, and the next part to copy.
+    That bit is as far behind the start of its word as the place two bits before the next unit is
+    behind the start of the first: entries have 4 bytes. With units of 8 bytes only the number of
+    the bit counts: it is that of the next unit's first bit in all.
     """
-    last = tl.where(use, size // 4 - 1, -1)
-    words = data.to(tl.pointer_type(tl.uint32))
+    ring = memory + _RINGS_AT + tl.arange(0, LANES) * _RING
     if UNIT == 8:
+        last = tl.where(use, size // 4 - 1, -1)
         low = bit.to(tl.uint32)
-        return (low, low, low, bit), words, last
+        return (low, low, low, bit, bit), ring, data.to(tl.pointer_type(tl.uint32)), last
     else:
+        if PTX:
+            # Parts are where 16 bytes are in memory. Data have 8 bytes and more on both sides: the
+            # index, and zeros at the end.
+            odd = (data.to(tl.int64) & 8).to(tl.int32)
+            data, bit, size = data - odd, bit + odd * 8, size + odd
+        last = tl.where(use, size // 4 - 1, -1)
+        words = data.to(tl.pointer_type(tl.uint32))
         # Something is before a run: a block starts with its head.
-        first = (bit - 2) >> 5
-        low = tl.load(words + tl.minimum(first, last), mask=use, other=0)
-        high = tl.load(words + tl.minimum(first + 1, last), mask=use, other=0)
-        more = tl.load(words + tl.minimum(first + 2, last), mask=use, other=0)
-        return (low, high, more, (bit - 2) & 31), words + (first + 2), last - (first + 2)
+        n = bit - 2
+        at = n >> 5
+        low = tl.load(words + tl.minimum(at, last), mask=use, other=0)
+        high = tl.load(words + tl.minimum(at + 1, last), mask=use, other=0)
+        more = tl.load(words + tl.minimum(at + 2, last), mask=use, other=0)
+        n += 64
+        part = n >> 7
+        if PTX:
+            for _ in tl.static_range(4):
+                _copy_part(ring, words, part, use & (part * 4 <= last))
+                part += 1
+            _wait_parts(ring, "0")
+        return (low, high, more, n, part), ring, words, last
+
+
+@triton.jit
+def close_runs(ring, PTX: tl.constexpr):
+    """Wait until nothing more is copied to rings."""
+    if PTX:
+        _wait_parts(ring, "0")
 
 
 @triton.jit
@@ -223,7 +313,7 @@ def _rows_of(found, COUNT: tl.constexpr, FIRST: tl.constexpr, EVERY: tl.constexp
 
 @triton.jit
 def next_words(
-    s, words, last, begin, count, use, table, table_ptr,
+    s, ring, words, last, begin, count, use, table, table_ptr,
     W: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The next W words of runs of `count` bytes, from byte `begin` on, [TILES, RUNS, W], zeros
@@ -234,20 +324,23 @@ def next_words(
     found = ()
     units = (count - begin + (UNIT - 1)) // UNIT
     if UNIT == 8:
-        low, high, more, n = s
+        low, high, more, n, part = s
         for j in tl.static_range(W // 2):
             live = use & (j < units)
             a, b, n = _next_eight(n, words, last, live, table, table_ptr, PTX)
             found = found + (a, b)
-        s = low, high, more, n
+        s = low, high, more, n, part
     else:
         PER: tl.constexpr = 4 // UNIT
         for w in tl.static_range(W):
-            a, s = _next_unit(s, words, last, w * PER < units, table, EDGE, PTX)
-            b, s = _next_unit(s, words, last, w * PER + 1 < units, table, EDGE, PTX)
+            # Four units take less than a part.
+            if w * PER % 4 == 0:
+                s = _next_part(s, ring, words, last, PTX)
+            a, s = _next_unit(s, ring, words, last, w * PER < units, table, EDGE, PTX)
+            b, s = _next_unit(s, ring, words, last, w * PER + 1 < units, table, EDGE, PTX)
             if UNIT == 1:
-                c, s = _next_unit(s, words, last, w * PER + 2 < units, table, EDGE, PTX)
-                d, s = _next_unit(s, words, last, w * PER + 3 < units, table, EDGE, PTX)
+                c, s = _next_unit(s, ring, words, last, w * PER + 2 < units, table, EDGE, PTX)
+                d, s = _next_unit(s, ring, words, last, w * PER + 3 < units, table, EDGE, PTX)
                 a, _ = interleaved(a, b, PTX)
                 b, _ = interleaved(c, d, PTX)
             found = found + ((a & 0xFFFF) | (b << 16),)

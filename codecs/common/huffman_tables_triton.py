@@ -61,7 +61,7 @@ def table_memory(NBYTES: tl.constexpr, PTX: tl.constexpr):
     """
     if PTX:
         return tl.inline_asm_elementwise(
-            "{ .shared .align 16 .b8 codes[" + NBYTES + "]; mov.u32 $0, codes; }",
+            "{ .shared .align 64 .b8 codes[" + NBYTES + "]; mov.u32 $0, codes; }",
             "=r,r",
             (tl.program_id(0),),
             dtype=tl.int32,
