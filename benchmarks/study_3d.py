@@ -30,8 +30,7 @@ from tightwire.adapters.training import tensor_parallel as tp
 BASELINE = "uncompressed"
 #: Parts of a batch that are in the pipeline at once, and layers of the first stage.
 MICROBATCHES, FIRST = 4, 2
-#: Windows of a point of the curve go through the pipeline at once.
-PLAN = Plan(steps=200, every=20, curve=64, ranks=8, batch=8)
+PLAN = Plan(steps=120, every=20, curve=64, ranks=8, batch=8)
 
 
 class Codecs(NamedTuple):
