@@ -30,8 +30,8 @@ Made by `benchmarks/report.py` from the records it names. Each row has an experi
 paper's figure, and ours where there is a record. Our models are small and our ranks few, so signs
 and orders can be compared, and figures seldom. *Times as fast*: the time without compression over
 that with it. A speed is shown only where the result was right: the same bits, or, of a lossy codec,
-a loss within 5 % of the native run's. [steps.md](steps.md) has step times of an earlier state of the
-library, written by hand."""
+a loss within 5 % of the native run's; with tagc both losses stand beside it. [steps.md](steps.md)
+has step times of an earlier state of the library, written by hand."""
 
 
 class Experiment(NamedTuple):
@@ -60,7 +60,7 @@ def runs_of(recorded: dict[str, Any] | None) -> dict[str, dict[int, dict[str, An
 def gap(
     runs: dict[str, dict[int, dict[str, Any]]], config: str, base: str, seeds: bool = True
 ) -> str:
-    """The mean difference of final losses, in per cent, and its interval."""
+    """The mean difference of final losses in per cent, and, if asked, those of seeds."""
     if config not in runs or base not in runs:
         return ""
     both = sorted(runs[config].keys() & runs[base].keys())

@@ -117,7 +117,7 @@ def _cells(link: str, row: dict[str, Any]) -> list[str]:
 
 def _model(rows: dict[str, dict[str, Any]]) -> list[str]:
     """The line about the model, and an empty one."""
-    some = next((row for row in rows.values() if "setting" in row), None)
+    some = next((row for row in rows.values() if "loss_steps" in row), None)
     if some is None:
         return []
     sizes = some["setting"]
