@@ -1,19 +1,23 @@
 """Dispatch and combine of a layer of experts: with codecs, exactly without, and padded.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/bench_moe.py
+    torchrun --standalone --nproc-per-node 2 --max-restarts 9 benchmarks/bench_moe.py
 
 and with NCCL_P2P_DISABLE=1 for 25 GB/s. Over NCCL where there are GPUs, else over gloo on the CPU;
-options give other sizes. Rows are appended to results/moe.jsonl.
+options give other sizes. Rows are appended to results/moe.jsonl as forms are measured; what the
+file has is not measured again without --again.
 
 Experts return their rows, so that what is timed is what the layer does besides: tokens are sorted
 by expert, exchanged, sorted back and added up by the router's weights. A time is that of the
-slowest rank, from a barrier until the device has finished. Forms take turns, call by call; the
-median of each counts. With --backward a call is forward and backward.
+slowest rank, from a barrier until the device has finished. A form takes turns with "exact, torch"
+and "padded", call by call; the median of each counts. With --backward a call is forward and
+backward.
 
 "padded" sends as many rows to every rank as the largest pair of ranks needs, which is told
-beforehand: the equal all-to-all that a static shape asks for. "exact, torch" reads its splits on
-the host, as Megatron-LM does, and calls all_to_all_single twice. Both are uncompressed. The results
-of lossless forms are compared with those of "exact, torch" bit for bit, those of others by vNMSE.
+beforehand. "padded to the most" sends as many as any pair could need: what a static shape asks for
+that must hold whatever the router says. "exact, torch" reads its splits on the host, as Megatron-LM
+does, and calls all_to_all_single twice. All three are uncompressed. The results of lossless forms
+are compared with those of "exact, torch" bit for bit, those of others by vNMSE, before they are
+timed.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from recording import Record, connect, facts
+from recording import Job, Limits, Ranks, Record, connect, facts, measure_all
 
 import tightwire as tw
 from tightwire.adapters.training import moe
@@ -42,7 +46,8 @@ CODECS: dict[str, tuple[str | None, str | None]] = {
     "mx": ("mx", "mx"),
     "zipccl, mx": ("zipccl", "mx"),
 }
-FORMS = ("padded", "exact, torch", *CODECS)
+PADDED, MOST, EXACT = "padded", "padded to the most", "exact, torch"
+FORMS = (PADDED, MOST, EXACT, *CODECS)
 #: Calls that compile and measure, before those that are timed.
 WARM = 3
 #: Largest vNMSE of a lossy form.
@@ -84,15 +89,17 @@ class Layer:
         self.counts = counts.view(self.world, -1).sum(1)
         largest = self.counts.max().clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        self.capacity = int(largest)
+        # A token's experts are different ones, so a rank of few gets few of its copies.
+        copies = min(options.top_k, options.experts // self.world)
+        self.capacities = {PADDED: int(largest), MOST: options.tokens * copies}
         self.row_nbytes = 2 * options.hidden
 
     def form(self, name: str) -> Form:
         """The form of this name."""
-        if name == "padded":
-            nbytes = 2 * (self.world - 1) * self.capacity * self.row_nbytes
-            return Form(self._padded_form(), self._counted(nbytes))
-        if name == "exact, torch":
+        if name in self.capacities:
+            nbytes = 2 * (self.world - 1) * self.capacities[name] * self.row_nbytes
+            return Form(self._padded_form(self.capacities[name]), self._counted(nbytes))
+        if name == EXACT:
             others = int(self.counts.sum() - self.counts[self.rank])
             came = int(self._told(self.counts).sum()) - int(self.counts[self.rank])
             return Form(self._exact, self._counted((others + came) * self.row_nbytes))
@@ -114,16 +121,16 @@ class Layer:
 
         return sent
 
-    def _padded_form(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _padded_form(self, capacity: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Slots of ranks are filled from the front; the rest are copies of a row."""
         first = self.counts.cumsum(0) - self.counts
-        slots = torch.arange(self.capacity, device=self.device)
+        slots = torch.arange(capacity, device=self.device)
         last = (first + self.counts - 1).clamp(min=0)
         rows = torch.minimum(first[:, None] + slots, last[:, None]).reshape(-1)
         target = torch.repeat_interleave(torch.arange(self.world, device=self.device), self.counts)
         place = torch.arange(target.shape[0], device=self.device) - first[target]
         # Where each copy of a token is when it has come back.
-        back = (target * self.capacity + place)[self.inverse]
+        back = (target * capacity + place)[self.inverse]
         source = self.source[rows]
 
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -162,37 +169,56 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.forward(ctx, gradient.contiguous(), *ctx.splits), None, None
 
 
-def measured(layer: Layer, forms: dict[str, Form], options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of every form, bytes of a call, and how far its result is from the exact one."""
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    found: dict[str, Any] = {}
-    wanted = layer.form("exact, torch").call(layer.x).detach()
-    for name, form in forms.items():
-        result = form.call(layer.x).detach()
-        before = 0 if form.wire_bytes is None else form.wire_bytes()
-        form.call(layer.x)
-        after = 0 if form.wire_bytes is None else form.wire_bytes()
-        error = tw.error(wanted, result).vnmse
-        codecs = CODECS.get(name, (None, None))
-        if codecs[0] in (None, "zipccl"):
-            assert torch.equal(result.view(torch.int16), wanted.view(torch.int16)), name
-        assert error < BOUND, (name, error)
-        found[name] = {"wire_nbytes": after - before, "vnmse": error}
-    end = time.monotonic() + options.seconds
+def checked(layer: Layer, name: str, form: Form) -> dict[str, Any]:
+    """Bytes of a call, and how far its result is from the exact one.
+
+    Raises:
+        RuntimeError: If that is too far.
+    """
+    wanted = layer.form(EXACT).call(layer.x).detach()
+    result = form.call(layer.x).detach()
+    before = 0 if form.wire_bytes is None else form.wire_bytes()
+    form.call(layer.x)
+    after = 0 if form.wire_bytes is None else form.wire_bytes()
+    error = tw.error(wanted, result).vnmse
+    if CODECS.get(name, (None, None))[0] in (None, "zipccl"):
+        if not torch.equal(result.view(torch.int16), wanted.view(torch.int16)):
+            raise RuntimeError("the result has other bits than the exact one")
+    elif not error < BOUND:
+        raise RuntimeError(f"the error is {error}; allowed: {BOUND}")
+    return {"wire_nbytes": after - before, "vnmse": error}
+
+
+def measure(layer: Layer, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a form and of what it takes turns with, bytes of a call, and its error."""
+    form = layer.form(name)
+    found = checked(layer, name, form)
+    forms = {other: layer.form(other) for other in (PADDED, EXACT) if other != name} | {name: form}
+    seconds: dict[str, list[float]] = {other: [] for other in forms}
+    end = time.monotonic() + options.each
     calls = -WARM
     while calls < options.calls and _everywhere(float(time.monotonic() < end or calls < 1)) > 0:
-        for name, form in forms.items():
-            taken = _timed(layer, form, options.backward)
+        for other, turn in forms.items():
+            taken = _timed(layer, turn, options.backward)
             if calls >= 0:
-                seconds[name].append(taken)
+                seconds[other].append(taken)
         calls += 1
-    for name, taken in seconds.items():
-        found[name] |= {
-            "ms": round(1e3 * statistics.median(taken), 4),
-            "least_ms": round(1e3 * min(taken), 4),
-            "calls": len(taken),
-        }
-    return found
+    ms = {other: 1e3 * statistics.median(taken) for other, taken in seconds.items()}
+    return found | {
+        "ms": round(ms[name], 4),
+        "least_ms": round(1e3 * min(seconds[name]), 4),
+        "calls": len(seconds[name]),
+        "padded_ms": round(ms[PADDED], 4),
+        "exact_ms": round(ms[EXACT], 4),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a form."""
+    return (
+        f"{row['ms']:.3f} ms (padded {row['padded_ms']:.3f}, exact {row['exact_ms']:.3f}), "
+        f"{row['wire_nbytes'] / 1e6:.3f} MB sent, vNMSE {row['vnmse']:.1e}"
+    )
 
 
 def _timed(layer: Layer, form: Form, backward: bool) -> float:
@@ -232,30 +258,34 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--backward", action="store_true", help="time the backward pass too")
     parser.add_argument("--only", nargs="*", choices=FORMS, default=list(FORMS))
     parser.add_argument("--calls", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of all timed calls")
+    parser.add_argument("--each", type=float, default=10.0, help="seconds of a form's timed calls")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of all forms; others are left")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of a form")
+    parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "moe.jsonl")
     return parser.parse_args(words)
 
 
 def main(words: list[str]) -> None:
-    """Measure, print a table on rank 0, and append rows."""
+    """Measure, and append rows."""
     options = _options(words)
     device = connect()
     layer = Layer(options, device)
-    found = measured(layer, {name: layer.form(name) for name in options.only}, options)
-    record = Record(options.out, facts(device, layer.world), layer.rank == 0)
     setting = {
         name: getattr(options, name)
         for name in ("experts", "hidden", "top_k", "tokens", "skew", "backward")
     }
-    for name, row in found.items():
-        record.add(f"moe, {name}{', backward' if options.backward else ''}", **row, **setting)
-    if layer.rank == 0:
-        print(f"{'form':<14}{'ms':>10}{'least':>10}{'MB sent':>10}{'vNMSE':>10}")
-        for name, row in found.items():
-            sent = row["wire_nbytes"] / 1e6
-            print(f"{name:<14}{row['ms']:>10.3f}{row['least_ms']:>10.3f}{sent:>10.3f}", end="")
-            print(f"{row['vnmse']:>10.1e}")
+
+    def job(name: str) -> Job:
+        return Job(lambda: measure(layer, name, options) | setting)
+
+    size = f"{options.tokens} tokens, top {options.top_k}"
+    size += ", backward" if options.backward else ""
+    ranks = Ranks.processes(device, options.limit)
+    record = Record(options.out, facts(device, layer.world), layer.rank == 0)
+    limits = Limits(options.seconds, options.limit, options.again)
+    jobs = {f"moe, {name}, {size}": job(name) for name in options.only}
+    measure_all(ranks, record, jobs, limits, line, {"forms": FORMS})
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Training steps natively and with every hook: FSDP2, DDP and tensor parallelism.
+"""Training steps natively and with every hook: FSDP2, DDP, tensor and expert parallelism.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 benchmarks/bench_training.py
     python benchmarks/report.py
@@ -20,6 +20,9 @@ Exposed communication is a step's time less that of the same model whose collect
 each rank copies its own data to where the others' belong. That keeps all else: the kernels of the
 model and of the optimizer, and the copies round the collectives.
 
+The suite "loss" trains replicas anew, step after step without waiting, and writes down how the loss
+falls: at the end all ranks must have the same bits. Its native case sums gradients in bfloat16.
+
 Bits of parameters are compared with the native run's after the first steps, in which PyTorch is
 asked for deterministic kernels. The native run is made twice, to see whether it repeats its own.
 """
@@ -30,6 +33,7 @@ import argparse
 import datetime
 import functools
 import gc
+import math
 import os
 import statistics
 import time
@@ -51,9 +55,12 @@ from training_models import (
     Trainer,
     alone,
     divided,
+    experts,
     keep_gradients,
     keep_parameters,
+    mixed,
     natively,
+    own_experts,
     replicated,
     sharded,
 )
@@ -120,8 +127,16 @@ GROUPS = {
     "tp": Group(
         "tp", "tensor parallelism, bfloat16 activations", divided(natively), divided(alone)
     ),
+    "moe": Group(
+        "moe",
+        "experts on ranks, all else replicated, in bfloat16",
+        mixed(experts(None)),
+        mixed(own_experts, keep_gradients),
+    ),
 }
 NATIVE = "native"
+#: The suite of whole runs, whose cases stand for themselves, and steps of a point of its curves.
+LOSS, POINT = "loss", 5
 
 
 def _text(options: dict[str, Any]) -> str:
@@ -158,6 +173,11 @@ def _tp(name: str, codec: str | None, *, lossless: bool = False, **options: Any)
     return Case("tp", name, call, divided(connect), lossless, options.get("route") == "peers")
 
 
+def _moe(name: str, *, lossless: bool = False) -> Case:
+    call = f"moe.connect(experts, {name!r}, {name!r})"
+    return Case("moe", name, call, mixed(experts(name)), lossless)
+
+
 def _tagc(ratio: int) -> Case:
     def compress(model: Any) -> Any:
         hooks = tagc.compress(model, tagc.Tagc(ratio=ratio))
@@ -167,6 +187,7 @@ def _tagc(ratio: int) -> Case:
     return Case("fsdp", f"tagc, {ratio} x", call, sharded(BF16, compress))
 
 
+_DYNAMIQ = "dynamiq, ring", "dynamiq, network"
 _CASES = (
     *(Case(name, NATIVE, "", group.native) for name, group in GROUPS.items()),
     _fsdp("zipccl, network", route="network"),
@@ -195,8 +216,8 @@ _CASES = (
     _ddp("mx, network", route="network", codec="mx"),
     _ddp("mx, peers", route="peers", codec="mx"),
     _ddp("mx, exact", codec="mx"),
-    _ddp("dynamiq, ring", codec="dynamiq", topology="ring"),
-    _ddp("dynamiq, network", route="network", codec="dynamiq"),
+    _ddp(_DYNAMIQ[0], codec="dynamiq", topology="ring"),
+    _ddp(_DYNAMIQ[1], route="network", codec="dynamiq"),
     _ddp("taco, exact", codec="taco"),
     _tp("no codec", None, lossless=True),
     _tp("zipccl", "zipccl", lossless=True),
@@ -207,9 +228,18 @@ _CASES = (
     _tp("mx, network", "mx", route="network"),
     _tp("mx, peers", "mx", route="peers"),
     _tp("mx, prepared, auto", "mx", route="auto"),
+    _moe("zipccl", lossless=True),
+    _moe("mx"),
+    _moe("taco"),
 )
 #: By groups: the native model of one is in memory at a time.
 CASES = [case for group in GROUPS for case in _CASES if case.group == group]
+#: Whole runs.
+RUNS = [
+    case._replace(group=LOSS)
+    for case in _CASES
+    if case.group == "ddp" and case.name in (NATIVE, "mx, network", *_DYNAMIQ)
+]
 
 
 class Block(NamedTuple):
@@ -405,6 +435,34 @@ class Bench:
         row["ratio"] = row["step_ms"]["median"] / row["native_ms"]
         return row | sent | _exposed(row, native.silent)
 
+    def run(self, case: Case, steps: int) -> dict[str, Any]:
+        """How the loss falls from the first step on, and the seconds of all steps."""
+        # One model is for compiling.
+        first = Trainer(case.make, self.setting)
+        self.warm(first)
+        first.close()
+        del first
+        self.forget()
+        trainer = Trainer(case.make, self.setting)
+        try:
+            self.ranks.meet()
+            start = time.perf_counter()
+            losses = [trainer.step(trainer.batch()) for _ in range(steps)]
+            self.ranks.synchronize()
+            seconds = self.ranks.slowest([time.perf_counter() - start])[0]
+            if len(set(self.ranks.gather(trainer.digest()))) > 1:
+                raise RuntimeError("the ranks' parameters have come apart")
+            points = self.ranks.gather(torch.stack(losses).view(-1, POINT).mean(1).tolist())
+            means = [statistics.fmean(some) for some in zip(*points, strict=True)]
+            if not all(math.isfinite(loss) for loss in means):
+                raise RuntimeError(f"losses are {means}; needed: finite ones")
+            sent = _bytes((0, 0), trainer.model.sent(), steps)
+        finally:
+            trainer.close()
+        curve = [(POINT * (number + 1), loss) for number, loss in enumerate(means)]
+        about = {"call": case.call, "setting": self.setting.sizes._asdict()}
+        return {"curve": curve, "seconds": seconds, "steps": steps} | sent | about
+
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
     """Milliseconds."""
@@ -456,21 +514,29 @@ class Natives:
     def of(self, group: str) -> Native:
         """That of a group; a failure is told again, not tried again."""
         if group != self._group:
-            self._native, self._group = None, group
-            self._bench.forget()
+            self.forget()
+            self._group = group
             make = functools.partial(Native, self._bench, group)
             self._native, self._problem = self._bench.ranks.attempt(make)
         if self._native is None:
             raise RuntimeError(f"the native model: {self._problem}")
         return self._native
 
+    def forget(self) -> None:
+        """Free the native model that there is."""
+        self._native, self._group = None, ""
+        self._bench.forget()
 
-def jobs(bench: Bench, cases: Sequence[Case]) -> dict[str, Job]:
+
+def jobs(bench: Bench, cases: Sequence[Case], loss_steps: int) -> dict[str, Job]:
     """What measures the cases."""
     natives = Natives(bench)
     reason = no_peers(bench.setting.device)
 
     def measure(case: Case) -> dict[str, Any]:
+        if case.group == LOSS:
+            natives.forget()
+            return bench.run(case, loss_steps)
         native = natives.of(case.group)
         return native.row if case.name == NATIVE else bench.measure(case, native)
 
@@ -482,6 +548,8 @@ def jobs(bench: Bench, cases: Sequence[Case]) -> dict[str, Job]:
 
 def line(row: dict[str, Any]) -> str:
     """What is printed of a case."""
+    if "curve" in row:
+        return f"{row['seconds']:.1f} s, loss {row['curve'][-1][1]:.4f}"
     ratio = f", {row['ratio']:.3f} of native" if "ratio" in row else ""
     return f"{row['step_ms']['median']:.1f} ms{ratio}, host {row['host_ms']['median']:.1f} ms"
 
@@ -494,12 +562,13 @@ def chosen(suites: Sequence[str], only: Sequence[str]) -> list[Case]:
         parts = {part.strip() for part in case.key.split(",")} | {case.group}
         return not only or any(w <= parts for w in words)
 
-    return [c for c in CASES if GROUPS[c.group].suite in suites and fits(c)]
+    suite = {name: group.suite for name, group in GROUPS.items()} | {LOSS: LOSS}
+    return [c for c in (*CASES, *RUNS) if suite[c.group] in suites and fits(c)]
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
-    suites = sorted({group.suite for group in GROUPS.values()})
+    suites = sorted({group.suite for group in GROUPS.values()} | {LOSS})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "training.jsonl")
     parser.add_argument("--suite", nargs="+", choices=suites, default=suites)
@@ -508,6 +577,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--loss-steps", type=int, default=100, help=f"multiple of {POINT}")
     parser.add_argument("--seconds", type=float, default=1e9, help="of all cases; others are left")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
@@ -515,7 +585,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     for name, value in Sizes()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    return parser.parse_args(words)
+    found = parser.parse_args(words)
+    if found.loss_steps < POINT or found.loss_steps % POINT:
+        parser.error(f"--loss-steps is {found.loss_steps}; allowed: multiples of {POINT}")
+    return found
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -542,7 +615,7 @@ def main(words: Sequence[str] | None = None) -> None:
     limits = Limits(options.seconds, options.limit, options.again)
     groups = {name: group.text for name, group in GROUPS.items()}
     about = {"groups": groups, "cases": [[c.group, c.name, c.call] for c in CASES]}
-    measure_all(ranks, record, jobs(bench, cases), limits, line, about)
+    measure_all(ranks, record, jobs(bench, cases, options.loss_steps), limits, line, about)
     dist.destroy_process_group()
 
 

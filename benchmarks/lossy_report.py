@@ -48,6 +48,7 @@ LABELS = {
     "taco hadamard": "taco, transform hadamard, E4M3",
     "taco e5m2": "taco: ash, E5M2",
     "taco int8 none": "taco, transform none, INT8",
+    "tahquant": "tahquant: 4 bits forward, 6 backward",
 }
 
 

@@ -20,6 +20,7 @@ import gpu_report
 import lossless_report
 import lossy_report
 import overview_report
+import papers_report
 import prepared_report
 import training_report
 import transfer_report
@@ -123,17 +124,20 @@ _TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 _RANKS = {
     "[checkpoints.md](checkpoints.md)": "bench_checkpoints.py --out "
     "benchmarks/results/checkpoints.json",
-    "[transfer.md](transfer.md)": "bench_transfer.py",
+    "transfer.md": "bench_transfer.py",
+}
+_STEPS = {
+    "training_steps.md": "bench_training.py",
+    "prepared.md": "bench_peers.py",
     "moe.jsonl": "bench_moe.py",
 }
-_STEPS = {"training.md": "bench_training.py", "prepared.md": "bench_peers.py"}
 COMMANDS = (
     "## How to make them again",
     "",
     "`pip install -e '.[bench]'`, a command of these, then `python benchmarks/report.py`. Those "
     "behind files.md need GPUs, but for checkpoints.md. accuracy, tagc, dynamiq and ddp keep the "
-    "runs that their file has: name another file to make all of them. So do the last two, without "
-    "`--again`. Run them with `NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
+    "runs that their file has: name another file to make all of them. So do the last three "
+    "without `--again`. Run them with `NCCL_P2P_DISABLE=1` too, for 25 GB/s.",
     "",
     "| page | command |",
     "|---|---|",
@@ -233,7 +237,9 @@ def main() -> None:
         lines += ["", "## Lossy codecs", "", "\n".join(f"- {link}" for link in links)]
     lines += ["", "## Training steps", "", "[steps.md](steps.md), written by hand"]
     if training_report.write_page(RESULTS):
-        lines += ["", "[training.md](training.md)"]
+        lines += ["", "[training_steps.md](training_steps.md)"]
+    papers_report.write(RESULTS)
+    lines += ["", "[training.md](training.md): the papers' experiments at our size"]
     if prepared_report.write_page(RESULTS):
         lines += ["", "## Prepared calls", "", "[prepared.md](prepared.md)"]
     overview_report.write(RESULTS)

@@ -52,6 +52,8 @@ CONFIGS: dict[str, tuple[str | None, dict[str, Any], str | None]] = {
     "taco hadamard": ("taco", {"transform": "hadamard"}, "bfloat16"),
     "taco e5m2": ("taco", {"format": "e5m2"}, "bfloat16"),
     "taco int8 none": ("taco", {"format": "int8", "transform": "none"}, "bfloat16"),
+    # Shares of a sum are flat: a token is told.
+    "tahquant": ("tahquant", {"hidden": WIDTH}, "bfloat16"),
 }
 
 
@@ -153,6 +155,7 @@ def fit(
     steps: int = STEPS,
     batch: int = BATCH,
     foreach: bool | None = None,
+    every: int = EVERY,
 ) -> list[Any]:
     """Train in place, and return steps and losses on the way."""
     rng = torch.Generator().manual_seed(seed)
@@ -161,7 +164,7 @@ def fit(
     )
     curve: list[tuple[int, float]] = []
     for step in range(steps):
-        if step % EVERY == 0:
+        if step % every == 0:
             curve.append((step, evaluate(model, windows[:CURVE])))
         optimizer.param_groups[0]["lr"] = rate(step, steps)
         optimizer.zero_grad()
@@ -174,7 +177,9 @@ def train(config: str, seed: int) -> dict[str, Any]:
     """One run, on one rank of all."""
     codec, params, wire = CONFIGS[config]
     chosen = None if codec is None else tw.codec(codec, **params)
-    parallel = tp.connect(chosen, chosen, wire=wire)
+    # It has another form for gradients.
+    back = tw.codec(codec, direction="backward", **params) if codec == "tahquant" else chosen
+    parallel = tp.connect(chosen, back, wire=wire)
     torch.manual_seed(seed)
     model = GPT(parallel)
     data, held_back = load_bytes()

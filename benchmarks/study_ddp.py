@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from study_accuracy import GPT, fit
-from study_tagc import BATCH, CURVE, RANKS, study, validated
+from study_accuracy import GPT
+from study_tagc import RANKS, Plan, fitted, study, validated
 from torch.nn.parallel import DistributedDataParallel
 
 import tightwire as tw
 from tightwire.adapters.training import ddp
 from tightwire.homomorphic import seal, sketch
 
+ROUNDED = "bfloat16"
 #: None is no compression.
 CONFIGS: dict[str, tw.Codec | None] = {
     "float32": None,
+    ROUNDED: None,
     "dynamiq any, 5 bits": tw.codec("dynamiq"),
     "dynamiq pow2, 5 bits": tw.codec("dynamiq", widths="pow2"),
     "MXFP8": tw.codec("mx"),
@@ -63,6 +65,18 @@ class Plain:
         x.div_(RANKS)
 
 
+class Rounded(Plain):
+    """Sums of the network in bfloat16, as PyTorch's own hook of that kind makes them."""
+
+    def average(self, x: torch.Tensor) -> None:
+        """As Plain's."""
+        rounded = x.div(RANKS).bfloat16()
+        dist.all_reduce(rounded)
+        self.raw_bytes += sent(x)
+        self.wire_bytes += sent(rounded)
+        x.copy_(rounded)
+
+
 class Cells(Plain):
     """Sums of the cells of thc, with norms that ranks agree on before."""
 
@@ -99,24 +113,28 @@ def average_hook(state: Plain, bucket: dist.GradBucket) -> torch.futures.Future[
     return future
 
 
-def register(replica: Replica, codec: tw.Codec | None, seed: int) -> Any:
+def register(replica: Replica, config: str, seed: int) -> Any:
     """Register what sums gradients; its state has `raw_bytes` and `wire_bytes`."""
+    codec = CONFIGS[config]
     if codec is not None and not codec.homomorphic:
         return ddp.register(replica, codec=codec, topology="ring", seed=seed)
-    state = Plain() if codec is None else Cells(codec, seed)
+    if codec is not None:
+        state: Plain = Cells(codec, seed)
+    else:
+        state = Rounded() if config == ROUNDED else Plain()
     replica.register_comm_hook(state, average_hook)
     return state
 
 
 def train(
-    config: str, seed: int, steps: int, data: torch.Tensor, windows: torch.Tensor
+    config: str, seed: int, plan: Plan, data: torch.Tensor, windows: torch.Tensor
 ) -> dict[str, Any]:
     """One run, on one rank of all."""
     torch.manual_seed(seed)
     replica = Replica(Model())
-    state = register(replica, CONFIGS[config], seed)
+    state = register(replica, config, seed)
     start = time.perf_counter()
-    curve = fit(replica, data, windows[:CURVE], seed * RANKS + dist.get_rank(), steps, BATCH)
+    curve = fitted(replica, seed, plan, data, windows)
     seconds = time.perf_counter() - start
     same_everywhere(replica)
     return {

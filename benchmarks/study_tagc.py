@@ -19,12 +19,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from study_accuracy import CONTEXT, GPT, draw, evaluate, fit, load_bytes, machine
+from study_accuracy import CONTEXT, EVERY, GPT, draw, evaluate, fit, load_bytes, machine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -38,8 +38,28 @@ SELECTED = tagc.Rule(nelem=1 << 14)
 #: Biases and norms are named too, but take fewer bytes uncompressed.
 ALL = tagc.Rule(exclude=None, nelem=1, dimensions=None)
 
-#: Makes a run: configuration, seed, steps, text, windows for validation.
-Train = Callable[[str, int, int, torch.Tensor, torch.Tensor], dict[str, Any]]
+
+class Plan(NamedTuple):
+    """What all runs of a file have in common.
+
+    Attributes:
+        steps: Steps of a run.
+        every: Steps between the points of its curve.
+        curve: Windows of such a point.
+        ranks: Number of ranks.
+        batch: Windows of a batch, of each rank that draws its own.
+    """
+
+    steps: int = STEPS
+    every: int = EVERY
+    curve: int = CURVE
+    ranks: int = RANKS
+    batch: int = BATCH
+
+
+DEFAULT_PLAN = Plan()
+#: Makes a run: configuration, seed, plan, text, windows for validation.
+Train = Callable[[str, int, Plan, torch.Tensor, torch.Tensor], dict[str, Any]]
 #: None is no compression.
 CONFIGS: dict[str, tagc.Tagc | None] = {
     BASELINE: None,
@@ -55,7 +75,7 @@ CONFIGS: dict[str, tagc.Tagc | None] = {
 
 
 def train(
-    config: str, seed: int, steps: int, data: torch.Tensor, windows: torch.Tensor
+    config: str, seed: int, plan: Plan, data: torch.Tensor, windows: torch.Tensor
 ) -> dict[str, Any]:
     """One run, on one rank of all."""
     torch.manual_seed(seed)
@@ -73,8 +93,7 @@ def train(
         hooks = tagc.compress(model, options, state=tagc.State(history=1 << 20), algorithm="native")
         reduce = hooks.reduce_scatter
     start = time.perf_counter()
-    own = seed * RANKS + dist.get_rank()
-    curve = fit(model, data, windows[:CURVE], own, steps, BATCH, foreach=True)
+    curve = fitted(model, seed, plan, data, windows, foreach=True)
     seconds = time.perf_counter() - start
     if options is not None:
         facts = diagnoses(hooks.state, parameters)
@@ -89,6 +108,24 @@ def train(
         "parameters": parameters,
         **facts,
     }
+
+
+def fitted(
+    model: Any,
+    seed: int,
+    plan: Plan,
+    data: torch.Tensor,
+    windows: torch.Tensor,
+    foreach: bool | None = None,
+) -> list[Any]:
+    """Train on batches of this rank's own; steps and losses of all ranks on the way."""
+    mine = windows[: plan.curve][dist.get_rank() :: plan.ranks]
+    own = seed * plan.ranks + dist.get_rank()
+    curve = fit(model, data, mine, own, plan.steps, plan.batch, foreach, plan.every)
+    losses = torch.tensor([loss for _, loss in curve], dtype=torch.float64)
+    dist.all_reduce(losses)
+    steps = [step for step, _ in curve]
+    return list(zip(steps, (losses / plan.ranks).tolist(), strict=True))
 
 
 def validated(model: GPT, windows: torch.Tensor) -> float:
@@ -115,7 +152,7 @@ def diagnoses(state: tagc.State, parameters: int) -> dict[str, Any]:
 
 
 def run_rank(
-    rank: int, store: str, jobs: list[tuple[str, int]], train: Train, steps: int, out: Path
+    rank: int, store: str, jobs: list[tuple[str, int]], train: Train, plan: Plan, out: Path
 ) -> None:
     """What the process of a rank does: all runs, which rank 0 writes down one by one."""
     torch.set_num_threads(1)
@@ -125,22 +162,22 @@ def run_rank(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=RANKS,
+        world_size=plan.ranks,
         timeout=timedelta(minutes=5),
     )
     data, held_back = load_bytes()
     windows = draw(held_back, VALIDATION, torch.Generator().manual_seed(0))
     for config, seed in jobs:
-        found = train(config, seed, steps, data, windows)
+        found = train(config, seed, plan, data, windows)
         if rank == 0:
-            record(out, steps, found)
+            record(out, plan, found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def record(out: Path, steps: int, found: dict[str, Any]) -> None:
+def record(out: Path, plan: Plan, found: dict[str, Any]) -> None:
     """Add a run to the file."""
-    recorded: dict[str, Any] = {"setting": setting(steps), "runs": []}
+    recorded: dict[str, Any] = {"setting": setting(plan), "runs": []}
     if out.exists():
         recorded = json.loads(out.read_text())
     recorded |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
@@ -150,19 +187,21 @@ def record(out: Path, steps: int, found: dict[str, Any]) -> None:
     print(f"{found['config']}, seed {found['seed']}: {found['loss']:.4f}, {took}", flush=True)
 
 
-def setting(steps: int) -> dict[str, Any]:
+def setting(plan: Plan) -> dict[str, Any]:
     """All that runs of one file must have in common."""
     return {
-        "ranks": RANKS,
-        "steps": steps,
-        "batch": BATCH,
+        "ranks": plan.ranks,
+        "steps": plan.steps,
+        "batch": plan.batch,
         "context": CONTEXT,
         "validation_windows": VALIDATION,
-        "curve_windows": CURVE,
+        "curve_windows": plan.curve,
     }
 
 
-def study(description: str, configs: Iterable[str], train: Train) -> None:
+def study(
+    description: str, configs: Iterable[str], train: Train, usual: Plan = DEFAULT_PLAN
+) -> None:
     """Make the runs that the command line wants and the file lacks, and write each down.
 
     `train` makes one, on one rank of all, and is a function of the module that was started.
@@ -171,20 +210,25 @@ def study(description: str, configs: Iterable[str], train: Train) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--config", choices=configs, nargs="+", default=list(configs))
     parser.add_argument("--seed", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=usual.steps)
+    parser.add_argument("--every", type=int, default=usual.every, help="steps between points")
+    parser.add_argument("--curve", type=int, default=usual.curve, help="windows of a point")
     given = parser.parse_args()
+    plan = usual._replace(steps=given.steps, every=given.every, curve=given.curve)
+    if not 0 < plan.curve <= VALIDATION or plan.curve % plan.ranks:
+        parser.error(f"--curve is {plan.curve}; allowed: multiples of {plan.ranks} to {VALIDATION}")
     done = set()
     if given.out.exists():
         recorded = json.loads(given.out.read_text())
-        if recorded["setting"] != setting(given.steps):
+        if recorded["setting"] != setting(plan):
             parser.error(f"{given.out} has runs of another setting")
         done = {(r["config"], r["seed"]) for r in recorded["runs"]}
     wanted = [(config, seed) for seed in given.seed for config in given.config]
     jobs = [job for job in wanted if job not in done]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        shared = f"{folder}/store", jobs, train, given.steps, given.out
-        ranks = [context.Process(target=run_rank, args=(r, *shared)) for r in range(RANKS)]
+        shared = f"{folder}/store", jobs, train, plan, given.out
+        ranks = [context.Process(target=run_rank, args=(r, *shared)) for r in range(plan.ranks)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tightwire.adapters.training import fsdp
+from tightwire.adapters.training import fsdp, moe
 from tightwire.adapters.training import tensor_parallel as tp
 
 #: MiB of a bucket of DistributedDataParallel.
@@ -32,20 +32,33 @@ class Sizes(NamedTuple):
     vocabulary: int = 32768
     tokens: int = 2048
     batch: int = 2
+    experts: int = 8
+
+
+class FeedForward(nn.Module):
+    """The feed-forward part of a layer."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (..., width), in and out."""
+        return self.down(functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
     """A layer, with attention before the feed-forward part."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, feed: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__()
         width = sizes.width
         self.heads = sizes.heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.feed = feed(width) if feed else FeedForward(width, 4 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (batch, tokens, width), in and out."""
@@ -54,16 +67,16 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + self.feed(self.norm2(x))
 
 
 class GPT(nn.Module):
     """A GPT without positions, whose weights are drawn from the current seed."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, feed: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(Block(sizes, feed) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         for p in self.parameters():
@@ -85,11 +98,15 @@ class Setting(NamedTuple):
     device: torch.device
     learning_rate: float
 
-    def gpt(self) -> GPT:
-        """The model with its first weights, the same on all ranks."""
+    def gpt(self, feed: Callable[[int], nn.Module] | None = None) -> GPT:
+        """The model with its first weights, drawn from the same seed on all ranks.
+
+        Args:
+            feed: Makes the feed-forward part of a layer of this width; None: a dense one.
+        """
         torch.manual_seed(0)
         with self.device:
-            return GPT(self.sizes)
+            return GPT(self.sizes, feed)
 
     def tokens(self, step: int, rank: int) -> torch.Tensor:
         """The batch of a step: sums of random numbers, of which a model can learn a part."""
@@ -141,17 +158,18 @@ def sharded(reduce: torch.dtype, compress: Callable[[Any], Iterable[Any]] | None
     return make
 
 
+def _replica(model: Any, setting: Setting) -> Any:
+    where = [setting.device] if setting.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=where, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+    )
+
+
 def replicated(register: Callable[[Any], Any] | None = None) -> Make:
     """DistributedDataParallel in bfloat16."""
 
     def make(setting: Setting) -> Model:
-        where = [setting.device] if setting.device.type == "cuda" else None
-        model = DistributedDataParallel(
-            setting.gpt().bfloat16(),
-            device_ids=where,
-            bucket_cap_mb=BUCKET_MIB,
-            gradient_as_bucket_view=True,
-        )
+        model = _replica(setting.gpt().bfloat16(), setting)
         return Model(model, (register(model),) if register else ())
 
     return make
@@ -166,10 +184,42 @@ def divided(connect: Callable[[torch.device], Any]) -> Make:
             block.heads //= parallel.world_size
             block.qkv = tp.ColumnParallelLinear(block.qkv, parallel, parts=3)
             block.out = tp.RowParallelLinear(block.out, parallel)
-            block.up = tp.ColumnParallelLinear(block.up, parallel)
-            block.down = tp.RowParallelLinear(block.down, parallel)
+            block.feed.up = tp.ColumnParallelLinear(block.feed.up, parallel)
+            block.feed.down = tp.RowParallelLinear(block.feed.down, parallel)
         hooks = (parallel,) if isinstance(parallel, tp.TensorParallel) else ()
         return Model(model, hooks, same_batch=True)
+
+    return make
+
+
+class Experts(nn.Module):
+    """A feed-forward part of experts, of which two compute as much for a token as a dense part."""
+
+    def __init__(self, width: int, parallel: moe.ExpertParallel) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, parallel.experts, bias=False)
+        local = [FeedForward(width, 2 * width) for _ in parallel.local_experts]
+        self.layer = moe.MixtureOfExperts(local, parallel, top_k=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, tokens, width), in and out."""
+        return self.layer(x, self.router(x))
+
+
+def mixed(
+    connect: Callable[[Setting], moe.ExpertParallel],
+    register: Callable[[Any], Any] | None = None,
+) -> Make:
+    """Experts shared out to ranks; all else is data-parallel, in bfloat16."""
+
+    def make(setting: Setting) -> Model:
+        parallel = connect(setting)
+        model = setting.gpt(lambda width: Experts(width, parallel)).bfloat16()
+        own = [name for name, _ in model.named_parameters() if ".layer.experts." in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+        wrapped = _replica(model, setting)
+        hooks = (parallel, register(wrapped)) if register else (parallel,)
+        return Model(wrapped, hooks)
 
     return make
 
@@ -217,6 +267,26 @@ class Silence:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+@functools.cache
+def _alone_group() -> Any:
+    return dist.new_subgroups(1)[0]
+
+
+def experts(codec: str | None) -> Callable[[Setting], moe.ExpertParallel]:
+    """Expert parallelism of all ranks, with a codec in both directions."""
+
+    def connect(setting: Setting) -> moe.ExpertParallel:
+        return moe.connect(setting.sizes.experts, codec, codec, device=setting.device)
+
+    return connect
+
+
+def own_experts(setting: Setting) -> moe.ExpertParallel:
+    """Expert parallelism that sends nothing: each rank has its own tokens for its own experts."""
+    count = setting.sizes.experts // dist.get_world_size()
+    return moe.connect(count, None, None, group=_alone_group(), device=setting.device)
 
 
 def keep_gradients(model: Any) -> Silence:

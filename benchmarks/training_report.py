@@ -1,4 +1,4 @@
-"""training.md and training.svg from the training.jsonl of bench_training.py; report.py calls it."""
+"""training_steps.md and its plot from the training.jsonl of bench_training.py; see report.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ TARGETS = {
 }
 #: Of cases that choose by themselves, on any network.
 AUTO = (1.02, 1.0)
-_COLORS = {"fsdp": "#0b7a75", "fsdp float32": "#2f87d8", "ddp": "#d9742b", "tp": "#a06cd5"}
+_COLORS = {
+    "fsdp": "#0b7a75",
+    "fsdp float32": "#2f87d8",
+    "ddp": "#d9742b",
+    "tp": "#a06cd5",
+    "moe": "#c2497a",
+}
 _GREY = "#9aa5b1"
 
 HEAD = """\
@@ -111,7 +117,7 @@ def _cells(link: str, row: dict[str, Any]) -> list[str]:
 
 def _model(rows: dict[str, dict[str, Any]]) -> list[str]:
     """The line about the model, and an empty one."""
-    some = next((row for row in rows.values() if "setting" in row), None)
+    some = next((row for row in rows.values() if "loss_steps" in row), None)
     if some is None:
         return []
     sizes = some["setting"]
@@ -190,14 +196,14 @@ def plot(found: dict[tuple[Any, ...], dict[str, dict[str, Any]]], path: Path) ->
 
 
 def write_page(folder: Path) -> bool:
-    """Write training.md and training.svg if there is a record; whether there is."""
+    """Write training_steps.md and training_steps.svg if there is a record; whether there is."""
     found = places(read(folder / "training.jsonl"))
     if not found:
         return False
-    plot(found, folder / "training.svg")
-    lines = ["# Training steps", "", HEAD, "", "![step time over native](training.svg)", ""]
+    plot(found, folder / "training_steps.svg")
+    lines = ["# Training steps", "", HEAD, "", "![step time over native](training_steps.svg)", ""]
     lines += ["In the plot lines mark what is asked; shorter bars are better.", ""]
     for place, rows in found.items():
         lines += _section(place, rows)
-    (folder / "training.md").write_text("\n".join(lines).rstrip() + "\n")
+    (folder / "training_steps.md").write_text("\n".join(lines).rstrip() + "\n")
     return True

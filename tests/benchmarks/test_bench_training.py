@@ -31,6 +31,10 @@ CASES = [
     "ddp, mx, network",
     "tp, native",
     "tp, zipccl",
+    "moe, native",
+    "moe, zipccl",
+    "loss, native",
+    "loss, dynamiq, ring",
 ]
 #: The program with two more cases: a hook that fails, and one that takes its process along.
 BROKEN = """
@@ -80,15 +84,16 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     assert importlib.import_module("training_report").write_page(folder)
-    return (folder / "training.md").read_text()
+    return (folder / "training_steps.md").read_text()
 
 
 def test_steps_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     record = tmp_path / "training.jsonl"
     only = ["fsdp,native", "ddp,native", "tp,native", "ddp,mx,network", "tp,zipccl"]
+    only += ["moe,native", "moe,zipccl", "loss,native", "loss,dynamiq,ring"]
     only += ["fsdp,zipccl,peers", "fsdp,zipccl,network", "ddp,zipccl,network"]
-    words = ["--out", str(record), *TINY.split(), "--only", *only]
+    words = ["--out", str(record), *TINY.split(), "--loss-steps", "10", "--only", *only]
     torchrun(BENCHMARKS / "bench_training.py", words)
     found = rows(record)
     assert sorted(found) == sorted([*CASES, "run"])
@@ -97,6 +102,12 @@ def test_steps_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Monkey
         if key in ("run", "fsdp, zipccl, peers"):
             continue
         assert "error" not in row, row
+        if key.startswith("loss"):
+            (first, high), (last, low) = row["curve"]
+            assert (first, last, row["steps"]) == (5, 10, 10)
+            assert low < high - 0.1
+            assert row["seconds"] > 0
+            continue
         assert row["step_ms"]["median"] >= row["step_ms"]["least"] > 0
         assert 0 < row["host_ms"]["median"] <= row["step_ms"]["median"] * 1.01
         assert (row["link"], row["world"], row["loss_steps"]) == ("gloo", 2, 8)
@@ -107,6 +118,9 @@ def test_steps_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Monkey
         assert 0 < row["wire_bytes"] < row["raw_bytes"]
         assert row["same_bits"] == row["lossless"] == ("zipccl" in key)
         assert row["loss"] == pytest.approx(row["native_loss"], rel=1e-3)
+    native, dynamiq = (found[key]["curve"] for key in CASES[-2:])
+    assert [loss for _, loss in dynamiq] == pytest.approx([loss for _, loss in native], rel=1e-2)
+    assert dynamiq != native
     before = record.read_text()
     torchrun(BENCHMARKS / "bench_training.py", words)
     after = record.read_text().removeprefix(before).splitlines()
@@ -116,7 +130,7 @@ def test_steps_are_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "| `ddp.register(model, route='network')` |" in shown
     assert "skipped: peer memory needs GPUs" in shown
     assert "`tagc.compress(model, Tagc(ratio=10))` | not measured" in shown
-    assert "not measured" in (tmp_path / "training.svg").read_text()
+    assert "not measured" in (tmp_path / "training_steps.svg").read_text()
 
 
 def test_failures_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
