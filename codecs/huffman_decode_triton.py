@@ -232,13 +232,13 @@ def _decode_runs(
     # fmt: off
     if edge:
         s = _decode_planes(
-            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
-            UNIT, True, L,
+            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
+            NARROW, UNIT, True, L,
         )
     else:
         s = _decode_planes(
-            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr, NARROW,
-            UNIT, False, L,
+            tile, out, k, 0, s, ring, words, last, use, fixed, done, coded, table, table_ptr,
+            NARROW, UNIT, False, L,
         )
     # fmt: on
     close_runs(ring, L.ptx)
