@@ -62,7 +62,8 @@ from .hooks import (
     wide,
 )
 from .layers import Rule
-from .prepared_fsdp import kind_and_factor, param_groups
+from .prepared_fsdp import PreparedGather, kind_and_factor, param_groups
+from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
 
 __all__ = [
@@ -185,6 +186,8 @@ class ReduceScatter(CommHook):
         tagc: The settings.
         state: The state of this rank.
         node: As in ``compress``.
+        gathers: The hook of the same modules' parameters, if it makes prepared calls: they are
+            judged before backward returns.
         **options: Arguments of ``Communicator``, for what is not sent by sketch. Bytes are counted
             whatever ``trace`` is.
 
@@ -194,10 +197,17 @@ class ReduceScatter(CommHook):
     """
 
     def __init__(
-        self, tagc: Tagc, state: State, *, node: int | None = None, **options: Any
+        self,
+        tagc: Tagc,
+        state: State,
+        *,
+        node: int | None = None,
+        gathers: PreparedGather | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(node=node, **options)
         self._tagc, self._state = tagc, state
+        self._end = None if gathers is None else EndOfBackward(gathers.judge)
         self._sums: dict[AnyCommunicator, _Sums] = {}
 
     @property
@@ -234,6 +244,8 @@ class ReduceScatter(CommHook):
         async_op: bool,
     ) -> Any:
         kind, factor = kind_and_factor(op)
+        if self._end is not None:
+            self._end.ask()
 
         def call(comm: AnyCommunicator) -> None:
             sums = self._sums.get(comm)
@@ -321,12 +333,13 @@ class Hooks(NamedTuple):
     """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
     Attributes:
-        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
-        reduce_scatter: The hook of gradients, with the same.
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and, with the route
+            ``"exact"``, ``trace()``.
+        reduce_scatter: The hook of gradients, with all of these.
         state: The state of this rank: residuals and reports.
     """
 
-    all_gather: AllGather
+    all_gather: Any
     reduce_scatter: ReduceScatter
     #: `reports` of layers and steps; `residuals.state_dict()` belongs in the rank's checkpoint.
     state: State
@@ -350,6 +363,7 @@ def compress(
     *,
     state: State | None = None,
     node: int | None = None,
+    route: Route = "exact",
     **options: Any,
 ) -> Hooks:
     """Sum the gradients of large layers of every FSDP module in a model by sketch.
@@ -375,6 +389,9 @@ def compress(
         state: State of this rank of an earlier run. None: a new one.
         node: Ranks of a node, whose numbers are consecutive, as in ``fsdp.compress``: gradients of
             a node are summed as they are, and index and sketch of the sums go between nodes.
+        route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
+            by prepared calls, so that the host does not wait for their sizes. Gradients travel as
+            before. Options are ``codec``, ``checksum``, ``seed`` and ``keep_nbytes`` then.
         **options: Arguments of ``Communicator``.
 
     Returns:
@@ -382,17 +399,24 @@ def compress(
 
     Raises:
         TypeError: For unknown options, another kind of module, or complex parameters.
-        ValueError: For a value that is not allowed; if there is no FSDP module, or one with several
+        ValueError: For a value that is not allowed; if ``node`` is given with another route than
+            ``"exact"``; if there is no FSDP module, or one with several
             meshes; by the first call, if the index mode does not allow so many ranks.
     """
+    check_route(route, options, ("keep_nbytes",))
+    gathers: PreparedGather | None = None
+    if route != "exact":
+        if node is not None:
+            raise ValueError(f"route is {route!r}, node {node}; allowed with node: 'exact'")
+        gathers = PreparedGather(route, **options)
+        options.pop("keep_nbytes", None)
     state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
-    hooks = Hooks(
-        AllGather(node=node, **options), ReduceScatter(tagc, state, node=node, **options), state
-    )
+    scatters = ReduceScatter(tagc, state, node=node, gathers=gathers, **options)
+    hooks = Hooks(gathers or AllGather(node=node, **options), scatters, state)
     names = {id(p): name for name, p in module.named_parameters()}
     for _, m in modules:
-        m.set_custom_all_gather(hooks.all_gather)
+        m.set_custom_all_gather(hooks.all_gather if gathers is None else gathers.of(m))
         m.set_custom_reduce_scatter(hooks.reduce_scatter.unit(_parameters(m, names)))
     return hooks
 
