@@ -29,9 +29,10 @@ Layers that ``Tagc.layers`` does not select, and parameters, are sent by the cod
 On the CPU backward waits for the hooks, and nothing overlaps. On a GPU the hook of a unit has a
 stream of its own, which follows its gradients: sparsification, index and sketch overlap the
 all-gather of the next unit's parameters, which FSDP has queued before, and the queued part of the
-backward pass. The host waits for the agreed index when the device has sketches to make, for the
-sums and their reports, and with ``fallback`` for the diagnosis before it sends. Where the codec lhc
-has no kernels, index, sketch and peeling are on the host.
+backward pass. The host waits for sums before backward returns, and then adds their reports. For the
+agreed index of a unit it waits in the first step only. With ``fallback`` it waits in the hook: for
+the diagnosis before it sends, the index and the sums. Where the codec lhc has no kernels, index,
+sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -58,6 +59,7 @@ from .hooks import (
     in_backward,
     install,
     node_communicator,
+    raise_at_the_end,
     trained_device,
     wide,
 )
@@ -207,7 +209,8 @@ class ReduceScatter(CommHook):
     ) -> None:
         super().__init__(node=node, **options)
         self._tagc, self._state = tagc, state
-        self._end = None if gathers is None else EndOfBackward(gathers.judge)
+        self._gathers = gathers
+        self._end = EndOfBackward(self._judge)
         self._sums: dict[AnyCommunicator, _Sums] = {}
 
     @property
@@ -223,6 +226,20 @@ class ReduceScatter(CommHook):
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls, group by group: of the communicator, then of sketches."""
         return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
+
+    def _judge(self) -> None:
+        """Raise what is wrong with sums and gathers that nobody has waited for yet, and report."""
+        judges = [sums.sketches.settle for sums in self._sums.values()]
+        if self._gathers is not None:
+            judges.append(self._gathers.judge)
+        problem: Exception | None = None
+        for judge in judges:
+            try:
+                judge()
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def unit(self, parameters: Callable[[], list[Parameter]]) -> Any:
         """The object for ``set_custom_reduce_scatter`` of one FSDP module.
@@ -244,13 +261,13 @@ class ReduceScatter(CommHook):
         async_op: bool,
     ) -> Any:
         kind, factor = kind_and_factor(op)
-        if self._end is not None:
-            self._end.ask()
+        in_backward = self._end.ask()
 
         def call(comm: AnyCommunicator) -> None:
             sums = self._sums.get(comm)
             if sums is None:
                 sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
+            sums.sketches.defers = in_backward
             total = self._total(sums, parameters, changed, output_tensor, input_tensor)
             if kind == dist.ReduceOp.AVG:
                 tensors.change(lambda v: v.div_(comm.world_size), total)
@@ -465,6 +482,7 @@ class DdpHook(Closing):
         self._sums = _Sums(comm, tagc, state)
         self._tagc, self._names = tagc, names
         self.state = state
+        self._end = EndOfBackward(self._judge)
 
     def _open(self) -> Iterable[Channel]:
         return [self._channel]
@@ -483,8 +501,16 @@ class DdpHook(Closing):
         """Records of the last calls: those of the communicator, then those by sketch."""
         return [*self._sums.comm.trace(), *self._sums.sketches.trace()]
 
+    def _judge(self) -> None:
+        """Have backward() raise what is wrong with sums, and report on them."""
+        try:
+            self._sums.sketches.settle()
+        except Exception as error:
+            raise_at_the_end(self, error)
+
     def _average(self, bucket: Any) -> None:
         x, comm = bucket.buffer(), self._sums.comm
+        self._sums.sketches.defers = self._end.ask()
         if x.layout != torch.strided or not x.dtype.is_floating_point:
             raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
         ranks, layers, places, others, at = comm.world_size, [], [], [], 0
