@@ -212,26 +212,34 @@ def test_cells_of_16_bits_keep_their_rounding_for_the_next_step(sketch: str) -> 
         np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device whose kernels make sketches: without a GPU the interpreter has the host's."""
+    pytest.importorskip("triton")
+    from tightwire import gpu, homomorphic, sparsify_triton
+
+    if torch.cuda.is_available():
+        return "cuda"
+    codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
+    for module in (codec, homomorphic):
+        monkeypatch.setattr(module, "device_for", lambda *_: gpu)
+    monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
+    monkeypatch.setattr(sketch_messages, "is_cuda", lambda _: True)
+    return "cpu"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("index", ["or", "1bit"])
-def test_sums_by_kernels(index: str, defers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_by_kernels(
+    index: str, defers: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two layers, two steps, with one wait before the sketches and one at the end.
 
     Where sums are left for later, the second step waits for nothing before `settle`.
 
     By one rank: the interpreter, whose memory stands for a GPU's, has no threads.
     """
-    pytest.importorskip("triton")
-    from tightwire import gpu, homomorphic, sparsify_triton
-
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
-        for module in (codec, homomorphic):
-            monkeypatch.setattr(module, "device_for", lambda *_: gpu)
-        monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
-        monkeypatch.setattr(sketch_messages, "is_cuda", lambda _: True)
     waits: list[list[str]] = []
     settle = sketch_messages.Wire.settle
 
@@ -249,7 +257,7 @@ def test_sums_by_kernels(index: str, defers: bool, monkeypatch: pytest.MonkeyPat
         sums.defers = defers
         for step in range(2):
             xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
-            layers = [(name, x[0].to("cuda" if on_gpu else "cpu")) for name, x in xs.items()]
+            layers = [(name, x[0].to(kernels)) for name, x in xs.items()]
             for found, (name, x) in zip(sums.sums(layers), xs.items(), strict=True):
                 wanted = references[name].step(x.numpy())
                 np.testing.assert_array_equal(found.cpu().numpy(), wanted[0])
@@ -543,33 +551,32 @@ def test_settings_that_differ_are_named() -> None:
 
 
 @pytest.mark.parametrize("defers", [False, True])
-def test_damaged_sums_on_a_gpu_are_raised(defers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_kernels_find_is_raised(
+    defers: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decoding writes a word, which is read with the reports."""
-    pytest.importorskip("triton")
     from tightwire import homomorphic
-    from tightwire.codecs.common.frame_triton import STATUS_TOP
 
-    words: list[Any] = []
-    monkeypatch.setattr(homomorphic.Sketched, "report_to", lambda self, word: words.append(word))
     decode = homomorphic.Sketched.decode
 
     def damaged(self: Any, start: int, stop: int) -> Any:
-        words[-1].fill_(STATUS_TOP.value - (1 << 40))
+        self.buffer._memory.data[self.plan.header.nbytes] ^= 1
         return decode(self, start, stop)
-
-    monkeypatch.setattr(homomorphic.Sketched, "decode", damaged)
 
     def task(transport: ThreadTransport) -> None:
         sums = Sketches(tw.Communicator(transport), Tagc(), State())
         sums.defers = defers
-        layers = [("w", gradients(1, 3 * 1024, torch.float32)[0])]
+        layers = [("w", gradients(1, 3 * 1024, torch.float32)[0].to(kernels))]
+        sums.sums(layers)
+        sums.settle()
+        monkeypatch.setattr(homomorphic.Sketched, "decode", damaged)
         if defers:
             sums.sums(layers)
         later: Any = sums.settle if defers else lambda: sums.sums(layers)
         with pytest.raises(tw.CollectiveError, match="the record of chunk 0, found on the device"):
             later()
-        assert not sums.state.reports
-        assert "found on the device" in str(sums.trace()[-1].error)
+        assert len(sums.state.reports) == 1
+        assert [bool(record.error) for record in sums.trace()] == [False, True]
         with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
             sums.sums(layers)
 
