@@ -65,8 +65,9 @@ def accumulated(model: Any, optimizer: Any) -> None:
 
 def evaluated(model: Any, optimizer: Any) -> None:
     plain(model, optimizer)
-    with torch.no_grad():
-        loss_of(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            loss_of(model)
 
 
 def changed_between(model: Any, optimizer: Any) -> None:
