@@ -77,9 +77,9 @@ def damage(call: Any, at: int, bit: int) -> None:
     messages = slot.exchanges[0].messages
     move = messages.exchange
 
-    def damaging() -> None:
+    def damaging(*message: Any) -> None:
         messages.exchange = move
-        move()
+        move(*message)
         messages.received[0][at] ^= bit
 
     messages.exchange = damaging

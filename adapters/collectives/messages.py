@@ -107,10 +107,11 @@ class Messages:
         self,
         sent: list[Any],
         received: list[Any],
-        exchange: Callable[[], None],
+        exchange: Callable[..., None],
         *,
         late: Any = None,
         memory: Any = None,
+        moves: bool = False,
     ) -> None:
         self.sent = sent
         #: The memory that the rows of ``sent`` are, where they lie side by side.
@@ -121,6 +122,8 @@ class Messages:
         #: Has ``received`` show what all ranks have sent; the outputs of earlier exchanges of
         #: the same messages must have been read.
         self.exchange = exchange
+        #: Whether ``exchange`` may be given other memory that has this rank's one message.
+        self.moves = moves
 
 
 class Route(Protocol):
@@ -156,17 +159,17 @@ class NetworkRoute:
     def gathered(self, nbytes: int, like: Any) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        mine, received = _zeros(nbytes, like), _zeros(ranks * nbytes, like)
+        mine, received = zeros(nbytes, like), zeros(ranks * nbytes, like)
 
-        def exchange() -> None:
-            self._transport.all_gather(received, mine)
+        def exchange(message: Any = mine) -> None:
+            self._transport.all_gather(received, message)
 
-        return Messages([mine], _rows(received, nbytes), exchange)
+        return Messages([mine], _rows(received, nbytes), exchange, moves=True)
 
     def swapped(self, nbytes: int, like: Any) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        sent, received = _zeros(ranks * nbytes, like), _zeros(ranks * nbytes, like)
+        sent, received = zeros(ranks * nbytes, like), zeros(ranks * nbytes, like)
 
         def exchange() -> None:
             self._transport.all_to_all(received, sent)
@@ -177,7 +180,7 @@ class NetworkRoute:
     def spread(self, nbytes: int, like: Any, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
         rank, ranks = self._transport.rank, self._transport.world_size
-        sent, received = _zeros(ranks * nbytes, like), _zeros(ranks * nbytes, like)
+        sent, received = zeros(ranks * nbytes, like), zeros(ranks * nbytes, like)
         rows = _rows(sent, nbytes)
         # The root's own share needs no network.
         is_root = rank == root
@@ -227,7 +230,13 @@ class PeerRoute:
         return self._memory.region(align(nbytes))
 
 
-def _zeros(nbytes: int, like: Any) -> Any:
+def zeros(nbytes: int, like: Any) -> Any:
+    """Memory for messages: the bytes between their parts are sent, too.
+
+    Args:
+        nbytes: Bytes.
+        like: An array of the library and device.
+    """
     memory = tensors.empty_bytes(nbytes, like)
     memory[:] = 0
     return memory

@@ -120,11 +120,12 @@ class Exchange:
         """The layout of message `number` of this rank."""
         return self.layouts[self._rank if self.what.kind == "gathered" else number]
 
-    def memory(self, number: int, part: int) -> Any:
-        """Where a part is encoded as message `number`."""
+    def memory(self, number: int, part: int, message: Any = None) -> Any:
+        """Where a part is encoded as message `number`, or in `message` if that is given."""
         layout = self.layout(number)
         start = layout.starts[part]
-        return self.messages.sent[number][start : start + layout.plans[part].nbytes]
+        whole = self.messages.sent[number] if message is None else message
+        return whole[start : start + layout.plans[part].nbytes]
 
     def sender(self, number: int) -> int:
         """The rank that has sent the received buffer `number`."""

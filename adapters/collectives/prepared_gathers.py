@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import tensors
 from .calls import Call
+from .kept_messages import KeptMessage
 from .prepared_exchange import (
     Exchanged,
     Given,
@@ -18,7 +19,7 @@ from .prepared_exchange import (
     need_apart,
     shares_of,
 )
-from .prepared_work import Prepared, Work
+from .prepared_work import Prepared, Work, capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -43,13 +44,15 @@ class AllGather(Prepared):
     def _prepared_exactly(self, calls: PreparedCalls) -> Any:
         return AllGather(calls, self._alike())
 
-    def __call__(self, x: Any, out: Any) -> Work:
+    def __call__(self, x: Any, out: Any, kept: KeptMessage | None = None) -> Work:
         """Make the call.
 
         Args:
             x: This rank's tensor, contiguous, of ``n`` elements. It stays as it is until the work
                 has been waited for.
             out: The result, contiguous, of ``world_size * n`` elements of the same dtype.
+            kept: Has the message that is sent, if it is that of ``x``, and otherwise gets it. Other
+                ranks need not do the same. Unused for peers, and in a graph.
 
         Returns:
             The work. ``out`` is right when it has been waited for.
@@ -73,8 +76,13 @@ class AllGather(Prepared):
                 )
 
         def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
-            self._encode(slot, call, 0, [Given(v, 0, part) for part, v in enumerate(xs)])
-            self._exchange(slot, call, 0)
+            message = None if kept is None else self._kept(slot, kept)
+            if kept is None or message is None or not kept.holds(xs):
+                given = [Given(v, 0, part) for part, v in enumerate(xs)]
+                self._encode(slot, call, 0, given, message)
+                if kept is not None and message is not None:
+                    kept.note(xs)
+            self._exchange(slot, call, 0, message)
             wanted: list[Any] = [share for row in rows for share in row]
             if self._calls.codec.lossless:
                 first = self._rank * len(xs)
@@ -87,6 +95,13 @@ class AllGather(Prepared):
             return lambda _: self._exactly()(x, out).wait()
 
         return self._run(body)
+
+    def _kept(self, slot: Slot, kept: KeptMessage) -> Any:
+        """Memory for this rank's message that outlives the call, or None."""
+        exchange = slot.exchanges[0]
+        if not exchange.messages.moves or (tensors.is_cuda(self._like) and capturing()):
+            return None
+        return kept.memory(exchange.layouts[self._rank], self._like)
 
 
 class AllToAll(Prepared):

@@ -255,41 +255,45 @@ class Prepared:
             # The others, who found nothing, make the next call. So does this rank, to stay in step.
             self._untold = self._untold or error
 
-    def _encode(self, slot: Slot, call: Call, at: int, given: Sequence[Given]) -> None:
-        """Encode tensors as messages of exchange `at`."""
+    def _encode(
+        self, slot: Slot, call: Call, at: int, given: Sequence[Given], message: Any = None
+    ) -> None:
+        """Encode tensors as messages of exchange `at`; in `message`, if there is one elsewhere."""
         exchange = slot.exchanges[at]
         wanted = [one for one in given if one.x.shape[0]]
         with call.stage("encode"):
             if len(wanted) == 1 or self._calls.codec.spec.draws:
                 for one in wanted:
-                    self._encode_one(slot, call, exchange, one)
+                    self._encode_one(slot, call, exchange, one, message)
             else:
                 # A batch has one dtype.
                 for dtype in dict.fromkeys(exchange.what.parts[one.part].dtype for one in wanted):
                     batch = [one for one in wanted if exchange.what.parts[one.part].dtype == dtype]
                     plans = [exchange.layout(one.number).plans[one.part] for one in batch]
-                    outs = [exchange.memory(one.number, one.part) for one in batch]
+                    outs = [exchange.memory(one.number, one.part, message) for one in batch]
                     prepare_encode_many(plans, [one.x for one in batch], outs)()
             exchange.tell_needs()
 
-    def _encode_one(self, slot: Slot, call: Call, exchange: Exchange, one: Given) -> None:
+    def _encode_one(
+        self, slot: Slot, call: Call, exchange: Exchange, one: Given, message: Any
+    ) -> None:
         calls = self._calls
         plan = exchange.layout(one.number).plans[one.part]
         key = rounding_key(calls.seed, call.sequence, call.encodings, self._rank, self._ranks)
         call.encodings += 1
         calls.codec.encode(
             one.x,
-            out=exchange.memory(one.number, one.part),
+            out=exchange.memory(one.number, one.part, message),
             scratch=slot.scratch,
             dynamic_capacity=plan.dynamic_stride,
             checksum=calls.checksum,
             key=key,
         )
 
-    def _exchange(self, slot: Slot, call: Call, at: int) -> None:
+    def _exchange(self, slot: Slot, call: Call, at: int, message: Any = None) -> None:
         exchange = slot.exchanges[at]
         with call.stage("exchange"):
-            exchange.messages.exchange()
+            exchange.messages.exchange(*([] if message is None else [message]))
         # Peers read what there is of the dynamic part, and nobody knows here how much that is.
         layout, by_network = exchange.layouts[0], self._calls.route.learns
         nbytes = layout.nbytes if by_network else layout.certain_nbytes
@@ -367,7 +371,7 @@ class Prepared:
             late_words = [e.messages.late for e in slot.exchanges if e.messages.late is not None]
             if late_words:
                 _join(late_words, slot.words[slot.late_at :])
-            if _capturing():
+            if capturing():
                 # A replay may follow at once, and write what others still read.
                 for exchange in slot.exchanges:
                     if exchange.messages.late is not None:
@@ -548,7 +552,8 @@ class Failing:
             self._calls.broken = self._calls.broken or str(error)
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
     import torch
 
     return bool(torch.cuda.is_current_stream_capturing())

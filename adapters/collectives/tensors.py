@@ -321,12 +321,20 @@ def random_normal(n: int, dtype: DType, like: Any) -> Any:
     return values.astype(dtype.numpy)
 
 
+def current_stream(x: Any) -> Any:
+    """The stream that calls on `x` are queued on; None on the host."""
+    if not is_cuda(x):
+        return None
+    import torch
+
+    return torch.cuda.current_stream(x.device)
+
+
 def synchronize(x: Any) -> None:
     """Wait for what is queued on the GPU of `x`, if it is on one."""
-    if is_cuda(x):
-        import torch
-
-        torch.cuda.current_stream(x.device).synchronize()
+    stream = current_stream(x)
+    if stream is not None:
+        stream.synchronize()
 
 
 class PendingHostCopy:

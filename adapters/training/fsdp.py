@@ -568,8 +568,14 @@ def compress(
             ``"network"`` sends messages of a size that earlier ones taught; by ``"peers"`` the GPUs
             of a host read one another's memory; ``"auto"`` takes peers where it can, measures, and
             leaves calls to the process group for as long as that is faster. With these the
-            only other arguments are ``gradients``, ``wire``, and ``codec``, ``checksum`` and
-            ``seed``.
+            only other arguments are ``gradients``, ``wire``, and ``codec``, ``checksum``, ``seed``
+            and ``keep_nbytes``: bytes of memory for encoded shards. Over the network, a shard that
+            has not changed since the last gather is not encoded again, if there is memory for it.
+            None: 256 MiB on the host, where shards are compared with copies, and 0, which keeps
+            nothing, on a GPU. There nothing is compared: what forward has sent is sent again by the
+            first backward, unless an optimizer has stepped or PyTorch has counted a change of the
+            shard. Changes that it does not count must not be made in between: by ``.data``,
+            collectives, checkpoints that are loaded in place, or other libraries.
         wire: Dtype in which gradients of ``reduce_dtype`` float32 travel, such as ``"bfloat16"``;
             not with the route ``"exact"``.
         **options: Arguments of ``Communicator``.
@@ -584,7 +590,7 @@ def compress(
             given with a lossless codec or another topology than two-shot; for arguments that
             exclude each other.
     """
-    check_route(route, options)
+    check_route(route, options, ("keep_nbytes",))
     given = (error_feedback, parameter_feedback, scaling, node, within)
     if route != "exact":
         if given != (None,) * 5 or weight_differences or topology != "two-shot":
@@ -658,12 +664,12 @@ def _compress_prepared(
     """`compress` by prepared calls."""
     if wire is not None:
         as_dtype(wire)
-    gathers = PreparedGather(route, **options)
+    gathers = PreparedGather(route, keep_nbytes=options.pop("keep_nbytes", None), **options)
     codec = options.get("codec", "zipccl") if gradients is None else gradients
     check_gradients(as_codec(codec))
     scatters = PreparedScatter(route, wire, gathers=gathers, **options | {"codec": codec})
     for _, m in fsdp_modules(module):
-        m.set_custom_all_gather(gathers)
+        m.set_custom_all_gather(gathers.of(m))
         m.set_custom_reduce_scatter(scatters.of(m))
     return Hooks(gathers, scatters)
 

@@ -12,10 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...planning import integer
+from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
 from .prepared_hooks import EndOfBackward, PreparedHook, Route
+from .shard_state import shard_state
 
+#: Bytes of encoded shards that are kept on the host, unless the user says how many.
+_KEEP_NBYTES = 256 << 20
 #: Reduce-scatters whose terms are kept until they are known to be right. FSDP keeps as many.
 _LATE = 2
 
@@ -44,16 +49,62 @@ class PreparedGather(PreparedHook):
 
     Args:
         route: How bytes travel.
+        keep_nbytes: As in ``fsdp.compress``.
         **options: Arguments of ``PreparedCalls``.
+
+    Raises:
+        TypeError: If ``keep_nbytes`` is not an integer.
+        ValueError: If it is negative.
     """
 
     purpose = "FSDP: PreparedGather"
 
-    def __init__(self, route: Route, **options: Any) -> None:
+    def __init__(self, route: Route, *, keep_nbytes: int | None = None, **options: Any) -> None:
         super().__init__(route, **options)
+        if keep_nbytes is not None and integer("keep_nbytes", keep_nbytes) < 0:
+            raise ValueError(f"keep_nbytes is {keep_nbytes}; allowed: at least 0, or None")
+        self._keep_nbytes = keep_nbytes
+        self._budget: Budget | None = None
+        self._kept: list[KeptMessage] = []
         self._made: deque[Work] = deque()
         #: Gathers outside of backward so far.
         self.forwards = 0
+
+    def of(self, module: Any) -> Any:
+        """This hook for one FSDP module, whose encoded shard may be kept.
+
+        Args:
+            module: The module.
+        """
+        return _Gather(self, module)
+
+    @property
+    def sent_again(self) -> int:
+        """Gathers that have sent a shard as an earlier one had encoded it."""
+        return sum(kept.sent_again for kept in self._kept)
+
+    def keep(self, device: torch.device) -> KeptMessage | None:
+        """Memory for the message of a module; None if nothing is kept.
+
+        Args:
+            device: Where the module is.
+        """
+        compares = device.type == "cpu"
+        nbytes = self._keep_nbytes
+        if nbytes is None:
+            nbytes = _KEEP_NBYTES if compares else 0
+        if not nbytes:
+            return None
+        if self._budget is None:
+            self._budget = Budget(nbytes)
+        self._kept.append(KeptMessage(self._budget, compares=compares))
+        return self._kept[-1]
+
+    def close(self) -> None:
+        """See ``PreparedHook``."""
+        super().close()
+        for kept in self._kept:
+            kept.free()
 
     def judge(self) -> None:
         """Raise what is wrong with gathers that were made so far; waits for them.
@@ -97,6 +148,12 @@ class PreparedGather(PreparedHook):
             A Work, which raises ``CollectiveError`` if a rank was late, or bytes were damaged; None
             if the process group itself has made the call.
         """
+        return self.gather(output_tensor, input_tensor, group)
+
+    def gather(
+        self, output_tensor: Any, input_tensor: Any, group: Any, kept: KeptMessage | None = None
+    ) -> Any:
+        """See ``__call__``; ``kept`` as in ``prepared_gathers.AllGather``."""
         key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
         with self._lock:
             self.forwards += torch._C._current_graph_task_id() == -1
@@ -111,13 +168,49 @@ class PreparedGather(PreparedHook):
             if self._native(group, key, native, ours, input_tensor):
                 native()
                 return None
-            work = gather(input_tensor, output_tensor)
+            work = gather(input_tensor, output_tensor, kept)
             self._count(work)
             # Not others, however far they are: all ranks make calls once more at the same place.
             while self._made and self._made[0].done() and not self._made[0].may_change:
                 self._made.popleft().wait()
             self._made.append(work)
         return GatherWork(work)
+
+
+class _Gather:
+    """A ``PreparedGather`` for one module."""
+
+    def __init__(self, hook: PreparedGather, module: Any) -> None:
+        self._hook = hook
+        self._module = module
+        self._kept: KeptMessage | None = None
+        self._asked = False
+        #: From a gather outside of backward to the first one in backward: see ``shard_state``.
+        self._span = 0
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See ``PreparedGather``."""
+        return self._hook.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """See ``PreparedGather``."""
+        if not self._asked:
+            self._asked, self._kept = True, self._hook.keep(input_tensor.device)
+        if self._kept is None or self._kept.compares:
+            return self._hook.gather(output_tensor, input_tensor, group, self._kept)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self._span += 1
+        self._kept.state = shard_state(param_groups(self._module), self._span)
+        try:
+            return self._hook.gather(output_tensor, input_tensor, group, self._kept)
+        finally:
+            # Nobody knows what a later backward follows.
+            self._span += in_backward
 
 
 class PreparedScatter(PreparedHook):

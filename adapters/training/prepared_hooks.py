@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,13 +22,20 @@ ROUTES: tuple[Route, ...] = ("exact", "network", "peers", "auto")
 _OPTIONS = ("codec", "checksum", "seed")
 
 
-def check_route(route: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unknown route, TypeError for options that prepared calls have not."""
+def check_route(route: Any, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Raise ValueError for an unknown route, TypeError for options that a prepared hook has not.
+
+    Args:
+        route: The route.
+        options: What is given.
+        others: Options of the hook itself.
+    """
     if route not in ROUTES:
         raise ValueError(f"route is {route!r}; allowed: {ROUTES}")
-    strange = sorted(set(options) - set(_OPTIONS))
+    allowed = (*_OPTIONS, *others)
+    strange = sorted(set(options) - set(allowed))
     if route != "exact" and strange:
-        raise TypeError(f"options are {strange}; allowed with route {route!r}: {_OPTIONS}")
+        raise TypeError(f"options are {strange}; allowed with route {route!r}: {allowed}")
 
 
 class EndOfBackward:

@@ -7,7 +7,6 @@ up and peels the sum. `tagc` makes training hooks of it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections import Counter, deque
@@ -19,21 +18,26 @@ import numpy as np
 import torch
 
 from ...codec import Codec, codec
+from ...codecs.common.base import Plan
 from ...formats.dtypes import BY_NAME
-from ...homomorphic import SAFE_LOAD, Diagnosis, Sketched, agreed_index, index_to_reduce, sketch
+from ...homomorphic import (
+    SAFE_LOAD,
+    Diagnosis,
+    Sketched,
+    agreed_index,
+    diagnosis_of,
+    index_to_reduce,
+    sketch,
+)
 from ...sparsify import check_theta, kept, sparsify_rows
 from ..collectives import running, tensors
 from ..collectives.calls import Call, TraceRecord
 from ..collectives.communicator import Communicator
-from ..collectives.tensors import PendingHostCopy, is_cuda
 from .error_feedback import ErrorFeedback
 from .hooks import scatter
 from .layers import Rule
+from .sketch_messages import DESCRIPTOR_NBYTES, Verdict, Wire, digest
 
-#: Bytes before every message: a digest of the call, a checksum of what follows.
-DESCRIPTOR_NBYTES = 16
-#: What can be wrong with a message.
-_DAMAGED, _OTHER = 1, 2
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 #: With "1bit" a rank warns if the index lacks more than this share of what it kept.
 MUCH_LOST = 0.1
@@ -317,6 +321,32 @@ class _Encoded(NamedTuple):
     counts: Any
 
 
+class _Told(NamedTuple):
+    """What a report needs of a layer besides numbers; it holds no memory of the layer."""
+
+    name: str
+    nelem: int
+    ratio: float | None
+    #: Of what `counts` are about.
+    plan: Plan
+    #: At the ratio asked for, if that is another one.
+    asked: Diagnosis | None
+
+
+class _Late(NamedTuple):
+    """A call whose sums are queued: what is still to be waited for, and told."""
+
+    call: Call
+    wire: Wire
+    #: With the number of entries that this rank kept, of each layer.
+    early: Verdict
+    #: These numbers, if they have been waited for.
+    kept: list[int] | None
+    #: With the counts of each layer, what the index lacks of each, and what decoding has found.
+    verdict: Verdict
+    told: list[_Told]
+
+
 class Sketches:
     """Sums over the ranks of a communicator, which has the other layers to itself.
 
@@ -346,6 +376,11 @@ class Sketches:
         self._broken: str | None = None
         self._trace: deque[TraceRecord] = deque(maxlen=1000)
         self._agreed: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+        #: Whether sums may be left for `settle`, which somebody calls before they are used.
+        self.defers = False
+        self._late: deque[_Late] = deque()
+        #: Layers, by name, shape and dtype, for which all ranks have come to the sketches before.
+        self._met: set[tuple[tuple[str, tuple[int, ...], str], ...]] = set()
 
     def obstacle(self, nelem: int, dtype: torch.dtype) -> str:
         """That of the settings for these ranks, kept at hand."""
@@ -371,7 +406,7 @@ class Sketches:
                 facts = self._settings() | {"parameters": list(unit), "layers": list(chosen)}
                 text = json.dumps(facts)
                 # Of a length that all know; texts only where ranks differ, which all of them see.
-                mine = np.array([_digest(text), len(text)])
+                mine = np.array([digest(text), len(text)])
                 found = self.comm.session.gather_plain(mine.view(np.uint8)).view(np.int64)
                 others = np.flatnonzero(found[:, 0] != mine[0]).tolist()
                 if others:
@@ -402,7 +437,9 @@ class Sketches:
 
         Raises ValueError for a layer of which nothing would be kept, or of another dtype;
         CollectiveError for other layers or settings on other ranks, damaged data and lost ranks,
-        after which every later call is refused.
+        after which every later call is refused. With `defers` and no `fallback` the host does not
+        wait for the device, except in the first call for the same layers: `settle` raises later
+        what is wrong, and reports.
         """
         if not layers:
             return []
@@ -416,11 +453,13 @@ class Sketches:
         call.algorithm = f"{'all-reduce' if everywhere else 'reduce-scatter'} of sketches, lhc"
         call.reason = f"the rule names {len(layers)} layers"
         shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in layers]
-        wire = _Wire(self.comm, call, f"{call.sequence}, {self._settings()}, {shapes}")
+        wire = Wire(self.comm, call, f"{call.sequence}, {self._settings()}, {shapes}")
+        key = tuple(shapes)
+        late: _Late | None = None
         error: str | None = None
         running.begin(call)
         try:
-            return self._sums(call, wire, layers, everywhere)
+            results, late = self._sums(call, wire, layers, everywhere, met=key in self._met)
         except BaseException as caught:
             error = self._broken = str(caught)
             raise
@@ -428,16 +467,59 @@ class Sketches:
             running.end(call)
             self.raw_bytes += call.raw_bytes
             self.wire_bytes += call.wire_bytes
-            self._trace.append(TraceRecord(*call.record(error)))
+            if late is None:
+                self._trace.append(TraceRecord(*call.record(error)))
+        self._met.add(key)
+        if late is not None:
+            self._late.append(late)
+        return results
+
+    def settle(self) -> None:
+        """Report on the sums that were left for later, and raise what is wrong. Waits for them.
+
+        Raises:
+            CollectiveError: For other layers or settings on other ranks, damaged data and lost
+                ranks. Residuals are those of the failed step then.
+        """
+        while self._late:
+            late = self._late.popleft()
+            error: str | None = None
+            try:
+                with running.noted(late.call):
+                    self._settle(late)
+            except BaseException as caught:
+                error = self._broken = str(caught)
+                # Of later sums nothing more can be known.
+                self._late.clear()
+                raise
+            finally:
+                self._trace.append(TraceRecord(*late.call.record(error)))
+
+    def _settle(self, late: _Late) -> None:
+        call, told = late.call, late.told
+        with call.stage("index"):
+            kept = late.wire.settle(late.early) if late.kept is None else late.kept
+        with call.stage("decode"):
+            numbers = late.wire.settle(late.verdict)
+            _check(numbers[4 * len(told) :])
+        for i, layer in enumerate(told):
+            lost = numbers[3 * len(told) + i]
+            self._report(layer, kept[i], lost, numbers[3 * i : 3 * i + 3])
 
     def trace(self) -> list[TraceRecord]:
         """The last calls, oldest first; what went uncompressed is in the communicator's trace."""
         return list(self._trace)
 
     def _sums(
-        self, call: Call, wire: _Wire, layers: Sequence[tuple[str, Any]], everywhere: bool
-    ) -> list[Any]:
+        self, call: Call, wire: Wire, layers: Sequence[tuple[str, Any]], everywhere: bool, met: bool
+    ) -> tuple[list[Any], _Late | None]:
+        """The sums, and what is left of them for `settle`; `met`: these layers were summed before.
+
+        In the first call the host waits for the index, as ranks with other layers do not come to
+        the sketches.
+        """
         tagc = self.tagc
+        defers = self.defers and tagc.fallback is None
         with call.stage("sparsify"):
             found = [self._sparsified(name, x) for name, x in layers]
         indexes = self._agree(call, wire, found)
@@ -450,30 +532,33 @@ class Sketches:
                 found = [_within(la, index) for la, index in zip(found, indexes, strict=True)]
             encoded = [self._encoded(la, index) for la, index in zip(found, indexes, strict=True)]
         sent = [(e.layer, e.sent) for e in encoded if e.sent is not None]
-        with call.stage("index"):
-            # The device has enough to do. Ranks with other settings do not come to the sketches.
-            kept = wire.settle(early)
+        kept: list[int] | None = None
+        if not (defers and met):
+            with call.stage("index"):
+                # The device has enough to do. Ranks with other layers do not come to the sketches.
+                kept = wire.settle(early)
+        statuses = found[0].kept.new_zeros(len(sent))
+        for i, (_, part) in enumerate(sent):
+            part.report_to(statuses[i : i + 1])
         sums = iter(self._by_sketch(call, wire, sent, everywhere) if sent else ())
         with call.stage("decode"):
             facts = [torch.as_tensor(e.counts, device=e.layer.x.device) for e in encoded]
-            late = wire.verdict(torch.cat([*facts, torch.stack([e.layer.lost for e in encoded])]))
-            numbers = wire.settle(late)
-            for _, part in sent:
-                part.check()
+            lost = torch.stack([e.layer.lost for e in encoded])
+            verdict = wire.verdict(torch.cat([*facts, lost, statuses]))
+        late = _Late(call, wire, early, kept, verdict, [_told(e) for e in encoded])
+        if not defers:
+            self._settle(late)
         results = [
             next(sums) if e.sent is not None else self._uncompressed(e.layer, everywhere)
             for e in encoded
         ]
-        lost = numbers[3 * len(encoded) :]
-        for i, e in enumerate(encoded):
-            self._report(e, kept[i], lost[i], numbers[3 * i : 3 * i + 3])
         if tagc.accumulate:
             for layer, _ in sent:
                 e = layer.residual if layer.scale == 1 else layer.residual.div_(layer.scale)
                 self.state.residuals.replace(layer.parts, e.view(-1))
         shares = sum(layer.x[0].nbytes for layer, _ in sent)
         call.raw_bytes = (self.comm.world_size - 1) * shares * (2 if everywhere else 1)
-        return results
+        return results, late if defers else None
 
     def _settings(self) -> dict[str, Any]:
         """What all ranks must have in common; without the rule, whose result is compared."""
@@ -503,7 +588,7 @@ class Sketches:
         sparse, count = sparsify_rows(rows, self._theta, added, residual)
         return _Layer(name, x, corrected, sparse, residual, count, torch.zeros_like(count), scale)
 
-    def _agree(self, call: Call, wire: _Wire, layers: Sequence[_Layer]) -> list[Any]:
+    def _agree(self, call: Call, wire: Wire, layers: Sequence[_Layer]) -> list[Any]:
         """The index of all ranks: each combines a share of it, and all gather the shares.
 
         So every network can do it, NCCL too, in the bytes of an all-reduce around a ring.
@@ -556,10 +641,9 @@ class Sketches:
         chosen = self.tagc.codec(layer.x.dtype, ratio)
         return Sketched(chosen, layer.sparse.view(-1), index, chunks=self.comm.world_size)
 
-    def _report(self, encoded: _Encoded, kept: int, lost: int, counts: Sequence[int]) -> None:
-        layer, sent, ratio, first, _ = encoded
-        diagnosis = (sent or first).diagnosis(counts)
-        asked = diagnosis if sent is first else first.diagnosis(first.counts().tolist())
+    def _report(self, layer: _Told, kept: int, lost: int, counts: Sequence[int]) -> None:
+        diagnosis = diagnosis_of(layer.plan, counts)
+        asked = layer.asked or diagnosis
         reasons = [asked.advice] if asked.advice else []
         if lost:
             reasons.insert(0, f"'1bit' lost {lost} of this rank's values")
@@ -578,12 +662,12 @@ class Sketches:
             kept=kept,
             lost=lost,
             diagnosis=diagnosis,
-            ratio=ratio,
+            ratio=layer.ratio,
             reason="; ".join(reasons),
         )
 
     def _by_sketch(
-        self, call: Call, wire: _Wire, parts: Sequence[tuple[_Layer, Sketched]], everywhere: bool
+        self, call: Call, wire: Wire, parts: Sequence[tuple[_Layer, Sketched]], everywhere: bool
     ) -> list[Any]:
         ranks, me = self.comm.world_size, self.comm.rank
         with call.stage("encode"):
@@ -637,102 +721,6 @@ class Sketches:
         return comm.all_gather(total).view(layer.x.shape) if everywhere else total
 
 
-class _Verdict(NamedTuple):
-    """The stages of some messages, and of each what is wrong with those from each rank."""
-
-    stages: list[str]
-    arriving: PendingHostCopy
-
-
-class _Wire:
-    """Messages of a call, each after its descriptor: uint8, (rows, DESCRIPTOR_NBYTES + n)."""
-
-    def __init__(self, comm: Communicator, call: Call, facts: str) -> None:
-        """All ranks must have the same `facts`."""
-        self._transport, self._call = comm.transport, call
-        self._facts, self._digest = facts, _digest(facts)
-        #: Stages of messages, and on the device what is wrong with those from each rank.
-        self._verdicts: list[tuple[str, Any]] = []
-
-    def message(self, rows: int, nbytes: int, like: Any) -> Any:
-        """Memory for a message of `nbytes`, a multiple of 8, to each of so many ranks."""
-        return like.new_empty((rows, DESCRIPTOR_NBYTES + nbytes), dtype=torch.uint8)
-
-    def all_to_all(self, stage: str, sent: Any) -> Any:
-        """Row j of `sent` to rank j; row i is rank i's, without descriptor: shape (ranks, n)."""
-        with self._call.stage(stage):
-            self._seal(sent)
-            received = torch.empty_like(sent)
-            self._transport.all_to_all(received.view(-1), sent.view(-1))
-            self._call.wire_bytes += sent[0].numel() * (len(sent) - 1)
-            return self._opened(stage, received)
-
-    def all_gather(self, stage: str, sent: Any) -> Any:
-        """The only row of all ranks' `sent`, without descriptors, shape (ranks, n)."""
-        with self._call.stage(stage):
-            self._seal(sent)
-            received = sent.new_empty((self._transport.world_size, sent.shape[1]))
-            self._transport.all_gather(received.view(-1), sent.view(-1))
-            self._call.wire_bytes += sent.numel() * (len(received) - 1)
-            return self._opened(stage, received)
-
-    def verdict(self, numbers: Any = None) -> _Verdict:
-        """What is wrong with the messages since the last one, and `numbers`, int64.
-
-        They are copied to the host after what is queued on the device now.
-        """
-        verdicts, self._verdicts = self._verdicts, []
-        pieces = [wrong for _, wrong in verdicts] + ([] if numbers is None else [numbers])
-        return _Verdict([stage for stage, _ in verdicts], PendingHostCopy(torch.cat(pieces)))
-
-    def settle(self, verdict: _Verdict) -> list[int]:
-        """Wait for a verdict and raise what it says; gives the numbers.
-
-        Raises CollectiveError that names the rank.
-        """
-        found: list[int] = verdict.arriving.wait(self._transport.timeout).tolist()
-        ranks = self._transport.world_size
-        for i, stage in enumerate(verdict.stages):
-            wrong = found[i * ranks : (i + 1) * ranks]
-            if _OTHER in wrong:
-                rank = wrong.index(_OTHER)
-                detail = f"rank {rank} has other settings or layers, or is at another step"
-                detail = f"{detail} than here: {self._facts}"
-                raise self._call.failure(stage, detail)
-            if _DAMAGED in wrong:
-                rank = wrong.index(_DAMAGED)
-                raise self._call.failure(stage, f"data from rank {rank} are damaged")
-        return found[len(verdict.stages) * ranks :]
-
-    def _seal(self, sent: Any) -> None:
-        words = sent.view(torch.int64)
-        words[:, 0] = self._digest
-        words[:, 1] = _checksum(words[:, 2:])
-
-    def _opened(self, stage: str, received: Any) -> Any:
-        words = received.view(torch.int64)
-        damaged = words[:, 1] != _checksum(words[:, 2:])
-        wrong = torch.where(words[:, 0] == self._digest, damaged * _DAMAGED, _OTHER)
-        self._verdicts.append((stage, wrong))
-        if not is_cuda(received):
-            self.settle(self.verdict())
-        return received[:, DESCRIPTOR_NBYTES:]
-
-
-def _digest(text: str) -> int:
-    found = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)
-
-
-def _checksum(words: Any) -> Any:
-    """The sum modulo 2^64 of int64 words times odd numbers, by row.
-
-    No flipped bit escapes it, nor do two different words that change places, unless the distance of
-    their places times their difference is a multiple of 2^63.
-    """
-    return (words * torch.arange(1, 2 * words.shape[1] + 1, 2, device=words.device)).sum(1)
-
-
 def _differences(here: dict[str, Any], theirs: dict[str, Any], rank: int) -> str:
     """In which facts a rank differs from this one; of names those that one of the two lacks."""
     found = []
@@ -760,6 +748,22 @@ def _within(layer: _Layer, index: Any) -> _Layer:
     sent = torch.where(lost.isfinite().all(), layer.sparse, torch.nan)
     sparse = torch.where(bits, sent, 0)
     return layer._replace(sparse=sparse, lost=torch.count_nonzero(lost))
+
+
+def _told(encoded: _Encoded) -> _Told:
+    layer, sent, ratio, first, _ = encoded
+    asked = None if sent is first else first.diagnosis(first.counts().tolist())
+    return _Told(layer.name, layer.nelem, ratio, (sent or first).plan, asked)
+
+
+def _check(statuses: Sequence[int]) -> None:
+    """Raise what decoding on a GPU has found."""
+    if any(statuses):
+        from ...codecs.common.frame_triton import problem
+
+        for error in map(problem, statuses):
+            if error is not None:
+                raise error
 
 
 def _estimated(counts: Any) -> bool:

@@ -29,9 +29,10 @@ Layers that ``Tagc.layers`` does not select, and parameters, are sent by the cod
 On the CPU backward waits for the hooks, and nothing overlaps. On a GPU the hook of a unit has a
 stream of its own, which follows its gradients: sparsification, index and sketch overlap the
 all-gather of the next unit's parameters, which FSDP has queued before, and the queued part of the
-backward pass. The host waits for the agreed index when the device has sketches to make, for the
-sums and their reports, and with ``fallback`` for the diagnosis before it sends. Where the codec lhc
-has no kernels, index, sketch and peeling are on the host.
+backward pass. The host waits for sums before backward returns, and then adds their reports. For the
+agreed index of a unit it waits in the first step only. With ``fallback`` it waits in the hook: for
+the diagnosis before it sends, the index and the sums. Where the codec lhc has no kernels, index,
+sketch and peeling are on the host.
 """
 
 # DDP compares the annotations of a hook, which must therefore not be strings.
@@ -58,11 +59,13 @@ from .hooks import (
     in_backward,
     install,
     node_communicator,
+    raise_at_the_end,
     trained_device,
     wide,
 )
 from .layers import Rule
-from .prepared_fsdp import kind_and_factor, param_groups
+from .prepared_fsdp import PreparedGather, kind_and_factor, param_groups
+from .prepared_hooks import EndOfBackward, Route, check_route
 from .sketches import Report, Sketches, State, Tagc
 
 __all__ = [
@@ -185,6 +188,8 @@ class ReduceScatter(CommHook):
         tagc: The settings.
         state: The state of this rank.
         node: As in ``compress``.
+        gathers: The hook of the same modules' parameters, if it makes prepared calls: they are
+            judged before backward returns.
         **options: Arguments of ``Communicator``, for what is not sent by sketch. Bytes are counted
             whatever ``trace`` is.
 
@@ -194,10 +199,18 @@ class ReduceScatter(CommHook):
     """
 
     def __init__(
-        self, tagc: Tagc, state: State, *, node: int | None = None, **options: Any
+        self,
+        tagc: Tagc,
+        state: State,
+        *,
+        node: int | None = None,
+        gathers: PreparedGather | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(node=node, **options)
         self._tagc, self._state = tagc, state
+        self._gathers = gathers
+        self._end = EndOfBackward(self._judge)
         self._sums: dict[AnyCommunicator, _Sums] = {}
 
     @property
@@ -213,6 +226,20 @@ class ReduceScatter(CommHook):
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls, group by group: of the communicator, then of sketches."""
         return super().trace() + [r for s in self._sums.values() for r in s.sketches.trace()]
+
+    def _judge(self) -> None:
+        """Raise what is wrong with sums and gathers that nobody has waited for yet, and report."""
+        judges = [sums.sketches.settle for sums in self._sums.values()]
+        if self._gathers is not None:
+            judges.append(self._gathers.judge)
+        problem: Exception | None = None
+        for judge in judges:
+            try:
+                judge()
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def unit(self, parameters: Callable[[], list[Parameter]]) -> Any:
         """The object for ``set_custom_reduce_scatter`` of one FSDP module.
@@ -234,11 +261,13 @@ class ReduceScatter(CommHook):
         async_op: bool,
     ) -> Any:
         kind, factor = kind_and_factor(op)
+        in_backward = self._end.ask()
 
         def call(comm: AnyCommunicator) -> None:
             sums = self._sums.get(comm)
             if sums is None:
                 sums = self._sums[comm] = _Sums(comm, self._tagc, self._state)
+            sums.sketches.defers = in_backward
             total = self._total(sums, parameters, changed, output_tensor, input_tensor)
             if kind == dist.ReduceOp.AVG:
                 tensors.change(lambda v: v.div_(comm.world_size), total)
@@ -321,12 +350,13 @@ class Hooks(NamedTuple):
     """The hooks that ``compress`` has set. A context manager, which ends with ``close()``.
 
     Attributes:
-        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and ``trace()``.
-        reduce_scatter: The hook of gradients, with the same.
+        all_gather: The hook of parameters, with ``raw_bytes``, ``wire_bytes`` and, with the route
+            ``"exact"``, ``trace()``.
+        reduce_scatter: The hook of gradients, with all of these.
         state: The state of this rank: residuals and reports.
     """
 
-    all_gather: AllGather
+    all_gather: Any
     reduce_scatter: ReduceScatter
     #: `reports` of layers and steps; `residuals.state_dict()` belongs in the rank's checkpoint.
     state: State
@@ -350,6 +380,7 @@ def compress(
     *,
     state: State | None = None,
     node: int | None = None,
+    route: Route = "exact",
     **options: Any,
 ) -> Hooks:
     """Sum the gradients of large layers of every FSDP module in a model by sketch.
@@ -375,6 +406,9 @@ def compress(
         state: State of this rank of an earlier run. None: a new one.
         node: Ranks of a node, whose numbers are consecutive, as in ``fsdp.compress``: gradients of
             a node are summed as they are, and index and sketch of the sums go between nodes.
+        route: How parameters travel, as in ``fsdp.compress``: with another route than ``"exact"``
+            by prepared calls, so that the host does not wait for their sizes. Gradients travel as
+            before. Options are ``codec``, ``checksum``, ``seed`` and ``keep_nbytes`` then.
         **options: Arguments of ``Communicator``.
 
     Returns:
@@ -382,17 +416,24 @@ def compress(
 
     Raises:
         TypeError: For unknown options, another kind of module, or complex parameters.
-        ValueError: For a value that is not allowed; if there is no FSDP module, or one with several
+        ValueError: For a value that is not allowed; if ``node`` is given with another route than
+            ``"exact"``; if there is no FSDP module, or one with several
             meshes; by the first call, if the index mode does not allow so many ranks.
     """
+    check_route(route, options, ("keep_nbytes",))
+    gathers: PreparedGather | None = None
+    if route != "exact":
+        if node is not None:
+            raise ValueError(f"route is {route!r}, node {node}; allowed with node: 'exact'")
+        gathers = PreparedGather(route, **options)
+        options.pop("keep_nbytes", None)
     state, tagc, options = _checked(compress, state, tagc, options)
     modules = fsdp_modules(module)
-    hooks = Hooks(
-        AllGather(node=node, **options), ReduceScatter(tagc, state, node=node, **options), state
-    )
+    scatters = ReduceScatter(tagc, state, node=node, gathers=gathers, **options)
+    hooks = Hooks(gathers or AllGather(node=node, **options), scatters, state)
     names = {id(p): name for name, p in module.named_parameters()}
     for _, m in modules:
-        m.set_custom_all_gather(hooks.all_gather)
+        m.set_custom_all_gather(hooks.all_gather if gathers is None else gathers.of(m))
         m.set_custom_reduce_scatter(hooks.reduce_scatter.unit(_parameters(m, names)))
     return hooks
 
@@ -441,6 +482,7 @@ class DdpHook(Closing):
         self._sums = _Sums(comm, tagc, state)
         self._tagc, self._names = tagc, names
         self.state = state
+        self._end = EndOfBackward(self._judge)
 
     def _open(self) -> Iterable[Channel]:
         return [self._channel]
@@ -459,8 +501,16 @@ class DdpHook(Closing):
         """Records of the last calls: those of the communicator, then those by sketch."""
         return [*self._sums.comm.trace(), *self._sums.sketches.trace()]
 
+    def _judge(self) -> None:
+        """Have backward() raise what is wrong with sums, and report on them."""
+        try:
+            self._sums.sketches.settle()
+        except Exception as error:
+            raise_at_the_end(self, error)
+
     def _average(self, bucket: Any) -> None:
         x, comm = bucket.buffer(), self._sums.comm
+        self._sums.sketches.defers = self._end.ask()
         if x.layout != torch.strided or not x.dtype.is_floating_point:
             raise TypeError(f"x is {x.dtype}, {x.layout}; allowed: dense floating-point tensors")
         ranks, layers, places, others, at = comm.world_size, [], [], [], 0

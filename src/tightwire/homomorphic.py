@@ -27,7 +27,7 @@ from . import arrays, engine
 from .arguments import device_for
 from .buffer import Buffer
 from .codec import Codec, as_codec
-from .codecs.common.base import Bytes, CodecSpec
+from .codecs.common.base import Bytes, CodecSpec, Plan
 from .codecs.common.float_mode import default_floats
 from .codecs.lhc import Lhc, chunk_bits, mapping_of
 from .decoding import decode
@@ -345,12 +345,16 @@ class Sketched:
         Args:
             counts: The three numbers, on the host.
         """
-        occupied, peeled, rounds = counts
-        plan = self.plan
-        assert isinstance(plan.codec, Lhc)
-        return Diagnosis(
-            plan.codec, plan.dtype, plan.nelem, plan.chunk_nelem, occupied, peeled, rounds
-        )
+        return diagnosis_of(self.plan, counts)
+
+    def report_to(self, word: Any) -> None:
+        """Have what decoding finds on a GPU written to a word, where ``check`` would look for it.
+
+        Args:
+            word: int64, shape ``(1,)``, zero, on the device. ``frame_triton.problem`` reads it.
+        """
+        if self._work is not None and self.buffer._memory is not None:
+            self.buffer._memory.report_to(word)
 
     def check(self) -> None:
         """Raise what decoding has found so far. Waits for the device.
@@ -382,6 +386,18 @@ class Sketched:
         options = {"add": False, "peeled": True}
         self._device.decode_into(self.buffer, out, self._work, start, stop, **options)
         return out
+
+
+def diagnosis_of(plan: Plan, counts: Sequence[int]) -> Diagnosis:
+    """The values of ``Sketched.counts`` by name.
+
+    Args:
+        plan: ``Sketched.plan``.
+        counts: The three numbers, on the host.
+    """
+    occupied, peeled, rounds = counts
+    assert isinstance(plan.codec, Lhc)
+    return Diagnosis(plan.codec, plan.dtype, plan.nelem, plan.chunk_nelem, occupied, peeled, rounds)
 
 
 @default_floats()

@@ -22,9 +22,10 @@ from tightwire.adapters.transports.threads import ThreadTransport, run_ranks
 
 torch = pytest.importorskip("torch")
 
-from tightwire.adapters.training import sketches  # noqa: E402
+from tightwire.adapters.training import sketch_messages  # noqa: E402
 from tightwire.adapters.training.layers import Rule  # noqa: E402
-from tightwire.adapters.training.sketches import DESCRIPTOR_NBYTES, Report, Sketches, State, Tagc  # noqa: E402
+from tightwire.adapters.training.sketch_messages import DESCRIPTOR_NBYTES  # noqa: E402
+from tightwire.adapters.training.sketches import Report, Sketches, State, Tagc  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
 
@@ -211,43 +212,60 @@ def test_cells_of_16_bits_keep_their_rounding_for_the_next_step(sketch: str) -> 
         np.testing.assert_array_equal(e, reference.e[rank].reshape(-1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", ["or", "1bit"])
-def test_sums_by_kernels(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers, two steps, with one wait before the sketches and one at the end.
-
-    By one rank: the interpreter, whose memory stands for a GPU's, has no threads.
-    """
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device whose kernels make sketches: without a GPU the interpreter has the host's."""
     pytest.importorskip("triton")
     from tightwire import gpu, homomorphic, sparsify_triton
 
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
-        for module in (codec, homomorphic):
-            monkeypatch.setattr(module, "device_for", lambda *_: gpu)
-        monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
-        monkeypatch.setattr(sketches, "is_cuda", lambda _: True)
-    waits = []
-    settle = sketches._Wire.settle
+    if torch.cuda.is_available():
+        return "cuda"
+    codec, sparsify = (importlib.import_module(f"tightwire.{n}") for n in ("codec", "sparsify"))
+    for module in (codec, homomorphic):
+        monkeypatch.setattr(module, "device_for", lambda *_: gpu)
+    monkeypatch.setattr(sparsify, "_kernels", lambda *_: sparsify_triton)
+    monkeypatch.setattr(sketch_messages, "is_cuda", lambda _: True)
+    return "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("index", ["or", "1bit"])
+def test_sums_by_kernels(
+    index: str, defers: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers, two steps, with one wait before the sketches and one at the end.
+
+    Where sums are left for later, the second step waits for nothing before `settle`.
+
+    By one rank: the interpreter, whose memory stands for a GPU's, has no threads.
+    """
+    waits: list[list[str]] = []
+    settle = sketch_messages.Wire.settle
 
     def counted(self: Any, verdict: Any) -> list[int]:
         waits.append(verdict.stages)
         return settle(self, verdict)
 
-    monkeypatch.setattr(sketches._Wire, "settle", counted)
+    monkeypatch.setattr(sketch_messages.Wire, "settle", counted)
     tagc, state = Tagc(ratio=4, index=index), State()
     sizes = {"a": 3 * 1024 + 5, "b": 2 * 1024}
     references = {name: Reference(tagc.share_zeroed(1), torch.float32) for name in sizes}
 
     def task(transport: ThreadTransport) -> None:
         sums = Sketches(tw.Communicator(transport), tagc, state)
+        sums.defers = defers
         for step in range(2):
             xs = {name: gradients(1, m, torch.float32, step) for name, m in sizes.items()}
-            layers = [(name, x[0].to("cuda" if on_gpu else "cpu")) for name, x in xs.items()]
+            layers = [(name, x[0].to(kernels)) for name, x in xs.items()]
             for found, (name, x) in zip(sums.sums(layers), xs.items(), strict=True):
                 wanted = references[name].step(x.numpy())
                 np.testing.assert_array_equal(found.cpu().numpy(), wanted[0])
+            if defers:
+                assert len(state.reports) == len(sums.trace()) * 2 == step * 2
+                assert waits[2 * step :] == [["index", "index"]][step:]
+            sums.settle()
+            assert len(state.reports) == len(sums.trace()) * 2 == step * 2 + 2
 
     run_ranks(1, task)
     for name, reference in references.items():
@@ -532,17 +550,50 @@ def test_settings_that_differ_are_named() -> None:
     assert "index: 'or' on rank 0, '1bit' here" in found[2]
 
 
+@pytest.mark.parametrize("defers", [False, True])
+def test_damage_that_kernels_find_is_raised(
+    defers: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding writes a word, which is read with the reports."""
+    from tightwire import homomorphic
+
+    decode = homomorphic.Sketched.decode
+
+    def damaged(self: Any, start: int, stop: int) -> Any:
+        self.buffer._memory.data[self.plan.header.nbytes] ^= 1
+        return decode(self, start, stop)
+
+    def task(transport: ThreadTransport) -> None:
+        sums = Sketches(tw.Communicator(transport), Tagc(), State())
+        sums.defers = defers
+        layers = [("w", gradients(1, 3 * 1024, torch.float32)[0].to(kernels))]
+        sums.sums(layers)
+        sums.settle()
+        monkeypatch.setattr(homomorphic.Sketched, "decode", damaged)
+        if defers:
+            sums.sums(layers)
+        later: Any = sums.settle if defers else lambda: sums.sums(layers)
+        with pytest.raises(tw.CollectiveError, match="the record of chunk 0, found on the device"):
+            later()
+        assert len(sums.state.reports) == 1
+        assert [bool(record.error) for record in sums.trace()] == [False, True]
+        with pytest.raises(tw.CollectiveError, match="an earlier call has failed"):
+            sums.sums(layers)
+
+    run_ranks(1, task)
+
+
 def test_what_changes_places_changes_the_checksum() -> None:
     words = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (2, 3000)))
-    before = sketches._checksum(words)
+    before = sketch_messages._checksum(words)
     for a, b in ((0, 1), (5, 1000), (2048, 2999)):
         changed = words.clone()
         changed[0, [a, b]] = changed[0, [b, a]]
-        assert (sketches._checksum(changed) != before).tolist() == [True, False]
+        assert (sketch_messages._checksum(changed) != before).tolist() == [True, False]
     for bit in (0, 33, 63):
         changed = words.clone()
         changed[1, 77] ^= -(2**63) if bit == 63 else 1 << bit
-        assert (sketches._checksum(changed) != before).tolist() == [False, True]
+        assert (sketch_messages._checksum(changed) != before).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("message", "stage"), [(1, "index"), (2, "index"), (3, "sketch")])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from capacities import Scheduled, schedule
+from prepared_ranks import damage
 from processes import join, launch, torchrun
 
 torch = pytest.importorskip("torch")
@@ -24,8 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from tightwire.adapters.training import tagc  # noqa: E402
+from tightwire.adapters.errors import CollectiveError  # noqa: E402
+from tightwire.adapters.training import sketch_messages, tagc  # noqa: E402
 from tightwire.adapters.training.hooks import communicator  # noqa: E402
+from tightwire.adapters.training.sketches import Sketches  # noqa: E402
 
 STEPS = 3
 RULE = tagc.Rule(nelem=1 << 15)
@@ -194,6 +198,142 @@ def sharded(device: Any, setup: str) -> dict[str, Any]:
         "bytes": [hooks.reduce_scatter.raw_bytes, hooks.reduce_scatter.wire_bytes],
         "estimated": max([r.estimated for r in reports], default=0),
     }
+
+
+def routes(device: Any) -> list[int]:
+    """Parameters that travel by prepared calls, also if no message fits, arrive as without."""
+    again = schedule()
+    found: list[Any] = []
+    sent_again: list[int] = []
+    route: Any
+    for route, small in (("exact", False), ("network", False), ("network", True)):
+        Scheduled.small = small
+        model = make(device)
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+        hooks = tagc.compress(model, tagc.Tagc(ratio=4, layers=RULE), route=route)
+        found.append(train(model, device))
+        found[-1] += [p.to_local().double().sum().item() for p in model.parameters()]
+        found[-1] += [list(report) for report in hooks.state.reports]
+        if route == "network":
+            assert all(work.judged for work in hooks.all_gather._made)
+            assert bool(again) == small
+            sent_again.append(hooks.all_gather.sent_again)
+        assert hooks.all_gather.wire_bytes > 0
+        hooks.close()
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(ValueError, match="allowed with node: 'exact'"):
+        tagc.compress(model, route="network", node=2)
+    with pytest.raises(TypeError, match="keep_nbytes"):
+        tagc.compress(model, keep_nbytes=1)
+    return sent_again
+
+
+def damaged(device: Any) -> None:
+    """Damage of parameters in the last gather is raised before backward returns."""
+    torch.manual_seed(1)
+    model = fully_shard(torch.nn.Linear(257, 256))
+    hooks = tagc.compress(model, tagc.Tagc(layers=RULE), route="network", codec="mx")
+    model(torch.randn(3, 257)).sum().backward()
+    model.reshard()
+    if dist.get_rank() == 1:
+        (call,) = hooks.all_gather._prepared.values()
+        damage(call, 2000, 1)
+    try:
+        model(torch.randn(3, 257)).sum().backward()
+    except CollectiveError as error:
+        assert dist.get_rank() == 1
+        assert "(from rank 0)" in str(error)
+    else:
+        assert dist.get_rank() == 0
+
+
+def hooked(kind: str, device: Any) -> tuple[Any, Any, Any]:
+    """A model with hooks, the hook of gradients, and the state."""
+    options = tagc.Tagc(ratio=4, layers=RULE)
+    if kind == "ddp":
+        model = DistributedDataParallel(make(device), bucket_cap_mb=0.5)
+        hook = tagc.register(model, options)
+        return model, hook, hook.state
+    model = make(device)
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    hooks = tagc.compress(model, options)
+    return model, hooks.reduce_scatter, hooks.state
+
+
+class Waits:
+    """Counts what is waited for within sums, and spoils their messages from a rank if told to."""
+
+    def __init__(self) -> None:
+        self.within: list[str] = []
+        self.at_the_end = 0
+        self.spoils = False
+        inside = False
+        sums, settle = Sketches.sums, sketch_messages.Wire.settle
+        opened = sketch_messages.Wire._opened
+
+        def in_sums(*args: Any, **options: Any) -> Any:
+            nonlocal inside
+            inside = True
+            try:
+                return sums(*args, **options)
+            finally:
+                inside = False
+
+        def in_settle(wire: Any, verdict: Any) -> Any:
+            if inside:
+                self.within += verdict.stages[:1]
+            else:
+                self.at_the_end += 1
+            return settle(wire, verdict)
+
+        def in_opened(wire: Any, stage: str, received: Any) -> Any:
+            if self.spoils and stage == "sketch":
+                received[0, 9] ^= 4  # the checksum
+            return opened(wire, stage, received)
+
+        wire = sketch_messages.Wire
+        watched = (Sketches, "sums", in_sums), (wire, "settle", in_settle)
+        for owner, name, function in (*watched, (wire, "_opened", in_opened)):
+            setattr(owner, name, function)
+
+
+def late(device: Any) -> None:
+    """Hooks wait for nothing but the index, once, where messages are not looked at on the host.
+
+    Damage in a step is raised by its backward, on the rank that has found it.
+    """
+    wanted = {}
+    for kind in ("fsdp", "ddp"):
+        model, hook, state = hooked(kind, device)
+        wanted[kind] = train(model, device), list(state.reports)
+        hook.close()
+    waits = Waits()
+    vars(sketch_messages)["is_cuda"] = lambda _: True
+    for kind in ("fsdp", "ddp"):
+        waits.within.clear()
+        waits.at_the_end, waits.spoils = 0, False
+        model, hook, state = hooked(kind, device)
+        losses, reports = wanted[kind]
+        assert train(model, device) == losses
+        assert list(state.reports) == reports
+        units = len(waits.within)
+        assert waits.within == ["index"] * units
+        # The index and the sums of every call, of which the index is known in the first step.
+        calls = sum(record.collective == "sketches" for record in hook.trace())
+        assert waits.at_the_end == 2 * calls - units
+        assert 0 < units < calls
+        waits.spoils = dist.get_rank() == 1
+        try:
+            model(torch.ones(3, 131)).square().mean().backward()
+        except CollectiveError as error:
+            assert waits.spoils
+            assert "stage 'sketch': data from rank 0 are damaged" in str(error)
+        else:
+            assert not waits.spoils
+        dist.barrier()
+        hook.close()
 
 
 def partial(device: Any) -> list[Any]:
@@ -437,6 +577,18 @@ def test_hooks_against_sums_by_hand(ranks: int, device: str, tmp_path: Path) -> 
             assert min(found["counts"][0]) > 0
 
 
+@pytest.mark.slow
+def test_sums_are_judged_at_the_end_of_backward(tmp_path: Path) -> None:
+    launch(__file__, "late", 2, tmp_path, warnings="ignore")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["routes", "damaged"])
+def test_parameters_by_prepared_calls(task: str, tmp_path: Path) -> None:
+    for found in launch(__file__, task, 2, tmp_path, warnings="ignore"):
+        assert found is None or min(found) > 0
+
+
 @pytest.mark.long
 def test_the_example_in_the_docstring(tmp_path: Path) -> None:
     found = torchrun(tagc, 2, tmp_path)
@@ -448,4 +600,4 @@ def test_the_example_in_the_docstring(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join({"everything": everything}, sys.argv[1:])
+    join(globals(), sys.argv[1:])
