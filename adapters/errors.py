@@ -33,3 +33,9 @@ class CollectiveError(RuntimeError):
     def __str__(self) -> str:
         call = f"{self.collective} #{self.sequence}"
         return f"rank {self.rank}: {call} failed in stage {self.stage!r}: {self.detail}"
+
+
+def described(error: BaseException) -> str:
+    """An error in one line for other ranks: its type, where its text does not say enough."""
+    own = isinstance(error, CollectiveError)
+    return str(error) if own else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from ...codec import Codec, as_codec
 from ...planning import integer
-from ..errors import CollectiveError
+from ..errors import CollectiveError, described
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory
 from . import running
@@ -230,6 +230,13 @@ class PreparedCalls:
         self.number += 1
         with running.noted(call), call.stage("agree"):
             agree(call, functools.partial(gather_plain, self.transport), facts)
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse later calls, as ranks may be out of step; those of the others are to fail too."""
+        if self.broken:
+            return
+        self.broken = described(error)
+        self.transport.abort(self.broken)
 
     def refusal(self, collective: str) -> CollectiveError | None:
         """The error of later calls, if an earlier one has failed."""

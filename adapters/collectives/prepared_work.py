@@ -405,7 +405,7 @@ class Prepared:
         if damaged is not None:
             if self._learns:
                 # Perhaps the others have learnt other capacities from it, or make it once more.
-                self._calls.broken = self._calls.broken or str(damaged)
+                self._calls.fail(damaged)
             raise damaged
         work.needs = list(slot.needs)
         if lacks:
@@ -545,7 +545,7 @@ class Failing:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, (TypeError, ValueError)):
-            self._calls.broken = self._calls.broken or str(error)
+            self._calls.fail(error)
 
 
 def _capturing() -> bool:
