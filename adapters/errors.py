@@ -36,6 +36,13 @@ class CollectiveError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """An error in one line for other ranks: its type, where its text does not say enough."""
+    """An error as other ranks are told of it: with its type, where its text says too little.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The text.
+    """
     own = isinstance(error, CollectiveError)
     return str(error) if own else f"{type(error).__name__}: {error}".removesuffix(": ")

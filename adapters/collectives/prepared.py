@@ -232,16 +232,17 @@ class PreparedCalls:
             agree(call, functools.partial(gather_plain, self.transport), facts)
 
     def fail(self, error: BaseException) -> None:
-        """Refuse later calls, as ranks may be out of step; those of the others are to fail too."""
+        """Refuse later calls, and have those of other ranks fail: the ranks are out of step."""
         if self.broken:
             return
         self.broken = described(error)
         self.transport.abort(self.broken)
 
     def refusal(self, collective: str) -> CollectiveError | None:
-        """The error of later calls, if an earlier one has failed."""
+        """The error of a call, if an earlier one has failed; the others, who make it, are told."""
         if not self.broken:
             return None
+        self.transport.abort(self.broken)
         why = f"an earlier call has failed: {self.broken}"
         return CollectiveError(self.rank, collective, self.number, "start", why)
 

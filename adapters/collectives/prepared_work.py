@@ -405,7 +405,7 @@ class Prepared:
         if damaged is not None:
             if self._learns:
                 # Perhaps the others have learnt other capacities from it, or make it once more.
-                self._calls.fail(damaged)
+                self._calls.broken = self._calls.broken or str(damaged)
             raise damaged
         work.needs = list(slot.needs)
         if lacks:

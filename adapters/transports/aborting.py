@@ -36,9 +36,9 @@ def tell(store: Any, rank: int, why: str) -> str:
     Returns:
         What another rank has said before; ``""`` if none has.
     """
-    own = f"rank {rank} gave up: {why}"
-    first: str = store.compare_set(_KEY, "", own).decode()
-    return "" if first == own or first.startswith(f"rank {rank} gave up") else first
+    own = f"rank {rank} gave up: "
+    first: str = store.compare_set(_KEY, "", own + why).decode()
+    return "" if first.startswith(own) else first
 
 
 def heard(store: Any) -> str:

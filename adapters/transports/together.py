@@ -29,6 +29,9 @@ def fail_together() -> Iterator[None]:
     Over NCCL and on MPI, UCX and threads nothing is closed. There ranks that wait for a prepared
     call on a GPU hear it within a tenth of a second; all others at the timeout.
 
+    Raises:
+        BaseException: What the block raises.
+
     Example:
         >>> import tightwire as tw
         >>> with tw.fail_together():
@@ -45,11 +48,10 @@ def fail_together() -> Iterator[None]:
 
 def _abort_all(why: str) -> str:
     """Give up in all groups of this process. What another rank said that gave up before."""
-    world = dist.distributed_c10d._world.pg_map if dist.is_available() else {}
     cpu = torch.device("cpu")
     groups = [
         (group, store_of(group), group.rank(), group.size())
-        for group in world
+        for group in dist.distributed_c10d._world.pg_map
         if cpu in group._device_types and backend_of(group, cpu).name() == "gloo"
     ]
     transports = list(TorchDist.open)
@@ -58,10 +60,11 @@ def _abort_all(why: str) -> str:
     def tell() -> None:
         for _, store, rank, _ in groups:
             said.append(aborting.tell(store, rank, why))
+        for transport in transports:
+            transport.tell(why)
 
     # Who hears of it by one group is not to say so first in another.
     aborting.patiently(tell)
-    said += [transport.tell(why) for transport in transports]
     for transport in transports:
         transport.cut()
     for group, _, rank, size in groups:

@@ -386,26 +386,23 @@ class TorchDist(Transport):
 
         Connections of a group that was passed are closed, too.
         """
-        self.tell(why)
+        aborting.patiently(lambda: self.tell(why))
         self.cut()
 
-    def tell(self, why: str) -> str:
+    def tell(self, why: str) -> None:
         """The first half of ``abort``: have the store say why.
 
-        Returns:
-            What another rank has said before; ``""`` if none has.
+        Args:
+            why: As there.
+
+        Raises:
+            RuntimeError: If the store does not answer.
         """
-        said: list[str] = []
-
-        def ask() -> None:
-            said.append(aborting.tell(self._store, self._rank, why))
-            for presence in self._presences:
-                presence.leave(why)
-
         # What has failed here because of another rank is not the reason.
         if self._store is not None and not self._lost:
-            aborting.patiently(ask)
-        return said[0] if said else ""
+            aborting.tell(self._store, self._rank, why)
+            for presence in self._presences:
+                presence.leave(why)
 
     def cut(self) -> None:
         """The second half of ``abort``: close the connections."""
@@ -552,6 +549,9 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
     Returns:
         The backend, such as a ``ProcessGroupGloo``.
+
+    Raises:
+        RuntimeError: If the group has none for the device.
     """
     backend = group._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)
@@ -587,6 +587,9 @@ def store_of(group: Any) -> Any:
 
     Returns:
         The store.
+
+    Raises:
+        KeyError: If there is no such group.
     """
     return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
 

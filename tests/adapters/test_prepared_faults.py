@@ -20,6 +20,7 @@ import pytest
 
 import tightwire as tw
 from forked import launch, main
+from prepared_ranks import damage
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -125,6 +126,31 @@ def faults(case: list[str], rank: int, file: str, report: Callable[[Any], None])
     time.sleep(LONG)
 
 
+def damaged(case: str, rank: int, file: str, report: Callable[[Any], None]) -> None:
+    """The victim gets other bytes, and makes the next call all the same."""
+    store = dist.FileStore(file, RANKS)
+    transport = TorchDist.by_store(dist.PrefixStore("test", store), rank, RANKS, timeout=LONG)
+    calls = PreparedCalls(transport)
+    x, out = torch.full((N,), rank + 1.0, dtype=torch.bfloat16), result_of(case)
+    call = getattr(calls, case)(x)
+    call(x, out).wait()
+    errors, start = [], time.monotonic()
+    if rank == VICTIM:
+        damage(call, 2000, 1)
+    for number in range(3):
+        try:
+            call(x, out).wait()
+        except tw.CollectiveError as error:
+            errors.append(str(error))
+        if number == 0:
+            # The damage has closed no connection.
+            flag = torch.tensor([len(errors)], dtype=torch.int32)
+            transport.all_reduce(flag)
+            assert flag.item() == 1
+    report({"errors": errors, "seconds": time.monotonic() - start})
+    time.sleep(LONG)
+
+
 def warm_up() -> None:
     """Have all imported and compiled."""
     torch.set_num_threads(1)
@@ -162,6 +188,19 @@ def test_every_other_rank_gets_an_error_with_names(fault: str, tmp_path: Path) -
             assert "an earlier call has failed" in result["again"], (case, result)
             limit = STOPPED + 4 if fault == "stopped" else 10
             assert result["seconds"] < limit, (case, result)
+
+
+def test_damage_is_told_when_the_next_call_is_refused(tmp_path: Path) -> None:
+    found = launch(__file__, "damaged", ["all_gather", "all_to_all"], RANKS, tmp_path, 60)
+    for case, (first, own, last) in found.items():
+        assert "stage 'decode'" in own["errors"][0], (case, own)
+        assert "(from rank 0)" in own["errors"][0], (case, own)
+        assert len(own["errors"]) == 3, (case, own)
+        for result in (first, last):
+            assert len(result["errors"]) == 2, (case, result)
+            assert "rank 1 gave up: rank 1: all_" in result["errors"][0], (case, result)
+            assert "stage 'decode'" in result["errors"][0], (case, result)
+            assert result["seconds"] < 10, (case, result)
 
 
 if __name__ == "__main__":
