@@ -20,7 +20,7 @@ import pytest
 
 import tightwire as tw
 from forked import launch, main
-from prepared_ranks import damage
+from prepared_ranks import damage, run
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -154,12 +154,15 @@ def damaged(case: str, rank: int, file: str, report: Callable[[Any], None]) -> N
 def warm_up() -> None:
     """Have all imported and compiled."""
     torch.set_num_threads(1)
-    calls = PreparedCalls(TorchDist.by_store(dist.HashStore(), 0, 1, timeout=5))
-    x = torch.ones(600, dtype=torch.bfloat16)
-    calls.all_gather(x)(x, x.clone()).wait()
-    buffers = [tw.encode(x) for _ in range(RANKS)]
-    tw.decode_many(buffers)
-    tw.decode_sum(buffers)
+
+    def all_calls(calls: PreparedCalls) -> None:
+        x = torch.full((N,), calls.rank + 1.0, dtype=torch.bfloat16)
+        for collective in COLLECTIVES:
+            call, out = getattr(calls, collective)(x), result_of(collective)
+            for _ in range(2):
+                call(x, out).wait()
+
+    run(RANKS, "network", all_calls, LONG)
 
 
 # The tests.
