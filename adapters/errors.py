@@ -33,3 +33,16 @@ class CollectiveError(RuntimeError):
     def __str__(self) -> str:
         call = f"{self.collective} #{self.sequence}"
         return f"rank {self.rank}: {call} failed in stage {self.stage!r}: {self.detail}"
+
+
+def described(error: BaseException) -> str:
+    """An error as other ranks are told of it: with its type, where its text says too little.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The text.
+    """
+    own = isinstance(error, CollectiveError)
+    return str(error) if own else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from ...codec import Codec, as_codec
 from ...planning import integer
-from ..errors import CollectiveError
+from ..errors import CollectiveError, described
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory
 from . import running
@@ -231,10 +231,18 @@ class PreparedCalls:
         with running.noted(call), call.stage("agree"):
             agree(call, functools.partial(gather_plain, self.transport), facts)
 
+    def fail(self, error: BaseException) -> None:
+        """Refuse later calls, and have those of other ranks fail: the ranks are out of step."""
+        if self.broken:
+            return
+        self.broken = described(error)
+        self.transport.abort(self.broken)
+
     def refusal(self, collective: str) -> CollectiveError | None:
-        """The error of later calls, if an earlier one has failed."""
+        """The error of a call, if an earlier one has failed; the others, who make it, are told."""
         if not self.broken:
             return None
+        self.transport.abort(self.broken)
         why = f"an earlier call has failed: {self.broken}"
         return CollectiveError(self.rank, collective, self.number, "start", why)
 

@@ -549,7 +549,7 @@ class Failing:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, (TypeError, ValueError)):
-            self._calls.broken = self._calls.broken or str(error)
+            self._calls.fail(error)
 
 
 def capturing() -> bool:

@@ -360,7 +360,7 @@ class PendingHostCopy:
         """True if `wait` would not wait."""
         return self._event is None or bool(self._event.query())
 
-    def wait(self, timeout: float, left: Callable[[], list[int]] | None = None) -> Any:
+    def wait(self, timeout: float, left: Callable[[], dict[int, str]] | None = None) -> Any:
         """The values in NumPy; TimeoutError after `timeout` seconds.
 
         ConnectionError soon after `left()` gives ranks that have left.
@@ -372,7 +372,8 @@ class PendingHostCopy:
                 if left is not None and now - asked > _ASK:
                     asked = now
                     if gone := left():
-                        raise ConnectionError(f"ranks {gone} have left")
+                        why = "".join(f"; {text}" for text in gone.values() if text)
+                        raise ConnectionError(f"ranks {list(gone)} have left{why}")
                 waited = time.monotonic() - start
                 if waited > timeout:
                     raise TimeoutError(

@@ -71,6 +71,16 @@ class Transport(Protocol):
         """
         return None
 
+    def abort(self, why: str) -> None:
+        """Make no more calls, and have those of the other ranks fail at once and say why.
+
+        Here they are told nothing, and fail within their timeout.
+
+        Args:
+            why: What errors of the other ranks say.
+        """
+        return
+
     def empty(self, nbytes: int) -> Any:
         """Allocate an array of the kind that this transport moves.
 

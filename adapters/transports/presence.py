@@ -29,23 +29,30 @@ class Presence:
         number = store.add(f"presences/{rank}", 1) - 1
         self._store = dist.PrefixStore(f"presence/{number}", store)
         self._others = [r for r in range(world_size) if r != rank]
-        self._leave = weakref.finalize(self, _leave, self._store, rank)
+        self._rank = rank
+        self._leave = weakref.finalize(self, _leave, self._store, rank, "")
 
-    def leave(self) -> None:
-        """Tell the others that this rank takes part in nothing any more. Once is enough."""
-        self._leave()
+    def leave(self, why: str = "") -> None:
+        """Tell the others that this rank takes part in nothing any more. The first time counts.
 
-    def left(self) -> list[int]:
-        """Ranks that have left, as far as they have said so.
+        Args:
+            why: What they are told.
+        """
+        if self._leave.detach() is not None:
+            _leave(self._store, self._rank, why)
+
+    def left(self) -> dict[int, str]:
+        """Ranks that have left, as far as they have said so, and why; ``""`` if they just did.
 
         Raises:
             RuntimeError: If the store does not answer: the process that holds it has ended.
         """
-        return [r for r in self._others if self._store.check([str(r)])]
+        gone = [r for r in self._others if self._store.check([str(r)])]
+        return {r: self._store.get(str(r)).decode() for r in gone}
 
 
-def _leave(store: Any, rank: int) -> None:
+def _leave(store: Any, rank: int, why: str) -> None:
     # Where the store has gone first, nobody is left who could be told.
     with contextlib.suppress(RuntimeError):
         store.set_timeout(_PATIENCE)
-        store.set(str(rank), "")
+        store.set(str(rank), why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import re
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from ...planning import integer
 from ..errors import CollectiveError
+from . import aborting
 from .base import Op, Transport
 from .presence import Presence
 
@@ -106,6 +108,8 @@ def _names_silent_ranks(method: _Method) -> _Method:
             # Of the backends' errors these are about peers.
             if self._store is None or not re.search("(?i)connection|timed out|timeout", str(error)):
                 raise
+            # Those that wait for this rank would wait for the timeout.
+            self.cut()
             raise RuntimeError(f"{error}; {self._silent_ranks()}") from error
 
     return cast(_Method, call)
@@ -117,8 +121,9 @@ class TorchDist(Transport):
     Arrays are tensors on the group's device, or with gloo NumPy arrays; both are used in place.
     Give the communicator a group of its own (``TorchDist.new_group()`` or ``dist.new_group()``):
     other traffic on it must not interfere. All-gathers and equal all-to-alls take tensors of any
-    shape and ``plain_dtypes``. gloo raises after the timeout, and the error names ranks that have
-    not noticed a failure a second later; NCCL's own watchdog ends the process.
+    shape and ``plain_dtypes``. gloo raises after the timeout, at once if a rank has ended or given
+    up, and the error says why, or names ranks that have not noticed a failure a second later;
+    NCCL's own watchdog ends the process.
 
     Call ``dist.init_process_group()`` first.
 
@@ -140,19 +145,21 @@ class TorchDist(Transport):
         {torch.float16, torch.bfloat16, torch.float32, torch.float64}
         | {torch.int8, torch.uint8, torch.int32, torch.int64}
     )
+    #: The transports of this process, as far as they are in use.
+    open: ClassVar[weakref.WeakSet[TorchDist]] = weakref.WeakSet()
 
     def __init__(
         self, group: Any = None, device: Any = None, *, timeout: float | None = None
     ) -> None:
         self._given, self._device = _member(group, device)
-        backend = _backend(self._given, self._device)
+        backend = backend_of(self._given, self._device)
         before = backend.options._timeout
         wanted = _timeout(self._given, self._device, timeout)
         if wanted != before:
             backend._set_default_timeout(wanted)
         self._rank: int = self._given.rank()
         self._size: int = self._given.size()
-        self._store: Any = _store(self._given)
+        self._store: Any = store_of(self._given)
         self._timeout = wanted.total_seconds()
         self._prepare()
 
@@ -244,12 +251,12 @@ class TorchDist(Transport):
 
         Raises if ranks differ.
         """
-        kind = _backend(given, device).name()
+        kind = backend_of(given, device).name()
         if kind not in _CONNECT:
             raise TypeError(f"group has the backend {kind!r}; allowed: {sorted(_CONNECT)}")
         wanted = _timeout(given, device, timeout)
         rank, size = given.rank(), given.size()
-        store = _store(given)
+        store = store_of(given)
         # The same on all ranks whatever else each of them has made: a rank counts its own calls.
         number = store.add(f"calls/{rank}", 1) - 1
         store = dist.PrefixStore(f"{number}", store)
@@ -271,7 +278,7 @@ class TorchDist(Transport):
     ) -> Self:
         """The transport of ranks of a group that meet by a store; its number and theirs."""
         with _stage(given.rank(), number, "connect"):
-            return cls._connected(_backend(given, device).name(), *place, wanted, device)
+            return cls._connected(backend_of(given, device).name(), *place, wanted, device)
 
     @classmethod
     def by_store(cls, store: Any, rank: int, world_size: int, *, timeout: float) -> Self:
@@ -316,6 +323,10 @@ class TorchDist(Transport):
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
         self._swap = _in_order(dist.AllToAllOptions)
         self._nothing = self.empty(0)
+        #: Whether it is known that no more calls succeed.
+        self._lost = False
+        self._presences: weakref.WeakSet[Presence] = weakref.WeakSet()
+        TorchDist.open.add(self)
 
     @property
     def _group(self) -> Any:
@@ -345,6 +356,7 @@ class TorchDist(Transport):
         their transports in the same order.
         """
         given, self._given, self._store = self._given, None, None
+        TorchDist.open.discard(self)
         if self._let_go is not None and self._let_go.detach() is not None:
             given.shutdown()
 
@@ -355,22 +367,49 @@ class TorchDist(Transport):
 
         def ask() -> None:
             store.set(keys[self._rank], "")
-            try:
+            if why := aborting.heard(store):
+                found.append(why)
+                return
+            with contextlib.suppress(RuntimeError):
                 store.wait(keys, timedelta(seconds=_REPORT))
-            except RuntimeError:
-                found.append([rank for rank in ranks if not store.check([keys[rank]])])
-            else:
-                found.append([])
+            silent = [rank for rank in ranks if not store.check([keys[rank]])]
+            gone = f"ranks {silent} have not noticed: stopped, gone, or not in this call"
+            found.append(gone if silent else "all ranks have failed here")
 
-        # The store may itself be a rank's that has stopped; then its calls never return.
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(2 * _REPORT + 1)
+        aborting.patiently(ask, 2 * _REPORT + 1)
         if not found:
             return "the store does not answer either: the process that holds it has stopped"
-        if not found[0]:
-            return "all ranks have failed here"
-        return f"ranks {found[0]} have not noticed: stopped, gone, or not in this call"
+        return found[0]
+
+    def abort(self, why: str) -> None:
+        """See ``Transport``; over NCCL only those hear it that ask a ``Presence``.
+
+        Connections of a group that was passed are closed, too.
+        """
+        aborting.patiently(lambda: self.tell(why))
+        self.cut()
+
+    def tell(self, why: str) -> None:
+        """The first half of ``abort``: have the store say why.
+
+        Args:
+            why: As there.
+
+        Raises:
+            RuntimeError: If the store does not answer.
+        """
+        # What has failed here because of another rank is not the reason.
+        if self._store is not None and not self._lost:
+            aborting.tell(self._store, self._rank, why)
+            for presence in self._presences:
+                presence.leave(why)
+
+    def cut(self) -> None:
+        """The second half of ``abort``: close the connections."""
+        if self._given is not None and not self._lost:
+            self._lost = True
+            if self._device.type == "cpu":
+                aborting.cut(self._given, self._rank, self._size)
 
     def presence(self) -> Presence:
         """Have the other ranks know when this one leaves; all ranks call it.
@@ -378,7 +417,9 @@ class TorchDist(Transport):
         Raises:
             RuntimeError: If the group's store does not answer.
         """
-        return Presence(self._store, self._rank, self._size)
+        found = Presence(self._store, self._rank, self._size)
+        self._presences.add(found)
+        return found
 
     def empty(self, nbytes: int) -> Any:
         """See ``Transport``; a tensor."""
@@ -499,8 +540,19 @@ def _member(group: Any, device: Any) -> tuple[Any, torch.device]:
     return found, device
 
 
-def _backend(group: Any, device: torch.device) -> Any:
-    """What a group moves tensors of a device by; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it."""
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What a group moves tensors of a device by; TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+
+    Args:
+        group: The process group.
+        device: A device that it serves.
+
+    Returns:
+        The backend, such as a ``ProcessGroupGloo``.
+
+    Raises:
+        RuntimeError: If the group has none for the device.
+    """
     backend = group._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)
 
@@ -522,13 +574,23 @@ def _timeout(group: Any, device: torch.device, asked: float | None) -> timedelta
 
 def _timeout_of(group: Any, device: torch.device) -> tuple[timedelta, bool]:
     """The timeout of a group's backend, and whether it is what PyTorch takes if none is given."""
-    backend = _backend(group, device)
+    backend = backend_of(group, device)
     found: timedelta = backend.options._timeout
     return found, found == dist.distributed_c10d._get_default_timeout(backend.name())
 
 
-def _store(group: Any) -> Any:
-    """The key-value store by which a group's ranks have met; every group has keys of its own."""
+def store_of(group: Any) -> Any:
+    """The key-value store by which a group's ranks have met; every group has keys of its own.
+
+    Args:
+        group: The process group.
+
+    Returns:
+        The store.
+
+    Raises:
+        KeyError: If there is no such group.
+    """
     return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .adapters.training import tagc as tagc
     from .adapters.training import tensor_parallel as tensor_parallel
     from .adapters.training.error_feedback import ErrorFeedback
+    from .adapters.transports.together import fail_together
     from .adapters.weights import dcp as dcp
     from .adapters.weights.transfer import publish, subscribe
     from .buffer import Buffer
@@ -67,6 +68,7 @@ __all__ = [
     "dumps",
     "encode",
     "error",
+    "fail_together",
     "fold",
     "fold_deltas",
     "inspect",
@@ -111,6 +113,7 @@ _HOMES = {
     "dumps": "files",
     "encode": "codec",
     "error": "error",
+    "fail_together": "adapters.transports.together",
     "fold": "folding",
     "fold_deltas": "delta_directory",
     "inspect": "inspection",

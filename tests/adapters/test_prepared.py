@@ -589,13 +589,13 @@ def test_who_has_left_is_known_at_once() -> None:
     store = torch.distributed.HashStore()
     ranks = [Presence(store, rank, 3) for rank in range(3)]
     later = [Presence(store, rank, 3) for rank in range(3)]
-    assert [one.left() for one in ranks] == [[], [], []]
-    ranks[1].leave()
-    ranks[1].leave()
-    assert [one.left() for one in ranks] == [[1], [], [1]]
+    assert [one.left() for one in ranks] == [{}, {}, {}]
+    ranks[1].leave("KeyError: 5")
+    ranks[1].leave("it comes too late")
+    assert [one.left() for one in ranks] == [{1: "KeyError: 5"}, {}, {1: "KeyError: 5"}]
     del ranks[2]
-    assert ranks[0].left() == [1, 2]
-    assert [one.left() for one in later] == [[], [], []]
+    assert ranks[0].left() == {1: "KeyError: 5", 2: ""}
+    assert [one.left() for one in later] == [{}, {}, {}]
 
     class Never:
         def query(self) -> bool:
@@ -603,7 +603,7 @@ def test_who_has_left_is_known_at_once() -> None:
 
     pending = tensors.PendingHostCopy(np.zeros(1, np.int64))
     pending._event = Never()
-    with pytest.raises(ConnectionError, match=r"ranks \[1, 2\] have left"):
+    with pytest.raises(ConnectionError, match=r"ranks \[1, 2\] have left; KeyError: 5"):
         pending.wait(20, ranks[0].left)
     with pytest.raises(TimeoutError, match="nothing arrived within"):
         pending.wait(0.2, later[0].left)
