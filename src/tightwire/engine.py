@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from .codecs.common.base import Bits, Bytes, Chunk, ChunkResult, Key, Plan, tail_problem
 from .codecs.common.float_mode import default_floats
-from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, ordinal_terms, record_term
 from .formats.errors import FormatError
 from .formats.header import (
@@ -43,25 +42,13 @@ from .single_calls import (
     fits_thread,
     is_quick,
     read_one,
+    store_raw,
+    sum_of_parts,
     write_one,
     write_quick,
 )
 
 MAX_CACHED_HEADER = 4096
-
-
-def summer(module: ModuleType) -> Callable[..., int]:
-    """The checksum function that goes with a codec's backend module."""
-    if module.__name__.endswith("_cpu"):
-        from .codecs.common import checksum_cpu
-
-        return checksum_cpu.words_sum
-    return checksum_ref.words_sum
-
-
-def _chunk_sum(module: ModuleType, chunk: Chunk) -> int:
-    words_sum = summer(module)
-    return words_sum(chunk.static) + words_sum(chunk.dynamic, chunk.static.size // 4)
 
 
 def _chunk(plan: Plan, place: Place, i: int, data: Bytes, dynamic: Bytes, info: int = 0) -> Chunk:
@@ -193,7 +180,7 @@ def write_chunks(
         if plan.codec.raw_fallback and dynamic_nbytes > raw_dynamic:
             if raw_dynamic <= plan.dynamic_stride:
                 flags, dynamic_nbytes, words_sum = RAW, raw_dynamic, None
-                _store_raw(elements(i).view(np.uint8), chunk)
+                store_raw(elements(i).view(np.uint8), chunk.static, chunk.dynamic)
             else:
                 flags, dynamic_nbytes = OVERFLOW, raw_dynamic
         elif dynamic_nbytes > plan.dynamic_stride:
@@ -201,9 +188,8 @@ def write_chunks(
         total = 0
         if plan.checksum and not flags & OVERFLOW:
             if words_sum is None:
-                words_sum = _chunk_sum(
-                    module, chunk._replace(dynamic=chunk.dynamic[:dynamic_nbytes])
-                )
+                dynamic = chunk.dynamic[:dynamic_nbytes]
+                words_sum = sum_of_parts(module, chunk.static, dynamic)
             total = (
                 words_sum + place.identity_term + record_term(dynamic_nbytes, flags, i, result.info)
             )
@@ -231,13 +217,6 @@ def _repeat_empty(plan: Plan, out: Bytes) -> None:
     if plan.checksum and not records["flags"][first] & OVERFLOW:
         terms = ordinal_terms(ordinals)
         records["checksum"][others] += terms[others] - terms[first]
-
-
-def _store_raw(data: Bytes, chunk: Chunk) -> None:
-    cut = min(data.size, chunk.static.size)
-    chunk.static[:cut] = data[:cut]
-    chunk.static[cut:] = 0
-    chunk.dynamic[: data.size - cut] = data[cut:]
 
 
 class Record(NamedTuple):
@@ -679,7 +658,7 @@ def _decode_chunk(
     if verify:
         if plan.checksum:
             if words_sum is None:
-                words_sum = _chunk_sum(module, chunk)
+                words_sum = sum_of_parts(module, chunk.static, chunk.dynamic)
             _check_sum(parsed, i, words_sum)
         _check_padding(parsed, i, chunk, raw)
     raise_problem(i, problem)
@@ -695,7 +674,7 @@ def check_chunk(parsed: Parsed, i: int, module: ModuleType) -> None:
     """Checksum and padding of chunk `i`."""
     chunk = parsed.chunk(i)
     if parsed.plan.checksum:
-        _check_sum(parsed, i, _chunk_sum(module, chunk))
+        _check_sum(parsed, i, sum_of_parts(module, chunk.static, chunk.dynamic))
     _check_padding(parsed, i, chunk, bool(parsed.records[i].flags & RAW))
 
 
@@ -719,7 +698,8 @@ def seal(plan: Plan, data: Bytes) -> None:
     start = plan.header.nbytes
     records = data[start : start + RECORD.itemsize * plan.chunks].view(RECORD)
     for i in range(plan.chunks):
-        total = _chunk_sum(module, plan.chunk(i, data, data[:0])) + plan.identity_term(i)
+        place = place_of(plan, i)
+        total = sum_of_parts(module, data[place.static], data[:0]) + place.identity_term
         total += record_term(0, 0, int(records["ordinal"][i]), int(records["info"][i]))
         records["checksum"][i] = total & MASK64
 

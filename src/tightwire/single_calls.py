@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from .codecs.common import threads as threading
 from .codecs.common.base import Bits, Bytes, Key, Plan
+from .formats import checksum as checksum_ref
 from .formats.checksum import MASK64, record_term
-from .formats.header import RECORD, align
+from .formats.header import RAW, RECORD, align
 from .places import place_of
 from .planning import is_tiny, kernels_known
 
@@ -31,7 +32,8 @@ class SingleCalls(NamedTuple):
         module: Whose calls they are; plans are shared by all backends.
         header: The packed header.
         padding: The zeros behind the record.
-        most: Dynamic bytes from which on a chunk is not stored as it is encoded.
+        most: Most dynamic bytes of a chunk that is stored as it is encoded.
+        raw: Those of one that is stored raw instead; -1 if it may not be, or they do not fit.
         term: The checksum's term of what is planned.
         gaps: Bytes of the static part that are zero, those of `Place`, in the buffer.
         encode: The codec's `buffer_encoder`, or None.
@@ -42,6 +44,7 @@ class SingleCalls(NamedTuple):
     header: bytes
     padding: bytes
     most: int
+    raw: int
     term: int
     gaps: tuple[tuple[int, int], ...]
     encode: Callable[..., tuple[int, int | None]] | None
@@ -58,9 +61,9 @@ def _one(plan: Plan, module: ModuleType) -> SingleCalls | None:
     if plan.chunks != 1 or not plan.nelem or encoder is decoder is None:
         return None
     place = place_of(plan, 0)
-    most = plan.dynamic_stride
-    if plan.codec.raw_fallback:
-        most = min(most, place.raw_dynamic)
+    most, raw = plan.dynamic_stride, -1
+    if plan.codec.raw_fallback and place.raw_dynamic <= most:
+        most = raw = place.raw_dynamic
     start, header = plan.static_offset, plan.header_bytes
     behind = header.size + RECORD.itemsize
     gaps = tuple((start + lo, start + hi) for lo, hi in place.gaps)
@@ -69,12 +72,36 @@ def _one(plan: Plan, module: ModuleType) -> SingleCalls | None:
         header.tobytes(),
         bytes(start - behind),
         most,
+        raw,
         place.identity_term,
         gaps,
         encoder(plan) if encoder else None,
         decoder(plan, np.array([(behind, start), *gaps], np.int64)) if decoder else None,
     )
     return found
+
+
+def summer(module: ModuleType) -> Callable[..., int]:
+    """The checksum function that goes with a codec's backend module."""
+    if module.__name__.endswith("_cpu"):
+        from .codecs.common import checksum_cpu
+
+        return checksum_cpu.words_sum
+    return checksum_ref.words_sum
+
+
+def sum_of_parts(module: ModuleType, static: Bytes, dynamic: Bytes) -> int:
+    """The checksum over the static part and the used dynamic bytes of a chunk."""
+    words_sum = summer(module)
+    return words_sum(static) + words_sum(dynamic, static.size // 4)
+
+
+def store_raw(data: Bytes, static: Bytes, dynamic: Bytes) -> None:
+    """Store the bytes of a chunk's elements as they are: zeros behind them in the static part."""
+    cut = min(data.size, static.size)
+    static[:cut] = data[:cut]
+    static[cut:] = 0
+    dynamic[: data.size - cut] = data[cut:]
 
 
 def fits_thread(plan: Plan, threads: int) -> bool:
@@ -97,13 +124,19 @@ def write_one(
     out[: plan.static_offset] = plan.head_bytes
     for start, stop in one.gaps:
         out[start:stop] = 0
-    dynamic_nbytes, words_sum = one.encode(out, bits, stats, key)
+    (dynamic_nbytes, words_sum), flags = one.encode(out, bits, stats, key), 0
+    if dynamic_nbytes > one.most and one.raw >= 0:
+        dynamic_nbytes, flags = one.raw, RAW
+        static = out[plan.static_offset : plan.dynamic_offset]
+        dynamic = out[plan.dynamic_offset :][:dynamic_nbytes]
+        store_raw(bits.view(np.uint8), static, dynamic)
+        words_sum = sum_of_parts(module, static, dynamic) if plan.checksum else None
     if dynamic_nbytes > one.most or (words_sum is None and plan.checksum):
         return False
     total = 0
     if plan.checksum and words_sum is not None:
-        total = (words_sum + one.term + record_term(dynamic_nbytes, 0, 0, 0)) & MASK64
-    PACKED_RECORD.pack_into(out.data, len(one.header), total, dynamic_nbytes, 0, 0, 0)
+        total = (words_sum + one.term + record_term(dynamic_nbytes, flags, 0, 0)) & MASK64
+    PACKED_RECORD.pack_into(out.data, len(one.header), total, dynamic_nbytes, flags, 0, 0)
     return True
 
 
