@@ -186,7 +186,9 @@ def _decode_planes(
     """
     _, m, rows, lo, hi, stop = tile
     ITEM: tl.constexpr = L.item
-    W: tl.constexpr = EDGE_WORDS if EDGE else WORDS
+    # Wider elements change lanes in more shared memory, of which rings leave little.
+    LESS: tl.constexpr = 2 if ITEM == 8 else 1
+    W: tl.constexpr = (EDGE_WORDS if EDGE else WORDS) // LESS
     run = tl.arange(0, LANES) % RUNS
     count = tl.minimum(tl.maximum(of_lanes(m) - run * RUN, 0), RUN)
     if L.store:

@@ -98,8 +98,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             None: all tensors are stored whole.
         chain_limit: Most checkpoints with deltas in a row, 1 to 256; after so many ``base`` is not
             used.
-        threads: Most threads that encode on the host. None: as many as processors, shared by the
-            ranks of the host where ``torchrun`` has started them.
+        threads: Most threads that encode on the host. None: as many as processors, of which each
+            rank of the host has its share where ``torchrun`` has started them.
         overwrite: Whether a checkpoint in ``path`` may be replaced.
         cache_staged_state_dict: As in ``torch.distributed.checkpoint.FileSystemWriter``.
 
@@ -128,7 +128,8 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         self._threads = thread_count(threads)
         if threads is None:
             # torchrun says how many ranks the host has: all of them encode at once.
-            self._threads = max(self._threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+            ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+            self._threads = min(self._threads, max((os.cpu_count() or 1) // ranks, 1))
         check_chain_limit(chain_limit)
         self._base: Checkpoint | None = None
         self._base_name: BaseName | None = None

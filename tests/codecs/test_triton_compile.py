@@ -93,6 +93,11 @@ ONCE_WRONG: dict[str, dict[str, Any]] = {
 USUAL: dict[str, dict[str, Any]] = {
     "zipccl._encode_kernel": {"mode": 0, "window": 0, "sums": True},
 }
+#: Forms that need the most shared memory of those that declare some in PTX.
+WIDEST: dict[str, dict[str, Any]] = {"huffman._decode_kernel": {"item": 8, "sums": False}}
+#: Bytes of shared memory that a program may have if PTX declares some of it: Triton asks for more
+#: for its own alone.
+SHARED = 48 << 10
 
 
 #: The kernels that run a format's functions, and what they add to the names of those.
@@ -133,6 +138,7 @@ ALLOWED = (
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
     Allowed("delta.measure_kernel", {}, 16, 16, "a scalar or two of a tile"),
     Allowed("delta.pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
+    Allowed("huffman._decode_kernel", {"item": [8]}, 512, 0, "as the next, of eight planes"),
     Allowed(
         "huffman._decode_kernel",
         {},
@@ -181,7 +187,7 @@ class Form(NamedTuple):
         return all(own.get(k, v) == v for k, v in main.items())
 
     def is_one_of(self, table: dict[str, dict[str, Any]]) -> bool:
-        """One of ONCE_WRONG or USUAL."""
+        """One of ONCE_WRONG, USUAL or WIDEST."""
         form = table.get(self.kernel)
         return form is not None and all(self.constexprs[k] == v for k, v in form.items())
 
@@ -248,6 +254,7 @@ def wanted(forms: list[Form], target: str) -> list[Form]:
     chosen += [form for form in once if form not in used]
     more = [form for form in forms if form.is_one_of(ONCE_WRONG)]
     more += [form for form in forms if form.dtype == "bfloat16" and form.is_one_of(USUAL)]
+    more += [form for form in forms if form.is_one_of(WIDEST)]
     chosen += [form for form in more if form not in chosen]
     main = [form for form in forms if form.kernel.startswith("zipccl.") and form.is_main()]
     return chosen + [form for form in main if form not in chosen]
@@ -342,6 +349,8 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
             module = device_module(name)
             if isinstance(module, types.ModuleType) and taken(name, module, BY_NAME[dtype]):
                 launches(name, dtype, dtype == "bfloat16")
+    dtype = "float64"
+    launches("huffman", dtype, False)
     dtype = "bfloat16"
     selections(sparsify_triton)
     table = torch.zeros(16, dtype=torch.int64)
@@ -518,17 +527,18 @@ def build(form: Form, target: str) -> dict[str, Any]:
         found = resources(binary)
         registers, stack, scalars = int(found["REG"]), int(found["STACK"]), 0
         stack += int(found["LOCAL"])
+    ptx = compiled.asm.get("ptx", "")
     # What is written as PTX means what it says.
-    generated = re.sub(
-        r"// begin inline asm.*?// end inline asm", "", compiled.asm.get("ptx", ""), flags=re.DOTALL
-    )
+    generated = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL)
+    declared = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", ptx)))
     fused = re.search(r"fma\.rn\S*\.f32|div\.(approx|full)|sqrt\.approx", generated)
     # But for approximations: no byte depends on their last bits.
-    flushed = re.search(r"^(?!.*\.approx).*\.ftz\b", compiled.asm.get("ptx", ""), re.MULTILINE)
+    flushed = re.search(r"^(?!.*\.approx).*\.ftz\b", ptx, re.MULTILINE)
     return {
         "fused": bool(fused),
         "flushed": bool(flushed),
         "gaps": gaps(compiled.asm["ttgir"]),
+        "shared": declared and declared + compiled.metadata.shared,
         "elf": binary[:4] == b"\x7fELF" and len(binary) > 1000,
         "registers": registers,
         "stack": stack,
@@ -593,6 +603,8 @@ class Row(NamedTuple):
     fused: bool
     flushed: bool
     gaps: list[str]
+    #: Bytes of shared memory of a form for which PTX declares some; else 0.
+    shared: int
 
     def __str__(self) -> str:
         short = {k: v for k, v in self.form.constexprs.items() if k in SHOWN}
@@ -704,6 +716,12 @@ def test_nothing_spills_that_may_not(report: Report) -> None:
         if row.stack > row.limits()[0] or row.scalars > row.limits()[1]
     ]
     assert not wrong, "\n".join(["", *wrong, "of all:", report.table()])
+
+
+@pytest.mark.slow
+def test_programs_have_no_more_shared_memory_than_they_start_with(report: Report) -> None:
+    assert any(row.shared for row in report.rows) or report.target != "sm_90"
+    assert not [f"{row}: {row.shared}" for row in report.rows if row.shared > SHARED]
 
 
 @pytest.mark.slow

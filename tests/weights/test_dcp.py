@@ -88,9 +88,21 @@ def state_of(seed: int = 0) -> dict[str, Any]:
     return state | extra
 
 
-@pytest.mark.parametrize(("ranks", "asked", "taken"), [(None, None, 8), (4, None, 2), (4, 3, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "mine", "asked", "taken"),
+    [
+        (None, 8, None, 8),
+        ("4", 8, None, 2),
+        # What a rank is bound to is its own.
+        ("4", 2, None, 2),
+        ("16", 8, None, 1),
+        ("", 8, None, 8),
+        ("4", 8, 3, 3),
+    ],
+)
 def test_ranks_of_a_host_share_its_processors(
-    ranks: int | None,
+    ranks: str | None,
+    mine: int,
     asked: int | None,
     taken: int,
     tmp_path: Path,
@@ -104,8 +116,9 @@ def test_ranks_of_a_host_share_its_processors(
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("tightwire.arguments.cpu_count", lambda: 8)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("tightwire.arguments.cpu_count", lambda: mine)
     monkeypatch.setattr("tightwire.adapters.weights.dcp.save_file", save_file)
     writer = Writer(tmp_path / "saved", threads=asked)
     dcp.save({"x": tensor("bfloat16", (17,))}, storage_writer=writer, no_dist=True)
