@@ -42,7 +42,11 @@ def described(error: BaseException) -> str:
         error: The error.
 
     Returns:
-        The text.
+        The text; the name of the type if the error raises instead of giving one.
     """
+    try:
+        text = str(error)
+    except Exception:
+        return type(error).__name__
     own = isinstance(error, CollectiveError)
-    return str(error) if own else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text if own else f"{type(error).__name__}: {text}".removesuffix(": ")

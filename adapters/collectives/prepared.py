@@ -105,6 +105,7 @@ class PreparedCalls:
         #: Calls so far, prepared and made.
         self.number = 0
         self.broken = ""
+        self._told = False
         self.records: deque[TraceRecord] = deque(maxlen=trace)
         #: Tells when ranks leave, where the transport knows.
         self.presence: Any = transport.presence()
@@ -236,13 +237,18 @@ class PreparedCalls:
         if self.broken:
             return
         self.broken = described(error)
-        self.transport.abort(self.broken)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Tell the other ranks once, if calls are refused here, and have theirs fail."""
+        if self.broken and not self._told:
+            self._told = True
+            self.transport.abort(self.broken)
 
     def refusal(self, collective: str) -> CollectiveError | None:
-        """The error of a call, if an earlier one has failed; the others, who make it, are told."""
+        """The error of a call, if an earlier one has failed."""
         if not self.broken:
             return None
-        self.transport.abort(self.broken)
         why = f"an earlier call has failed: {self.broken}"
         return CollectiveError(self.rank, collective, self.number, "start", why)
 
@@ -250,6 +256,8 @@ class PreparedCalls:
         """Number a call, and refuse it if an earlier one has failed."""
         refusal = self.refusal(collective)
         if refusal is not None:
+            # The others make it.
+            self.give_up()
             raise refusal
         call = Call(self.rank, collective, self.number, "", self.name)
         self.number += 1

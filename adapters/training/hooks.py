@@ -186,6 +186,9 @@ class Closing:
                 return problem
         return None
 
+    def _give_up(self) -> None:
+        """Tell the other ranks that this one makes no more steps, as far as they wait for it."""
+
     def _open(self) -> Iterable[Channel]:
         raise NotImplementedError
 
@@ -260,6 +263,7 @@ def raise_at_the_end(state: Closing, error: Exception) -> None:
             queue(raise_it)
             return
         state._unended = problem
+        state._give_up()
         raise_it()
 
     queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -54,6 +54,10 @@ class PreparedDdpHook(PreparedHook, Closing):
     def _refuses(self) -> CollectiveError | None:
         return next((c.refusal("backward") for c in self._calls.values() if c.broken), None)
 
+    def _give_up(self) -> None:
+        for calls in self._calls.values():
+            calls.give_up()
+
     def average(self, bucket: Any) -> Any:
         """A Future of the gradients of a bucket, overwritten with their mean."""
         x = bucket.buffer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 #: What leaving may take at the end of a process.
 _PATIENCE = timedelta(seconds=2)
+#: Held while the timeout of a store, which others use, is another.
+_patient = threading.RLock()
 
 
 class Presence:
@@ -30,16 +33,19 @@ class Presence:
         self._store = dist.PrefixStore(f"presence/{number}", store)
         self._others = [r for r in range(world_size) if r != rank]
         self._rank = rank
-        self._leave = weakref.finalize(self, _leave, self._store, rank, "")
+        self._leave = weakref.finalize(self, _leave, self._store, rank)
 
     def leave(self, why: str = "") -> None:
         """Tell the others that this rank takes part in nothing any more. The first time counts.
 
         Args:
             why: What they are told.
+
+        Raises:
+            RuntimeError: If the store does not answer.
         """
         if self._leave.detach() is not None:
-            _leave(self._store, self._rank, why)
+            self._store.set(str(self._rank), why)
 
     def left(self) -> dict[int, str]:
         """Ranks that have left, as far as they have said so, and why; ``""`` if they just did.
@@ -51,8 +57,12 @@ class Presence:
         return {r: self._store.get(str(r)).decode() for r in gone}
 
 
-def _leave(store: Any, rank: int, why: str) -> None:
+def _leave(store: Any, rank: int) -> None:
     # Where the store has gone first, nobody is left who could be told.
-    with contextlib.suppress(RuntimeError):
-        store.set_timeout(_PATIENCE)
-        store.set(str(rank), why)
+    with contextlib.suppress(RuntimeError), _patient:
+        before = store.timeout
+        store.set_timeout(min(before, _PATIENCE))
+        try:
+            store.set(str(rank), "")
+        finally:
+            store.set_timeout(before)

@@ -146,7 +146,7 @@ class TorchDist(Transport):
         | {torch.int8, torch.uint8, torch.int32, torch.int64}
     )
     #: The transports of this process, as far as they are in use.
-    open: ClassVar[weakref.WeakSet[TorchDist]] = weakref.WeakSet()
+    live: ClassVar[weakref.WeakSet[TorchDist]] = weakref.WeakSet()
 
     def __init__(
         self, group: Any = None, device: Any = None, *, timeout: float | None = None
@@ -160,6 +160,7 @@ class TorchDist(Transport):
         self._rank: int = self._given.rank()
         self._size: int = self._given.size()
         self._store: Any = store_of(self._given)
+        self._failures = failures_of(self._given)
         self._timeout = wanted.total_seconds()
         self._prepare()
 
@@ -257,6 +258,8 @@ class TorchDist(Transport):
         wanted = _timeout(given, device, timeout)
         rank, size = given.rank(), given.size()
         store = store_of(given)
+        # Perhaps only some ranks ask later, in a block that fails together.
+        failures_of(given)
         # The same on all ranks whatever else each of them has made: a rank counts its own calls.
         number = store.add(f"calls/{rank}", 1) - 1
         store = dist.PrefixStore(f"{number}", store)
@@ -309,6 +312,7 @@ class TorchDist(Transport):
         found = cls.__new__(cls)
         found._device, found._rank, found._size = device, rank, size
         found._store, found._timeout = store, timeout.total_seconds()
+        found._failures = aborting.Failures(store, rank)
         found._given = _CONNECT[kind](store, rank, size, timeout)
         # NCCL is to be told, also if nobody calls close().
         found._let_go = weakref.finalize(found, _end, found._given)
@@ -323,10 +327,10 @@ class TorchDist(Transport):
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
         self._swap = _in_order(dist.AllToAllOptions)
         self._nothing = self.empty(0)
-        #: Whether it is known that no more calls succeed.
+        #: Whether connections have been closed, so that no more calls succeed.
         self._lost = False
         self._presences: weakref.WeakSet[Presence] = weakref.WeakSet()
-        TorchDist.open.add(self)
+        TorchDist.live.add(self)
 
     @property
     def _group(self) -> Any:
@@ -356,18 +360,19 @@ class TorchDist(Transport):
         their transports in the same order.
         """
         given, self._given, self._store = self._given, None, None
-        TorchDist.open.discard(self)
+        TorchDist.live.discard(self)
         if self._let_go is not None and self._let_go.detach() is not None:
             given.shutdown()
 
     def _silent_ranks(self) -> str:
         """What is known of the other ranks, when a call has failed here."""
-        store, ranks, found = self._store, range(self._size), []
+        ranks, found = range(self._size), []
         keys = [f"failed/{rank}" for rank in ranks]
 
         def ask() -> None:
+            store = self._failures.store
             store.set(keys[self._rank], "")
-            if why := aborting.heard(store):
+            if why := self._failures.heard():
                 found.append(why)
                 return
             with contextlib.suppress(RuntimeError):
@@ -376,7 +381,7 @@ class TorchDist(Transport):
             gone = f"ranks {silent} have not noticed: stopped, gone, or not in this call"
             found.append(gone if silent else "all ranks have failed here")
 
-        aborting.patiently(ask, 2 * _REPORT + 1)
+        aborting.patiently(ask, seconds=2 * _REPORT + 1)
         if not found:
             return "the store does not answer either: the process that holds it has stopped"
         return found[0]
@@ -386,30 +391,36 @@ class TorchDist(Transport):
 
         Connections of a group that was passed are closed, too.
         """
-        aborting.patiently(lambda: self.tell(why))
+        aborting.patiently(*self.tellings(why))
         self.cut()
 
-    def tell(self, why: str) -> None:
-        """The first half of ``abort``: have the store say why.
+    def tellings(self, why: str) -> list[Callable[[], object]]:
+        """What ``abort`` calls to have the store say why, to the group and to who asks a presence.
+
+        Each may raise RuntimeError, or hang if the store does.
 
         Args:
             why: As there.
 
-        Raises:
-            RuntimeError: If the store does not answer.
+        Returns:
+            Functions without arguments. None on a transport that is closed.
         """
+        if self._store is None:
+            return []
+        found: list[Callable[[], object]] = [
+            functools.partial(presence.leave, why) for presence in self._presences
+        ]
         # What has failed here because of another rank is not the reason.
-        if self._store is not None and not self._lost:
-            aborting.tell(self._store, self._rank, why)
-            for presence in self._presences:
-                presence.leave(why)
+        return found if self._lost else [functools.partial(self._failures.tell, why), *found]
 
     def cut(self) -> None:
-        """The second half of ``abort``: close the connections."""
-        if self._given is not None and not self._lost:
+        """Close the connections over gloo, for good: calls of the other ranks fail at once.
+
+        Over NCCL nothing is closed.
+        """
+        if self._given is not None and self._device.type == "cpu" and not self._lost:
             self._lost = True
-            if self._device.type == "cpu":
-                aborting.cut(self._given, self._rank, self._size)
+            aborting.cut(self._given, self._rank, self._size)
 
     def presence(self) -> Presence:
         """Have the other ranks know when this one leaves; all ranks call it.
@@ -592,6 +603,30 @@ def store_of(group: Any) -> Any:
         KeyError: If there is no such group.
     """
     return dist.PrefixStore("tightwire", dist.distributed_c10d._get_process_group_store(group))
+
+
+#: Of the groups that have been met.
+_failures: weakref.WeakKeyDictionary[Any, aborting.Failures] = weakref.WeakKeyDictionary()
+_meeting = threading.Lock()
+
+
+def failures_of(group: Any) -> aborting.Failures:
+    """What the ranks of a process group say of their failures. All of them ask, at least once.
+
+    Args:
+        group: The process group.
+
+    Returns:
+        The same at every call.
+
+    Raises:
+        KeyError: If there is no such group.
+    """
+    with _meeting:
+        found = _failures.get(group)
+        if found is None:
+            found = _failures[group] = aborting.Failures(store_of(group), group.rank())
+        return found
 
 
 def disagreement(store: Any, rank: int, size: int, facts: str, timeout: timedelta) -> str:
