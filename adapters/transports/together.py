@@ -24,9 +24,9 @@ def fail_together() -> Iterator[None]:
     Calls of the other ranks that wait for it then fail. Errors of tightwire's calls name the rank
     and what it raised; PyTorch's own get a note that does, if those ranks are in such a block too.
     The exception itself is raised on; if telling the others fails, a note of it says what did.
-    ``SystemExit`` without a code or with 0, and ``GeneratorExit``, are no failures: they end
-    nothing. The first block after a group is made asks its store once; else one that raises nothing
-    costs nothing.
+    ``SystemExit`` without a code or with 0, and ``GeneratorExit``, end nothing: they are not taken
+    for failures. The first block after a group is made asks its store once; others that raise
+    nothing cost nothing.
 
     Put blocks on all ranks of a group or on none. Else a later group of the same name, by the same
     store, may hear the reason of this one.
