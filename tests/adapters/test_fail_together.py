@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from interrupt import Interrupt  # noqa: E402
 from tightwire.adapters.training import ddp, fsdp, tagc, tensor_parallel  # noqa: E402
 from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
@@ -53,22 +54,6 @@ class UserError(Exception):
 
 
 # What the processes run.
-
-
-class Interrupt(torch.autograd.Function):  # type: ignore[misc, name-defined]
-    """The identity, whose backward raises when it is armed."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        if Interrupt.armed:
-            raise UserError("out of luck")
-        return gradient
 
 
 class Layers(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -145,7 +130,7 @@ def interrupted(case: list[str], rank: int, file: str, report: Callable[[Any], N
     for _ in range(2):
         with tw.fail_together():
             step()
-    Interrupt.armed = rank == VICTIM
+    Interrupt.armed = UserError("out of luck") if rank == VICTIM else None
     start = time.monotonic()
     try:
         if rank == VICTIM or wrapped == "all":

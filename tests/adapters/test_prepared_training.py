@@ -31,9 +31,12 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from interrupt import Interrupt  # noqa: E402
 from tightwire.adapters.training import fsdp  # noqa: E402
 from tightwire.adapters.training.prepared_fsdp import param_groups  # noqa: E402
 from tightwire.adapters.training.prepared_hooks import EndOfBackward  # noqa: E402
+
+ERROR = KeyError("in the middle of backward")
 
 WIDTH = 72
 
@@ -55,7 +58,7 @@ def test_every_backward_that_asks_is_told_once_also_behind_one_that_raised() -> 
 
     x = torch.ones(3, requires_grad=True)
     for step in range(5):
-        Interrupt.armed = step == 2
+        Interrupt.armed = ERROR if step == 2 else None
         y = Asks.apply(Asks.apply(Interrupt.apply(Asks.apply(x))))
         if Interrupt.armed:
             with pytest.raises(KeyError):
@@ -74,22 +77,6 @@ def test_parameter_groups_of_all_versions() -> None:
     assert param_groups(module(_fsdp_param_groups=["a", "b"])) == ["a", "b"]
     assert param_groups(module(_fsdp_param_group="a")) == ["a"]
     assert param_groups(module(_fsdp_param_group=None)) == []
-
-
-class Interrupt(torch.autograd.Function):  # type: ignore[misc, name-defined]
-    """The identity, whose backward raises when it is armed: an error of the user's."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        if Interrupt.armed:
-            raise KeyError("in the middle of backward")
-        return gradient
 
 
 class Block(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -155,7 +142,7 @@ def train(model: Any, mode: str) -> list[float]:
     torch.manual_seed(100 + dist.get_rank())
     losses = []
     for step in range(4):
-        Interrupt.armed = mode == "interrupted" and step == 1
+        Interrupt.armed = ERROR if mode == "interrupted" and step == 1 else None
         for last in (False, False, True) if mode in ("accumulated", "summed") else (True,):
             if mode == "accumulated":
                 model.set_requires_gradient_sync(last)
