@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Interrupt(torch.autograd.Function):  # type: ignore[misc, name-defined]
+class Interrupt(torch.autograd.Function):  # type: ignore[misc]
     """The identity, whose backward raises what it is armed with."""
 
     armed: Exception | None = None
