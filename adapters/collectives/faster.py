@@ -30,10 +30,14 @@ class Faster:
         budget: Seconds for all measurements. Then other calls are not measured any more: they go
             the way that was faster for those that were, taken together, and ours if none was.
         again: Calls of a key after which it is measured again.
+        warm: Calls before those that are timed, of each way.
     """
 
-    def __init__(self, transport: Transport, *, budget: float = BUDGET, again: int = AGAIN) -> None:
+    def __init__(
+        self, transport: Transport, *, budget: float = BUDGET, again: int = AGAIN, warm: int = 2
+    ) -> None:
         self._transport = transport
+        self._warm = warm
         self._left = budget
         self._again = again
         #: By key: whether the other way is taken, and for how many calls.
@@ -65,11 +69,11 @@ class Faster:
             rows = [self.seconds[key]] if key in self.seconds else list(self.seconds.values())
             return bool(rows) and _gains_nothing((sum(r[0] for r in rows), sum(r[1] for r in rows)))
         start = time.perf_counter()
-        # Once each before they are timed: kernels are compiled, capacities learnt.
+        # Before they are timed kernels are compiled, capacities learnt, calls recorded.
         rows = []
-        for k in range(_MOST + 2):
+        for k in range(_MOST + self._warm):
             pair = _seconds(native, like), _seconds(ours, like)
-            if k >= 2:
+            if k >= self._warm:
                 rows.append(pair)
             spent = self._slowest(time.perf_counter() - start)
             if rows and spent > self._left / 4:

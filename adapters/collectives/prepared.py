@@ -35,7 +35,7 @@ from ...planning import integer
 from ..errors import CollectiveError, described
 from ..transports.base import Transport
 from ..transports.peer import PeerMemory
-from . import running
+from . import running, tensors
 from .agreement import agree, gather_plain
 from .arguments import check_round_trips, peer_of
 from .calls import Call, TraceRecord
@@ -43,6 +43,7 @@ from .messages import NetworkRoute, PeerRoute, Route
 from .prepared_exchange import part_of
 from .prepared_gathers import AllGather, AllToAll, Broadcast
 from .prepared_sums import AllReduce, OneShot, ReduceScatter
+from .recorded import GraphRecorder, Recorder
 
 _P = TypeVar("_P")
 #: Bytes of a tensor up to which an all-reduce has every rank send all of it.
@@ -218,6 +219,18 @@ class PreparedCalls:
         if self.presence is not None:
             self.presence.leave()
         self.transport.close()
+
+    def recorder(self, like: Any) -> Recorder | None:
+        """What records calls on the device of an array; None where they are queued anew each time.
+
+        Args:
+            like: The array.
+        """
+        if not tensors.is_cuda(like) or self.records.maxlen or self.codec.spec.draws:
+            return None
+        if self.route.learns and not self.transport.capturable:
+            return None
+        return GraphRecorder(like.device)
 
     def exact(self) -> PreparedCalls:
         """Calls of the same ranks whose messages are not compressed."""

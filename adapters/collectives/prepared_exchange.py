@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ...formats.dtypes import BY_NAME, DType
 from ...formats.errors import FormatError
 from . import tensors
 from .messages import Layout, Messages
+from .recorded import Recording
 
 if TYPE_CHECKING:
     from .prepared_work import Work
@@ -160,8 +161,11 @@ class Slot:
         self.needs_at = self.late_at = 0
         self.scratch: Any = None
         self.work: Work | None = None
-        #: A CUDA graph has it.
+        #: A CUDA graph of the user's has it.
         self.captured = False
+        #: Calls of certain memory, and what they share.
+        self.recordings: dict[Hashable, Recording] = {}
+        self.pool: list[Any] = []
         #: What decoding has found on the host: the exchange, the sender, the error.
         self.found: list[tuple[int, int, FormatError]] = []
         #: By part, the most dynamic bytes that a message needed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import tensors
@@ -19,7 +18,8 @@ from .prepared_exchange import (
     need_apart,
     shares_of,
 )
-from .prepared_work import Prepared, Work, capturing
+from .prepared_work import Prepared, Work
+from .recorded import capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -61,6 +61,14 @@ class AllGather(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
+
+        def again(_: bool, __: Any) -> None:
+            self._exactly()(x, out).wait()
+
+        place = None if kept is not None else self._place(x, out)
+        recorded = self._recorded(place, again)
+        if recorded is not None:
+            return recorded
         counts = [part.nelem for part in self._parts]
         xs = self._flat(x, counts, "x")
         outs = self._flat(out, [self._ranks * n for n in counts], "out")
@@ -75,7 +83,7 @@ class AllGather(Prepared):
                     "x lies in out, but not as this rank's share; allowed: that, or other memory"
                 )
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+        def body(slot: Slot, call: Call) -> None:
             message = None if kept is None else self._kept(slot, kept)
             if kept is None or message is None or not kept.holds(xs):
                 given = [Given(v, 0, part) for part, v in enumerate(xs)]
@@ -92,9 +100,8 @@ class AllGather(Prepared):
                         tensors.put(own, values)
             self._decode(slot, call, 0, wanted)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
-            return lambda _: self._exactly()(x, out).wait()
 
-        return self._run(body)
+        return self._run(body, again, place)
 
     def _kept(self, slot: Slot, kept: KeptMessage) -> Any:
         """Memory for this rank's message that outlives the call, or None."""
@@ -136,6 +143,14 @@ class AllToAll(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
+
+        def again(_: bool, __: Any) -> None:
+            self._exactly()(x, out).wait()
+
+        place = self._place(x, out)
+        recorded = self._recorded(place, again)
+        if recorded is not None:
+            return recorded
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
         need_apart(outs, xs)
@@ -143,7 +158,7 @@ class AllToAll(Prepared):
         got = [shares_of(v, bounds) for v, bounds in zip(outs, self._bounds, strict=True)]
         ranks, me = range(self._ranks), self._rank
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+        def body(slot: Slot, call: Call) -> None:
             given = [Given(s[j], j, part) for j in ranks if j != me for part, s in enumerate(sent)]
             self._encode(slot, call, 0, given)
             self._exchange(slot, call, 0)
@@ -152,9 +167,8 @@ class AllToAll(Prepared):
             self._decode(slot, call, 0, [None if i == me else g[i] for i in ranks for g in got])
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
-            return lambda _: self._exactly()(x, out).wait()
 
-        return self._run(body)
+        return self._run(body, again, place)
 
 
 class Broadcast(Prepared):
@@ -198,7 +212,7 @@ class Broadcast(Prepared):
         shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
         is_root, ranks = self._rank == self._root, range(self._ranks)
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+        def body(slot: Slot, call: Call) -> None:
             given = [Given(s[i], i, part) for i in ranks for part, s in enumerate(shares)]
             if is_root:
                 self._encode(slot, call, 0, given)
@@ -207,6 +221,5 @@ class Broadcast(Prepared):
                 self._decode(slot, call, 0, [one.x for one in given])
             sends = slot.exchanges[0].sends(self._calls.route.learns)
             call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
-            return lambda _: self._exactly()(x).wait()
 
-        return self._run(body)
+        return self._run(body, lambda _, __: self._exactly()(x).wait())

@@ -55,9 +55,14 @@ class _Sums(Prepared):
         pairs = zip(self._wires, self._parts, strict=True)
         return [part.dtype if wire != part.dtype else None for wire, part in pairs]
 
-    def _as_given(self, xs: list[Any]) -> Any:
-        """Tensors as callers give them."""
-        return xs if self._listed else xs[0]
+    def _exactly_again(self, x: Any, out: Any) -> Callable[[bool, Any], None]:
+        """What makes a sum once more, of terms of which there may be copies."""
+
+        def again(_: bool, copies: Sequence[Any] | None) -> None:
+            terms = _as_they_were(list(x) if self._listed else [x], copies)
+            self._exactly()(terms if self._listed else terms[0], out).wait()
+
+        return again
 
     def _sent(self, part: int, values: Any) -> Any:
         """`values` of a part as they travel."""
@@ -112,6 +117,14 @@ class ReduceScatter(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
+
+        def again(wrong: bool, _: Any) -> None:
+            self._again(x, out, late, wrong)
+
+        place = self._place(x, out)
+        recorded = self._recorded(place, again)
+        if recorded is not None:
+            return recorded
         ranks, me = range(self._ranks), self._rank
         xs = self._flat(x, [part.nelem for part in self._parts], "x")
         counts = [part.nelem // self._ranks for part in self._parts]
@@ -119,7 +132,7 @@ class ReduceScatter(_Sums):
         need_apart(totals, xs)
         shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+        def body(slot: Slot, call: Call) -> Any:
             given = [
                 Given(self._sent(part, own[j]), j, part)
                 for j in ranks
@@ -133,24 +146,16 @@ class ReduceScatter(_Sums):
                 self._sum(slot, call, 0, own[me], total, part=part, dtype=dtype, scale=self._scale)
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
-            return lambda wrong: self._again(x, out, totals, late, wrong)
 
-        return self._run(body)
+        return self._run(body, again, place)
 
-    def _again(
-        self,
-        x: Any,
-        out: Any,
-        totals: Sequence[Any],
-        late: Callable[[Any], None] | None,
-        wrong: bool,
-    ) -> None:
+    def _again(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
         """The sum once more, exactly; `wrong` on this rank if `out` is."""
         if late is None:
             self._exactly()(x, out).wait()
             return
-        rows = zip(totals, self._sum_dtypes, strict=True)
-        fresh = [tensors.empty(total.shape, dtype, total) for total, dtype in rows]
+        rows = zip(self._parts, self._sum_dtypes, strict=True)
+        fresh = [tensors.empty((p.nelem // self._ranks,), t, self._like) for p, t in rows]
         total = fresh if self._listed else fresh[0]
         self._exactly()(x, total).wait()
         if wrong:
@@ -188,11 +193,16 @@ class OneShot(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
+        place = self._place(x, out)
+        again = self._exactly_again(x, out)
+        recorded = self._recorded(place, again)
+        if recorded is not None:
+            return recorded
         counts = [part.nelem for part in self._parts]
         xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
-            kept = _kept(xs, totals) if self._learns else xs
+        def body(slot: Slot, call: Call) -> Any:
+            copies = _copies(xs, totals) if self._learns else None
             given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(xs)]
             self._encode(slot, call, 0, given)
             self._exchange(slot, call, 0)
@@ -200,9 +210,9 @@ class OneShot(_Sums):
                 if total.shape[0]:
                     self._sum(slot, call, 0, None, total, part=part, dtype=dtype, scale=self._scale)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
-            return lambda _: self._exactly()(self._as_given(kept), out).wait()
+            return copies
 
-        return self._run(body)
+        return self._run(body, again, place)
 
 
 class AllReduce(_Sums):
@@ -237,15 +247,21 @@ class AllReduce(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
+        place = self._place(x, out)
+        again = self._exactly_again(x, out)
+        recorded = self._recorded(place, again)
+        if recorded is not None:
+            return recorded
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
         ranks, me = range(self._ranks), self._rank
 
-        def body(slot: Slot, call: Call) -> Callable[[bool], Any]:
+        def body(slot: Slot, call: Call) -> Any:
             # All is read again if it is sent again, and own terms while sums are written.
-            kept = _kept(xs, outs) if self._learns else xs
+            copies = _copies(xs, outs) if self._learns else None
+            kept = _as_they_were(xs, copies)
             owns = [v[slice(*bounds[me])] for v, bounds in zip(kept, self._bounds, strict=True)]
-            owns = _kept(owns, outs)
+            owns = _as_they_were(owns, _copies(owns, outs))
             wholes = [
                 whole if dtype is None else tensors.empty(whole.shape, wire, whole)
                 for whole, dtype, wire in zip(outs, self._dtypes, self._wires, strict=True)
@@ -276,9 +292,9 @@ class AllReduce(_Sums):
                     tensors.put(result, whole)
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += 2 * nbytes * (self._ranks - 1) // self._ranks
-            return lambda _: self._exactly()(self._as_given(kept), out).wait()
+            return copies
 
-        return self._run(body)
+        return self._run(body, again, place)
 
 
 def _wire_of(part: Part, wire: Any) -> DType:
@@ -295,6 +311,13 @@ def _wire_of(part: Part, wire: Any) -> DType:
     return found
 
 
-def _kept(xs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """`xs`, as copies of those that results lie over."""
-    return [tensors.copied(x) if any(tensors.overlap(x, o) for o in outs) else x for x in xs]
+def _copies(xs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """Copies of those of `xs` that results lie over, None of others."""
+    return [tensors.copied(x) if any(tensors.overlap(x, o) for o in outs) else None for x in xs]
+
+
+def _as_they_were(xs: Sequence[Any], copies: Sequence[Any] | None) -> list[Any]:
+    """`xs`, of which there may be copies."""
+    return [
+        x if copy is None else copy for x, copy in zip(xs, copies or [None] * len(xs), strict=True)
+    ]

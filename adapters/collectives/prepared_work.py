@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from . import running, tensors
 from .calls import Call, TraceRecord, rounding_key
 from .messages import Capacity, Layout, Messages
 from .prepared_exchange import INT64, Exchange, Exchanged, Given, Slot, part_of
+from .recorded import BEFORE, MOST, Recorder, Recording, capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -55,7 +56,7 @@ class Work:
     @property
     def may_change(self) -> bool:
         """Whether ``wait`` may have to make the call once more."""
-        return self._owner is not None and self._owner._learns
+        return self._owner is not None and self._owner.may_change
 
     @property
     def judged(self) -> bool:
@@ -126,7 +127,15 @@ class Prepared:
         self._capacities: list[Capacity | None] = []
         #: Whether a message may not fit.
         self._learns = False
+        #: What records calls; None if it cannot be done. Then, by memory, calls so far.
+        self._recorder: Recorder | None = None
+        self._seen: dict[Hashable, int] = {}
         calls.agreed(f"prepare {self.collective}", self._text)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether works may have to make calls once more."""
+        return self._learns
 
     # What a collective says of itself.
 
@@ -152,6 +161,7 @@ class Prepared:
             bound = self._plan(nelem, dtype, None).dynamic_stride
             self._capacities.append(Capacity(bound, raw) if learns and bound else None)
         self._learns = any(capacity is not None for capacity in self._capacities)
+        self._recorder = None if self._listed else self._calls.recorder(self._like)
         for slot in self._slots:
             self._lay_out(slot)
 
@@ -167,6 +177,7 @@ class Prepared:
     def _lay_out(self, slot: Slot) -> None:
         """Give a slot memory for messages of the present capacities."""
         slot.exchanges = []
+        slot.recordings.clear()
         slot.capacities = [0] * len(self._parts)
         plans: list[Plan] = []
         for what in self._exchanges():
@@ -221,8 +232,8 @@ class Prepared:
 
     # A call.
 
-    def _take(self) -> tuple[Slot, Call]:
-        """A slot that nobody uses, and the call."""
+    def _ready(self) -> Slot:
+        """The next slot, when nobody uses it any more, with memory for what has been learnt."""
         slot = self._slots[self._made % len(self._slots)]
         if slot.work is not None:
             if not slot.work.judged:
@@ -231,14 +242,19 @@ class Prepared:
                 if capacity is not None:
                     capacity.learn(need)
             slot.work = None
-        call = self._calls.begin(self.collective, self._text)
-        if self._calls.records.maxlen and tensors.is_cuda(self._like):
-            call.events = []
         learnt = zip(slot.capacities, self._capacities, strict=True)
         grown = any(known is not None and size != known.nbytes for size, known in learnt)
         # A graph goes on using the memory that it has captured.
         if grown and not slot.captured:
             self._lay_out(slot)
+        return slot
+
+    def _take(self) -> tuple[Slot, Call]:
+        """A slot that nobody uses, and the call."""
+        slot = self._ready()
+        call = self._calls.begin(self.collective, self._text)
+        if self._calls.records.maxlen and tensors.is_cuda(self._like):
+            call.events = []
         self._made += 1
         slot.found.clear()
         slot.needs.clear()
@@ -365,12 +381,9 @@ class Prepared:
 
     def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any]) -> Work:
         """The work of what was queued; `again` makes the call once more, exactly."""
-        self._note_needs(slot)
+        self._collect(slot)
         report: Any = None
         if slot.words is not None:
-            late_words = [e.messages.late for e in slot.exchanges if e.messages.late is not None]
-            if late_words:
-                _join(late_words, slot.words[slot.late_at :])
             if capturing():
                 # A replay may follow at once, and write what others still read.
                 for exchange in slot.exchanges:
@@ -380,9 +393,19 @@ class Prepared:
                 slot.captured = True
                 return Work(None, call, None, again)
             report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
+        return self._work(slot, call, report, again)
+
+    def _work(self, slot: Slot, call: Call, report: Any, again: Callable[[bool], Any]) -> Work:
         slot.work = Work(self, call, report, again)
         slot.work._error, self._untold = self._untold, None
         return slot.work
+
+    def _collect(self, slot: Slot) -> None:
+        """Put together what the words say beside what decoding found."""
+        self._note_needs(slot)
+        late_words = [e.messages.late for e in slot.exchanges if e.messages.late is not None]
+        if slot.words is not None and late_words:
+            _join(late_words, slot.words[slot.late_at :])
 
     def _note_needs(self, slot: Slot) -> None:
         """What messages needed: on the host now, on a GPU in the words that are copied."""
@@ -494,16 +517,92 @@ class Prepared:
             self._exact = self._prepared_exactly(self._calls.exact())
         return self._exact
 
-    def _run(self, body: Callable[[Slot, Call], Callable[[bool], Any]]) -> Work:
+    def _run(
+        self,
+        body: Callable[[Slot, Call], Any],
+        again: Callable[[bool, Any], Any],
+        place: Hashable | None = None,
+    ) -> Work:
+        """Make a call.
+
+        `body` queues it, and gives what `again` needs besides whether this rank's result was wrong:
+        that makes the call once more, exactly. `place` is what it has in common with others, as the
+        recorder says.
+        """
+        return self._make(lambda slot, call: self._queue(slot, call, body, again, place))
+
+    def _make(self, queue: Callable[[Slot, Call], Work]) -> Work:
         slot, call = self._take()
         running.begin(call)
         try:
             with self._failing(call):
-                again = body(slot, call)
-                return self._end(slot, call, again)
+                return queue(slot, call)
         except BaseException:
             running.end(call)
             raise
+
+    def _queue(
+        self,
+        slot: Slot,
+        call: Call,
+        body: Callable[[Slot, Call], Any],
+        again: Callable[[bool, Any], Any],
+        place: Hashable | None,
+    ) -> Work:
+        if place is not None and self._comes_again(place) and not capturing():
+            recording = self._record(slot, call, body)
+            if len(slot.recordings) >= MOST:
+                slot.recordings.clear()
+            slot.recordings[place] = recording
+            return self._replay(slot, call, recording, again)
+        kept = body(slot, call)
+        return self._end(slot, call, lambda wrong: again(wrong, kept))
+
+    # Recordings.
+
+    def _place(self, *arrays: Any) -> Hashable | None:
+        """What calls of these arrays have in common, if they can be recorded."""
+        return None if self._recorder is None else self._recorder.place(*arrays)
+
+    def _recorded(self, place: Hashable | None, again: Callable[[bool, Any], Any]) -> Work | None:
+        """Make a call as it has been recorded; None, and nothing made, if it has not been."""
+        if place is None or place not in self._seen:
+            return None
+        recording = self._ready().recordings.get(place)
+        if recording is None or capturing():
+            return None
+        known = recording
+        return self._make(lambda slot, call: self._replay(slot, call, known, again))
+
+    def _comes_again(self, place: Hashable) -> bool:
+        """Note a call, and say whether it is worth a recording."""
+        count = self._seen.get(place, 0)
+        if count == 0 and len(self._seen) >= MOST:
+            self._seen.clear()
+        self._seen[place] = count + 1
+        return count >= BEFORE
+
+    def _record(self, slot: Slot, call: Call, body: Callable[[Slot, Call], Any]) -> Recording:
+        assert self._recorder is not None
+        report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
+
+        def queue() -> Any:
+            kept = body(slot, call)
+            self._collect(slot)
+            report.copy(slot.words)
+            return kept
+
+        replay, kept = self._recorder.record(queue, slot.pool)
+        return Recording(replay, kept, call.raw_bytes, call.wire_bytes)
+
+    def _replay(
+        self, slot: Slot, call: Call, recording: Recording, again: Callable[[bool, Any], Any]
+    ) -> Work:
+        call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
+        recording.replay()
+        assert slot.pending is not None
+        slot.pending.mark()
+        return self._work(slot, call, slot.pending, lambda wrong: again(wrong, recording.kept))
 
     def _alike(self) -> Any:
         """Arrays like those that it was prepared for."""
@@ -550,13 +649,6 @@ class Failing:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, (TypeError, ValueError)):
             self._calls.fail(error)
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    import torch
-
-    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _join(words: list[Any], out: Any) -> None:

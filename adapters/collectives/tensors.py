@@ -353,7 +353,16 @@ class PendingHostCopy:
             else:
                 self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
                 self._event = torch.cuda.Event()
-            self._host.copy_(x, non_blocking=True)
+            self.copy(x)
+            self.mark()
+
+    def copy(self, x: Any) -> None:
+        """Queue the copy of an array on a GPU; `mark` is what it is known by."""
+        self._host.copy_(x, non_blocking=True)
+
+    def mark(self) -> None:
+        """Have `wait` wait for what is queued now, a copy from a GPU among it."""
+        if self._event is not None:
             self._event.record()
 
     def done(self) -> bool:

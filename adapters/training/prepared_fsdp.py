@@ -69,6 +69,7 @@ class PreparedGather(PreparedHook):
         self._made: deque[Work] = deque()
         #: Gathers outside of backward so far.
         self.forwards = 0
+        self._order = _Order()
 
     def of(self, module: Any) -> Any:
         """This hook for one FSDP module, whose encoded shard may be kept.
@@ -99,6 +100,18 @@ class PreparedGather(PreparedHook):
             self._budget = Budget(nbytes)
         self._kept.append(KeptMessage(self._budget, compares=compares))
         return self._kept[-1]
+
+    def follow(self, group: Any, module: Any, in_backward: bool) -> None:
+        """Say that a module has been gathered.
+
+        Args:
+            group: The process group.
+            module: The FSDP module.
+            in_backward: Whether that was in backward.
+        """
+        calls = self._calls.get(group)
+        if calls is not None and calls.route.learns:
+            self._order.follow(module, in_backward)
 
     def close(self) -> None:
         """See ``PreparedHook``."""
@@ -177,6 +190,31 @@ class PreparedGather(PreparedHook):
         return GatherWork(work)
 
 
+class _Order:
+    """Has FSDP gather modules before they are needed, in the order of the first forward.
+
+    The host waits for messages before a module computes. What it waits for has been sent meanwhile
+    if it was queued before the module in front of it computed. In backward FSDP does so by itself.
+    """
+
+    def __init__(self) -> None:
+        self._met: list[Any] = []
+        self._ended = False
+
+    def follow(self, module: Any, in_backward: bool) -> None:
+        """Say that a module is gathered."""
+        # Behind the last module nothing is needed before weights change.
+        self._ended = self._ended or in_backward or module in self._met
+        if self._ended:
+            return
+        if self._met:
+            last = self._met[-1]
+            # What the user has asked for stays.
+            if not last._get_fsdp_state()._states_to_forward_prefetch:
+                last.set_modules_to_forward_prefetch([module])
+        self._met.append(module)
+
+
 class _Gather:
     """A ``PreparedGather`` for one module."""
 
@@ -200,17 +238,16 @@ class _Gather:
         """See ``PreparedGather``."""
         if not self._asked:
             self._asked, self._kept = True, self._hook.keep(input_tensor.device)
-        if self._kept is None or self._kept.compares:
-            return self._hook.gather(output_tensor, input_tensor, group, self._kept)
         in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
-            self._span += 1
-        self._kept.state = shard_state(param_groups(self._module), self._span)
+        if self._kept is not None and not self._kept.compares:
+            self._span += not in_backward
+            self._kept.state = shard_state(param_groups(self._module), self._span)
         try:
             return self._hook.gather(output_tensor, input_tensor, group, self._kept)
         finally:
             # Nobody knows what a later backward follows.
             self._span += in_backward
+            self._hook.follow(group, self._module, in_backward)
 
 
 class PreparedScatter(PreparedHook):
@@ -284,15 +321,21 @@ class PreparedScatter(PreparedHook):
             if self._native(group, key, native, ours, x):
                 native()
                 return
-            correct = self._of_this_step(_correction(module, output, scale))
+            correct = None
+            if scatter.may_change:
+                correct = self._of_this_step(_correction(module, output, scale))
             work = scatter(x, output, correct)
             self._count(work)
-        if correct is None or not in_backward:
+        if not in_backward or (scatter.may_change and correct is None):
             work.wait()
             return
         self._late.append(work)
-        while len(self._late) > _LATE:
+        while self._late and self._is_over(self._late[0]):
             self._late.popleft().wait()
+
+    def _is_over(self, work: Work) -> bool:
+        """Whether a work is waited for now. All ranks make calls once more at the same place."""
+        return len(self._late) > _LATE if work.may_change else work.done()
 
     def _of_this_step(self, correct: Callable[[Any], None] | None) -> Callable[[Any], None] | None:
         """`correct`, which does nothing any more when a forward has followed.

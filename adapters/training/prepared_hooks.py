@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 from ..collectives.faster import Faster
 from ..collectives.prepared import PreparedCalls
 from ..collectives.prepared_work import Work
+from ..collectives.recorded import BEFORE
 from ..errors import CollectiveError
 from ..transports.peer import PeerMemory
 from ..transports.torch_dist import TorchDist
@@ -110,7 +112,7 @@ class PreparedHook:
             )
             self._calls[group] = calls
             if self._route == "auto":
-                self.switches[group] = Faster(transport)
+                self.switches[group] = Faster(transport, warm=BEFORE + depth)
         found = self._prepared[(group, *key)] = make(calls)
         return found
 
@@ -137,6 +139,9 @@ def _peers(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
         return None
     from ..transports.symmetric import SymmetricMemory, why_not
 
+    # What the user has told NCCL holds for what is chosen here, too.
+    if route == "auto" and os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
+        return None
     if route == "auto" and why_not(group, device):
         return None
     return SymmetricMemory(group, device)

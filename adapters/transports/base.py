@@ -40,6 +40,7 @@ class Transport(Protocol):
     Attributes:
         plain_dtypes: Dtypes of tensors that ``all_gather``, ``all_to_all``, ``all_reduce`` and
             ``reduce_scatter`` also take as they are, of any shape.
+        capturable: Whether a CUDA graph can hold calls that only queue work.
 
     Raises:
         RuntimeError: See above.
@@ -47,6 +48,7 @@ class Transport(Protocol):
     """
 
     plain_dtypes: frozenset[Any] = frozenset()
+    capturable: bool = False
 
     @property
     def rank(self) -> int:

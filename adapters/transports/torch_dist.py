@@ -327,6 +327,7 @@ class TorchDist(Transport):
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
         self._swap = _in_order(dist.AllToAllOptions)
         self._nothing = self.empty(0)
+        self.capturable = self._device.type == "cuda"
         #: Whether connections have been closed, so that no more calls succeed.
         self._lost = False
         self._presences: weakref.WeakSet[Presence] = weakref.WeakSet()

@@ -30,7 +30,7 @@ def make(device: Any, route: str, **options: Any) -> PreparedCalls:
     """Calls of all ranks."""
     from tightwire.adapters.transports.symmetric import SymmetricMemory
 
-    peers = SymmetricMemory(None, device, timeout=10) if route == "peers" else None
+    peers = SymmetricMemory(None, device, timeout=60) if route == "peers" else None
     return PreparedCalls(TorchDist(dist.group.WORLD, device), peers=peers, **options)
 
 

@@ -1,0 +1,92 @@
+"""What prepared calls queue on a GPU, recorded: a call of the same memory is one launch then.
+
+Frameworks call a collective with the same memory again and again: buckets stay where they are, and
+an allocator hands out the same blocks step by step. What such calls queue is the same each time. A
+CUDA graph has it, and the host only launches that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+_T = TypeVar("_T")
+#: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
+BEFORE = 2
+#: Recordings of a slot. More memory than so much in turn is not expected to come again.
+MOST = 32
+
+
+class Recording(NamedTuple):
+    """A call of certain memory.
+
+    Attributes:
+        replay: Queues what the call has queued.
+        kept: What ``again`` of the call needs of the memory that the recording has.
+        raw_bytes: As of the call.
+        wire_bytes: As of the call.
+    """
+
+    replay: Callable[[], None]
+    kept: Any
+    raw_bytes: int
+    wire_bytes: int
+
+
+class Recorder(Protocol):
+    """Records what a function queues."""
+
+    def place(self, *arrays: Any) -> Hashable | None:
+        """What calls of these arrays have in common. None: they are not recorded."""
+
+    def record(self, queue: Callable[[], _T], pool: list[Any]) -> tuple[Callable[[], None], _T]:
+        """Have `queue` queue its work nowhere, and be able to queue it.
+
+        `pool` belongs to recordings that never run at once; it is empty before the first one.
+        Returns what queues the work, any number of times, and what `queue` has returned.
+        """
+
+
+class GraphRecorder:
+    """Records as CUDA graphs.
+
+    Args:
+        device: The GPU, of PyTorch.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._stream = torch.cuda.Stream(device)
+
+    def place(self, *arrays: Any) -> Hashable | None:
+        """See ``Recorder``: addresses, sizes and dtypes."""
+        found: list[Any] = []
+        for x in arrays:
+            if type(x) is not self._torch.Tensor or not x.is_contiguous():
+                return None
+            found += (x.data_ptr(), x.numel(), x.dtype)
+        return tuple(found)
+
+    def record(self, queue: Callable[[], _T], pool: list[Any]) -> tuple[Callable[[], None], _T]:
+        """See ``Recorder``."""
+        cuda = self._torch.cuda
+        if not pool:
+            pool.append(cuda.graph_pool_handle())
+        graph = cuda.CUDAGraph()
+        with cuda.stream(self._stream):
+            # Other threads go on using the GPU.
+            graph.capture_begin(pool=pool[0], capture_error_mode="thread_local")
+            try:
+                found = queue()
+            finally:
+                graph.capture_end()
+        return graph.replay, found
+
+
+def capturing() -> bool:
+    """Whether the user captures a CUDA graph."""
+    torch: Any = sys.modules["torch"]
+    return bool(torch.cuda.is_current_stream_capturing())
