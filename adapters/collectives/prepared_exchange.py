@@ -176,6 +176,11 @@ class Slot:
         self.misled = False
         self.pending: tensors.PendingHostCopy | None = None
 
+    def forget_recordings(self) -> None:
+        """Drop what has been recorded; what recordings shared ends with the last of them."""
+        self.recordings.clear()
+        self.pool.clear()
+
     def set_needs(self, said: Sequence[int]) -> None:
         """Keep the most of each part; `said` is what ``need_words`` say."""
         self.needs = [0] * len(self.capacities)

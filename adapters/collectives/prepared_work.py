@@ -177,7 +177,7 @@ class Prepared:
     def _lay_out(self, slot: Slot) -> None:
         """Give a slot memory for messages of the present capacities."""
         slot.exchanges = []
-        slot.recordings.clear()
+        slot.forget_recordings()
         slot.capacities = [0] * len(self._parts)
         plans: list[Plan] = []
         for what in self._exchanges():
@@ -550,9 +550,9 @@ class Prepared:
         place: Hashable | None,
     ) -> Work:
         if place is not None and self._comes_again(place) and not capturing():
-            recording = self._record(slot, call, body)
             if len(slot.recordings) >= MOST:
-                slot.recordings.clear()
+                slot.forget_recordings()
+            recording = self._record(slot, call, body)
             slot.recordings[place] = recording
             return self._replay(slot, call, recording, again)
         kept = body(slot, call)
