@@ -70,7 +70,7 @@ from tightwire.adapters.training import tensor_parallel as tp
 
 RESULTS = Path(__file__).parent / "results"
 #: Steps after which bits are compared, and steps that are not timed after those.
-CHECKED, WARM = 3, 2
+CHECKED, WARM = 3, 5
 #: Calls of CUDA in which a host waits, and with which it queues work.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaEventQuery")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -317,6 +317,7 @@ class Bench:
 
     def forget(self) -> None:
         """Free what nobody has any more."""
+        gc.unfreeze()
         gc.collect()
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -338,6 +339,9 @@ class Bench:
         for _ in range(WARM):
             trainer.step(trainer.batch())
         self.ranks.synchronize()
+        # Else what compilers have left is looked through now and then, in the middle of a step.
+        gc.collect()
+        gc.freeze()
 
     def block(self, trainer: Trainer, steps: int = 0) -> Block:
         """Steps that are timed, behind one that is not."""
@@ -603,6 +607,8 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device(kind, index if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)
+        # cuDNN's attention does not repeat its bits.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=options.limit),

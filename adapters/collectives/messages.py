@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ...codecs.common.base import Plan
@@ -26,6 +26,8 @@ _DYNAMIC_NBYTES = 1
 _FIRST_SHARE = 1 / 16
 #: Messages that are remembered.
 _REMEMBERED = 16
+#: Memory is made in multiples of this, and of its size in so many bits less one.
+_LEAST, _STEPS = 1 << 12, 3
 #: Spare capacity, as a share of what is needed, and how much may lie idle before it shrinks.
 _SPARE, _IDLE = 0.25, 3.0
 
@@ -54,13 +56,12 @@ class Capacity:
             need: Bytes; more than the capacity if the data did not fit.
         """
         self._needs.append(need)
-        if need > self.nbytes:
-            self.nbytes = self._rounded(round(need * (1 + 2 * _SPARE)))
-            return
-        wanted = self._rounded(round(max(self._needs) * (1 + _SPARE)))
+        most = max(self._needs)
+        wanted = self._rounded(round(most * (1 + _SPARE)))
         full = len(self._needs) == _REMEMBERED
+        # A new capacity costs new memory: it is one that holds for a while.
         if wanted > self.nbytes or (full and wanted * _IDLE < self.nbytes):
-            self.nbytes = wanted
+            self.nbytes = self._rounded(round(most * (1 + 2 * _SPARE)))
 
     def _rounded(self, nbytes: int) -> int:
         return min(self._bound, max(1, -(-nbytes // self._unit)) * self._unit)
@@ -137,14 +138,39 @@ class Route(Protocol):
     def name(self) -> str:
         """For the trace."""
 
-    def gathered(self, nbytes: int, like: Any) -> Messages:
-        """Memory for a message that every rank sends to all. All ranks call it alike."""
+    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
+        """Memory for a message that every rank sends to all. All ranks call it alike.
 
-    def swapped(self, nbytes: int, like: Any) -> Messages:
-        """Memory for a message from every rank to every rank. All ranks call it alike."""
+        Calls of one `turn` share memory: they follow one another on one stream, and there are at
+        least two turns.
+        """
 
-    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
-        """Memory for messages of rank `root` to all, as many as ranks. All ranks call it alike."""
+    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
+        """Memory for a message from every rank to every rank; see ``gathered``."""
+
+    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
+        """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
+
+
+class _Shared:
+    """Memory by purpose, which whoever asks for about as much shares.
+
+    Args:
+        make: Makes memory of so many bytes, like an array.
+    """
+
+    def __init__(self, make: Callable[[int, Any], Any]) -> None:
+        self._make = make
+        self._made: dict[Hashable, Any] = {}
+
+    def take(self, nbytes: int, like: Any, *purpose: Hashable) -> Any:
+        """What has been made of at least so many bytes."""
+        unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
+        whole = -(-nbytes // unit) * unit
+        key = (whole, tensors.device_of(like), *purpose)
+        if key not in self._made:
+            self._made[key] = self._make(whole, like)
+        return self._made[key]
 
 
 class NetworkRoute:
@@ -155,21 +181,22 @@ class NetworkRoute:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._memory = _Shared(zeros)
 
-    def gathered(self, nbytes: int, like: Any) -> Messages:
+    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        mine, received = zeros(nbytes, like), zeros(ranks * nbytes, like)
+        mine = self._memory.take(nbytes, like, turn, "mine")[:nbytes]
+        received = self._memory.take(ranks * nbytes, like, turn, "gathered")[: ranks * nbytes]
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
 
         return Messages([mine], _rows(received, nbytes), exchange, moves=True)
 
-    def swapped(self, nbytes: int, like: Any) -> Messages:
+    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
         """See ``Route``."""
-        ranks = self._transport.world_size
-        sent, received = zeros(ranks * nbytes, like), zeros(ranks * nbytes, like)
+        sent, received = self._both(nbytes, like, turn)
 
         def exchange() -> None:
             self._transport.all_to_all(received, sent)
@@ -177,10 +204,10 @@ class NetworkRoute:
         rows = _rows(sent, nbytes), _rows(received, nbytes)
         return Messages(*rows, exchange, memory=sent)
 
-    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
         rank, ranks = self._transport.rank, self._transport.world_size
-        sent, received = zeros(ranks * nbytes, like), zeros(ranks * nbytes, like)
+        sent, received = self._both(nbytes, like, turn)
         rows = _rows(sent, nbytes)
         # The root's own share needs no network.
         is_root = rank == root
@@ -193,41 +220,54 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange)
 
+    def _both(self, nbytes: int, like: Any, turn: int) -> tuple[Any, Any]:
+        """What is sent to all ranks, and received from them."""
+        whole = self._transport.world_size * nbytes
+        sent, received = (self._memory.take(whole, like, turn, way) for way in ("to", "from"))
+        return sent[:whole], received[:whole]
+
 
 class PeerRoute:
     """Messages that lie where all ranks read them.
 
-    A rank may write to messages again when all have come to the next barrier but one: callers keep
-    two sets of messages at least, and take them in turn.
+    A rank may write to messages again when all have come to the next barrier but one.
     """
 
     learns = False
     name = "peer memory"
 
     def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
+        self._peers = memory
+        self._memory = _Shared(lambda nbytes, _: memory.region(nbytes))
 
-    def gathered(self, nbytes: int, like: Any) -> Messages:
+    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
         """See ``Route``."""
-        region = self._region(nbytes)
-        mine = region.parts[self._memory.rank]
-        return Messages([mine], list(region.parts), region.barrier, late=region.late())
+        region: Region = self._memory.take(nbytes, like, turn, "gathered")
+        received = [part[:nbytes] for part in region.parts]
+        mine = received[self._peers.rank]
+        return Messages([mine], received, region.barrier, late=region.late())
 
-    def swapped(self, nbytes: int, like: Any) -> Messages:
+    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
         """See ``Route``."""
-        rank, region = self._memory.rank, self._region(self._memory.world_size * nbytes)
+        rank, region = self._peers.rank, self._every(nbytes, like, turn)
         received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
-        rows = _rows(region.parts[rank], nbytes)
+        rows = self._sent(region, rank, nbytes)
         return Messages(rows, received, region.barrier, late=region.late())
 
-    def spread(self, nbytes: int, like: Any, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
         """See ``Route``."""
-        region = self._region(self._memory.world_size * nbytes)
-        mine, received = region.parts[self._memory.rank], _rows(region.parts[root], nbytes)
-        return Messages(_rows(mine, nbytes), received, region.barrier, late=region.late())
+        region = self._every(nbytes, like, turn)
+        mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
+        return Messages(mine, received, region.barrier, late=region.late())
 
-    def _region(self, nbytes: int) -> Region:
-        return self._memory.region(align(nbytes))
+    def _every(self, nbytes: int, like: Any, turn: int) -> Region:
+        """Memory for messages to all ranks."""
+        region: Region = self._memory.take(self._peers.world_size * nbytes, like, turn, "to")
+        return region
+
+    def _sent(self, region: Region, rank: int, nbytes: int) -> list[Any]:
+        """The messages of a rank to all."""
+        return _rows(region.parts[rank][: self._peers.world_size * nbytes], nbytes)
 
 
 def zeros(nbytes: int, like: Any) -> Any:

@@ -58,6 +58,9 @@ class PreparedCalls:
     ranks, with this rank's own term as it is, and rounded once; all ranks that get a result get the
     same bits. With a lossless codec gathered data arrive bit for bit.
 
+    All calls of an object share memory. On a GPU each follows the one before, whatever their
+    streams; replays of graphs that hold calls have to be ordered by the caller.
+
     Args:
         transport: The transport, for these calls alone.
         codec: A codec or its name. Tensors of a dtype that it does not compress are sent raw.
@@ -105,6 +108,10 @@ class PreparedCalls:
         self.checksum, self.depth, self.seed, self.name = bool(checksum), depth, seed, name
         #: Calls so far, prepared and made.
         self.number = 0
+        #: Which memory the next call takes, from 0 to below ``depth``.
+        self.turn = 0
+        #: That of the last call, on a GPU.
+        self._stream: Any = None
         self.broken = ""
         self._told = False
         self.records: deque[TraceRecord] = deque(maxlen=trace)
@@ -233,10 +240,24 @@ class PreparedCalls:
         return GraphRecorder(like.device)
 
     def exact(self) -> PreparedCalls:
-        """Calls of the same ranks whose messages are not compressed."""
+        """Calls of the same ranks whose messages are not compressed.
+
+        They are made in between, on any stream, and so have memory of their own.
+        """
         found = object.__new__(PreparedCalls)
-        found.__dict__.update(self.__dict__ | {"codec": as_codec("raw")})
+        own = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport), "_stream": None}
+        found.__dict__.update(self.__dict__ | own)
         return found
+
+    def follow(self, stream: Any) -> None:
+        """Have what is queued on a stream follow earlier calls, which have used the same memory.
+
+        Args:
+            stream: A stream of PyTorch's.
+        """
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def agreed(self, what: str, facts: str) -> None:
         """Raise CollectiveError, on all ranks, if they prepare something else."""
@@ -274,5 +295,6 @@ class PreparedCalls:
             raise refusal
         call = Call(self.rank, collective, self.number, "", self.name)
         self.number += 1
+        self.turn = (self.turn + 1) % self.depth
         call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
         return call

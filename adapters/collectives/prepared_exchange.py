@@ -150,9 +150,10 @@ class Exchange:
 
 
 class Slot:
-    """Memory of one call that is under way."""
+    """Memory of one call that is under way, one of those of its turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
         self.exchanges: list[Exchange] = []
         #: By part, bytes of the largest dynamic part of a message.
         self.capacities: list[int] = []
@@ -251,23 +252,28 @@ class _Tells:
         ranks, parts = len(layouts), len(layouts[0].plans)
         each = layouts[0].nbytes // INT64.itemsize
         self._told = self._words.reshape(ranks, each)[:, : 2 * parts].reshape(ranks, 2, parts)
-        # The message to this rank itself is never encoded, and stays zero.
-        records = [
-            [
-                to * each + layouts[to].record(part)
-                for to in (j if layouts[j].plans[part].nelem else rank for j in range(ranks))
-            ]
+        # A rank encodes nothing for itself. Where nobody gets anything, zero is told.
+        sent = [
+            [j for j in range(ranks) if j != rank and layouts[j].plans[part].nelem]
             for part in range(parts)
+        ]
+        records = [
+            [to * each + layouts[to].record(part) for to in itertools.islice(ring, ranks)]
+            for part, ring in enumerate(itertools.cycle(own or [rank]) for own in sent)
         ]
         device = tensors.device_of(memory)
         self._records = tensors.on_device(np.array(records, np.int64), device)
         self._mask = tensors.on_device(np.array([[0], [-1]], np.int64), device)
+        used = np.array([bool(own) for own in sent], np.int64)
+        self._used = None if used.all() else tensors.on_device(used, device)
 
     def __call__(self) -> None:
         found = self._words[self._records]
         if tensors.is_torch(found):
             import torch
 
-            torch.bitwise_xor(found.amax(1), self._mask.expand_as(self._told), out=self._told)
+            most = found.amax(1) if self._used is None else found.amax(1) * self._used
+            torch.bitwise_xor(most, self._mask.expand_as(self._told), out=self._told)
         else:
-            np.bitwise_xor(found.max(1), self._mask, out=self._told)
+            most = found.max(1) if self._used is None else found.max(1) * self._used
+            np.bitwise_xor(most, self._mask, out=self._told)

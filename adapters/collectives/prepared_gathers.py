@@ -18,7 +18,7 @@ from .prepared_exchange import (
     need_apart,
     shares_of,
 )
-from .prepared_work import Prepared, Work
+from .prepared_work import Again, Prepared, Work
 from .recorded import capturing
 
 if TYPE_CHECKING:
@@ -61,12 +61,10 @@ class AllGather(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-
-        def again(_: bool, __: Any) -> None:
-            self._exactly()(x, out).wait()
-
-        place = None if kept is not None else self._place(x, out)
-        recorded = self._recorded(place, again)
+        again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
+        if kept is not None:
+            again = again._replace(place=None)
+        recorded = self._recorded(again)
         if recorded is not None:
             return recorded
         counts = [part.nelem for part in self._parts]
@@ -101,7 +99,7 @@ class AllGather(Prepared):
             self._decode(slot, call, 0, wanted)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
-        return self._run(body, again, place)
+        return self._run(body, again)
 
     def _kept(self, slot: Slot, kept: KeptMessage) -> Any:
         """Memory for this rank's message that outlives the call, or None."""
@@ -143,12 +141,8 @@ class AllToAll(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-
-        def again(_: bool, __: Any) -> None:
-            self._exactly()(x, out).wait()
-
-        place = self._place(x, out)
-        recorded = self._recorded(place, again)
+        again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
+        recorded = self._recorded(again)
         if recorded is not None:
             return recorded
         counts = [part.nelem for part in self._parts]
@@ -168,7 +162,7 @@ class AllToAll(Prepared):
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
-        return self._run(body, again, place)
+        return self._run(body, again)
 
 
 class Broadcast(Prepared):
@@ -222,4 +216,4 @@ class Broadcast(Prepared):
             sends = slot.exchanges[0].sends(self._calls.route.learns)
             call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
 
-        return self._run(body, lambda _, __: self._exactly()(x).wait())
+        return self._run(body, Again(lambda: lambda _: self._exactly()(x).wait()))

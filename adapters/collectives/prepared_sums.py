@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +56,14 @@ class _Sums(Prepared):
         pairs = zip(self._wires, self._parts, strict=True)
         return [part.dtype if wire != part.dtype else None for wire, part in pairs]
 
-    def _exactly_again(self, x: Any, out: Any) -> Callable[[bool, Any], None]:
-        """What makes a sum once more, of terms of which there may be copies."""
-
-        def again(_: bool, copies: Sequence[Any] | None) -> None:
-            terms = _as_they_were(list(x) if self._listed else [x], copies)
-            self._exactly()(terms if self._listed else terms[0], out).wait()
-
-        return again
+    def _terms_as_they_are(self, x: Any, out: Any) -> Callable[[bool], None]:
+        """What makes a sum once more, also where it overwrites its terms."""
+        terms = x
+        if self._learns:
+            lists = (list(v) if self._listed else [v] for v in (x, out))
+            kept = _kept(*([tensors.as_input(v)[0] for v in values] for values in lists))
+            terms = kept if self._listed else kept[0]
+        return lambda _: self._exactly()(terms, out).wait()
 
     def _sent(self, part: int, values: Any) -> Any:
         """`values` of a part as they travel."""
@@ -117,12 +118,9 @@ class ReduceScatter(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-
-        def again(wrong: bool, _: Any) -> None:
-            self._again(x, out, late, wrong)
-
-        place = self._place(x, out)
-        recorded = self._recorded(place, again)
+        exactly = functools.partial(self._exact_sum, x, out, late)
+        again = self._again(lambda: exactly, x, out)
+        recorded = self._recorded(again)
         if recorded is not None:
             return recorded
         ranks, me = range(self._ranks), self._rank
@@ -132,7 +130,7 @@ class ReduceScatter(_Sums):
         need_apart(totals, xs)
         shares = [shares_of(v, bounds) for v, bounds in zip(xs, self._bounds, strict=True)]
 
-        def body(slot: Slot, call: Call) -> Any:
+        def body(slot: Slot, call: Call) -> None:
             given = [
                 Given(self._sent(part, own[j]), j, part)
                 for j in ranks
@@ -147,9 +145,9 @@ class ReduceScatter(_Sums):
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
-        return self._run(body, again, place)
+        return self._run(body, again)
 
-    def _again(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
+    def _exact_sum(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
         """The sum once more, exactly; `wrong` on this rank if `out` is."""
         if late is None:
             self._exactly()(x, out).wait()
@@ -193,16 +191,14 @@ class OneShot(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        place = self._place(x, out)
-        again = self._exactly_again(x, out)
-        recorded = self._recorded(place, again)
+        again = self._again(lambda: self._terms_as_they_are(x, out), x, out)
+        recorded = self._recorded(again)
         if recorded is not None:
             return recorded
         counts = [part.nelem for part in self._parts]
         xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
 
-        def body(slot: Slot, call: Call) -> Any:
-            copies = _copies(xs, totals) if self._learns else None
+        def body(slot: Slot, call: Call) -> None:
             given = [Given(self._sent(part, v), 0, part) for part, v in enumerate(xs)]
             self._encode(slot, call, 0, given)
             self._exchange(slot, call, 0)
@@ -210,9 +206,8 @@ class OneShot(_Sums):
                 if total.shape[0]:
                     self._sum(slot, call, 0, None, total, part=part, dtype=dtype, scale=self._scale)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
-            return copies
 
-        return self._run(body, again, place)
+        return self._run(body, again)
 
 
 class AllReduce(_Sums):
@@ -247,21 +242,18 @@ class AllReduce(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        place = self._place(x, out)
-        again = self._exactly_again(x, out)
-        recorded = self._recorded(place, again)
+        again = self._again(lambda: self._terms_as_they_are(x, out), x, out)
+        recorded = self._recorded(again)
         if recorded is not None:
             return recorded
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
         ranks, me = range(self._ranks), self._rank
 
-        def body(slot: Slot, call: Call) -> Any:
-            # All is read again if it is sent again, and own terms while sums are written.
-            copies = _copies(xs, outs) if self._learns else None
-            kept = _as_they_were(xs, copies)
-            owns = [v[slice(*bounds[me])] for v, bounds in zip(kept, self._bounds, strict=True)]
-            owns = _as_they_were(owns, _copies(owns, outs))
+        def body(slot: Slot, call: Call) -> None:
+            # Own terms are read while sums are written.
+            owns = [v[slice(*bounds[me])] for v, bounds in zip(xs, self._bounds, strict=True)]
+            owns = _kept(owns, outs)
             wholes = [
                 whole if dtype is None else tensors.empty(whole.shape, wire, whole)
                 for whole, dtype, wire in zip(outs, self._dtypes, self._wires, strict=True)
@@ -292,9 +284,8 @@ class AllReduce(_Sums):
                     tensors.put(result, whole)
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += 2 * nbytes * (self._ranks - 1) // self._ranks
-            return copies
 
-        return self._run(body, again, place)
+        return self._run(body, again)
 
 
 def _wire_of(part: Part, wire: Any) -> DType:
@@ -311,13 +302,6 @@ def _wire_of(part: Part, wire: Any) -> DType:
     return found
 
 
-def _copies(xs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """Copies of those of `xs` that results lie over, None of others."""
-    return [tensors.copied(x) if any(tensors.overlap(x, o) for o in outs) else None for x in xs]
-
-
-def _as_they_were(xs: Sequence[Any], copies: Sequence[Any] | None) -> list[Any]:
-    """`xs`, of which there may be copies."""
-    return [
-        x if copy is None else copy for x, copy in zip(xs, copies or [None] * len(xs), strict=True)
-    ]
+def _kept(xs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """`xs`, as copies of those that results lie over."""
+    return [tensors.copied(x) if any(tensors.overlap(x, o) for o in outs) else x for x in xs]

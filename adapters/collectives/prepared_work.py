@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from . import running, tensors
 from .calls import Call, TraceRecord, rounding_key
 from .messages import Capacity, Layout, Messages
 from .prepared_exchange import INT64, Exchange, Exchanged, Given, Slot, part_of
-from .recorded import BEFORE, MOST, Recorder, Recording, capturing
+from .recorded import BEFORE, MOST, REMEMBERED, Recorder, Recording, capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -101,6 +101,19 @@ class Work:
         return True
 
 
+class Again(NamedTuple):
+    """How a call is made once more, exactly, and what it has in common with others.
+
+    Attributes:
+        ready: Called before the call is queued, which may overwrite what it reads. It gives what
+            makes the call once more; that is told whether this rank's result was wrong.
+        place: What the recorder says of its arrays.
+    """
+
+    ready: Callable[[], Callable[[bool], Any]]
+    place: Hashable | None = None
+
+
 class Prepared:
     """What prepared collectives share: memory, encoding, decoding, and the judgement of works."""
 
@@ -118,8 +131,7 @@ class Prepared:
         self._like = tensors.empty((0,), self._parts[0].dtype, tensors.as_input(likes[0])[0])
         texts = ", ".join(f"{part.dtype.name} ({part.nelem},)" for part in self._parts)
         self._text = f"{texts} {self.collective}{facts}"
-        self._slots = [Slot() for _ in range(calls.depth)]
-        self._made = 0
+        self._slots = [Slot(turn) for turn in range(calls.depth)]
         #: What a work has found that nobody had waited for: the next one raises it.
         self._untold: CollectiveError | None = None
         self._exact: Any = None
@@ -182,7 +194,7 @@ class Prepared:
         plans: list[Plan] = []
         for what in self._exchanges():
             layouts = self._layouts(what)
-            messages = self._messages(what, layouts[0].nbytes)
+            messages = self._messages(what, layouts[0].nbytes, slot.turn)
             slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
             for layout in layouts:
                 plans += layout.plans
@@ -217,13 +229,13 @@ class Prepared:
         nbytes = max(layout.nbytes for layout in found)
         return [layout._replace(nbytes=nbytes) for layout in found]
 
-    def _messages(self, what: Exchanged, nbytes: int) -> Messages:
+    def _messages(self, what: Exchanged, nbytes: int, turn: int) -> Messages:
         route = self._calls.route
         if what.kind == "gathered":
-            return route.gathered(nbytes, self._like)
+            return route.gathered(nbytes, self._like, turn)
         if what.kind == "swapped":
-            return route.swapped(nbytes, self._like)
-        return route.spread(nbytes, self._like, what.root)
+            return route.swapped(nbytes, self._like, turn)
+        return route.spread(nbytes, self._like, turn, what.root)
 
     @property
     def _width(self) -> int:
@@ -234,7 +246,7 @@ class Prepared:
 
     def _ready(self) -> Slot:
         """The next slot, when nobody uses it any more, with memory for what has been learnt."""
-        slot = self._slots[self._made % len(self._slots)]
+        slot = self._slots[self._calls.turn]
         if slot.work is not None:
             if not slot.work.judged:
                 self._settle(slot.work)
@@ -253,9 +265,11 @@ class Prepared:
         """A slot that nobody uses, and the call."""
         slot = self._ready()
         call = self._calls.begin(self.collective, self._text)
-        if self._calls.records.maxlen and tensors.is_cuda(self._like):
-            call.events = []
-        self._made += 1
+        if slot.words is not None:
+            if not capturing():
+                self._calls.follow(tensors.current_stream(self._like))
+            if self._calls.records.maxlen:
+                call.events = []
         slot.found.clear()
         slot.needs.clear()
         slot.misled = False
@@ -517,19 +531,9 @@ class Prepared:
             self._exact = self._prepared_exactly(self._calls.exact())
         return self._exact
 
-    def _run(
-        self,
-        body: Callable[[Slot, Call], Any],
-        again: Callable[[bool, Any], Any],
-        place: Hashable | None = None,
-    ) -> Work:
-        """Make a call.
-
-        `body` queues it, and gives what `again` needs besides whether this rank's result was wrong:
-        that makes the call once more, exactly. `place` is what it has in common with others, as the
-        recorder says.
-        """
-        return self._make(lambda slot, call: self._queue(slot, call, body, again, place))
+    def _run(self, body: Callable[[Slot, Call], object], again: Again) -> Work:
+        """Make a call, which `body` queues."""
+        return self._make(lambda slot, call: self._queue(slot, call, body, again))
 
     def _make(self, queue: Callable[[Slot, Call], Work]) -> Work:
         slot, call = self._take()
@@ -542,33 +546,30 @@ class Prepared:
             raise
 
     def _queue(
-        self,
-        slot: Slot,
-        call: Call,
-        body: Callable[[Slot, Call], Any],
-        again: Callable[[bool, Any], Any],
-        place: Hashable | None,
+        self, slot: Slot, call: Call, body: Callable[[Slot, Call], object], again: Again
     ) -> Work:
-        if place is not None and self._comes_again(place) and not capturing():
+        if again.place is not None and self._comes_again(again.place) and not capturing():
             if len(slot.recordings) >= MOST:
                 slot.forget_recordings()
             recording = self._record(slot, call, body)
-            slot.recordings[place] = recording
+            slot.recordings[again.place] = recording
             return self._replay(slot, call, recording, again)
-        kept = body(slot, call)
-        return self._end(slot, call, lambda wrong: again(wrong, kept))
+        exactly = again.ready()
+        body(slot, call)
+        return self._end(slot, call, exactly)
 
     # Recordings.
 
-    def _place(self, *arrays: Any) -> Hashable | None:
-        """What calls of these arrays have in common, if they can be recorded."""
-        return None if self._recorder is None else self._recorder.place(*arrays)
+    def _again(self, make: Callable[[], Callable[[bool], Any]], *arrays: Any) -> Again:
+        """How a call of these arrays is made once more; `make` as in ``Again``."""
+        place = None if self._recorder is None else self._recorder.place(*arrays)
+        return Again(make, place)
 
-    def _recorded(self, place: Hashable | None, again: Callable[[bool, Any], Any]) -> Work | None:
+    def _recorded(self, again: Again) -> Work | None:
         """Make a call as it has been recorded; None, and nothing made, if it has not been."""
-        if place is None or place not in self._seen:
+        if again.place is None or again.place not in self._seen:
             return None
-        recording = self._ready().recordings.get(place)
+        recording = self._ready().recordings.get(again.place)
         if recording is None or capturing():
             return None
         known = recording
@@ -577,32 +578,30 @@ class Prepared:
     def _comes_again(self, place: Hashable) -> bool:
         """Note a call, and say whether it is worth a recording."""
         count = self._seen.get(place, 0)
-        if count == 0 and len(self._seen) >= MOST:
+        if count == 0 and len(self._seen) >= REMEMBERED:
             self._seen.clear()
         self._seen[place] = count + 1
         return count >= BEFORE
 
-    def _record(self, slot: Slot, call: Call, body: Callable[[Slot, Call], Any]) -> Recording:
+    def _record(self, slot: Slot, call: Call, body: Callable[[Slot, Call], object]) -> Recording:
         assert self._recorder is not None
         report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
 
-        def queue() -> Any:
-            kept = body(slot, call)
+        def queue() -> None:
+            body(slot, call)
             self._collect(slot)
             report.copy(slot.words)
-            return kept
 
-        replay, kept = self._recorder.record(queue, slot.pool)
-        return Recording(replay, kept, call.raw_bytes, call.wire_bytes)
+        replay = self._recorder.record(queue, slot.pool)
+        return Recording(replay, call.raw_bytes, call.wire_bytes)
 
-    def _replay(
-        self, slot: Slot, call: Call, recording: Recording, again: Callable[[bool, Any], Any]
-    ) -> Work:
+    def _replay(self, slot: Slot, call: Call, recording: Recording, again: Again) -> Work:
         call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
+        exactly = again.ready()
         recording.replay()
         assert slot.pending is not None
         slot.pending.mark()
-        return self._work(slot, call, slot.pending, lambda wrong: again(wrong, recording.kept))
+        return self._work(slot, call, slot.pending, exactly)
 
     def _alike(self) -> Any:
         """Arrays like those that it was prepared for."""

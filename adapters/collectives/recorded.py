@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
-_T = TypeVar("_T")
 #: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
 BEFORE = 2
-#: Recordings of a slot. More memory than so much in turn is not expected to come again.
-MOST = 32
+#: Recordings of a slot, and different memory that is remembered; behind that they begin anew.
+MOST, REMEMBERED = 64, 1024
 
 
 class Recording(NamedTuple):
@@ -23,13 +22,11 @@ class Recording(NamedTuple):
 
     Attributes:
         replay: Queues what the call has queued.
-        kept: What ``again`` of the call needs of the memory that the recording has.
         raw_bytes: As of the call.
         wire_bytes: As of the call.
     """
 
     replay: Callable[[], None]
-    kept: Any
     raw_bytes: int
     wire_bytes: int
 
@@ -40,11 +37,10 @@ class Recorder(Protocol):
     def place(self, *arrays: Any) -> Hashable | None:
         """What calls of these arrays have in common. None: they are not recorded."""
 
-    def record(self, queue: Callable[[], _T], pool: list[Any]) -> tuple[Callable[[], None], _T]:
-        """Have `queue` queue its work nowhere, and be able to queue it.
+    def record(self, queue: Callable[[], object], pool: list[Any]) -> Callable[[], None]:
+        """Have `queue` queue its work nowhere; what queues it, any number of times.
 
         `pool` belongs to recordings that never run at once; it is empty before the first one.
-        Returns what queues the work, any number of times, and what `queue` has returned.
         """
 
 
@@ -70,7 +66,7 @@ class GraphRecorder:
             found += (x.data_ptr(), x.numel(), x.dtype)
         return tuple(found)
 
-    def record(self, queue: Callable[[], _T], pool: list[Any]) -> tuple[Callable[[], None], _T]:
+    def record(self, queue: Callable[[], object], pool: list[Any]) -> Callable[[], None]:
         """See ``Recorder``."""
         cuda = self._torch.cuda
         if not pool:
@@ -80,10 +76,11 @@ class GraphRecorder:
             # Other threads go on using the GPU.
             graph.capture_begin(pool=pool[0], capture_error_mode="thread_local")
             try:
-                found = queue()
+                queue()
             finally:
                 graph.capture_end()
-        return graph.replay, found
+        replay: Callable[[], None] = graph.replay
+        return replay
 
 
 def capturing() -> bool:

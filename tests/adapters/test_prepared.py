@@ -14,7 +14,7 @@ import tightwire as tw
 from prepared_ranks import CASES, DTYPE, ROUTES, prepare, result, run, same, tensor
 from tightwire.adapters.collectives import tensors
 from tightwire.adapters.collectives.faster import Faster
-from tightwire.adapters.collectives.messages import Capacity
+from tightwire.adapters.collectives.messages import Capacity, NetworkRoute, PeerRoute
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Work
 from tightwire.adapters.collectives.running import running_calls
@@ -402,6 +402,33 @@ def test_messages_become_as_large_as_is_needed() -> None:
     run(2, "network", task)
     exact = tw.encode(tensor(0, 100_000)).nbytes
     assert exact < sizes[1] < 1.05 * exact < sizes[0]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_of_many_sizes_share_memory(route: str) -> None:
+    """One after the other, in any order: the bits are those of calls that are alone."""
+    sizes = [30_000 + 128 * k for k in range(40)]
+
+    def task(calls: PreparedCalls) -> None:
+        reduces = {n: calls.all_reduce(tensor(0, n), algorithm="two-shot") for n in sizes}
+        gathers = {n: calls.all_gather(tensor(0, n)) for n in sizes}
+        for n in (*sizes, *reversed(sizes)):
+            x, total = tensor(calls.rank, n), np.empty(n, DTYPE)
+            whole = np.empty(2 * n, DTYPE)
+            first, second = reduces[n](x, total), gathers[n](x, whole)
+            first.wait()
+            second.wait()
+            both = [tensor(rank, n) for rank in range(2)]
+            wanted = sum(part.astype(np.float32) for part in both).astype(DTYPE)
+            assert total.tobytes() == wanted.tobytes()
+            assert whole.tobytes() == np.concatenate(both).tobytes()
+        route = calls.route
+        assert isinstance(route, (NetworkRoute, PeerRoute))
+        blocks = route._memory._made.values()
+        nbytes = sum(getattr(b, "nbytes", 0) or sum(p.nbytes for p in b.parts) for b in blocks)
+        assert nbytes < 60 * 2 * max(sizes)
+
+    run(2, route, task)
 
 
 def test_capacity() -> None:
