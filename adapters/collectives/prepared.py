@@ -110,8 +110,10 @@ class PreparedCalls:
         self.number = 0
         #: Which memory the next call takes, from 0 to below ``depth``.
         self.turn = 0
-        #: That of the last call, on a GPU.
-        self._stream: Any = None
+        #: That of the last call, on a GPU: PyTorch's object, and CUDA's number of it.
+        self.stream: Any = None
+        self._stream_number: int | None = None
+        self._exact: PreparedCalls | None = None
         self.broken = ""
         self._told = False
         self.records: deque[TraceRecord] = deque(maxlen=trace)
@@ -244,20 +246,37 @@ class PreparedCalls:
 
         They are made in between, on any stream, and so have memory of their own.
         """
-        found = object.__new__(PreparedCalls)
-        own = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport), "_stream": None}
-        found.__dict__.update(self.__dict__ | own)
-        return found
+        if self._exact is None:
+            self._exact = object.__new__(PreparedCalls)
+            own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
+            own |= {"stream": None, "_stream_number": None}
+            self._exact.__dict__.update(self.__dict__ | own)
+        return self._exact
 
-    def follow(self, stream: Any) -> None:
-        """Have what is queued on a stream follow earlier calls, which have used the same memory.
+    def restart(self) -> None:
+        """Have calls take memory in the same order again; on all ranks between the same calls.
+
+        Calls that are repeated step by step then find what has been recorded of them.
+        """
+        # Two calls one after the other never share memory.
+        last = (self.turn - 1) % self.depth
+        self.turn = int(last == 0)
+
+    def follow(self, like: Any) -> None:
+        """Have what is queued now follow earlier calls, which have used the same memory.
 
         Args:
-            stream: A stream of PyTorch's.
+            like: An array on the GPU.
         """
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        import torch
+
+        number = torch._C._cuda_getCurrentRawStream(like.get_device())
+        if number == self._stream_number:
+            return
+        before, self.stream = self.stream, torch.cuda.current_stream(like.device)
+        self._stream_number = number
+        if before is not None:
+            self.stream.wait_stream(before)
 
     def agreed(self, what: str, facts: str) -> None:
         """Raise CollectiveError, on all ranks, if they prepare something else."""

@@ -32,10 +32,11 @@ class Work:
     """A prepared call that was made. ``wait`` makes its result right, or raises."""
 
     def __init__(
-        self, owner: Prepared | None, call: Call, report: Any, again: Callable[[bool], Any]
+        self, owner: Prepared | None, slot: Slot, call: Call, report: Any, again: Callable[..., Any]
     ) -> None:
         #: None when it has been waited for, and in a captured graph.
         self._owner = owner
+        self._slot = slot
         self._call = call
         #: Bytes to other ranks, without compression and as they were sent.
         self.raw_bytes, self.wire_bytes = call.raw_bytes, call.wire_bytes
@@ -87,7 +88,7 @@ class Work:
         if owner is not None:
             own: CollectiveError | None = None
             try:
-                owner._judge(self, timeout)
+                owner._judge(self, self._slot, timeout)
             except CollectiveError as error:
                 own = error
             finally:
@@ -254,26 +255,26 @@ class Prepared:
                 if capacity is not None:
                     capacity.learn(need)
             slot.work = None
-        learnt = zip(slot.capacities, self._capacities, strict=True)
-        grown = any(known is not None and size != known.nbytes for size, known in learnt)
-        # A graph goes on using the memory that it has captured.
-        if grown and not slot.captured:
-            self._lay_out(slot)
+        if self._learns:
+            learnt = zip(slot.capacities, self._capacities, strict=True)
+            grown = any(known is not None and size != known.nbytes for size, known in learnt)
+            # A graph goes on using the memory that it has captured.
+            if grown and not slot.captured:
+                self._lay_out(slot)
         return slot
 
-    def _take(self) -> tuple[Slot, Call]:
-        """A slot that nobody uses, and the call."""
-        slot = self._ready()
+    def _take(self, slot: Slot) -> Call:
+        """The call that takes a slot, which is ready."""
         call = self._calls.begin(self.collective, self._text)
         if slot.words is not None:
             if not capturing():
-                self._calls.follow(tensors.current_stream(self._like))
+                self._calls.follow(slot.words)
             if self._calls.records.maxlen:
                 call.events = []
         slot.found.clear()
         slot.needs.clear()
         slot.misled = False
-        return slot, call
+        return call
 
     def _settle(self, work: Work) -> None:
         """Wait for a work whose memory is needed."""
@@ -405,12 +406,12 @@ class Prepared:
                         exchange.messages.exchange()
                 running.end(call)
                 slot.captured = True
-                return Work(None, call, None, again)
+                return Work(None, slot, call, None, again)
             report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
         return self._work(slot, call, report, again)
 
     def _work(self, slot: Slot, call: Call, report: Any, again: Callable[[bool], Any]) -> Work:
-        slot.work = Work(self, call, report, again)
+        slot.work = Work(self, slot, call, report, again)
         slot.work._error, self._untold = self._untold, None
         return slot.work
 
@@ -430,15 +431,14 @@ class Prepared:
         else:
             _join(slot.need_words, slot.words[slot.needs_at : slot.late_at])
 
-    def _judge(self, work: Work, timeout: float | None) -> None:
+    def _judge(self, work: Work, slot: Slot, timeout: float | None) -> None:
         """Wait for a work, have it made again if a message did not fit, raise what is wrong."""
-        slot = next(slot for slot in self._slots if slot.work is work)
-        call = work._call
-        seconds = self._calls.transport.timeout if timeout is None else timeout
-        if work._report is not None:
+        call, report = work._call, work._report
+        if report is not None:
+            words = report.values() if report.done() else self._arrived(call, report, timeout)
+            if not self._learns and not words.any():
+                return
             with self._failing(call), call.stage("wait"):
-                presence = self._calls.presence
-                words = work._report.wait(seconds, presence and presence.left)
                 self._check_late(slot, words)
             self._read(slot, words)
         lacks = self._lacks(slot)
@@ -454,6 +454,13 @@ class Prepared:
                 assert work._again is not None
                 work._again(bool(slot.found))
             work.repeated = True
+
+    def _arrived(self, call: Call, report: tensors.PendingHostCopy, timeout: float | None) -> Any:
+        """What a report says, when the device has got so far."""
+        seconds = self._calls.transport.timeout if timeout is None else timeout
+        presence = self._calls.presence
+        with self._failing(call), call.stage("wait"):
+            return report.wait(seconds, presence and presence.left)
 
     def _damage(self, slot: Slot, call: Call, lacks: bool) -> CollectiveError | None:
         """What is wrong with messages; if one of the call `lacks` capacity, other than that."""
@@ -533,10 +540,10 @@ class Prepared:
 
     def _run(self, body: Callable[[Slot, Call], object], again: Again) -> Work:
         """Make a call, which `body` queues."""
-        return self._make(lambda slot, call: self._queue(slot, call, body, again))
+        return self._make(self._ready(), lambda slot, call: self._queue(slot, call, body, again))
 
-    def _make(self, queue: Callable[[Slot, Call], Work]) -> Work:
-        slot, call = self._take()
+    def _make(self, slot: Slot, queue: Callable[[Slot, Call], Work]) -> Work:
+        call = self._take(slot)
         running.begin(call)
         try:
             with self._failing(call):
@@ -569,11 +576,12 @@ class Prepared:
         """Make a call as it has been recorded; None, and nothing made, if it has not been."""
         if again.place is None or again.place not in self._seen:
             return None
-        recording = self._ready().recordings.get(again.place)
+        ready = self._ready()
+        recording = ready.recordings.get(again.place)
         if recording is None or capturing():
             return None
         known = recording
-        return self._make(lambda slot, call: self._replay(slot, call, known, again))
+        return self._make(ready, lambda slot, call: self._replay(slot, call, known, again))
 
     def _comes_again(self, place: Hashable) -> bool:
         """Note a call, and say whether it is worth a recording."""
@@ -600,7 +608,7 @@ class Prepared:
         exactly = again.ready()
         recording.replay()
         assert slot.pending is not None
-        slot.pending.mark()
+        slot.pending.mark(self._calls.stream)
         return self._work(slot, call, slot.pending, exactly)
 
     def _alike(self) -> Any:

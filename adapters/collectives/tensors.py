@@ -360,10 +360,13 @@ class PendingHostCopy:
         """Queue the copy of an array on a GPU; `mark` is what it is known by."""
         self._host.copy_(x, non_blocking=True)
 
-    def mark(self) -> None:
-        """Have `wait` wait for what is queued now, a copy from a GPU among it."""
+    def mark(self, stream: Any = None) -> None:
+        """Have `wait` wait for what is queued on a stream now, a copy from a GPU among it.
+
+        None: the current stream.
+        """
         if self._event is not None:
-            self._event.record()
+            self._event.record(stream)
 
     def done(self) -> bool:
         """True if `wait` would not wait."""
@@ -391,5 +394,8 @@ class PendingHostCopy:
                 # The first millisecond at full speed: that is how long most calls wait.
                 if waited > 1e-3:
                     time.sleep(5e-5)
-            return self._host.numpy()
-        return arrays.host_array(self._host)
+        return self.values()
+
+    def values(self) -> Any:
+        """The values in NumPy, once `done`."""
+        return arrays.host_array(self._host) if self._event is None else self._host.numpy()

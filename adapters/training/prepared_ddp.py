@@ -72,6 +72,7 @@ class PreparedDdpHook(PreparedHook, Closing):
 
         def call() -> None:
             group = self._group
+            self._repeats(group, bucket.index())
             reduce = self._get(group, key, lambda calls: calls.all_reduce(x, scale=scale))
             # Measured on copies: sums of sums would grow.
             if self._native(group, key, lambda: self._mean(x.clone()), ours, x):

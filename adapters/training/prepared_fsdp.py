@@ -101,6 +101,16 @@ class PreparedGather(PreparedHook):
         self._kept.append(KeptMessage(self._budget, compares=compares))
         return self._kept[-1]
 
+    def begin(self, group: Any, module: Any) -> None:
+        """Say that a module is about to be gathered, outside of backward.
+
+        Args:
+            group: The process group.
+            module: The FSDP module.
+        """
+        with self._lock:
+            self._repeats(group, module)
+
     def follow(self, group: Any, module: Any, in_backward: bool) -> None:
         """Say that a module has been gathered.
 
@@ -239,6 +249,8 @@ class _Gather:
         if not self._asked:
             self._asked, self._kept = True, self._hook.keep(input_tensor.device)
         in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self._hook.begin(group, self._module)
         if self._kept is not None and not self._kept.compares:
             self._span += not in_backward
             self._kept.state = shard_state(param_groups(self._module), self._span)
@@ -299,6 +311,7 @@ class PreparedScatter(PreparedHook):
         # Also where this module's sums are judged at once: gathers are not.
         in_backward = self._end.ask()
         with self._lock:
+            self._repeats(group, module)
             scatter = self._get(
                 group,
                 key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -84,6 +84,8 @@ class PreparedHook:
         self.switches: dict[Any, Faster] = {}
         self._lock = threading.Lock()
         self._closed = False
+        #: What the first call of a step is about; see `_repeats`.
+        self._first: Hashable | None = None
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
 
@@ -115,6 +117,16 @@ class PreparedHook:
                 self.switches[group] = Faster(transport, warm=BEFORE + depth)
         found = self._prepared[(group, *key)] = make(calls)
         return found
+
+    def _repeats(self, group: Any, what: Hashable) -> None:
+        """Say what a call is about that is made once a step. With the first of them a step begins.
+
+        All ranks say the same of their calls.
+        """
+        if self._first is None:
+            self._first = what
+        elif what == self._first and group in self._calls:
+            self._calls[group].restart()
 
     def _native(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -429,6 +430,28 @@ def test_calls_of_many_sizes_share_memory(route: str) -> None:
         assert nbytes < 60 * 2 * max(sizes)
 
     run(2, route, task)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_steps_take_memory_in_the_same_order(depth: int) -> None:
+    def task(calls: PreparedCalls) -> None:
+        gather = calls.all_gather(tensor(0, 1000))
+        out = np.empty(2000, DTYPE)
+        for length in range(1, 7):
+            steps = []
+            for _ in range(6):
+                calls.restart()
+                turns = []
+                for _ in range(length):
+                    turns.append(calls.turn)
+                    gather(tensor(calls.rank, 1000), out).wait()
+                steps.append(turns)
+            flat = [turn for turns in steps for turn in turns]
+            assert all(a != b for a, b in itertools.pairwise(flat))
+            # Two orders by turns at most.
+            assert steps[2:4] == steps[4:6]
+
+    run(2, "peers", task, depth=depth)
 
 
 def test_capacity() -> None:

@@ -49,7 +49,7 @@ def lossless() -> None:
         assert bits_of(None, sequence_dim, 3, route="network") == exact
     exact = bits_of("zipccl", 1, 6)
     again = schedule()
-    take = prepared_work.Prepared._take
+    ready = prepared_work.Prepared._ready
     made_calls = 0
     for pattern in ("all", "the first", "every other"):
 
@@ -57,10 +57,10 @@ def lossless() -> None:
             nonlocal made_calls
             Scheduled.small = PATTERNS[pattern](made_calls)
             made_calls += 1
-            return take(self)
+            return ready(self)
 
         made_calls = 0
-        prepared_work.Prepared._take = scheduled  # type: ignore[method-assign]
+        prepared_work.Prepared._ready = scheduled  # type: ignore[method-assign]
         assert bits_of("zipccl", 1, 6, route="network") == exact
     assert {"all_gather", "reduce_scatter"} <= set(again)
 
