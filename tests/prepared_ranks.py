@@ -73,7 +73,7 @@ def result(case: str, n: int, world: int) -> Any:
 def damage(call: Any, at: int, bit: int) -> None:
     """Have a bit change of what the next call of a prepared collective gets from rank 0."""
     prepared = getattr(call, "prepared", call)
-    slot = prepared._slots[prepared._calls.turn]
+    slot = prepared._slots[prepared._calls.phase]
     messages = slot.exchanges[0].messages
     move = messages.exchange
 

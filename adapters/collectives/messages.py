@@ -138,17 +138,17 @@ class Route(Protocol):
     def name(self) -> str:
         """For the trace."""
 
-    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """Memory for a message that every rank sends to all. All ranks call it alike.
 
-        Calls of one `turn` share memory: they follow one another on one stream, and there are at
-        least two turns.
+        Calls of one `phase` share memory: they follow one another on one stream, and there are at
+        least two phases.
         """
 
-    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
         """Memory for a message from every rank to every rank; see ``gathered``."""
 
-    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
 
@@ -183,20 +183,20 @@ class NetworkRoute:
         self._transport = transport
         self._memory = _Shared(zeros)
 
-    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        mine = self._memory.take(nbytes, like, turn, "mine")[:nbytes]
-        received = self._memory.take(ranks * nbytes, like, turn, "gathered")[: ranks * nbytes]
+        mine = self._memory.take(nbytes, like, phase, "mine")[:nbytes]
+        received = self._memory.take(ranks * nbytes, like, phase, "gathered")[: ranks * nbytes]
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
 
         return Messages([mine], _rows(received, nbytes), exchange, moves=True)
 
-    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        sent, received = self._both(nbytes, like, turn)
+        sent, received = self._both(nbytes, like, phase)
 
         def exchange() -> None:
             self._transport.all_to_all(received, sent)
@@ -204,10 +204,10 @@ class NetworkRoute:
         rows = _rows(sent, nbytes), _rows(received, nbytes)
         return Messages(*rows, exchange, memory=sent)
 
-    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
         rank, ranks = self._transport.rank, self._transport.world_size
-        sent, received = self._both(nbytes, like, turn)
+        sent, received = self._both(nbytes, like, phase)
         rows = _rows(sent, nbytes)
         # The root's own share needs no network.
         is_root = rank == root
@@ -220,10 +220,10 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange)
 
-    def _both(self, nbytes: int, like: Any, turn: int) -> tuple[Any, Any]:
+    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any]:
         """What is sent to all ranks, and received from them."""
         whole = self._transport.world_size * nbytes
-        sent, received = (self._memory.take(whole, like, turn, way) for way in ("to", "from"))
+        sent, received = (self._memory.take(whole, like, phase, way) for way in ("to", "from"))
         return sent[:whole], received[:whole]
 
 
@@ -240,29 +240,29 @@ class PeerRoute:
         self._peers = memory
         self._memory = _Shared(lambda nbytes, _: memory.region(nbytes))
 
-    def gathered(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        region: Region = self._memory.take(nbytes, like, turn, "gathered")
+        region: Region = self._memory.take(nbytes, like, phase, "gathered")
         received = [part[:nbytes] for part in region.parts]
         mine = received[self._peers.rank]
         return Messages([mine], received, region.barrier, late=region.late())
 
-    def swapped(self, nbytes: int, like: Any, turn: int) -> Messages:
+    def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        rank, region = self._peers.rank, self._every(nbytes, like, turn)
+        rank, region = self._peers.rank, self._every(nbytes, like, phase)
         received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
         rows = self._sent(region, rank, nbytes)
         return Messages(rows, received, region.barrier, late=region.late())
 
-    def spread(self, nbytes: int, like: Any, turn: int, root: int) -> Messages:
+    def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
         """See ``Route``."""
-        region = self._every(nbytes, like, turn)
+        region = self._every(nbytes, like, phase)
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
 
-    def _every(self, nbytes: int, like: Any, turn: int) -> Region:
+    def _every(self, nbytes: int, like: Any, phase: int) -> Region:
         """Memory for messages to all ranks."""
-        region: Region = self._memory.take(self._peers.world_size * nbytes, like, turn, "to")
+        region: Region = self._memory.take(self._peers.world_size * nbytes, like, phase, "to")
         return region
 
     def _sent(self, region: Region, rank: int, nbytes: int) -> list[Any]:

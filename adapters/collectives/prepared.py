@@ -109,7 +109,7 @@ class PreparedCalls:
         #: Calls so far, prepared and made.
         self.number = 0
         #: Which memory the next call takes, from 0 to below ``depth``.
-        self.turn = 0
+        self.phase = 0
         #: That of the last call, on a GPU: PyTorch's object, and CUDA's number of it.
         self.stream: Any = None
         self._stream_number: int | None = None
@@ -259,8 +259,8 @@ class PreparedCalls:
         Calls that are repeated step by step then find what has been recorded of them.
         """
         # Two calls one after the other never share memory.
-        last = (self.turn - 1) % self.depth
-        self.turn = int(last == 0)
+        last = (self.phase - 1) % self.depth
+        self.phase = int(last == 0)
 
     def follow(self, like: Any) -> None:
         """Have what is queued now follow earlier calls, which have used the same memory.
@@ -314,6 +314,6 @@ class PreparedCalls:
             raise refusal
         call = Call(self.rank, collective, self.number, "", self.name)
         self.number += 1
-        self.turn = (self.turn + 1) % self.depth
+        self.phase = (self.phase + 1) % self.depth
         call.text, call.algorithm = text, f"{self.codec.name}, {self.route.name}"
         return call

@@ -150,10 +150,10 @@ class Exchange:
 
 
 class Slot:
-    """Memory of one call that is under way, one of those of its turn."""
+    """Memory of one call that is under way, one of those of its phase."""
 
-    def __init__(self, turn: int) -> None:
-        self.turn = turn
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
         self.exchanges: list[Exchange] = []
         #: By part, bytes of the largest dynamic part of a message.
         self.capacities: list[int] = []

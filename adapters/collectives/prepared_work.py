@@ -132,7 +132,7 @@ class Prepared:
         self._like = tensors.empty((0,), self._parts[0].dtype, tensors.as_input(likes[0])[0])
         texts = ", ".join(f"{part.dtype.name} ({part.nelem},)" for part in self._parts)
         self._text = f"{texts} {self.collective}{facts}"
-        self._slots = [Slot(turn) for turn in range(calls.depth)]
+        self._slots = [Slot(phase) for phase in range(calls.depth)]
         #: What a work has found that nobody had waited for: the next one raises it.
         self._untold: CollectiveError | None = None
         self._exact: Any = None
@@ -195,7 +195,7 @@ class Prepared:
         plans: list[Plan] = []
         for what in self._exchanges():
             layouts = self._layouts(what)
-            messages = self._messages(what, layouts[0].nbytes, slot.turn)
+            messages = self._messages(what, layouts[0].nbytes, slot.phase)
             slot.exchanges.append(Exchange(what, layouts, messages, self._rank, self._ranks))
             for layout in layouts:
                 plans += layout.plans
@@ -230,13 +230,13 @@ class Prepared:
         nbytes = max(layout.nbytes for layout in found)
         return [layout._replace(nbytes=nbytes) for layout in found]
 
-    def _messages(self, what: Exchanged, nbytes: int, turn: int) -> Messages:
+    def _messages(self, what: Exchanged, nbytes: int, phase: int) -> Messages:
         route = self._calls.route
         if what.kind == "gathered":
-            return route.gathered(nbytes, self._like, turn)
+            return route.gathered(nbytes, self._like, phase)
         if what.kind == "swapped":
-            return route.swapped(nbytes, self._like, turn)
-        return route.spread(nbytes, self._like, turn, what.root)
+            return route.swapped(nbytes, self._like, phase)
+        return route.spread(nbytes, self._like, phase, what.root)
 
     @property
     def _width(self) -> int:
@@ -247,7 +247,7 @@ class Prepared:
 
     def _ready(self) -> Slot:
         """The next slot, when nobody uses it any more, with memory for what has been learnt."""
-        slot = self._slots[self._calls.turn]
+        slot = self._slots[self._calls.phase]
         if slot.work is not None:
             if not slot.work.judged:
                 self._settle(slot.work)

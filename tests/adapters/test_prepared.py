@@ -441,14 +441,14 @@ def test_steps_take_memory_in_the_same_order(depth: int) -> None:
             steps = []
             for _ in range(6):
                 calls.restart()
-                turns = []
+                phases = []
                 for _ in range(length):
-                    turns.append(calls.turn)
+                    phases.append(calls.phase)
                     gather(tensor(calls.rank, 1000), out).wait()
-                steps.append(turns)
-            flat = [turn for turns in steps for turn in turns]
+                steps.append(phases)
+            flat = [phase for phases in steps for phase in phases]
             assert all(a != b for a, b in itertools.pairwise(flat))
-            # Two orders by turns at most.
+            # Two orders by phases at most.
             assert steps[2:4] == steps[4:6]
 
     run(2, "peers", task, depth=depth)
