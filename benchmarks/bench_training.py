@@ -20,6 +20,8 @@ Exposed communication is a step's time less that of the same model whose collect
 each rank copies its own data to where the others' belong. That keeps all else: the kernels of the
 model and of the optimizer, and the copies round the collectives.
 
+With route="network" FSDP2 gathers each block before the one in front of it computes.
+
 The suite "loss" trains replicas anew, step after step without waiting, and writes down how the loss
 falls: at the end all ranks must have the same bits. Its native case sums gradients in bfloat16.
 
@@ -44,6 +46,8 @@ from typing import Any, NamedTuple
 
 # For cuBLAS to repeat its bits; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# For calls over NCCL to be recorded; read when it captures.
+os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 import torch
 import torch.distributed as dist
@@ -56,6 +60,7 @@ from training_models import (
     alone,
     divided,
     experts,
+    gather_ahead,
     keep_gradients,
     keep_parameters,
     mixed,
@@ -144,11 +149,16 @@ def _text(options: dict[str, Any]) -> str:
 
 
 def _fsdp(name: str, reduce: torch.dtype = BF16, *, lossless: bool = True, **options: Any) -> Case:
+    def compress(model: Any) -> fsdp.Hooks:
+        if options.get("route") == "network":
+            gather_ahead(model)
+        return fsdp.compress(model, **options)
+
     return Case(
         "fsdp" if reduce == BF16 else "fsdp float32",
         name,
         f"fsdp.compress(model{_text(options)})",
-        sharded(reduce, lambda model: fsdp.compress(model, **options)),
+        sharded(reduce, compress),
         lossless,
         options.get("route") == "peers",
     )

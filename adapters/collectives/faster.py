@@ -70,10 +70,10 @@ class Faster:
             return bool(rows) and _gains_nothing((sum(r[0] for r in rows), sum(r[1] for r in rows)))
         start = time.perf_counter()
         # Before they are timed kernels are compiled, capacities learnt, calls recorded.
-        rows = []
+        rows, spent = [], 0.0
         for k in range(_MOST + self._warm):
             pair = _seconds(native, like), _seconds(ours, like)
-            if k >= self._warm:
+            if k >= self._warm or (k >= 2 and spent > self._left / 4):
                 rows.append(pair)
             spent = self._slowest(time.perf_counter() - start)
             if rows and spent > self._left / 4:

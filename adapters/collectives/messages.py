@@ -10,8 +10,9 @@ buffers). What the dynamic part needs is learnt from earlier messages: see ``Cap
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ...codecs.common.base import Plan
@@ -113,6 +114,7 @@ class Messages:
         late: Any = None,
         memory: Any = None,
         moves: bool = False,
+        blocks: Sequence[Any] = (),
     ) -> None:
         self.sent = sent
         #: The memory that the rows of ``sent`` are, where they lie side by side.
@@ -123,6 +125,8 @@ class Messages:
         #: Has ``received`` show what all ranks have sent; the outputs of earlier exchanges of
         #: the same messages must have been read.
         self.exchange = exchange
+        #: What the memory is part of.
+        self.blocks = blocks
         #: Whether ``exchange`` may be given other memory that has this rank's one message.
         self.moves = moves
 
@@ -157,20 +161,24 @@ class _Shared:
 
     Args:
         make: Makes memory of so many bytes, like an array.
+        made: Where it is kept.
     """
 
-    def __init__(self, make: Callable[[int, Any], Any]) -> None:
+    def __init__(
+        self, make: Callable[[int, Any], Any], made: MutableMapping[Hashable, Any]
+    ) -> None:
         self._make = make
-        self._made: dict[Hashable, Any] = {}
+        self._made = made
 
     def take(self, nbytes: int, like: Any, *purpose: Hashable) -> Any:
         """What has been made of at least so many bytes."""
         unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
         whole = -(-nbytes // unit) * unit
         key = (whole, tensors.device_of(like), *purpose)
-        if key not in self._made:
-            self._made[key] = self._make(whole, like)
-        return self._made[key]
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._make(whole, like)
+        return found
 
 
 class NetworkRoute:
@@ -181,33 +189,36 @@ class NetworkRoute:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._memory = _Shared(zeros)
+        # For as long as a call has it: sizes change with what is learnt.
+        self._memory = _Shared(zeros, weakref.WeakValueDictionary())
 
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        mine = self._memory.take(nbytes, like, phase, "mine")[:nbytes]
-        received = self._memory.take(ranks * nbytes, like, phase, "gathered")[: ranks * nbytes]
+        own = self._memory.take(nbytes, like, phase, "mine")
+        every = self._memory.take(ranks * nbytes, like, phase, "gathered")
+        mine, received = own[:nbytes], every[: ranks * nbytes]
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
 
-        return Messages([mine], _rows(received, nbytes), exchange, moves=True)
+        rows = _rows(received, nbytes)
+        return Messages([mine], rows, exchange, moves=True, blocks=(own, every))
 
     def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        sent, received = self._both(nbytes, like, phase)
+        sent, received, blocks = self._both(nbytes, like, phase)
 
         def exchange() -> None:
             self._transport.all_to_all(received, sent)
 
         rows = _rows(sent, nbytes), _rows(received, nbytes)
-        return Messages(*rows, exchange, memory=sent)
+        return Messages(*rows, exchange, memory=sent, blocks=blocks)
 
     def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
         """See ``Route``. Each rank gets one message from the root, and all gather them."""
         rank, ranks = self._transport.rank, self._transport.world_size
-        sent, received = self._both(nbytes, like, phase)
+        sent, received, blocks = self._both(nbytes, like, phase)
         rows = _rows(sent, nbytes)
         # The root's own share needs no network.
         is_root = rank == root
@@ -218,13 +229,14 @@ class NetworkRoute:
             self._transport.all_to_all_v(outs, xs)
             self._transport.all_gather(received, rows[rank])
 
-        return Messages(rows, _rows(received, nbytes), exchange)
+        return Messages(rows, _rows(received, nbytes), exchange, blocks=blocks)
 
-    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any]:
-        """What is sent to all ranks, and received from them."""
+    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any, list[Any]]:
+        """What is sent to all ranks, and received from them; what they are part of."""
         whole = self._transport.world_size * nbytes
-        sent, received = (self._memory.take(whole, like, phase, way) for way in ("to", "from"))
-        return sent[:whole], received[:whole]
+        blocks = [self._memory.take(whole, like, phase, way) for way in ("to", "from")]
+        sent, received = (block[:whole] for block in blocks)
+        return sent, received, blocks
 
 
 class PeerRoute:
@@ -238,7 +250,8 @@ class PeerRoute:
 
     def __init__(self, memory: PeerMemory) -> None:
         self._peers = memory
-        self._memory = _Shared(lambda nbytes, _: memory.region(nbytes))
+        # Regions are kept: ranks make them together, whatever each has dropped.
+        self._memory = _Shared(lambda nbytes, _: memory.region(nbytes), {})
 
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""

@@ -26,6 +26,7 @@ another's memory (``peers``) everything fits.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -67,8 +68,8 @@ class PreparedCalls:
         peers: Memory that the ranks can read from one another, used in place of the transport,
             which then serves for agreement. None: messages go through the transport.
         checksum: Whether messages have checksums.
-        depth: Calls of one prepared collective that may be under way, at least 2. The next one
-            waits for the oldest.
+        depth: How many sets of memory calls take by turns, at least 2. A call first waits for the
+            last one that was prepared with it and took the same.
         seed: Seed of codecs that round at random, from 0 to 2^64 - 1.
         trace: Number of works that ``trace()`` remembers. 0 costs nothing.
         name: What ``running_calls`` and errors call them.
@@ -110,10 +111,13 @@ class PreparedCalls:
         self.number = 0
         #: Which memory the next call takes, from 0 to below ``depth``.
         self.phase = 0
-        #: That of the last call, on a GPU: PyTorch's object, and CUDA's number of it.
+        #: That of the last call, on a GPU: PyTorch's object, and the device with CUDA's number.
         self.stream: Any = None
-        self._stream_number: int | None = None
+        self._stream_key: tuple[int, int] | None = None
         self._exact: PreparedCalls | None = None
+        self._recorder: Recorder | None = None
+        #: What has been prepared, as far as somebody has it.
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self.broken = ""
         self._told = False
         self.records: deque[TraceRecord] = deque(maxlen=trace)
@@ -223,11 +227,20 @@ class PreparedCalls:
         return list(self.records)
 
     def close(self) -> None:
-        """Close the transport. Later calls raise CollectiveError, on other ranks, too."""
+        """Close the transport. Later calls raise CollectiveError, on other ranks, too.
+
+        Close calls over NCCL before ``destroy_process_group``, which waits for what is recorded.
+        """
         self.broken = self.broken or "the calls are closed"
+        self.forget()
         if self.presence is not None:
             self.presence.leave()
         self.transport.close()
+
+    def forget(self) -> None:
+        """Drop what has been recorded of calls."""
+        for prepared in list(self.made):
+            prepared.forget()
 
     def recorder(self, like: Any) -> Recorder | None:
         """What records calls on the device of an array; None where they are queued anew each time.
@@ -239,7 +252,9 @@ class PreparedCalls:
             return None
         if self.route.learns and not self.transport.capturable:
             return None
-        return GraphRecorder(like.device)
+        if self._recorder is None:
+            self._recorder = GraphRecorder(like.device)
+        return self._recorder
 
     def exact(self) -> PreparedCalls:
         """Calls of the same ranks whose messages are not compressed.
@@ -249,16 +264,16 @@ class PreparedCalls:
         if self._exact is None:
             self._exact = object.__new__(PreparedCalls)
             own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
-            own |= {"stream": None, "_stream_number": None}
+            own |= {"stream": None, "_stream_key": None, "_exact": None, "_recorder": None}
             self._exact.__dict__.update(self.__dict__ | own)
         return self._exact
 
     def restart(self) -> None:
         """Have calls take memory in the same order again; on all ranks between the same calls.
 
-        Calls that are repeated step by step then find what has been recorded of them.
+        Calls that are repeated step by step then find what has been recorded of them. With a depth
+        of 2 it changes nothing, as two calls one after the other never share memory.
         """
-        # Two calls one after the other never share memory.
         last = (self.phase - 1) % self.depth
         self.phase = int(last == 0)
 
@@ -270,11 +285,11 @@ class PreparedCalls:
         """
         import torch
 
-        number = torch._C._cuda_getCurrentRawStream(like.get_device())
-        if number == self._stream_number:
+        key = like.get_device(), torch._C._cuda_getCurrentRawStream(like.get_device())
+        if key == self._stream_key:
             return
         before, self.stream = self.stream, torch.cuda.current_stream(like.device)
-        self._stream_number = number
+        self._stream_key = key
         if before is not None:
             self.stream.wait_stream(before)
 

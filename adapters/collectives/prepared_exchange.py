@@ -164,9 +164,8 @@ class Slot:
         self.work: Work | None = None
         #: A CUDA graph of the user's has it.
         self.captured = False
-        #: Calls of certain memory, and what they share.
+        #: Calls of certain memory.
         self.recordings: dict[Hashable, Recording] = {}
-        self.pool: list[Any] = []
         #: What decoding has found on the host: the exchange, the sender, the error.
         self.found: list[tuple[int, int, FormatError]] = []
         #: By part, the most dynamic bytes that a message needed.
@@ -176,11 +175,6 @@ class Slot:
         #: Whether what messages needed was damaged on the way.
         self.misled = False
         self.pending: tensors.PendingHostCopy | None = None
-
-    def forget_recordings(self) -> None:
-        """Drop what has been recorded; what recordings shared ends with the last of them."""
-        self.recordings.clear()
-        self.pool.clear()
 
     def set_needs(self, said: Sequence[int]) -> None:
         """Keep the most of each part; `said` is what ``need_words`` say."""

@@ -32,7 +32,12 @@ class Work:
     """A prepared call that was made. ``wait`` makes its result right, or raises."""
 
     def __init__(
-        self, owner: Prepared | None, slot: Slot, call: Call, report: Any, again: Callable[..., Any]
+        self,
+        owner: Prepared | None,
+        slot: Slot | None,
+        call: Call,
+        report: Any,
+        again: Callable[[bool], Any] | None,
     ) -> None:
         #: None when it has been waited for, and in a captured graph.
         self._owner = owner
@@ -88,13 +93,13 @@ class Work:
         if owner is not None:
             own: CollectiveError | None = None
             try:
-                owner._judge(self, self._slot, timeout)
+                owner._judge(self, timeout)
             except CollectiveError as error:
                 own = error
             finally:
                 running.end(self._call)
                 owner._remember(self._call, own)
-                self._report = self._again = None
+                self._slot = self._report = self._again = None
             # What a work found for which nobody waited comes first.
             self._error = self._error or own
         if self._error is not None:
@@ -143,6 +148,7 @@ class Prepared:
         #: What records calls; None if it cannot be done. Then, by memory, calls so far.
         self._recorder: Recorder | None = None
         self._seen: dict[Hashable, int] = {}
+        calls.made.add(self)
         calls.agreed(f"prepare {self.collective}", self._text)
 
     @property
@@ -190,7 +196,7 @@ class Prepared:
     def _lay_out(self, slot: Slot) -> None:
         """Give a slot memory for messages of the present capacities."""
         slot.exchanges = []
-        slot.forget_recordings()
+        slot.recordings.clear()
         slot.capacities = [0] * len(self._parts)
         plans: list[Plan] = []
         for what in self._exchanges():
@@ -394,23 +400,23 @@ class Prepared:
     def _only_peer(self) -> int:
         return 1 - self._rank if self._ranks == 2 else self._rank
 
-    def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any]) -> Work:
+    def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any] | None) -> Work:
         """The work of what was queued; `again` makes the call once more, exactly."""
         self._collect(slot)
         report: Any = None
         if slot.words is not None:
             if capturing():
                 # A replay may follow at once, and write what others still read.
-                for exchange in slot.exchanges:
-                    if exchange.messages.late is not None:
-                        exchange.messages.exchange()
+                _meet(slot)
                 running.end(call)
                 slot.captured = True
-                return Work(None, slot, call, None, again)
+                return Work(None, None, call, None, None)
             report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
         return self._work(slot, call, report, again)
 
-    def _work(self, slot: Slot, call: Call, report: Any, again: Callable[[bool], Any]) -> Work:
+    def _work(
+        self, slot: Slot, call: Call, report: Any, again: Callable[[bool], Any] | None
+    ) -> Work:
         slot.work = Work(self, slot, call, report, again)
         slot.work._error, self._untold = self._untold, None
         return slot.work
@@ -431,15 +437,16 @@ class Prepared:
         else:
             _join(slot.need_words, slot.words[slot.needs_at : slot.late_at])
 
-    def _judge(self, work: Work, slot: Slot, timeout: float | None) -> None:
+    def _judge(self, work: Work, timeout: float | None) -> None:
         """Wait for a work, have it made again if a message did not fit, raise what is wrong."""
-        call, report = work._call, work._report
+        slot, call, report = work._slot, work._call, work._report
+        assert slot is not None
         if report is not None:
-            words = report.values() if report.done() else self._arrived(call, report, timeout)
-            if not self._learns and not words.any():
-                return
             with self._failing(call), call.stage("wait"):
+                words = report.values() if report.done() else self._arrived(report, timeout)
                 self._check_late(slot, words)
+            if not self._learns and not slot.found and not words.any():
+                return
             self._read(slot, words)
         lacks = self._lacks(slot)
         damaged = self._damage(slot, call, lacks)
@@ -455,12 +462,11 @@ class Prepared:
                 work._again(bool(slot.found))
             work.repeated = True
 
-    def _arrived(self, call: Call, report: tensors.PendingHostCopy, timeout: float | None) -> Any:
+    def _arrived(self, report: tensors.PendingHostCopy, timeout: float | None) -> Any:
         """What a report says, when the device has got so far."""
         seconds = self._calls.transport.timeout if timeout is None else timeout
         presence = self._calls.presence
-        with self._failing(call), call.stage("wait"):
-            return report.wait(seconds, presence and presence.left)
+        return report.wait(seconds, presence and presence.left)
 
     def _damage(self, slot: Slot, call: Call, lacks: bool) -> CollectiveError | None:
         """What is wrong with messages; if one of the call `lacks` capacity, other than that."""
@@ -492,6 +498,11 @@ class Prepared:
         for late in words[slot.late_at :].tolist():
             if late:
                 raise TimeoutError(f"rank {late - 1} did not come in time")
+
+    def forget(self) -> None:
+        """Drop what has been recorded, which has connections of NCCL's."""
+        for slot in self._slots:
+            slot.recordings.clear()
 
     def check(self) -> None:
         """Raise what calls that a CUDA graph holds have found so far. Waits for the device.
@@ -555,15 +566,20 @@ class Prepared:
     def _queue(
         self, slot: Slot, call: Call, body: Callable[[Slot, Call], object], again: Again
     ) -> Work:
-        if again.place is not None and self._comes_again(again.place) and not capturing():
-            if len(slot.recordings) >= MOST:
-                slot.forget_recordings()
-            recording = self._record(slot, call, body)
-            slot.recordings[again.place] = recording
+        place = None if again.place is None or capturing() else again.place
+        if place is not None and self._comes_again(place) and len(slot.recordings) < MOST:
+            recording = slot.recordings[place] = self._record(slot, call, body)
             return self._replay(slot, call, recording, again)
-        exactly = again.ready()
+        exactly = self._exactly_again(again)
+        if slot.words is not None and capturing():
+            # Before a replay others may still read what it writes.
+            _meet(slot)
         body(slot, call)
         return self._end(slot, call, exactly)
+
+    def _exactly_again(self, again: Again) -> Callable[[bool], Any] | None:
+        """What makes a call once more; None if it never is: then its arrays are not kept."""
+        return again.ready() if self._learns else None
 
     # Recordings.
 
@@ -574,14 +590,13 @@ class Prepared:
 
     def _recorded(self, again: Again) -> Work | None:
         """Make a call as it has been recorded; None, and nothing made, if it has not been."""
-        if again.place is None or again.place not in self._seen:
+        if again.place is None:
             return None
         ready = self._ready()
         recording = ready.recordings.get(again.place)
         if recording is None or capturing():
             return None
-        known = recording
-        return self._make(ready, lambda slot, call: self._replay(slot, call, known, again))
+        return self._make(ready, lambda slot, call: self._replay(slot, call, recording, again))
 
     def _comes_again(self, place: Hashable) -> bool:
         """Note a call, and say whether it is worth a recording."""
@@ -593,22 +608,23 @@ class Prepared:
 
     def _record(self, slot: Slot, call: Call, body: Callable[[Slot, Call], object]) -> Recording:
         assert self._recorder is not None
-        report = slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
+        if slot.words is not None:
+            slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
 
         def queue() -> None:
             body(slot, call)
             self._collect(slot)
-            report.copy(slot.words)
+            if slot.pending is not None:
+                slot.pending.copy(slot.words)
 
-        replay = self._recorder.record(queue, slot.pool)
-        return Recording(replay, call.raw_bytes, call.wire_bytes)
+        return Recording(self._recorder.record(queue), call.raw_bytes, call.wire_bytes)
 
     def _replay(self, slot: Slot, call: Call, recording: Recording, again: Again) -> Work:
         call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
-        exactly = again.ready()
+        exactly = self._exactly_again(again)
         recording.replay()
-        assert slot.pending is not None
-        slot.pending.mark(self._calls.stream)
+        if slot.pending is not None:
+            slot.pending.mark(self._calls.stream)
         return self._work(slot, call, slot.pending, exactly)
 
     def _alike(self) -> Any:
@@ -656,6 +672,13 @@ class Failing:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, (TypeError, ValueError)):
             self._calls.fail(error)
+
+
+def _meet(slot: Slot) -> None:
+    """Have all ranks come before anything of a captured call that follows here."""
+    for exchange in slot.exchanges:
+        if exchange.messages.late is not None:
+            exchange.messages.exchange()
 
 
 def _join(words: list[Any], out: Any) -> None:

@@ -7,14 +7,16 @@ CUDA graph has it, and the host only launches that.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 #: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
 BEFORE = 2
-#: Recordings of a slot, and different memory that is remembered; behind that they begin anew.
-MOST, REMEMBERED = 64, 1024
+#: Recordings of a slot at most, and different memory that is remembered.
+MOST, REMEMBERED = 256, 1024
 
 
 class Recording(NamedTuple):
@@ -32,16 +34,13 @@ class Recording(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Records what a function queues."""
+    """Records what functions queue. What it has recorded never runs at once."""
 
     def place(self, *arrays: Any) -> Hashable | None:
         """What calls of these arrays have in common. None: they are not recorded."""
 
-    def record(self, queue: Callable[[], object], pool: list[Any]) -> Callable[[], None]:
-        """Have `queue` queue its work nowhere; what queues it, any number of times.
-
-        `pool` belongs to recordings that never run at once; it is empty before the first one.
-        """
+    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+        """Have `queue` queue its work nowhere; what queues it, any number of times."""
 
 
 class GraphRecorder:
@@ -56,6 +55,9 @@ class GraphRecorder:
 
         self._torch: Any = torch
         self._stream = torch.cuda.Stream(device)
+        #: Memory that graphs share. PyTorch drops it with the last of them.
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, *arrays: Any) -> Hashable | None:
         """See ``Recorder``: addresses, sizes and dtypes."""
@@ -66,19 +68,24 @@ class GraphRecorder:
             found += (x.data_ptr(), x.numel(), x.dtype)
         return tuple(found)
 
-    def record(self, queue: Callable[[], object], pool: list[Any]) -> Callable[[], None]:
+    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
         """See ``Recorder``."""
         cuda = self._torch.cuda
-        if not pool:
-            pool.append(cuda.graph_pool_handle())
+        if not self._graphs:
+            self._pool = cuda.graph_pool_handle()
         graph = cuda.CUDAGraph()
         with cuda.stream(self._stream):
             # Other threads go on using the GPU.
-            graph.capture_begin(pool=pool[0], capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 queue()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # What ends here says only that something was wrong.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -137,11 +137,13 @@ class PreparedDirection(PreparedHook):
                 return
             work = call(x, out)
             self._count(work)
-            self._late.append(work)
             # Else damage of the last calls would be found after the optimizer has stepped.
             self._end.ask()
-            # Those that nobody waits for: all ranks wait at the same places.
-            while self._late and (self._late[0].may_change or self._late[0].done()):
+            if work.may_change:
+                work.wait()
+            else:
+                self._late.append(work)
+            while self._late and self._late[0].done():
                 self._late.popleft().wait()
 
 

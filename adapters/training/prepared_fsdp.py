@@ -69,7 +69,6 @@ class PreparedGather(PreparedHook):
         self._made: deque[Work] = deque()
         #: Gathers outside of backward so far.
         self.forwards = 0
-        self._order = _Order()
 
     def of(self, module: Any) -> Any:
         """This hook for one FSDP module, whose encoded shard may be kept.
@@ -110,18 +109,6 @@ class PreparedGather(PreparedHook):
         """
         with self._lock:
             self._repeats(group, module)
-
-    def follow(self, group: Any, module: Any, in_backward: bool) -> None:
-        """Say that a module has been gathered.
-
-        Args:
-            group: The process group.
-            module: The FSDP module.
-            in_backward: Whether that was in backward.
-        """
-        calls = self._calls.get(group)
-        if calls is not None and calls.route.learns:
-            self._order.follow(module, in_backward)
 
     def close(self) -> None:
         """See ``PreparedHook``."""
@@ -200,31 +187,6 @@ class PreparedGather(PreparedHook):
         return GatherWork(work)
 
 
-class _Order:
-    """Has FSDP gather modules before they are needed, in the order of the first forward.
-
-    The host waits for messages before a module computes. What it waits for has been sent meanwhile
-    if it was queued before the module in front of it computed. In backward FSDP does so by itself.
-    """
-
-    def __init__(self) -> None:
-        self._met: list[Any] = []
-        self._ended = False
-
-    def follow(self, module: Any, in_backward: bool) -> None:
-        """Say that a module is gathered."""
-        # Behind the last module nothing is needed before weights change.
-        self._ended = self._ended or in_backward or module in self._met
-        if self._ended:
-            return
-        if self._met:
-            last = self._met[-1]
-            # What the user has asked for stays.
-            if not last._get_fsdp_state()._states_to_forward_prefetch:
-                last.set_modules_to_forward_prefetch([module])
-        self._met.append(module)
-
-
 class _Gather:
     """A ``PreparedGather`` for one module."""
 
@@ -259,7 +221,6 @@ class _Gather:
         finally:
             # Nobody knows what a later backward follows.
             self._span += in_backward
-            self._hook.follow(group, self._module, in_backward)
 
 
 class PreparedScatter(PreparedHook):
@@ -291,7 +252,9 @@ class PreparedScatter(PreparedHook):
         super().__init__(route, **options)
         self._wire = wire
         self._gathers = gathers
+        #: Works that may have to be made once more, and others.
         self._late: deque[Work] = deque()
+        self._settled: deque[Work] = deque()
         self._end = EndOfBackward(self._judge)
 
     def of(self, module: Any) -> Callable[..., None]:
@@ -334,21 +297,19 @@ class PreparedScatter(PreparedHook):
             if self._native(group, key, native, ours, x):
                 native()
                 return
-            correct = None
-            if scatter.may_change:
-                correct = self._of_this_step(_correction(module, output, scale))
+            correct = self._of_this_step(_correction(module, output, scale))
             work = scatter(x, output, correct)
             self._count(work)
-        if not in_backward or (scatter.may_change and correct is None):
+        if correct is None or not in_backward:
             work.wait()
             return
-        self._late.append(work)
-        while self._late and self._is_over(self._late[0]):
+        # All ranks make calls once more at the same places, however far their devices are.
+        late = self._late if work.may_change else self._settled
+        late.append(work)
+        while len(self._late) > _LATE:
             self._late.popleft().wait()
-
-    def _is_over(self, work: Work) -> bool:
-        """Whether a work is waited for now. All ranks make calls once more at the same place."""
-        return len(self._late) > _LATE if work.may_change else work.done()
+        while self._settled and self._settled[0].done():
+            self._settled.popleft().wait()
 
     def _of_this_step(self, correct: Callable[[Any], None] | None) -> Callable[[Any], None] | None:
         """`correct`, which does nothing any more when a forward has followed.
@@ -363,11 +324,12 @@ class PreparedScatter(PreparedHook):
 
     def _judge(self) -> None:
         problem: CollectiveError | None = None
-        while self._late:
-            try:
-                self._late.popleft().wait()
-            except CollectiveError as error:
-                problem = problem or error
+        for late in (self._late, self._settled):
+            while late:
+                try:
+                    late.popleft().wait()
+                except CollectiveError as error:
+                    problem = problem or error
         try:
             if self._gathers is not None:
                 self._gathers.judge()

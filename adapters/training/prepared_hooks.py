@@ -84,14 +84,16 @@ class PreparedHook:
         self.switches: dict[Any, Faster] = {}
         self._lock = threading.Lock()
         self._closed = False
-        #: What the first call of a step is about; see `_repeats`.
-        self._first: Hashable | None = None
+        #: What a group's first call of a step is about; see `_repeats`.
+        self._first: dict[Any, Hashable] = {}
         #: Bytes to other ranks, without compression and as they were sent, in all calls so far.
         self.raw_bytes = self.wire_bytes = 0
 
     def close(self) -> None:
         """Free the memory of the calls. Later calls raise CollectiveError."""
         self._closed = True
+        for calls in self._calls.values():
+            calls.forget()
         self._prepared.clear()
         self._calls.clear()
 
@@ -123,9 +125,7 @@ class PreparedHook:
 
         All ranks say the same of their calls.
         """
-        if self._first is None:
-            self._first = what
-        elif what == self._first and group in self._calls:
+        if self._first.setdefault(group, what) == what and group in self._calls:
             self._calls[group].restart()
 
     def _native(
@@ -151,9 +151,9 @@ def _peers(route: Route, group: Any, device: torch.device) -> PeerMemory | None:
         return None
     from ..transports.symmetric import SymmetricMemory, why_not
 
-    # What the user has told NCCL holds for what is chosen here, too.
-    if route == "auto" and os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
-        return None
-    if route == "auto" and why_not(group, device):
-        return None
+    if route == "auto":
+        # What the user has told NCCL holds for what is chosen here, too.
+        refused = os.environ.get("NCCL_P2P_DISABLE", "0") == "1"
+        if why_not(group, device, "NCCL_P2P_DISABLE is set" if refused else ""):
+            return None
     return SymmetricMemory(group, device)

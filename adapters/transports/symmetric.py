@@ -150,7 +150,7 @@ class SymmetricMemory:
         return SymmetricRegion(nbytes, self._group, self._device, self._timeout)
 
 
-def why_not(group: Any, device: torch.device) -> str:
+def why_not(group: Any, device: torch.device, problem: str = "") -> str:
     """Why the ranks of a group cannot read one another's memory, the same on all; else ``""``.
 
     All ranks call it.
@@ -158,11 +158,12 @@ def why_not(group: Any, device: torch.device) -> str:
     Args:
         group: The process group.
         device: This rank's GPU.
+        problem: Why this rank does not want to; ``""`` if it does.
     """
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), uuid), group=group)
-    problem = _problem(places, device)
+    problem = problem or _problem(places, device)
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, problem, group=group)
     return next((p for p in problems if p), "")

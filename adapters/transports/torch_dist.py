@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import os
 import re
 import threading
 import time
@@ -327,7 +328,13 @@ class TorchDist(Transport):
         self._gather = _in_order(dist.distributed_c10d.AllgatherOptions)
         self._swap = _in_order(dist.AllToAllOptions)
         self._nothing = self.empty(0)
-        self.capturable = self._device.type == "cuda"
+        # NCCL registers captured memory with all ranks, and its debugging compares all calls on the
+        # host. Ranks do not capture the same calls.
+        self.capturable = (
+            self._device.type == "cuda"
+            and os.environ.get("NCCL_GRAPH_REGISTER") == "0"
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        )
         #: Whether connections have been closed, so that no more calls succeed.
         self._lost = False
         self._presences: weakref.WeakSet[Presence] = weakref.WeakSet()

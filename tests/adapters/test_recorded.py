@@ -1,0 +1,155 @@
+"""Calls of the same memory are recorded: here by what runs their steps again on the host."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepared_ranks import DTYPE, ROUTES, run, same, tensor
+from tightwire.adapters.collectives import prepared_work
+from tightwire.adapters.collectives.prepared import PreparedCalls
+from tightwire.adapters.collectives.prepared_work import Prepared
+
+N = 5000
+
+
+class Recorder:
+    """Notes what is queued, and queues it again."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.replays = 0
+
+    def place(self, *arrays: Any) -> Hashable:
+        return tuple((x.ctypes.data, x.size, x.dtype) for x in arrays)
+
+    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+        self.records += 1
+
+        def replay() -> None:
+            self.replays += 1
+            queue()
+
+        return replay
+
+
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_work, "capturing", lambda: False)
+
+
+def recorded(prepared: Prepared) -> Recorder:
+    prepared._recorder = recorder = Recorder()
+    return recorder
+
+
+def summed(parts: list[Any]) -> Any:
+    return sum(part.astype(np.float32) for part in parts)
+
+
+COLLECTIVES: dict[str, tuple[Callable[[PreparedCalls], Any], Callable[..., Any]]] = {
+    "all_gather": (
+        lambda calls: calls.all_gather(tensor(0, N)),
+        lambda parts, me: np.concatenate(parts),
+    ),
+    "all_to_all": (
+        lambda calls: calls.all_to_all(tensor(0, 2 * N)),
+        lambda parts, me: np.concatenate([part[me * N : (me + 1) * N] for part in parts]),
+    ),
+    "reduce_scatter": (
+        lambda calls: calls.reduce_scatter(tensor(0, 2 * N), scale=0.5),
+        lambda parts, me: (summed(parts)[me * N : (me + 1) * N] * 0.5).astype(DTYPE),
+    ),
+    "one-shot": (
+        lambda calls: calls.all_reduce(tensor(0, N), algorithm="one-shot"),
+        lambda parts, me: summed(parts).astype(DTYPE),
+    ),
+    "two-shot": (
+        lambda calls: calls.all_reduce(tensor(0, N), algorithm="two-shot"),
+        lambda parts, me: summed(parts).astype(DTYPE),
+    ),
+}
+
+
+def data(rank: int, n: int, call: int, wild: bool) -> Any:
+    """Values of a rank; no message of wild ones fits."""
+    if not wild:
+        return tensor(rank, n, call)
+    bits = np.random.default_rng([rank, n, call]).integers(0, 0x7F80, n)
+    return bits.astype(np.uint16).view(DTYPE)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route: str) -> None:
+    prepare, result = COLLECTIVES[collective]
+
+    def task(calls: PreparedCalls) -> None:
+        call = prepare(calls)
+        recorder = recorded(call)
+        n = 2 * N if collective in ("all_to_all", "reduce_scatter") else N
+        # Some sums are in place.
+        xs = [np.empty(n, DTYPE) for _ in range(2)]
+        wanted = result([tensor(rank, n) for rank in range(2)], calls.rank)
+        in_place = collective in ("one-shot", "two-shot")
+        outs = [xs[0] if in_place else np.empty_like(wanted), np.empty_like(wanted)]
+        for k in range(20):
+            # Memory in pairs, each input with each result, and on rank 1 now and then other.
+            x, out = xs[k // 2 % 2], outs[k % 2]
+            if calls.rank == 1 and k in (7, 12):
+                x, out = np.empty_like(x), np.empty_like(out)
+            parts = [data(rank, n, k, k in (3, 13) and rank == 0) for rank in range(2)]
+            x[...] = parts[calls.rank]
+            if out is not x:
+                out[...] = np.nan
+            call(x, out).wait()
+            assert same(out, result(parts, calls.rank)), k
+        assert recorder.records
+        assert recorder.replays > recorder.records
+
+    run(2, route, task)
+
+
+def test_recordings_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more than so many are made; closing drops them."""
+    monkeypatch.setattr(prepared_work, "MOST", 3)
+
+    def task(calls: PreparedCalls) -> None:
+        gather = calls.all_gather(tensor(0, N))
+        recorder = recorded(gather)
+        memory = [(np.empty(N, DTYPE), np.empty(2 * N, DTYPE)) for _ in range(5)]
+        for k in range(50):
+            x, out = memory[k % 5]
+            x[...] = tensor(calls.rank, N, k)
+            gather(x, out).wait()
+            assert same(out, np.concatenate([tensor(rank, N, k) for rank in range(2)]))
+        assert recorder.records == 3 * calls.depth
+        assert all(len(slot.recordings) == 3 for slot in gather._slots)
+        calls.close()
+        assert not any(slot.recordings for slot in gather._slots)
+
+    run(2, "peers", task)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_works_that_were_waited_for_keep_nothing(route: str) -> None:
+    def task(calls: PreparedCalls) -> None:
+        x, out = tensor(calls.rank, N), np.empty(2 * N, DTYPE)
+        gather = calls.all_gather(x)
+        work = gather(x, out)
+        work.wait()
+        kept = [weakref.ref(thing) for thing in (x, out, *gather._slots)]
+        del x, out, gather
+        assert [ref() for ref in kept] == [None] * len(kept)
+        assert work.judged
+
+    gc.disable()
+    try:
+        run(2, route, task)
+    finally:
+        gc.enable()
