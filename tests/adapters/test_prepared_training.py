@@ -6,6 +6,7 @@ file is also what the processes run.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from interrupt import Interrupt  # noqa: E402
+from tightwire.adapters.collectives.prepared_work import Work  # noqa: E402
 from tightwire.adapters.training import fsdp  # noqa: E402
 from tightwire.adapters.training.prepared_fsdp import param_groups  # noqa: E402
 from tightwire.adapters.training.prepared_hooks import EndOfBackward  # noqa: E402
@@ -271,6 +273,38 @@ def together(device: Any) -> dict[str, Any]:
     return {}
 
 
+def late(device: Any) -> dict[str, Any]:
+    """Sums that always fit stand between others, and the device of rank 1 is far behind."""
+    found = []
+    done = Work.done
+
+    def behind(self: Work) -> bool:
+        return self.judged if dist.get_rank() == 1 and not self.may_change else done(self)
+
+    Scheduled.small = True
+    again = schedule()
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        # Of the smallest nothing is compressed.
+        widths = [WIDTH + 8 * k for k in range(5)]
+        layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise([*widths, 2, WIDTH, 2])]
+        model = torch.nn.Sequential(*layers)
+        for module in (*model, model):
+            fully_shard(module)
+        hooks = fsdp.compress(model, route="network") if hooked else None
+        Work.done = behind if hooked else done  # type: ignore[method-assign]
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            model(torch.randn(3, WIDTH)).square().mean().backward()
+        found.append([p.grad.to_local() for p in model.parameters()])
+        if hooks is not None:
+            assert not hooks.reduce_scatter._late
+            assert not hooks.reduce_scatter._settled
+    Work.done = done  # type: ignore[method-assign]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return {"late, True": dict(again)}
+
+
 def damaged(device: Any) -> dict[str, Any]:
     """Damage on the way to rank 1 is raised there before the optimizer can step."""
     for codec, kind in (("mx", 0), ("mx", 1), ("zipccl", 1), ("zipccl", 0)):
@@ -305,7 +339,7 @@ def check_again(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["modes", "more", "replicas", "together", "damaged"])
+@pytest.mark.parametrize("task", ["modes", "more", "replicas", "together", "late", "damaged"])
 def test_every_way_to_train(task: str, tmp_path: Path) -> None:
     world_size = 4 if task == "replicas" else 2
     for found in launch(__file__, task, world_size, tmp_path, warnings="ignore"):

@@ -14,6 +14,7 @@ from prepared_ranks import DTYPE, ROUTES, run, same, tensor
 from tightwire.adapters.collectives import prepared_work
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Prepared
+from tightwire.adapters.collectives.recorded import GraphRecorder
 
 N = 5000
 
@@ -113,6 +114,20 @@ def test_results_are_those_of_calls_that_are_not_recorded(collective: str, route
         assert recorder.replays > recorder.records
 
     run(2, route, task)
+
+
+def test_places_of_graphs() -> None:
+    """Calls are alike whose memory, sizes and dtypes are all the same."""
+    torch = pytest.importorskip("torch")
+    recorder = object.__new__(GraphRecorder)
+    recorder._torch = torch
+    x, y = torch.zeros(8), torch.zeros(8)
+    place = recorder.place(x, y)
+    assert place == recorder.place(x[:], y.view(8))
+    others = [(y, x), (x, x), (x[:4], y), (x, y[1:]), (x.view(torch.int32), y)]
+    assert all(recorder.place(*other) not in (place, None) for other in others)
+    strange = [(x[::2], y), (x, torch.nn.Parameter(y)), (np.zeros(8), y)]
+    assert [recorder.place(*other) for other in strange] == [None] * 3
 
 
 def test_recordings_end(monkeypatch: pytest.MonkeyPatch) -> None:
