@@ -68,8 +68,8 @@ class PreparedCalls:
         peers: Memory that the ranks can read from one another, used in place of the transport,
             which then serves for agreement. None: messages go through the transport.
         checksum: Whether messages have checksums.
-        depth: How many sets of memory calls take by turns, at least 2. A call first waits for the
-            last one that was prepared with it and took the same.
+        depth: How many sets of memory there are, at least 2, which calls take one after the other.
+            A call waits for the last one of the same prepared collective with the same set.
         seed: Seed of codecs that round at random, from 0 to 2^64 - 1.
         trace: Number of works that ``trace()`` remembers. 0 costs nothing.
         name: What ``running_calls`` and errors call them.
