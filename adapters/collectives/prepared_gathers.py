@@ -18,7 +18,7 @@ from .prepared_exchange import (
     need_apart,
     shares_of,
 )
-from .prepared_work import Again, Prepared, Work
+from .prepared_work import Again, Body, Prepared, Work
 from .recorded import capturing
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class AllGather(Prepared):
         again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
         if kept is not None:
             again = again._replace(place=None)
-        recorded = self._recorded(again)
-        if recorded is not None:
-            return recorded
+        return self._call(again, lambda: self._body(x, out, kept))
+
+    def _body(self, x: Any, out: Any, kept: KeptMessage | None) -> Body:
         counts = [part.nelem for part in self._parts]
         xs = self._flat(x, counts, "x")
         outs = self._flat(out, [self._ranks * n for n in counts], "out")
@@ -99,7 +99,7 @@ class AllGather(Prepared):
             self._decode(slot, call, 0, wanted)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
-        return self._run(body, again)
+        return body
 
     def _kept(self, slot: Slot, kept: KeptMessage) -> Any:
         """Memory for this rank's message that outlives the call, or None."""
@@ -142,9 +142,9 @@ class AllToAll(Prepared):
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
         again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
-        recorded = self._recorded(again)
-        if recorded is not None:
-            return recorded
+        return self._call(again, lambda: self._body(x, out))
+
+    def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
         need_apart(outs, xs)
@@ -162,7 +162,7 @@ class AllToAll(Prepared):
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
-        return self._run(body, again)
+        return body
 
 
 class Broadcast(Prepared):

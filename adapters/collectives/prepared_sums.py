@@ -23,7 +23,7 @@ from .prepared_exchange import (
     part_of,
     shares_of,
 )
-from .prepared_work import Prepared, Work
+from .prepared_work import Body, Prepared, Work
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -55,6 +55,15 @@ class _Sums(Prepared):
         """Of results that are wider than what travels."""
         pairs = zip(self._wires, self._parts, strict=True)
         return [part.dtype if wire != part.dtype else None for wire, part in pairs]
+
+    def _body(self, x: Any, out: Any) -> Body:
+        """What a call queues, of arrays that have been looked at."""
+        raise NotImplementedError
+
+    def _summed(self, x: Any, out: Any) -> Work:
+        """Make a call whose result may lie over its terms."""
+        again = self._again(lambda: self._terms_as_they_are(x, out), x, out)
+        return self._call(again, lambda: self._body(x, out))
 
     def _terms_as_they_are(self, x: Any, out: Any) -> Callable[[bool], None]:
         """What makes a sum once more, also where it overwrites its terms."""
@@ -120,9 +129,9 @@ class ReduceScatter(_Sums):
         """
         exactly = functools.partial(self._exact_sum, x, out, late)
         again = self._again(lambda: exactly, x, out)
-        recorded = self._recorded(again)
-        if recorded is not None:
-            return recorded
+        return self._call(again, lambda: self._body(x, out))
+
+    def _body(self, x: Any, out: Any) -> Body:
         ranks, me = range(self._ranks), self._rank
         xs = self._flat(x, [part.nelem for part in self._parts], "x")
         counts = [part.nelem // self._ranks for part in self._parts]
@@ -145,7 +154,7 @@ class ReduceScatter(_Sums):
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += (self._ranks - 1) * nbytes // self._ranks
 
-        return self._run(body, again)
+        return body
 
     def _exact_sum(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
         """The sum once more, exactly; `wrong` on this rank if `out` is."""
@@ -191,10 +200,9 @@ class OneShot(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        again = self._again(lambda: self._terms_as_they_are(x, out), x, out)
-        recorded = self._recorded(again)
-        if recorded is not None:
-            return recorded
+        return self._summed(x, out)
+
+    def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
         xs, totals = self._flat(x, counts, "x"), self._flat(out, counts, "out")
 
@@ -207,7 +215,7 @@ class OneShot(_Sums):
                     self._sum(slot, call, 0, None, total, part=part, dtype=dtype, scale=self._scale)
             call.raw_bytes += (self._ranks - 1) * sum(part.nbytes for part in self._parts)
 
-        return self._run(body, again)
+        return body
 
 
 class AllReduce(_Sums):
@@ -242,10 +250,9 @@ class AllReduce(_Sums):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        again = self._again(lambda: self._terms_as_they_are(x, out), x, out)
-        recorded = self._recorded(again)
-        if recorded is not None:
-            return recorded
+        return self._summed(x, out)
+
+    def _body(self, x: Any, out: Any) -> Body:
         counts = [part.nelem for part in self._parts]
         xs, outs = self._flat(x, counts, "x"), self._flat(out, counts, "out")
         ranks, me = range(self._ranks), self._rank
@@ -285,7 +292,7 @@ class AllReduce(_Sums):
             nbytes = sum(part.nbytes for part in self._parts)
             call.raw_bytes += 2 * nbytes * (self._ranks - 1) // self._ranks
 
-        return self._run(body, again)
+        return body
 
 
 def _wire_of(part: Part, wire: Any) -> DType:

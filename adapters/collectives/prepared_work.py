@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from .recorded import BEFORE, MOST, REMEMBERED, Recorder, Recording, capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
+
+#: Queues what a call does, in a slot.
+Body: TypeAlias = Callable[[Slot, Call], None]
 
 
 class Work:
@@ -549,7 +552,7 @@ class Prepared:
             self._exact = self._prepared_exactly(self._calls.exact())
         return self._exact
 
-    def _run(self, body: Callable[[Slot, Call], object], again: Again) -> Work:
+    def _run(self, body: Body, again: Again) -> Work:
         """Make a call, which `body` queues."""
         return self._make(self._ready(), lambda slot, call: self._queue(slot, call, body, again))
 
@@ -563,9 +566,7 @@ class Prepared:
             running.end(call)
             raise
 
-    def _queue(
-        self, slot: Slot, call: Call, body: Callable[[Slot, Call], object], again: Again
-    ) -> Work:
+    def _queue(self, slot: Slot, call: Call, body: Body, again: Again) -> Work:
         place = None if again.place is None or capturing() else again.place
         if place is not None and self._comes_again(place) and len(slot.recordings) < MOST:
             recording = slot.recordings[place] = self._record(slot, call, body)
@@ -588,6 +589,11 @@ class Prepared:
         place = None if self._recorder is None else self._recorder.place(*arrays)
         return Again(make, place)
 
+    def _call(self, again: Again, prepare: Callable[[], Body]) -> Work:
+        """Make a call as it has been recorded, or what `prepare` gives, which looks at arrays."""
+        recorded = self._recorded(again)
+        return self._run(prepare(), again) if recorded is None else recorded
+
     def _recorded(self, again: Again) -> Work | None:
         """Make a call as it has been recorded; None, and nothing made, if it has not been."""
         if again.place is None:
@@ -606,7 +612,7 @@ class Prepared:
         self._seen[place] = count + 1
         return count >= BEFORE
 
-    def _record(self, slot: Slot, call: Call, body: Callable[[Slot, Call], object]) -> Recording:
+    def _record(self, slot: Slot, call: Call, body: Body) -> Recording:
         assert self._recorder is not None
         if slot.words is not None:
             slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
