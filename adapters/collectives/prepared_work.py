@@ -7,9 +7,6 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
-
-from ... import arrays
 from ...codecs.common.base import Plan
 from ...decoding import decode
 from ...formats.dtypes import DType
@@ -19,10 +16,11 @@ from ...many import decode_many, decode_sum
 from ...prepared import prepare_encode_many
 from ..errors import CollectiveError
 from . import running, tensors
-from .calls import Call, TraceRecord, rounding_key
+from .calls import Call, rounding_key
 from .messages import Capacity, Layout, Messages
 from .prepared_exchange import INT64, Exchange, Exchanged, Given, Slot, part_of
-from .recorded import BEFORE, MOST, REMEMBERED, Recorder, Recording, capturing
+from .prepared_judgement import Judged
+from .recorded import Recording, Recordings, capturing
 
 if TYPE_CHECKING:
     from .prepared import PreparedCalls
@@ -123,7 +121,7 @@ class Again(NamedTuple):
     place: Hashable | None = None
 
 
-class Prepared:
+class Prepared(Judged):
     """What prepared collectives share: memory, encoding, decoding, and the judgement of works."""
 
     #: How errors name it.
@@ -138,6 +136,7 @@ class Prepared:
             raise ValueError("like is an empty list; needed: at least one array")
         self._parts = [part_of(x) for x in likes]
         self._like = tensors.empty((0,), self._parts[0].dtype, tensors.as_input(likes[0])[0])
+        self._width = self._ranks * len(self._parts)
         texts = ", ".join(f"{part.dtype.name} ({part.nelem},)" for part in self._parts)
         self._text = f"{texts} {self.collective}{facts}"
         self._slots = [Slot(phase) for phase in range(calls.depth)]
@@ -148,9 +147,7 @@ class Prepared:
         self._capacities: list[Capacity | None] = []
         #: Whether a message may not fit.
         self._learns = False
-        #: What records calls; None if it cannot be done. Then, by memory, calls so far.
-        self._recorder: Recorder | None = None
-        self._seen: dict[Hashable, int] = {}
+        self._recordings = Recordings()
         calls.made.add(self)
         calls.agreed(f"prepare {self.collective}", self._text)
 
@@ -183,7 +180,8 @@ class Prepared:
             bound = self._plan(nelem, dtype, None).dynamic_stride
             self._capacities.append(Capacity(bound, raw) if learns and bound else None)
         self._learns = any(capacity is not None for capacity in self._capacities)
-        self._recorder = None if self._listed else self._calls.recorder(self._like)
+        if not self._listed:
+            self._recordings = Recordings(self._calls.recorder(self._like))
         for slot in self._slots:
             self._lay_out(slot)
 
@@ -246,11 +244,6 @@ class Prepared:
         if what.kind == "swapped":
             return route.swapped(nbytes, self._like, phase)
         return route.spread(nbytes, self._like, phase, what.root)
-
-    @property
-    def _width(self) -> int:
-        """Buffers that one exchange receives."""
-        return self._ranks * len(self._parts)
 
     # A call.
 
@@ -393,15 +386,13 @@ class Prepared:
             try:
                 decode_sum(terms, scale=scale, dtype=dtype and dtype.name, out=out)
             except FormatError as error:
-                source = error.number if error.number is not None else self._only_peer()
+                only = 1 - self._rank if self._ranks == 2 else self._rank
+                source = only if error.number is None else error.number
                 slot.found.append((at, source, error))
                 tensors.fill(out, lost)
             if slot.words is not None and (self._learns or (travels_on and by_network)):
                 words = slot.words[at * self._width : (at + 1) * self._width]
                 out.masked_fill_(words[part::parts].any(), lost)
-
-    def _only_peer(self) -> int:
-        return 1 - self._rank if self._ranks == 2 else self._rank
 
     def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any] | None) -> Work:
         """The work of what was queued; `again` makes the call once more, exactly."""
@@ -424,127 +415,10 @@ class Prepared:
         slot.work._error, self._untold = self._untold, None
         return slot.work
 
-    def _collect(self, slot: Slot) -> None:
-        """Put together what the words say beside what decoding found."""
-        self._note_needs(slot)
-        late_words = [e.messages.late for e in slot.exchanges if e.messages.late is not None]
-        if slot.words is not None and late_words:
-            _join(late_words, slot.words[slot.late_at :])
-
-    def _note_needs(self, slot: Slot) -> None:
-        """What messages needed: on the host now, on a GPU in the words that are copied."""
-        if not self._learns:
-            return
-        if slot.words is None:
-            slot.set_needs([int(arrays.host_array(word)[0]) for word in slot.need_words])
-        else:
-            _join(slot.need_words, slot.words[slot.needs_at : slot.late_at])
-
-    def _judge(self, work: Work, timeout: float | None) -> None:
-        """Wait for a work, have it made again if a message did not fit, raise what is wrong."""
-        slot, call, report = work._slot, work._call, work._report
-        assert slot is not None
-        if report is not None:
-            with self._failing(call), call.stage("wait"):
-                words = report.values() if report.done() else self._arrived(report, timeout)
-                self._check_late(slot, words)
-            if not self._learns and not slot.found and not words.any():
-                return
-            self._read(slot, words)
-        lacks = self._lacks(slot)
-        damaged = self._damage(slot, call, lacks)
-        if damaged is not None:
-            if self._learns:
-                # Perhaps the others have learnt other capacities from it, or make it once more.
-                self._calls.broken = self._calls.broken or str(damaged)
-            raise damaged
-        work.needs = list(slot.needs)
-        if lacks:
-            with self._failing(call):
-                assert work._again is not None
-                work._again(bool(slot.found))
-            work.repeated = True
-
-    def _arrived(self, report: tensors.PendingHostCopy, timeout: float | None) -> Any:
-        """What a report says, when the device has got so far."""
-        seconds = self._calls.transport.timeout if timeout is None else timeout
-        presence = self._calls.presence
-        return report.wait(seconds, presence and presence.left)
-
-    def _damage(self, slot: Slot, call: Call, lacks: bool) -> CollectiveError | None:
-        """What is wrong with messages; if one of the call `lacks` capacity, other than that."""
-        if slot.misled:
-            return call.failure("decode", "what messages needed was damaged on the way")
-        for _, source, error in slot.found:
-            if error.reason != "dynamic_overflow" or not lacks:
-                found = call.failure("decode", f"{error} (from rank {source})")
-                found.__cause__ = error
-                return found
-        return None
-
-    def _lacks(self, slot: Slot) -> bool:
-        """Whether a message did not fit."""
-        rows = zip(slot.needs, slot.capacities, self._capacities, strict=False)
-        return any(known is not None and need > most for need, most, known in rows)
-
-    def _remember(self, call: Call, error: CollectiveError | None) -> None:
-        """Keep a call's record, where there is a trace."""
-        records = self._calls.records
-        if records.maxlen:
-            late = error is not None and error.stage == "wait"
-            seconds = {} if late else call.device_seconds()
-            text = None if error is None else str(error)
-            records.append(TraceRecord(*call.record(text), device_seconds=seconds))
-
-    def _check_late(self, slot: Slot, words: Any) -> None:
-        """Raise TimeoutError if a rank did not come to a barrier."""
-        for late in words[slot.late_at :].tolist():
-            if late:
-                raise TimeoutError(f"rank {late - 1} did not come in time")
-
     def forget(self) -> None:
         """Drop what has been recorded, which has connections of NCCL's."""
         for slot in self._slots:
             slot.recordings.clear()
-
-    def check(self) -> None:
-        """Raise what calls that a CUDA graph holds have found so far. Waits for the device.
-
-        Raises:
-            CollectiveError: If a rank was late or gone, or bytes were damaged.
-        """
-        for slot in self._slots:
-            if not slot.captured:
-                continue
-            call = Call(self._rank, self.collective, self._calls.number, "", self._calls.name)
-            with self._failing(call), call.stage("wait"):
-                words = slot.words.cpu().numpy()
-                self._check_late(slot, words)
-            slot.found.clear()
-            self._read(slot, words)
-            # A replay makes nothing once more.
-            damaged = self._damage(slot, call, lacks=False)
-            if damaged is not None:
-                raise damaged
-
-    def _read(self, slot: Slot, words: Any) -> None:
-        """What the words on a GPU say."""
-        from ...codecs.common.frame_triton import problem
-
-        if self._learns:
-            slot.set_needs(words[slot.needs_at : slot.late_at].tolist())
-        statuses = words[: slot.needs_at]
-        if not statuses.any():
-            return
-        for k in np.flatnonzero(statuses).tolist():
-            error = problem(int(words[k]))
-            if error is not None:
-                at, number = divmod(k, self._width)
-                slot.found.append((at, slot.exchanges[at].sender(number), error))
-        slot.words[: slot.needs_at] = 0
-
-    def _failing(self, call: Call) -> Failing:
-        return Failing(self._calls, call)
 
     def _exactly(self) -> Any:
         """This collective without compression, prepared when it is first needed, by all ranks."""
@@ -567,16 +441,16 @@ class Prepared:
             raise
 
     def _queue(self, slot: Slot, call: Call, body: Body, again: Again) -> Work:
-        place = None if again.place is None or capturing() else again.place
-        if place is not None and self._comes_again(place) and len(slot.recordings) < MOST:
-            recording = slot.recordings[place] = self._record(slot, call, body)
-            return self._replay(slot, call, recording, again)
-        exactly = self._exactly_again(again)
-        if slot.words is not None and capturing():
-            # Before a replay others may still read what it writes.
-            _meet(slot)
-        body(slot, call)
-        return self._end(slot, call, exactly)
+        place = again.place
+        if not self._recordings.wanted(place, slot.recordings) or capturing():
+            exactly = self._exactly_again(again)
+            if slot.words is not None and capturing():
+                # Before a replay others may still read what it writes.
+                _meet(slot)
+            body(slot, call)
+            return self._end(slot, call, exactly)
+        recording = slot.recordings[place] = self._record(slot, call, body)
+        return self._replay(slot, call, recording, again)
 
     def _exactly_again(self, again: Again) -> Callable[[bool], Any] | None:
         """What makes a call once more; None if it never is: then its arrays are not kept."""
@@ -586,8 +460,7 @@ class Prepared:
 
     def _again(self, make: Callable[[], Callable[[bool], Any]], *arrays: Any) -> Again:
         """How a call of these arrays is made once more; `make` as in ``Again``."""
-        place = None if self._recorder is None else self._recorder.place(*arrays)
-        return Again(make, place)
+        return Again(make, self._recordings.place(*arrays))
 
     def _call(self, again: Again, prepare: Callable[[], Body]) -> Work:
         """Make a call as it has been recorded, or what `prepare` gives, which looks at arrays."""
@@ -604,16 +477,7 @@ class Prepared:
             return None
         return self._make(ready, lambda slot, call: self._replay(slot, call, recording, again))
 
-    def _comes_again(self, place: Hashable) -> bool:
-        """Note a call, and say whether it is worth a recording."""
-        count = self._seen.get(place, 0)
-        if count == 0 and len(self._seen) >= REMEMBERED:
-            self._seen.clear()
-        self._seen[place] = count + 1
-        return count >= BEFORE
-
     def _record(self, slot: Slot, call: Call, body: Body) -> Recording:
-        assert self._recorder is not None
         if slot.words is not None:
             slot.pending = tensors.PendingHostCopy(slot.words, slot.pending)
 
@@ -623,7 +487,7 @@ class Prepared:
             if slot.pending is not None:
                 slot.pending.copy(slot.words)
 
-        return Recording(self._recorder.record(queue), call.raw_bytes, call.wire_bytes)
+        return Recording(self._recordings.record(queue), call.raw_bytes, call.wire_bytes)
 
     def _replay(self, slot: Slot, call: Call, recording: Recording, again: Again) -> Work:
         call.raw_bytes, call.wire_bytes = recording.raw_bytes, recording.wire_bytes
@@ -664,30 +528,8 @@ def _flat(x: Any, nelem: int, name: str, dtype: DType) -> Any:
     return values.reshape(-1)
 
 
-class Failing:
-    """Errors of what is exchanged leave ranks out of step: no later call is made."""
-
-    __slots__ = ("_call", "_calls")
-
-    def __init__(self, calls: PreparedCalls, call: Call) -> None:
-        self._calls, self._call = calls, call
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not isinstance(error, (TypeError, ValueError)):
-            self._calls.fail(error)
-
-
 def _meet(slot: Slot) -> None:
     """Have all ranks come before anything of a captured call that follows here."""
     for exchange in slot.exchanges:
         if exchange.messages.late is not None:
             exchange.messages.exchange()
-
-
-def _join(words: list[Any], out: Any) -> None:
-    import torch
-
-    torch.cat(words, out=out)

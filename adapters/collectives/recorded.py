@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sized
 from typing import Any, NamedTuple, Protocol
 
 #: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
@@ -88,6 +88,38 @@ class GraphRecorder:
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+class Recordings:
+    """Which calls of a prepared collective are recorded.
+
+    Args:
+        recorder: What records them. None: none is.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
+        #: By memory, calls so far.
+        self._seen: dict[Hashable, int] = {}
+
+    def place(self, *arrays: Any) -> Hashable | None:
+        """See ``Recorder``."""
+        return None if self._recorder is None else self._recorder.place(*arrays)
+
+    def wanted(self, place: Hashable | None, so_far: Sized) -> bool:
+        """Note a call, and say whether it is worth a recording beside those that there are."""
+        if place is None:
+            return False
+        count = self._seen.get(place, 0)
+        if count == 0 and len(self._seen) >= REMEMBERED:
+            self._seen.clear()
+        self._seen[place] = count + 1
+        return count >= BEFORE and len(so_far) < MOST
+
+    def record(self, queue: Callable[[], object]) -> Callable[[], None]:
+        """See ``Recorder``."""
+        assert self._recorder is not None
+        return self._recorder.record(queue)
 
 
 def capturing() -> bool:

@@ -12,9 +12,10 @@ import pytest
 
 from prepared_ranks import DTYPE, ROUTES, run, same, tensor
 from tightwire.adapters.collectives import prepared_work
+from tightwire.adapters.collectives import recorded as recorded_calls
 from tightwire.adapters.collectives.prepared import PreparedCalls
 from tightwire.adapters.collectives.prepared_work import Prepared
-from tightwire.adapters.collectives.recorded import GraphRecorder
+from tightwire.adapters.collectives.recorded import GraphRecorder, Recordings
 
 N = 5000
 
@@ -45,7 +46,8 @@ def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(prepared: Prepared) -> Recorder:
-    prepared._recorder = recorder = Recorder()
+    recorder = Recorder()
+    prepared._recordings = Recordings(recorder)
     return recorder
 
 
@@ -132,7 +134,7 @@ def test_places_of_graphs() -> None:
 
 def test_recordings_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more than so many are made; closing drops them."""
-    monkeypatch.setattr(prepared_work, "MOST", 3)
+    monkeypatch.setattr(recorded_calls, "MOST", 3)
 
     def task(calls: PreparedCalls) -> None:
         gather = calls.all_gather(tensor(0, N))
