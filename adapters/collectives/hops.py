@@ -323,6 +323,9 @@ class HopSums(SumAlgorithm):
         with call.stage("exchange", note):
             self._transport.all_to_all_v(outs, xs)
         self._comparisons.compare_late(call, receive, [digest] * len(hop.into), hop.source, note)
+        if not piece.plan.nelem:
+            # Descriptors alone have come.
+            return
         buffers = receive.buffers(self._memory.status_words(receive.memory))
         for word, (c, data) in enumerate(zip(hop.into, receive.data, strict=True)):
             piece.parts[c].received = _Received(buffers[word], data, word, note)
@@ -347,7 +350,9 @@ class HopSums(SumAlgorithm):
     def _encode_part(self, call: Call, plan: Plan, part: _Part, data: Any, key: Key) -> None:
         """Encode the sum of the rank's own part and the received one to `data`, and forget them."""
         codec, own, received, stats = self._codec, part.own, part.received, part.stats
-        part.own = part.received = None
+        # What has no elements is encoded at each hop: nothing of it is received.
+        if plan.nelem:
+            part.own = part.received = None
         if received is None:
             with call.stage("encode"), np.errstate(all="ignore"):
                 self._coding.encode_into(own, plan, data, key, stats)

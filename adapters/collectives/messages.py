@@ -145,7 +145,7 @@ class Route(Protocol):
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """Memory for a message that every rank sends to all. All ranks call it alike.
 
-        Calls of one `phase` share memory: they follow one another on one stream, and there are at
+        Calls of one `phase` share memory: each is queued to follow the one before, and there are at
         least two phases.
         """
 
@@ -189,7 +189,7 @@ class NetworkRoute:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        # For as long as a call has it: sizes change with what is learnt.
+        # Kept only while a prepared call uses it, as learnt sizes change.
         self._memory = _Shared(zeros, weakref.WeakValueDictionary())
 
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:

@@ -150,7 +150,7 @@ class Exchange:
 
 
 class Slot:
-    """Memory of one call that is under way, one of those of its phase."""
+    """What one prepared collective has for its calls of one phase."""
 
     def __init__(self, phase: int) -> None:
         self.phase = phase

@@ -52,7 +52,8 @@ class AllGather(Prepared):
                 has been waited for.
             out: The result, contiguous, of ``world_size * n`` elements of the same dtype.
             kept: Has the message that is sent, if it is that of ``x``, and otherwise gets it. Other
-                ranks need not do the same. Unused for peers, and in a graph.
+                ranks need not do the same. Unused for peers, and in a graph. A call with it is not
+                recorded.
 
         Returns:
             The work. ``out`` is right when it has been waited for.

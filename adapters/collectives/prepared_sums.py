@@ -115,7 +115,6 @@ class ReduceScatter(_Sums):
             x: Contiguous, of ``world_size * n`` elements. It stays as it is until the work has been
                 waited for.
             out: The result, of ``n`` elements of the result's dtype; it does not overlap ``x``.
-
             late: Called with the exact result, like ``out``, by the work, if terms did not fit on
                 this rank; then ``out`` has been -0.0, to which sums can be added later without a
                 change of bits. None: ``out`` is overwritten.

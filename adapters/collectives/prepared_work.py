@@ -184,6 +184,9 @@ class Prepared(Judged):
             self._recordings = Recordings(self._calls.recorder(self._like))
         for slot in self._slots:
             self._lay_out(slot)
+        if self._slots[0].words is not None and not capturing():
+            # What is zero here is so before the first call, whatever its stream.
+            self._calls.follow(self._slots[0].words)
 
     def _plan(self, nelem: int, dtype: DType, capacity: Capacity | None) -> Plan:
         return self._calls.codec.plan(
@@ -198,6 +201,7 @@ class Prepared(Judged):
         """Give a slot memory for messages of the present capacities."""
         slot.exchanges = []
         slot.recordings.clear()
+        self._recordings.forget()
         slot.capacities = [0] * len(self._parts)
         plans: list[Plan] = []
         for what in self._exchanges():

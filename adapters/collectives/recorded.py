@@ -8,9 +8,10 @@ CUDA graph has it, and the host only launches that.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Sized
+from collections.abc import Callable, Hashable, Iterator, Sized
 from typing import Any, NamedTuple, Protocol
 
 #: Calls of the same memory before they are recorded: by then all kernels are compiled and loaded.
@@ -74,7 +75,7 @@ class GraphRecorder:
         if not self._graphs:
             self._pool = cuda.graph_pool_handle()
         graph = cuda.CUDAGraph()
-        with cuda.stream(self._stream):
+        with cuda.stream(self._stream), _no_collection():
             # Other threads go on using the GPU.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -116,10 +117,26 @@ class Recordings:
         self._seen[place] = count + 1
         return count >= BEFORE and len(so_far) < MOST
 
+    def forget(self) -> None:
+        """Count anew: calls will run other kernels."""
+        self._seen.clear()
+
     def record(self, queue: Callable[[], object]) -> Callable[[], None]:
         """See ``Recorder``."""
         assert self._recorder is not None
         return self._recorder.record(queue)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Have no graph of others be destroyed meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def capturing() -> bool:

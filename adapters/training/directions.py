@@ -6,7 +6,6 @@ calls.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch.distributed as dist
 
 from ..collectives.calls import TraceRecord
 from ..collectives.prepared import PreparedCalls
-from ..collectives.prepared_work import Work
 from .hooks import Channel
-from .prepared_hooks import EndOfBackward, PreparedHook, Route
+from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
 
 
 class ExactDirection(Channel):
@@ -61,12 +59,8 @@ class PreparedDirection(PreparedHook):
         self._group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._plain = native
-        self._late: deque[Work] = deque()
-        self._end = EndOfBackward(self._judge)
-
-    def _judge(self) -> None:
-        while self._late:
-            self._late.popleft().wait()
+        self._late = Pending()
+        self._end = EndOfBackward(self._late.judge)
 
     def trace(self) -> list[TraceRecord]:
         """Records of the last calls."""
@@ -143,8 +137,7 @@ class PreparedDirection(PreparedHook):
                 work.wait()
             else:
                 self._late.append(work)
-            while self._late and self._late[0].done():
-                self._late.popleft().wait()
+            self._late.take_done()
 
 
 def _sent(name: str, x: Any, ranks: int) -> int:

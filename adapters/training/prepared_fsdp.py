@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ...planning import integer
 from ..collectives.kept_messages import Budget, KeptMessage
 from ..collectives.prepared_work import Work
 from ..errors import CollectiveError
-from .prepared_hooks import EndOfBackward, PreparedHook, Route
+from .prepared_hooks import EndOfBackward, Pending, PreparedHook, Route
 from .shard_state import shard_state
 
 #: Bytes of encoded shards that are kept on the host, unless the user says how many.
@@ -66,7 +65,7 @@ class PreparedGather(PreparedHook):
         self._keep_nbytes = keep_nbytes
         self._budget: Budget | None = None
         self._kept: list[KeptMessage] = []
-        self._made: deque[Work] = deque()
+        self._made = Pending()
         #: Gathers outside of backward so far.
         self.forwards = 0
 
@@ -122,14 +121,7 @@ class PreparedGather(PreparedHook):
         Raises:
             CollectiveError: If a rank was late, or bytes were damaged.
         """
-        problem: CollectiveError | None = None
-        while self._made:
-            try:
-                self._made.popleft().wait()
-            except CollectiveError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
+        self._made.judge()
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -166,7 +158,10 @@ class PreparedGather(PreparedHook):
         """See ``__call__``; ``kept`` as in ``prepared_gathers.AllGather``."""
         key = input_tensor.device, input_tensor.numel(), input_tensor.dtype
         with self._lock:
-            self.forwards += torch._C._current_graph_task_id() == -1
+            if torch._C._current_graph_task_id() == -1:
+                self.forwards += 1
+                # Behind a forward there need not be a backward.
+                self._made.tell()
             gather = self._get(group, key, lambda calls: calls.all_gather(input_tensor))
 
             def native() -> None:
@@ -180,10 +175,8 @@ class PreparedGather(PreparedHook):
                 return None
             work = gather(input_tensor, output_tensor, kept)
             self._count(work)
-            # Not others, however far they are: all ranks make calls once more at the same place.
-            while self._made and self._made[0].done() and not self._made[0].may_change:
-                self._made.popleft().wait()
             self._made.append(work)
+            self._made.take_done()
         return GatherWork(work)
 
 
@@ -253,8 +246,8 @@ class PreparedScatter(PreparedHook):
         self._wire = wire
         self._gathers = gathers
         #: Works that may have to be made once more, and others.
-        self._late: deque[Work] = deque()
-        self._settled: deque[Work] = deque()
+        self._late = Pending()
+        self._settled = Pending()
         self._end = EndOfBackward(self._judge)
 
     def of(self, module: Any) -> Callable[..., None]:
@@ -308,8 +301,7 @@ class PreparedScatter(PreparedHook):
         late.append(work)
         while len(self._late) > _LATE:
             self._late.popleft().wait()
-        while self._settled and self._settled[0].done():
-            self._settled.popleft().wait()
+        self._settled.take_done()
 
     def _of_this_step(self, correct: Callable[[Any], None] | None) -> Callable[[Any], None] | None:
         """`correct`, which does nothing any more when a forward has followed.
@@ -324,17 +316,14 @@ class PreparedScatter(PreparedHook):
 
     def _judge(self) -> None:
         problem: CollectiveError | None = None
-        for late in (self._late, self._settled):
-            while late:
-                try:
-                    late.popleft().wait()
-                except CollectiveError as error:
-                    problem = problem or error
-        try:
-            if self._gathers is not None:
-                self._gathers.judge()
-        except CollectiveError as error:
-            problem = problem or error
+        parts = [self._late.judge, self._settled.judge]
+        if self._gathers is not None:
+            parts.append(self._gathers.judge)
+        for judge in parts:
+            try:
+                judge()
+            except CollectiveError as error:
+                problem = problem or error
         if problem is not None:
             raise problem
 

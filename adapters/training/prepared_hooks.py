@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -64,6 +65,44 @@ class EndOfBackward:
         return True
 
 
+class Pending(deque[Work]):
+    """Works that nobody else has to wait for, until they are judged in the order of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._problem: CollectiveError | None = None
+
+    def take_done(self) -> None:
+        """Judge those at the front that need neither the device nor other ranks; raise nothing.
+
+        Where a rank raises must not depend on how far its device is.
+        """
+        while self and self[0].done() and not self[0].may_change:
+            self._judge_first()
+
+    def judge(self) -> None:
+        """Judge all; raise what was wrong first.
+
+        Raises:
+            CollectiveError: If a rank was late, or bytes were damaged.
+        """
+        while self:
+            self._judge_first()
+        self.tell()
+
+    def tell(self) -> None:
+        """Raise what has been found wrong so far; see `judge`."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def _judge_first(self) -> None:
+        try:
+            self.popleft().wait()
+        except CollectiveError as error:
+            self._problem = self._problem or error
+
+
 class PreparedHook:
     """Prepared calls for every process group, made when it is first used.
 
@@ -96,6 +135,7 @@ class PreparedHook:
             calls.forget()
         self._prepared.clear()
         self._calls.clear()
+        self._first.clear()
 
     def _get(self, group: Any, key: tuple[Any, ...], make: Callable[[PreparedCalls], Any]) -> Any:
         """The prepared call of a group under `key`; all its ranks make it alike."""

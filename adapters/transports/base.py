@@ -40,7 +40,8 @@ class Transport(Protocol):
     Attributes:
         plain_dtypes: Dtypes of tensors that ``all_gather``, ``all_to_all``, ``all_reduce`` and
             ``reduce_scatter`` also take as they are, of any shape.
-        capturable: Whether a CUDA graph can hold calls that only queue work, on some ranks or all.
+        capturable: Whether a CUDA graph can hold calls that only queue work, also if only some
+            ranks capture them.
 
     Raises:
         RuntimeError: See above.

@@ -1002,3 +1002,12 @@ def test_between_gpus(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     join(globals(), sys.argv[1:])
+
+
+@pytest.mark.parametrize("topology", HOPS)
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_sums_of_nothing(topology: Topology, size: int) -> None:
+    """Also where a hop moves several shares, none of which has elements."""
+    codec = next(codec for codec in CODECS if isinstance(codec.spec, Mx))
+    wanted = Wanted(codec, topology, "bfloat16", size, 0)
+    run_ranks(size, lambda t: check_sums(t, wanted))
