@@ -468,18 +468,12 @@ class Prepared(Judged):
 
     def _call(self, again: Again, prepare: Callable[[], Body]) -> Work:
         """Make a call as it has been recorded, or what `prepare` gives, which looks at arrays."""
-        recorded = self._recorded(again)
-        return self._run(prepare(), again) if recorded is None else recorded
-
-    def _recorded(self, again: Again) -> Work | None:
-        """Make a call as it has been recorded; None, and nothing made, if it has not been."""
-        if again.place is None:
-            return None
-        ready = self._ready()
-        recording = ready.recordings.get(again.place)
-        if recording is None or capturing():
-            return None
-        return self._make(ready, lambda slot, call: self._replay(slot, call, recording, again))
+        if again.place is not None:
+            ready = self._ready()
+            known = ready.recordings.get(again.place)
+            if known is not None and not capturing():
+                return self._make(ready, lambda slot, call: self._replay(slot, call, known, again))
+        return self._run(prepare(), again)
 
     def _record(self, slot: Slot, call: Call, body: Body) -> Recording:
         if slot.words is not None:
