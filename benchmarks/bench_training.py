@@ -129,6 +129,24 @@ GROUPS = {
     "ddp": Group(
         "ddp", "DistributedDataParallel in bfloat16", replicated(), replicated(keep_gradients)
     ),
+    "fsdp compiled": Group(
+        "compiled",
+        "FSDP2, blocks compiled, gradients reduced in bfloat16",
+        sharded(BF16, compiled=True),
+        sharded(BF16, keep_parameters, compiled=True),
+    ),
+    "fsdp float32 compiled": Group(
+        "compiled",
+        "FSDP2, blocks compiled, gradients reduced in float32",
+        sharded(F32, compiled=True),
+        sharded(F32, keep_parameters, compiled=True),
+    ),
+    "ddp compiled": Group(
+        "compiled",
+        "DistributedDataParallel in bfloat16, blocks compiled",
+        replicated(compiled=True),
+        replicated(keep_gradients, compiled=True),
+    ),
     "tp": Group(
         "tp", "tensor parallelism, bfloat16 activations", divided(natively), divided(alone)
     ),
@@ -148,28 +166,35 @@ def _text(options: dict[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _fsdp(name: str, reduce: torch.dtype = BF16, *, lossless: bool = True, **options: Any) -> Case:
+def _fsdp(
+    name: str,
+    reduce: torch.dtype = BF16,
+    *,
+    lossless: bool = True,
+    compiled: bool = False,
+    **options: Any,
+) -> Case:
     def compress(model: Any) -> fsdp.Hooks:
         if options.get("route") == "network":
             gather_ahead(model)
         return fsdp.compress(model, **options)
 
     return Case(
-        "fsdp" if reduce == BF16 else "fsdp float32",
+        "fsdp" + " float32" * (reduce == F32) + " compiled" * compiled,
         name,
         f"fsdp.compress(model{_text(options)})",
-        sharded(reduce, compress),
+        sharded(reduce, compress, compiled=compiled),
         lossless,
         options.get("route") == "peers",
     )
 
 
-def _ddp(name: str, *, lossless: bool = False, **options: Any) -> Case:
+def _ddp(name: str, *, lossless: bool = False, compiled: bool = False, **options: Any) -> Case:
     return Case(
-        "ddp",
+        "ddp" + " compiled" * compiled,
         name,
         f"ddp.register(model{_text(options)})",
-        replicated(lambda model: ddp.register(model, **options)),
+        replicated(lambda model: ddp.register(model, **options), compiled=compiled),
         lossless,
         options.get("route") == "peers",
     )
@@ -229,6 +254,20 @@ _CASES = (
     _ddp(_DYNAMIQ[0], codec="dynamiq", topology="ring"),
     _ddp(_DYNAMIQ[1], route="network", codec="dynamiq"),
     _ddp("taco, exact", codec="taco"),
+    _fsdp("zipccl, network", compiled=True, route="network"),
+    _fsdp("zipccl, peers", compiled=True, route="peers"),
+    _fsdp("zipccl, prepared, auto", compiled=True, route="auto"),
+    _fsdp("mx gradients, network", compiled=True, route="network", gradients="mx", lossless=False),
+    _fsdp("mx gradients, peers", compiled=True, route="peers", gradients="mx", lossless=False),
+    _fsdp(
+        "zipccl, network, bfloat16 travels", F32, compiled=True, route="network", wire="bfloat16"
+    ),
+    _fsdp("zipccl, peers, bfloat16 travels", F32, compiled=True, route="peers", wire="bfloat16"),
+    _ddp("zipccl, network", compiled=True, route="network", lossless=True),
+    _ddp("zipccl, peers", compiled=True, route="peers", lossless=True),
+    _ddp("zipccl, prepared, auto", compiled=True, route="auto", lossless=True),
+    _ddp("mx, network", compiled=True, route="network", codec="mx"),
+    _ddp(_DYNAMIQ[1], compiled=True, route="network", codec="dynamiq"),
     _tp("no codec", None, lossless=True),
     _tp("zipccl", "zipccl", lossless=True),
     _tp("taco", "taco"),

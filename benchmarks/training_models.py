@@ -146,11 +146,24 @@ def _mesh(kind: str) -> Any:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def sharded(reduce: torch.dtype, compress: Callable[[Any], Iterable[Any]] | None = None) -> Make:
+def _compile_blocks(model: GPT) -> None:
+    """Have each block compiled by itself, which spares the host most of its work in them."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, fullgraph=True)
+
+
+def sharded(
+    reduce: torch.dtype,
+    compress: Callable[[Any], Iterable[Any]] | None = None,
+    *,
+    compiled: bool = False,
+) -> Make:
     """FSDP2 with parameters in bfloat16 and gradients reduced in `reduce`."""
 
     def make(setting: Setting) -> Model:
         model = setting.gpt()
+        if compiled:
+            _compile_blocks(model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=_mesh(setting.device.type), mp_policy=policy)
@@ -172,12 +185,15 @@ def _replica(model: Any, setting: Setting) -> Any:
     )
 
 
-def replicated(register: Callable[[Any], Any] | None = None) -> Make:
+def replicated(register: Callable[[Any], Any] | None = None, *, compiled: bool = False) -> Make:
     """DistributedDataParallel in bfloat16."""
 
     def make(setting: Setting) -> Model:
-        model = _replica(setting.gpt().bfloat16(), setting)
-        return Model(model, (register(model),) if register else ())
+        model = setting.gpt().bfloat16()
+        if compiled:
+            _compile_blocks(model)
+        replica = _replica(model, setting)
+        return Model(replica, (register(replica),) if register else ())
 
     return make
 

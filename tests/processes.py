@@ -30,6 +30,8 @@ def launch(
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     # cuBLAS gives the same bits in every run only with a workspace of fixed size.
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    # A process that is aborted says where.
+    settings["PYTHONFAULTHANDLER"] = "1"
     settings |= NO_NAMES
     outs = [folder / f"{rank}.json" for rank in range(world_size)]
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
