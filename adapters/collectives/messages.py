@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ...codecs.common.base import Plan
@@ -114,7 +114,7 @@ class Messages:
         late: Any = None,
         memory: Any = None,
         moves: bool = False,
-        blocks: Sequence[Any] = (),
+        blocks: Sequence[Block] = (),
     ) -> None:
         self.sent = sent
         #: The memory that the rows of ``sent`` are, where they lie side by side.
@@ -125,10 +125,15 @@ class Messages:
         #: Has ``received`` show what all ranks have sent; the outputs of earlier exchanges of
         #: the same messages must have been read.
         self.exchange = exchange
-        #: What the memory is part of.
-        self.blocks = blocks
+        #: What the memory is part of, where it may be replaced.
+        self._blocks = blocks
         #: Whether ``exchange`` may be given other memory that has this rank's one message.
         self.moves = moves
+
+    @property
+    def current(self) -> bool:
+        """Whether calls still share the memory; False when one has needed more."""
+        return all(block.current for block in self._blocks)
 
 
 class Route(Protocol):
@@ -156,29 +161,22 @@ class Route(Protocol):
         """Memory for messages of rank `root` to all, as many as ranks; see ``gathered``."""
 
 
-class _Shared:
-    """Memory by purpose, which whoever asks for about as much shares.
+class Block:
+    """Memory that calls share.
 
     Args:
-        make: Makes memory of so many bytes, like an array.
-        made: Where it is kept.
+        memory: The memory.
     """
 
-    def __init__(
-        self, make: Callable[[int, Any], Any], made: MutableMapping[Hashable, Any]
-    ) -> None:
-        self._make = make
-        self._made = made
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        #: False when larger memory has taken its place.
+        self.current = True
 
-    def take(self, nbytes: int, like: Any, *purpose: Hashable) -> Any:
-        """What has been made of at least so many bytes."""
-        unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
-        whole = -(-nbytes // unit) * unit
-        key = (whole, tensors.device_of(like), *purpose)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._make(whole, like)
-        return found
+
+def _rounded(nbytes: int) -> int:
+    unit = max(_LEAST, 1 << max(0, nbytes.bit_length() - _STEPS))
+    return -(-nbytes // unit) * unit
 
 
 class NetworkRoute:
@@ -189,15 +187,16 @@ class NetworkRoute:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        # Kept only while a prepared call uses it, as learnt sizes change.
-        self._memory = _Shared(zeros, weakref.WeakValueDictionary())
+        #: By device, phase and purpose, as large as the largest call needs it. Kept only while a
+        #: prepared call uses it.
+        self._blocks: weakref.WeakValueDictionary[Hashable, Block] = weakref.WeakValueDictionary()
 
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
         ranks = self._transport.world_size
-        own = self._memory.take(nbytes, like, phase, "mine")
-        every = self._memory.take(ranks * nbytes, like, phase, "gathered")
-        mine, received = own[:nbytes], every[: ranks * nbytes]
+        own = self._block(nbytes, like, phase, "mine")
+        every = self._block(ranks * nbytes, like, phase, "gathered")
+        mine, received = own.memory[:nbytes], every.memory[: ranks * nbytes]
 
         def exchange(message: Any = mine) -> None:
             self._transport.all_gather(received, message)
@@ -231,12 +230,22 @@ class NetworkRoute:
 
         return Messages(rows, _rows(received, nbytes), exchange, blocks=blocks)
 
-    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any, list[Any]]:
+    def _both(self, nbytes: int, like: Any, phase: int) -> tuple[Any, Any, list[Block]]:
         """What is sent to all ranks, and received from them; what they are part of."""
         whole = self._transport.world_size * nbytes
-        blocks = [self._memory.take(whole, like, phase, way) for way in ("to", "from")]
-        sent, received = (block[:whole] for block in blocks)
+        blocks = [self._block(whole, like, phase, way) for way in ("to", "from")]
+        sent, received = (block.memory[:whole] for block in blocks)
         return sent, received, blocks
+
+    def _block(self, nbytes: int, like: Any, phase: int, purpose: str) -> Block:
+        """What there is of at least so many bytes; calls that have less take it up later."""
+        key = tensors.device_of(like), phase, purpose
+        found = self._blocks.get(key)
+        if found is None or found.memory.shape[0] < nbytes:
+            if found is not None:
+                found.current = False
+            found = self._blocks[key] = Block(zeros(_rounded(nbytes), like))
+        return found
 
 
 class PeerRoute:
@@ -250,33 +259,39 @@ class PeerRoute:
 
     def __init__(self, memory: PeerMemory) -> None:
         self._peers = memory
-        # Regions are kept: ranks make them together, whatever each has dropped.
-        self._memory = _Shared(lambda nbytes, _: memory.region(nbytes), {})
+        #: By size, phase and purpose. Kept: ranks make them together, whatever each has dropped.
+        self._regions: dict[Hashable, Region] = {}
 
     def gathered(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        region: Region = self._memory.take(nbytes, like, phase, "gathered")
+        region = self._region(nbytes, phase, "gathered")
         received = [part[:nbytes] for part in region.parts]
         mine = received[self._peers.rank]
         return Messages([mine], received, region.barrier, late=region.late())
 
     def swapped(self, nbytes: int, like: Any, phase: int) -> Messages:
         """See ``Route``."""
-        rank, region = self._peers.rank, self._every(nbytes, like, phase)
+        rank, region = self._peers.rank, self._every(nbytes, phase)
         received = [part[rank * nbytes : (rank + 1) * nbytes] for part in region.parts]
         rows = self._sent(region, rank, nbytes)
         return Messages(rows, received, region.barrier, late=region.late())
 
     def spread(self, nbytes: int, like: Any, phase: int, root: int) -> Messages:
         """See ``Route``."""
-        region = self._every(nbytes, like, phase)
+        region = self._every(nbytes, phase)
         mine, received = (self._sent(region, r, nbytes) for r in (self._peers.rank, root))
         return Messages(mine, received, region.barrier, late=region.late())
 
-    def _every(self, nbytes: int, like: Any, phase: int) -> Region:
+    def _every(self, nbytes: int, phase: int) -> Region:
         """Memory for messages to all ranks."""
-        region: Region = self._memory.take(self._peers.world_size * nbytes, like, phase, "to")
-        return region
+        return self._region(self._peers.world_size * nbytes, phase, "to")
+
+    def _region(self, nbytes: int, phase: int, purpose: str) -> Region:
+        """What calls share that need about so many bytes."""
+        key = _rounded(nbytes), phase, purpose
+        if key not in self._regions:
+            self._regions[key] = self._peers.region(key[0])
+        return self._regions[key]
 
     def _sent(self, region: Region, rank: int, nbytes: int) -> list[Any]:
         """The messages of a rank to all."""

@@ -265,6 +265,8 @@ class PreparedCalls:
             self._exact = object.__new__(PreparedCalls)
             own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
             own |= {"stream": None, "_stream_key": None, "_exact": None, "_recorder": None}
+            # Each is waited for at once.
+            own |= {"depth": 1, "phase": 0, "made": weakref.WeakSet()}
             self._exact.__dict__.update(self.__dict__ | own)
         return self._exact
 

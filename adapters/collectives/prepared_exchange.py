@@ -154,6 +154,7 @@ class Slot:
 
     def __init__(self, phase: int) -> None:
         self.phase = phase
+        #: Empty while it has no memory.
         self.exchanges: list[Exchange] = []
         #: By part, bytes of the largest dynamic part of a message.
         self.capacities: list[int] = []
@@ -175,6 +176,18 @@ class Slot:
         #: Whether what messages needed was damaged on the way.
         self.misled = False
         self.pending: tensors.PendingHostCopy | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether its messages have the memory that all calls share."""
+        return all(exchange.messages.current for exchange in self.exchanges)
+
+    def release(self) -> None:
+        """Give up memory, if nothing that was queued needs it."""
+        if not self.captured and (self.work is None or self.work.judged):
+            self.exchanges = []
+            self.need_words = []
+            self.recordings.clear()
 
     def set_needs(self, said: Sequence[int]) -> None:
         """Keep the most of each part; `said` is what ``need_words`` say."""

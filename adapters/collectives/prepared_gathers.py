@@ -62,7 +62,7 @@ class AllGather(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
+        again = self._again(lambda: lambda _: self._exactly(x, out), x, out)
         if kept is not None:
             again = again._replace(place=None)
         return self._call(again, lambda: self._body(x, out, kept))
@@ -142,7 +142,7 @@ class AllToAll(Prepared):
             CollectiveError: If the exchange fails.
             ValueError: If an array is not what was prepared for. Nothing has been sent then.
         """
-        again = self._again(lambda: lambda _: self._exactly()(x, out).wait(), x, out)
+        again = self._again(lambda: lambda _: self._exactly(x, out), x, out)
         return self._call(again, lambda: self._body(x, out))
 
     def _body(self, x: Any, out: Any) -> Body:
@@ -217,4 +217,4 @@ class Broadcast(Prepared):
             sends = slot.exchanges[0].sends(self._calls.route.learns)
             call.raw_bytes += sends * sum(part.nbytes for part in self._parts) // self._ranks
 
-        return self._run(body, Again(lambda: lambda _: self._exactly()(x).wait()))
+        return self._run(body, Again(lambda: lambda _: self._exactly(x)))

@@ -72,7 +72,7 @@ class _Sums(Prepared):
             lists = (list(v) if self._listed else [v] for v in (x, out))
             kept = _kept(*([tensors.as_input(v)[0] for v in values] for values in lists))
             terms = kept if self._listed else kept[0]
-        return lambda _: self._exactly()(terms, out).wait()
+        return lambda _: self._exactly(terms, out)
 
     def _sent(self, part: int, values: Any) -> Any:
         """`values` of a part as they travel."""
@@ -158,12 +158,12 @@ class ReduceScatter(_Sums):
     def _exact_sum(self, x: Any, out: Any, late: Callable[[Any], None] | None, wrong: bool) -> None:
         """The sum once more, exactly; `wrong` on this rank if `out` is."""
         if late is None:
-            self._exactly()(x, out).wait()
+            self._exactly(x, out)
             return
         rows = zip(self._parts, self._sum_dtypes, strict=True)
         fresh = [tensors.empty((p.nelem // self._ranks,), t, self._like) for p, t in rows]
         total = fresh if self._listed else fresh[0]
-        self._exactly()(x, total).wait()
+        self._exactly(x, total)
         if wrong:
             late(total)
 

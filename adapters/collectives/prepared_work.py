@@ -215,6 +215,8 @@ class Prepared(Judged):
         if self._learns:
             words = [[word for _, word in e.needs] + e.checks for e in slot.exchanges]
             slot.need_words = list(itertools.chain.from_iterable(words))
+        for prepared in list(self._calls.made):
+            prepared.leave()
         if not tensors.is_cuda(self._like):
             return
         scratch = max(1, *(plan.scratch_nbytes for plan in plans))
@@ -227,6 +229,17 @@ class Prepared(Judged):
         for k, buffer in enumerate(flat):
             if buffer is not None and buffer._memory is not None:
                 buffer._memory.report_to(slot.words[k : k + 1])
+
+    def rest(self) -> None:
+        """Give up the memory of messages until the next call, as far as nobody waits for a work."""
+        for slot in self._slots:
+            slot.release()
+
+    def leave(self) -> None:
+        """Give up memory that other calls have left for larger memory."""
+        for slot in self._slots:
+            if not slot.shares:
+                slot.release()
 
     def _layouts(self, what: Exchanged) -> list[Layout]:
         """The messages of an exchange, by rank, all as long as the longest."""
@@ -261,13 +274,17 @@ class Prepared(Judged):
                 if capacity is not None:
                     capacity.learn(need)
             slot.work = None
-        if self._learns:
-            learnt = zip(slot.capacities, self._capacities, strict=True)
-            grown = any(known is not None and size != known.nbytes for size, known in learnt)
-            # A graph goes on using the memory that it has captured.
-            if grown and not slot.captured:
-                self._lay_out(slot)
+        # A graph goes on using the memory that it has captured.
+        if not slot.captured and (not slot.exchanges or not slot.shares or self._outgrown(slot)):
+            self._lay_out(slot)
         return slot
+
+    def _outgrown(self, slot: Slot) -> bool:
+        """Whether other capacities have been learnt."""
+        if not self._learns:
+            return False
+        learnt = zip(slot.capacities, self._capacities, strict=True)
+        return any(known is not None and size != known.nbytes for size, known in learnt)
 
     def _take(self, slot: Slot) -> Call:
         """The call that takes a slot, which is ready."""
@@ -424,11 +441,13 @@ class Prepared(Judged):
         for slot in self._slots:
             slot.recordings.clear()
 
-    def _exactly(self) -> Any:
-        """This collective without compression, prepared when it is first needed, by all ranks."""
+    def _exactly(self, *arrays: Any) -> None:
+        """Make a call of these arrays without compression, and wait for it; all ranks do."""
         if self._exact is None:
             self._exact = self._prepared_exactly(self._calls.exact())
-        return self._exact
+        self._exact(*arrays).wait()
+        # Seldom needed, and as large as what is sent.
+        self._exact.rest()
 
     def _run(self, body: Body, again: Again) -> Work:
         """Make a call, which `body` queues."""
