@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rows import LINKS, RUN, errors, heading, places, read, why_missing
+from rows import LINKS, NOT_MEASURED, RUN, errors, heading, places, read, why_missing
 
 NATIVE = "native"
 #: Step time over native that is asked for, and aimed at: network, case.
@@ -16,10 +16,13 @@ TARGETS = {
     ("p2p off", "ddp, zipccl, network"): (0.90, 0.85),
     ("p2p off", "ddp, mx, network"): (0.80, 0.75),
     ("p2p off", "ddp, dynamiq, ring"): (0.75, 0.72),
+    ("p2p off", "ddp, dynamiq, network"): (0.75, 0.72),
     ("nvlink", "fsdp, zipccl, peers"): (0.95, 0.88),
 }
 #: Of cases that choose by themselves, on any network.
 AUTO = (1.02, 1.0)
+#: What groups of compiled blocks have at the end of their names.
+_COMPILED = " compiled"
 _COLORS = {
     "fsdp": "#0b7a75",
     "fsdp float32": "#2f87d8",
@@ -53,8 +56,10 @@ COLUMNS = (
 
 
 def target(link: str, key: str) -> tuple[float, float] | None:
-    """What is asked of a case, and aimed at."""
-    return AUTO if key.endswith(", auto") else TARGETS.get((link, key))
+    """What is asked of a case, and aimed at; the same of compiled blocks."""
+    if key.endswith(", auto"):
+        return AUTO
+    return TARGETS.get((link, key.replace(_COMPILED, "")))
 
 
 def _asked(link: str, row: dict[str, Any]) -> str:
@@ -133,24 +138,23 @@ def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[st
     run = rows[RUN]
     lines = heading(place, run) + _model(rows)
     for group, text in run["groups"].items():
-        lines += [
-            f"### {text[0].upper()}{text[1:]}",
-            "",
-            f"| {' | '.join(COLUMNS)} |",
-            "|---" * len(COLUMNS) + "|",
-        ]
-        for case_group, name, call in run["cases"]:
-            if case_group != group:
-                continue
+        cases = [(name, call) for case_group, name, call in run["cases"] if case_group == group]
+        measured, others = [], []
+        for name, call in cases:
             row = rows.get(f"{group}, {name}")
             missing = why_missing(row)
             shown = f"`{call}`" if call else NATIVE
             if row is None or missing:
-                cells = [missing, *[""] * (len(COLUMNS) - 2)]
+                why = missing.removeprefix(NOT_MEASURED)
+                others.append(f"{shown} ({why})" if why else shown)
             else:
-                cells = _cells(place[0], row)
-            lines.append(f"| {' | '.join([shown, *cells])} |")
-        lines.append("")
+                measured.append([shown, *_cells(place[0], row)])
+        lines += [f"### {text[0].upper()}{text[1:]}", ""]
+        if measured:
+            lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+            lines += [f"| {' | '.join(cells)} |" for cells in measured] + [""]
+        if others:
+            lines += [f"Not measured: {'; '.join(others)}.", ""]
     return lines + errors(rows)
 
 
@@ -164,8 +168,13 @@ def plot(found: dict[tuple[Any, ...], dict[str, dict[str, Any]]], path: Path) ->
     import matplotlib
     from matplotlib.figure import Figure
 
-    cases = next(iter(found.values()))[RUN]["cases"]
-    shown = [(group, name) for group, name, _ in cases if name != NATIVE][::-1]
+    cases = max((rows[RUN]["cases"] for rows in found.values()), key=len)
+    shown = [
+        (group, name)
+        for group, name, _ in cases
+        if name != NATIVE
+        and any(not why_missing(rows.get(f"{group}, {name}")) for rows in found.values())
+    ][::-1]
     with matplotlib.rc_context({"svg.hashsalt": "tightwire", "font.size": 9}):
         size = (2.4 + 3.6 * len(found), 0.6 + 0.22 * len(shown))
         figure = Figure(figsize=size, layout="constrained")
@@ -178,7 +187,7 @@ def plot(found: dict[tuple[Any, ...], dict[str, dict[str, Any]]], path: Path) ->
                 if row is None or missing:
                     axes.text(0.02, y, missing, va="center", color=_GREY, fontsize=8)
                     continue
-                axes.barh(y, row["ratio"], color=_COLORS[group])
+                axes.barh(y, row["ratio"], color=_COLORS[group.removesuffix(_COMPILED)])
                 label = f"{row['ratio']:.2f}"
                 axes.text(0.03, y, label, va="center", fontsize=8, color="white")
                 asked = target(link, key)
