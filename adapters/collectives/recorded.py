@@ -54,8 +54,11 @@ class GraphRecorder:
     def __init__(self, device: Any) -> None:
         import torch
 
+        from .side_stream import FIRST
+
         self._torch: Any = torch
-        self._stream = torch.cuda.Stream(device)
+        # Graphs keep the priority of their kernels.
+        self._stream = torch.cuda.Stream(device, FIRST)
         #: Memory that graphs share. PyTorch drops it with the last of them.
         self._pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()

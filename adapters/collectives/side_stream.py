@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+#: Of streams whose kernels start before those that wait on others: they are short, and the network
+#: waits for them.
+FIRST = -1
+
 
 class SideStream:
     """On a GPU a stream that one kind of call has to itself.
@@ -32,7 +36,7 @@ class SideStream:
                 return finished_future(tensor, None)
             own = self._streams.get(tensor.device)
             if own is None:
-                own = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+                own = self._streams[tensor.device] = torch.cuda.Stream(tensor.device, FIRST)
             own.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(own):
                 call()

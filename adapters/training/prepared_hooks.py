@@ -178,7 +178,11 @@ class PreparedHook:
     ) -> bool:
         """Whether the network's own call is the faster one; never if a route was asked for."""
         switch = self.switches.get(group)
-        return switch is not None and switch.native(key, native, ours, like)
+        if switch is None or not switch.native(key, native, ours, like):
+            return False
+        # It needs no memory until it is measured again.
+        self._prepared[(group, *key)].rest()
+        return True
 
     def _count(self, work: Work) -> None:
         self.raw_bytes += work.raw_bytes

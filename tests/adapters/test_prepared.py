@@ -444,6 +444,28 @@ def test_calls_of_many_sizes_share_memory(route: str) -> None:
     run(2, route, task)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_at_rest_have_no_memory(route: str) -> None:
+    """Except for works that somebody waits for."""
+
+    def task(calls: PreparedCalls) -> None:
+        gather, out = calls.all_gather(tensor(0, 1000)), np.empty(2000, DTYPE)
+        wanted = np.concatenate([tensor(rank, 1000) for rank in range(2)]).tobytes()
+        for _ in range(3):
+            work = gather(tensor(calls.rank, 1000), out)
+            gather.rest()
+            assert sum(bool(slot.exchanges) for slot in gather._slots) == 1
+            work.wait()
+            assert out.tobytes() == wanted
+            gather.rest()
+            assert not any(slot.exchanges for slot in gather._slots)
+            del work
+            if isinstance(calls.route, NetworkRoute):
+                assert not list(calls.route._blocks.values())
+
+    run(2, route, task)
+
+
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_steps_take_memory_in_the_same_order(depth: int) -> None:
     def task(calls: PreparedCalls) -> None:
