@@ -412,8 +412,10 @@ class Prepared(Judged):
                 slot.found.append((at, source, error))
                 tensors.fill(out, lost)
             if slot.words is not None and (self._learns or (travels_on and by_network)):
-                words = slot.words[at * self._width : (at + 1) * self._width]
-                out.masked_fill_(words[part::parts].any(), lost)
+                from ...codecs.common.fill_triton import fill_if
+
+                words = slot.words[at * self._width + part : (at + 1) * self._width]
+                fill_if(words, parts, out, lost)
 
     def _end(self, slot: Slot, call: Call, again: Callable[[bool], Any] | None) -> Work:
         """The work of what was queued; `again` makes the call once more, exactly."""
