@@ -114,7 +114,8 @@ def is_fast(config: pytest.Config) -> bool:
 
 def tier(item: pytest.Item) -> str | None:
     """The largest tier that a test is marked with; None is the fast one."""
-    return max(filter(item.get_closest_marker, TIERS), key=TIERS.index, default=None)
+    names = {mark.name for mark in item.iter_markers()}
+    return max(names.intersection(TIERS), key=TIERS.index, default=None)
 
 
 def number(case: pytest.Item, name: str, otherwise: int) -> int:

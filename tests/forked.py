@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import NO_NAMES
+from processes import NO_NAMES, one_thread
 
 #: What ranks of a case run: the case, the rank, a file for a store, and what writes its result.
 Task = Callable[[Any, int, str, Callable[[Any], None]], None]
@@ -48,11 +48,7 @@ def main(tasks: dict[str, Any], warm_up: Callable[[], None], at_a_time: int = 8)
     name, text, ranks, place, seconds = sys.argv[1:]
     task, cases, world_size, folder = tasks[name], json.loads(text), int(ranks), Path(place)
     warm_up()
-    # Threads that have been joined are still about to end.
-    until = time.monotonic() + 10
-    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threads == 1, f"{threads} threads: forked processes would lack some"
+    one_thread()
     deadline = time.monotonic() + float(seconds)
     waiting = list(range(len(cases)))
     running: dict[int, dict[int, int]] = {}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tightwire as tw
 from capacities import PATTERNS, Scheduled, schedule
 from lossy import Residuals
-from processes import join, launch, torchrun
+from processes import WRAPPERS, join, launch, torchrun
 from support import examples
 
 torch = pytest.importorskip("torch")
@@ -432,4 +432,4 @@ def test_calls_of_a_channel_from_many_threads_take_turns() -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:])
+    join(globals(), sys.argv[1:], imports=WRAPPERS)

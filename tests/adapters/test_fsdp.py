@@ -14,7 +14,7 @@ import pytest
 import tightwire as tw
 from capacities import PATTERNS, Scheduled, schedule
 from lossy import Residuals, check_over_time
-from processes import join, launch, torchrun
+from processes import WRAPPERS, join, launch, torchrun
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -559,4 +559,4 @@ def test_training_on_gpus(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:])
+    join(globals(), sys.argv[1:], imports=WRAPPERS)

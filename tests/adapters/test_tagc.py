@@ -12,7 +12,7 @@ import pytest
 
 from capacities import Scheduled, schedule
 from prepared_ranks import damage
-from processes import join, launch, torchrun
+from processes import WRAPPERS, join, launch, torchrun
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -600,4 +600,4 @@ def test_the_example_in_the_docstring(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(globals(), sys.argv[1:])
+    join(globals(), sys.argv[1:], imports=WRAPPERS)
