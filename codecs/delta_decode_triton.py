@@ -319,7 +319,18 @@ def _gather(bits, masks, groups, m, starts, lists, L: tl.constexpr):
 
 
 @triton.jit
-def _order(base, bits, masks, groups, m, center, L: tl.constexpr, FULL: tl.constexpr):
+def _group_words(base, g, m, L: tl.constexpr, FULL: tl.constexpr):
+    """The words of 32 groups, four of each at a time."""
+    WORDS: tl.constexpr = 8 * L.item
+    found = ()
+    for q in tl.static_range(WORDS // 4):
+        k = g[:, None] * WORDS + (q * 4 + tl.arange(0, 4)[None, :])
+        found = found + (load_words(base, k, m, L, FULL),)
+    return found
+
+
+@triton.jit
+def _order(base, bits, masks, groups, m, center, L: tl.constexpr):
     """Bring the bits of groups into the order of elements, and list the first changed elements."""
     WORDS: tl.constexpr = 8 * L.item
     PER: tl.constexpr = 4 // L.item
@@ -338,19 +349,22 @@ def _order(base, bits, masks, groups, m, center, L: tl.constexpr, FULL: tl.const
         r = at + tl.arange(0, 32)
         g = tl.load(active + r, mask=r < many, other=0).to(tl.int32)
         flags = tl.load(masks + g, mask=r < many, other=0).to(tl.uint32, bitcast=True)
+        if m == TILE:
+            fours = _group_words(base, g, m, L, True)
+        else:
+            fours = _group_words(base, g, m, L, False)
         words = ()
         for q in tl.static_range(WORDS // 4):
-            k = g[:, None] * WORDS + (q * 4 + tl.arange(0, 4)[None, :])
-            fields = fields_of(load_words(base, k, m, L, FULL), center, L)
-            even, odd = tl.split(tl.reshape(fields, [32, 2, 2]))
+            even, odd = tl.split(tl.reshape(fields_of(fours[q], center, L), [32, 2, 2]))
             a, c = tl.split(even)
             b, d = tl.split(odd)
             words = words + (a, b, c, d)
+        # Zeros behind the end are in the last class of the group that there is, behind all others.
         counts = tl.zeros([32], tl.int32)
         for w in tl.static_range(WORDS):
             for h in tl.static_range(PER):
                 shift = shift_of(words[w], h, center, L)
-                counts += _one_at(g * GROUP + (w * PER + h), m, shift, FULL)
+                counts += (shift * 0 + 1) << shift
         # Where each class starts in the flags: sums of counts come to 32 at most.
         state = (counts * 0x1041041) << COUNT
         mask = tl.zeros([32], tl.uint32)
@@ -359,7 +373,7 @@ def _order(base, bits, masks, groups, m, center, L: tl.constexpr, FULL: tl.const
                 shift = shift_of(words[w], h, center, L)
                 flag = flags >> ((state >> shift) & 31).to(tl.uint32)
                 mask = (mask >> 1) | (flag << 31)
-                state += _one_at(g * GROUP + (w * PER + h), m, shift, FULL)
+                state += (shift * 0 + 1) << shift
         # Elements behind the end have no flags.
         behind = tl.minimum(tl.maximum(g * GROUP + GROUP - m, 0), GROUP - 1).to(tl.uint32)
         mask = (mask << behind) >> behind
@@ -368,16 +382,6 @@ def _order(base, bits, masks, groups, m, center, L: tl.constexpr, FULL: tl.const
         n = ones_of(mask)
         _list_ones(mask, g * GROUP, done + tl.cumsum(n, 0) - n, tl.max(n, 0), bits, L)
         done += tl.sum(n, 0)
-
-
-@triton.jit
-def _one_at(i, m, shift, FULL: tl.constexpr):
-    """A one at bit `shift` of elements `i`, of a tile of `m` that may be full."""
-    if FULL:
-        one = (shift * 0 + 1) << shift
-    else:
-        one = (i < m).to(tl.int32) << shift
-    return one
 
 
 @triton.jit
@@ -479,10 +483,7 @@ def _find(base, words, count, m, info, L: tl.constexpr):
             _gather(bits, masks, groups, m, starts, lists, L)
             tl.debug_barrier()
             if L.classes > 1:
-                if m == TILE:
-                    _order(base, bits, masks, groups, m, center, L, True)
-                else:
-                    _order(base, bits, masks, groups, m, center, L, False)
+                _order(base, bits, masks, groups, m, center, L)
                 tl.debug_barrier()
     return bad, total, scale, exceptions, sign_at, gap_at
 

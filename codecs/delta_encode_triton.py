@@ -170,11 +170,12 @@ def _counts(use, c):
 def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.constexpr):
     """Count the changes of a list of `n`: by class, for the scale, and for the result's digest."""
     least, top, larges = reach
+    terms = tl.zeros([PIECE], tl.uint64)
     for at in range(0, n, PIECE):
         place, _, v, y, changed = listed(base, x, info, at, n, L)
         e = exponents_of(v, L)
         changes += _counts(changed, class_of(e, center, L))
-        digest += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
+        terms += terms_of(y, begin + place, L.item) - terms_of(v, begin + place, L.item)
         if not L.overwrite:
             _, size, _, _, _, _ = _change(v, y, e * 0, L)
             length = tl.where(changed, length_of(size), 0)
@@ -186,7 +187,7 @@ def _tally(base, x, info, n, begin, center, changes, digest, reach, L: tl.conste
             least = tl.minimum(least, tl.min(tl.where(changed, e, FAR), 0))
             top = tl.maximum(top, tl.max(tl.where(large, e + length, 0), 0))
             larges += tl.sum(large.to(tl.int32), 0)
-    return changes, digest, (least, top, larges)
+    return changes, digest + tl.sum(terms, 0), (least, top, larges)
 
 
 @triton.jit
@@ -301,32 +302,36 @@ def measure_kernel(
     center, groups = tl.load(info + 2), tl.load(info + STATE + 4)
     c = tl.arange(0, 8)
     sizes = sizes_of(tl.load((info + STATE + 6).to(tl.pointer_type(tl.int64))), m, L)
-    need = m * 0
-    entries = m * 0
+    need, entries = m * 0, m * 0
     dense = (groups > MOST_GROUPS).to(tl.int32)
-    if (dense == 0) & (groups > 0):
-        entries = fill_list(base, x, info, groups, m * 0, dense, m, center, need, m * 0, L)
-        dense = (entries > MOST_LISTED).to(tl.int32)
-    sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
-    changes = tl.zeros([8], tl.int32)
-    of_changes = tl.zeros([PIECE], tl.uint64)
+    changes, digest = tl.zeros([8], tl.int32), tl.zeros([], tl.uint64)
     reach = m * 0 + FAR, m * 0, m * 0
-    _clear_words(info + COUNTS, 2 * MOST_COUNTS)
-    for section in range(sections):
-        window, n = m * 0, m * 0 + 1
-        while window < n:
-            n = entries
-            tl.debug_barrier()
-            if dense != 0:
-                n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
-            many = tl.minimum(n - window, MOST_LISTED)
-            changes, of_changes, reach = _tally(
-                base, x, info, many, begin, center, changes, of_changes, reach, L
-            )
-            window += MOST_LISTED
+    # A loop of two steps, because listing takes long to compile: noted groups, then all there is.
+    for step in range(2):
+        sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
+        if step == 0:
+            sections = ((dense == 0) & (groups > 0)).to(tl.int32)
+        for section in range(sections):
+            window, n = m * 0, m * 0 + 1
+            while window < n:
+                n = entries
+                tl.debug_barrier()
+                if (dense != 0) | (step == 0):
+                    n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
+                if step == 0:
+                    entries, n = n, m * 0
+                else:
+                    many = tl.minimum(n - window, MOST_LISTED)
+                    changes, digest, reach = _tally(
+                        base, x, info, many, begin, center, changes, digest, reach, L
+                    )
+                window += MOST_LISTED
+        if step == 0:
+            dense = dense | (entries > MOST_LISTED).to(tl.int32)
+            # Where groups were noted.
+            _clear_words(info + COUNTS, 2 * MOST_COUNTS)
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    digest = tl.sum(of_changes, 0).to(tl.int64, bitcast=True)
-    tl.atomic_add(sums + 2, digest, sem="relaxed")
+    tl.atomic_add(sums + 2, digest.to(tl.int64, bitcast=True), sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
     scale, exceptions, quotients, low_total = m * 0, m * 0, m * 0, m * 0

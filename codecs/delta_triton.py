@@ -320,7 +320,7 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
     # Fewer registers are more tiles at a time, which wait for memory.
-    for which, warps, most in ((scan_kernel, 4, 80), (measure_kernel, 1, None)):
+    for which, warps, most in ((scan_kernel, 4, 80), (measure_kernel, 1, 160)):
         variant = _variant(which, spec, dtype, warps, most, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
