@@ -29,6 +29,7 @@ from .file_tensors import Tensors, kind_text
 from .formats.container import StateNote
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
+from .overlaps import check_overlaps
 from .patches import Patch, check_writable, patch_of, write_patch, writing
 from .pipeline import Job, Memory, in_order
 from .state_tensors import (
@@ -438,6 +439,8 @@ def _change(
         for name, patch in results:
             if patch is not None:
                 change.patches[name] = state.arrays[name], state.kind(name)[0], patch
+    kept = {name: value for name, value in note.digests.items() if name not in change.entries}
+    check_overlaps(state, change.patches, kept)
     return change
 
 
