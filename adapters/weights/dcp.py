@@ -168,7 +168,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         super().reset(checkpoint_id)
 
     def _check_apart(self, path: str | os.PathLike[str]) -> None:
-        """Refuse to replace what the base is made of."""
+        """Refuse to replace the base, or a checkpoint that it needs."""
         if Path(path).resolve() in self._needed:
             raise ValueError(
                 f"path is {os.fspath(path)!r}, which is the base or which its deltas are against: "
