@@ -107,8 +107,9 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         FormatError: If ``.metadata`` of ``base``, or what it says of its own base, is not valid.
         OSError: If ``base`` cannot be read.
         TypeError: If an argument has a wrong type.
-        ValueError: If a value is out of range, the codec is lossy or needs a base, ``base`` is
-            ``path`` or has no compressed tensor, or one of them is a URL.
+        ValueError: If a value is out of range, the codec is lossy or needs a base, ``path`` is
+            ``base`` or one that it needs, ``base`` has no compressed tensor, or one of them is a
+            URL.
     """
 
     def __init__(
@@ -133,10 +134,10 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         check_chain_limit(chain_limit)
         self._base: Checkpoint | None = None
         self._base_name: BaseName | None = None
+        #: The base and what it needs: saves must not replace them.
+        self._needed: list[Path] = []
         if base is not None:
             _check_local("base", base)
-            if Path(base).resolve() == Path(path).resolve():
-                raise ValueError(f"base is {os.fspath(base)!r}, like path; allowed: another one")
             found = Reader(base, threads=threads).checkpoint()
             stored = (found.metadata.storage_data or {}).values()
             if stored and not any(map(is_ours, stored)):
@@ -144,10 +145,35 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
                 raise ValueError(
                     f"base is {os.fspath(base)!r}, with no compressed tensor; {needed}"
                 )
+            self._needed = found.folders()
+            self._check_apart(path)
             deltas = 0 if found.note is None else found.note.deltas
             if deltas < chain_limit:
                 self._base = found
                 self._base_name = BaseName(found.path.resolve().name, deltas + 1)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a save; DCP calls it.
+
+        Args:
+            checkpoint_id: Another directory than ``path``, from now on.
+
+        Raises:
+            TypeError: If it is not a path.
+            ValueError: If it is a URL, or the base, or needed by it.
+        """
+        if checkpoint_id:
+            _check_local("checkpoint_id", checkpoint_id)
+            self._check_apart(checkpoint_id)
+        super().reset(checkpoint_id)
+
+    def _check_apart(self, path: str | os.PathLike[str]) -> None:
+        """Refuse to replace the base, or a checkpoint that it needs."""
+        if Path(path).resolve() in self._needed:
+            raise ValueError(
+                f"path is {os.fspath(path)!r}, which is the base or which its deltas are against: "
+                "neither would be left. Allowed: another path, or base=None"
+            )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what ``plan`` gives this rank; DCP calls it.
@@ -276,6 +302,20 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         self._threads = threads
         self._verify = bool(verify)
         self._max_nbytes = integer("max_nbytes", max_nbytes, least=0)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a load; DCP calls it.
+
+        Args:
+            checkpoint_id: Another directory than ``path``, from now on.
+
+        Raises:
+            TypeError: If it is not a path.
+            ValueError: If it is a URL.
+        """
+        if checkpoint_id:
+            _check_local("checkpoint_id", checkpoint_id)
+        super().reset(checkpoint_id)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

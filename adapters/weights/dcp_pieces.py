@@ -168,14 +168,30 @@ class Checkpoint:
                 if self.note is None:
                     detail = "has tensors that were coded against a base, and .metadata names none"
                     raise FormatError("bad_container", f"{self.path} {detail}")
-                base = self._find_base(self.note.name)
-                if base.note is not None and base.note.deltas >= self.note.deltas:
-                    detail = (
-                        f"{self.path}: {self.note.deltas} deltas in a row, its base has as many"
-                    )
-                    raise FormatError("bad_container", detail)
-                self._base = self._stack.enter_context(base)
+                self._base = self._stack.enter_context(self._earlier(self.note))
             return self._base
+
+    def _earlier(self, note: BaseName) -> Checkpoint:
+        """The checkpoint that is noted, not open. Raises FormatError or OSError."""
+        base = self._find_base(note.name)
+        if base.note is not None and base.note.deltas >= note.deltas:
+            detail = f"{self.path}: {note.deltas} deltas in a row, its base has as many"
+            raise FormatError("bad_container", detail)
+        return base
+
+    def folders(self) -> list[Path]:
+        """Where it is, and where those are that it needs, as far as they are there.
+
+        Raises FormatError or OSError.
+        """
+        found, last = [self.path.resolve()], self
+        while last.note is not None:
+            try:
+                last = last._earlier(last.note)
+            except FileNotFoundError:
+                break
+            found.append(last.path.resolve())
+        return found
 
     def fill(self, index: MetadataIndex, out: torch.Tensor) -> None:
         """Put a piece into `out`, which has its shape and dtype and is contiguous.

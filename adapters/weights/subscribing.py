@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from ...delta_files import newest_version
 from ...formats.dtypes import DType
 from ...formats.errors import FormatError
 from ...formats.header import RAW
+from ...overlaps import check_overlaps, overlapping
 from ...patches import Patch, host_memory, patch_of
 from ...pipeline import BUDGET_NBYTES
 from ...planning import is_tiny
@@ -156,7 +158,7 @@ class TransportSubscriber:
         if complete and taker is not None and problem is None:
             try:
                 change = taker.change()
-            except FormatError as error:
+            except (FormatError, ValueError) as error:
                 problem = error
         group.agree("verify", problem)
         return change
@@ -195,6 +197,9 @@ class Taker:
         )
         self._state = state
         self._entries, self._changed = set(entries), set(changed)
+        # Where arrays overlap, differences would be added more than once.
+        self._overlapping = set(chain.from_iterable(overlapping(state)))
+        self._kept = {n: d for n, d in announcement.digests.items() if n not in self._entries}
         self._names = announcement.names
         self._place = place_of(state)
         self._hold = hold
@@ -229,20 +234,24 @@ class Taker:
         self._decoded.update(decoding.arrays)
 
     def change(self) -> Change:
-        """What all messages have made. Raises FormatError if tensors have not come."""
+        """What all messages have made.
+
+        Raises FormatError if tensors have not come, ValueError if overlapping ones do not agree.
+        """
         missing = [
             *(self._entries - self._made.keys()),
             *(self._changed - self._patches.keys() - self._decoded),
         ]
         if missing:
             raise FormatError("bad_container", f"{sorted(missing)[0]!r} is new and has not come")
+        check_overlaps(self._state, self._patches, self._kept)
         entries = {name: self._made[name] for name in self._names if name in self._made}
         return Change(self._patches, entries, self._vanished, self._decodings)
 
     def _keeps_buffer(self, tensor: Announced, name: str) -> bool:
         """Whether a buffer is held, and decoded over its array when that is written."""
         x = self._state.arrays[name]
-        if tensor.is_plain or self._hold == "elements":
+        if tensor.is_plain or self._hold == "elements" or name in self._overlapping:
             return False
         if self._hold is None and not arrays.on_gpu(x):
             return False
@@ -282,7 +291,8 @@ class Taker:
         self, tensor: Announced, names: Sequence[str], against: bool, piece: Any, threads: int
     ) -> None:
         """Decode a tensor on the host, for arrays of these names."""
-        if len(names) == 1 and against and not tensor.is_plain:
+        overlaps = not self._overlapping.isdisjoint(names)
+        if len(names) == 1 and against and not tensor.is_plain and not overlaps:
             decoding = self._in_place(tensor, names[0], piece, threads)
             if decoding is not None:
                 self._keep(decoding)

@@ -440,6 +440,30 @@ def memory_of(x: Any) -> Any:
     return None
 
 
+def memory_range(x: Any) -> tuple[str, int, int] | None:
+    """Where the elements of an array lie: the device, the first byte and that after the last.
+
+    None if there are none, or it is not known.
+    """
+    library = library_of(x)
+    if library == "torch":
+        device, at, size = str(x.device), x.data_ptr(), x.element_size()
+        strides = [size * stride for stride in x.stride()]
+    elif library == "numpy" and isinstance(x, np.ndarray):
+        device, at, size = "cpu", x.__array_interface__["data"][0], x.itemsize
+        strides = list(x.strides)
+    elif library == "cupy":
+        device, at, size = f"cuda:{x.device.id}", x.data.ptr, x.itemsize
+        strides = list(x.strides)
+    else:
+        return None
+    if 0 in x.shape:
+        return None
+    steps = [(n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)]
+    first = at + sum(step for step in steps if step < 0)
+    return device, first, at + sum(step for step in steps if step > 0) + size
+
+
 def is_float4(x: Any) -> bool:
     """True for PyTorch's packed tensors of 4-bit floats, two in each byte of the last dimension."""
     return _is_a("torch", x) and str(x.dtype) == "torch.float4_e2m1fn_x2" and x.dim() > 0

@@ -29,6 +29,7 @@ from .file_tensors import Tensors, kind_text
 from .formats.container import StateNote
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
+from .overlaps import check_overlaps
 from .patches import Patch, check_writable, patch_of, write_patch, writing
 from .pipeline import Job, Memory, in_order
 from .state_tensors import (
@@ -139,9 +140,13 @@ def prepare_delta(
         files = delta_files(folder)
         goal = goal_of(folder, files, version)
         digests = digests_of(state, count)
-        found = _version_of(files, digests, since, goal)
+        damaged: dict[Path, FormatError] = {}
+        found = _version_of(files, digests, since, goal, damaged)
+        # They are done without where others lead on.
+        damage = next(iter(damaged.values()), None)
+        files = [file for file in files if file.path not in damaged]
         if found is None and not whole:
-            raise _unknown_version(folder, files, digests, since)
+            raise damage or _unknown_version(folder, files, digests, since)
         if found == goal:
             return Update(goal, found, Change({}, {}, []), target)
         path = None if found is None or found > goal else route(files, goal, found)
@@ -149,10 +154,10 @@ def prepare_delta(
         if path is None:
             if not whole:
                 assert found is not None
-                raise ValueError(_no_route(folder, files, found, goal))
+                raise damage or ValueError(_no_route(folder, found, goal))
             found, path = None, route(files, goal, None)
             if path is None:
-                raise ValueError(f"{folder}: no version up to {goal} is stored whole")
+                raise damage or ValueError(f"{folder}: no version up to {goal} is stored whole")
         chain = open_route(stack, path, base, max_nbytes)
         if base is not None and chain[0].note.base_digests != digests:
             raise _unknown_version(folder, files, digests, found)
@@ -308,17 +313,28 @@ def goal_of(folder: Path, files: list[DeltaFile], version: int | None) -> int:
 
 
 def _version_of(
-    files: list[DeltaFile], digests: Mapping[str, str], since: int | None, goal: int
+    files: list[DeltaFile],
+    digests: Mapping[str, str],
+    since: int | None,
+    goal: int,
+    damaged: dict[Path, FormatError],
 ) -> int | None:
     """The version that tensors of these digests are; None if unknown.
 
-    Of several it is the last one that is not after `goal`, or else the first one after it.
+    Of several it is the last one that is not after `goal`, or else the first one after it. Files
+    whose headers are found damaged come to `damaged`.
     """
     notes: dict[Path, StateNote] = {}
     pairs = [(v, file) for file in files for v in (file.version, file.base_version)]
     known = [(v, file) for v, file in pairs if v is not None and since in (None, v)]
     for version, file in sorted(known, key=lambda pair: (pair[0] > goal, abs(goal - pair[0]))):
-        note = notes[file.path] = notes.get(file.path) or file.note()
+        if file.path in damaged:
+            continue
+        try:
+            note = notes[file.path] = notes.get(file.path) or file.note()
+        except FormatError as error:
+            damaged[file.path] = error
+            continue
         if digests == (note.digests if version == file.version else note.base_digests):
             return version
     return None
@@ -328,7 +344,7 @@ def _unknown_version(
     folder: Path, files: list[DeltaFile], digests: Mapping[str, str], since: int | None
 ) -> FormatError:
     newest = files[0].version
-    found = None if since is None else _version_of(files, digests, None, newest)
+    found = None if since is None else _version_of(files, digests, None, newest, {})
     advice = "whole=True overwrites them, if a version is stored whole"
     if found is not None:
         detail = f"the tensors are version {found} of {folder} and not {since}; leave out since"
@@ -341,7 +357,7 @@ def _unknown_version(
     return FormatError("base_mismatch", detail)
 
 
-def _no_route(folder: Path, files: list[DeltaFile], found: int, goal: int) -> str:
+def _no_route(folder: Path, found: int, goal: int) -> str:
     if found > goal:
         where = f"the tensors are version {found} of {folder}, which is after {goal}"
     else:
@@ -423,6 +439,8 @@ def _change(
         for name, patch in results:
             if patch is not None:
                 change.patches[name] = state.arrays[name], state.kind(name)[0], patch
+    kept = {name: value for name, value in note.digests.items() if name not in change.entries}
+    check_overlaps(state, change.patches, kept)
     return change
 
 

@@ -500,9 +500,29 @@ def test_bases_in_a_circle(tmp_path: Path) -> None:
         load(blank(state), tmp_path / "b", base=tmp_path / "b")
 
 
+def test_what_a_base_needs_is_not_replaced(tmp_path: Path) -> None:
+    """Directories that are used in turn: the save is refused, and all of them still load."""
+    states = [{"x": tensor("bfloat16", (512, 512))}]
+    save(states[0], tmp_path / "0")
+    for i in (1, 2):
+        states.append(changed(states[-1], seed=i))
+        save(states[-1], tmp_path / f"{i}", base=tmp_path / f"{i - 1}")
+    (tmp_path / "link").symlink_to("0")
+    (tmp_path / "x").mkdir()
+    for name in ("2", "1", "0", "link", "x/../0"):
+        with pytest.raises(ValueError, match=r"neither would be left\. Allowed: another path"):
+            Writer(tmp_path / name, base=tmp_path / "2", chain_limit=1)
+        # dcp.save may name the directory, too.
+        writer = Writer(tmp_path / "3", base=tmp_path / "2")
+        with pytest.raises(ValueError, match="neither would be left"):
+            dcp.save(states[0], checkpoint_id=tmp_path / name, storage_writer=writer, no_dist=True)
+    for i, state in enumerate(states):
+        found = blank(state)
+        load(found, tmp_path / f"{i}")
+        assert same(found["x"], state["x"])
+
+
 def test_bad_calls(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="base is"):
-        Writer(tmp_path, base=tmp_path / "x" / "..")
     with pytest.raises(ValueError, match="chain_limit"):
         Writer(tmp_path, chain_limit=0)
     with pytest.raises(FileNotFoundError):
@@ -574,6 +594,8 @@ def test_urls_are_refused(tmp_path: Path) -> None:
         lambda: Reader(url),
         lambda: Reader(tmp_path / "a", base=[tmp_path, url]),
         lambda: tw.dcp.HuggingFaceReader(url),
+        lambda: dcp.save({}, checkpoint_id=url, storage_writer=Writer(tmp_path), no_dist=True),
+        lambda: dcp.load({}, checkpoint_id=url, storage_reader=Reader(tmp_path), no_dist=True),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="is 's3://bucket/x'; allowed: paths"):
