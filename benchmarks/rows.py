@@ -14,8 +14,6 @@ from typing import Any
 
 #: The row that says when a run began, and what it is about.
 RUN = "run"
-#: Of cases without a row.
-NOT_MEASURED = "not measured"
 #: What tells the rows of one kind of run from others.
 PLACE = ("link", "world")
 #: How pages name a network; see bench_collectives.py.
@@ -72,7 +70,7 @@ def heading(place: tuple[Any, ...], run: dict[str, Any]) -> list[str]:
 def why_missing(row: dict[str, Any] | None) -> str:
     """Why a case has no results, in a word or two; ``""`` if it has."""
     if row is None:
-        return NOT_MEASURED
+        return "not measured"
     if "error" in row:
         return "failed"
     if "skipped" in row:

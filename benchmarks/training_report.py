@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rows import LINKS, NOT_MEASURED, RUN, errors, heading, places, read, why_missing
+from rows import LINKS, RUN, errors, heading, places, read, why_missing
 
 NATIVE = "native"
 #: Step time over native that is asked for, and aimed at: network, case.
@@ -144,9 +144,10 @@ def _section(place: tuple[Any, ...], rows: dict[str, dict[str, Any]]) -> list[st
             row = rows.get(f"{group}, {name}")
             missing = why_missing(row)
             shown = f"`{call}`" if call else NATIVE
-            if row is None or missing:
-                why = missing.removeprefix(NOT_MEASURED)
-                others.append(f"{shown} ({why})" if why else shown)
+            if row is None:
+                others.append(shown)
+            elif missing:
+                others.append(f"{shown} ({missing})")
             else:
                 measured.append([shown, *_cells(place[0], row)])
         lines += [f"### {text[0].upper()}{text[1:]}", ""]

@@ -266,7 +266,7 @@ class PreparedCalls:
             own: dict[str, Any] = {"codec": as_codec("raw"), "route": NetworkRoute(self.transport)}
             own |= {"stream": None, "_stream_key": None, "_exact": None, "_recorder": None}
             # Each is waited for at once.
-            own |= {"depth": 1, "phase": 0, "made": weakref.WeakSet()}
+            own |= {"depth": 1, "phase": 0}
             self._exact.__dict__.update(self.__dict__ | own)
         return self._exact
 

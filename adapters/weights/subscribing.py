@@ -198,7 +198,8 @@ class Taker:
         self._state = state
         self._entries, self._changed = set(entries), set(changed)
         # Where arrays overlap, differences would be added more than once.
-        self._overlapping = set(chain.from_iterable(overlapping(state)))
+        self._overlaps = overlapping(state)
+        self._overlapping = set(chain.from_iterable(self._overlaps))
         self._kept = {n: d for n, d in announcement.digests.items() if n not in self._entries}
         self._names = announcement.names
         self._place = place_of(state)
@@ -244,7 +245,7 @@ class Taker:
         ]
         if missing:
             raise FormatError("bad_container", f"{sorted(missing)[0]!r} is new and has not come")
-        check_overlaps(self._state, self._patches, self._kept)
+        check_overlaps(self._state, self._overlaps, self._patches, self._kept)
         entries = {name: self._made[name] for name in self._names if name in self._made}
         return Change(self._patches, entries, self._vanished, self._decodings)
 

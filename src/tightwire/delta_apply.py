@@ -29,7 +29,7 @@ from .file_tensors import Tensors, kind_text
 from .formats.container import StateNote
 from .formats.dtypes import DType
 from .formats.errors import FormatError, integer
-from .overlaps import check_overlaps
+from .overlaps import check_overlaps, overlapping
 from .patches import Patch, check_writable, patch_of, write_patch, writing
 from .pipeline import Job, Memory, in_order
 from .state_tensors import (
@@ -440,7 +440,7 @@ def _change(
             if patch is not None:
                 change.patches[name] = state.arrays[name], state.kind(name)[0], patch
     kept = {name: value for name, value in note.digests.items() if name not in change.entries}
-    check_overlaps(state, change.patches, kept)
+    check_overlaps(state, overlapping(state), change.patches, kept)
     return change
 
 

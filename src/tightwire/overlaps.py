@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,15 @@ def overlapping(state: ArrayState) -> list[list[str]]:
 
 def check_overlaps(
     state: ArrayState,
+    groups: Sequence[Sequence[str]],
     patches: Mapping[str, tuple[Any, DType | str, Patch]],
     wanted: Mapping[str, str],
 ) -> None:
     """Refuse patches after which arrays that overlap would not have the digests `wanted`.
 
-    Arrays on a GPU are not looked at. Raises ValueError.
+    `groups` are as `overlapping` gives them. Arrays on a GPU are not looked at. Raises ValueError.
     """
-    for group in overlapping(state):
+    for group in groups:
         names = [name for name in group if name in wanted]
         if patches.keys().isdisjoint(names):
             continue

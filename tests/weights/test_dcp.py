@@ -516,6 +516,8 @@ def test_what_a_base_needs_is_not_replaced(tmp_path: Path) -> None:
         writer = Writer(tmp_path / "3", base=tmp_path / "2")
         with pytest.raises(ValueError, match="neither would be left"):
             dcp.save(states[0], checkpoint_id=tmp_path / name, storage_writer=writer, no_dist=True)
+    with pytest.raises(ValueError, match="neither would be left"):
+        Writer(tmp_path / "2", base=tmp_path / "x" / ".." / "2")
     for i, state in enumerate(states):
         found = blank(state)
         load(found, tmp_path / f"{i}")
