@@ -10,12 +10,13 @@ elements. Changed elements are then listed, and what is coded of them is read fo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .common.dynamic_triton import claims, items, load_raw
 from .common.frame_triton import CHUNK_PAYLOAD, LATE, report
-from .common.launch_triton import kernel
 from .delta import MAX_QUOTIENT
 from .delta_words_triton import (
     DIGESTS,
@@ -23,11 +24,10 @@ from .delta_words_triton import (
     LOG_TILE,
     MOST_WORDS,
     PIECE,
-    SUMS,
     TILE,
+    elements_at,
     exponents_of,
     get_bits,
-    info_at,
     log16,
     low_bits,
     low_of,
@@ -59,43 +59,47 @@ def list_of(info, L: tl.constexpr):
     return bits.to(tl.pointer_type(tl.uint16)), items(bits + L.listed // 2, L.item)
 
 
-@triton.jit
-def place_of(pid, nelem, chunk_nelem, tiles):
-    """Of tile number `pid`: (chunk, number in it, elements of the chunk before, of the chunk, of
-    the tile).
+class Part(NamedTuple):
+    """A chunk of a buffer; a class, as programs pass it on as one.
+
+    Attributes:
+        static_ptr, dynamic_ptr: Its static and dynamic part.
+        stride, nbytes: Bytes of both.
+        raw: Whether they are raw.
     """
-    chunk, tile = pid // tiles, pid % tiles
-    begin = tile * TILE
-    n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
-    m = tl.maximum(tl.minimum(n - begin, TILE), 0).to(tl.int32)
-    return chunk, tile, begin, n, m
+
+    static_ptr: Any
+    dynamic_ptr: Any
+    stride: Any
+    nbytes: Any
+    raw: Any
 
 
 @triton.jit
-def parts_of(src_ptr, starts_ptr, chunk, n, g, slot, L: tl.constexpr):
-    """(static part of a chunk, dynamic part, bytes of both, whether they are raw)."""
+def part_of(src_ptr, starts_ptr, t, g, slot, L: tl.constexpr):
+    """The chunk of a tile."""
     head, static_at, static_stride, dynamic_at, dynamic_stride = g
-    record_ptr = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
+    record_ptr = src_ptr.to(tl.pointer_type(tl.int64)) + head + t.chunk * 4
     stride = static_stride * 128
-    nbytes, raw = claims(record_ptr, n, stride, slot, L.item)
-    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-    dynamic_ptr = src_ptr + (dynamic_at + chunk * dynamic_stride) * 128
+    nbytes, raw = claims(record_ptr, t.n, stride, slot, L.item)
+    static_ptr = src_ptr + (static_at + t.chunk * static_stride) * 128
+    dynamic_ptr = src_ptr + (dynamic_at + t.chunk * dynamic_stride) * 128
     if L.packed:
-        dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-    return static_ptr, dynamic_ptr, stride, nbytes, raw
+        dynamic_ptr = src_ptr + tl.load(starts_ptr + t.chunk)
+    return Part(static_ptr, dynamic_ptr, stride, nbytes, raw)
 
 
 @triton.jit
-def words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n):
+def words_of(p, t):
     """(words of a tile of a chunk that is not raw, how many, whether they cannot be)."""
-    offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32)) + tile
-    more = begin + TILE < n
-    at = tl.load(offsets, mask=begin < n, other=0).to(tl.int64)
+    offsets = (p.static_ptr + DIGESTS).to(tl.pointer_type(tl.uint32)) + t.tile
+    more = t.begin + TILE < t.n
+    at = tl.load(offsets, mask=t.begin < t.n, other=0).to(tl.int64)
     behind = tl.load(offsets + 1, mask=more, other=0).to(tl.int64)
-    behind = tl.where(more, behind, nbytes // 4)
-    bad = (at > behind) | (behind > nbytes // 4) | ((tile == 0) & (at != 0))
-    bad = bad | (nbytes % 4 != 0) | (behind - at > MOST_WORDS)
-    words = dynamic_ptr.to(tl.pointer_type(tl.uint32)) + tl.where(bad, 0, at)
+    behind = tl.where(more, behind, p.nbytes // 4)
+    bad = (at > behind) | (behind > p.nbytes // 4) | ((t.tile == 0) & (at != 0))
+    bad = bad | (p.nbytes % 4 != 0) | (behind - at > MOST_WORDS)
+    words = p.dynamic_ptr.to(tl.pointer_type(tl.uint32)) + tl.where(bad, 0, at)
     return words, tl.where(bad, 0, behind - at).to(tl.int32), bad
 
 
@@ -669,65 +673,30 @@ def _decode(base, out, words, count, m, begin, info, lo, hi, L: tl.constexpr):
     return terms, tl.where(total > L.listed, MANY, LISTED), bad
 
 
-@kernel
-def change_kernel(
-    src_ptr,
-    from_ptr,
-    out_ptr,
-    scratch_ptr,
-    status_ptr,
-    starts_ptr,
-    start: tl.int64,
-    stop: tl.int64,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    first_tile: tl.int64,
-    sums_words: tl.int64,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    dynamic_at: tl.int64,
-    dynamic_stride: tl.int64,
-    slot: tl.int64,
-    L: tl.constexpr,
-):
+@triton.jit
+def change_one(t, p, from_ptr, out_ptr, to, lo, hi, status_ptr, L: tl.constexpr):
     """Find what changed in a tile, if nothing has been found wrong so far, and sum up what that
     adds to the digest of the base.
 
-    With `Launch.store` elements `start` to `stop` are written. Else what is known of the tile is
-    kept in its work memory; with `Launch.known` too that was done before, and only changes that the
-    list could not keep are written, over the base.
+    With `Launch.store` elements `lo` to `hi` of it are written to those of `out_ptr` from number
+    `to` on. Else what is known of the tile is kept in its work memory; with `Launch.known` too that
+    was done before, and only changes that the list could not keep are written, over the base.
     """
-    pid = tl.program_id(0).to(tl.int64) + first_tile
-    chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
+    info, begin, m = t.info, t.begin, t.m
     if (m > 0) & (tl.load(status_ptr) == 0):
-        g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-        # fmt: off
-        static_ptr, dynamic_ptr, stride, nbytes, raw = parts_of(
-            src_ptr, starts_ptr, chunk, n, g, slot, L
-        )
-        # fmt: on
-        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-        first = chunk * chunk_nelem + begin
-        lo = tl.minimum(tl.maximum(start - first, 0), m).to(tl.int32)
-        hi = tl.minimum(tl.maximum(stop - first, 0), m).to(tl.int32)
-        to = first - start
-        if L.aligned:
-            first, to = tl.multiple_of(first, 16), tl.multiple_of(to, 16)
-        base = items(from_ptr, L.item) + first
-        out = items(out_ptr, L.item) + to
-        if raw:
+        base, out = elements_at(from_ptr, t.first, L), elements_at(out_ptr, to, L)
+        if p.raw:
             if not L.store:
                 tl.store(info, m * 0 + RAW)
             elif not L.known:
                 # fmt: off
                 load_raw(
-                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, lo, hi, L.item, True
+                    p.static_ptr, p.dynamic_ptr, p.stride, p.nbytes, t.n, begin, m, out, lo, hi,
+                    L.item, True,
                 )
                 # fmt: on
         else:
-            words, count, bad = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
+            words, count, bad = words_of(p, t)
             if L.known:
                 if tl.load(info) == MANY:
                     known = ()
@@ -745,7 +714,7 @@ def change_kernel(
                         hi = tl.where(bad, lo, hi)
                         copy(items(words + 1, L.item), out, m, lo, hi, L, False)
                 else:
-                    if L.store:
+                    if L.store and not L.over:
                         copy(base, out, m, lo, hi, L, L.aligned)
                         tl.debug_barrier()
                     if count > 0:
@@ -757,7 +726,6 @@ def change_kernel(
                 if not L.store:
                     tl.store(info, kind)
                 if bad:
-                    report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
+                    report(status_ptr, LATE + (t.chunk << 8) + CHUNK_PAYLOAD)
                 elif count > 0:
-                    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-                    tl.atomic_add(sums + 2, terms.to(tl.int64, bitcast=True), sem="relaxed")
+                    tl.atomic_add(t.sums + 2, terms.to(tl.int64, bitcast=True), sem="relaxed")

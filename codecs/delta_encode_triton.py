@@ -9,13 +9,14 @@ are, and a last launch moves them. Tiles whose words are too many are not writte
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from . import delta
-from .common.dynamic_triton import chunk_at, items, store_raw, write_record
+from .common.dynamic_triton import items, store_raw, write_record
 from .common.frame_triton import clear
-from .common.launch_triton import kernel
 from .delta_scan_triton import (
     COUNTS,
     MOST_COUNTS,
@@ -38,19 +39,17 @@ from .delta_words_triton import (
     FIELD,
     LOG_TILE,
     MASK,
-    SUMS,
     TILE,
     WORDS,
     class_of,
+    elements_at,
     exponents_of,
-    info_at,
     length_of,
     log16,
     low_bits,
     low_of,
     ordered,
     terms_of,
-    tile_at,
 )
 
 _SAMPLED, _MAX_QUOTIENT = tl.constexpr(delta.SAMPLED), tl.constexpr(delta.MAX_QUOTIENT)
@@ -246,46 +245,22 @@ def _weigh_list(base, x, info, n, center, scale, lists, low, state, L: tl.conste
     return ahead, gap_bits, exceptions, quotients, low_total
 
 
-@kernel
-def scan_kernel(
-    x_ptr,
-    from_ptr,
-    scratch_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    sums_words: tl.int64,
-    L: tl.constexpr,
-):
+@triton.jit
+def scan_one(x_ptr, from_ptr, t, L: tl.constexpr):
     """Compare a tile with the base: where something has changed, and the base's digest."""
-    chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
-    if L.aligned:
-        # A hint would be lost.
-        first = first // 16 * 16
-    info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-    base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
-    center = _center(base, m, L)
-    groups, counts, of_base = scan_tile(base, x, info, m, begin, center, L)
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    base, x = elements_at(from_ptr, t.first, L), elements_at(x_ptr, t.first, L)
+    center = _center(base, t.m, L)
+    groups, counts, of_base = scan_tile(base, x, t.info, t.m, t.begin, center, L)
     # A result has the digest of its base, but for what has changed.
     total = of_base.to(tl.int64, bitcast=True)
-    tl.atomic_add(sums + 1 + tl.arange(0, 2), total, sem="relaxed")
-    tl.store(info + 2, center)
-    tl.store(info + STATE + 4, groups)
-    tl.store((info + STATE + 6).to(tl.pointer_type(tl.int64)), counts)
+    tl.atomic_add(t.sums + 1 + tl.arange(0, 2), total, sem="relaxed")
+    tl.store(t.info + 2, center)
+    tl.store(t.info + STATE + 4, groups)
+    tl.store((t.info + STATE + 6).to(tl.pointer_type(tl.int64)), counts)
 
 
-@kernel
-def measure_kernel(
-    x_ptr,
-    from_ptr,
-    scratch_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    sums_words: tl.int64,
-    L: tl.constexpr,
-):
+@triton.jit
+def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
     """What a tile takes, its words if they are not many, and its share of the result's digest.
 
     Known of a tile: words, whether it is plain, center, scale, exceptions, bits of quotients, low
@@ -293,12 +268,8 @@ def measure_kernel(
     are listed section by section, how many there are else, which classes are listed wholly.
     """
     WIDTH: tl.constexpr = 8 * L.item
-    chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
-    if L.aligned:
-        # A hint would be lost.
-        first = first // 16 * 16
-    info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-    base, x = items(from_ptr, L.item) + first, items(x_ptr, L.item) + first
+    info, begin, m = t.info, t.begin, t.m
+    base, x = elements_at(from_ptr, t.first, L), elements_at(x_ptr, t.first, L)
     center, groups = tl.load(info + 2), tl.load(info + STATE + 4)
     c = tl.arange(0, 8)
     sizes = sizes_of(tl.load((info + STATE + 6).to(tl.pointer_type(tl.int64))), m, L)
@@ -330,8 +301,7 @@ def measure_kernel(
             dense = dense | (entries > MOST_LISTED).to(tl.int32)
             # Where groups were noted.
             _clear_words(info + COUNTS, 2 * MOST_COUNTS)
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    tl.atomic_add(sums + 2, digest.to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(t.sums + 2, digest.to(tl.int64, bitcast=True), sem="relaxed")
     total = tl.sum(changes, 0)
     words, plain = m * 0, m * 0
     scale, exceptions, quotients, low_total = m * 0, m * 0, m * 0, m * 0
@@ -547,90 +517,73 @@ def _mark(words, at, use):
     tl.atomic_or(words + (at >> 5), one, mask=use, sem="relaxed")
 
 
-@kernel
-def place_kernel(
-    scratch_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    sums_words: tl.int64,
-):
-    """Where the tiles of a chunk start, and how many words they have."""
-    chunk = tl.program_id(0).to(tl.int64)
-    all_info = info_at(scratch_ptr, sums_words, chunk, tiles * 0, tiles)
-    used = chunk * 0
+@triton.jit
+def place_one(infos, sums, tiles):
+    """Where the tiles of a chunk start, and how many words they have; `infos`: their memory."""
+    used = tl.zeros([], tl.int64)
     for at in range(0, tiles, 2048):
         i = at + tl.arange(0, 2048)
-        info = all_info + i.to(tl.int64) * WORDS
+        info = infos + i.to(tl.int64) * WORDS
         size = tl.load(info, mask=i < tiles, other=0).to(tl.int64)
         before = used + tl.cumsum(size, 0) - size
         tl.store(info + STATE + 3, before.to(tl.int32), mask=i < tiles)
         used += tl.sum(size, 0)
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
     tl.store(sums + 3, used)
 
 
-@kernel
-def pack_kernel(
-    x_ptr,
-    from_ptr,
-    out_ptr,
-    scratch_ptr,
-    nelem: tl.int64,
-    chunk_nelem: tl.int64,
-    tiles: tl.int32,
-    sums_words: tl.int64,
-    head: tl.int32,
-    static_at: tl.int64,
-    static_stride: tl.int64,
-    dynamic_at: tl.int64,
-    dynamic_stride: tl.int64,
-    L: tl.constexpr,
-):
+class Room(NamedTuple):
+    """Where a chunk is written to; a class, as programs pass it on as one.
+
+    Attributes:
+        static_ptr, dynamic_ptr: Its static and dynamic part.
+        record_ptr: Its record, words of 64 bits.
+        stride, most: Bytes of the static part, and at most of the dynamic one.
+    """
+
+    static_ptr: Any
+    dynamic_ptr: Any
+    record_ptr: Any
+    stride: Any
+    most: Any
+
+
+@triton.jit
+def pack_one(x_ptr, from_ptr, t, p, L: tl.constexpr):
     """Write a tile and its offset, or its share of the raw bytes; once, record and digests."""
-    chunk, tile, first, begin, m = tile_at(nelem, chunk_nelem, tiles)
-    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-    _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
-    if L.aligned:
-        # A hint would be lost.
-        first = first // 16 * 16
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    nbytes = tl.load(sums + 3) * 4
-    stride = static_stride * 128
-    raw_dynamic = tl.maximum(n * L.item - stride, 0)
+    nbytes = tl.load(t.sums + 3) * 4
+    raw_dynamic = tl.maximum(t.n * L.item - p.stride, 0)
     shrinks = nbytes <= raw_dynamic
     dynamic_nbytes = tl.minimum(nbytes, raw_dynamic)
-    fits = dynamic_nbytes <= dynamic_stride * 128
-    if tile == 0:
-        write_record(record_ptr, chunk, dynamic_nbytes, fits, shrinks, L.sums)
+    fits = dynamic_nbytes <= p.most
+    if t.tile == 0:
+        write_record(p.record_ptr, t.chunk, dynamic_nbytes, fits, shrinks, L.sums)
         if shrinks:
-            digests = static_ptr.to(tl.pointer_type(tl.int64))
-            tl.store(digests, tl.load(sums + 1))
-            tl.store(digests + 1, tl.load(sums + 2))
-    if m > 0:
-        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-        before = tl.load(info + STATE + 3)
+            digests = p.static_ptr.to(tl.pointer_type(tl.int64))
+            tl.store(digests, tl.load(t.sums + 1))
+            tl.store(digests + 1, tl.load(t.sums + 2))
+    if t.m > 0:
+        before = tl.load(t.info + STATE + 3)
         if shrinks:
-            offsets = (static_ptr + DIGESTS).to(tl.pointer_type(tl.int32))
-            tl.store(offsets + tile, before)
+            offsets = (p.static_ptr + DIGESTS).to(tl.pointer_type(tl.int32))
+            tl.store(offsets + t.tile, before)
         if fits:
+            x = elements_at(x_ptr, t.first, L)
             if shrinks:
-                count = tl.load(info)
-                words = dynamic_ptr.to(tl.pointer_type(tl.int32))
+                count = tl.load(t.info)
+                words = p.dynamic_ptr.to(tl.pointer_type(tl.int32))
                 words += before.to(tl.uint32, bitcast=True).to(tl.int64)
-                base = items(from_ptr, L.item) + first
-                x = items(x_ptr, L.item) + first
                 if count > 0:
-                    if tl.load(info + 1) != 0:
-                        _write_plain(x, m, words, count, L.item)
+                    if tl.load(t.info + 1) != 0:
+                        _write_plain(x, t.m, words, count, L.item)
                     elif count <= SLOT_WORDS:
                         for at in range(0, count, 256):
                             i = at + tl.arange(0, 256)
-                            word = tl.load(info + SLOT + i, mask=i < count, other=0)
+                            word = tl.load(t.info + SLOT + i, mask=i < count, other=0)
                             tl.store(words + i, word, mask=i < count)
                     else:
-                        _write_tile(base, x, m, info, words, count, L)
+                        base = elements_at(from_ptr, t.first, L)
+                        _write_tile(base, x, t.m, t.info, words, count, L)
             else:
-                x = items(x_ptr, L.item) + first
-                store_raw(x, begin, m, static_ptr, stride, dynamic_ptr, L.item)
-                clear(static_ptr, n * L.item, stride, tile, tiles)
+                store_raw(x, t.begin, t.m, p.static_ptr, p.stride, p.dynamic_ptr, L.item)
+                tiles = ((t.n + TILE - 1) // TILE).to(tl.int32)
+                clear(p.static_ptr, t.n * L.item, p.stride, t.tile, tiles)

@@ -13,77 +13,90 @@ from __future__ import annotations
 
 import functools
 
-import triton
 import triton.language as tl
 
 from ..formats.dtypes import DType
 from .common.base import Plan
-from .common.dynamic_triton import Parts, add_sums, items, load_raw, share
-from .common.frame_triton import (
-    BASE_CHUNK,
-    CHUNK,
-    CHUNK_PAYLOAD,
-    LATE,
-    check_header,
-    check_record,
-    check_whole,
-    chunk_kind,
-    frame_of,
-    gaps_of,
-    padding_of,
-    report,
-    static_of,
-    touched,
-)
+from .common.dynamic_triton import Parts, add_sums, chunk_at
+from .common.frame_triton import check_header, frame_of, touched
 from .common.launch_triton import Variant, kernel, options
 from .common.minifloat_triton import aligned_for
 from .delta import Delta, kind_of, sums_scratch, tile_count
-from .delta_decode_triton import (
-    GROUP,
-    LISTED,
-    MASKS,
-    PLAIN,
-    RAW,
-    change_kernel,
-    copy,
-    fields_of,
-    list_of,
-    load_words,
-    parts_of,
-    place_of,
-    shift_of,
-    words_of,
-)
-from .delta_encode_triton import measure_kernel, pack_kernel, place_kernel, scan_kernel
-from .delta_words_triton import SUMS, TILE, Launch, info_at, keys_of
+from .delta_decode_triton import change_one, part_of
+from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_read_triton import check_one, read_one, result_one, write_one
+from .delta_words_triton import SUMS, TILE, Launch, tile_of
 
 
-@triton.jit
-def _weigh(base, masks, m, first_word, center, L: tl.constexpr, FULL: tl.constexpr):
-    """Terms of the digest of a tile of the base. At `masks` are stored how many elements of each
-    group are in each class.
-    """
-    WORDS: tl.constexpr = 8 * L.item
-    ROWS: tl.constexpr = 128 // L.item
-    PER: tl.constexpr = 4 // L.item
-    terms = tl.zeros([ROWS, WORDS], tl.uint64)
-    for at in range(0, TILE if FULL else m, ROWS * GROUP):
-        group = at // GROUP + tl.arange(0, ROWS)
-        k = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        word = load_words(base, k, m, L, FULL)
-        terms += word.to(tl.uint64) * keys_of(first_word + k.to(tl.uint32)).to(tl.uint64)
-        if L.classes > 1:
-            ones = tl.zeros([ROWS, WORDS], tl.int32)
-            fields = fields_of(word, center, L)
-            for h in tl.static_range(PER):
-                one = (k * 0 + 1) << shift_of(fields, h, center, L)
-                ones += one if FULL else tl.where(k * PER + h < m, one, 0)
-            counts = tl.sum(ones, 1)
-            if FULL:
-                tl.store(masks + group, counts)
-            else:
-                tl.store(masks + group, counts, mask=group * GROUP < m)
-    return tl.sum(tl.sum(terms, 1), 0)
+@kernel
+def _scan_kernel(
+    x_ptr,
+    from_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `scan_one`."""
+    t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    scan_one(x_ptr, from_ptr, t, L)
+
+
+@kernel
+def _measure_kernel(
+    x_ptr,
+    from_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `measure_one`."""
+    t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    measure_one(x_ptr, from_ptr, t, L)
+
+
+@kernel
+def _place_kernel(
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+):
+    """See `place_one`."""
+    pid = tl.program_id(0).to(tl.int64)
+    t = tile_of(pid * tiles, nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    place_one(t.info, t.sums, tiles)
+
+
+@kernel
+def _pack_kernel(
+    x_ptr,
+    from_ptr,
+    out_ptr,
+    scratch_ptr,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    sums_words: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    L: tl.constexpr,
+):
+    """See `pack_one`."""
+    t = tile_of(tl.program_id(0), nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    _, _, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, t.chunk, nelem, chunk_nelem, g)
+    room = Room(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, dynamic_stride * 128)
+    pack_one(x_ptr, from_ptr, t, room, L)
 
 
 @kernel
@@ -105,38 +118,11 @@ def _read_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """A tile's share of the digest of a chunk's base, and of the checksum terms; the classes of its
-    groups.
-    """
+    """See `read_one`."""
     pid = tl.program_id(0).to(tl.int64) + first_tile
-    chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
-    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    t = tile_of(pid, nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-    static_ptr, dynamic_ptr, stride, nbytes, raw = parts_of(
-        src_ptr, starts_ptr, chunk, n, g, slot, L
-    )
-    if m > 0:
-        center = m * 0
-        if L.classes > 1:
-            if raw == 0:
-                words, count, _ = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
-                word = tl.load(words, mask=count > 0, other=0).to(tl.int32, bitcast=True)
-                center = (word >> 1) & ((1 << L.exponent) - 1)
-        first = chunk * chunk_nelem + begin
-        if L.aligned:
-            first = tl.multiple_of(first, 16)
-        base = items(from_ptr, L.item) + first
-        masks = info_at(scratch_ptr, sums_words, chunk, tile, tiles) + MASKS
-        first_word = (begin // 4 * L.item).to(tl.uint32)
-        if m == TILE:
-            total = _weigh(base, masks, m, first_word, center, L, True)
-        else:
-            total = _weigh(base, masks, m, first_word, center, L, False)
-        tl.atomic_add(sums + 1, total.to(tl.int64, bitcast=True), sem="relaxed")
-    if L.sums:
-        total = share(static_ptr, stride, stride * 0, tile, tiles)
-        total += share(dynamic_ptr, nbytes, stride // 4, tile, tiles)
-        tl.atomic_add(sums, total.to(tl.int64, bitcast=True), sem="relaxed")
+    read_one(t, part_of(src_ptr, starts_ptr, t, g, slot, L), from_ptr, L)
 
 
 @kernel
@@ -153,41 +139,49 @@ def _check_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """A chunk's record and the digest of its base; of those checked whole padding and checksum;
-    once, the header.
-    """
+    """See `check_one`; once, the header."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     if (planned != 0) & (chunk == first_chunk):
         check_header(src_ptr, plan_ptr, status_ptr)
-    n, kind_ptr = chunk_kind(plan_ptr, chunk)
-    static_ptr = static_of(src_ptr, plan_ptr, chunk)
-    stride = tl.load(plan_ptr + 5)
-    raw_dynamic = tl.maximum(n * L.item - stride, 0)
-    most = tl.minimum(raw_dynamic, slot)
-    record = check_record(src_ptr, plan_ptr, status_ptr, chunk, planned, most, raw_dynamic)
     sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-    raw = (tl.load(record + 2) & 1) != 0
-    if (chunk >= first_whole) & (chunk < end_whole):
-        if raw:
-            _, padding = padding_of(static_ptr, tl.minimum(n * L.item, stride), stride)
-        else:
-            _, padding = gaps_of(static_ptr, kind_ptr)
-        if L.packed:
-            claimed = tl.load(record + 1)
-            used = tl.where((claimed < 0) | (claimed > most), 0, claimed)
-            dynamic_ptr = src_ptr + tl.load(starts_ptr + chunk)
-            _, behind = padding_of(dynamic_ptr, used, (used + 127) // 128 * 128)
-            padding |= behind
-        total = tl.load(sums).to(tl.uint64, bitcast=True)
-        check_whole(plan_ptr, status_ptr, record, chunk, n, padding, total, L.sums)
-    if raw == 0:
-        digests = static_ptr.to(tl.pointer_type(tl.int64))
-        found = tl.load(sums + 1)
-        fits = found == tl.load(digests)
-        if L.overwrite:
-            fits = fits | (found == tl.load(digests + 1))
-        if fits == 0:
-            report(status_ptr, CHUNK + (chunk << 8) + BASE_CHUNK)
+    whole = (chunk >= first_whole) & (chunk < end_whole)
+    dynamic_ptr = src_ptr
+    if L.packed:
+        dynamic_ptr += tl.load(starts_ptr + chunk)
+    check_one(src_ptr, plan_ptr, status_ptr, chunk, sums, dynamic_ptr, whole, planned, slot, L)
+
+
+@kernel
+def _change_kernel(
+    src_ptr,
+    from_ptr,
+    out_ptr,
+    scratch_ptr,
+    status_ptr,
+    starts_ptr,
+    start: tl.int64,
+    stop: tl.int64,
+    nelem: tl.int64,
+    chunk_nelem: tl.int64,
+    tiles: tl.int32,
+    first_tile: tl.int64,
+    sums_words: tl.int64,
+    head: tl.int32,
+    static_at: tl.int64,
+    static_stride: tl.int64,
+    dynamic_at: tl.int64,
+    dynamic_stride: tl.int64,
+    slot: tl.int64,
+    L: tl.constexpr,
+):
+    """See `change_one`; elements `start` to `stop` of the tensor are wanted."""
+    pid = tl.program_id(0).to(tl.int64) + first_tile
+    t = tile_of(pid, nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    p = part_of(src_ptr, starts_ptr, t, g, slot, L)
+    lo = tl.minimum(tl.maximum(start - t.first, 0), t.m).to(tl.int32)
+    hi = tl.minimum(tl.maximum(stop - t.first, 0), t.m).to(tl.int32)
+    change_one(t, p, from_ptr, out_ptr, t.first - start, lo, hi, status_ptr, L)
 
 
 @kernel
@@ -200,16 +194,12 @@ def _result_kernel(
     static_at: tl.int64,
     static_stride: tl.int64,
 ):
-    """Compare the digest of a chunk's result."""
+    """See `result_one`."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     record_ptr = src_ptr.to(tl.pointer_type(tl.int64)) + head + chunk * 4
-    if (tl.load(record_ptr + 2) & 1) == 0:
-        static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
-        sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
-        # That of the base, and what changes add.
-        found = tl.load(sums + 1) + tl.load(sums + 2)
-        if found != tl.load(static_ptr.to(tl.pointer_type(tl.int64)) + 1):
-            report(status_ptr, LATE + (chunk << 8) + CHUNK_PAYLOAD)
+    static_ptr = src_ptr + (static_at + chunk * static_stride) * 128
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + chunk * SUMS
+    result_one(record_ptr, static_ptr, sums, chunk, status_ptr)
 
 
 @kernel
@@ -231,35 +221,11 @@ def _write_kernel(
     slot: tl.int64,
     L: tl.constexpr,
 ):
-    """Write over a tile of the base, if nothing was found wrong, what is listed, or all of it."""
+    """See `write_one`."""
     pid = tl.program_id(0).to(tl.int64)
-    chunk, tile, begin, n, m = place_of(pid, nelem, chunk_nelem, tiles)
-    if (m > 0) & (tl.load(status_ptr) == 0):
-        out = items(out_ptr, L.item) + (chunk * chunk_nelem + begin)
-        info = info_at(scratch_ptr, sums_words, chunk, tile, tiles)
-        kind = tl.load(info)
-        if kind == LISTED:
-            numbers, values = list_of(info, L)
-            count = tl.load(info + 1)
-            for at in range(0, count, 512):
-                k = at + tl.arange(0, 512)
-                i = tl.load(numbers + k, mask=k < count, other=0).to(tl.int32)
-                tl.store(out + i, tl.load(values + k, mask=k < count, other=0), mask=k < count)
-        elif (kind == PLAIN) | (kind == RAW):
-            g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
-            # fmt: off
-            static_ptr, dynamic_ptr, stride, nbytes, _ = parts_of(
-                src_ptr, starts_ptr, chunk, n, g, slot, L
-            )
-            if kind == RAW:
-                load_raw(
-                    static_ptr, dynamic_ptr, stride, nbytes, n, begin, m, out, m * 0, m, L.item,
-                    True,
-                )
-            # fmt: on
-            else:
-                words, _, _ = words_of(static_ptr, dynamic_ptr, nbytes, tile, begin, n)
-                copy(items(words + 1, L.item), out, m, m * 0, m, L, False)
+    t = tile_of(pid, nelem, chunk_nelem, tiles, scratch_ptr, sums_words)
+    g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
+    write_one(t, part_of(src_ptr, starts_ptr, t, g, slot, L), out_ptr, status_ptr, L)
 
 
 @functools.cache
@@ -281,10 +247,10 @@ def _variant(
 
 
 #: Warps and registers. What lanes tell each other of a tile's changes needs no barrier in one warp.
-#: With fewer registers more tiles are in flight.
-_CHANGES = 1, 128
+#: With fewer registers more tiles are in flight, which wait for memory.
+SCAN, MEASURE, CHANGES = (4, 80), (1, 160), (1, 128)
 _RESULT = Variant(_result_kernel, options(1))
-_PLACE = Variant(place_kernel, options(16))
+_PLACE = Variant(_place_kernel, options(16))
 
 
 class _Launches:
@@ -319,12 +285,11 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
         return
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
-    # Fewer registers are more tiles at a time, which wait for memory.
-    for which, warps, most in ((scan_kernel, 4, 80), (measure_kernel, 1, 160)):
-        variant = _variant(which, spec, dtype, warps, most, aligned=aligned)
+    for which, chosen in ((_scan_kernel, SCAN), (_measure_kernel, MEASURE)):
+        variant = _variant(which, spec, dtype, *chosen, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
-    pack = _variant(pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
+    pack = _variant(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
     pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)
@@ -382,7 +347,7 @@ def decode(
 
     def change(target, near: bool, **values: bool) -> None:
         variant = _variant(
-            change_kernel, spec, dtype, *_CHANGES, packed=packed, aligned=near, **values
+            _change_kernel, spec, dtype, *CHANGES, packed=packed, aligned=near, **values
         )
         tensors = src, base, target, scratch, status, starts
         numbers = start, stop, *g.sizes, place(start), g.sums_words, *g.places, slot

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from . import delta
+from .common.dynamic_triton import items
 
 LOG_TILE, TILE = tl.constexpr(delta.LOG_TILE), tl.constexpr(delta.TILE)
 DIGESTS = tl.constexpr(delta.DIGESTS_NBYTES)
@@ -37,7 +39,7 @@ class Launch:
     `lanes` is the number of classes as shapes need it. `overwrite` is the form, `store`: decoded
     elements are wanted, `sums`: so are checksum terms. `known`: what changed was looked for before.
     `packed`: dynamic parts are where they are said to start. `aligned`: elements of chunks are at
-    multiples of 16 bytes.
+    multiples of 16 bytes. `over`: the tensor is the base's memory.
     """
 
     item: int
@@ -53,6 +55,7 @@ class Launch:
     known: bool = False
     packed: bool = False
     aligned: bool = False
+    over: bool = False
 
     @property
     def listed(self) -> int:
@@ -167,19 +170,50 @@ def get_bits(words, count, at, n):
     return (both & ((low * 0 + 1 << n.to(tl.uint64)) - 1)).to(tl.uint32)
 
 
+class Tile(NamedTuple):
+    """A tile of a tensor; a class, as programs pass it on as one.
+
+    Attributes:
+        chunk: Number of its chunk.
+        tile: Number in that.
+        first, begin: Number of its first element in the tensor, and in the chunk.
+        n, m: Elements of the chunk, and of the tile.
+        info: Its work memory, int32.
+        sums: The chunk's, int64.
+    """
+
+    chunk: Any
+    tile: Any
+    first: Any
+    begin: Any
+    n: Any
+    m: Any
+    info: Any
+    sums: Any
+
+
 @triton.jit
-def tile_at(nelem, chunk_nelem, tiles):
-    """(chunk, tile, first element, first in the chunk, elements) of this program's tile."""
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
+def tile_at(chunk, tile, number, row, nelem, chunk_nelem, scratch_ptr, sums_words):
+    """A tile, which has the work memory of tile `number`, and its chunk that of chunk `row`."""
     begin = tile.to(tl.int64) * TILE
     n = tl.maximum(tl.minimum(chunk_nelem, nelem - chunk * chunk_nelem), 0)
     m = tl.maximum(tl.minimum(n - begin, TILE), 0).to(tl.int32)
-    return chunk, tile, chunk * chunk_nelem + begin, begin, m
+    info = scratch_ptr.to(tl.pointer_type(tl.int32)) + sums_words + number * WORDS
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + row * SUMS
+    return Tile(chunk, tile, chunk * chunk_nelem + begin, begin, n, m, info, sums)
 
 
 @triton.jit
-def info_at(work_ptr, sums_words, chunk, tile, tiles):
-    """Work memory of a tile, int32."""
-    found = work_ptr.to(tl.pointer_type(tl.int32)) + sums_words
-    return found + (chunk * tiles + tile) * WORDS
+def tile_of(pid, nelem, chunk_nelem, tiles, scratch_ptr, sums_words):
+    """Tile number `pid` of a tensor whose chunks have `tiles` of them."""
+    chunk, tile, number = (pid // tiles).to(tl.int64), pid % tiles, pid.to(tl.int64)
+    return tile_at(chunk, tile, number, chunk, nelem, chunk_nelem, scratch_ptr, sums_words)
+
+
+@triton.jit
+def elements_at(ptr, first, L: tl.constexpr):
+    """Elements of a tensor from number `first` on."""
+    if L.aligned:
+        # A hint would be lost.
+        first = first // 16 * 16
+    return items(ptr, L.item) + first

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from ...storage import PathLike
 from ..collectives import tensors
 from ..errors import CollectiveError
 from ..transports.base import Transport
+from .aside import Aside
 from .announcement import DIGEST_NBYTES, Announced, Announcement, Stream, state_digest
 from .rounds import NONE, Group, Meeting, Message, Status
 
@@ -61,9 +63,11 @@ class TransportPublisher:
         self._codec, self._delta = codec, delta
         self._keep, self._bucket_nbytes = keep, bucket_nbytes
         self._threads = thread_count(threads)
-        #: What was sent last, and its digests.
+        #: What was sent last, and its digests: of its tensors, and of all of it. Zeros are those of
+        #: no state.
         self._base: ArrayState | None = None
         self._digests: dict[str, str] = {}
+        self._of_base = bytes(DIGEST_NBYTES)
 
     def send(self, version: int | None = None) -> int:
         """See `transfer.Publisher`."""
@@ -76,34 +80,34 @@ class TransportPublisher:
                 there = any(map(arrays.on_gpu, state.arrays.values()))
                 nbytes = BUCKET_NBYTES_ON_GPU if there else BUCKET_NBYTES
             announcement = Announcement.of(state, digests, self._base, self._digests, nbytes)
-            text = announcement.pack()
+            text, of_state = announcement.pack(), state_digest(state, digests)
             mine = Status(
                 True,
                 NONE if self.version is None else self.version,
-                state_digest(state, digests),
+                of_state,
                 asked,
                 len(text),
-                self._base_digest(),
+                self._of_base,
                 hashlib.blake2b(text, digest_size=DIGEST_NBYTES).digest(),
             )
             meeting = self._group.meet(mine)
+            kept = (digests, of_state) if self._keep else None
             if meeting.streams:
-                self._send(state, announcement, text, meeting)
+                self._send(state, announcement, text, meeting, kept)
+            elif kept is not None:
+                self._remember(state, *kept)
             self.version = meeting.version
-            if self._keep:
-                self._remember(state, digests)
         return meeting.version
 
-    def _base_digest(self) -> bytes:
-        """The digest of what was sent last; zeros, which no state has, if it has not been kept."""
-        if self._base is None:
-            return bytes(DIGEST_NBYTES)
-        return state_digest(self._base, self._digests)
-
     def _send(
-        self, state: ArrayState, announcement: Announcement, text: bytes, meeting: Meeting
+        self,
+        state: ArrayState,
+        announcement: Announcement,
+        text: bytes,
+        meeting: Meeting,
+        kept: tuple[dict[str, str], bytes] | None,
     ) -> None:
-        """Everything from the announcement on."""
+        """Everything from the announcement on; `kept` is what `_remember` needs to know."""
         group = self._group
         data = np.frombuffer(bytearray(text), np.uint8)
         group.spread("announce", data, data.size, meeting.root)
@@ -116,6 +120,9 @@ class TransportPublisher:
                 for message in messages:
                     group.send(message)
                     sent += 1
+            if kept is not None:
+                # While the others check what they got.
+                self._remember(state, *kept)
         except CollectiveError:
             raise
         except Exception as error:
@@ -127,21 +134,26 @@ class TransportPublisher:
             group.agree("verify", problem)
         except CollectiveError:
             # If what was announced was at fault, the next round does not repeat it.
-            self._base, self._digests = None, {}
+            self._forget()
             raise
 
-    def _remember(self, state: ArrayState, digests: dict[str, str]) -> None:
-        """Copy what has changed: the next version is against it."""
+    def _forget(self) -> ArrayState | None:
+        """Keep no base any longer; gives it."""
         old, self._base = self._base, None
-        same = {}
-        if old is not None:
-            for name in set(old.names) & set(state.names):
-                if old.kind(name) == state.kind(name) and digests[name] == self._digests[name]:
-                    same[name] = old.arrays[name]
-        # What changes is freed before it is copied.
+        self._digests, self._of_base = {}, bytes(DIGEST_NBYTES)
+        return old
+
+    def _remember(self, state: ArrayState, digests: dict[str, str], of_state: bytes) -> None:
+        """Copy what has changed: the next version is against it."""
+        known = self._digests
+        old = self._forget()
+        names = [] if old is None else [n for n in old.names if n in digests]
+        usable = {n: old.arrays[n] for n in names if old is not None and old.kind(n) == state.kind(n)}
+        # Memory that is of no use is freed before other is taken.
         del old
-        self._base = ArrayState(_copies(state, same), "what was sent last")
-        self._digests = digests
+        same = {n for n in usable if digests[n] == known[n]}
+        self._base = ArrayState(_copies(state, usable, same), "what was sent last")
+        self._digests, self._of_base = digests, of_state
 
 
 class Encoder:
@@ -178,10 +190,14 @@ class Encoder:
     ) -> Generator[Message, None, None]:
         """The messages; one is valid until the next is asked for."""
         found = announcement.messages(streams)
-        if any(map(arrays.on_gpu, self._state.arrays.values())):
-            # A GPU encodes many times faster than networks move bytes: nothing is to overlap.
+        values = [*self._state.arrays.values()]
+        if any(map(arrays.on_gpu, values)):
+            # Streams of other libraries are not known here.
+            aside = Aside(self._device if all(map(tensors.is_torch, values)) else None)
             for stream, bucket in found:
-                yield self.on_device(stream, bucket)
+                message = aside.run(partial(self.on_device, stream, bucket)).take()
+                assert message is not None
+                yield message
             return
         jobs = [
             Job(sum(map(_needed, bucket)), partial(self._on_host, stream, bucket))
@@ -252,19 +268,19 @@ class Encoder:
 
     def _shorter(self, stream: Stream, bucket: list[Announced]) -> dict[str, Any]:
         """Buffers of a device against the base, where they take at most half of the bytes."""
-        from ...gpu_together import packed_sizes
+        from ...gpu_together import encode_against, packed_sizes
 
-        found: dict[str, Buffer] = {}
         if self._base is None:
-            return found
+            return {}
         chosen = [tensor for tensor in bucket if self._is_based(tensor, stream)]
-        for name in (tensor.names[0] for tensor in chosen):
-            x, base = self._state.arrays[name], self._base.arrays[name]
-            found[name] = self._delta.encode(x, base=base, chunks=None)
-        sizes = packed_sizes([*found.values()])
+        names = [tensor.names[0] for tensor in chosen]
+        xs, bases = self._state.arrays, self._base.arrays
+        found = encode_against(self._delta, [xs[n] for n in names], [bases[n] for n in names])
         return {
-            tensor.names[0]: found[tensor.names[0]]
-            for tensor, size in zip(chosen, sizes, strict=True)
+            name: buffer
+            for name, buffer, tensor, size in zip(
+                names, found, chosen, packed_sizes(found), strict=True
+            )
             if 2 * size <= tensor.nbytes
         }
 
@@ -347,7 +363,7 @@ class DirectoryPublisher:
         if self._keep:
             with opened_state(self._source, "source", 0) as state:
                 assert isinstance(state, ArrayState)
-                self._base = _copies(state, {})
+                self._base = _copies(state)
 
 
 def check_source(source: Any) -> None:
@@ -372,13 +388,39 @@ def _needed(tensor: Announced) -> int:
     return 2 * tensor.nbytes
 
 
-def _copies(state: ArrayState, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of all arrays by name, some of which are known."""
+def _copies(
+    state: ArrayState, usable: Mapping[str, Any] = MappingProxyType({}), same: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Copies of all arrays by name.
+
+    Some names have earlier copies, of the same kind, that are `usable`: their memory is written, or
+    they are the `same` already.
+    """
     made: dict[Any, Any] = {}
+    taken: set[int] = set()
+    olds, news = [], []
     for name, x in state.arrays.items():
         key = memory_key(state, name)
-        if key not in made:
-            made[key] = known[name] if name in known else _copied(x)
+        if key in made:
+            continue
+        old = usable.get(name)
+        # Names that were one tensor may be several now.
+        if old is None or id(old) in taken:
+            made[key] = _copied(x)
+            continue
+        made[key] = old
+        taken.add(id(old))
+        if name in same:
+            continue
+        if tensors.is_torch(x) and tensors.is_torch(old) and old.device == x.device:
+            olds.append(old)
+            news.append(x.detach())
+        else:
+            made[key] = _copied(x)
+    if olds:
+        import torch
+
+        torch._foreach_copy_(olds, news)
     return {name: made[memory_key(state, name)] for name in state.names}
 
 

@@ -171,9 +171,14 @@ class Group:
                 self.transport.broadcast(x, root)
         return x
 
+    @property
+    def device(self) -> Any:
+        """Where the transport has its arrays; None: they are NumPy's."""
+        return tensors.device_of(self.transport.empty(0))
+
     def _placed(self, data: Any) -> Any:
         """Bytes where the transport has its arrays."""
-        return placed(data, tensors.device_of(self.transport.empty(0)))
+        return placed(data, self.device)
 
     def send(self, message: Message) -> None:
         """Send a message; its bytes are on the host, or where the transport has its arrays."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -36,11 +37,12 @@ from ...overlaps import check_overlaps, overlapping
 from ...patches import Patch, host_memory, patch_of
 from ...pipeline import BUDGET_NBYTES
 from ...planning import is_tiny
-from ...state_tensors import ArrayState, digest, digests_of, digests_on_gpu, opened_target
+from ...state_tensors import ArrayState, digest, digests_of, opened_target
 from ...storage import PathLike
 from ..collectives import tensors
 from ..transports.base import Transport
-from .announcement import DIGEST_NBYTES, Announced, Announcement, state_digest
+from .announcement import DIGEST_NBYTES, Announced, Announcement, Stream, state_digest
+from .aside import Aside, Made
 from .rounds import NONE, Group, Meeting, Message, Status, placed
 
 #: What is held until it is written: elements, or the bytes that came.
@@ -136,8 +138,8 @@ class TransportSubscriber:
         running: deque[Future[None]] = deque()
         complete = False
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tightwire-weights") as pool:
-            for stream, bucket in announcement.messages(meeting.streams):
-                message = group.receive(bucket, root)
+            on_gpu = taker is not None and taker.on_gpu
+            for stream, bucket, message in self._messages(announcement, meeting, on_gpu):
                 if message is None:
                     break
                 if stream != mine or taker is None or problem is not None:
@@ -162,6 +164,28 @@ class TransportSubscriber:
                 problem = error
         group.agree("verify", problem)
         return change
+
+    def _messages(
+        self, announcement: Announcement, meeting: Meeting, on_gpu: bool
+    ) -> Iterator[tuple[Stream, list[Announced], Message | None]]:
+        """The messages as they come, None for the last one if the publisher has given up.
+
+        On a GPU one is on its way while the one before is decoded.
+        """
+        aside = Aside(self._group.device if on_gpu else None)
+        before: tuple[Stream, list[Announced], Made] | None = None
+        for stream, bucket in announcement.messages(meeting.streams):
+            made = aside.run(partial(self._group.receive, bucket, meeting.root))
+            if before is not None:
+                yield *before[:2], before[2].take()
+            before = stream, bucket, made
+            if made.message is None:
+                break
+            if not aside.overlaps:
+                yield stream, bucket, made.take()
+                before = None
+        if before is not None:
+            yield *before[:2], before[2].take()
 
     def _share(self, bucket: Sequence[Announced]) -> int:
         """Threads for one message: more where a few large ones take much memory."""
@@ -274,18 +298,21 @@ class Taker:
 
     def _decoding_together(self, pieces: Sequence[_Piece]) -> Decoding:
         """As `_decoding`, of buffers for one GPU: the host waits for all of them at once."""
-        from ...gpu_together import Coded, bytes_at, place_of
+        from ...gpu_together import Coded, Together, bytes_at, place_of
 
-        pieces = [p._replace(data=bytes_at(p.data, place_of(p.x))) for p in pieces]
-        memories = [_memory_like(piece.x) for piece in pieces]
-        _decode_together(
-            pieces, [Coded(p.data, p.base, m) for p, m in zip(pieces, memories, strict=True)]
-        )
-        for piece, found in zip(pieces, digests_on_gpu(memories), strict=True):
-            _check_digest(piece.tensor, found)
-        coded = [Coded(piece.data, piece.base, piece.x) for piece in pieces]
-        nbytes = sum(int(piece.data.shape[0]) for piece in pieces)
-        write = partial(_decode_together, pieces, coded)
+        names = [piece.name for piece in pieces]
+        data = [bytes_at(piece.data, place_of(piece.x)) for piece in pieces]
+        with _naming(names):
+            together = Together([Coded(d, p.base, p.x) for d, p in zip(data, pieces, strict=True)])
+            found = together.digests()
+        for piece, value in zip(pieces, found, strict=True):
+            _check_digest(piece.tensor, f"{value:016x}")
+
+        def write() -> None:
+            with _naming(names):
+                together.write()
+
+        nbytes = sum(int(one.shape[0]) for one in data)
         return Decoding({piece.name: piece.x for piece in pieces}, nbytes, write)
 
     def _take_elements(
@@ -439,16 +466,15 @@ def _parsed_as(tensor: Announced, piece: Any) -> engine.Parsed:
     return parsed
 
 
-def _decode_together(pieces: Sequence[_Piece], coded: Sequence[Any]) -> None:
-    """Decode buffers for one GPU. Raises FormatError, which names the tensor."""
-    from ...gpu_together import decode_together
-
+@contextmanager
+def _naming(names: Sequence[str]) -> Iterator[None]:
+    """A FormatError with the number of a buffer names its tensor."""
     try:
-        decode_together(coded)
+        yield
     except FormatError as error:
         if error.number is None:
             raise
-        detail = f"tensor {pieces[error.number].name!r}: {error.detail}"
+        detail = f"tensor {names[error.number]!r}: {error.detail}"
         raise FormatError(error.reason, detail) from None
 
 

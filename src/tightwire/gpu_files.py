@@ -24,7 +24,7 @@ from .buffer import Buffer
 from .codec import Codec
 from .codecs.common.base import Plan
 from .codecs.common.frame_triton import problem
-from .codecs.zipccl_batch_triton import RAW_AS, decode_places
+from .codecs.zipccl_batch_triton import decode_places
 from .contents import Contents, naming
 from .decoding import decode
 from .files import Draft
@@ -32,9 +32,8 @@ from .formats.container import Entry
 from .formats.dtypes import DType
 from .formats.errors import FormatError
 from .formats.header import ALIGN, CHECKSUM, RAW, RECORD, Header
-from .gpu import _kernels_for
 from .gpu_arrays import _DTYPES, _TORCH, DEVICE_ALIGN, _export, _place, _scope, _values
-from .gpu_together import pack_together
+from .gpu_together import dtype_of_batch, pack_together
 from .pinned import Range, Transfer, Writer
 from .storage import PathReader, Reader
 
@@ -482,7 +481,7 @@ def _grouped(
     together = np.zeros(len(outs), bool)
     for head, base in zip(heads, queue.bases, strict=False):
         for alike in head.groups:
-            kind = _kind(alike.plan)
+            kind = dtype_of_batch(alike.plan)
             if kind is not None:
                 chosen = possible[base + alike.numbers]
                 numbers = base + alike.numbers[chosen]
@@ -520,15 +519,6 @@ def _group(
         np.concatenate([[0], np.concatenate(sizes)[order].cumsum()]),
         torch.zeros(len(numbers), dtype=torch.int64, device=device),
     )
-
-
-def _kind(plan: Plan) -> DType | None:
-    """The element type by whose kernels a batch decodes buffers of a plan, None if none does."""
-    if plan.codec.name == "raw":
-        return RAW_AS[min(plan.dtype.itemsize, 4)]
-    if plan.codec.name == "zipccl" and _kernels_for("zipccl", plan.dtype, False) is not None:
-        return plan.dtype
-    return None
 
 
 def write_container(

@@ -117,7 +117,7 @@ def encode_many(
             infos = [ArrayInfo(library, device, dtype, shape) for shape in shapes]
             given = [_as_torch(x, info) for x, info in zip(tensors, infos, strict=True)]
         xs = given if addresses is not None else [x.contiguous() for x in given]
-        memories = _memories(plans, out, place)
+        memories = memories_of(plans, out, place)
         work = _Work(scratch, place)
         own = None
         if stats is not None:
@@ -286,7 +286,7 @@ def _detached(xs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.detach() if x.requires_grad else x for x in xs]
 
 
-def _memories(
+def memories_of(
     plans: Sequence[Plan], outs: Sequence[Any] | None, place: torch.device
 ) -> list[Memory]:
     """Memory for buffers: what is given, else one allocation, each at a multiple of ALIGN in it."""

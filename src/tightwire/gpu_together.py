@@ -11,18 +11,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arguments import check_base_of_buffer
+from .arguments import check_base, check_base_of_buffer
 from .arrays import Target, describe, host_array
 from .buffer import Buffer
-from .codecs.common.base import Bytes
+from .codec import Codec
+from .codecs.common.base import Bytes, Plan
+from .codecs.common.batch_triton import addresses
 from .codecs.common.frame_triton import problem
+from .codecs.delta import DIGESTS_NBYTES
+from .codecs.delta_batch_triton import Goal, decode_rows, encode_rows
 from .codecs.delta_digest_triton import digests_of
+from .codecs.zipccl_batch_triton import RAW_AS, decode_places
 from .decoding import decode
 from .engine import MAX_CACHED_HEADER, Head, parse_head
+from .formats.dtypes import DType
 from .formats.errors import FormatError
-from .formats.header import ALIGN, ASSEMBLED, MAX_NBYTES, RECORD, align
-from .gpu import _kernels, _launch, _Source, to_device
+from .formats.header import ALIGN, ASSEMBLED, MAX_NBYTES, RAW, RECORD, align
+from .gpu import _kernels, _kernels_for, _launch, _Source, to_device
 from .gpu_arrays import _as_torch, _base_on, _download, _output, _place, _scope, _upload
+from .gpu_many import memories_of
+from .gpu_memory import Memory
+from .planning import make_plan
 
 
 class Packed(NamedTuple):
@@ -140,73 +149,220 @@ def pack_together(items: Sequence[Buffer | torch.Tensor]) -> Packed:
     return Packed(torch.cat(pieces), sizes)
 
 
-def decode_together(coded: Sequence[Coded], max_nbytes: int = MAX_NBYTES) -> None:
-    """Decode buffers, checked whole, as `decode` with `verify=True` does for each.
-
-    Arrays are of one library and device, and the buffers lie on that device. FormatError has the
-    number of its buffer. Nothing is decoded if a header or record is bad.
+def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> list[Buffer]:
+    """Encode arrays of one device against bases there, each as `codec.encode(x, base=base,
+    chunks=None)` does; those of a dtype are coded in a few launches.
     """
-    if not coded:
-        return
-    info = describe(coded[0].out)
-    place = _place(info.library, info.device, "out")
-    with _scope(place, info.library):
-        heads = _heads(coded, max_nbytes)
-        starts = _starts(heads, place)
-        statuses = torch.zeros(len(coded), dtype=torch.int64, device=place)
-        for number, status in enumerate(statuses.split(1)):
-            try:
-                _decode(coded[number], heads[number], starts[number], status)
-            except FormatError as error:
-                raise _numbered(error, number) from None
-        for number, found in enumerate(statuses.cpu().tolist()):
-            error_found = problem(found) if found else None
-            if error_found is not None:
-                raise _numbered(error_found, number)
+    found: list[Any] = [None] * len(xs)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        info = describe(x)
+        plan = make_plan(codec.spec, info.dtype, info.shape, None)
+        if plan.codec.name == "delta" and _kernels(plan, False, True) is not None:
+            alike.setdefault(info[:3], []).append(i)
+        else:
+            found[i] = codec.encode(x, base=bases[i], chunks=None)
+    for (library, device, dtype), numbers in alike.items():
+        place, target = _place(library, device, "xs"), Target(library, device)
+        with _scope(place, library):
+            plans = [make_plan(codec.spec, dtype, describe(xs[i]).shape, None) for i in numbers]
+            news, olds = [], []
+            for i, plan in zip(numbers, plans, strict=True):
+                known = check_base(codec.spec, plan, bases[i])
+                assert known is not None
+                news.append(_as_torch(xs[i], describe(xs[i])).detach().contiguous())
+                olds.append(_base_on(bases[i], known, place, True).detach())
+            memories = memories_of(plans, None, place)
+            encode_rows(plans, news, olds, Memory.addresses(memories))
+        for i, plan, memory in zip(numbers, plans, memories, strict=True):
+            found[i] = Buffer(plan, None, target, memory)
+    return found
 
 
-def _decode(coded: Coded, head: Head, starts: torch.Tensor, status: torch.Tensor) -> None:
-    """Decode a buffer whose dynamic parts are at `starts`; see `_launch` for `status`."""
-    plan, place = head.plan, status.device
-    kernels = _kernels(plan, False, coded.base is not None)
-    if kernels is None or head.header.required & ASSEMBLED:
-        decode(coded.data, base=coded.base, out=coded.out, verify=True)
-        return
-    against, base_info = None, check_base_of_buffer(plan, coded.base)
-    if base_info is not None and plan.needs_base:
-        against = _base_on(coded.base, base_info, place, True)
-    out = _output(coded.out, describe(coded.out), plan.dtype, plan.shape, "out", place)
-    packed = not head.header.dynamic_stride and plan.layout.dynamic_bound
-    source = _Source(kernels, plan, coded.data, starts if packed else None)
-    _launch(source, out, 0, plan.nelem, True, None, base=against, status=status)
+class Together:
+    """Buffers of one device, which are checked and decoded in a few launches, with few waits.
+
+    Arrays are of one library and device, and the buffers lie there. An array may be the base of its
+    buffer, and overlaps nothing else. A FormatError has the number of its buffer.
+    """
+
+    def __init__(self, coded: Sequence[Coded], max_nbytes: int = MAX_NBYTES) -> None:
+        """Read headers and records, and check them. Raises FormatError."""
+        info = describe(coded[0].out)
+        place = _place(info.library, info.device, "out")
+        self._place, self._library = place, info.library
+        self._outs: list[torch.Tensor] = []
+        self._bases: list[Any] = []
+        with _scope(place, info.library):
+            self._data = [one.data for one in coded]
+            firsts = read_together([data[:MAX_CACHED_HEADER] for data in self._data])
+            self._heads = _heads(self._data, firsts, max_nbytes)
+            for one, head in zip(coded, self._heads, strict=True):
+                plan, base = head.plan, None
+                known = check_base_of_buffer(plan, one.base)
+                if known is not None:
+                    base = _base_on(one.base, known, place, True)
+                out = _output(one.out, describe(one.out), plan.dtype, plan.shape, "out", place)
+                self._bases.append(base)
+                self._outs.append(out)
+        #: Of which buffers a batch writes what has changed over the base.
+        self._over = [False] * len(coded)
+        self._groups = self._grouped()
+        #: Digests of results that buffers have themselves.
+        self._digests = [
+            _digest_in(head, first) if over else None
+            for head, first, over in zip(self._heads, firsts, self._over, strict=True)
+        ]
+        self._checked = False
+
+    def digests(self) -> list[int]:
+        """Check all of the buffers: the digests of what they hold, as specs/delta.md says.
+
+        What changes an array is checked without it; all else is decoded, to memory of its own.
+        """
+        goals: list[Goal | None] = ["out" if d is None else "check" for d in self._digests]
+        with _scope(self._place, self._library):
+            outs = [
+                torch.empty_like(x) if goal == "out" else x
+                for x, goal in zip(self._outs, goals, strict=True)
+            ]
+            statuses = self._statuses()
+            self._launch(outs, goals, statuses)
+            _settle(statuses)
+            self._checked = True
+            made = iter(digests_of([x for x, g in zip(outs, goals, strict=True) if g == "out"]))
+        return [next(made) if known is None else known for known in self._digests]
+
+    def write(self) -> None:
+        """Decode to the arrays. One whose base has changed since is not written."""
+        with _scope(self._place, self._library):
+            statuses = self._statuses()
+            if not self._checked:
+                self._launch(self._outs, ["check" if o else None for o in self._over], statuses)
+            goals: list[Goal | None] = ["base" if over else "out" for over in self._over]
+            self._launch(self._outs, goals, statuses)
+            _settle(statuses)
+
+    def _statuses(self) -> torch.Tensor:
+        return torch.zeros(len(self._outs), dtype=torch.int64, device=self._place)
+
+    def _grouped(self) -> dict[Any, list[int]]:
+        """Numbers of the buffers that are decoded together, by what they have in common; by None
+        those that take a call each.
+        """
+        groups: dict[Any, list[int]] = {}
+        for i, (head, data, base) in enumerate(
+            zip(self._heads, self._data, self._bases, strict=True)
+        ):
+            plan = head.plan
+            key: Any = None
+            packed = not (head.header.dynamic_stride or head.header.required & ASSEMBLED)
+            if packed and data.data_ptr() % ALIGN == 0 and plan.nelem:
+                if plan.codec.name == "delta" and _kernels(plan, False, True) is not None:
+                    key = plan.codec, plan.dtype, plan.checksum
+                    self._over[i] = base.data_ptr() == self._outs[i].data_ptr()
+                else:
+                    key = dtype_of_batch(plan)
+            groups.setdefault(key, []).append(i)
+        return groups
+
+    def _launch(
+        self, outs: Sequence[torch.Tensor], goals: Sequence[Goal | None], statuses: torch.Tensor
+    ) -> None:
+        """Decode to `outs`, as `goals` say; None: not."""
+        words = statuses.data_ptr() + 8 * np.arange(len(outs))
+        for key, numbers in self._groups.items():
+            if key is None:
+                for i in numbers:
+                    if goals[i] is not None:
+                        self._decode(i, outs[i], statuses[i : i + 1])
+                continue
+            for goal in ("out", "check", "base"):
+                some = [i for i in numbers if goals[i] == goal]
+                if not some:
+                    continue
+                heads = [self._heads[i] for i in some]
+                plans = [head.plan for head in heads]
+                starts = np.array([at for head in heads for at in head.dynamic_at], np.int64)
+                used = np.array([r.dynamic_nbytes for h in heads for r in h.records], np.int64)
+                data = addresses([self._data[i] for i in some])
+                targets, bases = [outs[i] for i in some], [self._bases[i] for i in some]
+                packed = starts, used
+                if isinstance(key, DType):
+                    decode_places(key, plans, data, targets, words[some], packed=packed)
+                else:
+                    decode_rows(plans, data, bases, targets, words[some], goal, packed=packed)
+
+    def _decode(self, i: int, out: torch.Tensor, status: torch.Tensor) -> None:
+        """Decode a buffer that no batch takes; see `_launch` of `tightwire.gpu` for `status`."""
+        head, data, base = self._heads[i], self._data[i], self._bases[i]
+        plan = head.plan
+        kernels = _kernels(plan, False, base is not None)
+        try:
+            if kernels is None or head.header.required & ASSEMBLED:
+                decode(data, base=base, out=out, verify=True)
+                return
+            starts = None
+            if not head.header.dynamic_stride and plan.layout.dynamic_bound:
+                starts = _upload(np.array(head.dynamic_at, np.int64), data.device)
+            source = _Source(kernels, plan, data, starts)
+            against = base if plan.needs_base else None
+            _launch(source, out, 0, plan.nelem, True, None, base=against, status=status)
+        except FormatError as error:
+            raise _numbered(error, i) from None
 
 
-def _heads(coded: Sequence[Coded], max_nbytes: int) -> list[Head]:
-    """Headers and records, checked."""
+def decode_together(coded: Sequence[Coded], max_nbytes: int = MAX_NBYTES) -> None:
+    """Decode buffers, checked whole, as `decode` with `verify=True` does each; see `Together`.
+
+    Nothing is decoded if a header or record is bad.
+    """
+    if coded:
+        Together(coded, max_nbytes).write()
+
+
+def dtype_of_batch(plan: Plan) -> DType | None:
+    """The element type by whose kernels `decode_places` takes buffers of a plan; None: it does not."""
+    if plan.codec.name == "raw":
+        return RAW_AS[min(plan.dtype.itemsize, 4)]
+    if plan.codec.name == "zipccl" and _kernels_for("zipccl", plan.dtype, False) is not None:
+        return plan.dtype
+    return None
+
+
+def _heads(data: Sequence[torch.Tensor], firsts: Sequence[Bytes], max_nbytes: int) -> list[Head]:
+    """Headers and records of buffers, whose first bytes are `firsts`, checked."""
     heads = []
-    firsts = read_together([piece.data[:MAX_CACHED_HEADER] for piece in coded])
-    for number, (piece, found) in enumerate(zip(coded, firsts, strict=True)):
+    for number, (piece, found) in enumerate(zip(data, firsts, strict=True)):
         # Sizes of bytes from elsewhere may be any.
         first = found if found.ctypes.data % 8 == 0 else found.copy()
 
-        def read(nbytes: int, data: torch.Tensor = piece.data, first: Bytes = first) -> Bytes:
-            there = first.size >= min(nbytes, data.shape[0])
-            return first if there else _download(data[:nbytes])
+        def read(nbytes: int, piece: torch.Tensor = piece, first: Bytes = first) -> Bytes:
+            there = first.size >= min(nbytes, piece.shape[0])
+            return first if there else _download(piece[:nbytes])
 
         try:
-            heads.append(parse_head(read, piece.data.shape[0], max_nbytes))
+            heads.append(parse_head(read, piece.shape[0], max_nbytes))
         except FormatError as error:
             raise _numbered(error, number) from None
     return heads
 
 
-def _starts(heads: Sequence[Head], place: torch.device) -> tuple[torch.Tensor, ...]:
-    """Where the dynamic parts of each buffer start, int64, in the device's memory."""
-    found = np.array([at for head in heads for at in head.dynamic_at], np.int64)
-    starts: tuple[torch.Tensor, ...] = _upload(found, place).split(
-        [len(head.dynamic_at) for head in heads]
-    )
-    return starts
+def _digest_in(head: Head, first: Bytes) -> int | None:
+    """The digest of the result that a delta has, in its first bytes; None if it is not there."""
+    at = head.plan.static_offset
+    raw = any(record.flags & RAW for record in head.records)
+    if raw or head.plan.chunks != 1 or first.size < at + DIGESTS_NBYTES:
+        return None
+    return int.from_bytes(first[at + 8 : at + 16].tobytes(), "little")
+
+
+def _settle(statuses: torch.Tensor) -> None:
+    """Raise FormatError for the first buffer in which kernels found damage. Waits for the device."""
+    for number, word in enumerate(statuses.cpu().tolist()):
+        error = problem(word) if word else None
+        if error is not None:
+            raise _numbered(error, number)
 
 
 def _numbered(error: FormatError, number: int) -> FormatError:

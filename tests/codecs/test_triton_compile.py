@@ -21,6 +21,7 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -84,6 +85,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huffman": (),
     "zipccl_sums": (),
     "zipccl_batch": (),
+    "delta_batch": (),
 }
 #: Forms that are compiled all the same: Triton 3.6 once made wrong sums of them.
 ONCE_WRONG: dict[str, dict[str, Any]] = {
@@ -134,10 +136,10 @@ ALLOWED = (
         0,
         "fewer registers, so more tiles in flight: faster than without the spills",
     ),
-    Allowed("delta.change_kernel", {}, 16, 16, "places of a tile's parts"),
+    Allowed("delta._change_kernel", {}, 16, 16, "places of a tile's parts"),
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
-    Allowed("delta.measure_kernel", {}, 16, 16, "a scalar or two of a tile"),
-    Allowed("delta.pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
+    Allowed("delta._measure_kernel", {}, 16, 16, "a scalar or two of a tile"),
+    Allowed("delta._pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
     Allowed("huffman._decode_kernel", {"item": [8]}, 512, 0, "as the next, of eight planes"),
     Allowed(
         "huffman._decode_kernel",
@@ -279,6 +281,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
 
     from tightwire import sparsify_triton
     from tightwire.codecs import (
+        delta_batch_triton,
         delta_digest_triton,
         dynamiq_widths_triton,
         lhc_peeling_triton,
@@ -296,6 +299,7 @@ def notes() -> tuple[list[str], list[str], list[Form]]:
     others |= {"lhc_peeling": lhc_peeling_triton, "dynamiq_widths": dynamiq_widths_triton}
     others |= {"zipccl_windows": zipccl_windows_triton, "delta_digest": delta_digest_triton}
     others |= {"zipccl_batch": zipccl_batch_triton, "zipccl_sums": zipccl_sums_triton}
+    others["delta_batch"] = delta_batch_triton
     modules = others | {name: device_module(name) for name in tw.list_codecs()}
     kernels = {
         id(value): f"{stem}.{name}"
@@ -486,6 +490,15 @@ def deltas(kernels: Any, x: Any, everything: bool) -> None:
         if everything:
             kernels.decode(plan, src, x, room, status, base=x, in_place=True, check=False)
             kernels.decode(plan, src, x, room, status, base=x, in_place=True, dynamic_starts=starts)
+    if everything:
+        batch: Any = importlib.import_module("tightwire.codecs.delta_batch_triton")
+        plan = tw.codec("delta").plan((x.numel(),), str(x.dtype)[6:], chunks=2)
+        src = torch.zeros(plan.nbytes, dtype=torch.uint8)
+        batch.encode_rows([plan], [x], [x], [src])
+        packed = np.full(2, plan.dynamic_offset), np.zeros(2, np.int64)
+        words = np.array([status.data_ptr()])
+        for goal in ("out", "check", "base"):
+            batch.decode_rows([plan], [src], [x], [x], words, goal, packed=packed)
 
 
 def build(form: Form, target: str) -> dict[str, Any]:

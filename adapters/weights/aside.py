@@ -1,0 +1,55 @@
+"""What runs beside the current stream of a GPU: encoding while bytes travel, and their arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .rounds import Message
+
+
+class Made(NamedTuple):
+    """A message, or None, and the event behind what makes it; None: it is made."""
+
+    message: Message | None
+    done: Any
+
+    def take(self) -> Message | None:
+        """The message; the current stream waits for it."""
+        if self.message is not None and self.done is not None:
+            import torch
+
+            stream = torch.cuda.current_stream(self.message.data.device)
+            stream.wait_event(self.done)
+            self.message.data.record_stream(stream)
+        return self.message
+
+
+class Aside:
+    """A stream of PyTorch beside the current one, for calls that make messages.
+
+    Without a device, calls are made on the current stream.
+    """
+
+    def __init__(self, device: Any) -> None:
+        """Calls come behind what is on the current stream of `device` now; None: no stream."""
+        self._stream: Any = None
+        if device is not None and device.type == "cuda":
+            import torch
+
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a stream."""
+        return self._stream is not None
+
+    def run(self, call: Callable[[], Message | None]) -> Made:
+        """Make a call, in which the host waits for this stream alone."""
+        if self._stream is None:
+            return Made(call(), None)
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            return Made(call(), self._stream.record_event())

@@ -1,0 +1,411 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc"
+"""delta on a GPU, many tensors and their buffers at once: all chunks in the launches of one.
+
+Chunks are rows of a table in device memory (common/batch_triton.py), with more words beside them
+(`MORE`). The host makes both, of plans and addresses, and of records where it has read them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.dtypes import DType
+from .common.base import Plan
+from .common.batch_triton import Batch, Layout, addresses, elements_of, layout_of, put, row_of
+from .common.dynamic_triton import claims, share
+from .common.frame_triton import (
+    ROW_ALIGNED,
+    ROW_PLANNED,
+    ROW_WORDS,
+    Words,
+    check_header,
+    place_of,
+    plan_of_row,
+    pointer_of,
+)
+from .common.launch_triton import Variant, kernel, options
+from .delta import TILE, TILE_SCRATCH, Delta, sums_scratch
+from .delta_decode_triton import Part, change_one
+from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
+from .delta_read_triton import check_one, read_one, result_one
+from .delta_triton import CHANGES, MEASURE, SCAN, launch_of
+from .delta_words_triton import SUMS, tile_at
+
+_TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
+#: More of a row's chunk: the address of the base, where its dynamic part starts in the buffer, and
+#: how long it may be, in bytes.
+MORE = np.dtype([(name, np.int64) for name in ("base", "dynamic", "room")])
+_MORE = tl.constexpr(len(MORE.names or ()))
+
+#: What decoding is for: memory of its own; none, all is checked; that of the base, without a check
+#: of the result, which was made before.
+Goal = Literal["out", "check", "base"]
+
+
+@triton.jit
+def _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words):
+    """Tile number `pid` of all, which row `number` has."""
+    tile = (pid - tl.load(row_ptr + 7)).to(tl.int32)
+    chunk, nelem, size = tl.load(row_ptr + 4), tl.load(row_ptr + 8), tl.load(row_ptr + 9)
+    return tile_at(chunk, tile, pid.to(tl.int64), number, nelem, size, scratch_ptr, sums_words)
+
+
+@triton.jit
+def _more_of(more_ptr, number):
+    """(base, where the dynamic part starts in the buffer, bytes that it may have) of a row."""
+    more = more_ptr.to(tl.pointer_type(tl.int64)) + number * _MORE
+    return pointer_of(tl.load(more)), tl.multiple_of(tl.load(more + 1), 16), tl.load(more + 2)
+
+
+@triton.jit
+def _places_of(row_ptr, chunk, dynamic):
+    """(static part, dynamic part, record, bytes of a static part) of a row's chunk."""
+    data_ptr, _, _ = place_of(row_ptr, 0, ROW_WORDS)
+    stride = tl.load(row_ptr + 11) * 128
+    static_ptr = data_ptr + (tl.load(row_ptr + 10) * 128 + chunk * stride)
+    record_ptr = data_ptr.to(tl.pointer_type(tl.int64)) + (tl.load(row_ptr + 13) + chunk * 4)
+    return static_ptr, data_ptr + dynamic, record_ptr, stride
+
+
+@triton.jit
+def _room_of(row_ptr, more_ptr, t, number):
+    """Where a tile's chunk is written to."""
+    _, dynamic, most = _more_of(more_ptr, number)
+    static_ptr, dynamic_ptr, record_ptr, stride = _places_of(row_ptr, t.chunk, dynamic)
+    return Room(static_ptr, dynamic_ptr, record_ptr, stride, most)
+
+
+@triton.jit
+def _part_of(row_ptr, more_ptr, t, number, ITEM: tl.constexpr):
+    """The chunk of a tile."""
+    _, dynamic, slot = _more_of(more_ptr, number)
+    static_ptr, dynamic_ptr, record_ptr, stride = _places_of(row_ptr, t.chunk, dynamic)
+    nbytes, raw = claims(record_ptr, t.n, stride, slot, ITEM)
+    return Part(static_ptr, dynamic_ptr, stride, nbytes, raw)
+
+
+@triton.jit
+def _number_of(sources_ptr, row_ptr):
+    """The number of a row in the table."""
+    return (row_ptr.to(tl.int64) - sources_ptr.to(tl.int64)) // (8 * ROW_WORDS)
+
+
+@kernel
+def _scan_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `scan_one`; one tile of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    scan_one(elements_of(row_ptr)[0], from_ptr, t, L)
+
+
+@kernel
+def _measure_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `measure_one`; one tile of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    measure_one(elements_of(row_ptr)[0], from_ptr, t, L)
+
+
+@kernel
+def _place_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
+    """See `place_one`; one of a table's chunks."""
+    number = tl.program_id(0).to(tl.int64)
+    row_ptr = sources_ptr + number * ROW_WORDS
+    first = tl.load(row_ptr + 7)
+    t = _tile_of(sources_ptr, row_ptr, number, first, scratch_ptr, sums_words)
+    place_one(t.info, t.sums, ((t.n + _TILE - 1) // _TILE).to(tl.int32))
+
+
+@kernel
+def _pack_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `pack_one`; one tile of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    if t.m > 0:
+        room = _room_of(row_ptr, more_ptr, t, number)
+        pack_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
+
+
+@kernel
+def _sum_rows_kernel(
+    sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words: tl.int64
+):
+    """Add a tile's share of the checksum terms of its chunk to the record."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    room = _room_of(row_ptr, more_ptr, t, number)
+    nbytes, both = tl.load(room.record_ptr + 1), tl.load(room.record_ptr + 2)
+    if (t.m > 0) & ((both & 2) == 0):
+        tiles = (t.n + _TILE - 1) // _TILE
+        total = share(room.static_ptr, room.stride, t.n * 0, t.tile, tiles)
+        total += share(room.dynamic_ptr, nbytes, room.stride // 4, t.tile, tiles)
+        tl.atomic_add(room.record_ptr, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@kernel
+def _read_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `read_one`; one tile of a table's chunks."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    read_one(t, _part_of(row_ptr, more_ptr, t, number, L.item), from_ptr, L)
+
+
+@kernel
+def _check_rows_kernel(sources_ptr, more_ptr, scratch_ptr, sums_words: tl.int64, L: tl.constexpr):
+    """See `check_one`; one of a table's chunks; once, the header of its buffer."""
+    number = tl.program_id(0).to(tl.int64)
+    row_ptr = sources_ptr + number * ROW_WORDS
+    src_ptr, _, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    plan_ptr, chunk = plan_of_row(row_ptr)
+    planned = (tl.load(row_ptr + 14) & _PLANNED).to(tl.int32)
+    if (planned != 0) & (chunk == 0):
+        check_header(src_ptr, plan_ptr, status_ptr)
+    _, dynamic, slot = _more_of(more_ptr, number)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + number * SUMS
+    # fmt: off
+    check_one(
+        src_ptr, plan_ptr, status_ptr, chunk, sums, src_ptr + dynamic, chunk >= 0, planned, slot, L
+    )
+    # fmt: on
+
+
+@kernel
+def _change_rows_kernel(
+    sources_ptr,
+    firsts_ptr,
+    owners_ptr,
+    more_ptr,
+    scratch_ptr,
+    sums_words: tl.int64,
+    L: tl.constexpr,
+):
+    """See `change_one`; one tile of a table's chunks, whole."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = _number_of(sources_ptr, row_ptr)
+    _, _, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    p = _part_of(row_ptr, more_ptr, t, number, L.item)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    out_ptr, _ = elements_of(row_ptr)
+    change_one(t, p, from_ptr, out_ptr, t.first, t.m * 0, t.m, status_ptr, L)
+
+
+@kernel
+def _result_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
+    """See `result_one`; one of a table's chunks."""
+    number = tl.program_id(0).to(tl.int64)
+    row_ptr = sources_ptr + number * ROW_WORDS
+    _, _, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
+    chunk = tl.load(row_ptr + 4)
+    static_ptr, _, record_ptr, _ = _places_of(row_ptr, chunk, chunk * 0)
+    sums = scratch_ptr.to(tl.pointer_type(tl.int64)) + number * SUMS
+    result_one(record_ptr, static_ptr, sums, chunk, status_ptr)
+
+
+class Rows:
+    """Tensors of one codec and dtype, their bases and buffers, in a table on their device."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        buffers: Sequence[torch.Tensor] | Words,
+        elements: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor],
+        statuses: Words | None = None,
+        planned: Sequence[bool] | None = None,
+        packed: tuple[Words, Words] | None = None,
+    ) -> None:
+        """See `encode_rows` and `decode_rows`."""
+        device = elements[0].device
+        layout = layout_of(TILE, plans, plans[0].dtype.itemsize, True)
+        more = layout.kept.get("delta")
+        if more is None:
+            more = layout.kept["delta"] = _more(plans, layout)
+        more = more.copy()
+        if packed is not None:
+            more["dynamic"], more["room"] = packed
+        places = addresses(bases)[layout.owner]
+        more["base"] = places
+        batch = Batch(layout, buffers, elements, statuses=statuses, planned=planned)
+        flags = layout.rows_in(batch.words)["flags"]
+        self.aligned = bool(((flags & ROW_ALIGNED) != 0).all()) and not (places % 16).any()
+        table, begin = put([batch], device, more.view(np.int64))
+        self.batch, self.number = batch, layout.number
+        sums = sums_scratch(layout.number)
+        self.sums_nbytes, self.sums_words = sums, sums // 4
+        nbytes = sums + TILE_SCRATCH * batch.programs
+        self.scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._tensors = *batch.tensors, table, self.scratch
+        self._offsets = *batch.offsets, begin, 0
+
+    def of_tiles(self, variant: Variant) -> None:
+        """Launch a program for each tile."""
+        offsets = self._offsets
+        variant.launch(self.batch.programs, self._tensors, self.sums_words, offsets=offsets)
+
+    def of_chunks(self, variant: Variant, more: bool = False) -> None:
+        """Launch a program for each chunk; with `more` it is told where that is."""
+        chosen = [0, 3, 4] if more else [0, 4]
+        tensors = [self._tensors[i] for i in chosen]
+        offsets = [self._offsets[i] for i in chosen]
+        variant.launch(self.number, tensors, self.sums_words, offsets=offsets)
+
+    def clear(self) -> None:
+        """Sums of chunks start at 0."""
+        self.scratch[: self.sums_nbytes].zero_()
+
+
+def encode_rows(
+    plans: Sequence[Plan],
+    xs: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | Words,
+) -> None:
+    """Encode tensors against bases into buffers, as `delta_triton.encode` does one.
+
+    All are contiguous and on torch's current device; plans are of one codec, dtype and checksum.
+    """
+    rows = Rows(plans, outs, xs, bases)
+    rows.clear()
+    rows.batch.begin()
+    spec, dtype, checksum = plans[0].codec, plans[0].dtype, plans[0].checksum
+    scan, measure, pack = _encode_variants(spec, dtype, checksum, rows.aligned)
+    rows.of_tiles(scan)
+    rows.of_tiles(measure)
+    rows.of_chunks(_PLACE)
+    rows.of_tiles(pack)
+    if checksum:
+        rows.of_tiles(_SUM)
+
+
+def decode_rows(
+    plans: Sequence[Plan],
+    srcs: Sequence[torch.Tensor] | Words,
+    bases: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    statuses: Words,
+    goal: Goal,
+    planned: Sequence[bool] | None = None,
+    packed: tuple[Words, Words] | None = None,
+) -> None:
+    """Decode buffers whole, all of which is checked, as `delta_triton.decode` does one.
+
+    Args:
+        plans: Plans of one codec, dtype and checksum.
+        srcs: Buffers, or their addresses, multiples of 16, shape (buffers,).
+        bases: Their bases.
+        outs: Where elements go; the bases, unless `goal` is "out".
+        statuses: Addresses of status words, shape (buffers,).
+        goal: See `Goal`. Nothing is written of a buffer whose word is not 0.
+        planned: Which headers are compared with the plans'; None: none.
+        packed: None, or of packed buffers where dynamic parts start in their buffer, and their
+            bytes: two arrays, of all chunks one behind the other.
+    """
+    rows = Rows(plans, srcs, outs, bases, statuses, planned, packed)
+    rows.clear()
+    # fmt: off
+    read, check, change = _decode_variants(
+        plans[0].codec, plans[0].dtype, plans[0].checksum, packed is not None, rows.aligned, goal
+    )
+    # fmt: on
+    rows.of_tiles(read)
+    rows.of_chunks(check, more=True)
+    rows.of_tiles(change)
+    if goal != "base":
+        rows.of_chunks(_RESULT)
+
+
+def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:
+    """`MORE` of rows of buffers with slots."""
+    own = [(p.dynamic_offset, p.dynamic_stride) for p in plans]
+    start, stride = np.array(own, np.int64).T[:, layout.owner]
+    more = np.zeros(layout.number, MORE)
+    more["dynamic"], more["room"] = start + layout.rows["chunk"] * stride, stride
+    return more
+
+
+_PLACE = Variant(_place_rows_kernel, options(16))
+_SUM = Variant(_sum_rows_kernel, options(4))
+_RESULT = Variant(_result_rows_kernel, options(1))
+
+
+@functools.cache
+def _encode_variants(spec: Delta, dtype: DType, sums: bool, aligned: bool) -> tuple[Variant, ...]:
+    launch = launch_of(spec, dtype, aligned=aligned)
+    return (
+        Variant(_scan_rows_kernel, options(*SCAN), L=launch),
+        Variant(_measure_rows_kernel, options(*MEASURE), L=launch),
+        Variant(
+            _pack_rows_kernel,
+            options(4),
+            L=launch_of(spec, dtype, aligned=aligned, sums=sums),
+        ),
+    )
+
+
+@functools.cache
+def _decode_variants(
+    spec: Delta, dtype: DType, sums: bool, packed: bool, aligned: bool, goal: Goal
+) -> tuple[Variant, ...]:
+    chosen = {"packed": packed, "sums": sums}
+    change = {"aligned": aligned, "store": goal != "check", "over": goal == "base"}
+    return (
+        Variant(_read_rows_kernel, options(4), L=launch_of(spec, dtype, aligned=aligned, **chosen)),
+        Variant(_check_rows_kernel, options(4), L=launch_of(spec, dtype, **chosen)),
+        Variant(_change_rows_kernel, options(*CHANGES), L=launch_of(spec, dtype, **change)),
+    )
