@@ -9,7 +9,7 @@ Chunks are rows of a table in device memory (common/batch_triton.py), with more 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -258,7 +258,10 @@ def _result_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
 
 
 class Rows:
-    """Tensors of one codec and dtype, their bases and buffers, in a table on their device."""
+    """Tensors of one codec, dtype and checksum, their bases and buffers, in a table on a device.
+
+    All are contiguous and on torch's current device.
+    """
 
     def __init__(
         self,
@@ -270,104 +273,92 @@ class Rows:
         planned: Sequence[bool] | None = None,
         packed: tuple[Words, Words] | None = None,
     ) -> None:
-        """See `encode_rows` and `decode_rows`."""
-        device = elements[0].device
-        layout = layout_of(TILE, plans, plans[0].dtype.itemsize, True)
+        """Nothing waits for the device: the memory that is named must stay.
+
+        Args:
+            plans: Plans, one a buffer.
+            buffers: Buffers, or their addresses, multiples of 16, shape (n,).
+            elements: Tensors that are encoded, or where elements go.
+            bases: What they are against.
+            statuses: Where they are decoded, addresses of status words, shape (n,).
+            planned: Which headers are compared with the plans'; None: none.
+            packed: None, or of packed buffers where dynamic parts start in their buffer, and their
+                bytes: two arrays, of all chunks one behind the other.
+        """
+        self._plan, self._device = plans[0], elements[0].device
+        layout = layout_of(TILE, plans, self._plan.dtype.itemsize, True)
         more = layout.kept.get("delta")
         if more is None:
             more = layout.kept["delta"] = _more(plans, layout)
         more = more.copy()
+        self._packed = packed is not None
         if packed is not None:
             more["dynamic"], more["room"] = packed
         places = addresses(bases)[layout.owner]
         more["base"] = places
         batch = Batch(layout, buffers, elements, statuses=statuses, planned=planned)
         flags = layout.rows_in(batch.words)["flags"]
-        self.aligned = bool(((flags & ROW_ALIGNED) != 0).all()) and not (places % 16).any()
-        table, begin = put([batch], device, more.view(np.int64))
-        self.batch, self.number = batch, layout.number
-        sums = sums_scratch(layout.number)
-        self.sums_nbytes, self.sums_words = sums, sums // 4
-        nbytes = sums + TILE_SCRATCH * batch.programs
-        self.scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._tensors = *batch.tensors, table, self.scratch
+        self._aligned = bool(((flags & ROW_ALIGNED) != 0).all()) and not (places % 16).any()
+        table, begin = put([batch], self._device, more.view(np.int64))
+        self._batch, self._number = batch, layout.number
+        self._tensors = *batch.tensors, table
         self._offsets = *batch.offsets, begin, 0
 
-    def of_tiles(self, variant: Variant) -> None:
-        """Launch a program for each tile."""
-        offsets = self._offsets
-        variant.launch(self.batch.programs, self._tensors, self.sums_words, offsets=offsets)
+    def encode(self) -> None:
+        """Encode tensors into buffers, as `delta_triton.encode` does one."""
+        plan = self._plan
+        self._batch.begin()
+        scan, measure, pack = _encode_variants(
+            plan.codec, plan.dtype, plan.checksum, self._aligned
+        )
+        tiles, chunks = self._launchers()
+        tiles(scan)
+        tiles(measure)
+        chunks(_PLACE, 0)
+        tiles(pack)
+        if plan.checksum:
+            tiles(_SUM)
 
-    def of_chunks(self, variant: Variant, more: bool = False) -> None:
-        """Launch a program for each chunk; with `more` it is told where that is."""
-        chosen = [0, 3, 4] if more else [0, 4]
-        tensors = [self._tensors[i] for i in chosen]
-        offsets = [self._offsets[i] for i in chosen]
-        variant.launch(self.number, tensors, self.sums_words, offsets=offsets)
+    def decode(self, goal: Goal) -> None:
+        """Decode buffers whole, all of which is checked, as `delta_triton.decode` does one.
 
-    def clear(self) -> None:
-        """Sums of chunks start at 0."""
-        self.scratch[: self.sums_nbytes].zero_()
+        Unless the `goal` is "out" tensors are the bases. Nothing is written of a buffer whose
+        status word is not 0.
+        """
+        plan = self._plan
+        # fmt: off
+        read, check, change = _decode_variants(
+            plan.codec, plan.dtype, plan.checksum, self._packed, self._aligned, goal
+        )
+        # fmt: on
+        tiles, chunks = self._launchers()
+        tiles(read)
+        chunks(check, 0, 3)
+        tiles(change)
+        if goal != "base":
+            chunks(_RESULT, 0)
 
+    def _launchers(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What launches a program for each tile, and what does for each chunk.
 
-def encode_rows(
-    plans: Sequence[Plan],
-    xs: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor] | Words,
-) -> None:
-    """Encode tensors against bases into buffers, as `delta_triton.encode` does one.
+        They share work memory, in which sums of chunks start at 0. The second takes the numbers of
+        the tables that its kernel has.
+        """
+        sums = sums_scratch(self._number)
+        nbytes = sums + TILE_SCRATCH * self._batch.programs
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        scratch[:sums].zero_()
+        tensors, offsets = (*self._tensors, scratch), self._offsets
 
-    All are contiguous and on torch's current device; plans are of one codec, dtype and checksum.
-    """
-    rows = Rows(plans, outs, xs, bases)
-    rows.clear()
-    rows.batch.begin()
-    spec, dtype, checksum = plans[0].codec, plans[0].dtype, plans[0].checksum
-    scan, measure, pack = _encode_variants(spec, dtype, checksum, rows.aligned)
-    rows.of_tiles(scan)
-    rows.of_tiles(measure)
-    rows.of_chunks(_PLACE)
-    rows.of_tiles(pack)
-    if checksum:
-        rows.of_tiles(_SUM)
+        def of_tiles(variant: Variant) -> None:
+            variant.launch(self._batch.programs, tensors, sums // 4, offsets=offsets)
 
+        def of_chunks(variant: Variant, *tables: int) -> None:
+            chosen = *tables, len(tensors) - 1
+            given, at = [tensors[i] for i in chosen], [offsets[i] for i in chosen]
+            variant.launch(self._number, given, sums // 4, offsets=at)
 
-def decode_rows(
-    plans: Sequence[Plan],
-    srcs: Sequence[torch.Tensor] | Words,
-    bases: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    statuses: Words,
-    goal: Goal,
-    planned: Sequence[bool] | None = None,
-    packed: tuple[Words, Words] | None = None,
-) -> None:
-    """Decode buffers whole, all of which is checked, as `delta_triton.decode` does one.
-
-    Args:
-        plans: Plans of one codec, dtype and checksum.
-        srcs: Buffers, or their addresses, multiples of 16, shape (buffers,).
-        bases: Their bases.
-        outs: Where elements go; the bases, unless `goal` is "out".
-        statuses: Addresses of status words, shape (buffers,).
-        goal: See `Goal`. Nothing is written of a buffer whose word is not 0.
-        planned: Which headers are compared with the plans'; None: none.
-        packed: None, or of packed buffers where dynamic parts start in their buffer, and their
-            bytes: two arrays, of all chunks one behind the other.
-    """
-    rows = Rows(plans, srcs, outs, bases, statuses, planned, packed)
-    rows.clear()
-    # fmt: off
-    read, check, change = _decode_variants(
-        plans[0].codec, plans[0].dtype, plans[0].checksum, packed is not None, rows.aligned, goal
-    )
-    # fmt: on
-    rows.of_tiles(read)
-    rows.of_chunks(check, more=True)
-    rows.of_tiles(change)
-    if goal != "base":
-        rows.of_chunks(_RESULT)
+        return of_tiles, of_chunks
 
 
 def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .rounds import Message
+
+T = TypeVar("T")
 
 
 class Made(NamedTuple):
@@ -23,6 +25,12 @@ class Made(NamedTuple):
             stream.wait_event(self.done)
             self.message.data.record_stream(stream)
         return self.message
+
+    def taken(self) -> Message:
+        """As `take`, of one that is not None."""
+        found = self.take()
+        assert found is not None
+        return found
 
 
 class Aside:
@@ -45,11 +53,16 @@ class Aside:
         """Whether there is a stream."""
         return self._stream is not None
 
-    def run(self, call: Callable[[], Message | None]) -> Made:
+    def run(self, call: Callable[[], T]) -> T:
         """Make a call, in which the host waits for this stream alone."""
         if self._stream is None:
-            return Made(call(), None)
+            return call()
         import torch
 
         with torch.cuda.stream(self._stream):
-            return Made(call(), self._stream.record_event())
+            return call()
+
+    def message(self, call: Callable[[], Message | None]) -> Made:
+        """Make a call that makes a message."""
+        message = self.run(call)
+        return Made(message, None if self._stream is None else self._stream.record_event())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import closing
 from functools import cached_property, partial
+from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,13 +113,15 @@ class TransportPublisher:
         group = self._group
         data = np.frombuffer(bytearray(text), np.uint8)
         group.spread("announce", data, data.size, meeting.root)
-        group.agree("announce")
         encoder = Encoder(state, self._base, self._codec, self._delta, self._threads)
         counts = [len(bucket) for _, bucket in announcement.messages(meeting.streams)]
         sent, problem = 0, None
         try:
             with closing(encoder.messages(announcement, meeting.streams)) as messages:
-                for message in messages:
+                # Made while the others look at the announcement; what fails is told them below.
+                first = _first_of(messages)
+                group.agree("announce")
+                for message in chain(first(), messages):
                     group.send(message)
                     sent += 1
             if kept is not None:
@@ -154,6 +158,22 @@ class TransportPublisher:
         same = {n for n in usable if digests[n] == known[n]}
         self._base = ArrayState(_copies(state, usable, same), "what was sent last")
         self._digests, self._of_base = digests, of_state
+
+
+class Begun(NamedTuple):
+    """A message whose tensors are being encoded on a device.
+
+    Attributes:
+        bucket: Its tensors.
+        based: Those that are encoded against the base.
+        deltas: Their buffers by name.
+        others: Buffers, or bytes, of the other ones.
+    """
+
+    bucket: list[Announced]
+    based: list[Announced]
+    deltas: dict[str, Any]
+    others: dict[str, Any]
 
 
 class Encoder:
@@ -194,10 +214,7 @@ class Encoder:
         if any(map(arrays.on_gpu, values)):
             # Streams of other libraries are not known here.
             aside = Aside(self._device if all(map(tensors.is_torch, values)) else None)
-            for stream, bucket in found:
-                message = aside.run(partial(self.on_device, stream, bucket)).take()
-                assert message is not None
-                yield message
+            yield from self._on_device(aside, found)
             return
         jobs = [
             Job(sum(map(_needed, bucket)), partial(self._on_host, stream, bucket))
@@ -205,6 +222,19 @@ class Encoder:
         ]
         with in_order(jobs, self._threads) as results:
             yield from results
+
+    def _on_device(
+        self, aside: Aside, found: Iterator[tuple[Stream, list[Announced]]]
+    ) -> Generator[Message, None, None]:
+        """The messages. One is being encoded while the host waits for the sizes of that before."""
+        before: Begun | None = None
+        for stream, bucket in found:
+            begun = aside.run(partial(self.begin, stream, bucket))
+            if before is not None:
+                yield aside.message(partial(self.finish, before)).taken()
+            before = begun
+        if before is not None:
+            yield aside.message(partial(self.finish, before)).taken()
 
     def _is_based(self, tensor: Announced, stream: Stream) -> bool:
         """Whether a tensor is to be coded against the base."""
@@ -238,23 +268,54 @@ class Encoder:
             at += align(size)
         return Message(sizes, against, data[:at])
 
-    def on_device(self, stream: Stream, bucket: list[Announced]) -> Message:
-        """A message, encoded where the tensors are: whole ones of a kind in one batch."""
-        from ...gpu_together import pack_together
+    def begin(self, stream: Stream, bucket: list[Announced]) -> Begun:
+        """Launch what encodes a message where its tensors are: tensors of a kind in one batch."""
+        from ...gpu_together import encode_against
 
-        places = {tensor.names[0]: self._place(tensor.names[0]) for tensor in bucket}
-        device = self._device
-        here = [tensor for tensor in bucket if places[tensor.names[0]] == device]
-        items: dict[str, Any] = self._shorter(stream, here)
+        based = []
+        if self._base is not None:
+            based = [
+                tensor
+                for tensor in bucket
+                if self._is_based(tensor, stream) and self._place(tensor.names[0]) == self._device
+            ]
+            names = [tensor.names[0] for tensor in based]
+            olds = [self._base.arrays[name] for name in names]
+            news = [self._state.arrays[name] for name in names]
+            found = dict(zip(names, encode_against(self._delta, news, olds), strict=True))
+        else:
+            found = {}
+        others = [tensor for tensor in bucket if tensor.names[0] not in found]
+        return Begun(bucket, based, found, self._whole(others))
+
+    def finish(self, begun: Begun) -> Message:
+        """The message. Against the base are tensors that take at most half of their bytes so."""
+        from ...gpu_together import pack_together, packed_nbytes, records_of
+
+        records = dict(zip(begun.deltas, records_of([*begun.deltas.values()]), strict=True))
+        longer = [
+            tensor
+            for tensor in begun.based
+            if 2 * packed_nbytes(begun.deltas[tensor.names[0]], records[tensor.names[0]])
+            > tensor.nbytes
+        ]
+        items = begun.deltas | begun.others | self._whole(longer)
+        names = [tensor.names[0] for tensor in begun.bucket]
+        ordered = [items[name] for name in names]
+        known = {i: records[n] for i, n in enumerate(names) if items[n] is begun.deltas.get(n)}
+        data, sizes = pack_together(ordered, known)
+        return Message(sizes, [i in known for i in range(len(names))], data)
+
+    def _whole(self, bucket: list[Announced]) -> dict[str, Any]:
+        """What is sent of tensors without the base: buffers, or bytes, on the device."""
+        items: dict[str, Any] = {}
         alike: dict[Any, list[str]] = {}
         for tensor in bucket:
-            name = tensor.names[0]
+            name, dtype = tensor.names[0], tensor.dtype
             x = self._state.arrays[name]
-            if name in items:
-                continue
-            dtype = tensor.dtype
-            if tensor.is_plain or places[name] != device or not isinstance(dtype, DType):
-                items[name] = self._bytes(tensor, device)
+            here = self._place(name) == self._device
+            if tensor.is_plain or not here or not isinstance(dtype, DType):
+                items[name] = self._bytes(tensor, self._device)
             elif math.prod(tensor.shape) > self._codec.spec.max_chunk_nelem(dtype):
                 items[name] = self._codec.encode(x, chunks=None)
             else:
@@ -262,27 +323,7 @@ class Encoder:
         for names in alike.values():
             found = self._codec.encode_many([self._state.arrays[name] for name in names])
             items.update(zip(names, found, strict=True))
-        ordered = [items[tensor.names[0]] for tensor in bucket]
-        data, sizes = pack_together(ordered)
-        return Message(sizes, [isinstance(x, Buffer) and x.plan.needs_base for x in ordered], data)
-
-    def _shorter(self, stream: Stream, bucket: list[Announced]) -> dict[str, Any]:
-        """Buffers of a device against the base, where they take at most half of the bytes."""
-        from ...gpu_together import encode_against, packed_sizes
-
-        if self._base is None:
-            return {}
-        chosen = [tensor for tensor in bucket if self._is_based(tensor, stream)]
-        names = [tensor.names[0] for tensor in chosen]
-        xs, bases = self._state.arrays, self._base.arrays
-        found = encode_against(self._delta, [xs[n] for n in names], [bases[n] for n in names])
-        return {
-            name: buffer
-            for name, buffer, tensor, size in zip(
-                names, found, chosen, packed_sizes(found), strict=True
-            )
-            if 2 * size <= tensor.nbytes
-        }
+        return items
 
     def _bytes(self, tensor: Announced, device: Any) -> Any:
         """What is sent of a tensor that is plain, or is not on the `device`: bytes there."""
@@ -364,6 +405,16 @@ class DirectoryPublisher:
             with opened_state(self._source, "source", 0) as state:
                 assert isinstance(state, ArrayState)
                 self._base = _copies(state)
+
+
+def _first_of(messages: Iterator[Message]) -> Callable[[], list[Message]]:
+    """Make the first message. What is returned gives it, if there is one, or raises what it did."""
+    made: Future[list[Message]] = Future()
+    try:
+        made.set_result(list(islice(messages, 1)))
+    except Exception as error:
+        made.set_exception(error)
+    return made.result
 
 
 def check_source(source: Any) -> None:

@@ -175,7 +175,7 @@ class TransportSubscriber:
         aside = Aside(self._group.device if on_gpu else None)
         before: tuple[Stream, list[Announced], Made] | None = None
         for stream, bucket in announcement.messages(meeting.streams):
-            made = aside.run(partial(self._group.receive, bucket, meeting.root))
+            made = aside.message(partial(self._group.receive, bucket, meeting.root))
             if before is not None:
                 yield *before[:2], before[2].take()
             before = stream, bucket, made
@@ -201,6 +201,14 @@ class _Piece(NamedTuple):
     x: Any
     base: Any
     data: Any
+
+
+class _Held(NamedTuple):
+    """Checked buffers for a GPU: arrays by name, bytes, and what decodes them."""
+
+    arrays: dict[str, Any]
+    nbytes: int
+    together: Any
 
 
 class Taker:
@@ -232,6 +240,7 @@ class Taker:
         self._patches: dict[str, tuple[Any, DType | str, Patch]] = {}
         self._made: dict[str, Any] = {}
         self._decodings: list[Decoding] = []
+        self._together: list[_Held] = []
         self._decoded: set[str] = set()
 
     def take(self, bucket: Sequence[Announced], message: Message, threads: int) -> None:
@@ -252,7 +261,7 @@ class Taker:
             if others:
                 self._take_elements(tensor, others, against, arrays.host_array(data), threads)
         for pieces in together.values():
-            self._keep(self._decoding_together(pieces))
+            self._check_together(pieces)
 
     def _keep(self, decoding: Decoding) -> None:
         self._decodings.append(decoding)
@@ -271,7 +280,12 @@ class Taker:
             raise FormatError("bad_container", f"{sorted(missing)[0]!r} is new and has not come")
         check_overlaps(self._state, self._overlaps, self._patches, self._kept)
         entries = {name: self._made[name] for name in self._names if name in self._made}
-        return Change(self._patches, entries, self._vanished, self._decodings)
+        decodings = [*self._decodings]
+        if self._together:
+            held = {name: x for one in self._together for name, x in one.arrays.items()}
+            nbytes = sum(one.nbytes for one in self._together)
+            decodings.append(Decoding(held, nbytes, partial(_write_together, self._together)))
+        return Change(self._patches, entries, self._vanished, decodings)
 
     def _keeps_buffer(self, tensor: Announced, name: str) -> bool:
         """Whether a buffer is held, and decoded over its array when that is written."""
@@ -296,24 +310,20 @@ class Taker:
         write = partial(decode, data, base=base, out=x, verify=True)
         return Decoding({name: x}, int(data.shape[0]), write)
 
-    def _decoding_together(self, pieces: Sequence[_Piece]) -> Decoding:
+    def _check_together(self, pieces: Sequence[_Piece]) -> None:
         """As `_decoding`, of buffers for one GPU: the host waits for all of them at once."""
         from ...gpu_together import Coded, Together, bytes_at, place_of
 
-        names = [piece.name for piece in pieces]
         data = [bytes_at(piece.data, place_of(piece.x)) for piece in pieces]
-        with _naming(names):
-            together = Together([Coded(d, p.base, p.x) for d, p in zip(data, pieces, strict=True)])
+        held = {piece.name: piece.x for piece in pieces}
+        with _naming([*held]):
+            coded = [Coded(d, piece.base, piece.x) for d, piece in zip(data, pieces, strict=True)]
+            together = Together(coded)
             found = together.digests()
         for piece, value in zip(pieces, found, strict=True):
             _check_digest(piece.tensor, f"{value:016x}")
-
-        def write() -> None:
-            with _naming(names):
-                together.write()
-
-        nbytes = sum(int(one.shape[0]) for one in data)
-        return Decoding({piece.name: piece.x for piece in pieces}, nbytes, write)
+        self._together.append(_Held(held, sum(int(d.shape[0]) for d in data), together))
+        self._decoded.update(held)
 
     def _take_elements(
         self, tensor: Announced, names: Sequence[str], against: bool, piece: Any, threads: int
@@ -464,6 +474,16 @@ def _parsed_as(tensor: Announced, piece: Any) -> engine.Parsed:
     if (parsed.plan.dtype, parsed.plan.shape) != (tensor.dtype, tensor.shape):
         raise FormatError("bad_container", f"{tensor.names[0]!r} comes as another tensor")
     return parsed
+
+
+def _write_together(held: Sequence[_Held]) -> None:
+    """Decode all of what is held. Raises FormatError, which names a tensor."""
+    for one in held:
+        with _naming([*one.arrays]):
+            one.together.start()
+    for one in held:
+        with _naming([*one.arrays]):
+            one.together.settle()
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,9 @@ from .buffer import Buffer
 from .codec import Codec
 from .codecs.common.base import Bytes, Plan
 from .codecs.common.batch_triton import addresses
-from .codecs.common.frame_triton import problem
+from .codecs.common.frame_triton import Words, problem
 from .codecs.delta import DIGESTS_NBYTES
-from .codecs.delta_batch_triton import Goal, decode_rows, encode_rows
+from .codecs.delta_batch_triton import Goal, Rows
 from .codecs.delta_digest_triton import digests_of
 from .codecs.zipccl_batch_triton import RAW_AS, decode_places
 from .decoding import decode
@@ -32,6 +33,9 @@ from .gpu_arrays import _as_torch, _base_on, _download, _output, _place, _scope,
 from .gpu_many import memories_of
 from .gpu_memory import Memory
 from .planning import make_plan
+
+#: The result records of a buffer, shape (chunks,).
+Records = npt.NDArray[Any]
 
 
 class Packed(NamedTuple):
@@ -98,7 +102,7 @@ def memory_of(buffer: Buffer) -> torch.Tensor:
     return buffer._memory.data
 
 
-def _records(buffers: Sequence[Buffer], memories: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+def _records(buffers: Sequence[Buffer], memories: Sequence[torch.Tensor]) -> list[Records]:
     """The result records of buffers of one device, whose bytes are `memories`."""
     pieces = []
     for buffer, memory in zip(buffers, memories, strict=True):
@@ -107,38 +111,43 @@ def _records(buffers: Sequence[Buffer], memories: Sequence[torch.Tensor]) -> lis
     return [piece.view(RECORD) for piece in read_together(pieces)]
 
 
-def packed_sizes(buffers: Sequence[Buffer]) -> list[int]:
-    """Bytes of the packed forms of buffers of one device."""
-    records = _records(buffers, list(map(memory_of, buffers)))
-    return [
-        buffer.plan.dynamic_offset + sum(map(align, found["dynamic_nbytes"].tolist()))
-        for buffer, found in zip(buffers, records, strict=True)
-    ]
+def records_of(buffers: Sequence[Buffer]) -> list[Records]:
+    """The result records of buffers of one device. The host waits once."""
+    return _records(buffers, list(map(memory_of, buffers)))
 
 
-def pack_together(items: Sequence[Buffer | torch.Tensor]) -> Packed:
+def packed_nbytes(buffer: Buffer, records: Records) -> int:
+    """Bytes of the packed form of a buffer."""
+    return buffer.plan.dynamic_offset + sum(map(align, records["dynamic_nbytes"].tolist()))
+
+
+def pack_together(
+    items: Sequence[Buffer | torch.Tensor], known: Mapping[int, Records] = MappingProxyType({})
+) -> Packed:
     """Buffers of one device packed, and bytes as they are, in new memory in this order.
 
-    No buffer has overflowed: those of a plan without `dynamic_capacity` cannot.
+    `known` has the records of some, by number. No buffer has overflowed: those of a plan without
+    `dynamic_capacity` cannot.
     """
     tensors = [memory_of(item) if isinstance(item, Buffer) else item for item in items]
     device = tensors[0].device
-    coded = [(x, m) for x, m in zip(items, tensors, strict=True) if isinstance(x, Buffer)]
-    buffers, memories = [x for x, _ in coded], [memory for _, memory in coded]
-    packed = [replace(buffer.header, dynamic_stride=0).pack() for buffer in buffers]
-    records = iter(_records(buffers, memories))
+    coded = [(i, x) for i, x in enumerate(items) if isinstance(x, Buffer)]
+    others = [(i, x) for i, x in coded if i not in known]
+    found = _records([x for _, x in others], [tensors[i] for i, _ in others])
+    records = {**known, **dict(zip([i for i, _ in others], found, strict=True))}
+    packed = [_packed_header(x.plan) for _, x in coded]
     joined = _upload(np.frombuffer(b"".join(packed), np.uint8), device)
     headers = iter(joined.split(list(map(len, packed))))
     zeros = torch.zeros(ALIGN, dtype=torch.uint8, device=device)
     pieces: list[torch.Tensor] = []
     sizes = []
-    for item, tensor in zip(items, tensors, strict=True):
+    for number, (item, tensor) in enumerate(zip(items, tensors, strict=True)):
         size = 0
         if isinstance(item, Buffer):
             plan = item.plan
             pieces += [next(headers), tensor[plan.header.nbytes : plan.dynamic_offset]]
             size = plan.dynamic_offset
-            for i, used in enumerate(next(records)["dynamic_nbytes"].tolist()):
+            for i, used in enumerate(records[number]["dynamic_nbytes"].tolist()):
                 slot = plan.dynamic_offset + i * plan.dynamic_stride
                 pieces += [tensor[slot : slot + used], zeros[: -used % ALIGN]]
                 size += align(used)
@@ -147,6 +156,14 @@ def pack_together(items: Sequence[Buffer | torch.Tensor]) -> Packed:
             pieces += [tensor, zeros[: -size % ALIGN]]
         sizes.append(size)
     return Packed(torch.cat(pieces), sizes)
+
+
+def _packed_header(plan: Plan) -> bytes:
+    """The header of the packed form of a plan's buffers."""
+    found: bytes | None = plan.__dict__.get("_packed_header")
+    if found is None:
+        found = plan.__dict__["_packed_header"] = replace(plan.header, dynamic_stride=0).pack()
+    return found
 
 
 def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> list[Buffer]:
@@ -173,7 +190,7 @@ def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> lis
                 news.append(_as_torch(xs[i], describe(xs[i])).detach().contiguous())
                 olds.append(_base_on(bases[i], known, place, True).detach())
             memories = memories_of(plans, None, place)
-            encode_rows(plans, news, olds, Memory.addresses(memories))
+            Rows(plans, Memory.addresses(memories), news, olds).encode()
         for i, plan, memory in zip(numbers, plans, memories, strict=True):
             found[i] = Buffer(plan, None, target, memory)
     return found
@@ -214,6 +231,10 @@ class Together:
             for head, first, over in zip(self._heads, firsts, self._over, strict=True)
         ]
         self._checked = False
+        self._rows: dict[tuple[int, ...], Rows] = {}
+        with _scope(place, info.library):
+            #: Status words of all.
+            self._words = torch.zeros(len(coded), dtype=torch.int64, device=place)
 
     def digests(self) -> list[int]:
         """Check all of the buffers: the digests of what they hold, as specs/delta.md says.
@@ -226,25 +247,34 @@ class Together:
                 torch.empty_like(x) if goal == "out" else x
                 for x, goal in zip(self._outs, goals, strict=True)
             ]
-            statuses = self._statuses()
-            self._launch(outs, goals, statuses)
-            _settle(statuses)
+            self._words.zero_()
+            self._launch(outs, goals)
+            self.settle()
             self._checked = True
             made = iter(digests_of([x for x, g in zip(outs, goals, strict=True) if g == "out"]))
         return [next(made) if known is None else known for known in self._digests]
 
     def write(self) -> None:
         """Decode to the arrays. One whose base has changed since is not written."""
-        with _scope(self._place, self._library):
-            statuses = self._statuses()
-            if not self._checked:
-                self._launch(self._outs, ["check" if o else None for o in self._over], statuses)
-            goals: list[Goal | None] = ["base" if over else "out" for over in self._over]
-            self._launch(self._outs, goals, statuses)
-            _settle(statuses)
+        self.start()
+        self.settle()
 
-    def _statuses(self) -> torch.Tensor:
-        return torch.zeros(len(self._outs), dtype=torch.int64, device=self._place)
+    def start(self) -> None:
+        """As `write`, but damage is found by `settle`."""
+        with _scope(self._place, self._library):
+            self._words.zero_()
+            if not self._checked:
+                self._launch(self._outs, ["check" if over else None for over in self._over])
+            goals: list[Goal | None] = ["base" if over else "out" for over in self._over]
+            self._launch(self._outs, goals)
+
+    def settle(self) -> None:
+        """Wait for the device. Raises FormatError for the first buffer that it found damaged."""
+        with _scope(self._place, self._library):
+            for number, word in enumerate(self._words.cpu().tolist()):
+                error = problem(word) if word else None
+                if error is not None:
+                    raise _numbered(error, number)
 
     def _grouped(self) -> dict[Any, list[int]]:
         """Numbers of the buffers that are decoded together, by what they have in common; by None
@@ -266,35 +296,53 @@ class Together:
             groups.setdefault(key, []).append(i)
         return groups
 
-    def _launch(
-        self, outs: Sequence[torch.Tensor], goals: Sequence[Goal | None], statuses: torch.Tensor
-    ) -> None:
+    def _launch(self, outs: Sequence[torch.Tensor], goals: Sequence[Goal | None]) -> None:
         """Decode to `outs`, as `goals` say; None: not."""
-        words = statuses.data_ptr() + 8 * np.arange(len(outs))
+        words = self._words.data_ptr() + 8 * np.arange(len(outs))
         for key, numbers in self._groups.items():
             if key is None:
                 for i in numbers:
                     if goals[i] is not None:
-                        self._decode(i, outs[i], statuses[i : i + 1])
+                        self._decode(i, outs[i])
                 continue
             for goal in ("out", "check", "base"):
                 some = [i for i in numbers if goals[i] == goal]
                 if not some:
                     continue
-                heads = [self._heads[i] for i in some]
-                plans = [head.plan for head in heads]
-                starts = np.array([at for head in heads for at in head.dynamic_at], np.int64)
-                used = np.array([r.dynamic_nbytes for h in heads for r in h.records], np.int64)
-                data = addresses([self._data[i] for i in some])
-                targets, bases = [outs[i] for i in some], [self._bases[i] for i in some]
-                packed = starts, used
                 if isinstance(key, DType):
+                    heads = [self._heads[i] for i in some]
+                    plans, data = [head.plan for head in heads], self._addresses(some)
+                    targets, packed = [outs[i] for i in some], _dynamic_of(heads)
                     decode_places(key, plans, data, targets, words[some], packed=packed)
                 else:
-                    decode_rows(plans, data, bases, targets, words[some], goal, packed=packed)
+                    self._rows_of(some, outs, words, goal).decode(goal)
 
-    def _decode(self, i: int, out: torch.Tensor, status: torch.Tensor) -> None:
-        """Decode a buffer that no batch takes; see `_launch` of `tightwire.gpu` for `status`."""
+    def _rows_of(
+        self, some: list[int], outs: Sequence[torch.Tensor], words: Words, goal: Goal
+    ) -> Rows:
+        """The table of some buffers; that of those that are written over their bases is kept."""
+        key = tuple(some)
+        if goal != "out" and key in self._rows:
+            return self._rows[key]
+        heads = [self._heads[i] for i in some]
+        made = Rows(
+            [head.plan for head in heads],
+            self._addresses(some),
+            [outs[i] for i in some],
+            [self._bases[i] for i in some],
+            words[some],
+            packed=_dynamic_of(heads),
+        )
+        if goal != "out":
+            self._rows[key] = made
+        return made
+
+    def _addresses(self, some: list[int]) -> Words:
+        """Where some buffers start."""
+        return addresses([self._data[i] for i in some])
+
+    def _decode(self, i: int, out: torch.Tensor) -> None:
+        """Decode a buffer that no batch takes."""
         head, data, base = self._heads[i], self._data[i], self._bases[i]
         plan = head.plan
         kernels = _kernels(plan, False, base is not None)
@@ -307,7 +355,9 @@ class Together:
                 starts = _upload(np.array(head.dynamic_at, np.int64), data.device)
             source = _Source(kernels, plan, data, starts)
             against = base if plan.needs_base else None
-            _launch(source, out, 0, plan.nelem, True, None, base=against, status=status)
+            _launch(
+                source, out, 0, plan.nelem, True, None, base=against, status=self._words[i : i + 1]
+            )
         except FormatError as error:
             raise _numbered(error, i) from None
 
@@ -357,12 +407,10 @@ def _digest_in(head: Head, first: Bytes) -> int | None:
     return int.from_bytes(first[at + 8 : at + 16].tobytes(), "little")
 
 
-def _settle(statuses: torch.Tensor) -> None:
-    """Raise FormatError for the first buffer in which kernels found damage. Waits for the device."""
-    for number, word in enumerate(statuses.cpu().tolist()):
-        error = problem(word) if word else None
-        if error is not None:
-            raise _numbered(error, number)
+def _dynamic_of(heads: Sequence[Head]) -> tuple[Words, Words]:
+    """Where dynamic parts start in packed buffers, and their bytes, of all chunks."""
+    starts = np.array([at for head in heads for at in head.dynamic_at], np.int64)
+    return starts, np.array([r.dynamic_nbytes for h in heads for r in h.records], np.int64)
 
 
 def _numbered(error: FormatError, number: int) -> FormatError:

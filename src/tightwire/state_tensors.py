@@ -48,6 +48,7 @@ class ArrayState:
         self.arrays = dict(tensors)
         check_names(self.arrays)
         self._kinds: dict[str, Kind] = {}
+        self._memories: dict[str, Hashable] = {}
         for name, x in self.arrays.items():
             with naming_call(f"{label}[{name!r}]"):
                 if arrays.is_float4(x):
@@ -74,8 +75,9 @@ class ArrayState:
 
     def memory(self, name: str) -> Hashable:
         """See `State`."""
-        found: Hashable = arrays.memory_of(self.arrays[name])
-        return found
+        if name not in self._memories:
+            self._memories[name] = arrays.memory_of(self.arrays[name])
+        return self._memories[name]
 
 
 class FilesState:

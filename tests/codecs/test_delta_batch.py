@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import tightwire as tw  # noqa: E402
-from tightwire.codecs import delta_batch_triton  # noqa: E402
 from tightwire.codecs.common import frame_triton  # noqa: E402
+from tightwire.codecs.delta_batch_triton import Rows  # noqa: E402
 from tightwire.engine import parse  # noqa: E402
 from tightwire.formats.dtypes import BY_NAME  # noqa: E402
 
@@ -96,7 +96,7 @@ class Case:
         at = np.array([s.data_ptr() for s in srcs])
         goals: list[Any] = ["check", "base"] if goal == "base" else [goal]
         for one in goals:
-            delta_batch_triton.decode_rows(self.plans, at, bases, outs, words, one, **options)
+            Rows(self.plans, at, outs, bases, words, **options).decode(one)
         problems = [frame_triton.problem(int(word)) for word in statuses]
         return outs, ["" if p is None else p.reason for p in problems]
 
@@ -125,7 +125,7 @@ def test_bytes_of_single_calls(dtype: str, form: str, place: str) -> None:
     for tensors in (TENSORS, [TENSORS[0], ODD]):
         case = Case(dtype, place, tensors, form, checksum=form == "difference")
         outs = case.outs()
-        delta_batch_triton.encode_rows(case.plans, case.xs, case.bases, outs)
+        Rows(case.plans, outs, case.xs, case.bases).encode()
         for plan, out, expected in zip(case.plans, outs, case.expected, strict=True):
             assert bytes(tw.Buffer.wrap(plan, out)) == bytes(expected)
         packed, places = case.packed()

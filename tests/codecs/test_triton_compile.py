@@ -494,11 +494,11 @@ def deltas(kernels: Any, x: Any, everything: bool) -> None:
         batch: Any = importlib.import_module("tightwire.codecs.delta_batch_triton")
         plan = tw.codec("delta").plan((x.numel(),), str(x.dtype)[6:], chunks=2)
         src = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        batch.encode_rows([plan], [x], [x], [src])
+        batch.Rows([plan], [src], [x], [x]).encode()
         packed = np.full(2, plan.dynamic_offset), np.zeros(2, np.int64)
         words = np.array([status.data_ptr()])
         for goal in ("out", "check", "base"):
-            batch.decode_rows([plan], [src], [x], [x], words, goal, packed=packed)
+            batch.Rows([plan], [src], [x], [x], words, packed=packed).decode(goal)
 
 
 def build(form: Form, target: str) -> dict[str, Any]:

@@ -111,7 +111,12 @@ def test_packed_bytes_are_those_of_each_buffer(place: str) -> None:
         range(200)
     ) + bytes(56)
     buffers = [case.buffer for case in some]
-    assert gpu_together.packed_sizes(buffers) == [buffer.nbytes for buffer in buffers]
+    records = gpu_together.records_of(buffers)
+    sizes = [gpu_together.packed_nbytes(*pair) for pair in zip(buffers, records, strict=True)]
+    assert sizes == [buffer.nbytes for buffer in buffers]
+    known = {1: records[1], 3: records[3]}
+    again = split(gpu_together.pack_together(items, known))
+    assert [piece.cpu().numpy().tobytes() for piece in again] == found
 
 
 def test_tensors_come_back(place: str) -> None:

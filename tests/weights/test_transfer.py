@@ -651,7 +651,7 @@ def test_on_a_device_tensors_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> N
 
     def messages(self: Any, announcement: Any, streams: Any) -> Any:
         for stream, bucket in announcement.messages(streams):
-            yield self.on_device(stream, bucket)
+            yield self.finish(self.begin(stream, bucket))
 
     monkeypatch.setattr(publishing.Encoder, "messages", messages)
 
