@@ -129,12 +129,30 @@ class Comparisons:
         for, it is the first call of a kind; all ranks know the shape, so that it is the first on
         each of them.
         """
+        if not self._is_known(call, like):
+            self.compare(call, like, there, here)
+            self._know(call)
+
+    def compare_first(
+        self, call: Call, like: Any, arriving: tensors.PendingHostCopy, digests: Sequence[int]
+    ) -> None:
+        """As `compare_new`, by descriptors that were sent before data.
+
+        What has arrived by chance does not count: a rank that raises must not leave the others with
+        an exchange that it does not join.
+        """
+        if not self._is_known(call, like):
+            self.compared(call, arriving, digests)
+            self._know(call)
+
+    def _is_known(self, call: Call, like: Any) -> bool:
+        """Whether a call needs no comparison before its data move."""
         known = self._size == 1 or (tensors.is_cuda(like) and call.kind in self._known)
-        if known or call.compared:
-            return
+        return known or call.compared
+
+    def _know(self, call: Call) -> None:
         if len(self._known) >= _MOST:
             self._known.clear()
-        self.compare(call, like, there, here)
         self._known.add(call.kind)
 
     def compare_shape(self, call: Call, like: Any, info: ArrayInfo, *more: int) -> None:
@@ -161,8 +179,11 @@ class Comparisons:
             self.check_late(call, late)
 
     def check_late(self, call: Call, late: PendingDescriptors) -> None:
-        """Settle `late`: now if it is on the host, or has to be, else with the call's verdict."""
-        if self._session.verify or late.arriving.done():
+        """Settle `late`: now if it is on the host, or has to be, else with the call's verdict.
+
+        What a GPU has sent by chance already is settled then, too, as on the other ranks.
+        """
+        if self._session.verify or late.arriving.on_host:
             late.settle(call, self._transport.timeout)
         else:
             call.late.append(late)

@@ -71,8 +71,7 @@ class Steps:
                 with call.stage("sizes"):
                     self._transport.all_to_all(receive.descriptor_bytes, send.descriptor_bytes)
                     arriving = receive.arriving(both)
-                    if arriving.done():
-                        self.comparisons.compared(call, arriving, digests)
+                    self.comparisons.compare_first(call, send.memory, arriving, digests)
                 continue
             with call.stage("static"):
                 if receive.statics is None or send.statics is None:
@@ -129,8 +128,7 @@ class Steps:
                 with call.stage("sizes"):
                     self._transport.all_gather(receive.descriptor_bytes, mine[0])
                     arriving = receive.arriving(receive.descriptors)
-                    if arriving.done():
-                        self.comparisons.compared(call, arriving, digests)
+                    self.comparisons.compare_first(call, send.memory, arriving, digests)
             else:
                 with call.stage("static"):
                     self._transport.all_gather(receive.statics, mine[1])

@@ -368,6 +368,11 @@ class PendingHostCopy:
         if self._event is not None:
             self._event.record(stream)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the array is in host memory, and so here at once."""
+        return self._event is None
+
     def done(self) -> bool:
         """True if `wait` would not wait."""
         return self._event is None or bool(self._event.query())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import tightwire as tw
@@ -18,7 +20,9 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("PyTorch was built without gloo", allow_module_level=True)
 
+from tightwire.adapters.collectives import comparisons, tensors  # noqa: E402
 from tightwire.adapters.collectives.path_selection import Measured  # noqa: E402
+from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
 from tightwire.adapters.transports.torch_dist import TorchDist  # noqa: E402
 
 #: In seconds, after which the sender of a message gives up a receiver that has raised.
@@ -127,3 +131,53 @@ def test_mismatched_calls_raise_and_no_process_ends(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     join({"mismatched": mismatched}, sys.argv[1:])
+
+
+class Noting:
+    """A transport that notes its exchanges."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._transport, name)
+        if name not in ("all_gather", "all_to_all", "all_to_all_v"):
+            return found
+
+        def noted(*args: Any) -> None:
+            self.made.append(name)
+            found(*args)
+
+        return noted
+
+
+class OnGPU:
+    """The functions for tensors, as if all were on a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda x: True) if name == "is_cuda" else getattr(tensors, name)
+
+
+@pytest.mark.parametrize("sizes", ["first", "between"])
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+def test_what_arrives_early_on_one_rank_leaves_no_exchange(
+    collective: str, sizes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where descriptors of a GPU are on the host of one rank before those of another."""
+    mine = threading.local()
+    monkeypatch.setattr(comparisons, "tensors", OnGPU())
+    monkeypatch.setattr(tensors.PendingHostCopy, "on_host", False)
+    monkeypatch.setattr(tensors.PendingHostCopy, "done", lambda self: mine.rank == 0)
+
+    def task(transport: ThreadTransport) -> list[str]:
+        mine.rank = transport.rank
+        noting = Noting(transport)
+        comm = tw.Communicator(cast(Any, noting), sizes=sizes)
+        shape = (4, 2) if transport.rank == 0 else (2, 4)
+        with pytest.raises(tw.CollectiveError, match="make another call"):
+            getattr(comm, collective)(np.zeros(shape, np.float32))
+        return noting.made
+
+    first, second = run_ranks(2, task, timeout=20.0)
+    assert first == second

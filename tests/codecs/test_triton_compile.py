@@ -138,8 +138,10 @@ ALLOWED = (
     ),
     Allowed("delta._change_kernel", {}, 16, 16, "places of a tile's parts"),
     Allowed("delta._check_kernel", {}, 16, 0, "a scalar of a chunk"),
-    Allowed("delta._measure_kernel", {}, 16, 16, "a scalar or two of a tile"),
+    Allowed("delta._measure_kernel", {}, 16, 96, "where a tile and its parts are"),
     Allowed("delta._pack_kernel", {}, 0, 96, "places and ends of a tile's parts"),
+    Allowed("delta_batch._measure_rows_kernel", {}, 16, 96, "as of one tensor"),
+    Allowed("delta_batch._pack_rows_kernel", {}, 0, 96, "as of one tensor"),
     Allowed("huffman._decode_kernel", {"item": [8]}, 512, 0, "as the next, of eight planes"),
     Allowed(
         "huffman._decode_kernel",
