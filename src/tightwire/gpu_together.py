@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from .arguments import check_base, check_base_of_buffer
-from .arrays import Target, describe, host_array
+from .arrays import ArrayInfo, Target, describe, host_array
 from .buffer import Buffer
 from .codec import Codec
 from .codecs.common.base import Bytes, Plan
@@ -171,27 +171,30 @@ def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> lis
     chunks=None)` does; those of a dtype are coded in a few launches.
     """
     found: list[Any] = [None] * len(xs)
-    alike: dict[Any, list[int]] = {}
+    planned: dict[Any, Plan] = {}
+    alike: dict[Any, list[tuple[int, Plan, ArrayInfo]]] = {}
     for i, x in enumerate(xs):
         info = describe(x)
-        plan = make_plan(codec.spec, info.dtype, info.shape, None)
+        plan = planned.get(info[2:])
+        if plan is None:
+            plan = planned[info[2:]] = make_plan(codec.spec, info.dtype, info.shape, None)
         if plan.codec.name == "delta" and _kernels(plan, False, True) is not None:
-            alike.setdefault(info[:3], []).append(i)
+            alike.setdefault(info[:3], []).append((i, plan, info))
         else:
             found[i] = codec.encode(x, base=bases[i], chunks=None)
-    for (library, device, dtype), numbers in alike.items():
+    for (library, device, _), some in alike.items():
         place, target = _place(library, device, "xs"), Target(library, device)
-        with _scope(place, library):
-            plans = [make_plan(codec.spec, dtype, describe(xs[i]).shape, None) for i in numbers]
+        plans = [plan for _, plan, _ in some]
+        with _scope(place, library), torch.no_grad():
             news, olds = [], []
-            for i, plan in zip(numbers, plans, strict=True):
+            for i, plan, info in some:
                 known = check_base(codec.spec, plan, bases[i])
                 assert known is not None
-                news.append(_as_torch(xs[i], describe(xs[i])).detach().contiguous())
-                olds.append(_base_on(bases[i], known, place, True).detach())
+                news.append(_as_torch(xs[i], info).contiguous())
+                olds.append(_base_on(bases[i], known, place, True))
             memories = memories_of(plans, None, place)
             Rows(plans, Memory.addresses(memories), news, olds).encode()
-        for i, plan, memory in zip(numbers, plans, memories, strict=True):
+        for (i, plan, _), memory in zip(some, memories, strict=True):
             found[i] = Buffer(plan, None, target, memory)
     return found
 
