@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,41 +173,57 @@ def attempt(call: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
         return {"error": told(error)}
 
 
-def main() -> None:
-    """Measure everything, write it down."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+def huffmans() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results of huffman, one by one, and of nvCOMP."""
+    for case in CASES:
+        found = attempt(run_huffman, case)
+        yield "cases", dataclasses.asdict(case) | {"timings": []} | found
+    yield "nvcomp", bench_gpu.beside_nvcomp()
+
+
+def deltas() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results of delta, one by one."""
+    for share in SHARES:
+        for checksum in (False, True) if share == 0.01 else (False,):
+            found = attempt(run_delta, share, checksum)
+            yield "deltas", {"share": share, "checksum": checksum} | found
+
+
+#: By codec what measures it, and the file that it is written to.
+PARTS = {"huffman": (huffmans, "entropy_gpu.json"), "delta": (deltas, "delta_gpu.json")}
+
+
+def record(codec: str, folder: Path) -> bool:
+    """Measure a codec and write down what is found, as it comes; whether all went well."""
+    measured, name = PARTS[codec]
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": bench_gpu.machine(),
         "versions": bench_gpu.versions(),
-        "cases": [],
-        "deltas": [],
     }
-    file = arguments.out / "entropy_gpu.json"
-
-    def save() -> None:
-        fine = [case for case in result["cases"] if case["timings"]]
+    for key, found in measured():
+        if key == "nvcomp":
+            result[key] = found
+        else:
+            result.setdefault(key, []).append(found)
+        fine = [case for case in result.get("cases", []) if case["timings"]]
         if fine:
             result["copy_GB/s"] = bench_gpu.add_rates(fine)
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        (folder / name).write_text(json.dumps(result, indent=1) + "\n")
+    return not any("error" in row for key in ("cases", "deltas") for row in result.get(key, []))
 
+
+def main() -> None:
+    """Measure everything, write it down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--only", choices=PARTS, help="one of the codecs")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     gc.collect()
     gc.freeze()  # every capture collects: let it look at what is new only
-    for case in CASES:
-        found = attempt(run_huffman, case)
-        result["cases"].append(dataclasses.asdict(case) | {"timings": []} | found)
-        save()
-    for share in SHARES:
-        for checksum in (False, True) if share == 0.01 else (False,):
-            found = attempt(run_delta, share, checksum)
-            result["deltas"].append({"share": share, "checksum": checksum} | found)
-            save()
-    result["nvcomp"] = bench_gpu.beside_nvcomp()
-    save()
-    sys.exit(any("error" in found for found in result["cases"] + result["deltas"]))
+    chosen = PARTS if arguments.only is None else [arguments.only]
+    sys.exit(not all([record(codec, arguments.out) for codec in chosen]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Turn entropy_gpu.json, which bench_entropy.py writes, into a page; report.py calls it."""
+"""Turn what bench_entropy.py writes into a page; report.py calls it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,43 @@ from gpu_report import DATA, cold, fraction, nvcomp_lines, spread, timings
 DIETGPU = "DietGPU on an H200, of another run (2026-11-20): 0.674, 535 and 929 GB/s at 256 MiB."
 
 
-def lines(recorded: dict[str, Any]) -> list[str]:
-    """The page."""
-    machine, found = recorded["machine"], recorded["versions"]
-    versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "triton", "tightwire"))
+def lines(recorded: dict[str, Any] | None, deltas: dict[str, Any] | None) -> list[str]:
+    """The page, from the records of huffman and of delta."""
+    failures: list[str] = []
     page = [
         "# huffman and delta on the GPU",
         "",
-        f"By `bench_entropy.py`, {recorded['date']}: {machine['gpu']}, driver "
-        f"{machine['driver']}, {versions}. Median of graph replays into memory given beforehand, "
-        "results checked before and after, bytes compared with the CPU's. GB/s of tensor bytes. "
-        "Fractions are in bytes moved, of the copy of the same tensors and, in brackets, of the "
-        "largest. Checksum off; no tensor is in the cache when its turn comes.",
+        "By `bench_entropy.py`. Median of graph replays into memory given beforehand, results "
+        "checked before and after, bytes compared with the CPU's. GB/s of tensor bytes. Fractions "
+        "are in bytes moved, of the copy of the same tensors and, in brackets, of the largest. "
+        "Checksum off; no tensor is in the cache when its turn comes.",
+    ]
+    if recorded is not None:
+        page += huffman_lines(recorded, failures)
+    if deltas is not None:
+        page += delta_lines(deltas, failures)
+    return page + (["", "What failed:", "", *failures] if failures else [])
+
+
+def made_on(recorded: dict[str, Any]) -> str:
+    """Date, machine and versions of a record."""
+    machine, found = recorded["machine"], recorded["versions"]
+    versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "triton", "tightwire"))
+    return f"{recorded['date']}: {machine['gpu']}, driver {machine['driver']}, {versions}."
+
+
+def huffman_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
+    """The part on huffman; what failed is added to `failures`."""
+    page = [
         "",
         "## huffman",
+        "",
+        made_on(recorded),
         "",
         "| | MiB | ratio | encode GB/s | of copy | decode GB/s | of copy | decode_add to float32, "
         "of copy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    failures = []
     for case in recorded["cases"]:
         name = f"{case['dtype']}, {shown_data(case)}"
         if "error" in case:
@@ -45,18 +62,16 @@ def lines(recorded: dict[str, Any]) -> list[str]:
     page += ["", "A graph of one call, bfloat16, us (p10 to p90):", ""]
     for t in timings(recorded, how="replay", checksum=False):
         page.append(f"- {t['op']}, {t['mib']} MiB: {spread(t['us'])}")
-    page += delta_lines(recorded["deltas"], failures)
-    page += [*nvcomp_lines(recorded), "", DIETGPU]
-    return page + (["", "What failed:", "", *failures] if failures else [])
+    return [*page, *nvcomp_lines(recorded), "", DIETGPU]
 
 
-def delta_lines(deltas: list[dict[str, Any]], failures: list[str]) -> list[str]:
+def delta_lines(recorded: dict[str, Any], failures: list[str]) -> list[str]:
     """The part on delta; what failed is added to `failures`."""
-    if not deltas:
-        return []
     page = [
         "",
         "## delta",
+        "",
+        made_on(recorded),
         "",
         "A step that changes a share of N(0, 0.02) in bfloat16, 256 MiB. Moved are both tensors "
         "and the buffer, so that a digest of the base before anything is written counts as lost.",
@@ -65,7 +80,7 @@ def delta_lines(deltas: list[dict[str, Any]], failures: list[str]) -> list[str]:
         "GB/s | of copy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in deltas:
+    for row in recorded["deltas"]:
         if "error" in row:
             failures.append(f"- delta, {row['share']:g} changed: {row['error']}")
             continue
@@ -88,9 +103,9 @@ def shown_data(case: dict[str, Any]) -> str:
 
 def write(folder: Path) -> bool:
     """Write entropy_gpu.md if there is a record; whether there is."""
-    record = folder / "entropy_gpu.json"
-    if not record.exists():
+    records = [folder / name for name in ("entropy_gpu.json", "delta_gpu.json")]
+    found = [json.loads(file.read_text()) if file.exists() else None for file in records]
+    if found == [None, None]:
         return False
-    page = "\n".join(lines(json.loads(record.read_text())))
-    (folder / "entropy_gpu.md").write_text(page + "\n")
+    (folder / "entropy_gpu.md").write_text("\n".join(lines(*found)) + "\n")
     return True

@@ -21,6 +21,8 @@ from ...state_tensors import State, memory_key
 Stream = Literal["delta", "whole"]
 #: Most bytes of an announcement: a million tensors.
 MAX_NBYTES = 1 << 28
+#: Messages of differences, which are short, have the tensors of so many messages of whole ones.
+DELTA_BUCKETS = 2
 #: Bytes of the digest of a state.
 DIGEST_NBYTES = 16
 #: A buffer has at most so many bytes more than its tensor, and one for each so many of them.
@@ -62,7 +64,7 @@ class Announced(NamedTuple):
 
 
 class Announcement:
-    """The tensors of a version, and how many bytes of them share a message.
+    """The tensors of a version, and how many bytes of them share a message if they are whole.
 
     It is `Tensors` without elements: names, kinds, and which names are one tensor.
     """
@@ -123,7 +125,8 @@ class Announcement:
         """The tensors of each message, in the order in which they travel."""
         for stream in streams:
             sent = [t for t in self.tensors if stream == "whole" or t.before != t.digest]
-            for bucket in grouped(sent, lambda t: t.nbytes, self.bucket_nbytes):
+            most = self.bucket_nbytes * (DELTA_BUCKETS if stream == "delta" else 1)
+            for bucket in grouped(sent, lambda t: t.nbytes, most):
                 yield stream, bucket
 
     def pack(self) -> bytes:

@@ -282,7 +282,9 @@ class Encoder:
             names = [tensor.names[0] for tensor in based]
             olds = [self._base.arrays[name] for name in names]
             news = [self._state.arrays[name] for name in names]
-            found = dict(zip(names, encode_against(self._delta, news, olds), strict=True))
+            # Longer ones are sent whole.
+            made = encode_against(self._delta, news, olds, most=0.5)
+            found = dict(zip(names, made, strict=True))
         else:
             found = {}
         others = [tensor for tensor in bucket if tensor.names[0] not in found]

@@ -166,9 +166,14 @@ def _packed_header(plan: Plan) -> bytes:
     return found
 
 
-def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> list[Buffer]:
+def encode_against(
+    codec: Codec, xs: Sequence[Any], bases: Sequence[Any], most: float = 1.0
+) -> list[Buffer]:
     """Encode arrays of one device against bases there, each as `codec.encode(x, base=base,
     chunks=None)` does; those of a dtype are coded in a few launches.
+
+    A buffer of these has memory for dynamic parts of `most` of its tensor's bytes; one that needs
+    more has overflowed.
     """
     found: list[Any] = [None] * len(xs)
     planned: dict[Any, Plan] = {}
@@ -177,7 +182,11 @@ def encode_against(codec: Codec, xs: Sequence[Any], bases: Sequence[Any]) -> lis
         info = describe(x)
         plan = planned.get(info[2:])
         if plan is None:
-            plan = planned[info[2:]] = make_plan(codec.spec, info.dtype, info.shape, None)
+            plan = make_plan(codec.spec, info.dtype, info.shape, None)
+            if most < 1:
+                room = int(most * plan.chunk_nelem * info.dtype.itemsize)
+                plan = make_plan(codec.spec, info.dtype, info.shape, None, room)
+            planned[info[2:]] = plan
         if plan.codec.name == "delta" and _kernels(plan, False, True) is not None:
             alike.setdefault(info[:3], []).append((i, plan, info))
         else:

@@ -62,6 +62,12 @@ def changed(weights: dict[str, Any]) -> None:
             x.view(-1)[::97] += 1
 
 
+def scattered(x: Any) -> None:
+    """Other bits everywhere: no difference is shorter than half of them."""
+    bits = x.view(torch.uint8).view(-1)
+    bits.copy_(torch.arange(1, bits.numel() + 1).mul(40503).bitwise_right_shift(7).to(bits))
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     assert a.keys() == b.keys()
     return all(torch.equal(a[name], b[name]) for name in a)
@@ -97,6 +103,30 @@ def test_versions_come_bit_for_bit(place: str, bucket_nbytes: int | None) -> Non
     sent, came = run_ranks(2, task, timeout=PATIENCE)
     assert all(same(a, b) for a, b in zip(sent, came, strict=True))
     assert not same(sent[0], sent[1])
+
+
+def test_what_has_changed_too_much_goes_whole(place: str) -> None:
+    names = "w1", "v", "double", "steps"
+
+    def task(transport: ThreadTransport) -> dict[str, Any]:
+        mine = {name: x for name, x in weights(place, 3).items() if name in (*names, "w2")}
+        if transport.rank == 0:
+            publisher = tw.publish(mine, transport)
+            publisher.send()
+            for name in names:
+                scattered(mine[name])
+            mine["w2"].view(-1)[5] += 1
+            publisher.send()
+        else:
+            subscriber = tw.subscribe(mine, transport)
+            subscriber.update()
+            subscriber.update()
+        return mine
+
+    sent, came = run_ranks(2, task, timeout=PATIENCE)
+    assert all(
+        torch.equal(sent[name].view(torch.uint8), came[name].view(torch.uint8)) for name in sent
+    )
 
 
 def test_damage_is_named_and_changes_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
