@@ -43,7 +43,7 @@ DIGESTS_NBYTES = 16
 KEY_STEP = 0x9E3779B1
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 #: Bytes of work memory of a tile on a GPU.
-TILE_SCRATCH = 8448
+TILE_SCRATCH = 16640
 
 #: Bytes of which a digest is found at a time.
 _AT_ONCE = 1 << 17

@@ -30,6 +30,7 @@ from .delta_scan_triton import (
     STATE,
     fill_list,
     listed,
+    note_needed,
     scan_tile,
     sizes_of,
 )
@@ -287,7 +288,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
             while window < n:
                 n = entries
                 tl.debug_barrier()
-                if (dense != 0) | (step == 0):
+                if (dense != 0) | (step == 0) | (entries > MOST_LISTED):
                     n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
                 if step == 0:
                     entries, n = n, m * 0
@@ -298,8 +299,6 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
                     )
                 window += MOST_LISTED
         if step == 0:
-            dense = dense | (entries > MOST_LISTED).to(tl.int32)
-            # Where groups were noted.
             _clear_words(info + COUNTS, 2 * MOST_COUNTS)
     tl.atomic_add(t.sums + 2, digest.to(tl.int64, bitcast=True), sem="relaxed")
     total = tl.sum(changes, 0)
@@ -314,7 +313,13 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
         many = tl.minimum(changes, sizes - changes)
         lists, low, lows = _lists(changes, sizes)
         need = tl.sum(tl.where((2 * changes > sizes) & (many > 0), 1 << c, 0), 0)
-        dense = dense | (need != 0).to(tl.int32)
+        if need != 0:
+            kept = m * 0 + MOST_GROUPS + 1
+            if L.aligned and L.classes > 1:
+                if (dense == 0) & (m == TILE):
+                    kept = note_needed(base, x, info, m, center, need, L)
+            groups = kept
+            dense = dense | (kept > MOST_GROUPS).to(tl.int32)
         sections = tl.where(dense != 0, (m + SECTION - 1) // SECTION, 1)
         state = c * 0, gap_bits, exceptions, quotients, low_total
         for section in range(sections):
@@ -322,7 +327,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
             while window < n:
                 n = entries
                 tl.debug_barrier()
-                if dense != 0:
+                if (dense != 0) | (need != 0) | (entries > MOST_LISTED):
                     n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
                 upto = tl.minimum(n - window, MOST_LISTED)
                 state = _weigh_list(base, x, info, upto, center, scale, lists, lows, state, L)
@@ -353,6 +358,7 @@ def measure_one(x_ptr, from_ptr, t, L: tl.constexpr):
     tl.store(info + STATE, dense)
     tl.store(info + STATE + 1, entries)
     tl.store(info + STATE + 2, need)
+    tl.store(info + STATE + 5, groups)
     if (words > 0) & (words <= SLOT_WORDS) & (plain == 0):
         tl.debug_barrier()
         _write_tile(base, x, m, info, info + SLOT, words, L)
@@ -397,7 +403,7 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
     gap_bits = tl.load(info + 24 + c)
     total = tl.load(info + 7)
     dense, entries = tl.load(info + STATE), tl.load(info + STATE + 1)
-    need = tl.load(info + STATE + 2)
+    need, groups = tl.load(info + STATE + 2), tl.load(info + STATE + 5)
     lists, low, lows = _lists(changes, sizes)
     one = c == 0
     head = m * 0 + 1
@@ -443,8 +449,8 @@ def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
         while window < n:
             n = entries
             tl.debug_barrier()
-            if dense != 0:
-                n = fill_list(base, x, info, m * 0, section, dense, m, center, need, window, L)
+            if (dense != 0) | (need != 0) | (entries > MOST_LISTED):
+                n = fill_list(base, x, info, groups, section, dense, m, center, need, window, L)
             upto = tl.minimum(n - window, MOST_LISTED)
             places, state = _write_list(
                 base, x, info, upto, words, center, scale, lists, low, lows, places, state, L

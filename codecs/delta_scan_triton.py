@@ -30,11 +30,12 @@ GROUP, ROWS, SECTION = tl.constexpr(16), tl.constexpr(128), tl.constexpr(2048)
 #: Groups whose elements are listed at a time, and elements of a list that are looked at at a time.
 _AT_ONCE, PIECE = tl.constexpr(32), tl.constexpr(128)
 #: Where parts of a tile's work memory start, in words: counts of classes before each section; what
-#: is known of the list; groups with changes; the list; of elements of up to 2 bytes, those of base
-#: and tensor. The memory of groups then has numbers in the order of classes, and a tile's words.
-TABLE, STATE, GROUPS, LIST, PAIRS = (tl.constexpr(n) for n in (32, 64, 80, 960, 1536))
-MOST_GROUPS = tl.constexpr((LIST.value - GROUPS.value) // 2)
-MOST_LISTED = tl.constexpr(WORDS.value - PAIRS.value)
+#: is known of the list; all groups of a section; the list; of elements of up to 2 bytes, those of
+#: base and tensor; groups that have any of the list's elements. The memory of a section's groups
+#: then has numbers in the order of classes, and a tile's words.
+TABLE, STATE, GROUPS, LIST, PAIRS, KEPT = (tl.constexpr(n) for n in (32, 64, 80, 960, 1536, 2112))
+MOST_LISTED = tl.constexpr(KEPT.value - PAIRS.value)
+MOST_GROUPS = tl.constexpr((WORDS.value - KEPT.value) // 2)
 SORTED = GROUPS
 SLOT = tl.constexpr(GROUPS.value + 2 * ROWS.value)
 SLOT_WORDS = tl.constexpr(LIST.value - SLOT.value)
@@ -106,13 +107,16 @@ def _scan_section(
     groups,
     counts,
     digest,
+    need,
     L: tl.constexpr,
     WHOLE: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Note the groups of a section that have changes; (groups, counts of classes, digest) with it.
 
     `word` is the number of the tile's first word in its chunk. WHOLE: all of the section is there,
-    and at a multiple of 4 bytes.
+    and at a multiple of 4 bytes. AGAIN: note, at KEPT, groups with elements of classes in `need`,
+    too; the digest is known.
     """
     WIDE: tl.constexpr = GROUP * L.item // 4
     PER: tl.constexpr = 4 // L.item
@@ -125,12 +129,16 @@ def _scan_section(
         number += tl.arange(0, 4)[None, :]
         v = _words_at(base, number, m, L.item, WHOLE)
         y = _words_at(x, number, m, L.item, WHOLE)
-        digest += v.to(tl.uint64) * keys_of(word + number.to(tl.uint32)).to(tl.uint64)
+        if not AGAIN:
+            digest += v.to(tl.uint64) * keys_of(word + number.to(tl.uint32)).to(tl.uint64)
         differs |= v ^ y
         if L.classes > 1:
             for h in tl.static_range(PER):
                 e = exponents_of(v >> (8 * L.item * h), L)
-                one = (number * 0 + 1) << (class_of(e, center, L) * _SMALL)
+                c = class_of(e, center, L)
+                if AGAIN:
+                    differs |= ((need >> c) & 1).to(tl.uint32)
+                one = (number * 0 + 1) << (c * _SMALL)
                 if not WHOLE:
                     one = tl.where(number * PER + h < m, one, 0)
                 ones += one
@@ -142,7 +150,7 @@ def _scan_section(
     total = tl.sum(own, 0)
     k = groups + (before >> 48).to(tl.int32)
     entry = (before & _BELOW) | ((row + section * ROWS).to(tl.int64) << 48)
-    noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
+    noted = (info + KEPT).to(tl.pointer_type(tl.int64))
     tl.store(noted + k, entry, mask=(differs != 0) & (k < MOST_GROUPS))
     table = (info + TABLE).to(tl.pointer_type(tl.int64))
     tl.store(table + section, counts)
@@ -161,13 +169,29 @@ def scan_tile(base, x, info, m, begin, center, L: tl.constexpr):
         whole = m * 0
     for section in range(0, whole):
         groups, counts, digest = _scan_section(
-            base, x, info, section, m, word, center, groups, counts, digest, L, True
+            base, x, info, section, m, word, center, groups, counts, digest, m * 0, L, True, False
         )
     for section in range(whole, (m + SECTION - 1) // SECTION):
         groups, counts, digest = _scan_section(
-            base, x, info, section, m, word, center, groups, counts, digest, L, False
+            base, x, info, section, m, word, center, groups, counts, digest, m * 0, L, False, False
         )
     return groups, counts, tl.sum(tl.sum(digest, 1), 0)
+
+
+@triton.jit
+def note_needed(base, x, info, m, center, need, L: tl.constexpr):
+    """Note the groups of a whole tile that have changes, or elements of classes in `need`; how many
+    there are.
+    """
+    groups, counts = m * 0, (m * 0).to(tl.int64)
+    none = tl.zeros([ROWS, 4], tl.uint64)
+    tl.debug_barrier()
+    for section in range(0, TILE // SECTION):
+        groups, counts, _ = _scan_section(
+            base, x, info, section, m, m * 0, center, groups, counts, none, need, L, True, True
+        )
+    tl.debug_barrier()
+    return groups
 
 
 @triton.jit
@@ -243,16 +267,14 @@ def _expand(base, x, info, slot, group, m, center, need, found, window, L: tl.co
 
 
 @triton.jit
-def _number(base, x, info, at, many, m, center, L: tl.constexpr):
+def _number(base, x, info, noted, at, many, m, center, L: tl.constexpr):
     """Put into the list the numbers of elements among those of their class, instead of slots."""
     PART: tl.constexpr = 16 // L.item
     i = at + tl.arange(0, _AT_ONCE)
     use = i < many
     entry = tl.load(info + LIST + i, mask=use, other=0)
     place = entry & (TILE - 1)
-    fields = tl.load(
-        (info + GROUPS).to(tl.pointer_type(tl.int64)) + (entry >> LOG_TILE), mask=use, other=0
-    )
+    fields = tl.load(noted + (entry >> LOG_TILE), mask=use, other=0)
     table = tl.load(
         (info + TABLE).to(tl.pointer_type(tl.int64)) + place // SECTION, mask=use, other=0
     )
@@ -290,7 +312,8 @@ def fill_list(base, x, info, groups, section, dense, m, center, need, window, L:
     Of each element the list has its place, and its number among those of its class.
     """
     r = tl.arange(0, _AT_ONCE)
-    noted = (info + GROUPS).to(tl.pointer_type(tl.int64))
+    start = tl.where(dense != 0, GROUPS, KEPT)
+    noted = (info + start).to(tl.pointer_type(tl.int64))
     tl.debug_barrier()
     if dense != 0:
         _note_all(base, x, info, section, m, center, L)
@@ -305,7 +328,7 @@ def fill_list(base, x, info, groups, section, dense, m, center, need, window, L:
     tl.debug_barrier()
     many = tl.minimum(found - window, MOST_LISTED)
     for at in range(0, many, _AT_ONCE):
-        _number(base, x, info, at, many, m, center, L)
+        _number(base, x, info, noted, at, many, m, center, L)
     tl.debug_barrier()
     return found
 

@@ -99,6 +99,27 @@ def test_several_tiles() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("dtype", "rate"), [("bfloat16", 3e-7), ("bfloat16", 7e-7), ("float8_e4m3fn", 1e-5)]
+)
+def test_steps_that_change_most_of_the_small_elements(dtype: str, rate: float) -> None:
+    """Of whole tiles lists have what has not changed, too; the more, the larger the step."""
+    rng = np.random.default_rng(5)
+    kind = BY_NAME[dtype]
+    masters = rng.normal(0, 0.02 if kind.itemsize > 1 else 16, 33_100).astype(np.float32)
+    moves = rng.normal(0, rate * (1 if kind.itemsize > 1 else 3e3), masters.size)
+    old, new = (
+        tensor(v.astype(np.float32).astype(kind.numpy).view(kind.bits), dtype)
+        for v in (masters, masters + moves)
+    )
+    codec = tw.codec("delta")
+    buf = codec.encode(new, base=old, backend="triton")
+    assert bytes(buf) == bytes(codec.encode(new, base=old, backend="cpu"))
+    y = tw.decode(buf, base=old, backend="triton")
+    assert torch.equal(y.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("dtype", "share", "most"), [("bfloat16", 0.08, 3), ("float32", 0.03, 900), ("int8", 0.3, 9)]
 )
 def test_more_changes_than_are_listed(dtype: str, share: float, most: int) -> None:
