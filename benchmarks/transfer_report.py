@@ -27,8 +27,8 @@ def _line(link: str, row: dict[str, Any], native: dict[str, Any]) -> str:
     faster, pause = native["ms"] / row["ms"], row["pause_ms"] / native["ms"]
     asked = ""
     if link == "p2p off" and key in ASKED:
-        met = faster >= ASKED[key] and pause <= PAUSE
-        asked = f"{ASKED[key]:g}, pause {PAUSE:g}" + ("" if met else ", not met")
+        verdicts = {f"{ASKED[key]:g}": faster >= ASKED[key], f"pause {PAUSE:g}": pause <= PAUSE}
+        asked = "; ".join(f"{what}: {'' if met else 'not '}met" for what, met in verdicts.items())
     return (
         f"| {key.removeprefix('transfer, ')} | {row['ms']:.1f} | {row['least_ms']:.1f} | "
         f"{faster:.2f} | {row['pause_ms']:.2f} | {pause:.3f} | {row['sent'] / row['nbytes']:.4f} | "

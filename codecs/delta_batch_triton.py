@@ -308,9 +308,7 @@ class Rows:
         """Encode tensors into buffers, as `delta_triton.encode` does one."""
         plan = self._plan
         self._batch.begin()
-        scan, measure, pack = _encode_variants(
-            plan.codec, plan.dtype, plan.checksum, self._aligned
-        )
+        scan, measure, pack = _encode_variants(plan.codec, plan.dtype, plan.checksum, self._aligned)
         tiles, chunks = self._launchers()
         tiles(scan)
         tiles(measure)

@@ -41,7 +41,7 @@ from .aside import Aside
 from .announcement import DIGEST_NBYTES, Announced, Announcement, Stream, state_digest
 from .rounds import NONE, Group, Meeting, Message, Status
 
-#: Bytes of tensors that share a message, and on a GPU, which waits for the host after each.
+#: Bytes of tensors that share a message, and on a GPU, where each costs the host milliseconds.
 BUCKET_NBYTES, BUCKET_NBYTES_ON_GPU = 32 << 20, 256 << 20
 
 
@@ -152,7 +152,9 @@ class TransportPublisher:
         known = self._digests
         old = self._forget()
         names = [] if old is None else [n for n in old.names if n in digests]
-        usable = {n: old.arrays[n] for n in names if old is not None and old.kind(n) == state.kind(n)}
+        usable = {
+            n: old.arrays[n] for n in names if old is not None and old.kind(n) == state.kind(n)
+        }
         # Memory that is of no use is freed before other is taken.
         del old
         same = {n for n in usable if digests[n] == known[n]}
@@ -442,7 +444,9 @@ def _needed(tensor: Announced) -> int:
 
 
 def _copies(
-    state: ArrayState, usable: Mapping[str, Any] = MappingProxyType({}), same: Set[str] = frozenset()
+    state: ArrayState,
+    usable: Mapping[str, Any] = MappingProxyType({}),
+    same: Set[str] = frozenset(),
 ) -> dict[str, Any]:
     """Copies of all arrays by name.
 

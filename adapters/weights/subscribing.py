@@ -170,7 +170,7 @@ class TransportSubscriber:
     ) -> Iterator[tuple[Stream, list[Announced], Message | None]]:
         """The messages as they come, None for the last one if the publisher has given up.
 
-        On a GPU one is on its way while the one before is decoded.
+        On a GPU one is pending while the one before is decoded.
         """
         aside = Aside(self._group.device if on_gpu else None)
         before: tuple[Stream, list[Announced], Made] | None = None
