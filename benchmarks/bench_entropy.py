@@ -223,7 +223,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # every capture collects: let it look at what is new only
     chosen = PARTS if arguments.only is None else [arguments.only]
-    sys.exit(not all([record(codec, arguments.out) for codec in chosen]))
+    # Each is measured, whatever failed before.
+    fine = [record(codec, arguments.out) for codec in chosen]
+    sys.exit(not all(fine))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from .common.frame_triton import (
     CHUNK,
     CHUNK_PAYLOAD,
     LATE,
-    check_header,
     check_record,
     check_whole,
     chunk_kind,

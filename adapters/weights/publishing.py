@@ -16,7 +16,6 @@ import numpy as np
 
 from ... import arrays
 from ...arguments import thread_count
-from ...buffer import Buffer
 from ...codec import Codec
 from ...delta_directory import save_delta
 from ...delta_files import check_version, delta_files, newest_version
@@ -37,8 +36,8 @@ from ...storage import PathLike
 from ..collectives import tensors
 from ..errors import CollectiveError
 from ..transports.base import Transport
-from .aside import Aside
 from .announcement import DIGEST_NBYTES, Announced, Announcement, Stream, state_digest
+from .aside import Aside
 from .rounds import NONE, Group, Meeting, Message, Status
 
 #: Bytes of tensors that share a message, and on a GPU, where each costs the host milliseconds.

@@ -384,7 +384,7 @@ def decode_together(coded: Sequence[Coded], max_nbytes: int = MAX_NBYTES) -> Non
 
 
 def dtype_of_batch(plan: Plan) -> DType | None:
-    """The element type by whose kernels `decode_places` takes buffers of a plan; None: it does not."""
+    """By the kernels of which element type `decode_places` takes buffers of a plan, if at all."""
     if plan.codec.name == "raw":
         return RAW_AS[min(plan.dtype.itemsize, 4)]
     if plan.codec.name == "zipccl" and _kernels_for("zipccl", plan.dtype, False) is not None:
