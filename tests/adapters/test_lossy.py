@@ -205,6 +205,10 @@ class Late(tensors.PendingHostCopy):
         super().__init__(tensors.copied(x))
         self.came = False
 
+    @property
+    def on_host(self) -> bool:
+        return False
+
     def done(self) -> bool:
         return self.came
 
