@@ -655,7 +655,7 @@ def _check_plain(base, words, count, m, begin, ITEM: tl.constexpr):
 
 @triton.jit
 def _decode(base, out, words, count, m, begin, info, lo, hi, L: tl.constexpr):
-    """Decode a coded tile, see `change_kernel`; (terms of changes, what is known, bad)."""
+    """Decode a coded tile, see `change_one`; (terms of changes, what is known, bad)."""
     bad, total, scale, exceptions, sign_at, gap_at = _find(base, words, count, m, info, L)
     terms = tl.zeros([], tl.uint64)
     if bad == 0:

@@ -394,7 +394,7 @@ def _clear_words(words, count):
 
 @triton.jit
 def _write_tile(base, x, m, info, words, count, L: tl.constexpr):
-    """A coded tile, by what `measure_kernel` has found of it."""
+    """A coded tile, by what `measure_one` has found of it."""
     c = tl.arange(0, 8)
     _clear_words(words, count)
     tl.debug_barrier()

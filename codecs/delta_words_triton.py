@@ -21,9 +21,8 @@ _SHIFT0, _FACTOR0, _SHIFT1, _FACTOR1, _SHIFT2 = (tl.constexpr(n) for n in delta.
 MOST_WORDS = tl.constexpr(1 << 17)
 #: Elements of a piece.
 PIECE = tl.constexpr(256)
-#: Words of work memory of a tile, and where its parts start: what is known of it, then, to encode,
-#: counts of exponents.
-WORDS, COUNTS = tl.constexpr(delta.TILE_SCRATCH // 4), tl.constexpr(64)
+#: Words of work memory of a tile.
+WORDS = tl.constexpr(delta.TILE_SCRATCH // 4)
 #: Words of 8 bytes of work memory of a chunk: checksum, digest of the base, digest of the result
 #: or, to decode, what changes add to that of the base.
 SUMS = tl.constexpr(4)

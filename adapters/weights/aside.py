@@ -36,17 +36,32 @@ class Made(NamedTuple):
 class Aside:
     """A stream of PyTorch beside the current one, for calls that make messages.
 
-    Without a device, calls are made on the current stream.
+    It is one for all rounds, as memory and tables of a stream are used again by that stream alone.
+    Until `begin`, and without a device, calls are made on the current stream.
     """
 
-    def __init__(self, device: Any) -> None:
-        """Calls come behind what is on the current stream of `device` now; None: no stream."""
+    def __init__(self) -> None:
+        self._streams: dict[Any, Any] = {}
         self._stream: Any = None
+
+    def begin(self, device: Any) -> None:
+        """Calls come behind what is on the current stream of `device` now; None: no stream."""
+        self._stream = None
         if device is not None and device.type == "cuda":
             import torch
 
-            self._stream = torch.cuda.Stream(device)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            self._stream = self._streams[device]
             self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def end(self) -> None:
+        """What follows on the current stream comes behind all calls, whose memory is free then."""
+        if self._stream is not None:
+            import torch
+
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._stream = None
 
     @property
     def overlaps(self) -> bool:

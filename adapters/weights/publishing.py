@@ -69,6 +69,7 @@ class TransportPublisher:
         self._base: ArrayState | None = None
         self._digests: dict[str, str] = {}
         self._of_base = bytes(DIGEST_NBYTES)
+        self._aside = Aside()
 
     def send(self, version: int | None = None) -> int:
         """See `transfer.Publisher`."""
@@ -95,9 +96,9 @@ class TransportPublisher:
             kept = (digests, of_state) if self._keep else None
             if meeting.streams:
                 self._send(state, announcement, text, meeting, kept)
-            elif kept is not None:
-                self._remember(state, *kept)
             self.version = meeting.version
+            if not meeting.streams and kept is not None:
+                self._remember(state, *kept)
         return meeting.version
 
     def _send(
@@ -112,7 +113,8 @@ class TransportPublisher:
         group = self._group
         data = np.frombuffer(bytearray(text), np.uint8)
         group.spread("announce", data, data.size, meeting.root)
-        encoder = Encoder(state, self._base, self._codec, self._delta, self._threads)
+        coding = self._codec, self._delta, self._threads, self._aside
+        encoder = Encoder(state, self._base, *coding)
         counts = [len(bucket) for _, bucket in announcement.messages(meeting.streams)]
         sent, problem = 0, None
         try:
@@ -150,13 +152,17 @@ class TransportPublisher:
         """Copy what has changed: the next version is against it."""
         known = self._digests
         old = self._forget()
-        names = [] if old is None else [n for n in old.names if n in digests]
-        usable = {
-            n: old.arrays[n] for n in names if old is not None and old.kind(n) == state.kind(n)
-        }
+        usable, same = {}, set()
+        for name in [] if old is None else [n for n in old.names if n in digests]:
+            assert old is not None
+            if old.kind(name) == state.kind(name):
+                if digests[name] == known[name]:
+                    same.add(name)
+                elif not _may_write(old.arrays[name], state.arrays[name]):
+                    continue
+                usable[name] = old.arrays[name]
         # Memory that is of no use is freed before other is taken.
         del old
-        same = {n for n in usable if digests[n] == known[n]}
         self._base = ArrayState(_copies(state, usable, same), "what was sent last")
         self._digests, self._of_base = digests, of_state
 
@@ -187,10 +193,11 @@ class Encoder:
         codec: Codec,
         delta: Codec,
         threads: int,
+        aside: Aside,
     ) -> None:
         self._state, self._base = state, base
         self._codec, self._delta = codec, delta
-        self._threads = threads
+        self._threads, self._aside = threads, aside
 
     @cached_property
     def _device(self) -> Any:
@@ -214,8 +221,12 @@ class Encoder:
         values = [*self._state.arrays.values()]
         if any(map(arrays.on_gpu, values)):
             # Streams of other libraries are not known here.
-            aside = Aside(self._device if all(map(tensors.is_torch, values)) else None)
-            yield from self._on_device(aside, found)
+            self._aside.begin(self._device if all(map(tensors.is_torch, values)) else None)
+            try:
+                yield from self._on_device(found)
+            finally:
+                # What was begun and is not sent reads the tensors and the base, too.
+                self._aside.end()
             return
         jobs = [
             Job(sum(map(_needed, bucket)), partial(self._on_host, stream, bucket))
@@ -225,17 +236,17 @@ class Encoder:
             yield from results
 
     def _on_device(
-        self, aside: Aside, found: Iterator[tuple[Stream, list[Announced]]]
+        self, found: Iterator[tuple[Stream, list[Announced]]]
     ) -> Generator[Message, None, None]:
         """The messages. One is being encoded while the host waits for the sizes of that before."""
         before: Begun | None = None
         for stream, bucket in found:
-            begun = aside.run(partial(self.begin, stream, bucket))
+            begun = self._aside.run(partial(self.begin, stream, bucket))
             if before is not None:
-                yield aside.message(partial(self.finish, before)).taken()
+                yield self._aside.message(partial(self.finish, before)).taken()
             before = begun
         if before is not None:
-            yield aside.message(partial(self.finish, before)).taken()
+            yield self._aside.message(partial(self.finish, before)).taken()
 
     def _is_based(self, tensor: Announced, stream: Stream) -> bool:
         """Whether a tensor is to be coded against the base."""
@@ -468,23 +479,38 @@ def _copies(
         taken.add(id(old))
         if name in same:
             continue
-        if tensors.is_torch(x) and tensors.is_torch(old) and old.device == x.device:
+        if tensors.is_torch(x):
             olds.append(old)
             news.append(x.detach())
         else:
-            made[key] = _copied(x)
+            old[...] = arrays.host_array(x) if isinstance(old, np.ndarray) else x
     if olds:
         import torch
 
-        torch._foreach_copy_(olds, news)
+        with torch.no_grad():
+            torch._foreach_copy_(olds, news)
     return {name: made[memory_key(state, name)] for name in state.names}
+
+
+def _may_write(old: Any, x: Any) -> bool:
+    """Whether the values of an array can be written to an earlier copy, where it is."""
+    library = arrays.library_of(old)
+    if library != arrays.library_of(x):
+        return False
+    if library == "torch":
+        return bool(old.device == x.device) and not old.is_inference()
+    return library == "numpy" or (library == "cupy" and bool(old.device == x.device))
 
 
 def _copied(x: Any) -> Any:
     """The values of an array in memory of their own, where it is."""
     library = arrays.library_of(x)
     if library == "torch":
-        return x.detach().clone()
+        import torch
+
+        # Also a later round may write to it.
+        with torch.inference_mode(False), torch.no_grad():
+            return x.detach().clone()
     if library == "jax":
         # It does not change.
         return x

@@ -27,7 +27,7 @@ NONE = -1
 #: What the first word of a message is that does not come.
 _GIVEN_UP = -1
 #: The first bytes of a status: another number means another protocol.
-_MAGIC = b"twpub\0\0\1"
+_MAGIC = b"twpub\0\0\2"
 _STATUS = struct.Struct(f"<8sBqqq{DIGEST_NBYTES}s{DIGEST_NBYTES}s{DIGEST_NBYTES}s")
 #: The stage that ends a round.
 _LAST = "verify"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -89,6 +89,7 @@ class TransportSubscriber:
         self._hold, self._max_nbytes = hold, max_nbytes
         self._threads = thread_count(threads)
         self._updates = _Updates()
+        self._aside = Aside()
 
     @property
     def version(self) -> int | None:
@@ -137,9 +138,14 @@ class TransportSubscriber:
         group.agree("announce", problem)
         running: deque[Future[None]] = deque()
         complete = False
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="tightwire-weights") as pool:
-            on_gpu = taker is not None and taker.on_gpu
-            for stream, bucket, message in self._messages(announcement, meeting, on_gpu):
+        # Streams of other libraries are not known here.
+        overlapped = taker is not None and taker.on_gpu
+        overlapped = overlapped and all(map(tensors.is_torch, state.arrays.values()))
+        with (
+            ThreadPoolExecutor(self._threads, thread_name_prefix="tightwire-weights") as pool,
+            closing(self._messages(announcement, meeting, overlapped)) as messages,
+        ):
+            for stream, bucket, message in messages:
                 if message is None:
                     break
                 if stream != mine or taker is None or problem is not None:
@@ -166,26 +172,30 @@ class TransportSubscriber:
         return change
 
     def _messages(
-        self, announcement: Announcement, meeting: Meeting, on_gpu: bool
-    ) -> Iterator[tuple[Stream, list[Announced], Message | None]]:
+        self, announcement: Announcement, meeting: Meeting, overlapped: bool
+    ) -> Generator[tuple[Stream, list[Announced], Message | None], None, None]:
         """The messages as they come, None for the last one if the publisher has given up.
 
-        On a GPU one is pending while the one before is decoded.
+        If `overlapped`, on a GPU, one is pending while the one before is decoded.
         """
-        aside = Aside(self._group.device if on_gpu else None)
+        aside = self._aside
+        aside.begin(self._group.device if overlapped else None)
         before: tuple[Stream, list[Announced], Made] | None = None
-        for stream, bucket in announcement.messages(meeting.streams):
-            made = aside.message(partial(self._group.receive, bucket, meeting.root))
+        try:
+            for stream, bucket in announcement.messages(meeting.streams):
+                made = aside.message(partial(self._group.receive, bucket, meeting.root))
+                if before is not None:
+                    yield *before[:2], before[2].take()
+                before = stream, bucket, made
+                if made.message is None:
+                    break
+                if not aside.overlaps:
+                    yield stream, bucket, made.take()
+                    before = None
             if before is not None:
                 yield *before[:2], before[2].take()
-            before = stream, bucket, made
-            if made.message is None:
-                break
-            if not aside.overlaps:
-                yield stream, bucket, made.take()
-                before = None
-        if before is not None:
-            yield *before[:2], before[2].take()
+        finally:
+            aside.end()
 
     def _share(self, bucket: Sequence[Announced]) -> int:
         """Threads for one message: more where a few large ones take much memory."""

@@ -126,8 +126,8 @@ def publish(
         keep: Whether the copy is kept. Without it every version is sent whole over a transport; in
             a directory its newest version is read again in place of it.
         bucket_nbytes: Bytes of tensors that share a message of a transport, twice as many where
-            differences are sent. While one travels, the next ones are encoded. None: 32 MiB, and
-            256 MiB if any tensor is on a GPU.
+            differences are sent. While one travels, the next ones are encoded, unless they are of
+            CuPy or JAX. None: 32 MiB, and 256 MiB if any tensor is on a GPU.
         chain_limit: Most deltas in a row in a directory, as in ``save_delta``. None: 16.
         threads: Most threads; None: every processor.
 

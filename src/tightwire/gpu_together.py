@@ -172,8 +172,8 @@ def encode_against(
     """Encode arrays of one device against bases there, each as `codec.encode(x, base=base,
     chunks=None)` does; those of a dtype are coded in a few launches.
 
-    A buffer of these has memory for dynamic parts of `most` of its tensor's bytes; one that needs
-    more has overflowed.
+    A buffer of these, if it is one chunk, has memory for a dynamic part of `most` of its tensor's
+    bytes; one that needs more has overflowed.
     """
     found: list[Any] = [None] * len(xs)
     planned: dict[Any, Plan] = {}
@@ -183,7 +183,7 @@ def encode_against(
         plan = planned.get(info[2:])
         if plan is None:
             plan = make_plan(codec.spec, info.dtype, info.shape, None)
-            if most < 1:
+            if most < 1 and plan.chunks == 1:
                 room = int(most * plan.chunk_nelem * info.dtype.itemsize)
                 plan = make_plan(codec.spec, info.dtype, info.shape, None, room)
             planned[info[2:]] = plan

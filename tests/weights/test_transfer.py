@@ -639,6 +639,61 @@ def test_buffers_that_are_held_notice_other_tensors() -> None:
     assert ranks(2, task) == [2, 2]
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_is_kept_is_written_in_place(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's copy takes no second memory while it follows."""
+    count, copied_whole = 0, publishing._copied
+
+    def counted(x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return copied_whole(x)
+
+    monkeypatch.setattr(publishing, "_copied", counted)
+    if library == "torch":
+        pytest.importorskip("torch")
+
+    def task(transport: ThreadTransport) -> Any:
+        data = bytes(tw.encode(np.full(5000, transport.rank, np.float32)))
+        mine = {"w": tw.decode(data, like=library)}
+        if transport.rank == 0:
+            publisher = tw.publish(mine, transport)
+            publisher.send()
+            mine["w"][7] = 9
+            publisher.send()
+            publisher.send()
+            return count
+        subscriber = tw.subscribe(mine, transport)
+        for _ in range(3):
+            subscriber.update()
+        return float(mine["w"][7])
+
+    assert ranks(2, task) == [1, 9.0]
+
+
+def test_a_first_version_from_inference_mode() -> None:
+    torch = pytest.importorskip("torch")
+
+    def task(transport: ThreadTransport) -> Any:
+        with torch.inference_mode():
+            mine = {"w": torch.full((5000,), float(transport.rank))}
+        side: Any = None
+        if transport.rank == 0:
+            side = tw.publish(mine, transport)
+            with torch.inference_mode():
+                side.send()
+                mine["w"][7] = 9
+            side.send()
+        else:
+            mine = {"w": torch.ones(5000)}
+            side = tw.subscribe(mine, transport)
+            side.update()
+            side.update()
+        return float(mine["w"][7])
+
+    assert ranks(2, task) == [9.0, 9.0]
+
+
 @pytest.mark.slow
 def test_on_a_device_tensors_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of tensors on GPUs, on the host: the same bits, by `encode_many`."""

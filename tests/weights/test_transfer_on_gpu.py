@@ -14,7 +14,7 @@ import tightwire as tw  # noqa: E402
 from tightwire import arrays, gpu_memory, gpu_together  # noqa: E402
 from tightwire.adapters.errors import CollectiveError  # noqa: E402
 from tightwire.adapters.transports.threads import ThreadTransport, run_ranks  # noqa: E402
-from tightwire.adapters.weights import rounds  # noqa: E402
+from tightwire.adapters.weights import aside, publishing, rounds  # noqa: E402
 from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
 
 PATIENCE = 300.0
@@ -156,6 +156,52 @@ def test_damage_is_named_and_changes_nothing(place: str, monkeypatch: pytest.Mon
 
     for text in run_ranks(2, task, timeout=PATIENCE):
         assert "tensor 'w1': payload of chunk 0" in text
+
+
+def test_what_was_begun_is_waited_for_when_a_worker_refuses(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher's tensors are read until then; the next round goes on."""
+    made: list[str] = []
+    for name in ("begin", "finish"):
+        call = getattr(publishing.Encoder, name)
+
+        def noted(*args: Any, name: str = name, call: Any = call) -> Any:
+            made.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(publishing.Encoder, name, noted)
+    end = aside.Aside.end
+
+    def ended(self: Any) -> None:
+        if threading.current_thread() is publisher_thread[0]:
+            made.append("end")
+        end(self)
+
+    publisher_thread: list[Any] = []
+    monkeypatch.setattr(aside.Aside, "end", ended)
+
+    def task(transport: ThreadTransport) -> list[str]:
+        mine = weights(place, 5)
+        if transport.rank == 0:
+            publisher_thread.append(threading.current_thread())
+            publisher = tw.publish(mine, transport, bucket_nbytes=9000)
+            with pytest.raises(CollectiveError, match="announce"):
+                publisher.send()
+            seen = list(made)
+            publisher.send()
+            return seen
+        model = torch.nn.Module()
+        model.register_buffer("other", mine["w1"].clone())
+        with pytest.raises(CollectiveError):
+            tw.subscribe(model, transport).receive()
+        blank = {name: torch.zeros_like(x) for name, x in mine.items()}
+        tw.subscribe(blank, transport).update()
+        assert same(blank, mine)
+        return []
+
+    found, _ = run_ranks(2, task, timeout=PATIENCE)
+    assert found == ["begin", "begin", "finish", "end"]
 
 
 @pytest.mark.slow
