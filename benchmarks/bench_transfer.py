@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_transfer.py
 
-and with NCCL_P2P_DISABLE=1 for 25 GB/s. Over NCCL where there are GPUs, else over gloo on the CPU.
+and with NCCL_P2P_DISABLE=1 for a slower link, by memory of the host: the row of the broadcast says
+how fast it is. Over NCCL where there are GPUs, else over gloo on the CPU.
 Rows are appended to results/transfer.jsonl.
 
 The tensors are those of a transformer in bfloat16, N(0, 0.02). A round takes from a barrier until

@@ -44,7 +44,8 @@ def lines(recorded: list[dict[str, Any]]) -> list[str]:
         page += ["", *heading(place, native)]
         page += [
             f"{native['nbytes'] / 2**20:.0f} MiB of bfloat16 in {native['tensors']} tensors; "
-            f"whole ones by {native['codec']}; medians of {native['rounds']} rounds.",
+            f"whole ones by {native['codec']}; medians of {native['rounds']} rounds. The broadcast "
+            f"moved {native['nbytes'] / native['ms'] / 1e6:.1f} GB/s.",
             "",
             "| changed | round, ms | least | faster | pause, ms | of a broadcast | of the bytes | "
             "asked |",

@@ -28,6 +28,13 @@ PROCESSES = {
     "surviving": r"ranks in a step: 3, then 2, then 3; all have the same weights",
     "weight_deltas": r"version 5 takes \d{4,5} bytes, the first one \d{6}",
 }
+#: Programs that need a package which is not in the extra `test`.
+PACKAGES = {
+    "transformers_model": (
+        "transformers",
+        r"the model takes 0\.7\d of its size, and has the same weights",
+    ),
+}
 TORCHRUN = {
     "ddp": r"loss .* to .*; gradients took 0\.\d\d of their bytes",
     "fsdp2": r"parameters took 0\.\d\d of their bytes, gradients 0\.\d\d",
@@ -64,6 +71,14 @@ def test_a_program_with_processes_runs(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_program_with_a_package_runs(name: str) -> None:
+    library, wanted = PACKAGES[name]
+    pytest.importorskip(library)
+    check_output(run([str(EXAMPLES / f"{name}.py")]), wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_a_program_runs_under_torchrun(name: str) -> None:
     pytest.importorskip("torch")
@@ -83,7 +98,7 @@ def test_a_program_with_a_plugin_runs(name: str) -> None:
 
 def test_every_program_is_tested_short_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*ALONE, *PROCESSES, *TORCHRUN, *PLUGINS}
+    assert names == {*ALONE, *PROCESSES, *PACKAGES, *TORCHRUN, *PLUGINS}
     listed = (EXAMPLES / "README.md").read_text()
     for name in names:
         torchrun = f"torchrun --nproc-per-node {RANKS.get(name, 2)}"
