@@ -8,7 +8,6 @@ Chunks are rows of a table in device memory (common/batch_triton.py), with more 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -17,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.dtypes import DType
 from .common.base import Plan
 from .common.batch_triton import Batch, Layout, addresses, elements_of, layout_of, put, row_of
-from .common.dynamic_triton import claims, share
+from .common.dynamic_triton import add_share, claims
 from .common.frame_triton import (
     ROW_ALIGNED,
     ROW_PLANNED,
@@ -32,11 +30,11 @@ from .common.frame_triton import (
     pointer_of,
 )
 from .common.launch_triton import Variant, kernel, options
-from .delta import TILE, TILE_SCRATCH, Delta, sums_scratch
+from .delta import TILE, TILE_SCRATCH, sums_scratch
 from .delta_decode_triton import Part, change_one
 from .delta_encode_triton import Room, measure_one, pack_one, place_one, scan_one
 from .delta_read_triton import check_one, read_one, result_one
-from .delta_triton import CHANGES, MEASURE, SCAN, launch_of
+from .delta_triton import CHANGES, MEASURE, SCAN, variant_of
 from .delta_words_triton import SUMS, tile_at
 
 _TILE, _PLANNED = tl.constexpr(TILE), tl.constexpr(ROW_PLANNED)
@@ -51,7 +49,7 @@ Goal = Literal["out", "check", "base"]
 
 
 @triton.jit
-def _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words):
+def _tile_of(row_ptr, number, pid, scratch_ptr, sums_words):
     """Tile number `pid` of all, which row `number` has."""
     tile = (pid - tl.load(row_ptr + 7)).to(tl.int32)
     chunk, nelem, size = tl.load(row_ptr + 4), tl.load(row_ptr + 8), tl.load(row_ptr + 9)
@@ -93,9 +91,13 @@ def _part_of(row_ptr, more_ptr, t, number, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _number_of(sources_ptr, row_ptr):
-    """The number of a row in the table."""
-    return (row_ptr.to(tl.int64) - sources_ptr.to(tl.int64)) // (8 * ROW_WORDS)
+def _own(sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words):
+    """(The row of this program's tile, its number, the tile, the base)."""
+    pid = tl.program_id(0)
+    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
+    number = (row_ptr.to(tl.int64) - sources_ptr.to(tl.int64)) // (8 * ROW_WORDS)
+    from_ptr, _, _ = _more_of(more_ptr, number)
+    return row_ptr, number, _tile_of(row_ptr, number, pid, scratch_ptr, sums_words), from_ptr
 
 
 @kernel
@@ -109,11 +111,11 @@ def _scan_rows_kernel(
     L: tl.constexpr,
 ):
     """See `scan_one`; one tile of a table's chunks."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
-    from_ptr, _, _ = _more_of(more_ptr, number)
+    # fmt: off
+    row_ptr, _, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     scan_one(elements_of(row_ptr)[0], from_ptr, t, L)
 
 
@@ -128,11 +130,11 @@ def _measure_rows_kernel(
     L: tl.constexpr,
 ):
     """See `measure_one`; one tile of a table's chunks."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
-    from_ptr, _, _ = _more_of(more_ptr, number)
+    # fmt: off
+    row_ptr, _, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     measure_one(elements_of(row_ptr)[0], from_ptr, t, L)
 
 
@@ -142,7 +144,7 @@ def _place_rows_kernel(sources_ptr, scratch_ptr, sums_words: tl.int64):
     number = tl.program_id(0).to(tl.int64)
     row_ptr = sources_ptr + number * ROW_WORDS
     first = tl.load(row_ptr + 7)
-    t = _tile_of(sources_ptr, row_ptr, number, first, scratch_ptr, sums_words)
+    t = _tile_of(row_ptr, number, first, scratch_ptr, sums_words)
     place_one(t.info, t.sums, ((t.n + _TILE - 1) // _TILE).to(tl.int32))
 
 
@@ -157,11 +159,11 @@ def _pack_rows_kernel(
     L: tl.constexpr,
 ):
     """See `pack_one`; one tile of a table's chunks."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
-    from_ptr, _, _ = _more_of(more_ptr, number)
+    # fmt: off
+    row_ptr, number, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     if t.m > 0:
         room = _room_of(row_ptr, more_ptr, t, number)
         pack_one(elements_of(row_ptr)[0], from_ptr, t, room, L)
@@ -172,17 +174,15 @@ def _sum_rows_kernel(
     sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words: tl.int64
 ):
     """Add a tile's share of the checksum terms of its chunk to the record."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
+    # fmt: off
+    row_ptr, number, t, _ = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     room = _room_of(row_ptr, more_ptr, t, number)
-    nbytes, both = tl.load(room.record_ptr + 1), tl.load(room.record_ptr + 2)
-    if (t.m > 0) & ((both & 2) == 0):
+    if t.m > 0:
         tiles = (t.n + _TILE - 1) // _TILE
-        total = share(room.static_ptr, room.stride, t.n * 0, t.tile, tiles)
-        total += share(room.dynamic_ptr, nbytes, room.stride // 4, t.tile, tiles)
-        tl.atomic_add(room.record_ptr, total.to(tl.int64, bitcast=True), sem="relaxed")
+        add_share(room.static_ptr, room.dynamic_ptr, room.record_ptr, room.stride, t.tile, tiles)
 
 
 @kernel
@@ -196,11 +196,11 @@ def _read_rows_kernel(
     L: tl.constexpr,
 ):
     """See `read_one`; one tile of a table's chunks."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
-    from_ptr, _, _ = _more_of(more_ptr, number)
+    # fmt: off
+    row_ptr, number, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     read_one(t, _part_of(row_ptr, more_ptr, t, number, L.item), from_ptr, L)
 
 
@@ -234,13 +234,13 @@ def _change_rows_kernel(
     L: tl.constexpr,
 ):
     """See `change_one`; one tile of a table's chunks, whole."""
-    pid = tl.program_id(0)
-    row_ptr = row_of(sources_ptr, firsts_ptr, owners_ptr, pid)
-    number = _number_of(sources_ptr, row_ptr)
+    # fmt: off
+    row_ptr, number, t, from_ptr = _own(
+        sources_ptr, firsts_ptr, owners_ptr, more_ptr, scratch_ptr, sums_words
+    )
+    # fmt: on
     _, _, status_ptr = place_of(row_ptr, 0, ROW_WORDS)
-    t = _tile_of(sources_ptr, row_ptr, number, pid, scratch_ptr, sums_words)
     p = _part_of(row_ptr, more_ptr, t, number, L.item)
-    from_ptr, _, _ = _more_of(more_ptr, number)
     out_ptr, _ = elements_of(row_ptr)
     change_one(t, p, from_ptr, out_ptr, t.first, t.m * 0, t.m, status_ptr, L)
 
@@ -308,12 +308,12 @@ class Rows:
         """Encode tensors into buffers, as `delta_triton.encode` does one."""
         plan = self._plan
         self._batch.begin()
-        scan, measure, pack = _encode_variants(plan.codec, plan.dtype, plan.checksum, self._aligned)
+        kind, aligned = (plan.codec, plan.dtype), self._aligned
         tiles, chunks = self._launchers()
-        tiles(scan)
-        tiles(measure)
+        tiles(variant_of(_scan_rows_kernel, *kind, *SCAN, aligned=aligned))
+        tiles(variant_of(_measure_rows_kernel, *kind, *MEASURE, aligned=aligned))
         chunks(_PLACE, 0)
-        tiles(pack)
+        tiles(variant_of(_pack_rows_kernel, *kind, aligned=aligned, sums=plan.checksum))
         if plan.checksum:
             tiles(_SUM)
 
@@ -324,15 +324,14 @@ class Rows:
         status word is not 0.
         """
         plan = self._plan
-        # fmt: off
-        read, check, change = _decode_variants(
-            plan.codec, plan.dtype, plan.checksum, self._packed, self._aligned, goal
-        )
-        # fmt: on
+        kind, aligned = (plan.codec, plan.dtype), self._aligned
+        chosen = {"packed": self._packed, "sums": plan.checksum}
+        # What `change_one` is to do.
+        goals = {"store": goal != "check", "over": goal == "base"}
         tiles, chunks = self._launchers()
-        tiles(read)
-        chunks(check, 0, 3)
-        tiles(change)
+        tiles(variant_of(_read_rows_kernel, *kind, aligned=aligned, **chosen))
+        chunks(variant_of(_check_rows_kernel, *kind, **chosen), 0, 3)
+        tiles(variant_of(_change_rows_kernel, *kind, *CHANGES, aligned=aligned, **goals))
         if goal != "base":
             chunks(_RESULT, 0)
 
@@ -371,30 +370,3 @@ def _more(plans: Sequence[Plan], layout: Layout) -> np.ndarray:
 _PLACE = Variant(_place_rows_kernel, options(16))
 _SUM = Variant(_sum_rows_kernel, options(4))
 _RESULT = Variant(_result_rows_kernel, options(1))
-
-
-@functools.cache
-def _encode_variants(spec: Delta, dtype: DType, sums: bool, aligned: bool) -> tuple[Variant, ...]:
-    launch = launch_of(spec, dtype, aligned=aligned)
-    return (
-        Variant(_scan_rows_kernel, options(*SCAN), L=launch),
-        Variant(_measure_rows_kernel, options(*MEASURE), L=launch),
-        Variant(
-            _pack_rows_kernel,
-            options(4),
-            L=launch_of(spec, dtype, aligned=aligned, sums=sums),
-        ),
-    )
-
-
-@functools.cache
-def _decode_variants(
-    spec: Delta, dtype: DType, sums: bool, packed: bool, aligned: bool, goal: Goal
-) -> tuple[Variant, ...]:
-    chosen = {"packed": packed, "sums": sums}
-    change = {"aligned": aligned, "store": goal != "check", "over": goal == "base"}
-    return (
-        Variant(_read_rows_kernel, options(4), L=launch_of(spec, dtype, aligned=aligned, **chosen)),
-        Variant(_check_rows_kernel, options(4), L=launch_of(spec, dtype, **chosen)),
-        Variant(_change_rows_kernel, options(*CHANGES), L=launch_of(spec, dtype, **change)),
-    )

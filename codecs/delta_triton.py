@@ -240,9 +240,10 @@ def launch_of(spec: Delta, dtype: DType, **values: bool) -> Launch:
 
 
 @functools.cache
-def _variant(
+def variant_of(
     which, spec: Delta, dtype: DType, warps: int = 4, maxnreg: int | None = None, **values: bool
 ) -> Variant:
+    """A kernel for a codec and dtype, with more `values` of its `Launch`."""
     return Variant(which, options(warps, maxnreg), L=launch_of(spec, dtype, **values))
 
 
@@ -286,10 +287,10 @@ def encode(plan: Plan, x, out, scratch, stats=None, key=None, *, base) -> None:
     programs = g.tiles * plan.chunks
     aligned = aligned_for(plan, x) and aligned_for(plan, base)
     for which, chosen in ((_scan_kernel, SCAN), (_measure_kernel, MEASURE)):
-        variant = _variant(which, spec, dtype, *chosen, aligned=aligned)
+        variant = variant_of(which, spec, dtype, *chosen, aligned=aligned)
         variant.launch(programs, (x, base, scratch), *g.sizes, g.sums_words)
     _PLACE.launch(plan.chunks, (scratch,), *g.sizes, g.sums_words)
-    pack = _variant(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
+    pack = variant_of(_pack_kernel, spec, dtype, sums=plan.checksum, aligned=aligned)
     pack.launch(programs, (x, base, out, scratch), *g.sizes, g.sums_words, *g.places)
     if plan.checksum:
         add_sums(plan, g.parts, out, g.tiles)
@@ -327,11 +328,11 @@ def decode(
     # The digest is that of all of a chunk's base.
     first, programs = begin * g.tiles, (end - begin) * g.tiles
     aligned = aligned_for(plan, base)
-    read = _variant(_read_kernel, spec, dtype, aligned=aligned, **chosen)
+    read = variant_of(_read_kernel, spec, dtype, aligned=aligned, **chosen)
     tensors = src, base, scratch, starts
     read.launch(programs, tensors, *g.sizes, first, g.sums_words, *g.places, slot)
     table = frame_of(plan).table(src.device)
-    _variant(_check_kernel, spec, dtype, **chosen).launch(
+    variant_of(_check_kernel, spec, dtype, **chosen).launch(
         end - begin,
         (src, table, scratch, status, starts),
         begin,
@@ -346,7 +347,7 @@ def decode(
         return i // size * g.tiles + i % size // int(TILE.value)
 
     def change(target, near: bool, **values: bool) -> None:
-        variant = _variant(
+        variant = variant_of(
             _change_kernel, spec, dtype, *CHANGES, packed=packed, aligned=near, **values
         )
         tensors = src, base, target, scratch, status, starts
@@ -363,7 +364,7 @@ def decode(
         numbers = first_whole, *g.places[:3]
         _RESULT.launch(end_whole - first_whole, (src, scratch, status), *numbers)
     if store and in_place and start < stop:
-        write = _variant(_write_kernel, spec, dtype, packed=packed)
+        write = variant_of(_write_kernel, spec, dtype, packed=packed)
         tensors, numbers = (src, out, scratch, status, starts), (*g.sizes, g.sums_words, *g.places)
         write.launch(g.tiles * plan.chunks, tensors, *numbers, slot)
         change(out, aligned, store=True, known=True)

@@ -113,8 +113,7 @@ class TransportPublisher:
         group = self._group
         data = np.frombuffer(bytearray(text), np.uint8)
         group.spread("announce", data, data.size, meeting.root)
-        coding = self._codec, self._delta, self._threads, self._aside
-        encoder = Encoder(state, self._base, *coding)
+        encoder = Encoder(state, self._base, self._codec, self._delta, self._threads, self._aside)
         counts = [len(bucket) for _, bucket in announcement.messages(meeting.streams)]
         sent, problem = 0, None
         try:
@@ -152,17 +151,14 @@ class TransportPublisher:
         """Copy what has changed: the next version is against it."""
         known = self._digests
         old = self._forget()
-        usable, same = {}, set()
-        for name in [] if old is None else [n for n in old.names if n in digests]:
-            assert old is not None
-            if old.kind(name) == state.kind(name):
-                if digests[name] == known[name]:
-                    same.add(name)
-                elif not _may_write(old.arrays[name], state.arrays[name]):
-                    continue
-                usable[name] = old.arrays[name]
+        before = {} if old is None else old.arrays
+        alike = [n for n in before if n in digests and old and old.kind(n) == state.kind(n)]
+        same = {n for n in alike if digests[n] == known[n]}
+        usable = {
+            n: before[n] for n in alike if n in same or _may_write(before[n], state.arrays[n])
+        }
         # Memory that is of no use is freed before other is taken.
-        del old
+        del old, before
         self._base = ArrayState(_copies(state, usable, same), "what was sent last")
         self._digests, self._of_base = digests, of_state
 

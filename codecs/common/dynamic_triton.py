@@ -128,6 +128,16 @@ def share(ptr, nbytes, first_word, part, parts, AT_ONCE: tl.constexpr = 512):
     return tl.sum(total, 0)
 
 
+@triton.jit
+def add_share(static_ptr, dynamic_ptr, record_ptr, stride, part, parts):
+    """Add an equal share of a chunk's checksum terms to its record, unless it has overflowed."""
+    nbytes, both = tl.load(record_ptr + 1), tl.load(record_ptr + 2)
+    if (both & 2) == 0:
+        total = share(static_ptr, stride, stride * 0, part, parts)
+        total += share(dynamic_ptr, nbytes, stride // 4, part, parts)
+        tl.atomic_add(record_ptr, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
 @kernel
 def _sum_kernel(
     out_ptr,
@@ -145,12 +155,8 @@ def _sum_kernel(
     part = tl.program_id(0) % parts
     g = (head, static_at, static_stride, dynamic_at, dynamic_stride)
     _, n, static_ptr, dynamic_ptr, record_ptr = chunk_at(out_ptr, chunk, nelem, chunk_nelem, g)
-    nbytes, both = tl.load(record_ptr + 1), tl.load(record_ptr + 2)
-    stride = static_stride * 128
-    if (n > 0) & ((both & 2) == 0):
-        total = share(static_ptr, stride, n * 0, part, parts)
-        total += share(dynamic_ptr, nbytes, stride // 4, part, parts)
-        tl.atomic_add(record_ptr, total.to(tl.int64, bitcast=True), sem="relaxed")
+    if n > 0:
+        add_share(static_ptr, dynamic_ptr, record_ptr, static_stride * 128, part, parts)
 
 
 @triton.jit

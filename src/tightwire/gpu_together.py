@@ -374,15 +374,6 @@ class Together:
             raise _numbered(error, i) from None
 
 
-def decode_together(coded: Sequence[Coded], max_nbytes: int = MAX_NBYTES) -> None:
-    """Decode buffers, checked whole, as `decode` with `verify=True` does each; see `Together`.
-
-    Nothing is decoded if a header or record is bad.
-    """
-    if coded:
-        Together(coded, max_nbytes).write()
-
-
 def dtype_of_batch(plan: Plan) -> DType | None:
     """By the kernels of which element type `decode_places` takes buffers of a plan, if at all."""
     if plan.codec.name == "raw":

@@ -29,14 +29,6 @@ TENSORS = [
 ODD = (1300, 0.05, 3, 1, 3)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 class Case:
     """Tensors, bases, plans, and the bytes that the reference makes of them."""
 

@@ -28,14 +28,6 @@ TENSORS = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 class Case:
     """Tensors, their plans, and the bytes that the reference makes of them."""
 

@@ -21,14 +21,6 @@ FLOAT32 = BY_NAME["float32"]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where kernels run."""
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled for the GPU here")
-    return str(request.param)
-
-
 def elements(bits: Any, dtype: str, place: str, first: int = 0) -> Any:
     """A tensor of these bits, `first` elements behind an aligned address."""
     room = torch.full((bits.size + first,), 7, dtype=getattr(torch, dtype), device=place)[first:]

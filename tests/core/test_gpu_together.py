@@ -14,7 +14,7 @@ import tightwire as tw  # noqa: E402
 from tightwire import gpu_memory, gpu_together  # noqa: E402
 from tightwire.codecs import delta, delta_digest_triton  # noqa: E402
 from tightwire.codecs.common.launch_triton import Variant  # noqa: E402
-from tightwire.gpu_together import Coded  # noqa: E402
+from tightwire.gpu_together import Coded, Together  # noqa: E402
 
 #: Codec, dtype and elements. The host encodes float64.
 KINDS = (
@@ -123,7 +123,7 @@ def test_tensors_come_back(place: str) -> None:
     some = cases(place)
     packed = gpu_together.pack_together([case.buffer for case in some])
     coded = [case.coded(piece) for case, piece in zip(some, split(packed), strict=True)]
-    gpu_together.decode_together(coded)
+    Together(coded).write()
     assert [bits(c.out) for c in coded] == [bits(case.x) for case in some]
     # In place, over the base.
     based = [
@@ -132,9 +132,8 @@ def test_tensors_come_back(place: str) -> None:
         if case.base is not None
     ]
     over = [Coded(piece, case.base, case.base) for case, piece in based]
-    gpu_together.decode_together(over)
+    Together(over).write()
     assert [bits(c.out) for c in over] == [bits(case.x) for case, _ in based]
-    gpu_together.decode_together([])
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_waits_do_not_grow_with_the_number(place: str, waits: list[str]) -> None
         waits.clear()
         packed = gpu_together.pack_together([case.buffer for case in some])
         coded = [case.coded(piece) for case, piece in zip(some, split(packed), strict=True)]
-        gpu_together.decode_together(coded)
+        Together(coded).write()
         assert [bits(c.out) for c in coded] == [bits(case.x) for case in some]
         counts.append(list(waits))
     assert counts[0] == counts[1] == ["bytes", "bytes"]
@@ -165,7 +164,7 @@ def test_a_damaged_buffer_is_named(place: str, at: int, number: int, reason: str
         tw.decode(pieces[number], base=some[number].base, verify=True, backend="triton")
     coded = [case.coded(piece) for case, piece in zip(some, pieces, strict=True)]
     with pytest.raises(tw.FormatError) as found:
-        gpu_together.decode_together(coded)
+        Together(coded).write()
     assert found.value.number == number
     assert (found.value.reason, found.value.detail) == (alone.value.reason, alone.value.detail)
     assert reason in (None, found.value.reason)
@@ -177,7 +176,7 @@ def test_another_base_is_named(place: str) -> None:
     coded = [case.coded(piece) for case, piece in zip(some, pieces, strict=True)]
     coded[1] = coded[1]._replace(base=some[2].base)
     with pytest.raises(tw.FormatError) as found:
-        gpu_together.decode_together(coded)
+        Together(coded).write()
     assert (found.value.reason, found.value.number) == ("base_mismatch", 1)
 
 
@@ -186,7 +185,7 @@ def test_a_larger_tensor_than_is_allowed(place: str) -> None:
     pieces = split(gpu_together.pack_together([case.buffer for case in some]))
     coded = [case.coded(piece) for case, piece in zip(some, pieces, strict=True)]
     with pytest.raises(tw.FormatError) as found:
-        gpu_together.decode_together(coded, max_nbytes=19_000)
+        Together(coded, max_nbytes=19_000).write()
     assert (found.value.reason, found.value.number) == ("limit_exceeded", 1)
 
 
